@@ -1,0 +1,61 @@
+# `make demo` runs the main example, `make test` the tests; both first make .venv and install what they need into it.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV_FLAGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check --no-input
+CORE := $(VENV)/.core-installed
+DEV := $(VENV)/.dev-installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format bench clean
+
+help: ## say what can be made
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo "Variables: PYTHON ($(PYTHON)) is what .venv is made with; TORCH ($(TORCH)) is what pip installs first,"
+	@echo "empty for any version that pyproject.toml allows; VENV_FLAGS=--system-site-packages uses packages that"
+	@echo "PYTHON already has, such as a torch with CUDA. They act when .venv is made: make clean first to change them."
+
+install: $(DEV) ## install graphopt from this folder, and everything for tests and lint, into .venv
+
+demo: $(CORE) ## train a small GPT on real text, plain and with recomputation (about two minutes)
+	$(BIN)/python examples/train_gpt.py
+
+test: $(DEV) ## run the tests
+	$(BIN)/python -m pytest
+
+lint: $(DEV) ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+format: $(DEV) ## rewrite the sources in the agreed style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(CORE) ## measure what the README says about memory, time and capture (several minutes)
+	$(BIN)/python tests/benchmarks/recompute.py
+	$(BIN)/python tests/benchmarks/capture_scaling.py
+
+clean: ## remove .venv, caches and everything else that make made; runs/ stays
+	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find graphopt passes tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and by its exact version: pip would otherwise take the newest build that pyproject.toml allows.
+$(CORE): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "graphopt needs Python 3.11 or newer, and $(PYTHON) is %d.%d: make PYTHON=python3.11 ..." % sys.version_info[:2])'
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV_FLAGS) $(VENV)
+	@echo "Installing $(TORCH) and graphopt into $(VENV): minutes on the first run, seconds later"
+	@$(if $(strip $(TORCH)),$(PIP) install '$(TORCH)')
+	@$(PIP) install --editable .
+	@touch $@
+
+$(DEV): $(CORE)
+	@echo "Installing what tests and lint need into $(VENV)"
+	@$(PIP) install --editable '.[dev]'
+	@touch $@

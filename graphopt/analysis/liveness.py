@@ -1,0 +1,294 @@
+"""Which storages are alive when: the byte-exact memory timeline of a program, as its generated code runs.
+
+Memory is counted by storage: views belong to their base, each result of an op with several results is a storage of its
+own. A storage lives from the op that allocates it to the last use of the last value that refers to it; inputs by
+reference live throughout, outputs live to the end.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from graphopt.analysis.reuse import reused_operands
+from graphopt.analysis.temporaries import Usage, measured_usage
+from graphopt.ops import schema
+from graphopt.program import Phase, Program, info
+from graphopt.values import format_bytes, storage_bytes, tensors_of
+
+__all__ = ["LiveTensor", "MemoryTimeline", "Storage", "simulate", "storages_of"]
+
+_BLOCK = {"cuda": 512}
+"""Allocation granularity in bytes, by device type; the CPU allocator is exact."""
+
+_INPUT_CATEGORY = {
+    "parameter": "parameters",
+    "buffer": "buffers",
+    "constant": "buffers",
+    "state": "optimizer state",
+    "hyperparameter": "optimizer state",
+    "gradient": "gradients",
+    "input": "inputs",
+    "tangent": "gradients",
+}
+
+_PHASE_CATEGORY = {
+    Phase.FORWARD: "activations",
+    Phase.BACKWARD: "backward",
+    Phase.RECOMPUTE: "recomputed",
+    Phase.TRANSFER: "in flight",
+    Phase.SYNC: "in flight",
+    Phase.UPDATE: "update",
+}
+
+
+@dataclass(slots=True)
+class Storage:
+    """One allocation: who makes it, how big it is, and the positions (node indices) between which it lives.
+
+    ``first`` is -1 for inputs; ``last`` is the index of the last node that uses it (the number of nodes for what
+    outlives the program).
+    """
+
+    owner: fx.Node
+    bytes: int
+    category: str
+    first: int
+    last: int
+    names: tuple[str, ...] = ()
+
+    @property
+    def is_input(self) -> bool:
+        """Whether it was there before the program ran."""
+        return self.first < 0
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTensor:
+    """Something alive at a moment: its best name, bytes, category and source line."""
+
+    name: str
+    bytes: int
+    category: str
+    source: str
+
+
+@dataclass(slots=True)
+class MemoryTimeline:
+    """Bytes alive at every node of a program.
+
+    Attributes:
+        nodes: the calls, in order; the timeline has one entry for each.
+        bytes: bytes alive while each call runs: its inputs, its results and its temporaries.
+        resident_bytes: what is there before and after: parameters, buffers, optimizer state, the batch.
+        storages: every allocation.
+        temporaries: bytes that each call needs for itself while it runs.
+    """
+
+    nodes: list[fx.Node]
+    bytes: list[int]
+    resident_bytes: int
+    storages: list[Storage]
+    temporaries: list[int]
+    _index: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive at once, parameters and everything else included."""
+        return max(self.bytes, default=self.resident_bytes)
+
+    @property
+    def allocated_peak_bytes(self) -> int:
+        """The most bytes that running the program adds to what is resident; what ``measure_peak`` measures."""
+        return self.peak_bytes - self.resident_bytes
+
+    @property
+    def peak_at(self) -> fx.Node:
+        """The call at which the peak is reached (the first, where there are several)."""
+        return self.nodes[self.bytes.index(self.peak_bytes)]
+
+    @property
+    def alive(self) -> list[LiveTensor]:
+        """What is alive at the peak, largest first."""
+        return self.alive_at(self.bytes.index(self.peak_bytes))
+
+    @property
+    def categories(self) -> dict[str, int]:
+        """Bytes alive at the peak by category."""
+        return self.categories_at(self.bytes.index(self.peak_bytes))
+
+    def alive_at(self, position: int) -> list[LiveTensor]:
+        """What is alive while the call at ``position`` (an index into ``nodes``) runs, largest first."""
+        found = [
+            LiveTensor(s.names[0] if s.names else s.owner.name, s.bytes, s.category, info(s.owner).source)
+            for s in self.storages
+            if s.first <= position <= s.last and s.bytes
+        ]
+        if self.temporaries[position]:
+            node = self.nodes[position]
+            found.append(
+                LiveTensor(f"{node.name} (inside the op)", self.temporaries[position], "temporaries", info(node).source)
+            )
+        return sorted(found, key=lambda item: -item.bytes)
+
+    def categories_at(self, position: int) -> dict[str, int]:
+        """Bytes by category while the call at ``position`` runs; they add up to ``bytes[position]``."""
+        total: Counter[str] = Counter()
+        for item in self.alive_at(position):
+            total[item.category] += item.bytes
+        return dict(total)
+
+    def __repr__(self) -> str:
+        where = info(self.peak_at).names or (self.peak_at.name,)
+        return (
+            f"<MemoryTimeline: peak {format_bytes(self.peak_bytes)} at {where[0]}, "
+            f"{format_bytes(self.resident_bytes)} resident, {len(self.nodes)} calls>"
+        )
+
+
+def _size(tensor: Any) -> int:
+    size = storage_bytes(tensor)
+    block = _BLOCK.get(tensor.device.type)
+    return -(-size // block) * block if block else size
+
+
+def storages_of(program: Program) -> tuple[list[Storage], dict[fx.Node, list[Storage]]]:
+    """Every allocation of a program, and which allocations the value of each node refers to."""
+    calls = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
+    position = {node: index for index, node in enumerate(calls)}
+    storages: list[Storage] = []
+    refers: dict[fx.Node, list[Storage]] = {}
+    for node, spec in zip(program.placeholders, program.inputs, strict=True):
+        value = node.meta.get("val")
+        refers[node] = [
+            Storage(node, _size(tensor), _INPUT_CATEGORY[spec.role], -1, len(calls), info(node).names)
+            for tensor in tensors_of(value)
+        ]
+        storages += refers[node]
+    reused = reused_operands(program)
+    for node in calls:
+        operand = reused.get(node)
+        refers[node] = refers[operand] if operand is not None else _refer(node, refers, storages, position[node])
+    outside = _loss_outside(program, calls)
+    for node in calls:
+        end = outside if outside is not None else len(calls)
+        last = max((position.get(user, end) for user in node.users), default=position[node])
+        for storage in refers[node]:
+            storage.last = max(storage.last, last)
+    if outside is not None:
+        _place_tangents(program, refers, position, outside)
+    _categorise(program, refers)
+    return storages, refers
+
+
+def _loss_outside(program: Program, calls: list[fx.Node]) -> int | None:
+    """Where backward starts in a program whose loss the user computes: outputs are handed out until there."""
+    if not program.inputs_of("tangent"):
+        return None
+    return next((index for index, node in enumerate(calls) if info(node).phase is not Phase.FORWARD), len(calls))
+
+
+def _place_tangents(
+    program: Program, refers: dict[fx.Node, list[Storage]], position: dict[fx.Node, int], start: int
+) -> None:
+    """Tangents come into being with the user's loss and die at their last use; gradients stay to the end."""
+    for node, _ in program.inputs_of("tangent"):
+        for storage in refers[node]:
+            storage.first = start
+            storage.last = max((position.get(user, start) for user in node.users), default=start)
+    end = len(position)
+    for value, _ in program.outputs_of("gradient"):
+        for storage in refers[value] if isinstance(value, fx.Node) else ():
+            storage.last = end
+
+
+def _refer(
+    node: fx.Node, refers: dict[fx.Node, list[Storage]], storages: list[Storage], position: int
+) -> list[Storage]:
+    """The storages behind a call's value; new ones are appended to ``storages``."""
+    if node.target is operator.getitem:
+        source, index = node.args
+        return _element(source, index, refers)  # type: ignore[arg-type]
+    aliased = schema.aliased_inputs(node)
+    if aliased:
+        return [storage for source in aliased for storage in refers.get(source, [])]
+    category = _PHASE_CATEGORY[info(node).phase]
+    new = [
+        Storage(node, _size(tensor), category, position, position, info(node).names)
+        for tensor in tensors_of(node.meta.get("val"))
+    ]
+    storages += new
+    return new
+
+
+def _element(source: fx.Node, index: int, refers: dict[fx.Node, list[Storage]]) -> list[Storage]:
+    """The storages of one element of a tuple: a flat slice of the tuple's own."""
+    value = source.meta["val"]
+    held = refers[source]
+    if schema.aliased_inputs(source) and source.target is not operator.getitem:
+        return held
+    before = sum(len(tensors_of(item)) for item in value[:index])
+    return held[before : before + len(tensors_of(value[index]))]
+
+
+def _categorise(program: Program, refers: dict[fx.Node, list[Storage]]) -> None:
+    """Tell gradients, which live until the update or the end, from the rest of what backward allocates."""
+    gradients = [value for value, _ in program.outputs_of("gradient") if isinstance(value, fx.Node)]
+    gradients += [
+        source
+        for node in program.phase_nodes(Phase.UPDATE)
+        for source in node.all_input_nodes
+        if source.op == "call_function" and info(source).phase is Phase.BACKWARD
+    ]
+    for node in gradients:
+        for storage in refers[node]:
+            if storage.category == "backward":
+                storage.category = "gradients"
+    for node, storages in refers.items():
+        for storage in storages:
+            if not storage.names and info(node).names:
+                storage.names = info(node).names
+
+
+def _correct(storages: list[Storage], usage: list[Usage]) -> None:
+    """Give the storages that ops allocated the sizes that were measured."""
+    made: dict[int, list[Storage]] = {}
+    for storage in storages:
+        if not storage.is_input and storage.owner.op != "placeholder":
+            made.setdefault(storage.first, []).append(storage)
+    for position, owned in made.items():
+        sizes = usage[position].results
+        if sizes is not None and len(sizes) == len(owned):
+            for storage, size in zip(owned, sizes, strict=True):
+                storage.bytes = size
+
+
+def simulate(program: Program, *, measure: bool = True) -> MemoryTimeline:
+    """Bytes alive at every call of ``program``, as its generated code runs it (symbolic sizes by example).
+
+    Args:
+        program: of any stage.
+        measure: count what ops allocate for themselves, measured on zeros at the first call per shapes; without,
+            temporaries count as 0.
+    """
+    calls = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
+    usage = measured_usage(calls) if measure else [Usage()] * len(calls)
+    storages, _ = storages_of(program)
+    _correct(storages, usage)
+    temporaries = [item.temporary for item in usage]
+    resident = sum(s.bytes for s in storages if s.is_input)
+    change = [0] * (len(calls) + 2)
+    for storage in storages:
+        if not storage.is_input:
+            change[storage.first] += storage.bytes
+            change[storage.last + 1] -= storage.bytes
+    alive = resident
+    timeline = []
+    for index in range(len(calls)):
+        alive += change[index]
+        timeline.append(alive + temporaries[index])
+    return MemoryTimeline(calls, timeline, resident, storages, temporaries)

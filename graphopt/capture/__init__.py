@@ -1,0 +1,7 @@
+"""nn.Module (+ loss, + optimizer) → Program: forward by torch.export, joint by differentiation, step by tracing."""
+
+from __future__ import annotations
+
+from graphopt.capture.session import CaptureSession, capture
+
+__all__ = ["CaptureSession", "capture"]

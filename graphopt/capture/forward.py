@@ -1,0 +1,346 @@
+"""nn.Module (+ loss) → forward program, by torch.export."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from graphopt import _torch
+from graphopt.capture.precision import plain_precision
+from graphopt.capture.regions import REGION_KEY, observe
+from graphopt.capture.source import source_line, user_frame
+from graphopt.capture.structure import Structure, flatten
+from graphopt.errors import CaptureError
+from graphopt.names import NAMES_KEY, identifier
+from graphopt.ops.schema import op_name
+from graphopt.program import InputSpec, NodeInfo, OutputSpec, Phase, Program, info, set_info
+
+__all__ = ["ForwardCapture", "capture_forward"]
+
+logger = logging.getLogger("graphopt")
+
+_EXPORT_KINDS = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "constant", "USER_INPUT": "input"}
+
+
+@dataclass
+class ForwardCapture:
+    """A forward program with the structures around it: how to flatten a call and how to rebuild its result."""
+
+    program: Program
+    inputs: Structure
+    outputs: Structure
+    example_tensors: list[torch.Tensor]
+
+
+class _Root(nn.Module):
+    """Calls the user's model (or loss) on flat tensors and returns flat tensors, noting the result's structure."""
+
+    def __init__(
+        self, model: nn.Module, call: Callable[..., Any], inputs: Structure, seen: list[Structure], as_eager: bool
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.training = model.training
+        # Results are noted in a list: export undoes assignments to a module's attributes.
+        self._run = (call, inputs, seen.append, as_eager)
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        call, inputs, note, as_eager = self._run
+        args, kwargs = inputs.restore(tensors)
+        buffers = [(m, name, b) for m in self.model.modules() for name, b in m.named_buffers(recurse=False)]
+        with _torch.as_in_eager() if as_eager else contextlib.nullcontext():
+            flat, structure = flatten(call(self.model, *args, **kwargs))
+        _write_assigned(buffers)
+        note(structure)
+        return tuple(flat)
+
+
+def _write_assigned(buffers: list[tuple[nn.Module, str, torch.Tensor]]) -> None:
+    """Write what forward assigned to a buffer (``self.ema = ...``) into the buffer, which is all a program can do."""
+    for module, name, before in buffers:
+        after = getattr(module, name)
+        if after is not before:
+            with torch.no_grad():
+                before.copy_(after)
+            setattr(module, name, before)
+
+
+def capture_forward(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    call: Callable[..., Any],
+    dynamic_shapes: Any = None,
+    scalar_loss: bool = False,
+) -> ForwardCapture:
+    """Trace ``call(model, *args, **kwargs)`` into a forward program.
+
+    Raises:
+        CaptureError: where the model's Python cannot be traced, naming the line of user code and what to do.
+    """
+    given, inputs = flatten((tuple(args), dict(kwargs)))
+    tensors = _distinct(given)
+    seen: list[Structure] = []
+    shapes = _flat_shapes(dynamic_shapes, inputs, model)
+
+    def export(as_eager: bool) -> Any:
+        root = _Root(model, call, inputs, seen, as_eager)
+        with observe(model), plain_precision(), torch.enable_grad(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            exported = torch.export.export(root, tuple(tensors), strict=False, dynamic_shapes=shapes)
+        _pass_on(caught)
+        return exported
+
+    try:
+        exported = _as_eager_first(export, type(model).__name__)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise _explain(error, model) from error
+    program = _to_program(exported, seen[-1], inputs, scalar_loss)
+    program.title = type(model).__name__
+    return ForwardCapture(program, inputs, seen[-1], tensors)
+
+
+_ASSIGNED = re.compile(r"The tensor attributes? (?P<names>.*?) (was|were) assigned during export")
+
+
+def _pass_on(caught: list[warnings.WarningMessage]) -> None:
+    """Show the user's own warnings; refuse tensors that forward keeps in attributes, which a program cannot do."""
+    for warning in caught:
+        match = _ASSIGNED.search(str(warning.message))
+        if match is None:
+            if not warning.filename.startswith(_torch.FOLDER):
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+            continue
+        names = [name.strip() for name in match["names"].split(",")]
+        kept = [name.removeprefix("self.model.") for name in names if "_flat_weights" not in name]
+        if kept:
+            raise CaptureError(
+                f"forward keeps tensors in {', '.join(kept)}, and a program cannot set attributes: return them, or "
+                "register them as buffers of a fixed shape"
+            )
+
+
+def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same tensors, each a leaf of its own: another call may pass different ones in two places."""
+    seen: set[int] = set()
+    found = []
+    for tensor in tensors:
+        fresh = id(tensor) in seen or not tensor.is_leaf
+        found.append(tensor.detach().requires_grad_(tensor.requires_grad) if fresh else tensor)
+        seen.add(id(tensor))
+    return found
+
+
+def _as_eager_first(export: Callable[[bool], Any], name: str) -> Any:
+    """Trace what the model does in eager mode; where that cannot be traced, what it does for compilers."""
+    try:
+        return export(True)
+    except CaptureError:
+        raise
+    except Exception as error:
+        if _depends_on_data(error):
+            raise
+        try:
+            exported = export(False)
+        except Exception:
+            raise error from None
+        logger.info("%s is captured on the path it takes under torch.compiler.is_exporting(): %s", name, error)
+        return exported
+
+
+def _flat_shapes(dynamic_shapes: Any, inputs: Structure, model: nn.Module) -> Any:
+    """The user's ``dynamic_shapes``, written for the call's arguments, as torch.export wants it for flat tensors."""
+    if dynamic_shapes is None:
+        return None
+    args, kwargs = inputs.restore(range(sum(inputs.is_tensor)))
+    if isinstance(dynamic_shapes, Mapping):
+        named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | dict(kwargs)
+        unknown = sorted(set(dynamic_shapes) - set(named))
+        if unknown:
+            raise CaptureError(f"dynamic_shapes names {unknown}, but the call has the arguments {sorted(named)}")
+        pairs = [(value, dynamic_shapes.get(key)) for key, value in named.items()]
+    elif len(dynamic_shapes) == len(args):
+        pairs = list(zip(args, dynamic_shapes, strict=True))
+    else:
+        raise CaptureError(
+            f"dynamic_shapes has {len(dynamic_shapes)} entries for {len(args)} positional arguments: give one for each "
+            "(None where nothing varies), or a dict by argument name"
+        )
+    flat: dict[int, Any] = {}
+    for value, shape in pairs:
+        flat |= _shapes_by_place(value, shape)
+    return (tuple(flat.get(place) for place in range(sum(inputs.is_tensor))),)
+
+
+def _shapes_by_place(value: Any, shape: Any) -> dict[int, Any]:
+    """The shape given for each tensor of a nested argument; tensors stand as their numbers."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return {value: shape}
+    if isinstance(value, Mapping):
+        parts = [(item, shape.get(key) if isinstance(shape, Mapping) else None) for key, item in value.items()]
+    elif isinstance(value, (tuple, list)):
+        known = isinstance(shape, (tuple, list))
+        parts = [(item, shape[index] if known else None) for index, item in enumerate(value)]
+    else:
+        return {}
+    found: dict[int, Any] = {}
+    for item, inner in parts:
+        found |= _shapes_by_place(item, inner)
+    return found
+
+
+def _depends_on_data(error: Exception) -> bool:
+    return isinstance(error, _torch.GuardOnDataDependentSymNode) or "data-dependent" in str(error)
+
+
+def _explain(error: Exception, model: nn.Module) -> CaptureError:
+    where = user_frame(error.__traceback__)
+    text = str(error).strip().split("\n")[0] or type(error).__name__
+    name = type(model).__name__
+    if _depends_on_data(error):
+        advice = (
+            "control flow depends on a tensor's values, and a program has one path: use torch.where or torch.cond, "
+            "move the decision outside of the model, or make it depend on shapes"
+        )
+    else:
+        advice = (
+            "the model must run on tensors without data (torch.export, non-strict): keep NumPy, .tolist(), printing of "
+            "values and file access out of forward"
+        )
+    return CaptureError(f"{name} cannot be captured: {text}\n  where: {where}\n  what to do: {advice}")
+
+
+def _to_program(exported: Any, returned: Structure, inputs: Structure, scalar_loss: bool) -> Program:
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    attributes: dict[str, fx.GraphModule] = {}
+    constants: dict[str, torch.Tensor] = {}
+    specs: list[InputSpec] = []
+    dead: set[fx.Node] = set()
+    input_paths = iter(_input_names(inputs))
+    signature = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
+    namer = _OpNames()
+    for node in exported.graph_module.graph.nodes:
+        if node.op == "placeholder":
+            new, spec = _placeholder(graph, node, signature[node.name], exported, constants, input_paths)
+            specs.append(spec)
+            mapping[node] = new
+        elif node.op == "output":
+            continue
+        elif node.target is torch.ops.aten._assert_tensor_metadata.default:
+            dead.add(node)
+        else:
+            if node.op == "get_attr" and isinstance(node.target, str):
+                attributes[node.target] = getattr(exported.graph_module, node.target)
+                _describe_body(attributes[node.target], namer)
+            mapping[node] = new = graph.node_copy(node, lambda n: mapping[n])
+            set_info(new, _node_info(node, namer))
+    result = next(n for n in reversed(exported.graph_module.graph.nodes) if n.op == "output")
+    values = [mapping[v] if isinstance(v, fx.Node) else v for v in result.args[0]]
+    graph.output(tuple(values))
+    _unique_names(graph)
+    outputs = [OutputSpec("output", path or "result") for path in returned.paths]
+    if scalar_loss:
+        outputs = [_check_loss(values, returned)]
+    return Program(graph, "forward", specs, outputs, constants, attributes)
+
+
+def _check_loss(values: list[Any], structure: Structure) -> OutputSpec:
+    value = values[0] if len(values) == 1 and structure.is_tensor == (True,) else None
+    shape = tuple(value.meta["val"].shape) if isinstance(value, fx.Node) else None
+    if not isinstance(value, fx.Node) or any(size != 1 for size in shape or ()):
+        found = f"a tensor of shape {shape}" if shape is not None else f"{len(values)} tensors"
+        raise CaptureError(
+            f"the loss must be one scalar tensor, and this one returns {found}: reduce it (.mean(), .sum()), or pass "
+            "loss=lambda model, *batch: ... that returns a scalar"
+        )
+    return OutputSpec("loss", "loss")
+
+
+def _placeholder(
+    graph: fx.Graph, node: fx.Node, spec: Any, exported: Any, constants: dict[str, torch.Tensor], paths: Any
+) -> tuple[fx.Node, InputSpec]:
+    role = _EXPORT_KINDS.get(spec.kind.name)
+    if role is None:
+        raise CaptureError(
+            f"the model holds {spec.target or spec.arg.name!r}, a {spec.kind.name}, which is not a tensor"
+        )
+    target = next(paths) if role == "input" else spec.target.removeprefix("model.")
+    new = graph.placeholder(identifier(target))
+    new.meta["val"] = node.meta["val"]
+    if role == "constant":
+        constants[new.name] = exported.constants[spec.target]
+    extra = node.meta.get(NAMES_KEY, ())
+    set_info(new, NodeInfo(Phase.FORWARD, names=(target, *extra), origin=role))
+    return new, InputSpec(role, target)
+
+
+def _input_names(inputs: Structure) -> list[str]:
+    """What to call each input: ``args[1]`` for the second positional argument, ``mask`` for the keyword."""
+    names = []
+    for path in inputs.paths:
+        rest = path[3:]
+        if path.startswith("[1]"):
+            names.append(re.sub(r"^\['([^']*)'\]", r"\1", rest))
+        else:
+            names.append("args" + rest)
+    return names
+
+
+def _describe_body(body: fx.GraphModule, namer: _OpNames) -> None:
+    """Describe the nodes of a sub-graph (an autocast or no-grad region) and of those inside it."""
+    for node in body.graph.nodes:
+        set_info(node, _node_info(node, namer))
+    for child in body.children():
+        if isinstance(child, fx.GraphModule):
+            _describe_body(child, namer)
+
+
+class _OpNames:
+    """Gives ``path::op``, ``path::op_1`` … to the ops of each module, in program order."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[str] = Counter()
+
+    def next(self, path: str, op: str) -> str:
+        base = f"{path}::{op}"
+        number = self._seen[base]
+        self._seen[base] += 1
+        return base if number == 0 else f"{base}_{number}"
+
+
+def _node_info(node: fx.Node, namer: _OpNames) -> NodeInfo:
+    stack = [entry for entry in node.meta.get("nn_module_stack", {}).values() if not entry[0].startswith("_empty_")]
+    module = re.sub(r"@\d+", "", stack[-1][0]) if stack else ""
+    module = module.removeprefix("model.") if module != "model" else ""
+    tensor = isinstance(node.meta.get("val"), torch.Tensor)
+    names = (*reversed(node.meta.get(NAMES_KEY, ())), namer.next(module, op_name(node))) if tensor else ()
+    return NodeInfo(
+        Phase.FORWARD, module, names, source_line(node.meta.get("stack_trace")), region=node.meta.get(REGION_KEY)
+    )
+
+
+def _unique_names(graph: fx.Graph) -> None:
+    """Where two tensors were given one name, the later ones become ``name@1``, ``name@2`` and so on."""
+    taken: Counter[str] = Counter()
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        unique = []
+        for name in info(node).names:
+            unique.append(name if taken[name] == 0 else f"{name}@{taken[name]}")
+            taken[name] += 1
+        set_info(node, replace(info(node), names=tuple(unique)))

@@ -1,0 +1,395 @@
+"""Forward program → joint program: differentiate, and carry names, modules and source lines across."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx import traceback
+
+from graphopt import _torch
+from graphopt.capture.source import user_frame
+from graphopt.errors import CaptureError
+from graphopt.ops import schema
+from graphopt.program import InputSpec, NodeInfo, OutputSpec, Phase, Program, info, set_info
+from graphopt.rematerialize import rematerialize
+
+__all__ = ["JointCapture", "capture_joint"]
+
+_MARK = "graphopt"
+"""Where joint nodes get the place of the forward node they were traced under (in ``meta["custom"]``)."""
+
+_DROPOUTS = (
+    torch.ops.aten.dropout.default,
+    torch.ops.aten.feature_dropout.default,
+    torch.ops.aten.alpha_dropout.default,
+    torch.ops.aten.feature_alpha_dropout.default,
+)
+"""Ops that return their argument where they drop nothing; traced, torch would copy it."""
+
+_HOLDS = "graphopt_holds"
+"""Where a joint node under construction gets the places of the forward nodes whose value it is."""
+
+_IDENTITIES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+"""Ops that autograd's bookkeeping leaves behind; in a program they are their argument."""
+
+
+@dataclass(frozen=True)
+class JointCapture:
+    """A joint program together with the trace that can compile a rewritten version of it.
+
+    Attributes:
+        program: what passes rewrite.
+        trace: compiles the two halves of a rewritten program into a differentiable callable.
+        held: the parameters, buffers and constants that this callable takes first, in order.
+    """
+
+    program: Program
+    trace: _torch.JointTrace
+    held: list[InputSpec]
+
+
+class _Runner(nn.Module):
+    """Runs a forward program node by node, so that every op traced underneath knows which node it came from."""
+
+    def __init__(self, program: Program, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._module = [_as_module(program)]
+        self._held: dict[str, str] = {}
+        self.holder: dict[str, InputSpec] = {}
+        known: dict[int, str] = {}
+        for node, spec in zip(program.placeholders, program.inputs, strict=True):
+            if spec.role == "input":
+                continue
+            tensor = program.constants[node.name] if spec.role == "constant" else tensors[spec.target]
+            key = known.setdefault(id(tensor), f"t{len(known)}")
+            self._held[node.name] = key
+            if key in self.holder:
+                continue
+            self.holder[key] = spec
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(key, tensor)
+            else:
+                self.register_buffer(key, tensor)
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
+        supply = iter(inputs)
+        module = self._module[0]
+        values = [
+            getattr(self, self._held[node.name]) if node.name in self._held else next(supply)
+            for node in module.graph.find_nodes(op="placeholder")
+        ]
+        with traceback.preserve_node_meta():
+            return tuple(_Interpreter(module).run(*values))
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs a forward program, and notes on each joint node under construction which forward values it holds.
+
+    Custom autograd functions run as themselves, with their own backward.
+    """
+
+    def __init__(self, module: fx.GraphModule, prefix: str = "") -> None:
+        super().__init__(module)
+        self._prefix = prefix
+        self._bodies = {id(child): name for name, child in module.named_children()}
+
+    def _inside(self, body: fx.GraphModule) -> _Interpreter:
+        return _Interpreter(body, f"{self._prefix}{self._bodies[id(body)]}/")
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, torch.Tensor):
+            node = _torch.traced_node(result)
+            if node is not None:
+                node.meta[_HOLDS] = (*node.meta.get(_HOLDS, ()), self._prefix + n.name)
+        return result
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is _torch.custom_function:
+            return _torch.custom_function.original(*args)
+        if target is torch.ops.higher_order.wrap_with_autocast:
+            device, dtype, enabled, cache, body, *inputs = args
+            with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache):
+                return self._inside(body).run(*inputs)
+        if target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            enabled, body, *inputs = args
+            with torch.set_grad_enabled(enabled):
+                return self._inside(body).run(*inputs)
+        if target in _DROPOUTS and (args[1] == 0 or not args[2]):
+            return args[0]
+        result = super().call_function(target, args, kwargs)
+        return _as_kernels_lay_out(target, args, result)
+
+
+def _as_kernels_lay_out(target: Any, args: tuple[Any, ...], result: Any) -> Any:
+    """Give a result the strides that the real kernel gives it, where torch's data-less kernel says otherwise.
+
+    BatchNorm returns a dense tensor in one of the usual memory formats; traced, it keeps a transposed input's strides,
+    and what follows would take other paths than in eager mode.
+    """
+    if target is not torch.ops.aten.batch_norm.default:
+        return result
+    formats = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}.get(result.dim(), ())
+    usual = any(args[0].is_contiguous(memory_format=f) for f in (torch.contiguous_format, *formats))
+    return result if usual else result.contiguous()
+
+
+def _as_module(program: Program) -> fx.GraphModule:
+    """The program as a module whose every node, also in sub-graphs, carries the mark of where it stands."""
+    copy = program.copy()
+    module = fx.GraphModule(copy.attributes, copy.graph)
+    for mark, node in _marked(module.graph, copy.attributes):
+        node.meta["custom"] = {_MARK: mark}
+    return module
+
+
+def _marked(graph: fx.Graph, attributes: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, fx.Node]]:
+    """Every node of a graph and of its sub-graphs, with its place: ``name``, ``sub/name``, ``sub/sub/name``."""
+    for node in graph.nodes:
+        yield prefix + node.name, node
+    for name, body in attributes.items():
+        if isinstance(body, fx.GraphModule):
+            yield from _marked(body.graph, dict(body.named_children()), f"{prefix}{name}/")
+
+
+def capture_joint(forward: Program, tensors: dict[str, torch.Tensor], examples: list[torch.Tensor]) -> JointCapture:
+    """Differentiate a forward program.
+
+    Args:
+        forward: a program of stage ``forward``.
+        tensors: the parameters and buffers by name, as in ``named_parameters(remove_duplicate=False)``.
+        examples: the example inputs, in the program's order; only their metadata is used.
+
+    Raises:
+        CaptureError: where nothing requires a gradient, or autograd refuses what the model does.
+    """
+    runner = _Runner(forward, tensors)
+    dynamic = any(
+        isinstance(size, torch.SymInt) for node, _ in forward.inputs_of("input") for size in node.meta["val"].shape
+    )
+    args: list[torch.Tensor] = examples
+    if dynamic:
+        args = [node.meta["val"] for node, _ in forward.inputs_of("input")]
+        for fake, real in zip(args, examples, strict=True):
+            fake.requires_grad_(real.requires_grad)
+    try:
+        trace = _torch.JointTrace(runner, tuple(args))
+    except Exception as error:
+        raise CaptureError(
+            f"{forward.title} cannot be differentiated as one program: {_first_line(error)}\n"
+            f"  where: {user_frame(error.__traceback__)}\n"
+            "  what to do: check that the same call trains in eager mode; in-place changes of inputs or parameters "
+            "and backward code that needs values are the usual reasons"
+        ) from error
+    if not trace.requires_grad:
+        raise CaptureError(
+            f"nothing in {forward.title} requires a gradient for these inputs: every parameter is frozen, or the "
+            "outputs are detached; unfreeze a parameter, or call the model in eval mode without graphopt"
+        )
+    program = _Builder(forward, runner, trace).build()
+    return JointCapture(program, trace, [runner.holder[key] for key in trace.parameter_order()])
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else repr(error)
+
+
+class _Builder:
+    """Turns torch's joint graph into a ``Program``: flat inputs, phases, names, modules, seed of the backward."""
+
+    def __init__(self, forward: Program, runner: _Runner, trace: _torch.JointTrace) -> None:
+        self._forward = forward
+        self._runner = runner
+        self._trace = trace
+        self._known: dict[str, NodeInfo] = {
+            mark: info(node) for mark, node in _marked(forward.graph, forward.attributes) if node.op != "output"
+        }
+        self._graph = fx.Graph()
+        self._map: dict[fx.Node, fx.Node] = {}
+        self._specs: list[InputSpec] = []
+        self._constants: dict[str, torch.Tensor] = {}
+        self._input_names = [(node.name, spec) for node, spec in forward.inputs_of("input")]
+
+    def build(self) -> Program:
+        for node, role in self._trace.inputs():
+            self._placeholder(node, role)
+        self._calls()
+        values, outputs = self._outputs()
+        self._graph.output(tuple(values))
+        program = Program(
+            self._graph, "joint", self._specs, outputs, self._constants, {}, self._forward.title,
+            history=self._forward.history,
+        )  # fmt: skip
+        self._name_values(program)
+        if any(spec.role == "loss" for spec in outputs):
+            _seed_backward(program)
+        _forget_statistics(program)
+        _settle_mutations(program)
+        program.erase_dead()
+        _honour_regions(program)
+        program.erase_dead()
+        return program
+
+    def _placeholder(self, node: fx.Node, role: _torch.AotInput) -> None:
+        if role.kind == "input":
+            name, spec = self._input_names[int(role.target)]
+        elif role.kind == "tangent":
+            name, spec = f"tangents_{len(self._specs)}", InputSpec("tangent", f"tangent[{role.target}]")
+        else:
+            spec = self._runner.holder[str(role.target)]
+            name = next(n for n, key in self._runner._held.items() if key == role.target)
+        new = self._graph.placeholder(name)
+        new.meta["val"] = node.meta["val"]
+        new.meta[_HOLDS] = node.meta.get(_HOLDS, ())
+        phase = Phase.BACKWARD if role.kind == "tangent" else Phase.FORWARD
+        names = self._known[name].names if name in self._known else (spec.target,)
+        set_info(new, NodeInfo(phase, names=names, origin=spec.role))
+        if spec.role == "constant":
+            self._constants[new.name] = self._forward.constants[name]
+        self._specs.append(spec)
+        self._map[node] = new
+
+    def _calls(self) -> None:
+        by_sequence: dict[int, NodeInfo] = {}
+        for node in self._trace.graph.nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            if node.target is torch.ops.aten._assert_tensor_metadata.default:
+                continue
+            if node.op == "get_attr":
+                self._constant(node)
+                continue
+            if node.target in _IDENTITIES and not any(user.op == "output" for user in node.users):
+                self._map[node] = kept = self._map[node.args[0]]
+                kept.meta[_HOLDS] = (*kept.meta.get(_HOLDS, ()), *node.meta.get(_HOLDS, ()))
+                continue
+            new = self._graph.node_copy(node, lambda n: self._map[n])
+            backward = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+            source = self._known.get((node.meta.get("custom") or {}).get(_MARK, ""))
+            sequence = node.meta.get("seq_nr")
+            if source is None and sequence in by_sequence:
+                source = by_sequence[sequence]
+            if source is None:
+                source = NodeInfo(Phase.FORWARD)
+            elif not backward and sequence is not None:
+                by_sequence.setdefault(sequence, source)
+            phase = Phase.BACKWARD if backward else Phase.FORWARD
+            region = None if backward else source.region
+            set_info(new, replace(source, phase=phase, names=(), region=region, origin="capture"))
+            self._map[node] = new
+
+    def _constant(self, node: fx.Node) -> None:
+        """A tensor that the trace met as a value becomes an input by reference."""
+        value = getattr(self._trace.graph.owning_module, str(node.target))
+        first = next(iter(self._graph.nodes))
+        with self._graph.inserting_before(first):
+            new = self._graph.placeholder(str(node.target))
+        new.meta["val"] = node.meta.get("val", value)
+        self._constants[new.name] = value
+        set_info(new, NodeInfo(Phase.FORWARD, names=(new.name,), origin="constant"))
+        self._specs.insert(0, InputSpec("constant", new.name))
+        self._map[node] = new
+
+    def _outputs(self) -> tuple[list[Any], list[OutputSpec]]:
+        values: list[Any] = []
+        specs: list[OutputSpec] = []
+        for value, role in self._trace.outputs():
+            if role.kind == "base":
+                specs.append(OutputSpec("base", f"base[{len(specs)}]"))
+            elif role.kind == "output":
+                specs.append(self._forward.outputs[role.index or 0])
+            elif role.of is not None and role.of.kind == "input":
+                specs.append(OutputSpec(role.kind, self._input_names[int(role.of.target)][1].target))
+            else:
+                assert role.of is not None
+                specs.append(OutputSpec(role.kind, self._runner.holder[str(role.of.target)].target))
+            values.append(self._map[value] if isinstance(value, fx.Node) else value)
+        return values, specs
+
+    def _name_values(self, program: Program) -> None:
+        """Give each joint node the names of the forward values it holds, and its own ``path::op``."""
+        ops = Counter[str]()
+        for node in program.graph.nodes:
+            if node.op == "output":
+                continue
+            known = info(node)
+            held = [name for mark in node.meta.pop(_HOLDS, ()) for name in self._known[mark].names if "::" not in name]
+            names = [*known.names, *(name for name in dict.fromkeys(held) if name not in known.names)]
+            value = node.meta.get("val")
+            if node.op == "call_function" and isinstance(value, torch.Tensor) and not schema.mutated_inputs(node):
+                names.append(_op_name(node, ops))
+            set_info(node, replace(known, names=tuple(names)))
+
+
+def _op_name(node: fx.Node, seen: Counter[str]) -> str:
+    """``path::op`` in forward, ``path::op~`` in backward, numbered from the second on; ``op.1`` for a second result."""
+    op = schema.op_name(node)
+    if node.target is operator.getitem:
+        source, index = node.args
+        op = schema.op_name(source) + (f".{index}" if index else "")  # type: ignore[arg-type]
+    known = info(node)
+    base = f"{known.module}::{op}{'' if known.phase is Phase.FORWARD else '~'}"
+    number = seen[base]
+    seen[base] += 1
+    return base if number == 0 else f"{base}_{number}"
+
+
+def _seed_backward(program: Program) -> None:
+    """Replace the tangent of the loss by the constant one that ``loss.backward()`` starts from."""
+    (node, spec), *others = program.inputs_of("tangent")
+    assert not others
+    first = next(program.phase_nodes(Phase.BACKWARD), program.output_node)
+    value = node.meta["val"]
+    seed = program.insert(
+        torch.ops.aten.full.default, (list(value.shape), 1.0),
+        {"dtype": value.dtype, "device": value.device, "pin_memory": False},
+        before=first, phase=Phase.BACKWARD, origin="the seed of the backward", names=("loss~",), hint="seed",
+    )  # fmt: skip
+    node.replace_all_uses_with(seed)
+    program.graph.erase_node(node)
+    program.inputs.remove(spec)
+
+
+def _forget_statistics(program: Program) -> None:
+    """BatchNorm's backward in training reads the batch's statistics only; do not keep the running ones for it."""
+    for node in program.phase_nodes(Phase.BACKWARD):
+        if node.target is torch.ops.aten.native_batch_norm_backward.default and node.args[7] is True:
+            node.args = (*node.args[:3], None, None, *node.args[5:])
+
+
+def _settle_mutations(program: Program) -> None:
+    """Write new values into buffers as soon as the last reader of the old value has run.
+
+    torch keeps every write for the end of forward; each new value would then stay alive until there.
+    """
+    position = {node: index for index, node in enumerate(program.graph.nodes)}
+    for node in program.nodes:
+        if node.target is not torch.ops.aten.copy_.default:
+            continue
+        old, new = node.args[:2]
+        if not isinstance(old, fx.Node) or not isinstance(new, fx.Node) or old.op != "placeholder":
+            continue
+        readers = schema.readers(old) - {node}
+        set_info(node, replace(info(node), module=info(old).names[0].rpartition(".")[0], origin="buffer update"))
+        last = max([new, *readers], key=position.__getitem__)
+        if position[last] < position[node]:
+            last.append(node)
+            position[node] = position[last]
+
+
+def _honour_regions(program: Program) -> None:
+    """What the model runs under ``torch.utils.checkpoint`` is computed again in backward, as in eager mode."""
+    regions = [n for n in program.phase_nodes(Phase.FORWARD) if info(n).region is not None]
+    inner = [
+        node for node in regions
+        if all(user.op == "output" or info(user).region == info(node).region or info(user).phase is not Phase.FORWARD
+               for user in node.users) and not any(user.op == "output" for user in node.users)
+    ]  # fmt: skip
+    if inner:
+        rematerialize(program, inner, origin="torch.utils.checkpoint")

@@ -1,0 +1,154 @@
+"""One capture, from a model to any stage of its program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphopt.capture.checks import refuse_wrapped
+from graphopt.capture.forward import ForwardCapture, capture_forward
+from graphopt.capture.joint import JointCapture, capture_joint
+from graphopt.capture.precision import plain_precision, under_autocast
+from graphopt.capture.update import append_update, trace_optimizer
+from graphopt.errors import CaptureError
+from graphopt.program import Program, Stage
+
+__all__ = ["CaptureSession", "capture"]
+
+Loss = Callable[..., torch.Tensor]
+
+
+def _call_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
+
+
+def _own_loss(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    result = model(*args, **kwargs)
+    found = result if isinstance(result, torch.Tensor) else getattr(result, "loss", None)
+    if found is None and isinstance(result, Mapping):
+        found = result.get("loss")
+    if not isinstance(found, torch.Tensor):
+        raise CaptureError(
+            f"{type(model).__name__} returns {type(result).__name__}, neither a loss nor an object with a .loss: give "
+            "loss=lambda model, *batch: ... that returns a scalar (models from transformers return a loss when they "
+            "get labels=)"
+        )
+    return found
+
+
+class CaptureSession:
+    """Captures one call of one model and lowers it stage by stage.
+
+    Args:
+        model: the bare module.
+        args: positional example inputs.
+        kwargs: keyword example inputs.
+        loss: ``loss(model, *batch)`` returning a scalar; ``True`` where the model's own result is or has the loss;
+            None for a drop-in program whose outputs' tangents come from outside.
+        optimizer: whose update ends the step program; needs a loss.
+        dynamic_shapes: as in ``torch.export``, for the model's (or the loss's) arguments.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        loss: Loss | bool | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        dynamic_shapes: Any = None,
+    ) -> None:
+        refuse_wrapped(model)
+        if optimizer is not None and loss is None:
+            loss = True
+        self.model = model
+        self.optimizer = optimizer
+        call = _call_model if loss is None else _own_loss if loss is True else loss
+        assert callable(call)
+        self.forward: ForwardCapture = capture_forward(
+            model,
+            args,
+            kwargs or {},
+            call=under_autocast(call),
+            dynamic_shapes=dynamic_shapes,
+            scalar_loss=loss is not None,
+        )
+        self.joint: JointCapture | None = None
+        self.forward.program.lower = self.lower_forward
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The model's parameters and buffers by every name they have."""
+        return {
+            **dict(self.model.named_parameters(remove_duplicate=False)),
+            **dict(self.model.named_buffers(remove_duplicate=False)),
+        }
+
+    def trained(self, program: Program) -> dict[str, nn.Parameter]:
+        """The parameters that get a gradient in ``program``, by name, in its order."""
+        known = self.tensors()
+        parameters = {spec.target for _, spec in program.inputs_of("parameter")}
+        return {
+            spec.target: known[spec.target]  # type: ignore[misc]
+            for value, spec in program.outputs_of("gradient")
+            if value is not None and spec.target in parameters
+        }
+
+    def lower_forward(self, program: Program) -> Program:
+        """The joint program of a (rewritten) forward program."""
+        with plain_precision():
+            self.joint = capture_joint(program, self.tensors(), self.forward.example_tensors)
+        lowered = self.joint.program
+        if self.optimizer is not None:
+            lowered.lower = self.lower_joint
+        return lowered
+
+    def lower_joint(self, program: Program, *, first: bool = False) -> Program:
+        """The step program of a (rewritten) joint program; ``first`` for the one that creates the optimizer's state."""
+        assert self.optimizer is not None
+        with plain_precision():
+            trace = trace_optimizer(self.optimizer, self.trained(program), first=first, mode=program.fake_mode)
+            return append_update(program, trace)
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...] | torch.Tensor = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss: Loss | bool | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    dynamic_shapes: Any = None,
+    stage: Stage | None = None,
+) -> Program:
+    """Capture one training step of a model as a program, without running it and without changing anything.
+
+    Args:
+        model: the bare ``nn.Module``; its parameters, of any shape, are referred to and never copied.
+        args: positional example inputs; only shapes, dtypes and devices of tensors matter.
+        kwargs: keyword example inputs.
+        loss: ``loss(model, *batch)`` returning a scalar tensor; ``True`` where the model returns the loss or an object
+            with ``.loss``; None to leave the loss outside of the program (the default without an optimizer).
+        optimizer: a ``torch.optim`` object over the model's parameters; its update becomes part of the program.
+        dynamic_shapes: sizes that may vary, as for ``torch.export.export``.
+        stage: ``forward``, ``joint`` or ``step``; the last one that the arguments allow by default.
+
+    Returns:
+        The program; ``program.lower(program)`` gives the next stage where there is one.
+
+    Raises:
+        CaptureError: where the model, the loss or the optimizer cannot be captured: what, where, and what to do.
+    """
+    positional = (args,) if isinstance(args, torch.Tensor) else tuple(args)
+    session = CaptureSession(model, positional, kwargs, loss=loss, optimizer=optimizer, dynamic_shapes=dynamic_shapes)
+    program = session.forward.program
+    wanted = stage or ("step" if optimizer is not None else "joint")
+    if wanted == "step" and optimizer is None:
+        raise CaptureError("the step stage holds the optimizer's update: give optimizer=")
+    while program.stage != wanted:
+        assert program.lower is not None
+        program = program.lower(program)
+    return program

@@ -1,0 +1,44 @@
+"""The exceptions of graphopt, and the one way they name near alternatives."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "CaptureError",
+    "GraphoptError",
+    "PassError",
+    "PipelineError",
+    "VerifyError",
+    "did_you_mean",
+]
+
+
+class GraphoptError(Exception):
+    """Base of every error that graphopt raises on purpose."""
+
+
+class CaptureError(GraphoptError):
+    """A model, loss or optimizer cannot be turned into one program; the message says where and what to do."""
+
+
+class PipelineError(GraphoptError):
+    """The list of passes is wrong; all problems are reported at once."""
+
+
+class PassError(GraphoptError):
+    """A pass failed; the original exception is the cause."""
+
+
+class VerifyError(GraphoptError):
+    """A program breaks an invariant; the message names the rule and the pass that broke it."""
+
+
+def did_you_mean(name: str, known: Iterable[str], limit: int = 5) -> str:
+    """A sentence with the names closest to ``name``, or an empty string where none is close."""
+    choices = list(known)
+    near = difflib.get_close_matches(name, choices, n=limit, cutoff=0.5)
+    if not near:
+        near = [choice for choice in choices if name.lower() in choice.lower()][:limit]
+    return f"did you mean {', '.join(repr(choice) for choice in near)}?" if near else ""

@@ -1,0 +1,1 @@
+"""Ops that passes insert, and what graphopt needs to know of the ops that torch has."""

@@ -1,0 +1,188 @@
+"""Facts about ops, read from their schemas: which results alias which arguments, which ops draw random numbers."""
+
+from __future__ import annotations
+
+import operator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _torch
+
+__all__ = [
+    "aliased_inputs",
+    "has_effect",
+    "is_collective",
+    "is_random",
+    "is_view",
+    "maker",
+    "mutated_inputs",
+    "op_name",
+    "readers",
+    "storage_root",
+]
+
+_UNDECLARED_VIEWS = {torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default}
+"""Ops that return their argument's storage although their schema does not say so."""
+
+_COLLECTIVES = ("_c10d_functional", "c10d_functional", "_dtensor", "c10d")
+
+
+@cache
+def _alias_arguments(op: _torch.OpOverload) -> tuple[tuple[int | str, ...], bool]:
+    """(positions or keywords of arguments that results may alias, whether the aliasing is by writing)."""
+    if op in _UNDECLARED_VIEWS:
+        return (0,), False
+    returned = {letter for result in op._schema.returns if result.alias_info for letter in result.alias_info.before_set}
+    found: list[int | str] = []
+    write = False
+    for index, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is None:
+            continue
+        # ops that return lists of views (unbind, split) do not repeat the letter in what they return
+        if not argument.alias_info.is_write or returned & set(argument.alias_info.before_set):
+            found.append(argument.name if argument.kwarg_only else index)
+            write = write or argument.alias_info.is_write
+    return tuple(found), write
+
+
+@cache
+def _written_arguments(op: _torch.OpOverload) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (index, argument.name)
+        for index, argument in enumerate(op._schema.arguments)
+        if argument.alias_info and argument.alias_info.is_write
+    )
+
+
+def _nodes_in(value: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    _torch.map_aggregate(value, lambda item: found.append(item) if isinstance(item, fx.Node) else None)
+    return found
+
+
+def aliased_inputs(node: fx.Node) -> list[fx.Node]:
+    """The argument nodes whose storage the result of ``node`` shares (empty where it owns new storage).
+
+    An op that may or may not alias (``to``, ``contiguous``) counts as aliasing only in functional form never emitted
+    by the joint capture; see ``is_view``.
+    """
+    if node.target is operator.getitem:
+        return [node.args[0]]  # type: ignore[list-item]
+    if not isinstance(node.target, _torch.OpOverload):
+        return []
+    keys, _ = _alias_arguments(node.target)
+    found = []
+    for key in keys:
+        positional = node.args[key] if isinstance(key, int) and key < len(node.args) else None
+        value = positional if isinstance(key, int) else node.kwargs.get(key)
+        found += _nodes_in(value)
+    return found
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the result is its argument's storage seen differently: free to make again."""
+    return (
+        isinstance(node.target, _torch.OpOverload)
+        and bool(_alias_arguments(node.target)[0])
+        and not _alias_arguments(node.target)[1]
+    )
+
+
+def maker(node: fx.Node) -> fx.Node:
+    """The call that made a value: what stands behind an element of a tuple."""
+    while node.target is operator.getitem:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def storage_root(node: fx.Node) -> fx.Node:
+    """The node that allocated the storage behind a view, or behind an element of a tuple of views (else the node)."""
+    while True:
+        if node.target is operator.getitem and is_view(node.args[0]):  # type: ignore[arg-type]
+            node = node.args[0]  # type: ignore[assignment]
+        if not is_view(node):
+            return node
+        node = aliased_inputs(node)[0]
+
+
+def readers(node: fx.Node) -> set[fx.Node]:
+    """Every call that reads a value, directly or through views of it (the views among them)."""
+    found: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            if user.op != "output" and user not in found:
+                found.add(user)
+                if is_view(user):
+                    pending.append(user)
+    return found
+
+
+def mutated_inputs(node: fx.Node) -> list[fx.Node]:
+    """The argument nodes that an in-place op writes to."""
+    if not isinstance(node.target, _torch.OpOverload):
+        return []
+    found = []
+    for index, name in _written_arguments(node.target):
+        found += _nodes_in(node.args[index] if index < len(node.args) else node.kwargs.get(name))
+    return found
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the op advances a random-number generator."""
+    if node.target is _torch.run_and_save_rng_state:
+        return True
+    if not isinstance(node.target, _torch.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    return not _drops_nothing(node)
+
+
+_DROPOUT_ARGUMENT = {"dropout_p", "p", "dropout"}
+
+
+def _drops_nothing(node: fx.Node) -> bool:
+    """Whether a random op is one whose dropout probability is zero here, so that it draws nothing.
+
+    Attention kernels are tagged random because they can drop out; with probability 0 they are plain functions.
+    """
+    assert isinstance(node.target, _torch.OpOverload)
+    if "attention" not in node.target._schema.name:
+        return False
+    for index, argument in enumerate(node.target._schema.arguments):
+        if argument.name in _DROPOUT_ARGUMENT:
+            value = (
+                node.args[index] if index < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
+            )
+            return isinstance(value, (int, float)) and value == 0
+    return False
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether the op talks to other ranks."""
+    return isinstance(node.target, _torch.OpOverload) and node.target.namespace in _COLLECTIVES
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether removing or repeating the call would change more than its result."""
+    if node.op in ("placeholder", "output"):
+        return True
+    if node.target is _torch.run_with_rng_state:
+        return False
+    if isinstance(node.target, _torch.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+        return is_random(node)
+    return bool(mutated_inputs(node)) or is_random(node) or is_collective(node) or node.is_impure()
+
+
+def op_name(node: fx.Node) -> str:
+    """The short name of what a node calls: ``mm``, ``native_layer_norm``, ``getitem``."""
+    target = node.target
+    if isinstance(target, _torch.OpOverload):
+        return target._schema.name.split("::")[-1]
+    if isinstance(target, str):
+        return target
+    return getattr(target, "__name__", None) or str(target)

@@ -1,0 +1,1 @@
+"""Programs as text, Python, JSON, pictures, tables and differences."""

@@ -1,0 +1,90 @@
+"""The README's table of passes, made from the classes: ``python -m graphopt.report.readme --check README.md``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphopt.errors import GraphoptError
+from graphopt.report.catalogue import passes_json
+
+if TYPE_CHECKING:
+    from graphopt.pipeline import Pass
+
+__all__ = ["main", "passes_table", "replace_table"]
+
+START, END = "<!-- passes -->", "<!-- /passes -->"
+
+_HEADINGS = ("pass", "as text", "options", "rewrites", "numerics", "what it does")
+
+
+def passes_table(passes: Iterable[type[Pass]]) -> str:
+    """A Markdown table with one row for each pass class, in the order given."""
+    rows = [_row(data) for data in passes_json(passes)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (_HEADINGS, ["---"] * len(_HEADINGS), *rows))
+
+
+def _row(data: dict[str, Any]) -> list[str]:
+    cells = [
+        f"`{data['class'].rpartition('.')[2]}`",
+        f"`{data['name']}`",
+        "<br>".join(map(_option, data["options"])) or "none",
+        data["stage"],
+        data["numerics"],
+        " ".join([data["summary"], *_order(data)]),
+    ]
+    return [cell.replace("|", "\\|") for cell in cells]
+
+
+def _option(option: dict[str, Any]) -> str:
+    default = "required" if option["required"] else f"default `{option['default']!r}`"
+    return f"`{option['name']}`: `{option['type']}`, {default}"
+
+
+def _order(data: dict[str, Any]) -> list[str]:
+    words = {"after": "Runs after", "requires": "Needs", "conflicts": "Not together with"}
+    return [f"{text} {', '.join(f'`{name}`' for name in data[key])}." for key, text in words.items() if data[key]]
+
+
+def replace_table(text: str, table: str) -> str:
+    """``text`` with ``table`` between the two markers.
+
+    Raises:
+        GraphoptError: where a marker is missing or given twice, or they are in the wrong order.
+    """
+    if text.count(START) != 1 or text.count(END) != 1 or text.index(START) > text.index(END):
+        raise GraphoptError(f"the table of passes goes between {START} and {END}, each once and in this order")
+    before, rest = text.split(START)
+    return f"{before}{START}\n{table}\n{END}{rest.split(END)[1]}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check or write the table of the built-in passes; returns 1 where a check finds another one."""
+    from graphopt.pipeline import available_passes
+
+    parser = argparse.ArgumentParser(prog="python -m graphopt.report.readme", description=__doc__)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--check", type=Path, metavar="FILE", help="say whether the table in FILE is current")
+    action.add_argument("--write", type=Path, metavar="FILE", help="bring the table in FILE up to date")
+    options = parser.parse_args(argv)
+    path: Path = options.check or options.write
+    own = [cls for cls in available_passes().values() if cls.__module__.startswith("graphopt.passes.")]
+    try:
+        text = path.read_text(encoding="utf-8")
+        current = replace_table(text, passes_table(own))
+    except (OSError, GraphoptError) as error:
+        print(f"{path}: {error}", file=sys.stderr)
+        return 2
+    if options.write and current != text:
+        path.write_text(current, encoding="utf-8")
+    elif current != text:
+        print(f"{path}: the table of passes is not current: {parser.prog} --write {path}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""What passes did, and the program after capture, after each lowering and after each pass, as text and as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from graphopt.program import Program
+from graphopt.report.rundir import record_json
+
+if TYPE_CHECKING:
+    from graphopt.pipeline import PassRecord
+    from graphopt.runtime.rewrite import Rewritten
+
+__all__ = ["record_lines", "records_json", "snapshots_json", "snapshots_text"]
+
+
+def record_lines(record: PassRecord) -> list[str]:
+    """One line that sums up what a pass did, and the pass's own lines."""
+    return [str(record), *(f"  {line}" for line in record.changed.lines)]
+
+
+def records_json(records: Iterable[PassRecord]) -> list[dict[str, Any]]:
+    """What each pass did, as plain data."""
+    return [record_json(record) for record in records]
+
+
+def snapshots_text(rewritten: Rewritten, render: Callable[[Program], str], comment: str) -> str:
+    """Every snapshot under a header with its stage, the pass and what it changed, in the order in which they were made.
+
+    Args:
+        rewritten: what came of a capture and its passes.
+        render: a program as text.
+        comment: how header lines start, such as ``#``.
+    """
+    pieces = []
+    for number, (_, record, program) in enumerate(_labelled(rewritten), 1):
+        first, *more = record_lines(record) if record else ["captured"]
+        lines = [f"==== {number}/{len(rewritten.snapshots)} {program.stage} stage: {first}", *more]
+        pieces.append("\n".join([*(f"{comment} {line}" for line in lines), render(program)]))
+    return "\n".join(pieces)
+
+
+def snapshots_json(rewritten: Rewritten) -> dict[str, Any]:
+    """The same as plain data: a ``label``, what the pass did (``None`` after capture) and the program, for each."""
+    return {
+        "snapshots": [
+            {"label": label, "pass": record_json(record) if record else None, "program": program.to_json()}
+            for label, record, program in _labelled(rewritten)
+        ]
+    }
+
+
+def _labelled(rewritten: Rewritten) -> Iterator[tuple[str, PassRecord | None, Program]]:
+    records = iter(rewritten.records)
+    for label, program in rewritten.snapshots:
+        yield label, None if label.startswith("captured ") else next(records), program

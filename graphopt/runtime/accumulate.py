@@ -1,0 +1,66 @@
+"""Gradient accumulation as rewriting: gradients added into buffers, the mean taken in the seed of the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt.errors import GraphoptError
+from graphopt.names import identifier
+from graphopt.program import InputSpec, OutputSpec, Phase, Program, info
+
+__all__ = ["accumulate_gradients", "scale_seed"]
+
+
+def scale_seed(program: Program, batches: int) -> None:
+    """Let the backward of a joint program start from ``1 / batches``, as ``(loss / batches).backward()`` does."""
+    seed = next((n for n in program.phase_nodes(Phase.BACKWARD) if info(n).names == ("loss~",)), None)
+    if seed is None:
+        raise GraphoptError("a program without a loss has no seed to scale; gradient accumulation needs a loss")
+    shape, _ = seed.args
+    seed.args = (shape, 1.0 / batches)
+
+
+def accumulate_gradients(program: Program, held: Collection[str], *, last: bool) -> Program:
+    """A joint program that adds its gradients to what earlier batches left, in place, as each becomes final.
+
+    Args:
+        program: of stage joint with a loss.
+        held: the parameters that have an accumulator already; gradients of others are returned and become one.
+        last: return every accumulated gradient (an update follows), also those that this batch does not add to.
+    """
+    result = program.copy()
+    parameters = {spec.target: node for node, spec in result.inputs_of("parameter")}
+    values: list[Any] = []
+    specs: list[OutputSpec] = []
+    added: set[str] = set()
+    for value, spec in zip(result.output_values, result.outputs, strict=True):
+        mine = spec.role == "gradient" and spec.target in parameters and isinstance(value, fx.Node)
+        if not mine or spec.target not in held:
+            values.append(value)
+            specs.append(spec)
+            continue
+        total = result.insert(
+            torch.ops.aten.add_.Tensor,
+            (_accumulator(result, spec.target, value.meta["val"]), value),
+            after=value,
+            phase=Phase.BACKWARD,
+            like=value,
+            origin="gradient accumulation",
+        )
+        added.add(spec.target)
+        if last:
+            values.append(total)
+            specs.append(spec)
+    for name in sorted(set(held) - added) if last else ():
+        values.append(_accumulator(result, name, parameters[name].meta["val"]))
+        specs.append(OutputSpec("gradient", name))
+    result.set_outputs(values, specs)
+    return result
+
+
+def _accumulator(program: Program, parameter: str, value: Any) -> fx.Node:
+    return program.add_input(identifier(f"grad {parameter}"), value, InputSpec("gradient", parameter))

@@ -1,0 +1,98 @@
+"""Where a program's inputs come from at run time: the model, the optimizer, the batch."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from graphopt.errors import GraphoptError
+from graphopt.program import InputSpec, Program
+
+__all__ = ["Binding", "tensor_getter"]
+
+
+def tensor_getter(model: nn.Module, name: str) -> Callable[[], torch.Tensor]:
+    """A function that fetches a parameter or buffer by its dotted name, also after it has been replaced."""
+    path, _, attribute = name.rpartition(".")
+    owner = model.get_submodule(path)
+    get = operator.attrgetter(attribute)
+    return lambda: get(owner)
+
+
+class Binding:
+    """Fetches the inputs of one program, in order; nothing is copied.
+
+    Args:
+        program: whose inputs.
+        model: the source of parameters and buffers.
+        optimizer: the source of state and learning rates; None for programs without an update.
+        accumulators: the source of accumulated gradients, by parameter name; filled in by the caller.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        accumulators: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._accumulators = accumulators if accumulators is not None else {}
+        self._model = model
+        self._batch: list[torch.Tensor] = []
+        order = [spec.target for _, spec in program.inputs_of("input")]
+        self._getters = [
+            self._getter(node, spec, program, order)
+            for node, spec in zip(program.placeholders, program.inputs, strict=True)
+        ]
+
+    def gather(self, batch: list[torch.Tensor]) -> list[Any]:
+        """The inputs for one run on a batch (the tensors of the call, in the program's order)."""
+        self._batch = batch
+        try:
+            return [get() for get in self._getters]
+        finally:
+            self._batch = []
+
+    def _getter(self, node: fx.Node, spec: InputSpec, program: Program, order: list[str]) -> Callable[[], Any]:
+        if spec.role in ("parameter", "buffer"):
+            return tensor_getter(self._model, spec.target)
+        if spec.role == "constant":
+            constant = program.constants[node.name]
+            return lambda: constant
+        if spec.role == "input":
+            index = order.index(spec.target)
+            return lambda: self._batch[index]
+        if spec.role == "gradient":
+            return lambda: self._accumulators[spec.target]
+        if spec.role == "state":
+            return self._state_getter(spec.target)
+        if spec.role == "hyperparameter":
+            return self._rate_getter(int(spec.target[len("lr[") : -1]), isinstance(node.meta["val"], torch.Tensor))
+        raise GraphoptError(f"the input {spec.target!r} plays the role {spec.role!r}, which nothing supplies")
+
+    def _state_getter(self, target: str) -> Callable[[], torch.Tensor]:
+        assert self._optimizer is not None
+        name, key = target.rsplit("/", 1)
+        optimizer, parameter = self._optimizer, tensor_getter(self._model, name)
+        return lambda: optimizer.state[parameter()][key]
+
+    def _rate_getter(self, group: int, as_tensor: bool) -> Callable[[], Any]:
+        assert self._optimizer is not None
+        optimizer = self._optimizer
+        kept: tuple[float, torch.Tensor] | None = None
+
+        def rate() -> Any:
+            nonlocal kept
+            value = optimizer.param_groups[group]["lr"]
+            if isinstance(value, torch.Tensor) or not as_tensor:
+                return value
+            if kept is None or kept[0] != value:
+                kept = value, torch.tensor(value, dtype=torch.float64)
+            return kept[1]
+
+        return rate

@@ -1,0 +1,101 @@
+"""Programs in parts: forward and backward for autograd; what a compiler takes and the update that it does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _torch
+from graphopt.analysis.reuse import apply_reuse
+from graphopt.program import Phase, Program, info
+
+__all__ = ["partition", "saved_values", "split_update"]
+
+
+def saved_values(program: Program) -> list[fx.Node]:
+    """What forward computes or is given, and something after forward reads: tensors first, then sizes."""
+    found: dict[fx.Node, None] = {}
+    for node in program.graph.nodes:
+        if node.op != "output" and _late(node):
+            found |= dict.fromkeys(source for source in node.all_input_nodes if not _late(source))
+    for value, _ in program.outputs_of("gradient"):
+        if isinstance(value, fx.Node) and not _late(value):
+            found[value] = None
+    order = {node: index for index, node in enumerate(program.graph.nodes)}
+    nodes = sorted(found, key=order.__getitem__)
+    tensors = [node for node in nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+    return tensors + [node for node in nodes if not isinstance(node.meta.get("val"), torch.Tensor)]
+
+
+def _late(node: fx.Node) -> bool:
+    return info(node).phase is not Phase.FORWARD
+
+
+def partition(program: Program, layout: list[bool]) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The two halves of a joint program, in torch's calling convention.
+
+    Args:
+        program: of stage joint, with tangents as inputs.
+        layout: for each input that backward answers for, whether it has a gradient (None is returned otherwise).
+
+    Returns:
+        forward: inputs → outputs, saved tensors, saved sizes; backward: saved sizes, saved tensors, tangents →
+        gradients. Both use the boxed convention.
+    """
+    program = program.copy()
+    apply_reuse(program)
+    saved = saved_values(program)
+    tensors = [node for node in saved if isinstance(node.meta.get("val"), torch.Tensor)]
+    sizes = [node for node in saved if node not in tensors]
+    tangents = [node for node, _ in program.inputs_of("tangent")]
+    primals = [node for node in program.placeholders if node not in tangents]
+    results = [value for value, _ in program.outputs_of("mutation", "output", "base", "loss")]
+    gradients = iter([value for value, _ in program.outputs_of("gradient")])
+    answers = [next(gradients) if present else None for present in layout]
+    early = [n for n in program.graph.nodes if n.op not in ("placeholder", "output") and not _late(n)]
+    late = [n for n in program.graph.nodes if n.op not in ("placeholder", "output") and _late(n)]
+    forward = _extract(primals, early, [*results, *tensors, *sizes], "GraphoptForward")
+    backward = _extract([*sizes, *tensors, *tangents], late, answers, "GraphoptBackward")
+    return forward, backward
+
+
+def _extract(inputs: list[fx.Node], calls: list[fx.Node], results: list[Any], name: str) -> fx.GraphModule:
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        mapping[node] = graph.placeholder(node.name)
+        mapping[node].meta = dict(node.meta)
+    for node in calls:
+        mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+    graph.output(tuple(mapping[value] if isinstance(value, fx.Node) else value for value in results))
+    graph.set_codegen(_torch.BoxedCodeGen())
+    return fx.GraphModule({}, graph, class_name=name)
+
+
+def split_update(program: Program) -> tuple[fx.GraphModule, fx.GraphModule, list[int], list[int]]:
+    """A step program as two modules of the boxed convention: everything up to the gradients, and the update.
+
+    Returns:
+        The first module: (the inputs it needs) → (results of its own, then what the update reads).
+        The second: (the inputs it needs, then what the first handed over) → (results of its own).
+        For both, the positions of the inputs they need among the program's.
+    """
+    program = program.copy()
+    apply_reuse(program)
+    calls = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
+    update = {node for node in calls if info(node).phase is Phase.UPDATE}
+    needs = dict.fromkeys(source for node in calls if node in update for source in node.all_input_nodes)
+    handed = [node for node in needs if node.op != "placeholder" and node not in update]
+    results = [value for value, _ in program.outputs_of("loss", "output", "gradient", "base", "mutation", "state")]
+    first_uses = {source for node in calls if node not in update for source in node.all_input_nodes}
+    first_uses |= {value for value in results if isinstance(value, fx.Node)}
+    first_inputs = [node for node in program.placeholders if node in first_uses]
+    second_inputs = [node for node in program.placeholders if node in needs]
+    own = [value for value in results if value not in update]
+    first = _extract(first_inputs, [n for n in calls if n not in update], [*own, *handed], "GraphoptGradients")
+    late = [value for value in results if value in update]
+    second = _extract([*second_inputs, *handed], [n for n in calls if n in update], late, "GraphoptUpdate")
+    order = program.placeholders
+    return first, second, [order.index(n) for n in first_inputs], [order.index(n) for n in second_inputs]

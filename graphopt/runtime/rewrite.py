@@ -1,0 +1,93 @@
+"""Capture, passes and lowering, stage by stage: what `optimize`, `optimize_step` and the command line share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from graphopt.capture import CaptureSession
+from graphopt.instruments import Instrument, LogPasses, Snapshots
+from graphopt.pipeline import PassRecord, Pipeline
+from graphopt.program import Program, Stage
+from graphopt.report.rundir import DumpDirectory
+
+__all__ = ["Rewritten", "Verify", "rewrite"]
+
+Verify = Literal["structure", "numerics"] | bool
+
+
+@dataclass
+class Rewritten:
+    """What came of one capture and its passes.
+
+    Attributes:
+        session: the capture.
+        verify: how far each pass is checked.
+        stages: the program of each stage after its passes.
+        records: every pass that ran.
+        snapshots: ``(label, program)`` after capture, after each lowering and after each pass.
+    """
+
+    session: CaptureSession
+    verify: Verify = "structure"
+    stages: dict[Stage, Program] = field(default_factory=dict)
+    records: list[PassRecord] = field(default_factory=list)
+    snapshots: list[tuple[str, Program]] = field(default_factory=list)
+
+    @property
+    def program(self) -> Program:
+        """The program of the last stage."""
+        return list(self.stages.values())[-1]
+
+    def lower_joint(self, pipeline: Pipeline, *, first: bool = False, program: Program | None = None) -> Program:
+        """A step program, with its passes, of the rewritten joint program or of a variant of it.
+
+        Args:
+            pipeline: whose step passes run.
+            first: make the program of the optimizer's first step, which creates its state.
+            program: a variant of the joint program.
+        """
+        source = program or self.stages["joint"]
+        lowered = self.session.lower_joint(source, first=first)
+        lowered.history = source.history
+        pipeline.run(lowered, verify=self.verify)
+        return lowered
+
+    def retrace(self, pipeline: Pipeline) -> None:
+        """Trace the optimizer again, after its settings changed."""
+        self.stages["step"] = self.lower_joint(pipeline)
+
+
+def rewrite(session: CaptureSession, pipeline: Pipeline, *, until: Stage, verify: Verify = "structure") -> Rewritten:
+    """Run a pipeline over a capture, lowering it to stage ``until``.
+
+    Writes a run directory where the environment variable ``GRAPHOPT_DUMP`` names one.
+    """
+    result = Rewritten(session, verify)
+    snapshots = Snapshots()
+    instruments: list[Instrument] = [LogPasses(), snapshots]
+    dump = DumpDirectory.from_environment(session, pipeline)
+    if dump is not None:
+        instruments.append(dump)
+    program = session.forward.program.copy()
+    while True:
+        snapshots.record(f"captured {program.stage}", program)
+        if dump is not None:
+            dump.record(f"captured-{program.stage}", program)
+        result.records += pipeline.run(program, verify=verify, instruments=instruments)
+        result.stages[program.stage] = program
+        if program.stage == until:
+            break
+        lowered = _lower(session, program)
+        lowered.history = program.history
+        program = lowered
+    result.snapshots = snapshots.programs
+    if dump is not None:
+        dump.finish(result.records)
+    return result
+
+
+def _lower(session: CaptureSession, program: Program) -> Program:
+    if program.stage == "forward":
+        return session.lower_forward(program)
+    return session.lower_joint(program)

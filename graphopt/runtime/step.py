@@ -1,0 +1,324 @@
+"""`optimize_step`: forward, loss, backward and update as one program, called like a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from graphopt import _torch
+from graphopt.capture import CaptureSession
+from graphopt.capture.checks import refuse_wrapped
+from graphopt.capture.precision import plain_precision
+from graphopt.capture.structure import flatten
+from graphopt.capture.update import hyperparameters
+from graphopt.errors import CaptureError, GraphoptError
+from graphopt.pipeline import Pass, PassRecord, Pipeline
+from graphopt.program import Program
+from graphopt.runtime.accumulate import accumulate_gradients, scale_seed
+from graphopt.runtime.backend import Backend, Boxed, check_backend, compile_program
+from graphopt.runtime.binding import Binding
+from graphopt.runtime.compare import check_numerics
+from graphopt.runtime.entries import Entries, SizeRule, size_rules
+from graphopt.runtime.rewrite import Rewritten, Verify, rewrite
+from graphopt.runtime.signature import signature
+
+__all__ = ["TrainStep", "optimize_step"]
+
+_STATE_VERSION = 1
+
+
+@dataclass
+class _Compiled:
+    program: Program
+    module: fx.GraphModule
+    run: Boxed
+    binding: Binding
+
+
+@dataclass
+class _Entry:
+    """One capture: its rewritten programs and the variants compiled so far."""
+
+    rewritten: Rewritten
+    rules: list[SizeRule]
+    settings: tuple[Any, ...]
+    variants: dict[tuple[str, int, frozenset[str]], _Compiled] = field(default_factory=dict)
+
+
+class TrainStep:
+    """A training step as one program: ``loss = step(*batch)`` runs forward, backward and the optimizer's update.
+
+    The model's parameters and buffers and the optimizer's state are updated in place; both objects stay the source of
+    truth: their ``state_dict`` works, a learning rate set on ``param_groups`` or by a scheduler acts on the next call.
+    A call with another signature (shapes, dtypes, structure, training flags, frozen parameters) is captured on its own.
+
+    Make one with ``graphopt.optimize_step``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        pipeline: Pipeline,
+        *,
+        loss: Callable[..., torch.Tensor] | None,
+        dynamic_shapes: Any,
+        backend: Backend,
+        verify: Verify,
+    ) -> None:
+        refuse_wrapped(model)
+        check_backend(backend)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise GraphoptError(
+                f"optimize_step needs a torch.optim optimizer as its second argument, got {optimizer!r}"
+            )
+        self._model = model
+        self._optimizer = optimizer
+        self._pipeline = pipeline
+        self._loss = loss
+        self._dynamic_shapes = dynamic_shapes
+        self._backend: Backend = backend
+        self._verify: Verify = verify
+        self._entries: Entries[_Entry] = Entries()
+        self._every = 1
+        self._batches = 0
+        self._gradients: dict[str, torch.Tensor] = {}
+
+    # --- running -----------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run one step on a batch; returns the loss, detached, of the shape that the loss function gives it.
+
+        Raises:
+            CaptureError: at the first call of a signature, where it cannot be captured.
+            GraphoptError: where gradients from outside are waiting in ``.grad``.
+        """
+        self._refuse_foreign_gradients()
+        batch, structure = flatten((args, kwargs), paths=False)
+        key = signature(self._model, structure, batch, sizes=self._dynamic_shapes is None)
+        entry = self._entries.get(key, batch, lambda: self._capture(args, kwargs))
+        compiled = self._variant(entry)
+        inputs = compiled.binding.gather(batch)
+        with torch.no_grad(), plain_precision():
+            results = compiled.run(inputs)
+        return self._accept(compiled.program, results, batch)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> TrainStep:
+        """Capture and compile for a batch like this one without running; returns the step itself."""
+        batch, structure = flatten((args, kwargs), paths=False)
+        key = signature(self._model, structure, batch, sizes=self._dynamic_shapes is None)
+        self._variant(self._entries.get(key, batch, lambda: self._capture(args, kwargs)))
+        return self
+
+    def accumulate(self, batches: int) -> TrainStep:
+        """Update at every ``batches``-th call only, with the mean of the gradients of these calls.
+
+        Equal to ``(loss / batches).backward()`` on each batch and ``optimizer.step()`` after the last. Each call
+        returns its own batch's loss, undivided.
+
+        Raises:
+            GraphoptError: for less than one, or in the middle of an accumulation.
+        """
+        if not isinstance(batches, int) or batches < 1:
+            raise GraphoptError(f"accumulate needs a number of batches of at least 1, got {batches!r}")
+        if self._batches:
+            raise GraphoptError(
+                f"{self._batches} of {self._every} batches are accumulated: change the number after an update"
+            )
+        self._every = batches
+        return self
+
+    def _refuse_foreign_gradients(self) -> None:
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is not None:
+                raise GraphoptError(
+                    f"{name}.grad is set from outside of this step, and would be ignored: the program holds its own "
+                    "gradients; call optimizer.zero_grad() once before the first step"
+                )
+
+    def _accept(self, program: Program, results: Any, batch: list[torch.Tensor]) -> torch.Tensor:
+        """Hand out what a run returned: new optimizer state, accumulators, gradients of inputs, the loss."""
+        loss: torch.Tensor | None = None
+        answers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        tensors = {spec.target: index for index, (_, spec) in enumerate(program.inputs_of("input"))}
+        for value, spec in zip(results, program.outputs, strict=True):
+            if spec.role == "loss":
+                loss = value
+            elif spec.role == "state":
+                name, key = spec.target.rsplit("/", 1)
+                self._optimizer.state[self._model.get_parameter(name)][key] = value
+            elif spec.role == "gradient" and spec.target in tensors:
+                tensor = batch[tensors[spec.target]]
+                known = answers.get(id(tensor))
+                answers[id(tensor)] = (tensor, value if known is None else known[1] + value)
+            elif spec.role == "gradient":
+                self._gradients[spec.target] = value
+        for tensor, value in answers.values():
+            tensor.grad = value if tensor.grad is None else tensor.grad.add_(value)
+        self._batches += 1
+        if self._batches >= self._every:
+            self._batches = 0
+            self._gradients.clear()
+            _torch.mark_optimizer_called(self._optimizer)
+        assert loss is not None
+        return loss
+
+    # --- capturing ---------------------------------------------------------------------------------------------------
+
+    def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Entry:
+        session = CaptureSession(
+            self._model, args, kwargs, loss=self._loss or True, optimizer=self._optimizer,
+            dynamic_shapes=self._dynamic_shapes,
+        )  # fmt: skip
+        rewritten = rewrite(session, self._pipeline, until="step", verify=self._verify)
+        if self._verify == "numerics":
+            check_numerics(rewritten, self._pipeline)
+        return _Entry(rewritten, size_rules(session.forward.program), hyperparameters(self._optimizer))
+
+    def _variant(self, entry: _Entry) -> _Compiled:
+        """The compiled program that this call needs, made at its first use."""
+        settings = hyperparameters(self._optimizer)
+        if settings != entry.settings:
+            entry.variants.clear()
+            entry.rewritten.retrace(self._pipeline)
+            entry.settings = settings
+        updating = self._batches == self._every - 1
+        kind = "update" if updating else "begin" if self._batches == 0 else "middle"
+        if updating and not self._has_state(entry.rewritten.program):
+            kind = "first update"
+        key = (kind, self._every, frozenset(self._gradients))
+        if key not in entry.variants:
+            program = self._make(entry.rewritten, kind)
+            module, run = compile_program(program, self._backend)
+            binding = Binding(program, self._model, self._optimizer, self._gradients)
+            entry.variants[key] = _Compiled(program, module, run, binding)
+        return entry.variants[key]
+
+    def _has_state(self, program: Program) -> bool:
+        for _, spec in program.inputs_of("state"):
+            name, key = spec.target.rsplit("/", 1)
+            if key not in self._optimizer.state.get(self._model.get_parameter(name), {}):
+                return False
+        return True
+
+    def _make(self, rewritten: Rewritten, kind: str) -> Program:
+        first = kind == "first update"
+        if self._every == 1:
+            return rewritten.lower_joint(self._pipeline, first=True) if first else rewritten.program
+        program = rewritten.stages["joint"].copy()
+        scale_seed(program, self._every)
+        if kind == "begin":
+            return program
+        program = accumulate_gradients(program, self._gradients.keys(), last=kind != "middle")
+        return program if kind == "middle" else rewritten.lower_joint(self._pipeline, first=first, program=program)
+
+    # --- looking -----------------------------------------------------------------------------------------------------
+
+    def _latest(self) -> _Entry:
+        if self._entries.latest is None:
+            raise GraphoptError(
+                "nothing is captured yet: call the step once, or step.prepare(*batch), or give example_inputs="
+            )
+        return self._entries.latest
+
+    @property
+    def program(self) -> Program:
+        """The rewritten step program of the latest signature."""
+        return self._latest().rewritten.program
+
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        """The generated module of the latest signature's program; it takes a list of inputs and empties it."""
+        entry = self._latest()
+        found = entry.variants.get(("update", self._every, frozenset()))
+        return found.module if found else entry.rewritten.program.to_graph_module()
+
+    @property
+    def snapshots(self) -> list[tuple[str, Program]]:
+        """``(label, program)`` after capture, after each lowering and after each pass."""
+        return self._latest().rewritten.snapshots
+
+    @property
+    def records(self) -> list[PassRecord]:
+        """What each pass did."""
+        return self._latest().rewritten.records
+
+    # --- saving ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the step itself owns: the gradients accumulated so far and how many batches they stand for."""
+        return {
+            "version": _STATE_VERSION,
+            "accumulate": self._every,
+            "batches": self._batches,
+            "gradients": {name: tensor.clone() for name, tensor in self._gradients.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where ``state_dict`` was taken.
+
+        Raises:
+            GraphoptError: for a state of another version, or with keys that mean nothing here.
+        """
+        known = {"version", "accumulate", "batches", "gradients"}
+        if state.get("version") != _STATE_VERSION or set(state) != known:
+            raise GraphoptError(
+                f"this is no state of a TrainStep of this version: expected the keys {sorted(known)} and version "
+                f"{_STATE_VERSION}, got {sorted(state)} and version {state.get('version')!r}"
+            )
+        parameters = dict(self._model.named_parameters())
+        unknown = sorted(set(state["gradients"]) - set(parameters))
+        if unknown:
+            raise GraphoptError(f"the state holds gradients of {unknown[:3]}, which the model does not have")
+        self._every = int(state["accumulate"])
+        self._batches = int(state["batches"])
+        self._gradients.clear()
+        self._gradients.update(
+            {name: tensor.to(parameters[name].device, copy=True) for name, tensor in state["gradients"].items()}
+        )
+
+    def __repr__(self) -> str:
+        return f"<TrainStep of {type(self._model).__name__}, passes {str(self._pipeline) or 'none'}>"
+
+
+def optimize_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    passes: str | Iterable[Pass] = (),
+    *,
+    loss: Callable[..., torch.Tensor] | None = None,
+    example_inputs: tuple[Any, ...] | None = None,
+    dynamic_shapes: Any = None,
+    backend: Backend = "eager",
+    verify: Verify = "structure",
+) -> TrainStep:
+    """Make a function that runs a whole training step, captured as one program and rewritten by passes.
+
+    Args:
+        model: the bare module; updated in place.
+        optimizer: a ``torch.optim`` object over its parameters; stays the source of truth.
+        passes: ``Pass`` objects, or their text form; in any order.
+        loss: ``loss(model, *batch)`` returning a scalar; None where the model returns the loss or an object with
+            ``.loss``.
+        example_inputs: a batch to capture with right away; otherwise the first call captures.
+        dynamic_shapes: sizes that may vary, as for ``torch.export.export``, for the arguments of the step.
+        backend: ``"eager"`` (the generated code), ``"inductor"``, or ``callable(graph_module, inputs)``.
+        verify: ``"structure"`` (the invariant table after each pass), ``"numerics"`` (also compare with the unrewritten
+            program on the example inputs), or False.
+
+    Raises:
+        PipelineError: where the passes do not fit together.
+        CaptureError: where the model, loss or optimizer cannot be captured; the optimizer then works in drop-in mode.
+    """
+    step = TrainStep(
+        model, optimizer, Pipeline(passes), loss=loss, dynamic_shapes=dynamic_shapes, backend=backend, verify=verify
+    )
+    if example_inputs is not None:
+        if not isinstance(example_inputs, (tuple, list)):
+            raise CaptureError(f"example_inputs is a tuple of the batch's parts, got {type(example_inputs).__name__}")
+        step.prepare(*example_inputs)
+    return step

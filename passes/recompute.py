@@ -1,0 +1,195 @@
+"""Recomputation at named checkpoints."""
+
+from __future__ import annotations
+
+import math
+import operator
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import fx
+
+from graphopt.errors import GraphoptError
+from graphopt.ops import schema
+from graphopt.pipeline import Changed, Numerics, Pass
+from graphopt.program import Phase, Policy, Program, Stage, info
+from graphopt.rematerialize import Rematerialized, can_recompute, rematerialize
+from graphopt.values import format_bytes, storage_bytes
+
+__all__ = ["Recompute"]
+
+_ORIGIN = "recompute: "
+"""How the provenance of what this pass makes begins."""
+
+
+@final
+@dataclass(frozen=True)
+class Recompute(Pass):
+    """Keep only checkpoints of forward, and compute the rest again in backward, just before it is needed.
+
+    The forward program is cut into segments at the named tensors. Between two checkpoints nothing is kept; what comes
+    after the last checkpoint is kept as usual, since backward starts there. A value made in one segment and read by
+    forward in another is kept too, and listed: better checkpoints would avoid it. Random ops replay the generator's
+    state, so results, gradients and the random stream equal eager's to the last bit.
+
+    After Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016 (arXiv 1604.06174).
+
+    Args:
+        checkpoints: names or globs of forward tensors (``blocks.*``, ``encoder.layer.3``, ``layers.*::mm``), in any
+            order; ``"auto"`` takes about the square root of all tensors that cut the network in two.
+
+    Raises:
+        GraphoptError: for a name that is unknown, or that is not a tensor of forward.
+    """
+
+    name: ClassVar[str] = "recompute"
+    stage: ClassVar[Stage] = "joint"
+    numerics: ClassVar[Numerics] = "bitwise"
+
+    checkpoints: tuple[str, ...]
+
+    def __init__(self, checkpoints: str | tuple[str, ...] | list[str]) -> None:
+        given = (checkpoints,) if isinstance(checkpoints, str) else tuple(checkpoints)
+        bad = [item for item in given if not isinstance(item, str)]
+        if bad:
+            raise TypeError(f"checkpoints are names of tensors (text), got {bad[0]!r}")
+        object.__setattr__(self, "checkpoints", given)
+
+    def apply(self, program: Program) -> Changed:
+        """See the class; rewrites a joint program."""
+        automatic = self.checkpoints == ("auto",) and "auto" not in program.names()
+        if automatic and any(info(node).origin.startswith(_ORIGIN) for node in program.phase_nodes(Phase.RECOMPUTE)):
+            return Changed(reason="checkpoints have been chosen for this program already")
+        chosen = _square_root_choice(program) if automatic else self._named(program)
+        if not chosen:
+            none = "auto finds no tensor that separates the network in two" if automatic else "no checkpoints are given"
+            return Changed(reason=f"{none}, so everything is kept")
+        plan = _Plan(program, chosen)
+        origins = {node: f"{_ORIGIN}{plan.segment_name(node)}" for node in plan.recomputed}
+        done = rematerialize(program, plan.recomputed, origin=origins)
+        program.set_policy(plan.kept_roots, Policy.MUST_SAVE)
+        ops = sum(1 for node in done.clones if node.target is not operator.getitem and not schema.is_view(node))
+        if not done.clones:
+            return Changed(reason="backward reads nothing between these checkpoints that is not kept anyway")
+        return Changed(
+            counts={"recomputed": ops, "checkpoints": len(plan.kept_roots), "random ops replayed": len(done.replayed)},
+            tensors=tuple(chosen),
+            lines=(*plan.report(), *_refused(done)),
+        )
+
+    def _named(self, program: Program) -> dict[str, fx.Node]:
+        found = program.find(*self.checkpoints)
+        for name, node in found.items():
+            if info(node).phase is not Phase.FORWARD:
+                raise GraphoptError(
+                    f"{name!r} cannot be a checkpoint: it is computed in {info(node).phase.value}, and a checkpoint is "
+                    "a tensor of forward (names of backward tensors hold a ~)"
+                )
+            if schema.mutated_inputs(node):
+                raise GraphoptError(
+                    f"{name!r} cannot be a checkpoint: it is a write into {node.args[0]}, not a new tensor"
+                )
+        return found
+
+
+def _refused(done: Rematerialized) -> list[str]:
+    """What lies between checkpoints and backward reads, but may not run twice."""
+    return [
+        f"{(info(node).names or (node.name,))[0]} is kept ({_bytes(node)}): {reason}"
+        for node, reason in done.kept.items()
+    ]
+
+
+def _bytes(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    return format_bytes(storage_bytes(value)) if isinstance(value, torch.Tensor) else "several tensors"
+
+
+def _square_root_choice(program: Program) -> dict[str, fx.Node]:
+    """Cut after each √n-th part of the bytes that forward keeps for backward, at a separating tensor."""
+    candidates = program.checkpoint_candidates()
+    nodes = {node.name: node for node in program.graph.nodes}
+    parts = max(1, round(math.sqrt(len(candidates))))
+    share = sum(c.saves + c.bytes for c in candidates) / parts
+    chosen: dict[str, fx.Node] = {}
+    passed = 0
+    for candidate in candidates[:-1]:
+        passed += candidate.saves + candidate.bytes
+        if passed >= share * (len(chosen) + 1):
+            chosen[candidate.name] = nodes[candidate.node]
+    return chosen
+
+
+class _Plan:
+    """Which segment every forward op is in, and so what is kept and what is computed again."""
+
+    def __init__(self, program: Program, chosen: dict[str, fx.Node]) -> None:
+        self._order = {node: index for index, node in enumerate(program.graph.nodes)}
+        self._names = {schema.storage_root(node): name for name, node in reversed(chosen.items())}
+        roots = sorted(self._names, key=self._order.__getitem__)
+        self._cuts = [self._order[root] for root in roots if root.op != "placeholder"]
+        self._cut_names = [self._names[root] for root in roots if root.op != "placeholder"]
+        forward = [node for node in program.phase_nodes(Phase.FORWARD) if self._segment(node) < len(self._cuts)]
+        kept = set(roots) | {sibling for root in roots for sibling in _siblings(root)}
+        crossing = {schema.storage_root(node) for node in forward if can_recompute(node) and self._crosses(node)}
+        crossing = {node for node in crossing if node.op != "placeholder" and node not in kept}
+        self.crossing = sorted(
+            (node for node in crossing if isinstance(node.meta.get("val"), torch.Tensor)), key=self._order.__getitem__
+        )
+        self.kept_roots = [root for root in roots if root.op != "placeholder"]
+        self.recomputed = [
+            node for node in forward
+            if node not in kept and node not in crossing and can_recompute(node)
+        ]  # fmt: skip
+
+    def _segment(self, node: fx.Node) -> int:
+        """Segments are numbered from 0; what comes after the last checkpoint has number ``len(cuts)``."""
+        return bisect_left(self._cuts, self._order[node])
+
+    def _crosses(self, node: fx.Node) -> bool:
+        """Whether forward reads a value outside of the segment that makes it, or returns it."""
+        mine = self._segment(node)
+        for user in node.users:
+            if user.op == "output":
+                return True
+            if (
+                info(user).phase is Phase.FORWARD
+                and self._segment(user) != mine
+                and user.target is not operator.getitem
+            ):
+                return True
+        return False
+
+    def segment_name(self, node: fx.Node) -> str:
+        """The segment of a forward node, called after the checkpoints around it."""
+        number = min(self._segment(node), len(self._cut_names) - 1)
+        start = self._cut_names[number - 1] if number else "start"
+        return f"{start} .. {self._cut_names[number]}"
+
+    def report(self) -> list[str]:
+        """What crosses a segment's border and is kept, largest first."""
+        rows = sorted(((storage_bytes(n.meta["val"]), n) for n in self.crossing), key=lambda row: -row[0])
+        lines = []
+        if rows:
+            total = sum(size for size, _ in rows)
+            lines.append(
+                f"{len(rows)} tensors ({format_bytes(total)}) cross a segment's border and are kept; "
+                "better checkpoints would avoid these:"
+            )
+        for size, node in rows:
+            known = info(node)
+            lines.append(
+                f"  {known.names[0] if known.names else node.name}: {format_bytes(size)}  {known.source}".rstrip()
+            )
+        return lines
+
+
+def _siblings(node: fx.Node) -> list[fx.Node]:
+    """The other results of the op that made a checkpoint: keeping them saves running the op again for their sake."""
+    if node.target is not operator.getitem:
+        return []
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return [source, *(user for user in source.users if user is not node)]

@@ -1,0 +1,288 @@
+"""Programs as text: goldens of tiny models, and what the text promises."""
+# ruff: noqa: E501  (the text of a program is as wide as it is)
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+
+import graphopt
+from graphopt import Program
+from graphopt.passes.recompute import Recompute
+from graphopt.pipeline import Pipeline
+from graphopt.report.text import ends_of_life, is_bare
+from graphopt.values import tensors_of
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(4, 4, bias=False), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(torch.sigmoid(self.linear(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int = 2, *, scaled: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(blocks)])
+        self.scaled = scaled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.scaled:
+            x = x * 2 + 1
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+class Drop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.drop = nn.Parameter(torch.ones(4)), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(self.drop(x + self.weight))
+
+
+class Cast(Tiny):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.linear(x)
+
+
+def total(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).sum()
+
+
+def joint(model: nn.Module, *sizes: int) -> Program:
+    return graphopt.capture(model, (torch.randn(sizes),), loss=total, stage="joint")
+
+
+def recomputed(program: Program, *checkpoints: str) -> Program:
+    copy = program.copy()
+    Pipeline([Recompute(checkpoints)]).run(copy)
+    return copy
+
+
+def plain(text: str) -> str:
+    """Without this file's line numbers, without peaks (kernels differ in what they need), no line break at the end."""
+    text = re.sub(r"\.py:\d+ in", ".py:N in", text).rstrip("\n")
+    return re.sub(r"peak(:?) [\d.]+ k?B.*", r"peak\1 ...", text)
+
+
+def test_joint_program_with_recomputation() -> None:
+    assert_expected_inline(
+        plain(recomputed(joint(Drop(), 3, 4), "::exp").to_text()),
+        """\
+# Drop, joint stage: 19 nodes, 16 of them calls
+# passes: recompute{checkpoints=::exp}
+# predicted peak: ...
+
+def step(
+    weight: f32[4],  # parameter weight
+    args_0: f32[3, 4],  # input args[0]
+):
+    # ---- forward
+    # top level (test_report_text.py:N in forward)
+    add = aten.add.Tensor(args_0, weight)  # f32[3, 4] ::add | MUST_RECOMPUTE
+    # module drop (test_report_text.py:N in forward)
+    native_dropout_random = record_random(aten.native_dropout, add, 0.1, True)  # (u8[5056], (f32[3, 4], b8[3, 4])) | keeps the generator's state for a replay
+    del add
+    native_dropout_state = native_dropout_random[0]  # u8[5056] | keeps the generator's state for a replay
+    native_dropout_result = native_dropout_random[1]  # (f32[3, 4], b8[3, 4]) | MUST_RECOMPUTE | keeps the generator's state for a replay
+    del native_dropout_random
+    getitem = native_dropout_result[0]  # f32[3, 4] drop
+    del native_dropout_result
+    # top level (test_report_text.py:N in forward)
+    exp = aten.exp(getitem)  # f32[3, 4] ::exp | MUST_SAVE
+    del getitem
+    sum_1 = aten.sum(exp)  # f32[] ::sum
+    # ---- backward
+    # top level
+    seed = aten.full([], 1.0, dtype=torch.float32, device='cpu', pin_memory=False)  # f32[] loss~ | the seed of the backward
+    expand = aten.expand(seed, [3, 4])  # f32[3, 4] ::expand~
+    del seed
+    # test_report_text.py:N in forward
+    mul = aten.mul.Tensor(expand, exp)  # f32[3, 4] ::mul~
+    del exp, expand
+    # ---- recompute
+    # top level (test_report_text.py:N in forward)
+    add_1 = aten.add.Tensor(args_0, weight)  # f32[3, 4] ::add' | recompute: start .. ::exp
+    # module drop (test_report_text.py:N in forward)
+    run_with_rng_state = replay_random(native_dropout_state, aten.native_dropout, add_1, 0.1, True)  # (f32[3, 4], b8[3, 4]) | recompute: start .. ::exp
+    del native_dropout_state, add_1
+    getitem_2 = run_with_rng_state[1]  # b8[3, 4] drop::native_dropout.1' | recompute: start .. ::exp
+    del run_with_rng_state
+    # ---- backward
+    # module drop (test_report_text.py:N in forward)
+    native_dropout_backward = aten.native_dropout_backward(mul, getitem_2, 1.1111111111111112)  # f32[3, 4] drop::native_dropout_backward~
+    del mul, getitem_2
+    # top level (test_report_text.py:N in forward)
+    sum_2 = aten.sum.dim_IntList(native_dropout_backward, [0], True)  # f32[1, 4] ::sum~
+    del native_dropout_backward
+    view = aten.view(sum_2, [4])  # f32[4] ::view~
+    del sum_2
+    return (
+        sum_1,  # loss
+        view,  # gradient weight
+    )""",
+    )
+
+
+def test_step_program_ends_with_the_update() -> None:
+    model = Tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+    text = graphopt.capture(model, (torch.randn(3, 2),), loss=total, optimizer=optimizer).to_text()
+    assert "    lr_0: float,  # hyperparameter lr[0]\n" in text
+    assert_expected_inline(
+        text[text.index("    # ---- update") :],
+        """\
+    # ---- update
+    # top level
+    neg = operator.neg(lr_0)  # float | optimizer.step
+    # module linear
+    aten._foreach_add_.List([linear_weight, linear_bias], [t_3, view], alpha=neg)  # optimizer.step
+    del view, t_3
+    return (
+        sum_1,  # loss
+    )
+""",
+    )
+
+
+def test_forward_program_with_a_subgraph() -> None:
+    program = graphopt.capture(Cast(), (torch.randn(3, 2),), stage="forward")
+    assert_expected_inline(
+        plain(program.to_text()),
+        """\
+# Cast, forward stage: 7 nodes, 3 of them calls
+# passes: none
+
+def step(
+    linear_weight: f32[2, 2],  # parameter linear.weight
+    linear_bias: f32[2],  # parameter linear.bias
+    args_0: f32[3, 2],  # input args[0]
+):
+    # ---- forward
+    def submod_2(arg2_1: f32[3, 2], arg0_1: f32[2, 2], arg1_1: f32[2]):
+        # module linear (test_report_text.py:N in forward)
+        linear = aten.linear(arg2_1, arg0_1, arg1_1)  # bf16[3, 2] linear
+        return (linear,)
+    # top level
+    linear = autocast('cpu', torch.bfloat16, enabled=True, cache_enabled=False)(submod_2)(
+        args_0, linear_weight, linear_bias
+    )  # (bf16[3, 2])
+    # module linear (test_report_text.py:N in forward)
+    getitem = linear[0]  # bf16[3, 2] linear
+    del linear
+    return (
+        getitem,  # output result
+    )""",
+    )
+
+
+def test_sizes_that_vary_are_symbols() -> None:
+    batch = torch.export.Dim("b", min=2, max=64)
+    program = graphopt.capture(Tiny(), (torch.randn(3, 2),), dynamic_shapes=({0: batch},), stage="forward")
+    symbol = str(program.placeholders[-1].meta["val"].shape[0])
+    assert_expected_inline(
+        plain(program.to_text()).replace(symbol, "S"),
+        """\
+# Tiny, forward stage: 5 nodes, 1 of them calls
+# passes: none
+# sizes in the example inputs: S = 3
+
+def step(
+    linear_weight: f32[2, 2],  # parameter linear.weight
+    linear_bias: f32[2],  # parameter linear.bias
+    args_0: f32[S, 2],  # input args[0]
+):
+    # ---- forward
+    # module linear (test_report_text.py:N in forward)
+    linear = aten.linear(args_0, linear_weight, linear_bias)  # f32[S, 2] linear
+    return (
+        linear,  # output result
+    )""",
+    )
+
+
+def test_text_names_the_line_of_the_user() -> None:
+    text = joint(Net(), 3, 4).to_text()
+    lines, start = inspect.getsourcelines(Block.forward)
+    assert f"# module blocks.1.linear (test_report_text.py:{start + len(lines) - 1} in forward)" in text
+    assert "/" not in re.sub(r" / ", "", text)
+
+
+def test_equal_programs_give_equal_text() -> None:
+    first, second = joint(Net(), 3, 4), joint(Net(), 3, 4)
+    assert first.to_text() == second.to_text() == first.copy().to_text()
+    assert "0x" not in first.to_text()
+
+
+def test_long_calls_are_broken_over_lines() -> None:
+    model = Net(9)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    text = graphopt.capture(model, (torch.randn(3, 4),), loss=total, optimizer=optimizer).to_text()
+    update = text[text.index("# ---- update") :]
+    assert "    aten._fused_adamw_.tensor_lr(\n        [\n            blocks_0_linear_weight, " in update
+    assert max(len(line) for line in update.split("\n")) <= 120
+
+
+@pytest.mark.parametrize("checkpoints", [(), ("blocks.*",), ("blocks.1",)])
+def test_ends_of_life_are_those_of_the_generated_code(checkpoints: tuple[str, ...]) -> None:
+    program = joint(Net(3), 3, 4)
+    if checkpoints:
+        program = recomputed(program, *checkpoints)
+    ends = ends_of_life(program.graph, everything=True)
+    found = {node.name: {dead.name for dead in dying} for node, dying in ends.items()}
+    wanted = {}
+    for line in program.to_graph_module().code.split("\n"):
+        made, _, freed = line.strip().partition(";  ")
+        if freed:
+            wanted[made.split(" = ")[0]] = set(freed.removesuffix(" = None").split(" = "))
+    assert found == wanted
+    inside = {n.name for n in program.graph.nodes if n.op == "call_function" and tensors_of(n.meta["val"])}
+    dels = re.findall(r"^    del (.*)$", program.to_text(), re.MULTILINE)
+    assert sorted(name for line in dels for name in line.split(", ")) == sorted(
+        name for dying in wanted.values() for name in dying if name in inside
+    )
+
+
+def test_sums_taken_in_place_are_marked() -> None:
+    program = joint(Net(), 3, 4)
+    assert "add_.Tensor" in program.to_graph_module().code
+    assert re.search(
+        r"= aten\.add\.Tensor\((\w+), (\w+)\)  # f32\[3, 4\] .* \| in place of (\1|\2)\n", program.to_text()
+    )
+    assert "torch.ops.aten.add_.Tensor(" in program.to_python()
+
+
+def test_nodes_without_description_are_shown() -> None:
+    program = joint(Tiny(), 3, 2)
+    with program.graph.inserting_before(program.output_node):
+        program.graph.call_function(torch.ops.aten.neg.default, (program.placeholders[0],))
+    assert "neg_default = aten.neg(linear_weight)  # added to the graph directly" in program.to_text()
+
+
+def test_bare_calls_are_those_that_only_write() -> None:
+    model = nn.BatchNorm1d(2)
+    program = joint(model, 3, 2)
+    bare = [node for node in program.graph.nodes if node.op == "call_function" and is_bare(node)]
+    assert [str(node.args[0]) for node in bare] == ["num_batches_tracked", "running_mean", "running_var"]
+    assert "\n    aten.copy_(running_mean, " in program.to_text()
