@@ -43,6 +43,8 @@ from torch.fx.node import map_aggregate
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
+from graphopt.errors import CaptureError
+
 __all__ = [
     "AotInput",
     "AotOutput",
@@ -272,7 +274,9 @@ def _classify_input(desc: Any) -> AotInput:
         return AotInput(
             "tangent", output.index if output.kind == "output" and output.index is not None else str(desc.output)
         )
-    raise NotImplementedError(f"a joint graph with an input of kind {desc!r}")
+    raise CaptureError(
+        f"torch made a joint graph with an input of a kind that graphopt does not know: {desc!r}",
+    )
 
 
 def _classify_output(desc: Any) -> AotOutput:
@@ -516,11 +520,26 @@ def peaks_between_marks(profile: Any, prefix: str) -> dict[int, int]:
 
 
 def allocator_events(profile: Any) -> list[tuple[int, str, int]]:
-    """``(time in ns, device type, signed bytes)`` of every allocation and release that a profile recorded, in order."""
-    events = [
-        (event.start_ns(), str(event.device_type()).rsplit(".", 1)[-1].lower(), event.nbytes())
-        for event in profile.profiler.kineto_results.events()
-        if event.name() == "[memory]"
-    ]
-    events.sort(key=lambda event: event[0])
+    """``(time in ns, device type, signed bytes)`` of every allocation that a profile saw, and its release, in order.
+
+    Releases of blocks from before the profile are left out: torch reports them only where an earlier profile happened
+    to see a block at the same address, and with that block's size.
+    """
+    found = []
+    pending = list(profile.profiler.kineto_results.experimental_event_tree())
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            block = event.extra_fields
+            found.append((event.start_time_ns, block.device.type, block.ptr, block.alloc_size))
+    found.sort(key=lambda event: event[0])
+    sizes: dict[tuple[str, int], int] = {}
+    events = []
+    for when, where, address, count in found:
+        if count > 0:
+            sizes[where, address] = count
+            events.append((when, where, count))
+        elif (where, address) in sizes:
+            events.append((when, where, -sizes.pop((where, address))))
     return events
