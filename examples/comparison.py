@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import time
@@ -62,6 +63,23 @@ class Run:
     step_seconds: float
     capture_seconds: float
     program: graphopt.Program | None
+
+
+def argument_parser(description: str | None, *, steps: int, out: Path) -> argparse.ArgumentParser:
+    """A parser with the options of every comparison, whose defaults are given; those of the model are to be added."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--steps", type=_enough_steps, default=steps, help="training steps each way")
+    parser.add_argument("--seed", type=int, default=0, help="of everything random: weights, batches, dropout")
+    parser.add_argument("--out", type=Path, default=out, help="folder for the rewritten program")
+    return parser
+
+
+def _enough_steps(text: str) -> int:
+    if not text.isdecimal() or int(text) < FEWEST_STEPS:
+        raise argparse.ArgumentTypeError(
+            f"take at least {FEWEST_STEPS}, not {text!r}: one step warms up, one is measured, the others are timed"
+        )
+    return int(text)
 
 
 def progress_bar(console: Console) -> Progress:
@@ -172,6 +190,26 @@ def report(console: Console, runs: Sequence[Run], title: str) -> bool:
             "optimizer's state and of the random generator's, are equal to the last bit."
         )
     return same
+
+
+def compare(
+    console: Console, ways: Sequence[Way], build: Build, loss: Loss, batches: Sequence[Batch], *, seed: int, title: str
+) -> tuple[list[Run], bool]:
+    """Train in every way and print the report; returns the runs, and whether all are equal to the last bit."""
+    with progress_bar(console) as progress:
+        runs = [train(way, build, loss, batches, seed=seed, progress=progress) for way in ways]
+    return runs, report(console, runs, title)
+
+
+def show_program(console: Console, run: Run, folder: Path) -> None:
+    """Write the program of a run into ``folder``, and say how to open it.
+
+    Raises:
+        ValueError: for a run without graphopt.
+    """
+    if run.program is None:
+        raise ValueError(f"{run.way.name} has no program to show: give a run of a way with captured=True")
+    say_how_to_open(console, write_dump(run.program, folder))
 
 
 def write_dump(program: graphopt.Program, folder: Path) -> list[Path]:

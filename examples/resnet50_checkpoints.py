@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparison import FEWEST_STEPS, Batch, Way, progress_bar, report, say_how_to_open, train, write_dump
+from comparison import Batch, Way, argument_parser, compare, show_program
 from models import ResNet50, label_loss
 from rich.console import Console
 from torch import nn
@@ -50,20 +50,14 @@ def factory() -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--steps", type=int, default=4, help="training steps each way")
+    parser = argument_parser(__doc__, steps=4, out=Path("runs/resnet50"))
     parser.add_argument("--batch", type=int, default=8, help="images in a batch")
     parser.add_argument("--pixels", type=int, default=96, help="height and width of an image")
     parser.add_argument("--width", type=int, default=64, help="channels after the first convolution")
     parser.add_argument(
         "--checkpoints", nargs="+", default=ResNet50.block_names(), metavar="NAME", help="tensors to keep"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches")
-    parser.add_argument("--out", type=Path, default=Path("runs/resnet50"), help="folder for the rewritten program")
-    options = parser.parse_args(argv)
-    if options.steps < FEWEST_STEPS:
-        parser.error(f"--steps {options.steps}: one step warms up and one is measured; take at least {FEWEST_STEPS}")
-    return options
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,12 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         Way("with Recompute", captured=True, passes=[Recompute(options.checkpoints)]),
     ]
     make = functools.partial(build, options.width)
-    with progress_bar(console) as progress:
-        runs = [train(way, make, label_loss, batches, seed=options.seed, progress=progress) for way in ways]
-    same = report(console, runs, f"ResNet-50, checkpoints at {len(options.checkpoints)} names")
-    program = runs[-1].program
-    assert program is not None
-    say_how_to_open(console, write_dump(program, options.out))
+    title = f"ResNet-50, checkpoints at {len(options.checkpoints)} names"
+    runs, same = compare(console, ways, make, label_loss, batches, seed=options.seed, title=title)
+    show_program(console, runs[-1], options.out)
     return 0 if same else 1
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparison import FEWEST_STEPS, Way, progress_bar, report, say_how_to_open, train, write_dump
+from comparison import Way, argument_parser, compare, show_program
 from models import GPT, GPTConfig, next_token_loss
 from rich.console import Console
 from text import VOCAB, draw_batches, split_tokens
@@ -37,8 +37,7 @@ def factory() -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--steps", type=int, default=16, help="training steps each way")
+    parser = argument_parser(__doc__, steps=16, out=Path("runs/train_gpt"))
     parser.add_argument("--batch", type=int, default=4, help="sequences in a batch")
     parser.add_argument("--context", type=int, default=256, help="tokens in a sequence")
     parser.add_argument("--layers", type=int, default=12, help="transformer blocks")
@@ -46,11 +45,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=4, help="attention heads")
     parser.add_argument("--dropout", type=float, default=0.0, help="dropout probability")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights, the dropout and the batches")
-    parser.add_argument("--out", type=Path, default=Path("runs/train_gpt"), help="folder for the rewritten program")
     options = parser.parse_args(argv)
-    if options.steps < FEWEST_STEPS:
-        parser.error(f"--steps {options.steps}: one step warms up and one is measured; take at least {FEWEST_STEPS}")
     if options.d % options.heads:
         parser.error(f"--d {options.d} is not a multiple of --heads {options.heads}")
     return options
@@ -76,14 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         Way("with Recompute", captured=True, passes=[Recompute("blocks.*")]),
     ]
     make = functools.partial(build, config, options.lr)
-    with progress_bar(console) as progress:
-        runs = [train(way, make, next_token_loss, batches, seed=options.seed, progress=progress) for way in ways]
-    same = report(console, runs, f"GPT, {options.layers} blocks")
+    title = f"GPT, {options.layers} blocks"
+    runs, same = compare(console, ways, make, next_token_loss, batches, seed=options.seed, title=title)
     model.load_state_dict({k.removeprefix("model."): v for k, v in runs[-1].state.items() if k.startswith("model.")})
     console.print(f"Loss on text that was held out: {validation_loss(model, held_out, sizes):.4f} nats per byte")
-    program = runs[-1].program
-    assert program is not None
-    say_how_to_open(console, write_dump(program, options.out))
+    show_program(console, runs[-1], options.out)
     return 0 if same else 1
 
 

@@ -6,17 +6,19 @@ import copy
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import graphopt
-from graphopt import Pass, Phase, Pipeline, Program
+from graphopt import Changed, Pass, Phase, Pipeline, Program
 from graphopt.capture.structure import flatten
 from graphopt.ops import schema
-from graphopt.program import OutputSpec, info
+from graphopt.passes import Recompute
+from graphopt.pipeline import Numerics
+from graphopt.program import OutputSpec, Stage, info
 from graphopt.runtime.binding import Binding
 
 Loss = Callable[..., torch.Tensor]
@@ -91,6 +93,18 @@ def next_token(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
+@dataclass(frozen=True)
+class Plain(Pass):
+    """A pass that does nothing, for others to derive from."""
+
+    name: ClassVar[str] = "plain"
+    stage: ClassVar[Stage] = "joint"
+    numerics: ClassVar[Numerics] = "bitwise"
+
+    def apply(self, program: Program) -> Changed:
+        return Changed(reason="it is a test")
+
+
 # --- looking at programs ---------------------------------------------------------------------------------------------
 
 
@@ -104,6 +118,13 @@ def rewritten(model: nn.Module, *batch: Any, passes: Passes, loss: Loss = mean_s
     program = captured(model, *batch, loss=loss)
     Pipeline(passes).run(program)
     return program
+
+
+def recomputed(program: Program, *checkpoints: str) -> Program:
+    """A copy of a program after ``Recompute``."""
+    changed = program.copy()
+    Pipeline([Recompute(checkpoints)]).run(changed)
+    return changed
 
 
 def ops(program: Program, *phases: Phase) -> list[str]:

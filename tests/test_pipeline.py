@@ -18,18 +18,7 @@ from graphopt import Changed, Pass, PassError, Phase, Pipeline, PipelineError, P
 from graphopt.instruments import LogPasses, Snapshots
 from graphopt.passes import Recompute
 from graphopt.pipeline import PassRecord, available_passes, find_pass
-from graphopt.program import Stage
-from tests.support import Net, captured
-
-
-@dataclass(frozen=True)
-class Plain(Pass):
-    name: ClassVar[str] = "plain"
-    stage: ClassVar[Stage] = "joint"
-    numerics: ClassVar[Any] = "bitwise"
-
-    def apply(self, program: Program) -> Changed:
-        return Changed(reason="it is a test")
+from tests.support import Net, Plain, captured
 
 
 @final

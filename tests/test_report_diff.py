@@ -8,81 +8,20 @@ import re
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import nn
 
 import graphopt
-from graphopt import Phase, Policy, Program
-from graphopt.passes.recompute import Recompute
-from graphopt.pipeline import Pipeline
+from graphopt import Phase, Policy
 from graphopt.report.diff import _merge, _Side
 from graphopt.report.text import ends_of_life
 from graphopt.values import format_bytes
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.drop = nn.Linear(4, 4, bias=False), nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop(torch.sigmoid(self.linear(x)))
-
-
-class Net(nn.Module):
-    def __init__(self, blocks: int = 2, *, scaled: bool = False) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(blocks)])
-        self.scaled = scaled
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.scaled:
-            x = x * 2 + 1
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class Tiny(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)
-
-
-class Drop(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.drop = nn.Parameter(torch.ones(4)), nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.exp(self.drop(x + self.weight))
-
-
-def total(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).sum()
-
-
-def joint(model: nn.Module, *sizes: int) -> Program:
-    return graphopt.capture(model, (torch.randn(sizes),), loss=total, stage="joint")
-
-
-def recomputed(program: Program, *checkpoints: str) -> Program:
-    copy = program.copy()
-    Pipeline([Recompute(checkpoints)]).run(copy)
-    return copy
-
-
-def without_peaks(text: str) -> str:
-    """Kernels differ in what they need for themselves; the line break at the end goes too."""
-    return re.sub(r"peak .*", "peak ...", text).rstrip("\n")
+from tests.reporting import Drop, Net, Tiny, joint, plain
+from tests.support import recomputed
 
 
 def test_diff_of_recomputation() -> None:
     program = joint(Drop(), 3, 4)
     assert_expected_inline(
-        without_peaks(program.diff(recomputed(program, "::exp"))),
+        plain(program.diff(recomputed(program, "::exp"))),
         """\
 +6 nodes, -2 nodes, 2 changed, 1 lifetimes changed; peak ...
 --- Drop, joint stage: as captured

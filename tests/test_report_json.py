@@ -22,6 +22,7 @@ from graphopt.passes.recompute import Recompute
 from graphopt.pipeline import Pipeline
 from graphopt.program import NodeInfo, set_info
 from graphopt.report.json import SCHEMA_VERSION
+from tests.support import mean_square
 
 STAGES = ("forward", "joint", "step")
 
@@ -57,6 +58,14 @@ class Normed(nn.Module):
         return torch.relu(self.norm(self.conv(x)))
 
 
+class Linear(nn.Module):
+    """What the models below have in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+
 class Cube(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -70,21 +79,13 @@ class Cube(torch.autograd.Function):
         return 3 * ctx.factor * x**2 * gradient, None
 
 
-class Custom(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
+class Custom(Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return Cube.apply(self.linear(x), 0.5)
 
 
-class Cast(nn.Module):
+class Cast(Linear):
     """An autocast region, and one inside of a region without gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -96,24 +97,16 @@ class Cast(nn.Module):
         return y.float() + z.float()
 
 
-class Segment(nn.Module):
+class Segment(Linear):
     """A constant, and a part under ``torch.utils.checkpoint``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = torch.tensor([1.0, 2.0, 3.0, 4.0])
         return checkpoint(lambda t: F.dropout(self.linear(t), 0.5), x, use_reentrant=False) * scale
 
 
-class Sizes(nn.Module):
+class Sizes(Linear):
     """Sizes that are expressions, and a number computed from sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, d = x.shape
@@ -131,10 +124,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[], di
     "dynamic-batch": (Dropped, (3, 4), lambda: {"dynamic_shapes": ({0: Dim("b", min=2, max=64)},)}),
     "dynamic-expressions": (Sizes, (3, 16, 4), lambda: {"dynamic_shapes": ({0: Dim.AUTO, 1: Dim.AUTO},)}),
 }
-
-
-def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
 
 
 def build(case: str, stage: str, *, recompute: bool = True) -> tuple[Program, nn.Module, torch.Tensor]:
@@ -330,11 +319,7 @@ def test_python_errors_say_what_cannot_be_written() -> None:
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             return gradient
 
-    class Uses(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
+    class Uses(Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return Local.apply(self.linear(x))
 

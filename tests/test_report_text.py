@@ -12,78 +12,16 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import graphopt
-from graphopt import Program
-from graphopt.passes.recompute import Recompute
-from graphopt.pipeline import Pipeline
 from graphopt.report.text import ends_of_life, is_bare
 from graphopt.values import tensors_of
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.drop = nn.Linear(4, 4, bias=False), nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop(torch.sigmoid(self.linear(x)))
-
-
-class Net(nn.Module):
-    def __init__(self, blocks: int = 2, *, scaled: bool = False) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(blocks)])
-        self.scaled = scaled
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.scaled:
-            x = x * 2 + 1
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class Tiny(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)
-
-
-class Drop(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.drop = nn.Parameter(torch.ones(4)), nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.exp(self.drop(x + self.weight))
+from tests.reporting import Block, Drop, Net, Tiny, joint, plain, total
+from tests.support import recomputed
 
 
 class Cast(Tiny):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return self.linear(x)
-
-
-def total(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).sum()
-
-
-def joint(model: nn.Module, *sizes: int) -> Program:
-    return graphopt.capture(model, (torch.randn(sizes),), loss=total, stage="joint")
-
-
-def recomputed(program: Program, *checkpoints: str) -> Program:
-    copy = program.copy()
-    Pipeline([Recompute(checkpoints)]).run(copy)
-    return copy
-
-
-def plain(text: str) -> str:
-    """Without this file's line numbers, without peaks (kernels differ in what they need), no line break at the end."""
-    text = re.sub(r"\.py:\d+ in", ".py:N in", text).rstrip("\n")
-    return re.sub(r"peak(:?) [\d.]+ k?B.*", r"peak\1 ...", text)
 
 
 def test_joint_program_with_recomputation() -> None:
@@ -99,9 +37,9 @@ def step(
     args_0: f32[3, 4],  # input args[0]
 ):
     # ---- forward
-    # top level (test_report_text.py:N in forward)
+    # top level (reporting.py:N in forward)
     add = aten.add.Tensor(args_0, weight)  # f32[3, 4] ::add | MUST_RECOMPUTE
-    # module drop (test_report_text.py:N in forward)
+    # module drop (reporting.py:N in forward)
     native_dropout_random = record_random(aten.native_dropout, add, 0.1, True)  # (u8[5056], (f32[3, 4], b8[3, 4])) | keeps the generator's state for a replay
     del add
     native_dropout_state = native_dropout_random[0]  # u8[5056] | keeps the generator's state for a replay
@@ -109,7 +47,7 @@ def step(
     del native_dropout_random
     getitem = native_dropout_result[0]  # f32[3, 4] drop
     del native_dropout_result
-    # top level (test_report_text.py:N in forward)
+    # top level (reporting.py:N in forward)
     exp = aten.exp(getitem)  # f32[3, 4] ::exp | MUST_SAVE
     del getitem
     sum_1 = aten.sum(exp)  # f32[] ::sum
@@ -118,22 +56,22 @@ def step(
     seed = aten.full([], 1.0, dtype=torch.float32, device='cpu', pin_memory=False)  # f32[] loss~ | the seed of the backward
     expand = aten.expand(seed, [3, 4])  # f32[3, 4] ::expand~
     del seed
-    # test_report_text.py:N in forward
+    # reporting.py:N in forward
     mul = aten.mul.Tensor(expand, exp)  # f32[3, 4] ::mul~
     del exp, expand
     # ---- recompute
-    # top level (test_report_text.py:N in forward)
+    # top level (reporting.py:N in forward)
     add_1 = aten.add.Tensor(args_0, weight)  # f32[3, 4] ::add' | recompute: start .. ::exp
-    # module drop (test_report_text.py:N in forward)
+    # module drop (reporting.py:N in forward)
     run_with_rng_state = replay_random(native_dropout_state, aten.native_dropout, add_1, 0.1, True)  # (f32[3, 4], b8[3, 4]) | recompute: start .. ::exp
     del native_dropout_state, add_1
     getitem_2 = run_with_rng_state[1]  # b8[3, 4] drop::native_dropout.1' | recompute: start .. ::exp
     del run_with_rng_state
     # ---- backward
-    # module drop (test_report_text.py:N in forward)
+    # module drop (reporting.py:N in forward)
     native_dropout_backward = aten.native_dropout_backward(mul, getitem_2, 1.1111111111111112)  # f32[3, 4] drop::native_dropout_backward~
     del mul, getitem_2
-    # top level (test_report_text.py:N in forward)
+    # top level (reporting.py:N in forward)
     sum_2 = aten.sum.dim_IntList(native_dropout_backward, [0], True)  # f32[1, 4] ::sum~
     del native_dropout_backward
     view = aten.view(sum_2, [4])  # f32[4] ::view~
@@ -214,7 +152,7 @@ def step(
     args_0: f32[S, 2],  # input args[0]
 ):
     # ---- forward
-    # module linear (test_report_text.py:N in forward)
+    # module linear (reporting.py:N in forward)
     linear = aten.linear(args_0, linear_weight, linear_bias)  # f32[S, 2] linear
     return (
         linear,  # output result
@@ -225,7 +163,7 @@ def step(
 def test_text_names_the_line_of_the_user() -> None:
     text = joint(Net(), 3, 4).to_text()
     lines, start = inspect.getsourcelines(Block.forward)
-    assert f"# module blocks.1.linear (test_report_text.py:{start + len(lines) - 1} in forward)" in text
+    assert f"# module blocks.1.linear (reporting.py:{start + len(lines) - 1} in forward)" in text
     assert "/" not in re.sub(r" / ", "", text)
 
 

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, final
+from typing import ClassVar, Literal, final
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphopt import Changed, Pass, PipelineError, Program
+from graphopt import Pass, PipelineError
 from graphopt.passes import Recompute
-from graphopt.program import Stage
 from graphopt.spec import format_pass, option_fields, parse_passes
-
-
-@dataclass(frozen=True)
-class Plain(Pass):
-    name: ClassVar[str] = "plain"
-    stage: ClassVar[Stage] = "joint"
-    numerics: ClassVar[Any] = "bitwise"
-
-    def apply(self, program: Program) -> Changed:
-        return Changed(reason="it is a test")
+from tests.support import Plain
 
 
 @final
