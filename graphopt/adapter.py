@@ -9,8 +9,8 @@ from typing import ClassVar, final
 from torch import fx
 
 from graphopt.errors import GraphoptError
-from graphopt.pipeline import Changed, Numerics, Pass
-from graphopt.program import InputSpec, NodeInfo, Phase, Program, Stage, set_info
+from graphopt.pipeline import Changed, Numerics, Pass, PassStage
+from graphopt.program import InputSpec, NodeInfo, Phase, Program, set_info
 
 __all__ = ["FxPass"]
 
@@ -29,13 +29,13 @@ class FxPass(Pass):
 
     Args:
         function: takes a GraphModule; returns None or a GraphModule.
-        stage: which program it rewrites: forward, joint or step.
+        stage: which program it rewrites: forward, joint, step or last.
         numerics: what it promises: bitwise, tolerant or changes.
         name: what it is called in logs and errors; the function's name in kebab-case by default.
     """
 
     name: ClassVar[str] = "fx"
-    stage: ClassVar[Stage] = "joint"
+    stage: ClassVar[PassStage] = "joint"
     numerics: ClassVar[Numerics] = "tolerant"
 
     function: Callable[[fx.GraphModule], fx.GraphModule | None]
@@ -44,7 +44,7 @@ class FxPass(Pass):
         self,
         function: Callable[[fx.GraphModule], fx.GraphModule | None],
         *,
-        stage: Stage = "joint",
+        stage: PassStage = "joint",
         numerics: Numerics = "tolerant",
         name: str | None = None,
     ) -> None:

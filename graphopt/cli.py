@@ -313,7 +313,7 @@ def _stage(wanted: Stage | None, target: Target, pipeline: Pipeline, verify: str
             f"{target.text} gives no optimizer, and the step stage holds its update: return a dict with the key "
             "'optimizer', or use --stage joint"
         )
-    late = [p for p in pipeline.passes if _STAGES.index(p.stage) > _STAGES.index(stage)]
+    late = [p for p in pipeline.passes if p.stage != "last" and _STAGES.index(p.stage) > _STAGES.index(stage)]
     if late:
         names = ", ".join(f"{p.name!r} (a {p.stage} pass)" for p in late)
         way_out = f"--stage {late[-1].stage}" if wanted else "a dict with the key 'optimizer' in the target"

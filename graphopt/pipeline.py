@@ -22,12 +22,15 @@ if TYPE_CHECKING:
     from graphopt.analysis.liveness import MemoryTimeline
     from graphopt.instruments import Instrument
 
-__all__ = ["Changed", "Numerics", "Pass", "PassRecord", "Pipeline", "available_passes", "find_pass"]
+__all__ = ["Changed", "Numerics", "Pass", "PassStage", "PassRecord", "Pipeline", "available_passes", "find_pass"]
 
 Numerics = Literal["bitwise", "tolerant", "changes"]
 logger = logging.getLogger("graphopt")
 
-STAGES: tuple[Stage, ...] = ("forward", "joint", "step")
+PassStage = Stage | Literal["last"]
+"""Which program a pass rewrites; ``last`` is the one that runs: joint for a drop-in model, step for a whole step."""
+
+STAGES: tuple[PassStage, ...] = ("forward", "joint", "step", "last")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,8 @@ class Pass(abc.ABC):
 
     Class attributes:
         name: kebab-case, unique among all installed passes.
-        stage: which program it rewrites: forward, joint or step.
+        stage: which program it rewrites: forward, joint, step, or last (the one that runs, joint or step, after all
+            others).
         numerics: ``bitwise`` (results equal to the last bit), ``tolerant`` (within a tolerance that the docstring
             states) or ``changes``.
         after: names of passes that run before this one when both are given.
@@ -72,7 +76,7 @@ class Pass(abc.ABC):
     """
 
     name: ClassVar[str]
-    stage: ClassVar[Stage]
+    stage: ClassVar[PassStage]
     numerics: ClassVar[Numerics]
     after: ClassVar[tuple[str, ...]] = ()
     requires: ClassVar[tuple[str, ...]] = ()
@@ -185,14 +189,19 @@ class Pipeline:
     def __str__(self) -> str:
         return ",".join(str(p) for p in self.passes)
 
-    def of(self, stage: Stage) -> list[Pass]:
+    def of(self, stage: PassStage) -> list[Pass]:
         """The passes of one stage, in order."""
         return [p for p in self.passes if p.stage == stage]
+
+    def due(self, stage: Stage, *, last: bool) -> list[Pass]:
+        """The passes for a program of a stage, in order; ``last`` says whether it is the one that runs."""
+        return self.of(stage) + (self.of("last") if last else [])
 
     def run(
         self,
         program: Program,
         *,
+        last: bool = True,
         verify: Literal["structure", "numerics"] | bool = "structure",
         instruments: Sequence[Instrument] = (),
     ) -> list[PassRecord]:
@@ -200,12 +209,19 @@ class Pipeline:
 
         Around each pass: instruments, apply, dead code, refreshed values, the invariant table.
 
+        Args:
+            program: of any stage.
+            last: whether this is the program that runs, so that passes of the stage ``last`` are due too.
+            verify: whether to check the invariant table after each pass.
+            instruments: are told of each pass.
+
         Raises:
             PassError: where a pass raises; the original is its cause.
             VerifyError: where a pass leaves a program that breaks an invariant.
         """
         records = []
-        for position, current in enumerate(self.of(program.stage)):
+        due = self.due(program.stage, last=last)
+        for current in due:
             for instrument in instruments:
                 instrument.before_pass(current, program)
             before = program.copy()
@@ -214,11 +230,11 @@ class Pipeline:
             except GraphoptError as error:
                 for instrument in instruments:
                     instrument.failed_pass(current, before, error)
-                raise self._failure(current, position, error) from error
+                raise self._failure(current, due, program.stage, error) from error
             except Exception as error:
                 for instrument in instruments:
                     instrument.failed_pass(current, before, error)
-                raise self._failure(current, position, error) from error
+                raise self._failure(current, due, program.stage, error) from error
             program.history = (*program.history, record.spec)
             records.append(record)
             for instrument in instruments:
@@ -248,17 +264,16 @@ class Pipeline:
             peaks = (was.peak_bytes, now.peak_bytes)
             changed = _with_saving(changed, was, now) if changed else changed
         return PassRecord(
-            current.name, str(current), current.stage, current.numerics, changed, seconds,
+            current.name, str(current), program.stage, current.numerics, changed, seconds,
             len(before.graph.nodes), len(program.graph.nodes), *peaks,
         )  # fmt: skip
 
-    def _failure(self, current: Pass, position: int, error: Exception) -> GraphoptError:
-        stage = self.of(current.stage)
+    def _failure(self, current: Pass, due: Sequence[Pass], stage: Stage, error: Exception) -> GraphoptError:
         shown = ", ".join(f">>> {p} <<<" if p is current else str(p) for p in self.passes)
         kind = VerifyError if isinstance(error, VerifyError) else PassError
         what = "left a program that is not valid" if isinstance(error, VerifyError) else "failed"
         failure = kind(
-            f"pass {position + 1}/{len(stage)} of the {current.stage} stage, {current.name!r}, {what}: {error}"
+            f"pass {due.index(current) + 1}/{len(due)} of the {stage} stage, {current.name!r}, {what}: {error}"
         )
         failure.add_note(f"pipeline: {shown}")
         for note in getattr(error, "__notes__", ()):

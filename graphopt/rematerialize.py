@@ -5,16 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import fx
 
-from graphopt import _torch
 from graphopt.ops import schema
-from graphopt.ops.statistics import without_statistics
 from graphopt.program import Phase, Policy, Program, info, set_info
+from graphopt.replay import can_recompute, clone_call, is_replayable, save_generator, sources, stale_values
 
-__all__ = ["Rematerialized", "can_recompute", "rematerialize"]
+__all__ = ["Rematerialized", "rematerialize"]
 
 
 @dataclass
@@ -32,15 +30,6 @@ class Rematerialized:
     replayed: list[fx.Node] = field(default_factory=list)
     states: list[fx.Node] = field(default_factory=list)
     kept: dict[fx.Node, str] = field(default_factory=dict)
-
-
-def can_recompute(node: fx.Node) -> bool:
-    """Whether a forward node may run a second time: no collectives, no writes, no effects (random ops are replayed)."""
-    if node.op != "call_function" or schema.is_collective(node) or schema.mutated_inputs(node):
-        return False
-    if node.target is operator.getitem:
-        return True
-    return isinstance(node.target, _torch.OpOverload) and (schema.is_random(node) or not schema.has_effect(node))
 
 
 def rematerialize(program: Program, nodes: Iterable[fx.Node], *, origin: str | Mapping[fx.Node, str]) -> Rematerialized:
@@ -61,7 +50,9 @@ def rematerialize(program: Program, nodes: Iterable[fx.Node], *, origin: str | M
     for node in _needed(program, wanted):
         if schema.is_random(node):
             wanted.discard(node)
-            result = _save_generator(program, node, done)
+            result, state = save_generator(program, node)
+            done.states.append(state)
+            done.replayed.append(result)
             wanted.add(result)
             origins[result] = origins.pop(node)
     for consumer in program.nodes:
@@ -76,12 +67,12 @@ def rematerialize(program: Program, nodes: Iterable[fx.Node], *, origin: str | M
 
 def _allowed(program: Program, asked: list[fx.Node], done: Rematerialized) -> set[fx.Node]:
     """Those of the nodes that may run twice; the others that backward reads are noted in ``done.kept``."""
-    stale = _overwritten(program)
+    stale = stale_values(program)
     possible = {node for node in asked if can_recompute(node)}
-    reading_stale = {node for node in possible if stale.intersection(_sources(node))}
+    reading_stale = {node for node in possible if stale.intersection(sources(node))}
     wanted = possible - reading_stale
     for node in asked:
-        element = node.target is operator.getitem and not _is_replayable(node)
+        element = node.target is operator.getitem and not is_replayable(node)
         if node in wanted and element and node.args[0] not in wanted:
             wanted.discard(node)
     for node in asked:
@@ -92,72 +83,14 @@ def _allowed(program: Program, asked: list[fx.Node], done: Rematerialized) -> se
     return wanted
 
 
-def _is_replayable(node: fx.Node) -> bool:
-    """Whether a node is the result half of an op that saved its generator state."""
-    if node.target is not operator.getitem or node.args[1] != 1:
-        return False
-    source = node.args[0]
-    return isinstance(source, fx.Node) and source.target is _torch.run_and_save_rng_state
-
-
-def _sources(node: fx.Node) -> list[fx.Node]:
-    """What running a node again needs."""
-    if _is_replayable(node):
-        return node.args[0].all_input_nodes  # type: ignore[union-attr]
-    pure = without_statistics(node)
-    if pure is None:
-        return node.all_input_nodes
-    return [argument for argument in pure[1] if isinstance(argument, fx.Node)]
-
-
 def _needed(program: Program, wanted: set[fx.Node]) -> list[fx.Node]:
     """The wanted nodes that something after forward needs, directly or through other wanted nodes; program order."""
     found: set[fx.Node] = set()
     for node in reversed(program.graph.nodes):
         late = node.op != "output" and info(node).phase is not Phase.FORWARD
         if late or node in found:
-            found.update(source for source in _sources(node) if source in wanted)
+            found.update(source for source in sources(node) if source in wanted)
     return [node for node in program.graph.nodes if node in found]
-
-
-def _overwritten(program: Program) -> set[fx.Node]:
-    """Placeholders that forward writes to, and views of them: reading them again would read other values."""
-    pending = [
-        target
-        for node in program.phase_nodes(Phase.FORWARD)
-        if node.op == "call_function"
-        for target in schema.mutated_inputs(node)
-    ]
-    found = set(pending)
-    while pending:
-        for user in pending.pop().users:
-            if user.op == "call_function" and schema.is_view(user) and user not in found:
-                found.add(user)
-                pending.append(user)
-    return found
-
-
-def _save_generator(program: Program, node: fx.Node, done: Rematerialized) -> fx.Node:
-    """Let a random op save the generator's state before it runs; returns the node that now holds its result."""
-    known = info(node)
-    common: dict[str, Any] = {
-        "phase": Phase.FORWARD,
-        "like": node,
-        "origin": "keeps the generator's state for a replay",
-    }
-    both = program.insert(
-        _torch.run_and_save_rng_state, (node.target, *node.args), dict(node.kwargs), before=node,
-        hint=f"{node.name}_random", **common,
-    )  # fmt: skip
-    state = program.insert(operator.getitem, (both, 0), before=node, hint=f"{node.name}_state", **common)
-    result = program.insert(operator.getitem, (both, 1), before=node, hint=f"{node.name}_result", **common)
-    result.meta["val"] = node.meta["val"]
-    set_info(result, replace(info(result), names=known.names, region=known.region))
-    node.replace_all_uses_with(result)
-    program.graph.erase_node(node)
-    done.states.append(state)
-    done.replayed.append(result)
-    return result
 
 
 def _clone(
@@ -167,37 +100,13 @@ def _clone(
     pending = [node]
     while pending:
         current = pending[-1]
-        missing = [n for n in _sources(current) if n in wanted and n not in done.clones]
+        missing = [n for n in sources(current) if n in wanted and n not in done.clones]
         if current not in done.clones and missing:
             pending += reversed(missing)
             continue
         pending.pop()
         if current not in done.clones:
-            done.clones[current] = _clone_one(program, current, before, done.clones, wanted[current])
-            set_info(current, replace(info(current), policy=Policy.MUST_RECOMPUTE))
-
-
-def _clone_one(
-    program: Program, node: fx.Node, before: fx.Node, clones: dict[fx.Node, fx.Node], origin: str
-) -> fx.Node:
-    pure = without_statistics(node)
-    with program.graph.inserting_before(before):
-        if _is_replayable(node):
-            both: Any = node.args[0]
-            state = next(user for user in both.users if user.args[1] == 0)
-            args, kwargs = _torch.map_aggregate(
-                ((state, *both.args), both.kwargs), lambda a: clones.get(a, a) if isinstance(a, fx.Node) else a
+            done.clones[current] = clone_call(
+                program, current, before, lambda n: done.clones.get(n, n), origin=wanted[current]
             )
-            clone = program.graph.call_function(_torch.run_with_rng_state, args, kwargs)
-        elif pure is not None:
-            args = tuple(clones.get(a, a) if isinstance(a, fx.Node) else a for a in pure[1])
-            clone = program.graph.call_function(pure[0], args)
-        else:
-            clone = program.graph.node_copy(node, lambda n: clones.get(n, n))
-    clone.meta = {key: value for key, value in node.meta.items() if key in ("val", "stack_trace")}
-    if pure is not None:
-        clone.meta["val"] = tuple(node.meta["val"][: pure[2]])
-    known = info(node)
-    names = tuple(f"{name}'" for name in known.names)
-    set_info(clone, replace(known, phase=Phase.RECOMPUTE, names=names, origin=origin, policy=None, region=None))
-    return clone
+            set_info(current, replace(info(current), policy=Policy.MUST_RECOMPUTE))

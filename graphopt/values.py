@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 
 from graphopt import _torch
 
-__all__ = ["DTYPE_NAMES", "format_bytes", "storage_bytes", "tensors_of", "type_text"]
+__all__ = ["DTYPE_NAMES", "format_bytes", "parse_bytes", "storage_bytes", "tensors_of", "type_text"]
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
@@ -50,6 +51,24 @@ def type_text(value: Any) -> str:
     if isinstance(value, torch.SymInt):
         return f"Sym({value})"
     return "" if value is None else type(value).__name__
+
+
+_UNITS = {
+    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from text such as ``8GB`` (powers of ten), ``512 MiB`` (powers of two) or ``1000000``.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(f"{text!r} is not a number of bytes: write 8GB, 512MiB or 1000000")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 def format_bytes(count: float) -> str:

@@ -15,7 +15,8 @@ from graphopt.errors import GraphoptError
 from graphopt.ops import schema
 from graphopt.pipeline import Changed, Numerics, Pass
 from graphopt.program import Phase, Policy, Program, Stage, info
-from graphopt.rematerialize import Rematerialized, can_recompute, rematerialize
+from graphopt.rematerialize import Rematerialized, rematerialize
+from graphopt.replay import can_recompute
 from graphopt.values import format_bytes, storage_bytes
 
 __all__ = ["Recompute"]

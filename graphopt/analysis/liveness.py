@@ -87,6 +87,7 @@ class MemoryTimeline:
         resident_bytes: what is there before and after: parameters, buffers, optimizer state, the batch.
         storages: every allocation.
         temporaries: bytes that each call needs for itself while it runs.
+        refers: the storages that the value of each node (inputs included) refers to.
     """
 
     nodes: list[fx.Node]
@@ -94,7 +95,7 @@ class MemoryTimeline:
     resident_bytes: int
     storages: list[Storage]
     temporaries: list[int]
-    _index: dict[str, int] = field(default_factory=dict)
+    refers: dict[fx.Node, list[Storage]] = field(repr=False)
 
     @property
     def peak_bytes(self) -> int:
@@ -277,7 +278,7 @@ def simulate(program: Program, *, measure: bool = True) -> MemoryTimeline:
     """
     calls = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
     usage = measured_usage(calls) if measure else [Usage()] * len(calls)
-    storages, _ = storages_of(program)
+    storages, refers = storages_of(program)
     _correct(storages, usage)
     temporaries = [item.temporary for item in usage]
     resident = sum(s.bytes for s in storages if s.is_input)
@@ -291,4 +292,4 @@ def simulate(program: Program, *, measure: bool = True) -> MemoryTimeline:
     for index in range(len(calls)):
         alive += change[index]
         timeline.append(alive + temporaries[index])
-    return MemoryTimeline(calls, timeline, resident, storages, temporaries)
+    return MemoryTimeline(calls, timeline, resident, storages, temporaries, refers)

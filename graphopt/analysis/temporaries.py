@@ -8,7 +8,6 @@ they were.
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,16 +16,13 @@ import torch
 from torch import fx
 
 from graphopt import _torch
+from graphopt.analysis.running import LARGEST_CALL, call_bytes, call_key, call_tensors, prepare
 from graphopt.capture.precision import plain_precision
-from graphopt.ops import schema
 from graphopt.values import storage_bytes, tensors_of
 
 __all__ = ["Usage", "measured_usage"]
 
 logger = logging.getLogger("graphopt")
-
-LARGEST_CALL = 2 * 1024**3
-"""Calls whose arguments and results take more bytes are not run; their temporaries count as 0, with a log line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +45,7 @@ _measured: dict[str, Usage] = {}
 def measured_usage(nodes: Iterable[fx.Node]) -> list[Usage]:
     """What each call allocates; 0 for calls on a device that is not here, collectives and in-place writes."""
     calls = list(nodes)
-    keys = [_key(node) for node in calls]
+    keys = [call_key(node) for node in calls]
     missing = {key: node for key, node in zip(keys, calls, strict=True) if key and key not in _measured}
     if missing:
         with plain_precision():
@@ -72,45 +68,12 @@ def _generator_state(node: fx.Node) -> int:
     return storage_bytes(state.meta["val"])
 
 
-def _call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The op that really runs, with its arguments."""
-    if node.target is _torch.run_and_save_rng_state:
-        return node.args[0], tuple(node.args[1:]), dict(node.kwargs)
-    if node.target is _torch.run_with_rng_state:
-        return node.args[1], tuple(node.args[2:]), dict(node.kwargs)
-    return node.target, tuple(node.args), dict(node.kwargs)
-
-
-def _key(node: fx.Node) -> str:
-    """Equal for calls that allocate alike; empty for calls that are not measured."""
-    target, args, kwargs = _call(node)
-    if not isinstance(target, _torch.OpOverload) or node.target is operator.getitem:
-        return ""
-    if schema.is_view(node) or schema.is_collective(node) or schema.mutated_inputs(node):
-        return ""
-    described = _torch.map_aggregate(
-        (args, kwargs), lambda a: _describe(a.meta.get("val")) if isinstance(a, fx.Node) else a
-    )
-    return f"{target}{described}{torch.get_num_threads()}"
-
-
-def _describe(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return repr(value)
-    return f"<{_sizes(value.shape)} {_sizes(value.stride())} {value.dtype} {value.device}>"
-
-
-def _sizes(values: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(_torch.size_hint(value) for value in values)
-
-
 def _measure(missing: dict[str, fx.Node]) -> None:
     cpu: dict[str, fx.Node] = {}
     for key, node in missing.items():
         _measured[key] = Usage()
-        tensors = [t for n in (node, *node.all_input_nodes) for t in tensors_of(n.meta.get("val"))]
-        size = sum(storage_bytes(t) for t in tensors)
-        devices = {t.device.type for t in tensors}
+        size = call_bytes(node)
+        devices = {t.device.type for t in call_tensors(node)}
         if size > LARGEST_CALL:
             logger.info("not measuring the temporaries of %s: the call takes %d bytes", node.name, size)
         elif devices == {"cpu"}:
@@ -121,28 +84,8 @@ def _measure(missing: dict[str, fx.Node]) -> None:
         _measured.update(_measure_cpu(cpu))
 
 
-def _real(node: fx.Node) -> Any:
-    """Zeros with the shape, strides, dtype and device of a node's value."""
-    return _torch.pytree.tree_map(_zeros, node.meta["val"])
-
-
-def _zeros(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        count = storage_bytes(value) // value.element_size()
-        flat = torch.zeros(count, dtype=value.dtype, device=value.device)
-        return flat.as_strided(_sizes(value.shape), _sizes(value.stride()))
-    if isinstance(value, torch.SymInt):
-        return _torch.size_hint(value)
-    return value
-
-
-def _prepare(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    target, args, kwargs = _call(node)
-    real: dict[fx.Node, Any] = {}
-    for source in node.all_input_nodes:
-        real[source] = _real(source)
-    args, kwargs = _torch.map_aggregate((args, kwargs), lambda a: real[a] if isinstance(a, fx.Node) else a)
-    return target, args, kwargs
+def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(count, dtype=dtype, device=device)
 
 
 def _measure_cpu(nodes: dict[str, fx.Node]) -> dict[str, Usage]:
@@ -152,7 +95,7 @@ def _measure_cpu(nodes: dict[str, fx.Node]) -> dict[str, Usage]:
     with torch.random.fork_rng(devices=[]), torch.no_grad(), _torch.profile_memory() as profile:
         for key, node in nodes.items():
             try:
-                target, args, kwargs = _prepare(node)
+                target, args, kwargs = prepare(node, _zeros)
                 with torch.profiler.record_function(f"graphopt:{len(done)}"):
                     result = target(*args, **kwargs)
                 results.append(tuple(t.untyped_storage().nbytes() for t in tensors_of(result)))
@@ -167,7 +110,7 @@ def _measure_cpu(nodes: dict[str, fx.Node]) -> dict[str, Usage]:
 def _measure_cuda(node: fx.Node) -> Usage:
     try:
         with torch.random.fork_rng(), torch.no_grad():
-            target, args, kwargs = _prepare(node)
+            target, args, kwargs = prepare(node, _zeros)
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             result = target(*args, **kwargs)

@@ -53,6 +53,11 @@ class Rewritten:
         pipeline.run(lowered, verify=self.verify)
         return lowered
 
+    def finish(self, program: Program, pipeline: Pipeline) -> None:
+        """Run the passes of the stage ``last`` on a variant of the joint program that runs without an update."""
+        for current in pipeline.of("last"):
+            Pipeline([current]).run(program, verify=self.verify)
+
     def retrace(self, pipeline: Pipeline) -> None:
         """Trace the optimizer again, after its settings changed."""
         self.stages["step"] = self.lower_joint(pipeline)
@@ -74,7 +79,8 @@ def rewrite(session: CaptureSession, pipeline: Pipeline, *, until: Stage, verify
         snapshots.record(f"captured {program.stage}", program)
         if dump is not None:
             dump.record(f"captured-{program.stage}", program)
-        result.records += pipeline.run(program, verify=verify, instruments=instruments)
+        last = program.stage == until
+        result.records += pipeline.run(program, last=last, verify=verify, instruments=instruments)
         result.stages[program.stage] = program
         if program.stage == until:
             break

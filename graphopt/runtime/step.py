@@ -211,10 +211,12 @@ class TrainStep:
             return rewritten.lower_joint(self._pipeline, first=True) if first else rewritten.program
         program = rewritten.stages["joint"].copy()
         scale_seed(program, self._every)
-        if kind == "begin":
+        if kind != "begin":
+            program = accumulate_gradients(program, self._gradients.keys(), last=kind != "middle")
+        if kind in ("begin", "middle"):
+            rewritten.finish(program, self._pipeline)
             return program
-        program = accumulate_gradients(program, self._gradients.keys(), last=kind != "middle")
-        return program if kind == "middle" else rewritten.lower_joint(self._pipeline, first=first, program=program)
+        return rewritten.lower_joint(self._pipeline, first=first, program=program)
 
     # --- looking -----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,186 @@
+"""The planner: a ladder of methods that fill one frontier, from which every budget takes its best plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from graphopt.planning.cuts import CutNetwork, priced_cuts
+from graphopt.planning.frontier import Frontier, Point
+from graphopt.planning.problem import Problem, Simulated
+from graphopt.planning.schedule import Drops, Scheduler
+from graphopt.planning.search import Explorer
+
+__all__ = ["InfeasibleError", "find_frontier", "plan"]
+
+NOTHING: Drops = frozenset()
+
+
+class InfeasibleError(ValueError):
+    """No plan was found within a budget; ``smallest`` is the plan with the lowest peak that was found."""
+
+    def __init__(self, budget: int, smallest: Simulated) -> None:
+        super().__init__(f"no plan fits into {budget} bytes; the smallest one found takes {smallest.peak} bytes")
+        self.budget = budget
+        self.smallest = smallest
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much work the planner does; counts, not seconds, so that plans do not depend on the machine's load.
+
+    Attributes:
+        targets: budgets, spread from the lowest peak to the program's, that cuts and descents aim at.
+        rounds: price adaptations for each.
+        work: steps simulated in all.
+        width: how many idle values are tried at a peak.
+        everywhere: whether exploration tries to drop what is idle anywhere.
+    """
+
+    targets: int
+    rounds: int
+    work: int
+    width: int
+    everywhere: bool
+
+
+def _effort(problem: Problem) -> Effort:
+    count = len(problem.operations)
+    if count <= 60:
+        return Effort(targets=8, rounds=16, work=300_000, width=12, everywhere=True)
+    growth = max(1.0, count / 1000) ** 2
+    return Effort(targets=12, rounds=20, work=int(2_500_000 * growth), width=12 if count < 400 else 5, everywhere=False)
+
+
+def find_frontier(
+    problem: Problem,
+    *,
+    time_limit: float | None = None,
+    progress: Callable[[float, Frontier], None] | None = None,
+) -> Frontier:
+    """The trade between peak bytes and seconds.
+
+    What is found does not depend on any budget, so a larger budget never gets a slower plan.
+
+    Args:
+        problem: what to plan.
+        time_limit: seconds after which no further work is begun; None works until the planned effort is spent.
+        progress: called with the share of the work that is done and the frontier so far; an exception that it raises
+            (KeyboardInterrupt too) ends the search.
+    """
+    return _Search(problem, time_limit, progress).run()
+
+
+class _Search:
+    def __init__(
+        self, problem: Problem, time_limit: float | None, progress: Callable[[float, Frontier], None] | None
+    ) -> None:
+        self.problem = problem
+        self.scheduler = Scheduler(problem)
+        self.frontier = Frontier()
+        self.effort = _effort(problem)
+        self.explorer = Explorer(self.scheduler, self.frontier, width=self.effort.width, everywhere=self.effort.everywhere)
+        self._deadline = None if time_limit is None else time.monotonic() + time_limit
+        self._progress = progress
+
+    def late(self) -> bool:
+        return self._deadline is not None and time.monotonic() > self._deadline
+
+    def report(self, share: float) -> None:
+        if self._progress is not None:
+            self._progress(share, self.frontier)
+
+    def run(self) -> Frontier:
+        plain = self.explorer.offer(NOTHING)
+        boundary = self.problem.boundary or _widest(plain)
+        network = CutNetwork(self.scheduler, boundary)
+        if not any(self.scheduler.droppable[value] for value in network.needed):
+            return self.frontier
+        self._cuts(network, plain.peak)
+        self._descents(network, plain.peak)
+        self._explore()
+        self.report(1.0)
+        return self.frontier
+
+    def _targets(self, highest: int) -> list[int]:
+        lowest, count = self.frontier.lowest.peak, self.effort.targets
+        return [highest - (highest - lowest) * (i + 1) // count for i in range(count)]
+
+    def _cuts(self, network: CutNetwork, highest: int) -> None:
+        start = 10.0
+        low = max(self.problem.resident, 1)
+        for number in range(2):
+            goals = self._targets(highest) if number else [low + (highest - low) * k // 4 for k in (1, 2)]
+            for goal in goals:
+                for drops, simulated in priced_cuts(network, goal, start=start, rounds=self.effort.rounds):
+                    self.frontier.offer(drops, simulated)
+                if self.late():
+                    return
+        self.report(0.3)
+
+    def _descents(self, network: CutNetwork, highest: int) -> None:
+        """Aim at budgets all over the range from the plan just above each, the lowest ones first."""
+        limit = self._share(0.6)
+        self._push(network, highest)
+        for goal in reversed(self._targets(highest)):
+            point = self._above(goal)
+            if point is not None:
+                self.explorer.descend(point.drops, goal, limit)
+            if self.late():
+                return
+        self.report(0.6)
+
+    def _push(self, network: CutNetwork, highest: int) -> None:
+        """Lower the lowest peak as far as it goes, from different starts."""
+        limit = self._share(0.4)
+        for start in (None, NOTHING, network.drops(set(network.needed))):
+            drops = self.frontier.lowest.drops if start is None else start
+            step = 32
+            while step <= 256 and self.explorer.work < limit and not self.late():
+                lowest = self.frontier.lowest.peak
+                reached = self.explorer.descend(drops, lowest - max(1, (highest - lowest) // step), limit)
+                drops = self.frontier.lowest.drops
+                if not reached:
+                    step *= 4
+
+    def _share(self, share: float) -> int:
+        return int(self.effort.work * share)
+
+    def _above(self, goal: int) -> Point | None:
+        """The point of the frontier just above a goal."""
+        return next((point for point in self.frontier if point.peak > goal), None)
+
+    def _explore(self) -> None:
+        """Explore what is unexplored in turn, up the frontier and again from its lower end."""
+        last = 0
+        while self.explorer.work < self.effort.work and not self.late():
+            open_points = [point for point in self.frontier if not point.explored]
+            if not open_points:
+                return
+            point = next((point for point in open_points if point.peak > last), open_points[0])
+            last = point.peak + (open_points[-1].peak - open_points[0].peak) // (2 * self.effort.targets)
+            self.explorer.explore(point)
+            self.report(min(1.0, self.explorer.work / self.effort.work))
+
+
+def _widest(plain: Simulated) -> int:
+    """The operation at which the most bytes are alive."""
+    return plain.bytes.index(plain.peak)
+
+
+def plan(problem: Problem, budget: int, *, time_limit: float | None = None) -> Simulated:
+    """The fastest plan found whose peak is at most ``budget`` bytes.
+
+    Raises:
+        InfeasibleError: where none is found; it holds the plan with the lowest peak.
+    """
+    scheduler = Scheduler(problem)
+    plain = scheduler.evaluate(NOTHING)
+    if plain.peak <= budget:
+        return plain
+    frontier = find_frontier(problem, time_limit=time_limit)
+    point = frontier.within(budget)
+    if point is None:
+        raise InfeasibleError(budget, scheduler.evaluate(frontier.lowest.drops))
+    return scheduler.evaluate(point.drops)

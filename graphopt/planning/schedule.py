@@ -1,0 +1,139 @@
+"""From decisions to steps: values are dropped at given moments, and made again when something needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+
+from graphopt.planning.problem import Plan, Problem, Simulated
+
+__all__ = ["Drops", "Scheduler"]
+
+Drops = frozenset[tuple[int, int]]
+"""Decisions: ``(moment, value)`` drops a value just before the operation with that index first runs."""
+
+
+class Scheduler:
+    """Turns drops into steps and bytes, fast: the inner loop of every search.
+
+    At each operation of the program, what it reads and is not there is made again first, from what is there. What was
+    made again stays until its next drop, or its last use.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.makers = problem.makers
+        self.reads = [operation.reads for operation in problem.operations]
+        self.makes = [operation.makes for operation in problem.operations]
+        self.seconds = [operation.seconds for operation in problem.operations]
+        self.scratch = [operation.scratch for operation in problem.operations]
+        self.remakes = [operation.made_again for operation in problem.operations]
+        self.memo = {i: operation.memo for i, operation in enumerate(problem.operations) if operation.memo}
+        self.droppable = problem.droppable()
+        self._base = problem.seconds
+        self._last_read = [max(self.makers[value], 0) for value in range(len(problem.sizes))]
+        for index, operation in enumerate(problem.operations):
+            for value in operation.reads:
+                self._last_read[value] = index
+
+    def last_read(self, value: int) -> int:
+        """The last operation that reads a value in the program as it is (its maker, where none does)."""
+        return self._last_read[value]
+
+    def steps(self, drops: Iterable[tuple[int, int]]) -> list[int]:
+        """The runs that follow from these drops; drops of what may not run again are left out."""
+        by_moment: dict[int, list[int]] = {}
+        for moment, value in drops:
+            if self.droppable[value]:
+                by_moment.setdefault(moment, []).append(value)
+        present = bytearray(len(self.problem.sizes))
+        reads, makes = self.reads, self.makes
+        steps: list[int] = []
+        for index, needed in enumerate(reads):
+            for value in by_moment.get(index, ()):
+                present[value] = 0
+            for value in needed:
+                if not present[value]:
+                    self._again(value, present, steps)
+            steps.append(index)
+            for value in makes[index]:
+                present[value] = 1
+        return steps
+
+    def _again(self, value: int, present: bytearray, steps: list[int]) -> None:
+        reads, remakes, makers = self.reads, self.remakes, self.makers
+        stack = [makers[value]]
+        while stack:
+            operation = stack[-1]
+            missing = [makers[source] for source in reads[operation] if not present[source]]
+            if missing:
+                stack += reversed(missing)
+                continue
+            stack.pop()
+            if all(present[made] for made in remakes[operation]):
+                continue
+            steps.append(operation)
+            for made in remakes[operation]:
+                present[made] = 1
+
+    def evaluate(self, drops: Iterable[tuple[int, int]]) -> Simulated:
+        """Steps, bytes and seconds of these drops."""
+        return self.measure(self.steps(drops))
+
+    def measure(self, steps: list[int]) -> Simulated:
+        """Bytes and seconds of steps that are known to be valid; the same as ``simulate``, without its checks."""
+        problem, reads, makes, remakes = self.problem, self.reads, self.makes, self.remakes
+        sizes = problem.sizes
+        change = [0] * (len(steps) + 1)
+        born = [-1] * len(sizes)
+        last = [-1] * len(sizes)
+        upcoming = 0
+        for place, step in enumerate(steps):
+            for value in reads[step]:
+                last[value] = place
+            if step == upcoming:
+                upcoming += 1
+                made = makes[step]
+            else:
+                made = remakes[step]
+            for value in made:
+                if born[value] >= 0:
+                    change[last[value] + 1] -= sizes[value]
+                born[value] = last[value] = place
+                change[place] += sizes[value]
+        if problem.held:
+            self._hold(steps, last, problem.held)
+        for value, place in enumerate(last):
+            change[place + 1] -= sizes[value]
+        change.pop()
+        extra = [self.scratch[step] for step in steps]
+        if self.memo:
+            self._memos(steps, change, extra)
+        alive = [count + more for count, more in zip(accumulate(change), extra, strict=True)]
+        if problem.resident:
+            alive = [count + problem.resident for count in alive]
+        seconds = self.seconds
+        total = sum([seconds[step] for step in steps])
+        return Simulated(Plan(tuple(steps)), alive, max(alive, default=problem.resident), total, total - self._base)
+
+    def _memos(self, steps: list[int], change: list[int], extra: list[int]) -> None:
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for place, step in enumerate(steps):
+            if step in self.memo:
+                if step in first:
+                    last[step] = place
+                    extra[place] += self.memo[step]
+                else:
+                    first[step] = place
+        for step, place in last.items():
+            change[first[step]] += self.memo[step]
+            if place + 1 < len(change):
+                change[place + 1] -= self.memo[step]
+
+    def _hold(self, steps: list[int], last: list[int], held: Mapping[int, int]) -> None:
+        position: dict[int, int] = {}
+        for place, step in enumerate(steps):
+            position.setdefault(step, place)
+        for value, until in held.items():
+            last[value] = max(last[value], position.get(until, len(steps) - 1))

@@ -1,0 +1,201 @@
+"""Local search for the frontier: every decision that could help is tried, and judged by simulating it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+
+from graphopt.planning.frontier import Frontier, Point
+from graphopt.planning.problem import Simulated
+from graphopt.planning.schedule import Drops, Scheduler
+
+__all__ = ["Explorer"]
+
+
+class Lives:
+    """Where every instance of every value is touched, in a simulated plan."""
+
+    def __init__(self, scheduler: Scheduler, simulated: Simulated) -> None:
+        self.moments: list[int] = []
+        self.values: list[int] = []
+        self.touches: list[list[int]] = []
+        current: dict[int, list[int]] = {}
+        reads, makes, remakes = scheduler.reads, scheduler.makes, scheduler.remakes
+        upcoming = 0
+        for place, step in enumerate(simulated.plan.steps):
+            self.moments.append(upcoming)
+            made = remakes[step]
+            if step == upcoming:
+                upcoming += 1
+                made = makes[step]
+            for value in reads[step]:
+                current[value].append(place)
+            for value in made:
+                current[value] = [place]
+                self.values.append(value)
+                self.touches.append(current[value])
+
+    def idle_at(self, place: int) -> list[tuple[int, int]]:
+        """(value, moment of its last touch before) of what is alive at a step and not touched by it."""
+        found = []
+        moments = self.moments
+        for value, touches in zip(self.values, self.touches, strict=True):
+            if touches[0] < place < touches[-1]:
+                index = bisect_left(touches, place)
+                if touches[index] != place:
+                    before = moments[touches[index - 1]]
+                    if before < moments[touches[index]]:
+                        found.append((value, before))
+        return found
+
+    def idle(self) -> list[tuple[int, int]]:
+        """(value, moment of the touch before) of every time that a value waits for a later moment."""
+        moments = self.moments
+        return [
+            (value, moments[before])
+            for value, touches in zip(self.values, self.touches, strict=True)
+            for before, after in zip(touches, touches[1:], strict=False)
+            if moments[before] < moments[after]
+        ]
+
+
+class Explorer:
+    """Extends a frontier from its own points.
+
+    Around a point, decisions are tried that drop what is alive but idle at its peak (alone, with the sources that would
+    come back to life, and with all that is made only on the way), and that take back drops. What lies on the frontier
+    is explored in turn, spread over its whole range, so that no budget is favoured.
+
+    Args:
+        scheduler: of the problem.
+        frontier: extended in place; holds at least one point.
+        width: how many idle values are tried at a peak.
+        everywhere: also try to drop what is idle anywhere, for small problems.
+
+    Attributes:
+        work: steps simulated so far.
+    """
+
+    def __init__(self, scheduler: Scheduler, frontier: Frontier, *, width: int = 12, everywhere: bool = False) -> None:
+        self.scheduler = scheduler
+        self.frontier = frontier
+        self.work = 0
+        self._width = width
+        self._everywhere = everywhere
+
+    def offer(self, drops: Drops) -> Simulated:
+        """Simulate decisions and offer them to the frontier."""
+        simulated = self.scheduler.evaluate(drops)
+        self.work += len(simulated.bytes)
+        self.frontier.offer(drops, simulated)
+        return simulated
+
+    def explore(self, point: Point) -> None:
+        """Try everything around a point."""
+        point.explored = True
+        simulated = self.scheduler.evaluate(point.drops)
+        self._lower(point.drops, simulated)
+        self._take_back(point.drops, simulated)
+
+    def descend(self, drops: Drops, target: int, limit: int) -> bool:
+        """Lower the peak, one decision after the other, until it is at most ``target`` bytes.
+
+        Each round takes the decision that removes the most bytes above the target, summed over the steps, for its
+        seconds. Ends where nothing helps, or when ``work`` is above ``limit``; says whether the target was reached.
+        """
+        unit = self.scheduler.problem.seconds * 1e-4 or 1e-9
+        simulated = self.offer(drops)
+        while simulated.peak > target and self.work < limit:
+            above = _above(simulated, target)
+            best: tuple[float, Drops, Simulated] | None = None
+            for candidate, trial in self._lower(drops, simulated):
+                gain = above - _above(trial, target)
+                if gain > 0:
+                    score = gain / (max(trial.again - simulated.again, 0.0) + unit)
+                    if best is None or score > best[0]:
+                        best = (score, candidate, trial)
+            if best is None:
+                return False
+            _, drops, simulated = best
+        return simulated.peak <= target
+
+    def _lower(self, drops: Drops, simulated: Simulated) -> list[tuple[Drops, Simulated]]:
+        """Decisions that could lower the peak, tried."""
+        scheduler = self.scheduler
+        place = simulated.bytes.index(simulated.peak)
+        lives = Lives(scheduler, simulated)
+        tried: list[tuple[Drops, Simulated]] = []
+        sizes, droppable = scheduler.problem.sizes, scheduler.droppable
+        waiting = [item for item in lives.idle_at(place) if droppable[item[0]]]
+        waiting.sort(key=lambda item: -sizes[item[0]])
+        waiting = waiting[: self._width]
+        if self._everywhere:
+            waiting += [item for item in lives.idle() if droppable[item[0]] and item not in waiting]
+        for value, before in waiting:
+            for candidate in self._ways_to_drop(drops, value, before + 1):
+                tried.append((candidate, self.offer(candidate)))
+        for item in self._carried_for(drops, simulated, lives, place):
+            tried.append((drops - {item}, self.offer(drops - {item})))
+        return tried
+
+    def _ways_to_drop(self, drops: Drops, value: int, moment: int) -> Iterator[Drops]:
+        alone = drops | {(moment, value)}
+        if alone != drops:
+            yield alone
+        chain = self._chain(value, moment)
+        together = alone | {(moment, v) for v in chain}
+        if together != alone:
+            yield together
+        passing = together | self._passing(self.scheduler.steps(together), value, moment)
+        if passing != together:
+            yield passing
+
+    def _carried_for(
+        self, drops: Drops, simulated: Simulated, lives: Lives, place: int
+    ) -> list[tuple[int, int]]:
+        """Drops whose values run again at the moment of the peak: carrying one may save what leads to it."""
+        moment, makers, sizes = lives.moments[place], self.scheduler.makers, self.scheduler.problem.sizes
+        again = {s for s, at in zip(simulated.plan.steps, lives.moments, strict=True) if at == moment and s != moment}
+        found = [(at, value) for at, value in drops if makers[value] in again and at <= moment]
+        found.sort(key=lambda item: (sizes[item[1]], item))
+        return found[: 2 * self._width]
+
+    def _chain(self, value: int, moment: int) -> set[int]:
+        """A value and those of its sources that nothing reads from a moment on."""
+        scheduler = self.scheduler
+        chain, pending = {value}, [value]
+        while pending:
+            for source in scheduler.reads[scheduler.makers[pending.pop()]]:
+                if source not in chain and scheduler.droppable[source] and scheduler.last_read(source) < moment:
+                    chain.add(source)
+                    pending.append(source)
+        return chain
+
+    def _passing(self, steps: list[int], value: int, moment: int) -> set[tuple[int, int]]:
+        """Drops of everything that is made again only on the way to a value, when the value is made again."""
+        scheduler = self.scheduler
+        maker, upcoming = scheduler.makers[value], 0
+        run: list[int] = []
+        for step in steps:
+            if step == upcoming:
+                upcoming += 1
+                run = []
+                continue
+            run.append(step)
+            if step == maker and upcoming >= moment:
+                made = {v for other in run for v in scheduler.remakes[other]}
+                return {(upcoming + 1, v) for v in made if v != value and scheduler.droppable[v]}
+        return set()
+
+    def _take_back(self, drops: Drops, simulated: Simulated) -> None:
+        """Try to do without each drop that makes something run again; and without all that make nothing run."""
+        scheduler = self.scheduler
+        again = {v for step in simulated.plan.repeats() for v in scheduler.remakes[step]}
+        working = [item for item in drops if item[1] in again]
+        working.sort(key=lambda item: (-scheduler.seconds[scheduler.makers[item[1]]], item))
+        for item in working:
+            self.offer(drops - {item})
+
+
+def _above(simulated: Simulated, target: int) -> int:
+    return sum([count - target for count in simulated.bytes if count > target])
