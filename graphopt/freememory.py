@@ -1,13 +1,27 @@
-"""How much memory is free on a device."""
+"""How much room there is: on a device, on the host, on the disk of the transfers."""
 
 from __future__ import annotations
+
+import os
+import shutil
+import tempfile
 
 import torch
 
 from graphopt.errors import GraphoptError
-from graphopt.runtime.transfers.hostmemory import available_host_bytes
+from graphopt.runtime.transfers import available_host_bytes
 
-__all__ = ["free_bytes"]
+__all__ = ["free_bytes", "free_disk_bytes", "free_host_bytes"]
+
+
+def free_host_bytes() -> int | None:
+    """Bytes of memory that can be had on this machine; None where the system does not say."""
+    return available_host_bytes()
+
+
+def free_disk_bytes() -> int:
+    """Bytes that are free where offloaded tensors go on disk."""
+    return shutil.disk_usage(os.environ.get("GRAPHOPT_DISK") or tempfile.gettempdir()).free
 
 
 def free_bytes(device: torch.device) -> int:
@@ -21,7 +35,7 @@ def free_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
     if device.type == "cpu":
-        found = available_host_bytes()
+        found = free_host_bytes()
         if found is not None:
             return found
     raise GraphoptError(f"it is not known how much memory is free on {device}: give the budget in bytes")

@@ -18,11 +18,15 @@ __all__ = ["Again", "Rerun", "rerun"]
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """One more run of a call: ``node`` runs again just before ``before`` runs; ``origin`` says why."""
+    """A value that is made again: ``node`` runs once more just before ``before`` runs; ``origin`` says why.
+
+    With ``instead``, a node that stands in front of ``before`` already, nothing runs: from there on it holds the value.
+    """
 
     node: fx.Node
     before: fx.Node
     origin: str
+    instead: fx.Node | None = None
 
 
 @dataclass
@@ -44,7 +48,7 @@ def rerun(program: Program, runs: Sequence[Again]) -> Rerun:
     """
     done = Rerun()
     replaced: dict[fx.Node, fx.Node] = {}
-    for node in dict.fromkeys(again.node for again in runs):
+    for node in dict.fromkeys(again.node for again in runs if again.instead is None):
         if schema.is_random(node):
             replaced[node], _ = save_generator(program, node)
             done.replayed.append(replaced[node])
@@ -55,7 +59,10 @@ def rerun(program: Program, runs: Sequence[Again]) -> Rerun:
     walker = _Walker(program, done)
     for node in program.nodes:
         for again in by_anchor.get(node, ()):
-            walker.again(again.node, node, again.origin)
+            if again.instead is not None:
+                walker.stands_for(again.node, again.instead)
+            else:
+                walker.again(again.node, node, again.origin)
         walker.visit(node)
     program.set_policy(done.clones, Policy.MUST_RECOMPUTE)
     return done
@@ -109,6 +116,10 @@ class _Walker:
         """For each argument that a visited node has, the node that holds its value now."""
         return {given: self.current(source, before) for given, source in self._reads[node].items()}
 
+    def stands_for(self, node: fx.Node, newest: fx.Node) -> None:
+        """From here on another node holds a value."""
+        self._newest[node] = newest
+
     def again(self, node: fx.Node, before: fx.Node, origin: str) -> None:
         """Run a call again here."""
         made = self._done.clones.setdefault(node, [])
@@ -128,9 +139,7 @@ class _Walker:
             if element.args[1] < count:  # type: ignore[operator]
                 self._newest[element] = self._copy(element, before, {node: clone}, origin, number)
 
-    def _copy(
-        self, node: fx.Node, before: fx.Node, reads: dict[fx.Node, fx.Node], origin: str, number: int
-    ) -> fx.Node:
+    def _copy(self, node: fx.Node, before: fx.Node, reads: dict[fx.Node, fx.Node], origin: str, number: int) -> fx.Node:
         with self._program.graph.inserting_before(before):
             copy = self._program.graph.node_copy(node, lambda n: reads.get(n, n))
         copy.meta = {key: value for key, value in node.meta.items() if key in ("val", "stack_trace")}

@@ -1,6 +1,8 @@
-"""Settings for every test: one thread, a fixed seed, no dump directory from outside."""
+"""Settings for every test: one thread, a fixed seed, no dump directory from outside, a cache of figures of its own."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,3 +13,10 @@ def _same_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     monkeypatch.delenv("GRAPHOPT_DUMP", raising=False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _figures_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRAPHOPT_CACHE", str(tmp_path_factory.mktemp("figures")))
+        yield

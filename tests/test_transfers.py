@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from graphopt.capture.structure import flatten
 from graphopt.ops import schema, transfer
 from graphopt.runtime import transfers
 from graphopt.runtime.binding import Binding
+from graphopt.runtime.transfers import Engine
 from tests.support import Blocks, captured, identical, next_token, results
 from tests.transferring import (
     TIERS,
@@ -41,12 +42,11 @@ DTYPES = [
 
 
 @pytest.fixture(autouse=True)
-def _own_directory(tmp_path: Path) -> Any:
-    transfers.configure(disk_directory=tmp_path)
-    transfers.reset_statistics()
+def _own_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(transfers._process, "engine", Engine(disk_directory=tmp_path))
     yield
-    assert held_bytes() == 0 or (gc.collect() and held_bytes() == 0)  # pytest keeps the frames of failures
-    transfers.configure()
+    assert held_bytes() == 0
+    transfers.engine().close()
 
 
 # --- round trips -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Transfers in processes that fork, are killed, or may use little memory."""
+"""Transfers in processes that fork, end early, are killed, or may use little memory.
+
+Starting a process takes seconds, so two of them do everything: each test looks at a part of what one did.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 START = """
 import os, resource, sys, threading
 import torch
@@ -15,27 +20,11 @@ from graphopt import GraphoptError
 from graphopt.ops import transfer
 from graphopt.runtime import transfers
 from tests.transferring import back, gated, held, round_trip, started
+
+transfers.configure(disk_directory=sys.argv[1])
 """
 
-
-def command(script: str, folder: Path) -> list[str]:
-    code = f"{START}\ntransfers.configure(disk_directory={str(folder)!r})\n{script}"
-    return [sys.executable, "-W", "ignore", "-c", code]
-
-
-def run(script: str, folder: Path) -> str:
-    """What a child process prints that runs ``script``; it must end well."""
-    root = Path(__file__).parents[1]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}  # what is freed goes back to the system at once
-    done = subprocess.run(
-        command(script, folder), cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_a_forked_child_starts_anew_and_the_parent_goes_on(tmp_path: Path) -> None:
-    script = """
+FORKING = """
 x, y = torch.arange(1000.0), torch.arange(1000.0) + 5
 handles = {tier: held(x, tier) for tier in transfers.TIERS}
 with gated() as gate:
@@ -58,83 +47,114 @@ with gated() as gate:
                 assert torch.equal(round_trip(z, tier), z)
         assert sum("transfers" in thread.name for thread in threading.enumerate()) == 1
         sys.exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+    print("child:", os.waitpid(child, 0)[1], flush=True)
 transfer.offload_wait(pending, y)
 assert torch.equal(back(pending, y), y)
 for tier, handle in handles.items():
     assert torch.equal(back(handle, x), x), tier
-print("done")
+print("parent: goes on", flush=True)
 """
-    assert run(script, tmp_path) == "done\n"
 
-
-def test_a_process_ends_in_the_middle_of_copies(tmp_path: Path) -> None:
-    script = """
+ENDING = """
 x = torch.randn(3_000_000)
 handles = [transfer.offload(x, tier) for tier in transfers.TIERS for _ in range(4)]
 fetched = [started(handle, x) for handle in handles]
-print("done")
+print("end: now", flush=True)
 """
-    assert run(script, tmp_path) == "done\n"
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
-    script = """
-x = torch.randn(4_000_000)
-handle = held(x, "disk")
-print("writing", flush=True)
-while True:
-    handles = [transfer.offload(x, "disk") for _ in range(3)]
-    for other in handles:
-        transfer.offload_wait(other, x)
-"""
-    root = Path(__file__).parents[1]
-    with subprocess.Popen(command(script, tmp_path), cwd=root, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "writing\n"
-        child.send_signal(signal.SIGKILL)
-    assert child.returncode == -signal.SIGKILL
-    assert list(tmp_path.iterdir()) == []
-
 
 LIMITED = """
+SIZE, NUMBER = 4_000_000, 12  # 16 MB each
+
 def data_bytes():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
 
 def keep(move):
     kept = []
-    for number in range(20):
-        x = torch.full((4_000_000,), float(number))  # 16 MB
+    for number in range(NUMBER):
+        x = torch.full((SIZE,), float(number))
         kept.append(move(x))
         del x
     return kept
 
-def check(handles):
-    like = torch.empty(4_000_000)
-    for number, handle in enumerate(handles):
-        assert torch.equal(back(handle, like), torch.full_like(like, float(number)))
-
-round_trip(torch.ones(4_000_000), "disk")
-transfers.trim()
-resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + 128_000_000, resource.RLIM_INFINITY))
-"""
-
-
-def test_activations_on_disk_take_no_memory(tmp_path: Path) -> None:
-    script = LIMITED + """
-check(keep(lambda x: held(x, "disk")))
-print("disk:", transfers.statistics().peak_held_bytes)
+round_trip(torch.ones(SIZE), "disk")
+transfers.reset_statistics()
+before = resource.getrlimit(resource.RLIMIT_DATA)
+resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + 100_000_000, before[1]))
+for number, handle in enumerate(keep(lambda x: held(x, "disk"))):
+    assert torch.equal(back(handle, torch.empty(SIZE)), torch.full((SIZE,), float(number)))
+del handle
+print("disk:", transfers.statistics().peak_held_bytes, flush=True)
 try:
     keep(lambda x: held(x, "host"))
 except GraphoptError as error:
-    print("host:", "the system refuses them" in str(error))
+    print("host:", "the system refuses them" in str(error), flush=True)
 transfers.trim()
 try:
     keep(lambda x: x)
 except RuntimeError as error:
-    print("kept:", "memory" in str(error))
-check(keep(lambda x: held(x, "disk")))
-"""  # fmt: skip
-    assert run(script, tmp_path).splitlines() == ["disk: 320000000", "host: True", "kept: True"]
+    print("kept:", "memory" in str(error), flush=True)
+resource.setrlimit(resource.RLIMIT_DATA, before)
+"""
+
+WRITING = """
+x = torch.randn(4_000_000)
+handle = held(x, "disk")
+print("writing: now", flush=True)
+while True:
+    handles = [transfer.offload(x, "disk") for _ in range(3)]
+    for other in handles:
+        transfer.offload_wait(other, x)
+"""
+
+
+def start(script: str, folder: Path) -> subprocess.Popen[str]:
+    """A process that runs ``script`` with its file in ``folder``."""
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}  # what is freed goes back to the system at once
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", START + script, str(folder)],
+        cwd=Path(__file__).parents[1],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What a process said that forked, and then ended in the middle of copies; what it left behind."""
+    folder = tmp_path_factory.mktemp("forked")
+    with start(FORKING + ENDING, folder) as process:
+        said = dict(line.rstrip().split(": ") for line in process.stdout or ())
+    return {**said, "code": str(process.returncode), "files": str(list(folder.iterdir()))}
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What a process said whose memory was limited, and that was killed while writing; what it left behind."""
+    folder = tmp_path_factory.mktemp("limited")
+    said: dict[str, str] = {}
+    with start(LIMITED + WRITING, folder) as process:
+        for line in process.stdout or ():
+            key, value = line.rstrip().split(": ")
+            said[key] = value
+            if key == "writing":
+                process.send_signal(signal.SIGKILL)
+    return {**said, "code": str(process.returncode), "files": str(list(folder.iterdir()))}
+
+
+def test_a_forked_child_starts_anew_and_the_parent_goes_on(forked: dict[str, str]) -> None:
+    assert (forked.get("child"), forked.get("parent")) == ("0", "goes on")
+
+
+def test_a_process_ends_in_the_middle_of_copies(forked: dict[str, str]) -> None:
+    assert (forked.get("end"), forked["code"], forked["files"]) == ("now", "0", "[]")
+
+
+def test_activations_on_disk_take_no_memory(limited: dict[str, str]) -> None:
+    """A process that may have 100 MB more holds 192 MB on disk; the system refuses them as host memory, and kept."""
+    assert (limited.get("disk"), limited.get("host"), limited.get("kept")) == ("192000000", "True", "True")
+
+
+def test_a_killed_process_leaves_no_file(limited: dict[str, str]) -> None:
+    assert (limited.get("writing"), limited["code"], limited["files"]) == ("now", str(-signal.SIGKILL), "[]")

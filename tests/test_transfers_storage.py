@@ -31,18 +31,17 @@ MIB = 1024**2
 
 
 @pytest.fixture(autouse=True)
-def _own_directory(tmp_path: Path) -> Iterator[None]:
-    transfers.configure(disk_directory=tmp_path)
+def _own_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(transfers._process, "engine", Engine(disk_directory=tmp_path))
     yield
-    transfers.configure()
+    transfers.engine().close()
 
 
 def engine_of(**settings: Any) -> Engine:
-    """An engine of a test's own, in place of the process's until the next ``configure``."""
-    transfers.configure()
-    engine = Engine(**settings)
-    transfers._process.engine = engine
-    return engine
+    """An engine of a test's own, in place of the process's."""
+    transfers.engine().close()
+    transfers._process.engine = Engine(**settings)
+    return transfers._process.engine
 
 
 # --- ranges ----------------------------------------------------------------------------------------------------------
@@ -290,7 +289,7 @@ def test_nothing_is_seen_in_the_directory(tmp_path: Path) -> None:
 
 
 def test_the_environment_names_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    transfers.configure()
+    engine_of()
     monkeypatch.setenv("GRAPHOPT_DISK", str(tmp_path / "missing"))
     x = torch.randn(10)
     handle = transfer.offload(x, "disk")
@@ -445,7 +444,7 @@ def resources() -> tuple[int, int]:
 
 @pytest.mark.parametrize("end", ["close", "garbage"])
 def test_an_engine_leaves_no_thread_and_no_file(end: str) -> None:
-    transfers.configure()
+    transfers.engine().close()
     before = resources()
     engine = engine_of()
     for tier in transfers.TIERS:
@@ -468,6 +467,17 @@ def test_an_engine_can_be_used_after_it_was_closed() -> None:
         with pytest.raises(GraphoptError, match="the engine was closed meanwhile"):
             back(handle, x)
     assert all(torch.equal(round_trip(x, tier), x) for tier in transfers.TIERS)
+
+
+def test_settings_are_those_of_the_next_engine(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    transfers.configure(disk_directory=tmp_path / "other")
+    (tmp_path / "other").rmdir()
+    x = torch.ones(3)
+    with pytest.raises(GraphoptError, match=r"no file can be made in .*other"):
+        held(x, "disk")
+    transfers.configure()
+    assert torch.equal(round_trip(x, "disk"), x)
 
 
 def test_settings_that_cannot_be(tmp_path: Path) -> None:

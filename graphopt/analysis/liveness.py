@@ -214,6 +214,8 @@ def _refer(
     if node.target is operator.getitem:
         source, index = node.args
         return _element(source, index, refers)  # type: ignore[arg-type]
+    if schema.holds_elsewhere(node):
+        return []
     aliased = schema.aliased_inputs(node)
     if aliased:
         return [storage for source in aliased for storage in refers.get(source, [])]

@@ -14,6 +14,7 @@ from graphopt import _torch
 __all__ = [
     "aliased_inputs",
     "has_effect",
+    "holds_elsewhere",
     "is_collective",
     "is_random",
     "is_view",
@@ -129,6 +130,11 @@ def mutated_inputs(node: fx.Node) -> list[fx.Node]:
     for index, name in _written_arguments(node.target):
         found += _nodes_in(node.args[index] if index < len(node.args) else node.kwargs.get(name))
     return found
+
+
+def holds_elsewhere(node: fx.Node) -> bool:
+    """Whether the result is the handle of a tensor that was moved away: it takes nothing on the device."""
+    return isinstance(node.target, _torch.OpOverload) and node.target._schema.name == "graphopt::offload"
 
 
 def is_random(node: fx.Node) -> bool:

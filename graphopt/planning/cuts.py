@@ -128,9 +128,7 @@ class CutNetwork:
         reached = np.zeros(self._size, dtype=bool)
         reached[breadth_first_order(residual, 0, directed=True, return_predecessors=False)] = True
         makers = self.scheduler.makers
-        return {
-            v for v in self.values if not reached[self._number[v]] and reached[self._op_number[makers[v]]]
-        }
+        return {v for v in self.values if not reached[self._number[v]] and reached[self._op_number[makers[v]]]}
 
     def drops(self, carried: set[int]) -> Drops:
         """The decisions that carry just these values over the moment."""
@@ -185,5 +183,3 @@ def priced_cuts(
         prices = prices * np.clip(np.power(np.maximum(ratio, 1e-3), exponent), 0.5, 2.0)
         floor = prices.max() * 1e-6
         prices = np.maximum(prices, floor)
-
-

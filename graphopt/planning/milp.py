@@ -56,9 +56,7 @@ def _slots(problem: Problem, sweeps: int) -> list[_Slot]:
             if may[maker]:
                 pending += operations[maker].reads
         again = [
-            index
-            for index in range(stage)
-            if may[index] and any(v in useful for v in operations[index].made_again)
+            index for index in range(stage) if may[index] and any(v in useful for v in operations[index].made_again)
         ]
         found += [_Slot(index, True) for _ in range(sweeps) for index in again]
         found.append(_Slot(stage, False))

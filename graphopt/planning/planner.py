@@ -80,7 +80,9 @@ class _Search:
         self.scheduler = Scheduler(problem)
         self.frontier = Frontier()
         self.effort = _effort(problem)
-        self.explorer = Explorer(self.scheduler, self.frontier, width=self.effort.width, everywhere=self.effort.everywhere)
+        self.explorer = Explorer(
+            self.scheduler, self.frontier, width=self.effort.width, everywhere=self.effort.everywhere
+        )
         self._deadline = None if time_limit is None else time.monotonic() + time_limit
         self._progress = progress
 

@@ -213,6 +213,8 @@ def simulate(problem: Problem, plan: Plan) -> Simulated:
     for step, place in last_run.items():
         change[first_run[step]] += operations[step].memo
         change[place + 1] -= operations[step].memo
-    alive = [count + more for count, more in zip(accumulate(change[:-1], initial=problem.resident), (0, *extra), strict=True)]
+    alive = [
+        count + more for count, more in zip(accumulate(change[:-1], initial=problem.resident), (0, *extra), strict=True)
+    ]
     seconds = sum(operations[step].seconds for step in steps)
     return Simulated(plan, alive[1:], max(alive[1:], default=problem.resident), seconds, seconds - problem.seconds)

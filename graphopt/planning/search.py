@@ -150,9 +150,7 @@ class Explorer:
         if passing != together:
             yield passing
 
-    def _carried_for(
-        self, drops: Drops, simulated: Simulated, lives: Lives, place: int
-    ) -> list[tuple[int, int]]:
+    def _carried_for(self, drops: Drops, simulated: Simulated, lives: Lives, place: int) -> list[tuple[int, int]]:
         """Drops whose values run again at the moment of the peak: carrying one may save what leads to it."""
         moment, makers, sizes = lives.moments[place], self.scheduler.makers, self.scheduler.problem.sizes
         again = {s for s, at in zip(simulated.plan.steps, lives.moments, strict=True) if at == moment and s != moment}

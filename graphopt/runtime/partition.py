@@ -17,11 +17,12 @@ __all__ = ["partition", "saved_values", "split_update"]
 def saved_values(program: Program) -> list[fx.Node]:
     """What forward computes or is given, and something after forward reads: tensors first, then sizes."""
     found: dict[fx.Node, None] = {}
+    late = _late(program)
     for node in program.graph.nodes:
-        if node.op != "output" and _late(node):
-            found |= dict.fromkeys(source for source in node.all_input_nodes if not _late(source))
+        if node in late:
+            found |= dict.fromkeys(source for source in node.all_input_nodes if source not in late)
     for value, _ in program.outputs_of("gradient"):
-        if isinstance(value, fx.Node) and not _late(value):
+        if isinstance(value, fx.Node) and value not in late:
             found[value] = None
     order = {node: index for index, node in enumerate(program.graph.nodes)}
     nodes = sorted(found, key=order.__getitem__)
@@ -29,8 +30,16 @@ def saved_values(program: Program) -> list[fx.Node]:
     return tensors + [node for node in nodes if not isinstance(node.meta.get("val"), torch.Tensor)]
 
 
-def _late(node: fx.Node) -> bool:
-    return info(node).phase is not Phase.FORWARD
+def _late(program: Program) -> set[fx.Node]:
+    """What runs after forward. Transfers belong to the part in which they stand."""
+    found: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        phase = info(node).phase
+        if phase not in (Phase.FORWARD, Phase.TRANSFER) or (phase is Phase.TRANSFER and found):
+            found.add(node)
+    return found
 
 
 def partition(program: Program, layout: list[bool]) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -54,10 +63,11 @@ def partition(program: Program, layout: list[bool]) -> tuple[fx.GraphModule, fx.
     results = [value for value, _ in program.outputs_of("mutation", "output", "base", "loss")]
     gradients = iter([value for value, _ in program.outputs_of("gradient")])
     answers = [next(gradients) if present else None for present in layout]
-    early = [n for n in program.graph.nodes if n.op not in ("placeholder", "output") and not _late(n)]
-    late = [n for n in program.graph.nodes if n.op not in ("placeholder", "output") and _late(n)]
+    late = _late(program)
+    calls = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
+    early = [node for node in calls if node not in late]
     forward = _extract(primals, early, [*results, *tensors, *sizes], "GraphoptForward")
-    backward = _extract([*sizes, *tensors, *tangents], late, answers, "GraphoptBackward")
+    backward = _extract([*sizes, *tensors, *tangents], [n for n in calls if n in late], answers, "GraphoptBackward")
     return forward, backward
 
 

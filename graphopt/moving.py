@@ -1,0 +1,86 @@
+"""Inserting transfers: a tensor is copied away after it is made, freed, and brought back before it is read again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt.ops import transfer
+from graphopt.program import Phase, Policy, Program, info
+from graphopt.rerun import Again, rerun
+from graphopt.values import storage_bytes
+
+__all__ = ["Move", "move", "movable"]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One tensor that goes away and comes back.
+
+    Attributes:
+        node: the call that made it (or the ``getitem`` of its result), which owns its storage.
+        after: the call behind which its copy away starts.
+        freed_before: the call before which that copy is waited for.
+        fetched_before: the call before which the copy back starts.
+        needed_before: the first call that reads what came back.
+    """
+
+    node: fx.Node
+    after: fx.Node
+    freed_before: fx.Node
+    fetched_before: fx.Node
+    needed_before: fx.Node
+
+
+def movable(node: fx.Node) -> str:
+    """Why a tensor cannot be moved; empty where it can."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return "it is not a tensor"
+    if any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride())):
+        return "its size varies from call to call"
+    if value.layout is not torch.strided or value.is_conj() or value.is_neg():
+        return "it is not a plain dense tensor"
+    return ""
+
+
+def move(program: Program, moves: Sequence[Move], tier: str, *, origin: str) -> None:
+    """Insert the transfers and let everything from ``needed_before`` on read what came back.
+
+    Views are made anew on it; size, strides and offset are those of the original.
+
+    Args:
+        program: a joint or step program, rewritten in place.
+        moves: in any order.
+        tier: ``host`` or ``disk``.
+        origin: provenance, for people.
+    """
+    returned: list[Again] = []
+    for item in moves:
+        returned.append(Again(item.node, item.needed_before, origin, _insert(program, item, tier, origin)))
+    rerun(program, returned)
+    program.set_policy([item.node for item in moves], Policy.MUST_CPU_OFFLOAD)
+
+
+def _insert(program: Program, item: Move, tier: str, origin: str) -> fx.Node:
+    node, known = item.node, info(item.node)
+    name = known.names[0] if known.names else node.name
+    value = node.meta["val"]
+    elements = storage_bytes(value) // value.element_size()
+
+    common: dict[str, Any] = {"phase": Phase.TRANSFER, "origin": f"{origin}: {name}", "like": node}
+    handle = program.insert(transfer.offload, (node, tier), after=item.after, hint=f"{node.name}_offload", **common)
+    held = program.insert(
+        transfer.offload_wait, (handle, node), before=item.freed_before, hint=f"{node.name}_offloaded", **common
+    )
+    layout = (list(value.shape), list(value.stride()), 0, elements, value.dtype, value.device)
+    fetched = program.insert(
+        transfer.prefetch, (held, *layout), before=item.fetched_before, hint=f"{node.name}_prefetch", **common
+    )
+    return program.insert(
+        transfer.prefetch_wait, (fetched, held), before=item.needed_before, hint=f"{node.name}_prefetched", **common
+    )

@@ -1,0 +1,304 @@
+"""Segments between lower sets of the forward graph, chosen by dynamic programming.
+
+A lower set holds, with every operation, all operations that it reads from. A growing sequence of lower sets divides
+forward into segments; what a segment makes and a later one reads is carried over to backward, and the rest is made again
+there.
+
+Source: Kusumoto et al., A Graph Theoretic Framework of Recomputation Algorithms for Memory-Efficient Backpropagation,
+NeurIPS 2019, arXiv 1905.11722.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from graphopt.errors import GraphoptError
+from graphopt.planning.schedule import Drops, Scheduler
+from graphopt.planning.segments import Forward
+
+__all__ = ["MOST_EXACT", "LowerSets", "Sequence", "lower_set_plans"]
+
+Array = npt.NDArray[Any]
+Objective = Literal["time", "memory"]
+
+MOST_EXACT = 4000
+"""The most lower sets that the exact method takes: all pairs of them are compared."""
+
+_MOST_APPROXIMATE = 300
+_TICKS = 96
+"""Units that the seconds of forward are divided into."""
+
+
+def lower_set_plans(
+    scheduler: Scheduler, budget: int, *, exact: bool = False, objective: Objective = "time"
+) -> Iterator[Drops]:
+    """Plans from sequences of lower sets, for a sweep of budgets.
+
+    What the dynamic programme takes a plan's memory for is neither an upper nor a lower bound of it, because values die
+    inside a segment and are made again one by one. So its budget is swept, from the smallest that is feasible to where
+    one segment is left, and then halved in between around ``budget``, by the simulated peaks.
+
+    Args:
+        scheduler: of the problem.
+        budget: bytes that a plan may take, resident bytes included.
+        exact: consider all lower sets in place of an approximate family: each operation with its ancestors, and what
+            comes before a place in the program's order; where these are many, those with narrow borders.
+        objective: ``time`` looks for the fewest seconds run again within each budget; ``memory`` for the most, whose
+            segments are longer, which often lowers the simulated peak.
+
+    Yields:
+        different decisions, at most about 40; each sequence with its last segment dropped at the boundary, and kept.
+
+    Raises:
+        GraphoptError: with ``exact``, where forward has more than ``MOST_EXACT`` lower sets.
+    """
+    forward = Forward(scheduler)
+    if forward.boundary == 0:
+        return
+    sets = LowerSets(forward, exact=exact)
+    seen: set[Drops] = set()
+    peaks: dict[float, int] = {}
+    for goal in _goals(sets, budget, peaks):
+        sequence = sets.best(goal, objective)
+        if sequence is None:
+            continue
+        for keep_last in (False, True):
+            drops = sets.drops(sequence, keep_last=keep_last)
+            if drops not in seen:
+                seen.add(drops)
+                peaks[goal] = min(peaks.get(goal, 2**63), scheduler.evaluate(drops).peak)
+                yield drops
+
+
+def _goals(sets: LowerSets, budget: int, peaks: dict[float, int], *, swept: int = 12, halved: int = 4) -> Iterator[float]:
+    """Budgets of the dynamic programme: a geometric sweep, then halvings where the simulated peaks pass the budget."""
+    lowest, highest = sets.smallest_budget(), sets.largest_budget()
+    for number in range(swept):
+        yield lowest * (highest / lowest) ** (number / (swept - 1)) if lowest else highest
+    for _ in range(halved):
+        below = max((goal for goal, peak in peaks.items() if peak <= budget), default=lowest)
+        above = min((goal for goal, peak in peaks.items() if goal > below), default=highest)
+        yield (below + above) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """A growing sequence of lower sets, the last of them all of forward.
+
+    Attributes:
+        sets: their numbers in the family, without the empty one.
+        again: seconds that run again, by the dynamic programme's estimate.
+    """
+
+    sets: tuple[int, ...]
+    again: float
+
+
+class LowerSets:
+    """A family of lower sets, what a segment between each two of them takes, and the best sequences.
+
+    Args:
+        forward: of the problem; not empty.
+        exact: all lower sets in place of the approximate family.
+
+    Raises:
+        GraphoptError: with ``exact``, where there are more than ``MOST_EXACT``.
+    """
+
+    def __init__(self, forward: Forward, *, exact: bool = False) -> None:
+        self._forward = forward
+        count = forward.boundary
+        sources = _sources(forward)
+        masks = _all_lower_sets(sources) if exact else _approximate_family(forward, sources)
+        self._member = np.array([[mask >> i & 1 for i in range(count)] for mask in masks], dtype=np.float32)
+        self._tick = sum(forward.scheduler.seconds[:count]) / _TICKS or 1.0
+        self._border = self._borders()
+        self._segments()
+
+    def _borders(self) -> Array:
+        """Which values each set hands on: read by an operation outside it, or read in backward and never made again."""
+        forward, reads = self._forward, self._forward.scheduler.reads
+        values = {v: place for place, v in enumerate(forward.values)}
+        readers = np.zeros((forward.boundary, len(values)), dtype=np.float32)
+        for index in range(forward.boundary):
+            for value in reads[index]:
+                readers[index, values[value]] = 1
+        outside = readers.sum(axis=0) - self._member @ readers > 0
+        pinned = np.array([v in forward.pinned for v in values])
+        made = self._member[:, [forward.scheduler.makers[v] for v in values]] > 0
+        return made & (outside | pinned)
+
+    def _segments(self) -> None:
+        """Bytes carried, peak and seconds again of the segment from each set (column) to each larger one (row)."""
+        forward, member = self._forward, self._member
+        scheduler = forward.scheduler
+        makers = [scheduler.makers[v] for v in forward.values]
+        sizes = np.array([scheduler.problem.sizes[v] for v in forward.values], dtype=np.float64)
+        bytes_made = np.bincount(makers, weights=sizes, minlength=forward.boundary)
+        total = member @ bytes_made
+        self._carried = (self._border * sizes) @ (1.0 - member[:, makers]).T
+        self._peak = 2 * (total[:, None] - total[None, :]) + self._beside(bytes_made)[:, None]
+        seconds = np.array(scheduler.seconds[: forward.boundary]) * self._rerun()
+        again = seconds.sum(axis=1)[:, None] - seconds @ member.T
+        again[-1] = 0.0  # the last segment is there when backward begins
+        self._again = np.rint(again / self._tick).astype(np.int64)
+        self._below = (member @ member.T >= member.sum(axis=1)[None, :]) & ~np.eye(len(member), dtype=bool)
+
+    def _rerun(self) -> Array:
+        """Which operations of each set run again, because something that is used later is not on the set's border."""
+        forward, scheduler = self._forward, self._forward.scheduler
+        used = {v for reads in scheduler.reads for v in reads}
+        rerun = np.zeros_like(self._member)
+        for place, value in enumerate(forward.values):
+            if value in used and scheduler.droppable[value]:
+                maker = scheduler.makers[value]
+                rerun[:, maker] = np.maximum(rerun[:, maker], ~self._border[:, place])
+        return rerun * self._member
+
+    def _beside(self, bytes_made: Array) -> Array:
+        """Bytes of what reads from each set, and of what else that reads: their gradients are there as well."""
+        count, reads = self._forward.boundary, self._forward.scheduler.reads
+        makers = self._forward.scheduler.makers
+        edges = np.zeros((count, count), dtype=np.float32)
+        for index in range(count):
+            edges[[makers[v] for v in reads[index]], index] = 1
+        outside = self._member == 0
+        after = (self._member @ edges > 0) & outside
+        beside = (after @ edges.T > 0) & outside
+        found: Array = after @ bytes_made + beside @ bytes_made
+        return found
+
+    def largest_budget(self) -> float:
+        """The bytes, by the estimate, of forward as one segment."""
+        return float(self._peak[-1, 0])
+
+    def smallest_budget(self, *, precision: float = 0.005) -> float:
+        """The fewest bytes, by the estimate, with which some sequence is feasible, within a relative precision."""
+        low, high = 0.0, self.largest_budget()
+        while high - low > precision * high:
+            middle = (low + high) / 2
+            if self._feasible(middle):
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def _feasible(self, budget: float) -> bool:
+        carried = np.full(len(self._member), np.inf)
+        carried[0] = 0.0
+        for number in range(1, len(carried)):
+            before = self._below[number] & (carried + self._peak[number] <= budget)
+            if before.any():
+                carried[number] = (carried[before] + self._carried[number, before]).min()
+        return bool(np.isfinite(carried[-1]))
+
+    def best(self, budget: float, objective: Objective = "time") -> Sequence | None:
+        """The best feasible sequence within a budget in bytes of the estimate; None where there is none.
+
+        The fewest bytes carried are kept for each set and each number of ticks (1/96 of forward's seconds) run again.
+        """
+        ticks = np.arange(_TICKS + 1)
+        carried = np.full((len(self._member), len(ticks)), np.inf)
+        carried[0, 0] = 0.0
+        origin = np.zeros(carried.shape, dtype=np.int64)
+        for number in range(1, len(carried)):
+            before = np.flatnonzero(self._below[number] & (carried.min(axis=1) + self._peak[number] <= budget))
+            if not len(before):
+                continue
+            room = budget - self._peak[number, before]
+            reached = carried[before]
+            reached = np.where(reached <= room[:, None], reached + self._carried[number, before][:, None], np.inf)
+            spent = ticks[None, :] - self._again[number, before][:, None]
+            reached = np.where(spent >= 0, np.take_along_axis(reached, np.maximum(spent, 0), axis=1), np.inf)
+            choice = reached.argmin(axis=0)
+            carried[number] = reached[choice, ticks]
+            origin[number] = before[choice]
+        final = np.flatnonzero(np.isfinite(carried[-1]))
+        if not len(final):
+            return None
+        return self._sequence(origin, int(final[0] if objective == "time" else final[-1]))
+
+    def _sequence(self, origin: Array, tick: int) -> Sequence:
+        number, sets, again = len(self._member) - 1, list[int](), tick * self._tick
+        while number:
+            sets.append(number)
+            before = int(origin[number, tick])
+            tick -= int(self._again[number, before])
+            number = before
+        return Sequence(tuple(reversed(sets)), again)
+
+    def drops(self, sequence: Sequence, *, keep_last: bool) -> Drops:
+        """The decisions of a sequence: its borders are carried over the boundary.
+
+        Args:
+            sequence: from ``best``.
+            keep_last: whether what the last segment makes is carried as well.
+        """
+        values = self._forward.values
+        carried = {values[place] for number in sequence.sets for place in np.flatnonzero(self._border[number])}
+        if keep_last and len(sequence.sets) > 1:
+            inside = self._member[sequence.sets[-2]]
+            carried |= {v for v in values if not inside[self._forward.scheduler.makers[v]]}
+        return self._forward.drops(carried)
+
+
+def _sources(forward: Forward) -> list[int]:
+    """The operations of forward that each one reads from, as bits."""
+    makers = forward.scheduler.makers
+    return [sum({1 << makers[v] for v in reads}) for reads in forward.scheduler.reads[: forward.boundary]]
+
+
+def _approximate_family(forward: Forward, sources: list[int]) -> list[int]:
+    """Ancestors of each operation, and prefixes of the program's order; from nothing to everything, smaller ones first.
+
+    Where they are more than 300, the ones with the fewest bytes on their border among as many neighbours in size.
+    """
+    full = (1 << len(sources)) - 1
+    ancestors: list[int] = []
+    for index, mask in enumerate(sources):
+        closed = 1 << index | mask
+        for source in range(index):
+            if mask >> source & 1:
+                closed |= ancestors[source]
+        ancestors.append(closed)
+    family = {*ancestors, *((1 << place) - 1 for place in range(len(sources) + 1))} - {0, full}
+    ordered = sorted(family, key=lambda mask: (mask.bit_count(), mask))
+    group = -(-len(ordered) // _MOST_APPROXIMATE)
+    if group > 1:
+        width = {mask: _border_bytes(forward, mask) for mask in ordered}
+        ordered = [min(ordered[at : at + group], key=width.__getitem__) for at in range(0, len(ordered), group)]
+    return [0, *ordered, full]
+
+
+def _border_bytes(forward: Forward, mask: int) -> int:
+    scheduler = forward.scheduler
+    crossing = {
+        value
+        for index in range(forward.boundary)
+        if not mask >> index & 1
+        for value in scheduler.reads[index]
+        if mask >> scheduler.makers[value] & 1
+    }
+    return sum(scheduler.problem.sizes[value] for value in crossing)
+
+
+def _all_lower_sets(sources: list[int]) -> list[int]:
+    found, pending = {0}, [0]
+    while pending:
+        mask = pending.pop()
+        for index, needed in enumerate(sources):
+            larger = mask | 1 << index
+            if larger != mask and needed & mask == needed and larger not in found:
+                found.add(larger)
+                pending.append(larger)
+        if len(found) > MOST_EXACT:
+            raise GraphoptError(
+                f"the {len(sources)} operations of forward have more than {MOST_EXACT} lower sets, too many to compare "
+                "all pairs of them; leave out exact=True"
+            )
+    return sorted(found, key=lambda mask: (mask.bit_count(), mask))

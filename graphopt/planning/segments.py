@@ -1,0 +1,116 @@
+"""Segments of the forward program: what crosses a few cuts is carried over to backward, the rest is made again.
+
+Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv 1604.06174.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from itertools import accumulate
+
+from graphopt.planning.schedule import Drops, Scheduler
+
+__all__ = ["Forward", "square_root_segments"]
+
+
+class Forward:
+    """The part of a problem before its boundary, as methods see it that divide it into segments.
+
+    Attributes:
+        scheduler: of the problem.
+        boundary: the first operation of backward; where the problem has none, the one at which the most bytes are alive.
+        values: what is made before the boundary.
+        last: for each of all values, the last operation before the boundary that reads it, or else its maker.
+        pinned: values that the operations after the boundary read and that nothing can make again.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        problem = scheduler.problem
+        self.scheduler = scheduler
+        plain = None if problem.boundary else scheduler.evaluate(())
+        self.boundary = problem.boundary if plain is None else plain.bytes.index(plain.peak)
+        self.values = [v for v, maker in enumerate(scheduler.makers) if maker < self.boundary]
+        self.last = list(scheduler.makers)
+        for index, reads in enumerate(scheduler.reads[: self.boundary]):
+            for value in reads:
+                self.last[value] = index
+        read_later = {value for reads in scheduler.reads[self.boundary :] for value in reads}
+        self.pinned = {v for v in self.values if v in read_later and not scheduler.droppable[v]}
+
+    def crossing(self, place: int) -> set[int]:
+        """The values that are made before an operation of forward, and read by it or by one between it and the boundary."""
+        makers, last = self.scheduler.makers, self.last
+        return {v for v in self.values if makers[v] < place <= last[v]}
+
+    def crossing_bytes(self) -> list[int]:
+        """The bytes that cross each place, from the start (0) to the boundary."""
+        sizes, makers = self.scheduler.problem.sizes, self.scheduler.makers
+        change = [0] * (self.boundary + 2)
+        for value in self.values:
+            change[makers[value] + 1] += sizes[value]
+            change[self.last[value] + 1] -= sizes[value]
+        return list(accumulate(change))[: self.boundary + 1]
+
+    def drops(self, carried: Set[int], *, kept_from: int | None = None) -> Drops:
+        """The decisions that carry some values over the boundary, and drop all others that can be dropped.
+
+        Args:
+            carried: the values.
+            kept_from: what this operation and the later ones of forward make is carried as well.
+        """
+        end = self.boundary if kept_from is None else kept_from
+        makers, droppable = self.scheduler.makers, self.scheduler.droppable
+        return frozenset(
+            (self.boundary, v) for v in self.values if v not in carried and makers[v] < end and droppable[v]
+        )
+
+
+def square_root_segments(scheduler: Scheduler) -> Iterator[Drops]:
+    """Segments of about equal bytes, cut where few bytes cross, for thresholds around the square-root rule.
+
+    A cut is made at the first narrow place after more bytes than a threshold have been made. The thresholds are spread
+    around Chen's ``sqrt(x * y)``: x is the bytes that cross all cuts, and y those of the largest segment, when every
+    narrow place is cut. The last segment is dropped like the others, and kept, in turn.
+
+    Yields:
+        different decisions, at most about 70.
+    """
+    forward = Forward(scheduler)
+    made = [sum(scheduler.problem.sizes[v] for v in makes) for makes in scheduler.makes[: forward.boundary]]
+    seen: set[Drops] = set()
+    for places in _narrow_places(forward.crossing_bytes()):
+        ends = [*places, forward.boundary]
+        widest = max((sum(made[a:b]) for a, b in zip([0, *places], ends, strict=True)), default=0)
+        carried = set[int]().union(*(forward.crossing(place) for place in places))
+        rule = (sum(scheduler.problem.sizes[v] for v in carried) * widest) ** 0.5
+        for exponent in range(-8, 9):
+            cuts = _cut(made, places, rule * 2 ** (exponent / 2))
+            if not cuts:
+                continue
+            carried = set[int]().union(*(forward.crossing(place) for place in cuts))
+            for kept_from in (None, cuts[-1]):
+                drops = forward.drops(carried, kept_from=kept_from)
+                if drops not in seen:
+                    seen.add(drops)
+                    yield drops
+
+
+def _narrow_places(crossing: Sequence[int]) -> Iterator[list[int]]:
+    """Places where no more bytes cross than beside them; then those of them where no more than the median cross."""
+    inner = range(1, len(crossing) - 1)
+    narrow = [p for p in inner if crossing[p - 1] >= crossing[p] <= crossing[p + 1]]
+    yield narrow
+    if narrow:
+        median = sorted(crossing[p] for p in narrow)[len(narrow) // 2]
+        yield [p for p in narrow if crossing[p] <= median]
+
+
+def _cut(made: Sequence[int], places: Sequence[int], threshold: float) -> list[int]:
+    """The places to cut so that each segment but the last makes more bytes than a threshold."""
+    allowed, cuts, passed = set(places), list[int](), 0
+    for place, count in enumerate(made):
+        if passed > threshold and place in allowed:
+            cuts.append(place)
+            passed = 0
+        passed += count
+    return cuts
