@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import sympy
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
+from torch._C._profiler import _EventType
 from torch._dynamo.source import ConstantSource
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import (
@@ -530,16 +532,19 @@ def allocator_events(profile: Any) -> list[tuple[int, str, int]]:
     while pending:
         event = pending.pop()
         pending += event.children
-        if event.tag == torch._C._profiler._EventType.Allocation:
+        if event.tag == _EventType.Allocation:
             block = event.extra_fields
             found.append((event.start_time_ns, block.device.type, block.ptr, block.alloc_size))
     found.sort(key=lambda event: event[0])
-    sizes: dict[tuple[str, int], int] = {}
+    held: Counter[tuple[str, int, int]] = (
+        Counter()
+    )  # with sizes: another thread may take an address before it is reported
     events = []
     for when, where, address, count in found:
         if count > 0:
-            sizes[where, address] = count
+            held[where, address, count] += 1
             events.append((when, where, count))
-        elif (where, address) in sizes:
-            events.append((when, where, -sizes.pop((where, address))))
+        elif held[where, address, -count]:
+            held[where, address, -count] -= 1
+            events.append((when, where, count))
     return events

@@ -11,33 +11,40 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, get_args
 
 import graphopt
-from graphopt.errors import GraphoptError, PipelineError
+from graphopt.commands import plan
+from graphopt.commands.output import (
+    check_output,
+    format_of,
+    output_arguments,
+    print_json,
+    print_text,
+    program_title,
+    records_text,
+    report_passes,
+    two_formats,
+    write_output,
+)
+from graphopt.commands.programs import (
+    before_passes,
+    program_arguments,
+    rewritten_program,
+    stage_argument,
+    target_argument,
+)
+from graphopt.errors import GraphoptError
 from graphopt.names import match_names
-from graphopt.pipeline import Pipeline, available_passes, find_pass
-from graphopt.program import Program, Stage
+from graphopt.pipeline import available_passes, find_pass
+from graphopt.program import Program
 from graphopt.report import candidates, catalogue, memory, tables, terminal
-from graphopt.report.snapshots import record_lines, records_json, snapshots_json, snapshots_text
-from graphopt.runtime.compare import check_numerics
-from graphopt.runtime.rewrite import Rewritten, Verify, rewrite
-from graphopt.targets import Target, load_target
+from graphopt.report.snapshots import records_json, snapshots_json, snapshots_text
 from graphopt.values import format_bytes
 
 __all__ = ["main"]
 
-_STAGES: tuple[Stage, ...] = get_args(Stage)
-_VERIFY: dict[str, Verify] = {"structure": "structure", "numerics": "numerics", "off": False}
 _COMMENT = {"text": "#", "python": "#", "dot": "//"}
 """How a header line between the programs of ``dump --after-each`` starts, by format."""
-
-_TARGET_HELP = (
-    "pkg.module:factory or path/file.py:factory; the factory takes no arguments and returns (model, example_inputs) or "
-    "a dict with model, example_inputs, and optionally kwargs, loss, optimizer, dynamic_shapes"
-)
-_PASSES_HELP = 'passes as text, such as "recompute{checkpoints=blocks.*}"; `graphopt passes` lists them'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,7 +110,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         options.patterns += rest  # argparse leaves out patterns that come after an option
     elif rest:
         options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    problem = _format_problem(options) if options.command is _dump else ""
+    problem = options.problem(options)
     if problem:
         options.parser.error(problem)
     return options
@@ -122,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
         added.add_argument("--json", action="store_true", help="print data for machines")
         added.add_argument("--traceback", action="store_true", help="show where in Python an error comes from")
-        added.set_defaults(command=command, parser=added)
+        added.set_defaults(command=command, parser=added, problem=lambda options: "")
         return added
 
     passes = add(_passes, "passes", "list the installed passes with their options, or explain one")
@@ -130,33 +137,21 @@ def _parser() -> argparse.ArgumentParser:
     _tensors_arguments(add(_tensors, "tensors", "list the tensors of a program: names, bytes, where they come from"))
     _dump_arguments(add(_dump, "dump", "print a program before, between or after passes"))
     usage = add(_memory, "memory", "show bytes over time and what is alive at the peak")
-    _program_arguments(usage)
+    program_arguments(usage)
     usage.add_argument("--top", type=_positive, default=10, metavar="N", help="list the N largest (default 10)")
-    _program_arguments(add(_diff, "diff", "show what passes change, node by node"), needs_passes=True)
+    program_arguments(add(_diff, "diff", "show what passes change, node by node"), needs_passes=True)
+    plan.plan_arguments(
+        add(plan.plan, "plan", "show what fits into how many bytes at what cost in time, and the plan for each budget")
+    )
     return parser
 
 
-def _program_arguments(parser: argparse.ArgumentParser, *, needs_passes: bool = False) -> None:
-    parser.add_argument("target", metavar="TARGET", help=_TARGET_HELP)
-    parser.add_argument("-p", "--passes", default="", required=needs_passes, metavar="PASSES", help=_PASSES_HELP)
-    parser.add_argument("--verify", choices=_VERIFY, default="structure", help=(
-        "check the invariants after each pass (default), also compare results on the example inputs, or neither"
-    ))  # fmt: skip
-    _stage_argument(parser)
-
-
-def _stage_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--stage", choices=_STAGES, help="the stage to show (default: step where there is an optimizer, else joint)"
-    )
-
-
 def _tensors_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="TARGET", help=_TARGET_HELP)
+    target_argument(parser)
     parser.add_argument(
         "patterns", nargs="*", metavar="PATTERN", help="names or globs: blocks.*, layers.*::mm, encoder.**"
     )
-    _stage_argument(parser)
+    stage_argument(parser)
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--checkpoints", action="store_true", help="the tensors that separate the network, and the bytes each saves"
@@ -173,23 +168,16 @@ def _tensors_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _dump_arguments(parser: argparse.ArgumentParser) -> None:
-    _program_arguments(parser)
+    program_arguments(parser)
     parser.add_argument("--after-each", action="store_true", help="print the program after capture and after each pass")
-    parser.add_argument("--format", choices=("text", "python", "dot", "svg", "json"), help="default: text")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write to FILE (default: stdout)")
+    output_arguments(parser, ("text", "python", "dot", "svg", "json"))
+    parser.set_defaults(problem=_dump_problem)
 
 
-def _format(options: argparse.Namespace) -> str:
-    return options.format or ("json" if options.json else "text")
-
-
-def _format_problem(options: argparse.Namespace) -> str:
-    form = _format(options)
-    if options.json and form != "json":
-        return f"--json and --format {form} ask for two formats: give one of them"
-    if options.after_each and form == "svg":
+def _dump_problem(options: argparse.Namespace) -> str:
+    if options.after_each and format_of(options) == "svg":
         return "one svg holds one program: give --after-each with another format"
-    return ""
+    return two_formats(options)
 
 
 def _positive(text: str) -> int:
@@ -211,40 +199,39 @@ def _byte_count(text: str) -> int:
 def _passes(options: argparse.Namespace) -> None:
     found = [find_pass(options.name)] if options.name else list(available_passes().values())
     if options.json:
-        _print_json(catalogue.passes_json(found))
+        print_json(catalogue.passes_json(found))
     else:
-        _print(catalogue.passes_text(found, whole=options.name is not None))
+        print_text(catalogue.passes_text(found, whole=options.name is not None))
 
 
 def _tensors(options: argparse.Namespace) -> None:
     if options.checkpoints and options.stage == "forward":
         raise GraphoptError("--checkpoints counts what backward reads: use --stage joint or --stage step")
-    program = _rewritten(options).program
+    program = rewritten_program(options).program
     if options.checkpoints:
         known = {found.name: found for found in program.checkpoint_candidates() if found.bytes >= options.min_bytes}
         rows = match_names(options.patterns, known, "checkpoint candidate") if options.patterns else known
         chosen = list(rows.values())
         if options.json:
-            _print_json({**_of(program), "checkpoints": candidates.candidates_json(chosen)})
+            print_json({**program_title(program), "checkpoints": candidates.candidates_json(chosen)})
         else:
-            _print(candidates.candidates_text(chosen))
+            print_text(candidates.candidates_text(chosen))
         return
     filters: tables.TensorFilters = {"min_bytes": options.min_bytes}
     if options.saved:
         filters["saved"] = True
     if options.json:
-        _print_json({**_of(program), "tensors": tables.tensors_json(program, options.patterns, **filters)})
+        print_json({**program_title(program), "tensors": tables.tensors_json(program, options.patterns, **filters)})
     else:
-        _print(str(tables.tensors_table(program, options.patterns, **filters)))
+        print_text(str(tables.tensors_table(program, options.patterns, **filters)))
 
 
 def _dump(options: argparse.Namespace) -> None:
-    form = _format(options)
-    if options.output is not None and not options.output.parent.is_dir():
-        raise GraphoptError(f"cannot write {options.output}: there is no folder {options.output.parent}")
-    rewritten = _rewritten(options)
+    form = format_of(options)
+    check_output(options)
+    rewritten = rewritten_program(options)
     if not options.after_each:
-        _report_passes(rewritten)
+        report_passes(rewritten)
     if form == "json":
         data = snapshots_json(rewritten) if options.after_each else rewritten.program.to_json()
         text = json.dumps(data, indent=2)
@@ -252,25 +239,25 @@ def _dump(options: argparse.Namespace) -> None:
         text = snapshots_text(rewritten, lambda program: _render(program, form), _COMMENT[form])
     else:
         text = _render(rewritten.program, form)
-    _print(text) if options.output is None else _write_file(options.output, text)
+    write_output(options, text)
 
 
 def _memory(options: argparse.Namespace) -> None:
-    rewritten = _rewritten(options)
-    before, after = _before(rewritten), rewritten.program
+    rewritten = rewritten_program(options)
+    before, after = before_passes(rewritten), rewritten.program
     if options.json:
         pair = {"before": memory.memory_json(before), "after": memory.memory_json(after)}
         data = pair if rewritten.records else {"program": pair["after"]}
-        _print_json({**_of(after), "passes": records_json(rewritten.records), **data})
+        print_json({**program_title(after), "passes": records_json(rewritten.records), **data})
         return
     width = terminal.terminal_width()
     text = memory.memory_text(after, options.top, width)
     if not rewritten.records:
-        _print(text)
+        print_text(text)
         return
     old, new = before.memory().peak_bytes, after.memory().peak_bytes
-    _print(
-        _records_text(rewritten),
+    print_text(
+        records_text(rewritten),
         f"peak {format_bytes(old)} -> {format_bytes(new)} ({(new - old) / old:+.1%})\n",
         f"==== before\n{memory.memory_text(before, options.top, width)}",
         f"==== after\n{text}",
@@ -278,91 +265,13 @@ def _memory(options: argparse.Namespace) -> None:
 
 
 def _diff(options: argparse.Namespace) -> None:
-    rewritten = _rewritten(options)
-    text = _before(rewritten).diff(rewritten.program)
+    rewritten = rewritten_program(options)
+    text = before_passes(rewritten).diff(rewritten.program)
     if options.json:
-        _print_json({**_of(rewritten.program), "passes": records_json(rewritten.records), "diff": text})
+        print_json({**program_title(rewritten.program), "passes": records_json(rewritten.records), "diff": text})
     else:
-        _print(_records_text(rewritten), text)
-
-
-def _of(program: Program) -> dict[str, str]:
-    return {"title": program.title, "stage": program.stage}
-
-
-# --- programs --------------------------------------------------------------------------------------------------------
-
-
-def _rewritten(options: argparse.Namespace) -> Rewritten:
-    """Load the target, capture it and run the passes. What the user's code prints goes to stderr."""
-    pipeline = Pipeline(options.passes)
-    with contextlib.redirect_stdout(sys.stderr), terminal.working(f"capturing {options.target}"):
-        target = load_target(options.target)
-        stage = _stage(options.stage, target, pipeline, options.verify)
-        rewritten = rewrite(target.session(), pipeline, until=stage, verify=_VERIFY[options.verify])
-        if options.verify == "numerics":
-            check_numerics(rewritten, pipeline)
-    return rewritten
-
-
-def _stage(wanted: Stage | None, target: Target, pipeline: Pipeline, verify: str) -> Stage:
-    """The stage to show; an error where the target does not reach it, or where a pass would silently not run."""
-    stage = wanted or target.last_stage
-    if stage == "step" and target.optimizer is None:
-        raise GraphoptError(
-            f"{target.text} gives no optimizer, and the step stage holds its update: return a dict with the key "
-            "'optimizer', or use --stage joint"
-        )
-    late = [p for p in pipeline.passes if p.stage != "last" and _STAGES.index(p.stage) > _STAGES.index(stage)]
-    if late:
-        names = ", ".join(f"{p.name!r} (a {p.stage} pass)" for p in late)
-        way_out = f"--stage {late[-1].stage}" if wanted else "a dict with the key 'optimizer' in the target"
-        raise PipelineError(f"{names} would not run, because the {stage} stage comes before: use {way_out}")
-    if verify == "numerics" and stage == "forward":
-        raise GraphoptError("--verify numerics compares outputs and gradients: use --stage joint or --stage step")
-    return stage
-
-
-def _before(rewritten: Rewritten) -> Program:
-    """The program of the last stage as it is without any pass, to compare with."""
-    last = rewritten.program.stage
-    first = rewritten.records[0].stage if rewritten.records else last
-    program = next(p for _, p in rewritten.snapshots if p.stage == first)
-    while program.stage != last:
-        assert program.lower is not None
-        program = program.lower(program)
-    return program
+        print_text(records_text(rewritten), text)
 
 
 def _render(program: Program, form: str) -> str:
     return {"text": program.to_text, "python": program.to_python, "dot": program.to_dot, "svg": program.to_svg}[form]()
-
-
-# --- printing --------------------------------------------------------------------------------------------------------
-
-
-def _records_text(rewritten: Rewritten) -> str:
-    return "\n".join(f"# {line}" for record in rewritten.records for line in record_lines(record))
-
-
-def _report_passes(rewritten: Rewritten) -> None:
-    """What the passes did, on stderr; those that did nothing are in the warnings."""
-    for record in rewritten.records:
-        if record.changed:
-            terminal.write("\n".join(record_lines(record)), sys.stderr)
-
-
-def _print(*pieces: str) -> None:
-    terminal.write("\n".join(piece for piece in pieces if piece), sys.stdout, style=terminal.line_style)
-
-
-def _print_json(data: Any) -> None:
-    terminal.write(json.dumps(data, indent=2), sys.stdout)
-
-
-def _write_file(path: Path, text: str) -> None:
-    try:
-        path.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise GraphoptError(f"cannot write {path}: {error.strerror or error}") from error
-    terminal.write(f"wrote {path} ({path.stat().st_size} bytes)", sys.stderr)

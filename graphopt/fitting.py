@@ -1,22 +1,27 @@
-"""Fitting a program into a number of bytes: from a program to the planner's frontier, and from a plan to the program."""
+"""Fitting a program into a number of bytes: from a program to the planner's frontier, and from a plan to a program."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from graphopt.analysis.liveness import MemoryTimeline
 from graphopt.analysis.problem import PlanningProblem, planning_problem
+from graphopt.moving import Move, move
 from graphopt.planning import Simulated
 from graphopt.planning.frontier import Frontier, Point
+from graphopt.planning.offloading import Away, Lanes, Moved, move_away, move_most
 from graphopt.planning.planner import find_frontier
 from graphopt.planning.schedule import Scheduler
 from graphopt.program import Program
 from graphopt.rerun import Again, Rerun, rerun
 
 __all__ = ["Fitted", "Fitting"]
+
+_TRIALS = 24
+"""How many plans above the budget are tried with values moved away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +31,19 @@ class Fitted:
     Attributes:
         simulated: what the planner expects of it.
         peak_bytes: the peak of the rewritten program, by its own memory timeline.
+        away: the values that wait elsewhere, and when.
+        late: seconds for which the computation waits for copies.
     """
 
     simulated: Simulated
     peak_bytes: int
+    away: tuple[Away, ...] = ()
+    late: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds on top of the program as it is: what runs again, and waiting for copies."""
+        return self.simulated.again + self.late
 
 
 class Fitting:
@@ -41,6 +55,10 @@ class Fitting:
         seconds: of each call, in the order of ``memory.nodes``.
         time_limit: seconds after which the search begins no further work; None for no limit.
         progress: called with the share of the search that is done, and the frontier so far.
+        lanes: gives what copies can do, where values may be moved away; None where they may not.
+        tier: where to: ``host`` or ``disk``.
+        recompute: whether operations may run again.
+        interruptible: take an interruption from the keyboard as the end of the search, and go on with what it found.
     """
 
     def __init__(
@@ -51,12 +69,24 @@ class Fitting:
         *,
         time_limit: float | None = None,
         progress: Callable[[float, Frontier], None] | None = None,
+        lanes: Callable[[PlanningProblem], Lanes] | None = None,
+        tier: str = "host",
+        recompute: bool = True,
+        interruptible: bool = False,
     ) -> None:
         self.program = program
         self.memory = memory
         self.planning: PlanningProblem = planning_problem(program, memory, seconds)
         self.scheduler = Scheduler(self.planning.problem)
-        self.frontier = find_frontier(self.planning.problem, time_limit=time_limit, progress=progress)
+        self.lanes = None if lanes is None else lanes(self.planning)
+        self.tier = tier
+        if recompute:
+            self.frontier = find_frontier(
+                self.planning.problem, time_limit=time_limit, progress=progress, interruptible=interruptible
+            )
+        else:
+            self.frontier = Frontier()
+            self.frontier.offer(frozenset(), self.scheduler.evaluate(frozenset()))
 
     @property
     def seconds(self) -> float:
@@ -70,27 +100,70 @@ class Fitting:
     def within(self, budget: int) -> Fitted | None:
         """The fastest plan whose rewritten program peaks at ``budget`` bytes or less; None where there is none.
 
-        The rewritten program's own timeline decides: where it is above what the planner expected, the next lower plan
-        is taken.
+        The rewritten program's own timeline decides: where it is above what the planner expected, the next best plan is
+        taken.
         """
-        candidates = [point for point in self.frontier if point.peak <= budget]
-        for point in sorted(candidates, key=lambda point: point.again):
-            fitted = self.check(point)
+        for moved in sorted(self._candidates(budget), key=lambda moved: moved.simulated.again + moved.late):
+            fitted = self._checked(moved.simulated, moved.away, moved.late)
             if fitted.peak_bytes <= budget:
                 return fitted
         return None
 
+    def _candidates(self, budget: int) -> list[Moved]:
+        """Plans of the frontier that fit, and faster ones that fit with values moved away."""
+        points = list(self.frontier)
+        within = [point for point in points if point.peak <= budget]
+        found = [
+            Moved(simulated := self.simulate(point), (), simulated.bytes, point.peak, 0.0) for point in within[-8:]
+        ]
+        if self.lanes is None or not self.lanes.room:
+            return found
+        above = points[len(within) :]
+        for point in above[:: max(1, len(above) // _TRIALS)]:
+            moved = move_away(self.scheduler, self.simulate(point), budget, self.lanes)
+            if moved is not None:
+                found.append(moved)
+        return found
+
     def check(self, point: Point) -> Fitted:
         """A plan with the peak of the program that comes of it."""
-        simulated = self.simulate(point)
-        copy = self.program.copy()
-        self.apply(copy, simulated, origin="")
-        copy.erase_dead()
-        return Fitted(simulated, copy.memory().peak_bytes)
+        return self._checked(self.simulate(point), (), 0.0)
 
-    def apply(self, program: Program, simulated: Simulated, *, origin: str) -> Rerun:
+    def smallest(self) -> Fitted:
+        """The plan with the lowest peak that was found."""
+        found = self.check(self.frontier.lowest)
+        if self.lanes is not None and self.lanes.room:
+            moved = move_most(self.scheduler, found.simulated, self.lanes)
+            if moved.peak < found.peak_bytes:
+                return self._checked(moved.simulated, moved.away, moved.late)
+        return found
+
+    def _checked(self, simulated: Simulated, away: tuple[Away, ...], late: float) -> Fitted:
+        copy = self.program.copy()
+        self.apply(copy, Fitted(simulated, 0, away, late), origin="")
+        copy.erase_dead()
+        return Fitted(simulated, copy.memory().peak_bytes, away, late)
+
+    def apply(self, program: Program, fitted: Fitted, *, origin: str) -> Rerun:
         """Rewrite a program (this one, or a copy of it) as a plan says."""
         named = {node.name: node for node in program.graph.nodes}
+        done, calls = self._rerun(program, named, fitted.simulated, origin)
+        moves = []
+        for item in fitted.away:
+            copy, window = item.copy, item.window
+            original = named[self.planning.makers[item.value].name]
+            maker = done.replaced.get(original, original)
+            places = (window.freed, window.fetched, copy.needed)
+            moves.append(Move(maker, maker, *(_from(calls, place) for place in places)))
+        if moves:
+            assert self.lanes is not None
+            move(program, moves, self.tier, origin=origin)
+        return done
+
+    def _rerun(
+        self, program: Program, named: Mapping[str, fx.Node], simulated: Simulated, origin: str
+    ) -> tuple[Rerun, list[fx.Node | None]]:
+        """Insert what runs again; also returns the call of every step."""
         nodes = [named[node.name] if node is not None else None for node in self.planning.nodes]
         runs: list[Again] = []
         waiting: list[fx.Node] = []
@@ -105,4 +178,25 @@ class Fitting:
             if node is not None:
                 runs += [Again(again, node, origin) for again in waiting]
                 waiting.clear()
-        return rerun(program, runs)
+        done = rerun(program, runs)
+        return done, self._calls(simulated, nodes, done)
+
+    def _calls(self, simulated: Simulated, nodes: Sequence[fx.Node | None], done: Rerun) -> list[fx.Node | None]:
+        """The call of every step in a program that has been rewritten."""
+        clones = {node: iter(made) for node, made in done.clones.items()}
+        found: list[fx.Node | None] = []
+        upcoming = 0
+        for step in simulated.plan.steps:
+            node = nodes[step]
+            if step == upcoming:
+                upcoming += 1
+                found.append(node if node is None else done.first(node))
+            else:
+                assert node is not None
+                found.append(next(clones[done.replaced.get(node, node)]))
+        return found
+
+
+def _from(calls: Sequence[fx.Node | None], place: int) -> fx.Node:
+    """The call of a step, or of the next one that is a call."""
+    return next(node for node in calls[place:] if node is not None)

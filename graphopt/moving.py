@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +10,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphopt.analysis.cost import link_bandwidth
+from graphopt.analysis.problem import PlanningProblem
+from graphopt.freememory import free_host_bytes
 from graphopt.ops import transfer
+from graphopt.planning.offloading import Lanes
 from graphopt.program import Phase, Policy, Program, info
 from graphopt.rerun import Again, rerun
 from graphopt.values import storage_bytes
 
-__all__ = ["Move", "move", "movable"]
+__all__ = ["Move", "host_lanes", "movable", "move"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +79,9 @@ def _insert(program: Program, item: Move, tier: str, origin: str) -> fx.Node:
 
     common: dict[str, Any] = {"phase": Phase.TRANSFER, "origin": f"{origin}: {name}", "like": node}
     handle = program.insert(transfer.offload, (node, tier), after=item.after, hint=f"{node.name}_offload", **common)
+    freed_before = _within_forward(program, item.freed_before)
     held = program.insert(
-        transfer.offload_wait, (handle, node), before=item.freed_before, hint=f"{node.name}_offloaded", **common
+        transfer.offload_wait, (handle, node), before=freed_before, hint=f"{node.name}_offloaded", **common
     )
     layout = (list(value.shape), list(value.stride()), 0, elements, value.dtype, value.device)
     fetched = program.insert(
@@ -84,3 +90,36 @@ def _insert(program: Program, item: Move, tier: str, origin: str) -> fx.Node:
     return program.insert(
         transfer.prefetch_wait, (fetched, held), before=item.needed_before, hint=f"{node.name}_prefetched", **common
     )
+
+
+def _within_forward(program: Program, place: fx.Node) -> fx.Node:
+    """Where a copy away is waited for: no later than forward ends, where forward and backward run apart.
+
+    Backward can begin with views, which are no operations of the planner: a place before its first operation may stand
+    behind them, in the other half.
+    """
+    if not program.inputs_of("tangent") or info(place).phase is Phase.FORWARD:
+        return place
+    early = (Phase.FORWARD, Phase.TRANSFER)
+    first = next((node for node in program.phase_nodes(*Phase) if info(node).phase not in early), place)
+    order = list(program.graph.nodes)
+    return first if order.index(first) < order.index(place) else place
+
+
+def host_lanes(planning: PlanningProblem, room: int | None, *, smallest: int = 1_000_000) -> Lanes:
+    """What copies to the host can do for a program's values.
+
+    Args:
+        planning: the program's problem.
+        room: bytes that may be on the host at once; None for what is free there, or for nothing where the values live
+            on the CPU: its memory is the host's.
+        smallest: values of fewer bytes stay.
+    """
+    devices = {node.meta["val"].device for node in planning.makers if isinstance(node.meta.get("val"), torch.Tensor)}
+    if room is None:
+        on_host = any(device.type == "cpu" for device in devices)
+        room = 0 if on_host else (free_host_bytes() or 0) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    can_move = [not movable(node) for node in planning.makers]
+    parted = any(storage.owner.op == "placeholder" for storage in planning.storages)
+    rate = min((link_bandwidth(device, "host") for device in devices), default=1.0) if room else 1.0
+    return Lanes(rate, rate, room, smallest, can_move, parted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -31,10 +31,22 @@ class Again:
 
 @dataclass
 class Rerun:
-    """What was inserted: the clones of each call, in order, and the random results that clones draw again."""
+    """What was inserted.
+
+    Attributes:
+        clones: of each call, in order.
+        replayed: the random results that clones draw again.
+        replaced: for each random call that now saves its state, the node that holds its result.
+    """
 
     clones: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     replayed: list[fx.Node] = field(default_factory=list)
+    replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def first(self, node: fx.Node) -> fx.Node:
+        """The call that runs where a call of the original program ran: a random op that saves its state is a new one."""
+        result = self.replaced.get(node)
+        return node if result is None else result.args[0]  # type: ignore[return-value]
 
 
 def rerun(program: Program, runs: Sequence[Again]) -> Rerun:
@@ -47,14 +59,14 @@ def rerun(program: Program, runs: Sequence[Again]) -> Rerun:
         runs: in the order in which they take place.
     """
     done = Rerun()
-    replaced: dict[fx.Node, fx.Node] = {}
+    replaced = done.replaced
     for node in dict.fromkeys(again.node for again in runs if again.instead is None):
         if schema.is_random(node):
             replaced[node], _ = save_generator(program, node)
             done.replayed.append(replaced[node])
     by_anchor: dict[fx.Node, list[Again]] = {}
     for again in runs:
-        anchor = _whole(replaced, again.before)
+        anchor = done.first(again.before)
         by_anchor.setdefault(anchor, []).append(replace(again, node=replaced.get(again.node, again.node)))
     walker = _Walker(program, done)
     for node in program.nodes:
@@ -66,12 +78,6 @@ def rerun(program: Program, runs: Sequence[Again]) -> Rerun:
         walker.visit(node)
     program.set_policy(done.clones, Policy.MUST_RECOMPUTE)
     return done
-
-
-def _whole(replaced: Mapping[fx.Node, fx.Node], anchor: fx.Node) -> fx.Node:
-    """The call that runs where an anchor ran: a random op that saves its state first is another node now."""
-    result = replaced.get(anchor)
-    return anchor if result is None else result.args[0]  # type: ignore[return-value]
 
 
 class _Walker:

@@ -9,7 +9,7 @@ import torch
 
 from graphopt import _torch
 
-__all__ = ["DTYPE_NAMES", "format_bytes", "parse_bytes", "storage_bytes", "tensors_of", "type_text"]
+__all__ = ["DTYPE_NAMES", "format_bytes", "format_seconds", "parse_bytes", "storage_bytes", "tensors_of", "type_text"]
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
@@ -77,3 +77,14 @@ def format_bytes(count: float) -> str:
         if abs(count) >= factor:
             return f"{count / factor:.1f} {unit}"
     return f"{count:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds as people read them, to three figures: ``1.41 s``, ``23.6 ms``, ``8.39 µs``."""
+    rounded = float(f"{seconds:.3g}")
+    if not rounded:
+        return "0 s"
+    units = (("s", 1), ("ms", 10**3), ("µs", 10**6))
+    unit, factor = next((pair for pair in units if abs(rounded) * pair[1] >= 1), units[-1])
+    number = rounded * factor
+    return f"{number:.0f} {unit}" if abs(number) >= 100 else f"{number:#.3g} {unit}"

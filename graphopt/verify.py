@@ -157,11 +157,11 @@ def _effects_once(program: Program, _: Program | None) -> Iterator[str]:
 
 
 def _fresh_reads(program: Program, _: Program | None) -> Iterator[str]:
-    """After an input is overwritten in forward, nothing may read it expecting the old value."""
+    """After a tensor is overwritten in forward or by the update, nothing may read it expecting the old value."""
     position = {node: index for index, node in enumerate(program.graph.nodes)}
-    for writer in program.phase_nodes(Phase.FORWARD):
+    for writer in program.phase_nodes(Phase.FORWARD, Phase.UPDATE):
         for target in schema.mutated_inputs(writer):
-            for reader in schema.readers(target):
+            for reader in schema.readers(schema.storage_root(target)):
                 late = position[reader] > position[writer] and not schema.is_view(reader)
                 if late and info(reader).phase is not Phase.UPDATE and target not in schema.mutated_inputs(reader):
                     yield f"{_where(reader)} reads {target.name!r} after {_where(writer)} has overwritten it"

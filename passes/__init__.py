@@ -5,8 +5,20 @@ from __future__ import annotations
 if __name__ == "passes":
     raise ImportError("import graphopt.passes, not passes: the folder is the package graphopt.passes")
 
+from graphopt.passes.checkpoint_boundaries import CheckpointBoundaries as CheckpointBoundaries
 from graphopt.passes.fit_memory import FitMemory as FitMemory
+from graphopt.passes.fuse_update import FuseUpdate as FuseUpdate
 from graphopt.passes.offload import Offload as Offload
+from graphopt.passes.partition_checkpoints import PartitionCheckpoints as PartitionCheckpoints
 from graphopt.passes.recompute import Recompute as Recompute
+from graphopt.passes.recompute_evenly import RecomputeEvenly as RecomputeEvenly
 
-__all__ = ["FitMemory", "Offload", "Recompute"]
+__all__ = [
+    "CheckpointBoundaries",
+    "FitMemory",
+    "FuseUpdate",
+    "Offload",
+    "PartitionCheckpoints",
+    "Recompute",
+    "RecomputeEvenly",
+]

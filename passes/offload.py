@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 from torch import fx
@@ -33,8 +34,9 @@ class Offload(Pass):
 
     Copies run beside the computation, one at a time each way: on CUDA on a stream of their own through pinned memory, on
     a CPU in a thread. A tensor is freed when its copy is done, and no earlier than forward has read it for the last
-    time. The copy back starts as late as the measured seconds of the ops and the measured bandwidth allow for it to be
-    there in time, and later where its bytes would raise the peak. Values, strides and offsets come back as they were,
+    time; where it would raise the peak until then, the computation waits for it. The copy back starts as late as the
+    measured seconds of the ops and the measured bandwidth allow for it to be there in time, and later where its bytes
+    would raise the peak. Values, strides and offsets come back as they were,
     so results equal eager's to the last bit.
 
     Where the peak sits elsewhere, so that offloading cannot lower it, nothing is moved, and the record says so.
@@ -57,7 +59,7 @@ class Offload(Pass):
     name: ClassVar[str] = "offload"
     stage: ClassVar[PassStage] = "last"
     numerics: ClassVar[Numerics] = "bitwise"
-    after: ClassVar[tuple[str, ...]] = ("fuse-update", "fit-memory")
+    after: ClassVar[tuple[str, ...]] = ("fuse-update", "fit-memory", "partition-checkpoints")
 
     tensors: tuple[str, ...] = ()
     tier: str = "host"
@@ -189,12 +191,14 @@ class _Plan:
         devices = {planning.makers[value].meta["val"].device for value in chosen}
         self._rate = min(link_bandwidth(device, options.tier) for device in devices)  # type: ignore[arg-type]
         drop_in = bool(program.inputs_of("tangent"))
-        self._windows = schedule_copies(
-            [operation.seconds for operation in problem.operations], self._alive(memory), self._copies,
+        seconds, alive = [operation.seconds for operation in problem.operations], self._alive(memory)
+        windows = schedule_copies(
+            seconds, alive, self._copies,
             out=self._rate, back=self._rate, not_freed_after=problem.boundary if drop_in else None,
             not_fetched_before=problem.boundary + 1 if drop_in else 0,
             ahead=None if options.prefetch == "auto" else int(options.prefetch),
         )  # fmt: skip
+        self._windows = _freed_in_time(seconds, alive, self._copies, windows)
 
     def _alive(self, memory: MemoryTimeline) -> list[int]:
         """Bytes alive at each operation, with the chosen values away while they wait."""
@@ -252,6 +256,33 @@ class _Plan:
             f"freed {window.freed - copy.last} ops after its last use, fetched {copy.needed - window.fetched} ops "
             f"({seconds * 1e3:.3g} ms) before its next"
         )
+
+
+def _freed_in_time(
+    seconds: Sequence[float], alive: Sequence[int], copies: Sequence[Copy], windows: Sequence[Window]
+) -> list[Window]:
+    """Wait for copies away where what they hold meanwhile would raise the highest count of bytes.
+
+    Args:
+        seconds: of each operation.
+        alive: bytes at each operation, with the values away from their last use to their next.
+        copies: what is moved.
+        windows: when it is away, one for each copy.
+    """
+    level = list(alive)
+    for copy, window in zip(copies, windows, strict=True):
+        for step in range(window.fetched, copy.needed):
+            level[step] += copy.bytes
+    highest = max(level, default=0)
+    found = list(windows)
+    for index in sorted(range(len(copies)), key=lambda i: copies[i].made):
+        copy, window = copies[index], windows[index]
+        freed = copy.last + 1
+        while freed < window.freed and level[freed] + copy.bytes <= highest:
+            level[freed] += copy.bytes
+            freed += 1
+        found[index] = replace(window, freed=freed, late=window.late + sum(seconds[freed : window.freed]))
+    return found
 
 
 def _at(nodes: list[fx.Node | None], index: int) -> fx.Node:

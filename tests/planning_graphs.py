@@ -1,4 +1,4 @@
-"""Problems for the planner's tests: random training-like ones, published ones, and an exhaustive search on tiny ones."""
+"""Problems for the planner's tests: random training-like ones, published ones; and an exhaustive search."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from hypothesis import strategies as st
 
@@ -16,6 +17,24 @@ Pick = Callable[[int, int], int]
 """Draws an integer between two, both included."""
 
 PUBLISHED = ("resnet50", "unet", "googlenet", "densenet")
+
+
+class PublishedPlan(NamedTuple):
+    """What a plan of the graphs' authors takes: bytes at its peak, and the share of forward's seconds run again."""
+
+    peak: int
+    again: float
+
+
+PUBLISHED_PLANS = {
+    "resnet50": (PublishedPlan(1_052_000_000, 0.971), PublishedPlan(1_316_000_000, 0.453)),
+    "unet": (PublishedPlan(4_370_000_000, 0.913), PublishedPlan(5_468_000_000, 0.571)),
+    "googlenet": (PublishedPlan(413_000_000, 0.973), PublishedPlan(495_000_000, 0.713)),
+    "densenet": (PublishedPlan(1_299_000_000, 0.893), PublishedPlan(1_672_000_000, 0.582)),
+}
+"""For each graph the plan of their approximate dynamic programme with the lowest peak over all its budgets (its
+memory-centric objective), and the one with the fewest seconds at the smallest budget that it can keep (time-centric);
+simulated by their own program, values freed after their last use, gradients of parameters alive until the end."""
 
 
 # --- random ----------------------------------------------------------------------------------------------------------
@@ -94,9 +113,7 @@ def training_problem(pick: Pick, *, fewest: int = 6, most: int = 12, plain: bool
             makes.append(maker.value())
             held[makes[-1]] = 2 * boundary
         maker.add(list(dict.fromkeys(reads)), makes, f"b{index}", plain=plain)
-    return Problem(
-        tuple(maker.operations), tuple(maker.sizes), resident=pick(0, 10), held=held, boundary=boundary
-    )
+    return Problem(tuple(maker.operations), tuple(maker.sizes), resident=pick(0, 10), held=held, boundary=boundary)
 
 
 def seeded_problem(seed: int, *, fewest: int = 6, most: int = 12, plain: bool = False) -> Problem:
@@ -107,9 +124,7 @@ def seeded_problem(seed: int, *, fewest: int = 6, most: int = 12, plain: bool = 
 @st.composite
 def problems(draw: st.DrawFn, *, fewest: int = 2, most: int = 8, plain: bool = False) -> Problem:
     """Random training-like problems."""
-    return training_problem(
-        lambda low, high: draw(st.integers(low, high)), fewest=fewest, most=most, plain=plain
-    )
+    return training_problem(lambda low, high: draw(st.integers(low, high)), fewest=fewest, most=most, plain=plain)
 
 
 @st.composite
@@ -137,6 +152,17 @@ def chain(length: int, *, sizes: list[int] | None = None, seconds: list[float] |
 # --- published -------------------------------------------------------------------------------------------------------
 
 
+class _Row(NamedTuple):
+    """One line of a file in ``tests/data``; see ``published.py`` there."""
+
+    kind: str
+    reads: list[int]
+    made: list[int]
+    again: list[int]
+    towards: list[int]
+    others: list[int]
+
+
 def published_problem(name: str) -> Problem:
     """One of the published graphs of ``tests/data`` (see ``published.py`` there), with its backward.
 
@@ -147,40 +173,44 @@ def published_problem(name: str) -> Problem:
     for line in (Path(__file__).parent / "data" / f"{name}.txt").read_text().splitlines():
         if not line.startswith("#"):
             kind, *lists = line.split("|")
-            rows.append((kind, *([int(number) for number in part.split()] for part in lists)))
+            rows.append(_Row(kind, *([int(number) for number in part.split()] for part in lists)))
     operations: list[Operation] = []
     sizes: list[int] = []
     makes: list[list[int]] = []
-    for kind, reads, made, *_ in rows:
-        makes.append(list(range(len(sizes), len(sizes) + len(made))))
-        sizes += made
-        seconds = 10.0 if kind.startswith("Conv") else 1.0
-        operations.append(Operation(tuple(reads), tuple(makes[-1]), seconds, name=kind))
+    for row in rows:
+        makes.append(list(range(len(sizes), len(sizes) + len(row.made))))
+        sizes += row.made
+        seconds = 10.0 if row.kind.startswith("Conv") else 1.0
+        operations.append(Operation(tuple(row.reads), tuple(makes[-1]), seconds, name=row.kind))
     boundary = len(operations)
     gradients: dict[int, int] = {}
     held: dict[int, int] = {}
-    for (kind, _, _, again, towards, others), outputs in zip(reversed(rows), reversed(makes), strict=True):
-        needed = [gradients[v] for v in outputs if v in gradients] + again
-        needed += [gradients[v] for v in towards if v in gradients]
-        fresh = [v for v in towards if v not in gradients]
+    for row, outputs in zip(reversed(rows), reversed(makes), strict=True):
+        needed = [gradients[v] for v in outputs if v in gradients] + row.again
+        needed += [gradients[v] for v in row.towards if v in gradients]
+        fresh = [v for v in row.towards if v not in gradients]
         gradients.update((v, len(sizes) + place) for place, v in enumerate(fresh))
         sizes += [sizes[v] for v in fresh]
-        lasting = range(len(sizes), len(sizes) + len(others))
+        lasting = range(len(sizes), len(sizes) + len(row.others))
         held.update(dict.fromkeys(lasting, 2 * boundary))
-        sizes += others
+        sizes += row.others
         operations.append(
             Operation(
                 tuple(dict.fromkeys(needed)),
                 (*(gradients[v] for v in fresh), *lasting),
                 0.0,
                 repeatable=False,
-                name=f"d{kind}",
+                name=f"d{row.kind}",
             )
         )
     return Problem(tuple(operations), tuple(sizes), held=held, boundary=boundary)
 
 
 # --- exhaustive ------------------------------------------------------------------------------------------------------
+
+
+_State = tuple[int, frozenset[int]]
+"""How many first runs are done, and what is alive."""
 
 
 class Exhaustive:
@@ -203,10 +233,10 @@ class Exhaustive:
     def search(self) -> Plan | None:
         """The plan, or None where nothing fits into the budget."""
         count = len(self._problem.operations)
-        start = (0, frozenset[int]())
+        start: _State = (0, frozenset())
         best = {start: 0.0}
-        came: dict[tuple[int, frozenset[int]], tuple[tuple[int, frozenset[int]], int]] = {}
-        queue: list[tuple[float, int, tuple[int, frozenset[int]]]] = [(0.0, 0, start)]
+        came: dict[_State, tuple[_State, int]] = {}
+        queue: list[tuple[float, int, _State]] = [(0.0, 0, start)]
         pushed = 0
         while queue:
             seconds, _, state = heapq.heappop(queue)
@@ -224,16 +254,14 @@ class Exhaustive:
         return None
 
     @staticmethod
-    def _plan(
-        state: tuple[int, frozenset[int]], came: dict[tuple[int, frozenset[int]], tuple[tuple[int, frozenset[int]], int]]
-    ) -> Plan:
+    def _plan(state: _State, came: dict[_State, tuple[_State, int]]) -> Plan:
         steps = []
         while state in came:
             state, step = came[state]
             steps.append(step)
         return Plan(tuple(reversed(steps)))
 
-    def _moves(self, done: int, alive: frozenset[int]) -> Iterator[tuple[int, tuple[int, frozenset[int]]]]:
+    def _moves(self, done: int, alive: frozenset[int]) -> Iterator[tuple[int, _State]]:
         operations = self._problem.operations
         for step in range(done + 1):
             operation = operations[step]

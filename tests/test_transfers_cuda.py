@@ -20,7 +20,7 @@ from graphopt.runtime.transfers.disk import DiskFile
 from graphopt.runtime.transfers.lanes import Settled
 from graphopt.runtime.transfers.slab import HostSlab
 from graphopt.runtime.transfers.worker import Worker
-from tests.transferring import TIERS, back, held, held_bytes, round_trip, started
+from tests.transferring import TIERS, back, engine_in, held, held_bytes, round_trip, started
 
 HERE = torch.device("cpu")
 
@@ -196,30 +196,15 @@ def test_pinning_reports_success_and_clears_errors(device: Device, monkeypatch: 
 
 # --- on a device -----------------------------------------------------------------------------------------------------
 
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-
-
-def on_device(test: Any) -> Any:
-    """Mark a test that needs a device."""
-    for mark in gpu:
-        test = mark(test)
-    return test
-
 
 @pytest.fixture
-def own_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    engine = Engine(disk_directory=tmp_path)
-    monkeypatch.setattr(transfers._process, "engine", engine)
-    yield engine
-    torch.cuda.synchronize()
-    assert held_bytes() == 0
-    engine.close()
+def own_engine(tmp_path: Path) -> Iterator[Engine]:
+    with engine_in(tmp_path) as engine:
+        yield engine
+        torch.cuda.synchronize()
 
 
-@on_device
+@pytest.mark.gpu
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int64])
 def test_values_come_back_to_the_device(own_engine: Engine, tier: str, dtype: torch.dtype) -> None:
@@ -229,7 +214,7 @@ def test_values_come_back_to_the_device(own_engine: Engine, tier: str, dtype: to
         assert (y.stride(), y.storage_offset(), y.device) == (x.stride(), x.storage_offset(), x.device)
 
 
-@on_device
+@pytest.mark.gpu
 @pytest.mark.parametrize("tier", TIERS)
 def test_copies_wait_for_the_compute_stream_and_it_for_them(own_engine: Engine, tier: str) -> None:
     """Long computing before each copy and memory that is used again at once: what is not ordered gives wrong values."""
@@ -251,7 +236,7 @@ def back_on(y: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
     return torch.ops.graphopt.prefetch_wait(y, handle)
 
 
-@on_device
+@pytest.mark.gpu
 def test_memory_of_an_abandoned_prefetch_is_not_handed_out(own_engine: Engine) -> None:
     x = torch.full((1 << 24,), 7.0, device="cuda")
     handle = held(x)
@@ -266,7 +251,7 @@ def test_memory_of_an_abandoned_prefetch_is_not_handed_out(own_engine: Engine) -
     torch.cuda.synchronize()
 
 
-@on_device
+@pytest.mark.gpu
 def test_reserved_memory_is_pinned_and_exact(own_engine: Engine) -> None:
     transfers.reserve(3 << 20, device="cuda")
     assert transfers.statistics("host").capacity_bytes == 3 << 20
@@ -277,7 +262,7 @@ def test_reserved_memory_is_pinned_and_exact(own_engine: Engine) -> None:
     assert chunk.pinned
 
 
-@on_device
+@pytest.mark.gpu
 def test_only_the_device_storage_is_allocated(own_engine: Engine) -> None:
     x = torch.randn(1 << 20, device="cuda")
     handle = held(x)
@@ -288,7 +273,7 @@ def test_only_the_device_storage_is_allocated(own_engine: Engine) -> None:
     torch.cuda.synchronize()
 
 
-@on_device
+@pytest.mark.gpu
 @pytest.mark.parametrize("tier", TIERS)
 def test_between_devices(own_engine: Engine, tier: str) -> None:
     for source, target in (("cpu", "cuda"), ("cuda", "cpu")):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 START = """
-import os, resource, sys, threading
+import os, resource, signal, sys, threading
 import torch
 from graphopt import GraphoptError
 from graphopt.ops import transfer
@@ -22,6 +22,7 @@ from graphopt.runtime import transfers
 from tests.transferring import back, gated, held, round_trip, started
 
 transfers.configure(disk_directory=sys.argv[1])
+signal.alarm(200)  # a process that hangs is ended
 """
 
 FORKING = """
@@ -32,6 +33,7 @@ with gated() as gate:
     child = os.fork()
     gate.open()
     if child == 0:
+        signal.alarm(100)
         for handle in (*handles.values(), pending):
             try:
                 back(handle, x)

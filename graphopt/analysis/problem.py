@@ -56,6 +56,33 @@ def planning_problem(program: Program, memory: MemoryTimeline, seconds: Sequence
     return _Reader(program, memory, seconds).read()
 
 
+def _outdated(program: Program, memory: MemoryTimeline) -> set[fx.Node]:
+    """The calls of forward whose results may be needed again after the update has overwritten what they read.
+
+    An update that runs between calls of backward ends the time in which readers of its parameter can run again. A call
+    is needed again no later than the last call that reads its results, or that can run again itself and is needed
+    again then.
+    """
+    place = {node: index for index, node in enumerate(memory.nodes)}
+    until: dict[int, int] = {}
+    for node in program.phase_nodes(Phase.UPDATE):
+        for target in schema.mutated_inputs(node):
+            for storage in memory.refers[target]:
+                until.setdefault(id(storage), place[node])
+    found: set[fx.Node] = set()
+    needed: dict[fx.Node, int] = {}
+    for node in reversed(memory.nodes):
+        if info(node).phase is not Phase.FORWARD:
+            needed[node] = place[node]
+            continue
+        needed[node] = max((needed[user] for user in node.users if user in needed), default=-1)
+        ends = [until[id(s)] for source in node.all_input_nodes for s in memory.refers[source] if id(s) in until]
+        if min(ends, default=len(memory.nodes)) < needed[node]:
+            found.add(node)
+            needed[node] = place[node]
+    return found
+
+
 class _Reader:
     def __init__(self, program: Program, memory: MemoryTimeline, seconds: Sequence[float]) -> None:
         self._program = program
@@ -63,6 +90,7 @@ class _Reader:
         self._seconds = seconds
         self._refers = memory.refers
         self._stale = stale_values(program)
+        self._outdated = _outdated(program, memory)
         self._numbers: dict[int, int] = {}
         self._storages: list[Storage] = []
         self._operations: list[Operation] = []
@@ -133,7 +161,7 @@ class _Reader:
             return False
         pure = without_statistics(node)
         sources = node.all_input_nodes if pure is None else [a for a in pure[1] if isinstance(a, fx.Node)]
-        if self._stale.intersection(sources):
+        if self._stale.intersection(sources) or node in self._outdated:
             return False
         return isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
 

@@ -1,9 +1,24 @@
-"""The planner: what to keep, recompute and move so that a program fits into a number of bytes, on plain data.
+"""The planner: what to keep, run again and move so that a program fits into a number of bytes, on plain data.
 
-Nothing here knows torch. A ``Problem`` is operations in a fixed order with seconds and bytes; a ``Plan`` is the steps that
-run it, with operations run again and values moved out and back; ``simulate`` says what a plan takes, to the byte.
+Nothing here knows torch. A ``Problem`` is operations in a fixed order with seconds and bytes; a ``Plan`` is the steps
+that run it, with operations run again; ``simulate`` says what a plan takes, to the byte. ``find_frontier`` gives the
+trade between bytes and seconds, ``plan`` the best plan for a budget.
 """
 
+from graphopt.planning.frontier import Frontier, Point
+from graphopt.planning.planner import InfeasibleError, find_frontier, plan
 from graphopt.planning.problem import InvalidPlanError, Operation, Plan, Problem, Simulated, simulate
 
-__all__ = ["InvalidPlanError", "Operation", "Plan", "Problem", "Simulated", "simulate"]
+__all__ = [
+    "Frontier",
+    "InfeasibleError",
+    "InvalidPlanError",
+    "Operation",
+    "Plan",
+    "Point",
+    "Problem",
+    "Simulated",
+    "find_frontier",
+    "plan",
+    "simulate",
+]

@@ -141,7 +141,7 @@ class CutNetwork:
 
 
 def by_operation(problem: Problem, simulated: Simulated) -> np.ndarray:
-    """The most bytes alive from the end of one operation's first run to the end of the next one's: what a price is for."""
+    """The most bytes alive from the end of one operation's first run to the end of the next one's."""
     found = np.zeros(len(problem.operations))
     upcoming = 0
     most = 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Literal
 
 from graphopt.planning.problem import Simulated
 from graphopt.planning.schedule import Drops
@@ -22,11 +24,20 @@ class Point:
     explored: bool = False
 
 
+_PEAK = attrgetter("peak")
+
+
 class Frontier:
-    """Keeps the best plans: from few bytes and many seconds to many bytes and few seconds."""
+    """Keeps the best plans: from few bytes and many seconds to many bytes and few seconds.
+
+    It is whole at every moment, so that an interruption from the keyboard leaves what was found before.
+
+    Attributes:
+        cut_short: what ended the search before its planned effort was spent; empty where nothing did.
+    """
 
     def __init__(self) -> None:
-        self._peaks: list[int] = []
+        self.cut_short: Literal["", "time limit", "interrupted"] = ""
         self._points: list[Point] = []
 
     def __iter__(self) -> Iterator[Point]:
@@ -38,20 +49,19 @@ class Frontier:
     def offer(self, drops: Drops, simulated: Simulated) -> bool:
         """Take a plan if no other one is as good in both; says whether it was taken."""
         peak, again = simulated.peak, simulated.again
-        place = bisect_right(self._peaks, peak)
+        place = bisect_right(self._points, peak, key=_PEAK)
         if place and self._points[place - 1].again <= again:
             return False
-        start = bisect_left(self._peaks, peak)
+        start = bisect_left(self._points, peak, key=_PEAK)
         end = start
         while end < len(self._points) and self._points[end].again >= again:
             end += 1
-        self._peaks[start:end] = [peak]
         self._points[start:end] = [Point(peak, again, drops)]
         return True
 
     def within(self, budget: int) -> Point | None:
         """The fastest plan whose peak is at most ``budget`` bytes, or None."""
-        place = bisect_right(self._peaks, budget)
+        place = bisect_right(self._points, budget, key=_PEAK)
         return self._points[place - 1] if place else None
 
     @property

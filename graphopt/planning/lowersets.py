@@ -1,8 +1,8 @@
 """Segments between lower sets of the forward graph, chosen by dynamic programming.
 
 A lower set holds, with every operation, all operations that it reads from. A growing sequence of lower sets divides
-forward into segments; what a segment makes and a later one reads is carried over to backward, and the rest is made again
-there.
+forward into segments; what a segment makes and a later one reads is carried over to backward, and the rest is made
+again there.
 
 Source: Kusumoto et al., A Graph Theoretic Framework of Recomputation Algorithms for Memory-Efficient Backpropagation,
 NeurIPS 2019, arXiv 1905.11722.
@@ -26,12 +26,15 @@ __all__ = ["MOST_EXACT", "LowerSets", "Sequence", "lower_set_plans"]
 Array = npt.NDArray[Any]
 Objective = Literal["time", "memory"]
 
-MOST_EXACT = 4000
+MOST_EXACT = 3000
 """The most lower sets that the exact method takes: all pairs of them are compared."""
 
 _MOST_APPROXIMATE = 300
 _TICKS = 96
 """Units that the seconds of forward are divided into."""
+
+_SWEPT = 12
+_HALVED = 4
 
 
 def lower_set_plans(
@@ -61,29 +64,40 @@ def lower_set_plans(
     if forward.boundary == 0:
         return
     sets = LowerSets(forward, exact=exact)
-    seen: set[Drops] = set()
-    peaks: dict[float, int] = {}
-    for goal in _goals(sets, budget, peaks):
-        sequence = sets.best(goal, objective)
+    sweep = _Sweep(scheduler, sets, objective)
+    lowest, highest = sets.smallest_budget(), sets.largest_budget()
+    for number in range(_SWEPT):
+        yield from sweep.plans(lowest * (highest / max(lowest, 1.0)) ** (number / (_SWEPT - 1)))
+    for _ in range(_HALVED):
+        yield from sweep.plans(sweep.between(lowest, highest, budget))
+
+
+class _Sweep:
+    """Gives each plan once, and remembers the simulated peaks."""
+
+    def __init__(self, scheduler: Scheduler, sets: LowerSets, objective: Objective) -> None:
+        self._scheduler, self._sets = scheduler, sets
+        self._objective: Objective = objective
+        self._seen: set[Drops] = set()
+        self._peaks: dict[float, int] = {}
+
+    def plans(self, goal: float) -> Iterator[Drops]:
+        """The new plans for a budget of the dynamic programme."""
+        sequence = self._sets.best(goal, self._objective)
         if sequence is None:
-            continue
-        for keep_last in (False, True):
-            drops = sets.drops(sequence, keep_last=keep_last)
-            if drops not in seen:
-                seen.add(drops)
-                peaks[goal] = min(peaks.get(goal, 2**63), scheduler.evaluate(drops).peak)
+            return
+        for keep_last in (True, False):
+            drops = self._sets.drops(sequence, keep_last=keep_last)
+            self._peaks[goal] = self._scheduler.evaluate(drops).peak
+            if drops not in self._seen:
+                self._seen.add(drops)
                 yield drops
 
-
-def _goals(sets: LowerSets, budget: int, peaks: dict[float, int], *, swept: int = 12, halved: int = 4) -> Iterator[float]:
-    """Budgets of the dynamic programme: a geometric sweep, then halvings where the simulated peaks pass the budget."""
-    lowest, highest = sets.smallest_budget(), sets.largest_budget()
-    for number in range(swept):
-        yield lowest * (highest / lowest) ** (number / (swept - 1)) if lowest else highest
-    for _ in range(halved):
-        below = max((goal for goal, peak in peaks.items() if peak <= budget), default=lowest)
-        above = min((goal for goal, peak in peaks.items() if goal > below), default=highest)
-        yield (below + above) / 2
+    def between(self, lowest: float, highest: float, budget: int) -> float:
+        """Half-way between the largest goal whose simulated peak is within a budget, and the next one."""
+        below = max((goal for goal, peak in self._peaks.items() if peak <= budget), default=lowest)
+        above = min((goal for goal in self._peaks if goal > below), default=highest)
+        return (below + above) / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +145,8 @@ class LowerSets:
         outside = readers.sum(axis=0) - self._member @ readers > 0
         pinned = np.array([v in forward.pinned for v in values])
         made = self._member[:, [forward.scheduler.makers[v] for v in values]] > 0
-        return made & (outside | pinned)
+        border: Array = made & (outside | pinned)
+        return border
 
     def _segments(self) -> None:
         """Bytes carried, peak and seconds again of the segment from each set (column) to each larger one (row)."""

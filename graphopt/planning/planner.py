@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from random import Random
 
+from graphopt.planning.chain import chain_plans
 from graphopt.planning.cuts import CutNetwork, priced_cuts
 from graphopt.planning.frontier import Frontier, Point
+from graphopt.planning.lowersets import lower_set_plans
 from graphopt.planning.problem import Problem, Simulated
 from graphopt.planning.schedule import Drops, Scheduler
 from graphopt.planning.search import Explorer
+from graphopt.planning.segments import square_root_segments
 
 __all__ = ["InfeasibleError", "find_frontier", "plan"]
 
@@ -36,6 +40,8 @@ class Effort:
         work: steps simulated in all.
         width: how many idle values are tried at a peak.
         everywhere: whether exploration tries to drop what is idle anywhere.
+        structured: the most operations for which chains and lower sets are tried; they take longer than their plans are
+            worth on larger problems.
     """
 
     targets: int
@@ -43,6 +49,7 @@ class Effort:
     work: int
     width: int
     everywhere: bool
+    structured: int = 400
 
 
 def _effort(problem: Problem) -> Effort:
@@ -50,7 +57,7 @@ def _effort(problem: Problem) -> Effort:
     if count <= 60:
         return Effort(targets=8, rounds=16, work=300_000, width=12, everywhere=True)
     growth = max(1.0, count / 1000) ** 2
-    return Effort(targets=12, rounds=20, work=int(2_500_000 * growth), width=12 if count < 400 else 5, everywhere=False)
+    return Effort(targets=12, rounds=20, work=int(1_800_000 * growth), width=12 if count < 400 else 5, everywhere=False)
 
 
 def find_frontier(
@@ -58,6 +65,7 @@ def find_frontier(
     *,
     time_limit: float | None = None,
     progress: Callable[[float, Frontier], None] | None = None,
+    interruptible: bool = False,
 ) -> Frontier:
     """The trade between peak bytes and seconds.
 
@@ -67,9 +75,21 @@ def find_frontier(
         problem: what to plan.
         time_limit: seconds after which no further work is begun; None works until the planned effort is spent.
         progress: called with the share of the work that is done and the frontier so far; an exception that it raises
-            (KeyboardInterrupt too) ends the search.
+            ends the search.
+        interruptible: take an interruption from the keyboard as the end of the search, and return what it has found;
+            otherwise it is raised, as it is before the program as it is has been simulated.
+
+    Returns:
+        the frontier; its ``cut_short`` says whether the search was ended before its planned effort was spent.
     """
-    return _Search(problem, time_limit, progress).run()
+    search = _Search(problem, time_limit, progress)
+    try:
+        search.run()
+    except KeyboardInterrupt:
+        if not interruptible or not len(search.frontier):
+            raise
+        search.frontier.cut_short = "interrupted"
+    return search.frontier
 
 
 class _Search:
@@ -87,7 +107,10 @@ class _Search:
         self._progress = progress
 
     def late(self) -> bool:
-        return self._deadline is not None and time.monotonic() > self._deadline
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self.frontier.cut_short = "time limit"
+            return True
+        return False
 
     def report(self, share: float) -> None:
         if self._progress is not None:
@@ -100,6 +123,7 @@ class _Search:
         if not any(self.scheduler.droppable[value] for value in network.needed):
             return self.frontier
         self._cuts(network, plain.peak)
+        self._structured(plain.peak)
         self._descents(network, plain.peak)
         self._explore()
         self.report(1.0)
@@ -120,6 +144,21 @@ class _Search:
                 if self.late():
                     return
         self.report(0.3)
+
+    def _structured(self, highest: int) -> None:
+        """Segments of about equal bytes, lower sets, and chains with nested repetition, as starts for what follows."""
+        low = self.problem.resident
+        tight = [low + (highest - low) * share // 100 for share in (8, 16)]
+        methods: list[Iterable[Drops]] = [square_root_segments(self.scheduler)]
+        if len(self.problem.operations) <= self.effort.structured:
+            methods += [chain_plans(self.scheduler, budget) for budget in tight]
+            methods.append(lower_set_plans(self.scheduler, tight[-1], objective="memory"))
+        for method in methods:
+            for drops in method:
+                self.explorer.offer(drops)
+            if self.late():
+                return
+        self.report(0.35)
 
     def _descents(self, network: CutNetwork, highest: int) -> None:
         """Aim at budgets all over the range from the plan just above each, the lowest ones first."""
@@ -159,11 +198,21 @@ class _Search:
         while self.explorer.work < self.effort.work and not self.late():
             open_points = [point for point in self.frontier if not point.explored]
             if not open_points:
+                self._shake()
                 return
             point = next((point for point in open_points if point.peak > last), open_points[0])
             last = point.peak + (open_points[-1].peak - open_points[0].peak) // (2 * self.effort.targets)
             self.explorer.explore(point)
-            self.report(min(1.0, self.explorer.work / self.effort.work))
+            self.report(max(0.6, min(1.0, self.explorer.work / self.effort.work)))
+
+    def _shake(self) -> None:
+        """With nothing left to explore: decisions at random, the same ones every time, as long as work is left."""
+        chance = Random(0)
+        while self.effort.everywhere and self.explorer.work < self.effort.work and not self.late():
+            self.explorer.shake(chance.choice(list(self.frontier)), chance)
+            for point in [point for point in self.frontier if not point.explored]:
+                if self.explorer.work < self.effort.work:
+                    self.explorer.explore(point)
 
 
 def _widest(plain: Simulated) -> int:

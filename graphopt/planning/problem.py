@@ -174,8 +174,8 @@ def lifetimes(problem: Problem, steps: Sequence[int]) -> list[tuple[int, int, in
             lives.append([value, place, place])
         if not repeated and step != len(position):
             raise InvalidPlanError(
-                f"step {place} runs {_called(problem, step)} where {_called(problem, len(position))} is due: first runs "
-                "keep the program's order"
+                f"step {place} runs {_called(problem, step)} where {_called(problem, len(position))} is due: "
+                "first runs keep the program's order"
             )
         position.setdefault(step, place)
     if len(position) != len(operations):

@@ -10,7 +10,8 @@ from graphopt.planning.problem import Plan, Problem, Simulated
 __all__ = ["Drops", "Scheduler"]
 
 Drops = frozenset[tuple[int, int]]
-"""Decisions: ``(moment, value)`` drops a value just before the operation with that index first runs."""
+"""Decisions: ``(moment, value)`` drops a value just before the operation with that index first runs, and
+``(moment, ~value)`` makes it again there if it is not there, although nothing needs it yet."""
 
 
 class Scheduler:
@@ -31,27 +32,31 @@ class Scheduler:
         self.memo = {i: operation.memo for i, operation in enumerate(problem.operations) if operation.memo}
         self.droppable = problem.droppable()
         self._base = problem.seconds
-        self._last_read = [max(self.makers[value], 0) for value in range(len(problem.sizes))]
+        self._readers: list[list[int]] = [[] for _ in problem.sizes]
         for index, operation in enumerate(problem.operations):
             for value in operation.reads:
-                self._last_read[value] = index
+                self._readers[value].append(index)
+
+    def readers(self, value: int) -> list[int]:
+        """The operations that read a value in the program as it is, in order."""
+        return self._readers[value]
 
     def last_read(self, value: int) -> int:
         """The last operation that reads a value in the program as it is (its maker, where none does)."""
-        return self._last_read[value]
+        return self._readers[value][-1] if self._readers[value] else self.makers[value]
 
     def steps(self, drops: Iterable[tuple[int, int]]) -> list[int]:
         """The runs that follow from these drops; drops of what may not run again are left out."""
-        by_moment: dict[int, list[int]] = {}
-        for moment, value in drops:
-            if self.droppable[value]:
-                by_moment.setdefault(moment, []).append(value)
+        gone, early = self._by_moment(drops)
         present = bytearray(len(self.problem.sizes))
         reads, makes = self.reads, self.makes
         steps: list[int] = []
         for index, needed in enumerate(reads):
-            for value in by_moment.get(index, ()):
+            for value in gone.get(index, ()):
                 present[value] = 0
+            for value in early.get(index, ()):
+                if not present[value]:
+                    self._again(value, present, steps)
             for value in needed:
                 if not present[value]:
                     self._again(value, present, steps)
@@ -59,6 +64,20 @@ class Scheduler:
             for value in makes[index]:
                 present[value] = 1
         return steps
+
+    def _by_moment(self, drops: Iterable[tuple[int, int]]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+        """What is dropped at each moment, and what is made again there; what may not run again is left out."""
+        gone: dict[int, list[int]] = {}
+        early: dict[int, list[int]] = {}
+        for moment, value in drops:
+            if value >= 0:
+                if self.droppable[value]:
+                    gone.setdefault(moment, []).append(value)
+            elif self.droppable[~value] and self.makers[~value] < moment:
+                early.setdefault(moment, []).append(~value)
+        for values in early.values():
+            values.sort()
+        return gone, early
 
     def _again(self, value: int, present: bytearray, steps: list[int]) -> None:
         reads, remakes, makers = self.reads, self.remakes, self.makers

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Sequence
+from itertools import pairwise
+from random import Random
 
 from graphopt.planning.frontier import Frontier, Point
 from graphopt.planning.problem import Simulated
@@ -35,8 +37,8 @@ class Lives:
                 self.values.append(value)
                 self.touches.append(current[value])
 
-    def idle_at(self, place: int) -> list[tuple[int, int]]:
-        """(value, moment of its last touch before) of what is alive at a step and not touched by it."""
+    def idle_at(self, place: int) -> list[tuple[int, int, int]]:
+        """(value, moment of its last touch before, step of its next touch) of what is alive at a step but idle."""
         found = []
         moments = self.moments
         for value, touches in zip(self.values, self.touches, strict=True):
@@ -45,16 +47,16 @@ class Lives:
                 if touches[index] != place:
                     before = moments[touches[index - 1]]
                     if before < moments[touches[index]]:
-                        found.append((value, before))
+                        found.append((value, before, touches[index]))
         return found
 
-    def idle(self) -> list[tuple[int, int]]:
-        """(value, moment of the touch before) of every time that a value waits for a later moment."""
+    def idle(self) -> list[tuple[int, int, int]]:
+        """The same of every time that a value waits for a later moment."""
         moments = self.moments
         return [
-            (value, moments[before])
+            (value, moments[before], after)
             for value, touches in zip(self.values, self.touches, strict=True)
-            for before, after in zip(touches, touches[1:], strict=False)
+            for before, after in pairwise(touches)
             if moments[before] < moments[after]
         ]
 
@@ -131,30 +133,46 @@ class Explorer:
         waiting = waiting[: self._width]
         if self._everywhere:
             waiting += [item for item in lives.idle() if droppable[item[0]] and item not in waiting]
-        for value, before in waiting:
-            for candidate in self._ways_to_drop(drops, value, before + 1):
-                tried.append((candidate, self.offer(candidate)))
+        for value, before, after in waiting:
+            tried += self._drop(drops, value, before + 1)
+            early = self._early(drops, simulated, lives, before, after)
+            if early is not None:
+                tried.append((early, self.offer(early)))
         for item in self._carried_for(drops, simulated, lives, place):
             tried.append((drops - {item}, self.offer(drops - {item})))
         return tried
 
-    def _ways_to_drop(self, drops: Drops, value: int, moment: int) -> Iterator[Drops]:
+    def _drop(self, drops: Drops, value: int, moment: int) -> list[tuple[Drops, Simulated]]:
+        """Drop a value: alone; with the sources that would come back to life; with all that is made only on the way."""
         alone = drops | {(moment, value)}
-        if alone != drops:
-            yield alone
-        chain = self._chain(value, moment)
-        together = alone | {(moment, v) for v in chain}
+        if alone == drops:
+            return []
+        tried = [(alone, self.offer(alone))]
+        together = alone | {(moment, v) for v in self._chain(value, moment)}
         if together != alone:
-            yield together
-        passing = together | self._passing(self.scheduler.steps(together), value, moment)
+            tried.append((together, self.offer(together)))
+        passing = together | self._passing(tried[-1][1].plan.steps, value, moment)
         if passing != together:
-            yield passing
+            tried.append((passing, self.offer(passing)))
+        if self._everywhere:
+            anew = alone | self._from_scratch(value, moment)
+            if anew not in (alone, together):
+                tried.append((anew, self.offer(anew)))
+        return tried
+
+    def _early(self, drops: Drops, simulated: Simulated, lives: Lives, before: int, after: int) -> Drops | None:
+        """Make what a value waits to be read for when the value is touched before, so that the result waits instead."""
+        step = simulated.plan.steps[after]
+        if step == lives.moments[after]:
+            return None
+        made = {(before, ~v) for v in self.scheduler.remakes[step] if self.scheduler.makers[v] < before}
+        return drops | made if made - drops else None
 
     def _carried_for(self, drops: Drops, simulated: Simulated, lives: Lives, place: int) -> list[tuple[int, int]]:
         """Drops whose values run again at the moment of the peak: carrying one may save what leads to it."""
         moment, makers, sizes = lives.moments[place], self.scheduler.makers, self.scheduler.problem.sizes
         again = {s for s, at in zip(simulated.plan.steps, lives.moments, strict=True) if at == moment and s != moment}
-        found = [(at, value) for at, value in drops if makers[value] in again and at <= moment]
+        found = [(at, value) for at, value in drops if value >= 0 and makers[value] in again and at <= moment]
         found.sort(key=lambda item: (sizes[item[1]], item))
         return found[: 2 * self._width]
 
@@ -169,7 +187,41 @@ class Explorer:
                     pending.append(source)
         return chain
 
-    def _passing(self, steps: list[int], value: int, moment: int) -> set[tuple[int, int]]:
+    def _from_scratch(self, value: int, moment: int) -> set[tuple[int, int]]:
+        """Drops of all that a value is made of, each behind its last read before the value is read again."""
+        scheduler = self.scheduler
+        need = min((at for at in scheduler.readers(value) if at >= moment), default=moment)
+        found, seen, pending = set[tuple[int, int]](), {value}, [value]
+        while pending:
+            for source in scheduler.reads[scheduler.makers[pending.pop()]]:
+                if source not in seen and scheduler.droppable[source]:
+                    seen.add(source)
+                    pending.append(source)
+                    reads = [at for at in scheduler.readers(source) if at < need]
+                    found.add((max([scheduler.makers[source], *reads]) + 1, source))
+        return found
+
+    def shake(self, point: Point, chance: Random) -> None:
+        """Take a few decisions at random around a point, then lower the peak again and take back what can be."""
+        drops = point.drops
+        for _ in range(chance.randint(1, 4)):
+            lives = Lives(self.scheduler, self.offer(drops))
+            idle = [item for item in lives.idle() if self.scheduler.droppable[item[0]]]
+            if drops and (not idle or chance.random() < 0.4):
+                drops = drops - {chance.choice(sorted(drops))}
+            elif idle:
+                value, before, _ = chance.choice(idle)
+                drops = drops | {(before + 1, value)}
+                if chance.random() < 0.5:
+                    drops = drops | self._from_scratch(value, before + 1)
+        self.descend(drops, point.peak, self.work + 40 * len(self.scheduler.reads))
+        simulated = self.offer(drops)
+        for item in sorted(drops):
+            trial = self.offer(drops - {item})
+            if (trial.peak, trial.again) <= (max(simulated.peak, point.peak), simulated.again):
+                drops, simulated = drops - {item}, trial
+
+    def _passing(self, steps: Sequence[int], value: int, moment: int) -> set[tuple[int, int]]:
         """Drops of everything that is made again only on the way to a value, when the value is made again."""
         scheduler = self.scheduler
         maker, upcoming = scheduler.makers[value], 0
@@ -189,8 +241,8 @@ class Explorer:
         """Try to do without each drop that makes something run again; and without all that make nothing run."""
         scheduler = self.scheduler
         again = {v for step in simulated.plan.repeats() for v in scheduler.remakes[step]}
-        working = [item for item in drops if item[1] in again]
-        working.sort(key=lambda item: (-scheduler.seconds[scheduler.makers[item[1]]], item))
+        working = [item for item in drops if max(item[1], ~item[1]) in again]
+        working.sort(key=lambda item: (-scheduler.seconds[scheduler.makers[max(item[1], ~item[1])]], item))
         for item in working:
             self.offer(drops - {item})
 

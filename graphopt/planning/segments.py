@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from graphopt.planning.schedule import Drops, Scheduler
 
-__all__ = ["Forward", "square_root_segments"]
+__all__ = ["Forward", "narrow_places", "square_root_segments"]
 
 
 class Forward:
@@ -18,7 +18,7 @@ class Forward:
 
     Attributes:
         scheduler: of the problem.
-        boundary: the first operation of backward; where the problem has none, the one at which the most bytes are alive.
+        boundary: the first operation of backward; where the problem has none, that at which the most bytes are alive.
         values: what is made before the boundary.
         last: for each of all values, the last operation before the boundary that reads it, or else its maker.
         pinned: values that the operations after the boundary read and that nothing can make again.
@@ -27,8 +27,10 @@ class Forward:
     def __init__(self, scheduler: Scheduler) -> None:
         problem = scheduler.problem
         self.scheduler = scheduler
-        plain = None if problem.boundary else scheduler.evaluate(())
-        self.boundary = problem.boundary if plain is None else plain.bytes.index(plain.peak)
+        self.boundary = problem.boundary
+        if not self.boundary and problem.operations:
+            plain = scheduler.evaluate(())
+            self.boundary = plain.bytes.index(plain.peak)
         self.values = [v for v, maker in enumerate(scheduler.makers) if maker < self.boundary]
         self.last = list(scheduler.makers)
         for index, reads in enumerate(scheduler.reads[: self.boundary]):
@@ -38,7 +40,7 @@ class Forward:
         self.pinned = {v for v in self.values if v in read_later and not scheduler.droppable[v]}
 
     def crossing(self, place: int) -> set[int]:
-        """The values that are made before an operation of forward, and read by it or by one between it and the boundary."""
+        """The values that are made before an operation of forward, and read by it or by a later one of forward."""
         makers, last = self.scheduler.makers, self.last
         return {v for v in self.values if makers[v] < place <= last[v]}
 
@@ -78,7 +80,7 @@ def square_root_segments(scheduler: Scheduler) -> Iterator[Drops]:
     forward = Forward(scheduler)
     made = [sum(scheduler.problem.sizes[v] for v in makes) for makes in scheduler.makes[: forward.boundary]]
     seen: set[Drops] = set()
-    for places in _narrow_places(forward.crossing_bytes()):
+    for places in _more_and_less(forward.crossing_bytes()):
         ends = [*places, forward.boundary]
         widest = max((sum(made[a:b]) for a, b in zip([0, *places], ends, strict=True)), default=0)
         carried = set[int]().union(*(forward.crossing(place) for place in places))
@@ -95,10 +97,18 @@ def square_root_segments(scheduler: Scheduler) -> Iterator[Drops]:
                     yield drops
 
 
-def _narrow_places(crossing: Sequence[int]) -> Iterator[list[int]]:
-    """Places where no more bytes cross than beside them; then those of them where no more than the median cross."""
-    inner = range(1, len(crossing) - 1)
-    narrow = [p for p in inner if crossing[p - 1] >= crossing[p] <= crossing[p + 1]]
+def narrow_places(crossing: Sequence[int]) -> list[int]:
+    """Places, without the start and the boundary, where no more bytes cross than at the places beside them.
+
+    Args:
+        crossing: bytes that cross each place, from ``Forward.crossing_bytes``.
+    """
+    return [p for p in range(1, len(crossing) - 1) if crossing[p - 1] >= crossing[p] <= crossing[p + 1]]
+
+
+def _more_and_less(crossing: Sequence[int]) -> Iterator[list[int]]:
+    """All narrow places; then those of them where no more than the median cross."""
+    narrow = narrow_places(crossing)
     yield narrow
     if narrow:
         median = sorted(crossing[p] for p in narrow)[len(narrow) // 2]

@@ -116,7 +116,7 @@ def lay_out(programs: Sequence[Program], *, fold: bool = True, max_rows: int = M
     title = programs[0].title if programs else ""
     sheet = arrange(visits, placed, title=title, fold=fold, max_rows=max_rows)
     update = Row("update", "optimizer.step", ("",), -ROW_HEIGHT - FRAME_HEAD)
-    rows = [*sheet.rows, update] if any(p.update < len(p.calls) for p in placed) else sheet.rows
+    rows = [*sheet.rows, update] if any(len(p.row) < len(p.calls) for p in placed) else sheet.rows
     return [_picture(program, p, rows, sheet) for program, p in zip(programs, placed, strict=True)]
 
 

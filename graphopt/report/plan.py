@@ -6,15 +6,16 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from graphopt.fitting import Fitting
+from graphopt.analysis.cost import CostReport
+from graphopt.fitting import Fitted, Fitting
 from graphopt.planning import Simulated
 from graphopt.planning.problem import lifetimes
 from graphopt.program import info
 from graphopt.report.tables import aligned
 from graphopt.report.text import short_source
-from graphopt.values import format_bytes
+from graphopt.values import format_bytes, format_seconds
 
-__all__ = ["Decision", "decisions", "plan_lines"]
+__all__ = ["Decision", "away_lines", "decisions", "plan_lines", "summary_lines"]
 
 _NUMBER = re.compile(r"(?<![A-Za-z_0-9])\d+(?![A-Za-z_0-9])")
 
@@ -86,6 +87,38 @@ def _crossing(fitting: Fitting, simulated: Simulated) -> set[int]:
     return {value for value, first, last in lifetimes(problem, steps) if first < start <= last}
 
 
+def summary_lines(fitting: Fitting, fitted: Fitted, budget: int, costs: CostReport) -> list[str]:
+    """What a plan within ``budget`` bytes takes, in bytes and in seconds, next to the program as it is."""
+    share = fitted.seconds / fitting.seconds if fitting.seconds else 0.0
+    how = "measured" if costs.measured or costs.cached else "roofline"
+    peak = (
+        f"peak {format_bytes(fitted.peak_bytes)} of {format_bytes(budget)} allowed; the program as it is takes "
+        f"{format_bytes(fitting.memory.peak_bytes)}; the smallest peak found is "
+        f"{format_bytes(fitting.frontier.lowest.peak)}"
+    )
+    time = (
+        f"what runs again takes {format_seconds(fitted.simulated.again)} on top of {format_seconds(fitting.seconds)}"
+        f"{f', waiting for copies {format_seconds(fitted.late)}' if fitted.away else ''}: {share:.1%} more ({how})"
+    )
+    return [peak, time]
+
+
+def away_lines(fitting: Fitting, fitted: Fitted) -> list[str]:
+    """The tensors that wait elsewhere, with the seconds that their copies have on the way back."""
+    if not fitted.away:
+        return []
+    problem, steps = fitting.planning.problem, fitted.simulated.plan.steps
+    total = sum(item.copy.bytes for item in fitted.away)
+    rows = [("offloaded", "bytes", "fetched before its next use")]
+    for item in sorted(fitted.away, key=lambda item: -item.copy.bytes):
+        ahead = steps[item.window.fetched : item.copy.needed]
+        time = sum(problem.operations[step].seconds for step in ahead)
+        rows.append(
+            (problem.names[item.value], format_bytes(item.copy.bytes), f"{len(ahead)} ops, {format_seconds(time)}")
+        )
+    return [f"{format_bytes(total)} in {len(fitted.away)} tensors wait on the {fitting.tier}", *aligned(rows)]
+
+
 @dataclass(slots=True)
 class _Row:
     names: list[str]
@@ -112,7 +145,7 @@ def _cells(row: _Row) -> tuple[str, ...]:
     name = row.names[0] if count == 1 else f"{_NUMBER.sub('*', row.names[0])} × {count}"
     size = format_bytes(decision.bytes) if count == 1 else f"{count} × {format_bytes(decision.bytes)}"
     times = f"{decision.times} × " if decision.times > 1 else ""
-    again = f"{times}{decision.seconds * 1e3:.3g} ms" if decision.times else ""
+    again = f"{times}{format_seconds(decision.seconds)}" if decision.times else ""
     return decision.action, name, size, again, decision.reason, decision.source
 
 

@@ -55,7 +55,7 @@ class Placement:
         order: forward's visits, in running order.
         row: the index of each call's visit, once ``place`` has filled it in.
         turn: the position in ``calls`` of the first call of backward, or their number where there is none.
-        update: the same of the optimizer's update.
+        update: the same of the optimizer's update, as far as it comes behind backward.
         early: the calls on the side of forward.
     """
 
@@ -64,9 +64,10 @@ class Placement:
         self.known = {node: info(node) for node in self.calls}
         self.row: dict[fx.Node, int] = {}
         phases = [known.phase for known in self.known.values()]
-        self.turn, self.update = (
-            phases.index(phase) if phase in phases else len(phases) for phase in (Phase.BACKWARD, Phase.UPDATE)
-        )
+        self.turn = phases.index(Phase.BACKWARD) if Phase.BACKWARD in phases else len(phases)
+        late = (Phase.BACKWARD, Phase.RECOMPUTE)
+        end = max((i + 1 for i, phase in enumerate(phases) if phase in late), default=0)
+        self.update = next((i for i in range(end, len(phases)) if phases[i] is Phase.UPDATE), len(phases))
         self.early = {n for i, n in enumerate(self.calls) if i < self.turn or self.known[n].phase is Phase.FORWARD}
         self._visit: dict[fx.Node, Visit] = {}
         self.order = self._forward_visits()
@@ -98,7 +99,7 @@ class Placement:
             again = known.names[0].rstrip("'") if known.phase is Phase.RECOMPUTE and known.names else ""
             if found := self._visit.get(node) or twins.get(again):
                 self.row[node] = visits[found]
-            elif index < self.update or (known.module and known.phase is not Phase.UPDATE):
+            elif known.phase is not Phase.UPDATE and (index < self.update or known.module):
                 self.row[node] = self._find(node, by_path)
 
     def _find(self, node: fx.Node, by_path: dict[str, list[int]]) -> int:

@@ -31,7 +31,7 @@ def saved_values(program: Program) -> list[fx.Node]:
 
 
 def _late(program: Program) -> set[fx.Node]:
-    """What runs after forward. Transfers belong to the part in which they stand."""
+    """What runs after forward, and the tangents. Transfers belong to the part in which they stand."""
     found: set[fx.Node] = set()
     for node in program.graph.nodes:
         if node.op in ("placeholder", "output"):
@@ -39,7 +39,7 @@ def _late(program: Program) -> set[fx.Node]:
         phase = info(node).phase
         if phase not in (Phase.FORWARD, Phase.TRANSFER) or (phase is Phase.TRANSFER and found):
             found.add(node)
-    return found
+    return found.union(node for node, _ in program.inputs_of("tangent"))
 
 
 def partition(program: Program, layout: list[bool]) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -87,13 +87,17 @@ def _extract(inputs: list[fx.Node], calls: list[fx.Node], results: list[Any], na
 def split_update(program: Program) -> tuple[fx.GraphModule, fx.GraphModule, list[int], list[int]]:
     """A step program as two modules of the boxed convention: everything up to the gradients, and the update.
 
+    Updates that run between calls of backward run behind all of them, in their order.
+
     Returns:
         The first module: (the inputs it needs) → (results of its own, then what the update reads).
         The second: (the inputs it needs, then what the first handed over) → (results of its own).
         For both, the positions of the inputs they need among the program's.
     """
     program = program.copy()
-    apply_reuse(program)
+    for node in list(program.phase_nodes(Phase.UPDATE)):
+        program.output_node.prepend(node)
+    apply_reuse(program)  # only now: no sum may overwrite a gradient that its update has yet to read
     calls = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
     update = {node for node in calls if info(node).phase is Phase.UPDATE}
     needs = dict.fromkeys(source for node in calls if node in update for source in node.all_input_nodes)

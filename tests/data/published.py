@@ -3,17 +3,17 @@
 The graphs are four of those that Kusumoto et al. solved (A Graph Theoretic Framework of Recomputation Algorithms for
 Memory-Efficient Backpropagation, NeurIPS 2019, arXiv 1905.11722), from the repository pfnet-research/recompute, commit
 f82d00f, where they are called ``computational_graphs/cg_*.txt``. What is written is what planning needs: bytes of the
-values that operations make, and what each operation and its backward read and make, exactly as far as the authors' files
-say it. Parameters and the network's inputs are left out; their gradients are not, because the authors' figures have them
+values that operations make, and what each operation and its backward read and make, exactly what the authors' files
+say. Parameters and the network's inputs are left out; their gradients are not, because the authors' figures have them
 alive until the end. Operations are in the authors' order: a depth-first topological one.
 
     python tests/data/published.py <authors' file> <name of the graph> > tests/data/<name>.txt
 
-Format: lines that begin with ``#`` are remarks. Then one line per operation of the forward program: its type, and after
-that five lists separated by ``|``, each of them integers separated by spaces: the values that it reads; the bytes of the
-values that it makes, which are numbered from 0 on in this order; the values that its backward reads; the values whose
-gradients its backward makes or adds to; the bytes of the gradients of parameters and network inputs that its backward
-makes.
+Format: lines that begin with ``#`` are remarks. Then one line per operation of the forward program: its type, and
+after that five lists separated by ``|``, each of them integers separated by spaces: the values that it reads; the bytes
+of the values that it makes, which are numbered from 0 on in this order; the values that its backward reads; the values
+whose gradients its backward makes or adds to; the bytes of the gradients of parameters and network inputs that its
+backward makes.
 """
 
 from __future__ import annotations

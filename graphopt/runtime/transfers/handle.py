@@ -26,7 +26,7 @@ def make_handle(number: int, released: Callable[[int], object]) -> torch.Tensor:
             tensor that shares it is gone; in whichever thread that happens, also in the middle of a garbage collection.
     """
     cell = _Cell(number)
-    weakref.finalize(cell, released, number).atexit = False
+    weakref.finalize(cell, released, number)
     return torch.frombuffer(cell, dtype=torch.int64, count=1)
 
 

@@ -1,0 +1,31 @@
+"""Facts about collectives that their schemas do not tell."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from graphopt.values import storage_bytes, tensors_of
+
+__all__ = ["ALL_GATHER", "WAIT", "workspace_bytes"]
+
+ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+"""``all_gather_into_tensor(Tensor input, int group_size, Any group_name) -> Tensor``: starts; of shape
+``[group_size * n, ...]``, rank after rank."""
+
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+"""``wait_tensor(Tensor tensor) -> Tensor``: waits for the collective that writes to ``tensor``, and returns it."""
+
+
+def workspace_bytes(node: fx.Node) -> int:
+    """Bytes that a collective allocates beside its result while it runs.
+
+    Gloo, which serves CPU tensors, gathers into a buffer of its own and copies it into the result; NCCL needs nothing
+    of torch's allocator.
+
+    Args:
+        node: any call; 0 for what is not a gather of CPU tensors.
+    """
+    if node.target is not ALL_GATHER:
+        return 0
+    return sum(storage_bytes(tensor) for tensor in tensors_of(node.meta.get("val")) if tensor.device.type == "cpu")

@@ -1,0 +1,175 @@
+"""The planner against published plans and against optimal ones.
+
+The published ones are those of Kusumoto et al.'s approximate dynamic programme on four of their graphs, simulated with
+every value freed after its last use: once with the lowest peak that it finds over all its budgets, and once with the
+fewest seconds at the smallest budget that it can keep. The optimal ones come from the integer program, for random
+training-like graphs of 12 to 24 operations and random budgets.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import make_table, parser, show
+
+from graphopt.planning import Plan, simulate
+from graphopt.planning.milp import optimum, smallest_peak
+from graphopt.planning.planner import InfeasibleError, find_frontier, plan
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.planning_graphs import PUBLISHED, PUBLISHED_PLANS, published_problem, seeded_problem
+
+SMALL = ("googlenet", "unet")
+
+
+def published(name: str) -> dict[str, Any]:
+    """One published graph: the planner's plans at the peaks of the published ones, and its lowest peak."""
+    problem = published_problem(name)
+    forward = sum(operation.seconds for operation in problem.operations[: problem.boundary])
+    started = time.perf_counter()
+    frontier = find_frontier(problem)
+    seconds = time.perf_counter() - started
+    rows = []
+    for theirs in PUBLISHED_PLANS[name]:
+        point = frontier.within(theirs.peak)
+        rows.append(
+            {
+                "budget": theirs.peak,
+                "theirs_again": theirs.again,
+                "again": None if point is None else point.again / forward,
+            }
+        )
+    lowest = frontier.lowest
+    return {
+        "graph": name,
+        "operations": len(problem.operations),
+        "plain_peak": simulate(problem, Plan(tuple(range(len(problem.operations))))).peak,
+        "plans": rows,
+        "lowest_peak": lowest.peak,
+        "lowest_again": lowest.again / forward,
+        "seconds": seconds,
+    }
+
+
+@dataclass(frozen=True)
+class Case:
+    """A random graph with a budget: what the planner found against the optimum, in seconds of all steps."""
+
+    seed: int
+    budget: int
+    optimum: float
+    found: float | None
+    kept: bool
+    seconds: float
+
+    @property
+    def ratio(self) -> float:
+        return float("inf") if self.found is None else self.found / self.optimum
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Nothing on the standard output meanwhile: the solver prints remarks there, past Python."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def small(seed: int) -> Case | None:
+    """A random small graph with a random budget; None where nothing can lower its peak."""
+    problem = seeded_problem(seed)
+    plain = simulate(problem, Plan(tuple(range(len(problem.operations)))))
+    with silent():
+        least = smallest_peak(problem)
+        if least == plain.peak:
+            return None
+        budget = random.Random(seed).randint(least, plain.peak - 1)
+        best = optimum(problem, budget)
+    assert best is not None
+    started = time.perf_counter()
+    try:
+        found = simulate(problem, plan(problem, budget).plan)
+    except InfeasibleError:
+        found = None
+    seconds = time.perf_counter() - started
+    kept = found is None or found.peak <= budget
+    return Case(seed, budget, simulate(problem, best).seconds, None if found is None else found.seconds, kept, seconds)
+
+
+def summary(cases: Sequence[Case], trivial: int) -> dict[str, Any]:
+    """How often plans are optimal, and how far off the others are."""
+    found = [case for case in cases if case.found is not None]
+    missed = [case for case in cases if case.ratio > 1 + 1e-9]
+    return {
+        "graphs": len(cases),
+        "without_choice": trivial,
+        "optimal": len(cases) - len(missed),
+        "not_found": len(cases) - len(found),
+        "below_the_optimum": sum(case.ratio < 1 - 1e-9 for case in cases),
+        "worst_ratio": max((case.ratio for case in found), default=1.0),
+        "mean_ratio": sum(case.ratio for case in found) / max(1, len(found)),
+        "budget_violated": sum(not case.kept for case in cases),
+        "planner_seconds": sum(case.seconds for case in cases),
+        "missed": [vars(case) for case in missed],
+    }
+
+
+def tables(graphs: Sequence[dict[str, Any]], random_graphs: dict[str, Any]) -> list[Any]:
+    """The figures for people."""
+    rows = []
+    for graph in graphs:
+        for kind, row in zip(("lowest peak", "fewest seconds"), graph["plans"], strict=True):
+            ours = "not found" if row["again"] is None else f"{row['again']:.1%}"
+            lowest = f"{graph['lowest_peak'] / 1e9:.3f} at {graph['lowest_again']:.1%}"
+            rows.append(
+                (
+                    f"{graph['graph']}, {kind}",
+                    f"{row['budget'] / 1e9:.3f}",
+                    f"{row['theirs_again']:.1%}",
+                    ours,
+                    lowest,
+                    f"{graph['seconds']:.1f} s",
+                )
+            )
+    headings = ("published plan", "peak, GB", "again, theirs", "again, ours", "our lowest peak", "search")
+    figures = [(key.replace("_", " "), f"{value:.4g}") for key, value in random_graphs.items() if key != "missed"]
+    return [
+        make_table("Forward seconds run again at the published peaks", headings, rows),
+        make_table("Random graphs of 12 to 24 operations, against the integer program", ("", ""), figures),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser(__doc__)
+    options.add_argument("--graphs", type=int, help="random graphs (default: 1000; 20 with --quick)")
+    options.add_argument("--misses", type=Path, help="also write the cases that are not optimal to this file")
+    given = options.parse_args(argv)
+    torch.set_num_threads(given.threads)
+    graphs = [published(name) for name in (SMALL if given.quick else PUBLISHED)]
+    cases = [small(seed) for seed in range(given.graphs or (20 if given.quick else 1000))]
+    solved = [case for case in cases if case is not None]
+    random_graphs = summary(solved, len(cases) - len(solved))
+    if given.misses is not None:
+        given.misses.write_text("".join(f"{case}\n" for case in random_graphs["missed"]))
+    show({"published": graphs, "random": random_graphs}, tables(graphs, random_graphs), as_json=given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
