@@ -63,6 +63,7 @@ __all__ = [
     "intercept_custom_functions",
     "map_aggregate",
     "mark_optimizer_called",
+    "process_groups",
     "pytree",
     "run_and_save_rng_state",
     "run_with_rng_state",
@@ -548,3 +549,10 @@ def allocator_events(profile: Any) -> list[tuple[int, str, int]]:
             held[where, address, -count] -= 1
             events.append((when, where, count))
     return events
+
+
+def process_groups() -> dict[str, Any]:
+    """Every process group that this process belongs to, by name; torch has no public way to look one up."""
+    from torch.distributed.distributed_c10d import _world
+
+    return {name: group for group, name in _world.pg_names.items()}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from graphopt import _torch
 from graphopt.errors import GraphoptError, did_you_mean
 
 __all__ = ["Group", "find_group"]
@@ -56,13 +57,6 @@ class Group:
             )
 
 
-def _groups() -> dict[str, Any]:
-    """Every process group that this process belongs to, by name (torch has no public way to look one up)."""
-    from torch.distributed.distributed_c10d import _world
-
-    return {name: group for group, name in _world.pg_names.items()}
-
-
 def find_group(name: str) -> Group:
     """The process group of a name; ``""`` is the default group.
 
@@ -74,7 +68,7 @@ def find_group(name: str) -> Group:
             "there is no process group: call torch.distributed.init_process_group(...) in every process before the "
             "first step (torchrun sets what it needs)"
         )
-    groups = _groups()
+    groups = _torch.process_groups()
     wanted = name or next(key for key, group in groups.items() if group is dist.group.WORLD)
     handle = groups.get(wanted)
     if handle is None:

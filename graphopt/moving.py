@@ -106,13 +106,16 @@ def _within_forward(program: Program, place: fx.Node) -> fx.Node:
     return first if order.index(first) < order.index(place) else place
 
 
-def host_lanes(planning: PlanningProblem, room: int | None, *, smallest: int = 1_000_000) -> Lanes:
+def host_lanes(
+    planning: PlanningProblem, room: int | None, *, rate: float | None = None, smallest: int = 1_000_000
+) -> Lanes:
     """What copies to the host can do for a program's values.
 
     Args:
         planning: the program's problem.
         room: bytes that may be on the host at once; None for what is free there, or for nothing where the values live
             on the CPU: its memory is the host's.
+        rate: bytes per second each way; measured on this machine by default.
         smallest: values of fewer bytes stay.
     """
     devices = {node.meta["val"].device for node in planning.makers if isinstance(node.meta.get("val"), torch.Tensor)}
@@ -121,5 +124,6 @@ def host_lanes(planning: PlanningProblem, room: int | None, *, smallest: int = 1
         room = 0 if on_host else (free_host_bytes() or 0) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     can_move = [not movable(node) for node in planning.makers]
     parted = any(storage.owner.op == "placeholder" for storage in planning.storages)
-    rate = min((link_bandwidth(device, "host") for device in devices), default=1.0) if room else 1.0
+    if rate is None:
+        rate = min((link_bandwidth(device, "host") for device in devices), default=1.0) if room else 1.0
     return Lanes(rate, rate, room, smallest, can_move, parted)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from graphopt.analysis.liveness import MemoryTimeline
     from graphopt.instruments import Instrument
 
-__all__ = ["Changed", "Numerics", "Pass", "PassStage", "PassRecord", "Pipeline", "available_passes", "find_pass"]
+__all__ = ["Changed", "Numerics", "Pass", "PassRecord", "PassStage", "Pipeline", "available_passes", "find_pass"]
 
 Numerics = Literal["bitwise", "tolerant", "changes"]
 logger = logging.getLogger("graphopt")

@@ -44,7 +44,7 @@ class Rerun:
     replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def first(self, node: fx.Node) -> fx.Node:
-        """The call that runs where a call of the original program ran: a random op that saves its state is a new one."""
+        """The call that runs where a call of the original program ran; a random op that saves its state is another."""
         result = self.replaced.get(node)
         return node if result is None else result.args[0]  # type: ignore[return-value]
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, final
 
+from graphopt.analysis.cost import PROFILES
 from graphopt.analysis.problem import PlanningProblem
 from graphopt.budget import budget_bytes, check_budget, check_cost, costs_of, infeasible, within_already
 from graphopt.errors import GraphoptError, did_you_mean
@@ -72,6 +73,19 @@ class FitMemory(Pass):
             hint = did_you_mean(unknown[0], _WAYS) if unknown else "give recompute, offload or both"
             raise GraphoptError(f"allow={','.join(self.allow) or 'nothing'} is not possible; {hint}")
         check_cost(self.cost)
+        if self.time_limit is not None and self.time_limit < 0:
+            raise GraphoptError(f"time_limit is a number of seconds, and {self.time_limit} is negative")
+        self._room()
+
+    def _room(self) -> int | None:
+        """The bytes that ``host_budget`` allows."""
+        try:
+            room = parse_bytes(self.host_budget) if isinstance(self.host_budget, str) else self.host_budget
+        except ValueError as error:
+            raise GraphoptError(f"host_budget={self.host_budget!r}: {error}") from None
+        if room is not None and room < 0:
+            raise GraphoptError(f"host_budget is a number of bytes, and {room} is negative")
+        return room
 
     def apply(self, program: Program) -> Changed:
         """See the class; rewrites the program that runs."""
@@ -105,5 +119,6 @@ class FitMemory(Pass):
         """What copies can do; nothing where they are not allowed, or where the host is the device itself."""
         if "offload" not in self.allow:
             return None
-        room = self.host_budget if not isinstance(self.host_budget, str) else parse_bytes(self.host_budget)
-        return lambda planning: host_lanes(planning, room)
+        room = self._room()
+        profile = PROFILES.get(self.cost)
+        return lambda planning: host_lanes(planning, room, rate=profile.host_bandwidth if profile else None)

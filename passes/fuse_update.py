@@ -14,7 +14,7 @@ from graphopt.analysis.liveness import MemoryTimeline, Storage, storages_of
 from graphopt.ops import foreach, schema
 from graphopt.pipeline import Changed, Numerics, Pass, PassStage
 from graphopt.program import Phase, Program, info, set_info
-from graphopt.values import format_bytes, storage_bytes
+from graphopt.values import format_bytes, storage_bytes, tensors_of
 
 __all__ = ["FuseUpdate"]
 
@@ -31,8 +31,8 @@ class FuseUpdate(Pass):
 
     Updates that would raise the peak during backward, because they create state (an optimizer's first step) or need
     room for themselves, stay behind it. Nothing is done where the update needs all gradients first (a norm or a check
-    over all of them), and in a drop-in program, whose optimizer runs on its own. A compiler backend runs the update
-    behind what it compiles, so there the peak stays as it was.
+    over all of them), where two parameters share memory without being tied, and in a drop-in program, whose optimizer
+    runs on its own. A compiler backend runs the update behind what it compiles, so there the peak stays as it was.
 
     As in LOMO, Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources", 2023
     (arXiv 2306.09782), for any optimizer that can be traced.
@@ -48,12 +48,12 @@ class FuseUpdate(Pass):
             return Changed(reason="there is no update in this program: the optimizer runs after it")
         trial = program.copy()
         split = _split_lists(trial)
-        gathering = _gathering(trial)
-        if gathering:
-            return Changed(reason=gathering)
+        obstacle = _sharing(trial) or _gathering(trial)
+        if obstacle:
+            return Changed(reason=obstacle)
         was = program.memory()
         best = _best_order(trial, was)
-        reason = best.objection(program, was)
+        reason = best.objection(program, was, split)
         if reason:
             return Changed(reason=reason)
         program.graph = best.program.graph
@@ -104,13 +104,13 @@ class _Candidate:
         at = zip(self.memory.nodes, self.memory.bytes, strict=True)
         return {node.name for node, count in at if count > peak and info(node).phase is Phase.UPDATE}
 
-    def objection(self, program: Program, was: MemoryTimeline) -> str:
+    def objection(self, program: Program, was: MemoryTimeline, split: int) -> str:
         """Why the program had better stay as it is; empty where this order is better."""
         if [node.name for node in program.graph.nodes] == [node.name for node in self.program.graph.nodes]:
             return "every update runs as early as it can already"
         if self.peak > was.peak_bytes:
             return f"the peak would rise from {format_bytes(was.peak_bytes)} to {format_bytes(self.peak)}"
-        if not self.early and self.peak == was.peak_bytes:
+        if not self.early and (self.peak == was.peak_bytes or not split):
             last = list(program.phase_nodes(*_BEFORE_UPDATE))[-1]
             return f"every update has to wait for the end of backward ({last.name})"
         return ""
@@ -194,7 +194,19 @@ def _owners(program: Program) -> dict[fx.Node, str]:
     }
 
 
-# --- what reads several gradients ------------------------------------------------------------------------------------
+# --- what keeps updates from running one by one ----------------------------------------------------------------------
+
+
+def _sharing(program: Program) -> str:
+    """Two inputs that are one piece of memory, where the update writes it; empty without such a pair."""
+    written = {_base(target) for node in program.phase_nodes(Phase.UPDATE) for target in schema.mutated_inputs(node)}
+    found: dict[torch.UntypedStorage, tuple[fx.Node, str]] = {}
+    for node, spec in zip(program.placeholders, program.inputs, strict=True):
+        for tensor in tensors_of(node.meta.get("val")):
+            other, name = found.setdefault(tensor.untyped_storage(), (node, spec.target))
+            if other is not node and {other, node} & written:
+                return f"{name} and {spec.target} share memory, so that updating one early would change the other"
+    return ""
 
 
 def _gathering(program: Program) -> str:

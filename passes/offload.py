@@ -32,12 +32,11 @@ _TIERS = ("host", "disk")
 class Offload(Pass):
     """Copy tensors that backward reads away after forward has read them, and back in time for backward.
 
-    Copies run beside the computation, one at a time each way: on CUDA on a stream of their own through pinned memory, on
-    a CPU in a thread. A tensor is freed when its copy is done, and no earlier than forward has read it for the last
+    Copies run beside the computation, one at a time each way: on CUDA on a stream of their own through pinned memory,
+    on a CPU in a thread. A tensor is freed when its copy is done, and no earlier than forward has read it for the last
     time; where it would raise the peak until then, the computation waits for it. The copy back starts as late as the
     measured seconds of the ops and the measured bandwidth allow for it to be there in time, and later where its bytes
-    would raise the peak. Values, strides and offsets come back as they were,
-    so results equal eager's to the last bit.
+    would raise the peak. Values, strides and offsets come back as they were, so results equal eager's to the last bit.
 
     Where the peak sits elsewhere, so that offloading cannot lower it, nothing is moved, and the record says so.
 
@@ -202,7 +201,7 @@ class _Plan:
 
     def _alive(self, memory: MemoryTimeline) -> list[int]:
         """Bytes alive at each operation, with the chosen values away while they wait."""
-        at = {node: count for node, count in zip(memory.nodes, memory.bytes, strict=True)}
+        at = dict(zip(memory.nodes, memory.bytes, strict=True))
         alive = [at[node] if node is not None else 0 for node in self._planning.nodes]
         for copy in self._copies:
             for step in range(copy.last + 1, copy.needed):
@@ -241,10 +240,11 @@ class _Plan:
         """What is moved, when it is freed and fetched, and what the computation waits for."""
         late = sum(window.late for window in self._windows)
         amount, link = format_bytes(self.bytes), format_bytes(self._rate)
-        found = [
+        summary = (
             f"{amount} in {len(self._chosen)} tensors wait on the {self._options.tier}, over a link of {link}/s; "
             f"the computation waits {late * 1e3:.3g} ms for copies (expected)"
-        ]
+        )
+        found = [summary]
         for name, copy, window in zip(self.names, self._copies, self._windows, strict=True):
             found.append(f"  {name}: {format_bytes(copy.bytes)}, {self._described(copy, window)}")
         return found

@@ -484,6 +484,30 @@ def test_an_update_that_needs_all_gradients_stays(optimizer: type[torch.optim.SG
     assert record.changed.reason.endswith("so the update has to wait for all of them")
 
 
+class Overlapping(nn.Module):
+    """Two parameters that are not the same object, in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        memory = torch.linspace(-1, 1, 64).reshape(8, 8)
+        self.a, self.b = nn.Parameter(memory), nn.Parameter(memory)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x @ self.a).tanh() @ self.b).tanh() @ self.a
+
+
+def test_parameters_that_share_memory_stay() -> None:
+    model = Overlapping()
+    optimizer, found = sgd(model.parameters()), Training()
+    step = graphopt.optimize_step(model, optimizer, FUSED, loss=mean_square)
+    for number, batch in enumerate(BATCHES):
+        found.add(f"{number}.loss", step(*batch))
+    assert step.records[0].changed.reason.startswith("a and b share memory, so that ")
+    expected = train(Overlapping(), sgd, mean_square, BATCHES)
+    wrong = [name for name, value in found.tensors.items() if not torch.equal(value, expected.tensors[name])]
+    assert not wrong
+
+
 class Scaled(Plain):
     """Multiply every gradient by a number that is made of all of them, in front of the update."""
 

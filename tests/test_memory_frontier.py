@@ -16,7 +16,7 @@ import pytest
 BENCHMARK = Path(__file__).parent / "benchmarks" / "memory_frontier.py"
 PEERS = [
     "eager PyTorch", "checkpoint() per block", "selective, keeps sdpa", "selective, keeps products",
-    "aot_eager, budget 1.0", "aot_eager, budget 0.4", "aot_eager, budget 0.0", "save_on_cpu",
+    "aot_eager, budget 1.0", "aot_eager, budget 0.4", "save_on_cpu",
 ]  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def test_ours_is_equal_to_eager_with_dropout(run: Run) -> None:
 
 def test_it_shows_that_torch_draws_other_dropout_masks_below_budget_one(run: Run) -> None:
     assert run.rows["aot_eager, budget 1.0"]["difference"] == 0
-    assert run.rows["aot_eager, budget 0.0"]["difference"] > 1e-2
+    assert run.rows["aot_eager, budget 0.4"]["difference"] > 1e-2
 
 
 def test_each_peer_meets_the_fastest_of_ours_that_fits(run: Run) -> None:

@@ -25,6 +25,9 @@ __all__ = ["LiveTensor", "MemoryTimeline", "Storage", "simulate", "storages_of"]
 _BLOCK = {"cuda": 512}
 """Allocation granularity in bytes, by device type; the CPU allocator is exact."""
 
+_SCALAR = 16
+"""Bytes up to which an output of a program without a loss is taken for the loss itself."""
+
 _INPUT_CATEGORY = {
     "parameter": "parameters",
     "buffer": "buffers",
@@ -178,8 +181,9 @@ def storages_of(program: Program) -> tuple[list[Storage], dict[fx.Node, list[Sto
     for node in calls:
         end = outside if outside is not None else len(calls)
         last = max((position.get(user, end) for user in node.users), default=position[node])
+        kept = outside is not None and any(user.op == "output" for user in node.users)
         for storage in refers[node]:
-            storage.last = max(storage.last, last)
+            storage.last = max(storage.last, len(calls) if kept and storage.bytes <= _SCALAR else last)
     if outside is not None:
         _place_tangents(program, refers, position, outside)
     _categorise(program, refers)
@@ -196,12 +200,16 @@ def _loss_outside(program: Program, calls: list[fx.Node]) -> int | None:
 def _place_tangents(
     program: Program, refers: dict[fx.Node, list[Storage]], position: dict[fx.Node, int], start: int
 ) -> None:
-    """Tangents come into being with the user's loss and die at their last use; gradients stay to the end."""
+    """Tangents come into being with the user's loss and die at their last use; gradients stay to the end.
+
+    A loss that the model returns stays with the caller, and its tangent with autograd, to the end.
+    """
+    end = len(position)
     for node, _ in program.inputs_of("tangent"):
         for storage in refers[node]:
             storage.first = start
-            storage.last = max((position.get(user, start) for user in node.users), default=start)
-    end = len(position)
+            last = max((position.get(user, start) for user in node.users), default=start)
+            storage.last = end if storage.bytes <= _SCALAR else last
     for value, _ in program.outputs_of("gradient"):
         for storage in refers[value] if isinstance(value, fx.Node) else ():
             storage.last = end

@@ -18,6 +18,8 @@ from torch import fx
 from graphopt import _torch
 from graphopt.analysis.running import LARGEST_CALL, call_bytes, call_key, call_tensors, prepare
 from graphopt.capture.precision import plain_precision
+from graphopt.ops import schema
+from graphopt.ops.collectives import workspace_bytes
 from graphopt.values import storage_bytes, tensors_of
 
 __all__ = ["Usage", "measured_usage"]
@@ -39,11 +41,14 @@ class Usage:
     results: tuple[int, ...] | None = None
 
 
+_MARK = "measured call "
+"""How the marks in a profile begin; no op is called so."""
+
 _measured: dict[str, Usage] = {}
 
 
 def measured_usage(nodes: Iterable[fx.Node]) -> list[Usage]:
-    """What each call allocates; 0 for calls on a device that is not here, collectives and in-place writes."""
+    """What each call allocates; 0 for calls on a device that is not here and in-place writes."""
     calls = list(nodes)
     keys = [call_key(node) for node in calls]
     missing = {key: node for key, node in zip(keys, calls, strict=True) if key and key not in _measured}
@@ -54,6 +59,8 @@ def measured_usage(nodes: Iterable[fx.Node]) -> list[Usage]:
 
 
 def _usage(key: str, node: fx.Node) -> Usage:
+    if schema.is_collective(node):
+        return Usage(workspace_bytes(node))
     found = _measured.get(key, Usage())
     if node.target is _torch.run_with_rng_state:
         return replace(found, temporary=found.temporary + _generator_state(node))
@@ -96,14 +103,14 @@ def _measure_cpu(nodes: dict[str, fx.Node]) -> dict[str, Usage]:
         for key, node in nodes.items():
             try:
                 target, args, kwargs = prepare(node, _zeros)
-                with torch.profiler.record_function(f"graphopt:{len(done)}"):
+                with torch.profiler.record_function(f"{_MARK}{len(done)}"):
                     result = target(*args, **kwargs)
                 results.append(tuple(t.untyped_storage().nbytes() for t in tensors_of(result)))
                 del result, args, kwargs
                 done.append(key)
             except Exception as error:  # data-dependent checks refuse zeros; what the op needs stays unknown
                 logger.info("the temporaries of %s are not known: %s", node.name, error)
-    peaks = _torch.peaks_between_marks(profile, "graphopt:")
+    peaks = _torch.peaks_between_marks(profile, _MARK)
     return {key: Usage(peaks.get(index, 0), results[index]) for index, key in enumerate(done)}
 
 

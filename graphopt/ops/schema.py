@@ -25,7 +25,11 @@ __all__ = [
     "storage_root",
 ]
 
-_UNDECLARED_VIEWS = {torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default}
+_UNDECLARED_VIEWS = {
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten._reshape_alias.default,
+    torch.ops._c10d_functional.wait_tensor.default,
+}
 """Ops that return their argument's storage although their schema does not say so."""
 
 _COLLECTIVES = ("_c10d_functional", "c10d_functional", "_dtensor", "c10d")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -42,8 +43,8 @@ class _Stage:
         begin: its first operation.
         end: the operation after its last one.
         enters: the values that are made before it, and read by it or by later stages.
-        inside: bytes of the values that belong to it, that it makes itself, and that backward reads.
-        saved: bytes of these and of what it makes for later stages.
+        saved: bytes of what it makes for later stages, and of the values inside: those that belong to it, that it makes
+            itself, and that backward reads.
         seconds: to make all that is saved.
         onwards: seconds to make what later stages read.
         inwards: seconds to make the values inside.
@@ -56,7 +57,6 @@ class _Stage:
     begin: int
     end: int
     enters: frozenset[int]
-    inside: int
     saved: int
     seconds: float
     onwards: float
@@ -114,14 +114,31 @@ def _stages(forward: Forward) -> list[_Stage]:
     """
     scheduler, crossing = forward.scheduler, forward.crossing_bytes()
     made = [sum(scheduler.problem.sizes[v] for v in makes) for makes in scheduler.makes[: forward.boundary]]
-    before = list(accumulate(made, initial=0))
     narrow = set(narrow_places(crossing))
     wide = sorted(set(range(1, forward.boundary)) - narrow, key=lambda place: (crossing[place], place))
-    cuts = [0, *sorted([*narrow, *wide[: max(0, _MOST_STAGES - 1 - len(narrow))]]), forward.boundary]
-    while len(cuts) > _MOST_STAGES + 1:
-        place = min(range(1, len(cuts) - 1), key=lambda k: before[cuts[k + 1]] - before[cuts[k - 1]])
-        del cuts[place]
-    return _Reader(forward).read(cuts)
+    cuts = sorted([*narrow, *wide[: max(0, _MOST_STAGES - 1 - len(narrow))]])
+    return _Reader(forward).read(_merged([0, *cuts, forward.boundary], list(accumulate(made, initial=0))))
+
+
+def _merged(cuts: list[int], before: list[int]) -> list[int]:
+    """At most 61 of ascending cuts, the first and the last among them.
+
+    Args:
+        cuts: places.
+        before: bytes that are made before each place.
+    """
+    following, preceding = dict(pairwise(cuts)), {b: a for a, b in pairwise(cuts)}
+    queue = [(before[following[cut]] - before[preceding[cut]], cut) for cut in cuts[1:-1]]
+    heapify(queue)
+    while len(following) > _MOST_STAGES:
+        size, cut = heappop(queue)
+        start, end = preceding[cut], following[cut]
+        if before[end] - before[start] > size:  # it has grown since
+            heappush(queue, (before[end] - before[start], cut))
+            continue
+        following[start], preceding[end] = end, start
+        del following[cut]
+    return [*following, cuts[-1]]
 
 
 class _Reader:
@@ -185,7 +202,6 @@ class _Reader:
             begin=begin,
             end=end,
             enters=enters,
-            inside=sum(sizes[v] for v in inside),
             saved=sum(sizes[v] for v in inside | (made & leaves)),
             seconds=self._sum(self._needed(begin, end, inside | (made & leaves))),
             onwards=self._sum(self._needed(begin, end, made & leaves)),

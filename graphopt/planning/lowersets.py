@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from scipy.sparse import csr_array
 
 from graphopt.errors import GraphoptError
 from graphopt.planning.schedule import Drops, Scheduler
@@ -126,27 +129,11 @@ class LowerSets:
 
     def __init__(self, forward: Forward, *, exact: bool = False) -> None:
         self._forward = forward
-        count = forward.boundary
         sources = _sources(forward)
-        masks = _all_lower_sets(sources) if exact else _approximate_family(forward, sources)
-        self._member = np.array([[mask >> i & 1 for i in range(count)] for mask in masks], dtype=np.float32)
-        self._tick = sum(forward.scheduler.seconds[:count]) / _TICKS or 1.0
-        self._border = self._borders()
+        members = _all_lower_sets(sources) if exact else _approximate_family(forward, sources)
+        self._member, self._border = members, _borders(forward, members)
+        self._tick = sum(forward.scheduler.seconds[: forward.boundary]) / _TICKS or 1.0
         self._segments()
-
-    def _borders(self) -> Array:
-        """Which values each set hands on: read by an operation outside it, or read in backward and never made again."""
-        forward, reads = self._forward, self._forward.scheduler.reads
-        values = {v: place for place, v in enumerate(forward.values)}
-        readers = np.zeros((forward.boundary, len(values)), dtype=np.float32)
-        for index in range(forward.boundary):
-            for value in reads[index]:
-                readers[index, values[value]] = 1
-        outside = readers.sum(axis=0) - self._member @ readers > 0
-        pinned = np.array([v in forward.pinned for v in values])
-        made = self._member[:, [forward.scheduler.makers[v] for v in values]] > 0
-        border: Array = made & (outside | pinned)
-        return border
 
     def _segments(self) -> None:
         """Bytes carried, peak and seconds again of the segment from each set (column) to each larger one (row)."""
@@ -177,11 +164,9 @@ class LowerSets:
 
     def _beside(self, bytes_made: Array) -> Array:
         """Bytes of what reads from each set, and of what else that reads: their gradients are there as well."""
-        count, reads = self._forward.boundary, self._forward.scheduler.reads
-        makers = self._forward.scheduler.makers
-        edges = np.zeros((count, count), dtype=np.float32)
-        for index in range(count):
-            edges[[makers[v] for v in reads[index]], index] = 1
+        scheduler, count = self._forward.scheduler, self._forward.boundary
+        pairs = [(scheduler.makers[v], index) for index in range(count) for v in scheduler.reads[index]]
+        edges = _incidence(pairs, (count, count))
         outside = self._member == 0
         after = (self._member @ edges > 0) & outside
         beside = (after @ edges.T > 0) & outside
@@ -262,53 +247,70 @@ class LowerSets:
         return self._forward.drops(carried)
 
 
-def _sources(forward: Forward) -> list[int]:
-    """The operations of forward that each one reads from, as bits."""
+# --- families --------------------------------------------------------------------------------------------------------
+
+
+def _incidence(pairs: list[tuple[int, int]], shape: tuple[int, int]) -> csr_array:
+    """A sparse matrix of zeros and, at some pairs of row and column, ones."""
+    rows, columns = np.array(sorted(set(pairs)), dtype=np.int64).reshape(-1, 2).T
+    return csr_array((np.ones(len(rows), dtype=np.float32), (rows, columns)), shape=shape)
+
+
+def _members(masks: list[int], count: int) -> Array:
+    """Ones and zeros for sets of operations (rows) that are given as bits; in single precision, for fast products."""
+    width = -(-count // 8)
+    packed = np.frombuffer(b"".join(mask.to_bytes(width, "little") for mask in masks), dtype=np.uint8)
+    bits = np.unpackbits(packed.reshape(len(masks), width), axis=1, bitorder="little")
+    return bits[:, :count].astype(np.float32)
+
+
+def _borders(forward: Forward, members: Array) -> Array:
+    """Which values each set hands on: read by an operation outside it, or read in backward and never made again."""
+    scheduler, values = forward.scheduler, forward.values
+    number = {v: place for place, v in enumerate(values)}
+    pairs = [(index, number[v]) for index in range(forward.boundary) for v in scheduler.reads[index]]
+    readers = _incidence(pairs, (forward.boundary, len(values)))
+    outside = members @ readers < readers.sum(axis=0)
+    pinned = np.array([v in forward.pinned for v in values], dtype=bool)
+    made = members[:, [scheduler.makers[v] for v in values]] > 0
+    border: Array = made & (outside | pinned)
+    return border
+
+
+def _sources(forward: Forward) -> list[list[int]]:
+    """The operations of forward that each one reads from."""
     makers = forward.scheduler.makers
-    return [sum({1 << makers[v] for v in reads}) for reads in forward.scheduler.reads[: forward.boundary]]
+    return [sorted({makers[v] for v in reads}) for reads in forward.scheduler.reads[: forward.boundary]]
 
 
-def _approximate_family(forward: Forward, sources: list[int]) -> list[int]:
+def _approximate_family(forward: Forward, sources: list[list[int]]) -> Array:
     """Ancestors of each operation, and prefixes of the program's order; from nothing to everything, smaller ones first.
 
-    Where they are more than 300, the ones with the fewest bytes on their border among as many neighbours in size.
+    Where they are more than 300, the ones with the fewest bytes on their border among some neighbours in size.
     """
     full = (1 << len(sources)) - 1
     ancestors: list[int] = []
-    for index, mask in enumerate(sources):
-        closed = 1 << index | mask
-        for source in range(index):
-            if mask >> source & 1:
-                closed |= ancestors[source]
-        ancestors.append(closed)
+    for index, before in enumerate(sources):
+        ancestors.append(reduce(or_, (ancestors[source] for source in before), 1 << index))
     family = {*ancestors, *((1 << place) - 1 for place in range(len(sources) + 1))} - {0, full}
     ordered = sorted(family, key=lambda mask: (mask.bit_count(), mask))
-    group = -(-len(ordered) // _MOST_APPROXIMATE)
-    if group > 1:
-        width = {mask: _border_bytes(forward, mask) for mask in ordered}
-        ordered = [min(ordered[at : at + group], key=width.__getitem__) for at in range(0, len(ordered), group)]
-    return [0, *ordered, full]
+    if len(ordered) > _MOST_APPROXIMATE:
+        thinned = ordered[:: -(-len(ordered) // (8 * _MOST_APPROXIMATE))]
+        sizes = np.array([forward.scheduler.problem.sizes[v] for v in forward.values])
+        width = _borders(forward, _members(thinned, len(sources))) @ sizes
+        group = -(-len(thinned) // _MOST_APPROXIMATE)
+        ordered = [thinned[at + int(width[at : at + group].argmin())] for at in range(0, len(thinned), group)]
+    return _members([0, *ordered, full], len(sources))
 
 
-def _border_bytes(forward: Forward, mask: int) -> int:
-    scheduler = forward.scheduler
-    crossing = {
-        value
-        for index in range(forward.boundary)
-        if not mask >> index & 1
-        for value in scheduler.reads[index]
-        if mask >> scheduler.makers[value] & 1
-    }
-    return sum(scheduler.problem.sizes[value] for value in crossing)
-
-
-def _all_lower_sets(sources: list[int]) -> list[int]:
+def _all_lower_sets(sources: list[list[int]]) -> Array:
+    needed = [sum(1 << source for source in before) for before in sources]
     found, pending = {0}, [0]
     while pending:
         mask = pending.pop()
-        for index, needed in enumerate(sources):
+        for index, before in enumerate(needed):
             larger = mask | 1 << index
-            if larger != mask and needed & mask == needed and larger not in found:
+            if larger != mask and before & mask == before and larger not in found:
                 found.add(larger)
                 pending.append(larger)
         if len(found) > MOST_EXACT:
@@ -316,4 +318,4 @@ def _all_lower_sets(sources: list[int]) -> list[int]:
                 f"the {len(sources)} operations of forward have more than {MOST_EXACT} lower sets, too many to compare "
                 "all pairs of them; leave out exact=True"
             )
-    return sorted(found, key=lambda mask: (mask.bit_count(), mask))
+    return _members(sorted(found, key=lambda mask: (mask.bit_count(), mask)), len(sources))

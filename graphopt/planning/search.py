@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from random import Random
 
@@ -138,6 +138,9 @@ class Explorer:
             early = self._early(drops, simulated, lives, before, after)
             if early is not None:
                 tried.append((early, self.offer(early)))
+        if self._everywhere:
+            for early in self._sooner(drops, simulated, lives):
+                tried.append((early, self.offer(early)))
         for item in self._carried_for(drops, simulated, lives, place):
             tried.append((drops - {item}, self.offer(drops - {item})))
         return tried
@@ -167,6 +170,19 @@ class Explorer:
             return None
         made = {(before, ~v) for v in self.scheduler.remakes[step] if self.scheduler.makers[v] < before}
         return drops | made if made - drops else None
+
+    def _sooner(self, drops: Drops, simulated: Simulated, lives: Lives) -> Iterator[Drops]:
+        """Make what is made again sooner: when one of its sources is touched for the last time before."""
+        scheduler = self.scheduler
+        touched: dict[int, list[int]] = {}
+        for step, moment in zip(simulated.plan.steps, lives.moments, strict=True):
+            if step != moment:
+                for source in scheduler.reads[step]:
+                    for sooner in touched.get(source, ())[-2:]:
+                        if sooner < moment:
+                            yield drops | {(sooner, ~v) for v in scheduler.remakes[step]}
+            for value in (*scheduler.reads[step], *scheduler.makes[step]):
+                touched.setdefault(value, []).append(moment)
 
     def _carried_for(self, drops: Drops, simulated: Simulated, lives: Lives, place: int) -> list[tuple[int, int]]:
         """Drops whose values run again at the moment of the peak: carrying one may save what leads to it."""

@@ -5,6 +5,7 @@ Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv 1604.0
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence, Set
 from itertools import accumulate
 
@@ -43,6 +44,12 @@ class Forward:
         """The values that are made before an operation of forward, and read by it or by a later one of forward."""
         makers, last = self.scheduler.makers, self.last
         return {v for v in self.values if makers[v] < place <= last[v]}
+
+    def carried(self, cuts: Sequence[int]) -> set[int]:
+        """The values that cross any of some places, which ascend."""
+        makers, last = self.scheduler.makers, self.last
+        ends = [*cuts, self.boundary]
+        return {v for v in self.values if ends[bisect_right(cuts, makers[v])] <= last[v]}
 
     def crossing_bytes(self) -> list[int]:
         """The bytes that cross each place, from the start (0) to the boundary."""
@@ -83,13 +90,13 @@ def square_root_segments(scheduler: Scheduler) -> Iterator[Drops]:
     for places in _more_and_less(forward.crossing_bytes()):
         ends = [*places, forward.boundary]
         widest = max((sum(made[a:b]) for a, b in zip([0, *places], ends, strict=True)), default=0)
-        carried = set[int]().union(*(forward.crossing(place) for place in places))
+        carried = forward.carried(places)
         rule = (sum(scheduler.problem.sizes[v] for v in carried) * widest) ** 0.5
         for exponent in range(-8, 9):
             cuts = _cut(made, places, rule * 2 ** (exponent / 2))
             if not cuts:
                 continue
-            carried = set[int]().union(*(forward.crossing(place) for place in cuts))
+            carried = forward.carried(cuts)
             for kept_from in (None, cuts[-1]):
                 drops = forward.drops(carried, kept_from=kept_from)
                 if drops not in seen:

@@ -168,6 +168,7 @@ def _llama(quick: bool) -> tuple[nn.Module, Batch]:
     config = transformers.LlamaConfig(
         vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=heads // 2, intermediate_size=8 * width // 3, max_position_embeddings=256,
+        use_cache=False,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config), _text(vocabulary, 2 if quick else 4, 32 if quick else 256)
 

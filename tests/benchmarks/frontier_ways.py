@@ -23,7 +23,7 @@ from graphopt.names import match_names
 from graphopt.passes import FitMemory
 
 TORCH_BUDGETS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
-QUICK_BUDGETS = (1.0, 0.4, 0.0)
+QUICK_BUDGETS = (1.0, 0.4)
 """Values of ``activation_memory_budget``: all, and few."""
 
 _aten: Any = torch.ops.aten
@@ -71,7 +71,6 @@ class Way:
         module: is called with the batch and returns the loss.
         around: entered around forward.
         predicted: the peak that the memory model predicts, in bytes above what is resident.
-        budget: the peak that was asked for, in bytes above what is resident.
         note: what to know about the figures.
     """
 
@@ -80,7 +79,6 @@ class Way:
     module: nn.Module
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     predicted: int | None = None
-    budget: int | None = None
     note: str = ""
 
     def run(self, setting: Setting) -> torch.Tensor:
@@ -158,11 +156,10 @@ def unfitted(setting: Setting) -> Way:
     return Way("optimize", "graphopt", module, predicted=_program(module).memory().allocated_peak_bytes)
 
 
-def fitted(setting: Setting, budget: int, resident: int, *, label: str = "") -> Way:
+def fitted(setting: Setting, budget: int, resident: int, label: str) -> Way:
     """``optimize`` with ``FitMemory`` at ``budget`` bytes above the ``resident`` ones."""
     module = graphopt.optimize(setting.fresh(), [FitMemory(resident + budget)], example_inputs=setting.batch)
-    label = label or f"FitMemory, {budget / 1e6:.4g} MB"
-    return Way(label, "graphopt", module, predicted=_program(module).memory().allocated_peak_bytes, budget=budget)
+    return Way(label, "graphopt", module, predicted=_program(module).memory().allocated_peak_bytes)
 
 
 def _program(module: nn.Module) -> graphopt.Program:

@@ -60,6 +60,7 @@ class Row:
         difference: the largest relative difference of the loss or a gradient to eager's; 0 where all are equal to the
             last bit, None where one is missing or not a number.
         buffers_equal: whether the model's buffers (BatchNorm's statistics) equal eager's after one step.
+        fits: False for a budget below the smallest peak that FitMemory finds.
         note: what to know about the figures.
         error: why there are no figures.
     """
@@ -73,6 +74,7 @@ class Row:
     time_ratio: float | None = None
     difference: float | None = None
     buffers_equal: bool = True
+    fits: bool = True
     note: str = ""
     error: str = ""
 
@@ -153,13 +155,16 @@ class Comparison:
         resident = resident_bytes(self.ran[-1][0])
         lowest = self._smallest(resident)
         for budget in _apart([target for target in targets if target < plain.peak_bytes]):
-            self._fit(budget, resident)
+            self._fit(budget, resident, fits=lowest is None or budget >= lowest)
         if lowest is not None:
             self._fit(lowest, resident, f"FitMemory, {lowest / 1e6:.4g} MB (smallest)")
 
-    def _fit(self, budget: int, resident: int, label: str = "") -> None:
+    def _fit(self, budget: int, resident: int, label: str = "", *, fits: bool = True) -> None:
         named = label or f"FitMemory, {budget / 1e6:.4g} MB"
-        self.add(named, "graphopt", lambda s: fitted(s, budget, resident, label=named), budget=budget)
+        if fits:
+            self.add(named, "graphopt", lambda s: fitted(s, budget, resident, named), budget=budget)
+        else:
+            self.rows.append(Row(named, "graphopt", budget, fits=False))
 
     def _smallest(self, resident: int) -> int | None:
         self.say("smallest budget of FitMemory")
@@ -265,11 +270,11 @@ def tables(result: dict[str, Any]) -> list[Table]:
     main = [
         (
             row["way"] + ("*" if row["note"] else ""),
-            f"{row['peak_bytes']:,}" if row["peak_bytes"] is not None else "failed",
+            f"{row['peak_bytes']:,}" if row["peak_bytes"] is not None else "failed" if row["fits"] else "does not fit",
             f"{row['predicted_peak_bytes']:,}" if row["predicted_peak_bytes"] is not None else "–",
             f"{row['median_seconds'] * 1e3:.0f} ms" if row["median_seconds"] is not None else "–",
             f"×{row['time_ratio']:.3f}" if row["time_ratio"] is not None else "–",
-            equality(row) if not row["error"] else "–",
+            equality(row) if row["peak_bytes"] is not None else "–",
         )
         for row in result["rows"]
     ]
@@ -341,7 +346,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def failed(row: dict[str, Any]) -> bool:
     """Whether a way of ours failed, is above its budget, or differs from eager PyTorch."""
-    if row["series"] != "graphopt":
+    if row["series"] != "graphopt" or not row["fits"]:
         return False
     if row["error"]:
         return True
