@@ -27,7 +27,8 @@ def free_disk_bytes() -> int:
 def free_bytes(device: torch.device) -> int:
     """Bytes that could be allocated on a device now.
 
-    On CUDA that is what its driver and torch's cache have free, on a CPU what the system and this process's limits leave.
+    On CUDA that is what its driver and torch's cache have free, on a CPU what the system and this process's limits
+    leave.
 
     Raises:
         GraphoptError: for another kind of device.

@@ -146,11 +146,6 @@ def calls(program: Program, op: str, *phases: Phase) -> list[fx.Node]:
     return [node for node in program.phase_nodes(*(phases or tuple(Phase))) if schema.op_name(node) == op]
 
 
-def readers_by_phase(node: fx.Node) -> set[Phase]:
-    """The phases in which a value is read."""
-    return {info(user).phase for user in node.users if user.op != "output"}
-
-
 def step_peaks(
     model: nn.Module, make: MakeOptimizer, loss: Loss, batch: Sequence[Any], passes: Sequence[Pass]
 ) -> tuple[graphopt.TrainStep, int]:

@@ -129,9 +129,9 @@ def problems(draw: st.DrawFn, *, fewest: int = 2, most: int = 8, plain: bool = F
 
 @st.composite
 def drops_of(draw: st.DrawFn, problem: Problem) -> frozenset[tuple[int, int]]:
-    """Random decisions about a problem, sensible or not."""
+    """Random decisions about a problem, sensible or not: to drop a value, and to make it again early (``~value``)."""
     moment = st.integers(0, len(problem.operations) - 1)
-    value = st.integers(0, len(problem.sizes) - 1)
+    value = st.integers(-len(problem.sizes), len(problem.sizes) - 1)
     return draw(st.frozensets(st.tuples(moment, value), max_size=12))
 
 
