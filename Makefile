@@ -26,7 +26,7 @@ demo: $(CORE) ## train a small GPT on real text, plain and with recomputation (a
 	$(BIN)/python examples/train_gpt.py
 
 test: $(DEV) ## run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(DEV) ## check style and types
 	$(BIN)/ruff check .

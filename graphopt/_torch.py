@@ -57,6 +57,7 @@ __all__ = [
     "HigherOrderOperator",
     "JointTrace",
     "OpOverload",
+    "all_gather_into_tensor",
     "compile_with_inductor",
     "custom_function",
     "intercept_checkpoint",
@@ -69,6 +70,7 @@ __all__ = [
     "run_with_rng_state",
     "trace_update",
     "traced_node",
+    "wait_tensor",
 ]
 
 _MINIMUM = (2, 11)
@@ -556,3 +558,7 @@ def process_groups() -> dict[str, Any]:
     from torch.distributed.distributed_c10d import _world
 
     return {name: group for group, name in _world.pg_names.items()}
+
+
+all_gather_into_tensor = torch.ops._c10d_functional.all_gather_into_tensor.default
+wait_tensor = torch.ops._c10d_functional.wait_tensor.default

@@ -21,7 +21,6 @@ from graphopt.ops import schema
 from graphopt.pipeline import Pass, PassRecord, PassStage
 from graphopt.planning import Problem, Simulated
 from graphopt.planning.frontier import Frontier
-from graphopt.program import info
 from graphopt.rerun import Again, rerun
 from graphopt.runtime import transfers
 from tests.support import Loss, MakeOptimizer, Net, Plain, copied, mean_square

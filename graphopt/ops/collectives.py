@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
+from graphopt import _torch
 from graphopt.values import storage_bytes, tensors_of
 
 __all__ = ["ALL_GATHER", "WAIT", "workspace_bytes"]
 
-ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+ALL_GATHER = _torch.all_gather_into_tensor
 """``all_gather_into_tensor(Tensor input, int group_size, Any group_name) -> Tensor``: starts; of shape
 ``[group_size * n, ...]``, rank after rank."""
 
-WAIT = torch.ops._c10d_functional.wait_tensor.default
+WAIT = _torch.wait_tensor
 """``wait_tensor(Tensor tensor) -> Tensor``: waits for the collective that writes to ``tensor``, and returns it."""
 
 

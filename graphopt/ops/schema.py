@@ -28,7 +28,7 @@ __all__ = [
 _UNDECLARED_VIEWS = {
     torch.ops.aten._unsafe_view.default,
     torch.ops.aten._reshape_alias.default,
-    torch.ops._c10d_functional.wait_tensor.default,
+    _torch.wait_tensor,
 }
 """Ops that return their argument's storage although their schema does not say so."""
 
