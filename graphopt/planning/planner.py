@@ -40,8 +40,8 @@ class Effort:
         work: steps simulated in all.
         width: how many idle values are tried at a peak.
         everywhere: whether exploration tries to drop what is idle anywhere.
-        structured: the most operations for which chains and lower sets are tried; they take longer than their plans are
-            worth on larger problems.
+        structured: the most operations for which lower sets and several chains are tried; on larger problems they take
+            longer than their plans are worth.
     """
 
     targets: int
@@ -123,8 +123,8 @@ class _Search:
         if not any(self.scheduler.droppable[value] for value in network.needed):
             return self.frontier
         self._cuts(network, plain.peak)
-        self._structured(plain.peak)
         self._descents(network, plain.peak)
+        self._structured(plain.peak)
         self._explore()
         self.report(1.0)
         return self.frontier
@@ -146,19 +146,26 @@ class _Search:
         self.report(0.3)
 
     def _structured(self, highest: int) -> None:
-        """Segments of about equal bytes, lower sets, and chains with nested repetition, as starts for what follows."""
+        """Segments of about equal bytes, lower sets, and chains with nested repetition: what descents may miss."""
         low = self.problem.resident
-        tight = [low + (highest - low) * share // 100 for share in (8, 16)]
+        tight = [low + (highest - low) * share // 100 for share in (15, 8, 25, 40)]
+        small = len(self.problem.operations) <= self.effort.structured
         methods: list[Iterable[Drops]] = [square_root_segments(self.scheduler)]
-        if len(self.problem.operations) <= self.effort.structured:
-            methods += [chain_plans(self.scheduler, budget) for budget in tight]
-            methods.append(lower_set_plans(self.scheduler, tight[-1], objective="memory"))
+        methods += [chain_plans(self.scheduler, budget) for budget in (tight if small else tight[:1])]
+        if small:
+            methods.append(lower_set_plans(self.scheduler, tight[0], objective="memory"))
         for method in methods:
             for drops in method:
-                self.explorer.offer(drops)
+                self.frontier.offer(drops, self.scheduler.evaluate(drops))
             if self.late():
                 return
-        self.report(0.35)
+        limit = self.explorer.work + self._share(0.2)
+        for goal in reversed(self._targets(highest)[-4:]):
+            point = self._above(goal)
+            if point is not None and not self.late():
+                self.explorer.descend(point.drops, goal, limit)
+        self._push_from(self.frontier.lowest.drops, highest, limit)
+        self.report(0.65)
 
     def _descents(self, network: CutNetwork, highest: int) -> None:
         """Aim at budgets all over the range from the plan just above each, the lowest ones first."""
@@ -175,15 +182,17 @@ class _Search:
     def _push(self, network: CutNetwork, highest: int) -> None:
         """Lower the lowest peak as far as it goes, from different starts."""
         limit = self._share(0.4)
-        for start in (None, NOTHING, network.drops(set(network.needed))):
-            drops = self.frontier.lowest.drops if start is None else start
-            step = 32
-            while step <= 256 and self.explorer.work < limit and not self.late():
-                lowest = self.frontier.lowest.peak
-                reached = self.explorer.descend(drops, lowest - max(1, (highest - lowest) // step), limit)
-                drops = self.frontier.lowest.drops
-                if not reached:
-                    step *= 4
+        for start in (self.frontier.lowest.drops, NOTHING, network.drops(set(network.needed))):
+            self._push_from(start, highest, limit)
+
+    def _push_from(self, drops: Drops, highest: int, limit: int) -> None:
+        step = 32
+        while step <= 256 and self.explorer.work < limit and not self.late():
+            lowest = self.frontier.lowest.peak
+            reached = self.explorer.descend(drops, lowest - max(1, (highest - lowest) // step), limit)
+            drops = self.frontier.lowest.drops
+            if not reached:
+                step *= 4
 
     def _share(self, share: float) -> int:
         return int(self.effort.work * share)
@@ -203,7 +212,7 @@ class _Search:
             point = next((point for point in open_points if point.peak > last), open_points[0])
             last = point.peak + (open_points[-1].peak - open_points[0].peak) // (2 * self.effort.targets)
             self.explorer.explore(point)
-            self.report(max(0.6, min(1.0, self.explorer.work / self.effort.work)))
+            self.report(max(0.65, min(1.0, self.explorer.work / self.effort.work)))
 
     def _shake(self) -> None:
         """With nothing left to explore: decisions at random, the same ones every time, as long as work is left."""

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from harness import make_table, parser, show
 
-from graphopt.planning import Plan, simulate
+from graphopt.planning import Plan, Problem, simulate
 from graphopt.planning.milp import optimum, smallest_peak
 from graphopt.planning.planner import InfeasibleError, find_frontier, plan
 
@@ -99,17 +99,26 @@ def small(seed: int) -> Case | None:
         least = smallest_peak(problem)
         if least == plain.peak:
             return None
-        budget = random.Random(seed).randint(least, plain.peak - 1)
-        best = optimum(problem, budget)
-    assert best is not None
+    budget = random.Random(seed).randint(least, plain.peak - 1)
     started = time.perf_counter()
     try:
         found = simulate(problem, plan(problem, budget).plan)
     except InfeasibleError:
         found = None
     seconds = time.perf_counter() - started
+    best = best_seconds(problem, budget, sweeps=1)
+    if found is not None and found.seconds < best:  # in an order between two first runs that one sweep leaves out
+        best = best_seconds(problem, budget, sweeps=2)
     kept = found is None or found.peak <= budget
-    return Case(seed, budget, simulate(problem, best).seconds, None if found is None else found.seconds, kept, seconds)
+    return Case(seed, budget, best, None if found is None else found.seconds, kept, seconds)
+
+
+def best_seconds(problem: Problem, budget: int, *, sweeps: int) -> float:
+    """Seconds of the optimal plan within a budget that some plan keeps."""
+    with silent():
+        best = optimum(problem, budget, sweeps=sweeps)
+    assert best is not None
+    return simulate(problem, best).seconds
 
 
 def summary(cases: Sequence[Case], trivial: int) -> dict[str, Any]:
