@@ -154,9 +154,12 @@ class _Search:
         methods += [chain_plans(self.scheduler, budget) for budget in (tight if small else tight[:1])]
         if small:
             methods.append(lower_set_plans(self.scheduler, tight[0], objective="memory"))
+        starts: dict[Drops, int] = {}
         for method in methods:
             for drops in method:
-                self.frontier.offer(drops, self.scheduler.evaluate(drops))
+                simulated = self.scheduler.evaluate(drops)
+                self.frontier.offer(drops, simulated)
+                starts[drops] = simulated.peak
             if self.late():
                 return
         limit = self.explorer.work + self._share(0.2)
@@ -164,7 +167,8 @@ class _Search:
             point = self._above(goal)
             if point is not None and not self.late():
                 self.explorer.descend(point.drops, goal, limit)
-        self._push_from(self.frontier.lowest.drops, highest, limit)
+        for drops in (*sorted(starts, key=starts.__getitem__)[:3], self.frontier.lowest.drops):
+            self._push_from(drops, highest, limit)
         self.report(0.65)
 
     def _descents(self, network: CutNetwork, highest: int) -> None:
