@@ -152,7 +152,7 @@ class Fitting:
         for item in fitted.away:
             copy, window = item.copy, item.window
             original = named[self.planning.makers[item.value].name]
-            maker = done.replaced.get(original, original)
+            maker = done.replaced.get(original) or original
             places = (window.freed, window.fetched, copy.needed)
             moves.append(Move(maker, maker, *(_from(calls, place) for place in places)))
         if moves:

@@ -13,8 +13,8 @@ from torch import fx
 
 from graphopt.errors import GraphoptError
 from graphopt.ops import schema
-from graphopt.pipeline import Changed, Numerics, Pass
-from graphopt.program import Phase, Policy, Program, Stage, info
+from graphopt.pipeline import Changed, Numerics, Pass, PassStage
+from graphopt.program import Phase, Policy, Program, info
 from graphopt.rematerialize import Rematerialized, rematerialize
 from graphopt.replay import can_recompute
 from graphopt.values import format_bytes, storage_bytes
@@ -46,7 +46,7 @@ class Recompute(Pass):
     """
 
     name: ClassVar[str] = "recompute"
-    stage: ClassVar[Stage] = "joint"
+    stage: ClassVar[PassStage] = "joint"
     numerics: ClassVar[Numerics] = "bitwise"
 
     checkpoints: tuple[str, ...]
