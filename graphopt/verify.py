@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -231,8 +229,3 @@ def _subgraph(node: fx.Node) -> bool:
 
 def _metadata(value: Any) -> list[tuple[Any, ...]]:
     return [(tuple(map(str, t.shape)), t.dtype, t.device) for t in tensors_of(value)]
-
-
-def op_counts(program: Program) -> Counter[str]:
-    """How often each op occurs, by name; tuples' elements are not counted."""
-    return Counter(schema.op_name(n) for n in _calls(program) if n.target is not operator.getitem)

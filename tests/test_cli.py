@@ -94,7 +94,7 @@ def test_passes_as_data(run: Command) -> None:
 def test_unknown_pass_names_the_near_ones(run: Command) -> None:
     outcome = run("passes", "recompte")
     assert (outcome.code, outcome.out) == (1, "")
-    assert outcome.err.startswith("error: there is no pass called 'recompte'; did you mean 'recompute'")
+    assert outcome.err == "error: there is no pass called 'recompte'; did you mean 'recompute', 'recompute-evenly'?\n"
 
 
 # --- tensors ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Command:
 def test_all_mistakes_in_passes_reach_the_user_at_once(run: Command) -> None:
     outcome = run("dump", target("plain"), "-p", "recmpute,recompute{chekpoints=blocks.0}")
     assert (outcome.code, outcome.out) == (1, "")
-    assert "there is no pass called 'recmpute'; did you mean 'recompute'" in outcome.err
+    assert "there is no pass called 'recmpute'; did you mean 'recompute', 'recompute-evenly'?" in outcome.err
     assert "no option 'chekpoints'; did you mean 'checkpoints'?" in outcome.err
     assert "Traceback" not in outcome.err
 

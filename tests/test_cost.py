@@ -242,7 +242,6 @@ def test_an_unknown_method_is_an_error() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_calls_on_cuda_are_measured_there(folder: Path) -> None:
     program = captured(Blocks(2).to("cuda"), TOKENS.to("cuda"), loss=next_token)
     state, allocated = torch.cuda.get_rng_state(), torch.cuda.memory_allocated()

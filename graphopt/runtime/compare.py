@@ -45,7 +45,7 @@ def check_numerics(rewritten: Rewritten, pipeline: Pipeline) -> None:
         names = [p.name for p in pipeline.passes if p.numerics == "changes"]
         logger.warning("verify='numerics' compares nothing: %s change numerics by design", ", ".join(names))
         return
-    after = rewritten.stages["joint"]
+    after = _without_update(rewritten, pipeline)
     label, before = next(item for item in rewritten.snapshots if item[1].stage == "joint")
     problems = []
     results = [run_once(program, _inputs(program, rewritten)) for program in (before, after)]
@@ -66,6 +66,21 @@ def check_numerics(rewritten: Rewritten, pipeline: Pipeline) -> None:
         raise VerifyError(
             f"the rewritten program computes other values than the captured one ({label}):\n  " + "\n  ".join(problems)
         )
+
+
+def _without_update(rewritten: Rewritten, pipeline: Pipeline) -> Program:
+    """The rewritten forward and backward; of a whole step, a copy on which the passes of the stage ``last`` are run."""
+    joint = rewritten.stages["joint"]
+    late = pipeline.of("last")
+    if rewritten.program.stage == "joint" or not late:
+        return joint
+    names = ", ".join(p.name for p in late)
+    logger.warning(
+        "verify='numerics' compares forward and backward, without the update; for that %s ran on them", names
+    )
+    copy = joint.copy()
+    rewritten.finish(copy, pipeline)
+    return copy
 
 
 def _of(spec: OutputSpec) -> str:
