@@ -67,6 +67,8 @@ class Pass(abc.ABC):
         name: kebab-case, unique among all installed passes.
         stage: which program it rewrites: forward, joint, step, or last (the one that runs, joint or step, after all
             others).
+        also: later stages whose program it rewrites as well; ``apply`` is called once for each (``program.stage`` says
+            which), and what it does at one must not depend on an object's memory of another.
         numerics: ``bitwise`` (results equal to the last bit), ``tolerant`` (within a tolerance that the docstring
             states) or ``changes``.
         after: names of passes that run before this one when both are given.
@@ -77,6 +79,7 @@ class Pass(abc.ABC):
 
     name: ClassVar[str]
     stage: ClassVar[PassStage]
+    also: ClassVar[tuple[PassStage, ...]] = ()
     numerics: ClassVar[Numerics]
     after: ClassVar[tuple[str, ...]] = ()
     requires: ClassVar[tuple[str, ...]] = ()
@@ -190,8 +193,8 @@ class Pipeline:
         return ",".join(str(p) for p in self.passes)
 
     def of(self, stage: PassStage) -> list[Pass]:
-        """The passes of one stage, in order."""
-        return [p for p in self.passes if p.stage == stage]
+        """The passes that rewrite the program of one stage, in order."""
+        return _sorted_stage([p for p in self.passes if stage in (p.stage, *p.also)])
 
     def due(self, stage: Stage, *, last: bool) -> list[Pass]:
         """The passes for a program of a stage, in order; ``last`` says whether it is the one that runs."""
@@ -314,7 +317,10 @@ def _ordered(given: Sequence[Any]) -> list[Pass]:
         ]
     if problems:
         raise PipelineError("\n".join(problems))
-    return [p for stage in STAGES for p in _sorted_stage([p for p in by_name.values() if p.stage == stage])]
+    ordered = [p for stage in STAGES for p in _sorted_stage([p for p in by_name.values() if p.stage == stage])]
+    for stage in STAGES:
+        _sorted_stage([p for p in ordered if stage in (p.stage, *p.also)])
+    return ordered
 
 
 def _sorted_stage(passes: list[Pass]) -> list[Pass]:

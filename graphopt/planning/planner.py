@@ -12,6 +12,7 @@ from graphopt.planning.cuts import CutNetwork, priced_cuts
 from graphopt.planning.frontier import Frontier, Point
 from graphopt.planning.lowersets import lower_set_plans
 from graphopt.planning.problem import Problem, Simulated
+from graphopt.planning.roles import Roles, find_roles
 from graphopt.planning.schedule import Drops, Scheduler
 from graphopt.planning.search import Explorer
 from graphopt.planning.segments import square_root_segments
@@ -19,6 +20,10 @@ from graphopt.planning.segments import square_root_segments
 __all__ = ["InfeasibleError", "find_frontier", "plan"]
 
 NOTHING: Drops = frozenset()
+
+_DEEP = 400
+_BLOCKS = 4
+"""From how many operations, and how many identical blocks, on blocks are decided about together."""
 
 
 class InfeasibleError(ValueError):
@@ -42,6 +47,7 @@ class Effort:
         everywhere: whether exploration tries to drop what is idle anywhere.
         structured: the most operations for which lower sets and several chains are tried; on larger problems they take
             longer than their plans are worth.
+        grouped: whether identical blocks are decided about together.
     """
 
     targets: int
@@ -50,12 +56,15 @@ class Effort:
     width: int
     everywhere: bool
     structured: int = 400
+    grouped: bool = False
 
 
-def _effort(problem: Problem) -> Effort:
+def _effort(problem: Problem, roles: Roles) -> Effort:
     count = len(problem.operations)
     if count <= 60:
         return Effort(targets=8, rounds=16, work=300_000, width=12, everywhere=True)
+    if count >= _DEEP and roles.repeats >= _BLOCKS:
+        return Effort(targets=12, rounds=8, work=6_000 * count, width=4, everywhere=False, grouped=True)
     growth = max(1.0, count / 1000) ** 2
     return Effort(targets=12, rounds=20, work=int(1_800_000 * growth), width=12 if count < 400 else 5, everywhere=False)
 
@@ -99,10 +108,12 @@ class _Search:
         self.problem = problem
         self.scheduler = Scheduler(problem)
         self.frontier = Frontier()
-        self.effort = _effort(problem)
+        roles = find_roles(problem)
+        self.effort = _effort(problem, roles)
         self.explorer = Explorer(
-            self.scheduler, self.frontier, width=self.effort.width, everywhere=self.effort.everywhere
-        )
+            self.scheduler, self.frontier, width=self.effort.width, everywhere=self.effort.everywhere,
+            roles=roles if self.effort.grouped else None,
+        )  # fmt: skip
         self._deadline = None if time_limit is None else time.monotonic() + time_limit
         self._progress = progress
 

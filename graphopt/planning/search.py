@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from random import Random
+from typing import TypeVar
 
 from graphopt.planning.frontier import Frontier, Point
 from graphopt.planning.problem import Simulated
+from graphopt.planning.roles import Roles
 from graphopt.planning.schedule import Drops, Scheduler
 
 __all__ = ["Explorer"]
+
+T = TypeVar("T")
 
 
 class Lives:
@@ -73,17 +77,28 @@ class Explorer:
         frontier: extended in place; holds at least one point.
         width: how many idle values are tried at a peak.
         everywhere: also try to drop what is idle anywhere, for small problems.
+        roles: what is decided for one value is also tried for all others that play the same role in other blocks, and
+            for the first and the second half of these; None to decide value by value.
 
     Attributes:
         work: steps simulated so far.
     """
 
-    def __init__(self, scheduler: Scheduler, frontier: Frontier, *, width: int = 12, everywhere: bool = False) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        frontier: Frontier,
+        *,
+        width: int = 12,
+        everywhere: bool = False,
+        roles: Roles | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self.frontier = frontier
         self.work = 0
         self._width = width
         self._everywhere = everywhere
+        self._roles = roles
 
     def offer(self, drops: Drops) -> Simulated:
         """Simulate decisions and offer them to the frontier."""
@@ -123,53 +138,95 @@ class Explorer:
 
     def _lower(self, drops: Drops, simulated: Simulated) -> list[tuple[Drops, Simulated]]:
         """Decisions that could lower the peak, tried."""
-        scheduler = self.scheduler
         place = simulated.bytes.index(simulated.peak)
-        lives = Lives(scheduler, simulated)
+        lives = Lives(self.scheduler, simulated)
         tried: list[tuple[Drops, Simulated]] = []
-        sizes, droppable = scheduler.problem.sizes, scheduler.droppable
-        waiting = [item for item in lives.idle_at(place) if droppable[item[0]]]
-        waiting.sort(key=lambda item: -sizes[item[0]])
-        waiting = waiting[: self._width]
-        if self._everywhere:
-            waiting += [item for item in lives.idle() if droppable[item[0]] and item not in waiting]
-        for value, before, after in waiting:
-            tried += self._drop(drops, value, before + 1)
-            early = self._early(drops, simulated, lives, before, after)
-            if early is not None:
-                tried.append((early, self.offer(early)))
+        for group in self._waiting(simulated, lives, place):
+            for part in _parts(group):
+                tried += self._drop(drops, {value: before + 1 for value, before, _ in part})
+                early = self._early(drops, simulated, lives, part)
+                if early is not None:
+                    tried.append((early, self.offer(early)))
+                if self._everywhere:
+                    for pair in self._again_early(drops, lives, part[0]):
+                        tried.append((pair, self.offer(pair)))
         if self._everywhere:
             for early in self._sooner(drops, simulated, lives):
                 tried.append((early, self.offer(early)))
-        for item in self._carried_for(drops, simulated, lives, place):
-            tried.append((drops - {item}, self.offer(drops - {item})))
+        for without in self._carried_for(drops, simulated, lives, place):
+            tried.append((without, self.offer(without)))
         return tried
 
-    def _drop(self, drops: Drops, value: int, moment: int) -> list[tuple[Drops, Simulated]]:
-        """Drop a value: alone; with the sources that would come back to life; with all that is made only on the way."""
-        alone = drops | {(moment, value)}
+    def _waiting(self, simulated: Simulated, lives: Lives, place: int) -> list[list[tuple[int, int, int]]]:
+        """What waits at a step and can be dropped, the largest first; each with all that waits like it elsewhere."""
+        sizes, droppable = self.scheduler.problem.sizes, self.scheduler.droppable
+        waiting = [item for item in lives.idle_at(place) if droppable[item[0]]]
+        waiting.sort(key=lambda item: -sizes[item[0]])
+        if self._roles is None:
+            waiting = waiting[: self._width]
+            if self._everywhere:
+                waiting += [item for item in lives.idle() if droppable[item[0]] and item not in waiting]
+            return [[item] for item in waiting]
+        keys = list(dict.fromkeys(self._waits_like(simulated, lives, item) for item in waiting))[: self._width]
+        groups: dict[Hashable, list[tuple[int, int, int]]] = {key: [] for key in keys}
+        for item in lives.idle():
+            if droppable[item[0]]:
+                key = self._waits_like(simulated, lives, item)
+                if key in groups:
+                    groups[key].append(item)
+        return list(groups.values())
+
+    def _waits_like(self, simulated: Simulated, lives: Lives, item: tuple[int, int, int]) -> Hashable:
+        """Equal for values of the same role that wait between operations of the same roles."""
+        assert self._roles is not None
+        value, before, after = item
+        step = simulated.plan.steps[after]
+        roles = self._roles.operations
+        return self._roles.values[value], roles[before], roles[step], step == lives.moments[after]
+
+    def _drop(self, drops: Drops, items: Mapping[int, int]) -> list[tuple[Drops, Simulated]]:
+        """Drop values: alone; with the sources that would come back to life; with all that is made only on the way.
+
+        Args:
+            drops: what is decided already.
+            items: the moment at which each value is dropped.
+        """
+        alone = drops | {(moment, value) for value, moment in items.items()}
         if alone == drops:
             return []
         tried = [(alone, self.offer(alone))]
-        together = alone | {(moment, v) for v in self._chain(value, moment)}
+        together = alone | {(moment, v) for value, moment in items.items() for v in self._chain(value, moment)}
         if together != alone:
             tried.append((together, self.offer(together)))
-        passing = together | self._passing(tried[-1][1].plan.steps, value, moment)
+        passing = together | self._passing(tried[-1][1].plan.steps, items)
         if passing != together:
             tried.append((passing, self.offer(passing)))
         if self._everywhere:
-            anew = alone | self._from_scratch(value, moment)
+            anew = alone.union(*(self._from_scratch(value, moment) for value, moment in items.items()))
             if anew not in (alone, together):
                 tried.append((anew, self.offer(anew)))
         return tried
 
-    def _early(self, drops: Drops, simulated: Simulated, lives: Lives, before: int, after: int) -> Drops | None:
-        """Make what a value waits to be read for when the value is touched before, so that the result waits instead."""
-        step = simulated.plan.steps[after]
-        if step == lives.moments[after]:
-            return None
-        made = {(before, ~v) for v in self.scheduler.remakes[step] if self.scheduler.makers[v] < before}
+    def _early(
+        self, drops: Drops, simulated: Simulated, lives: Lives, items: Sequence[tuple[int, int, int]]
+    ) -> Drops | None:
+        """Make what values wait to be read for when they are touched before, so that the results wait instead."""
+        made = set[tuple[int, int]]()
+        for _, before, after in items:
+            step = simulated.plan.steps[after]
+            if step != lives.moments[after]:
+                made |= {(before, ~v) for v in self.scheduler.remakes[step] if self.scheduler.makers[v] < before}
         return drops | made if made - drops else None
+
+    def _again_early(self, drops: Drops, lives: Lives, item: tuple[int, int, int]) -> Iterator[Drops]:
+        """Drop a value, and make it again before it is needed, while something that it is made of is still there."""
+        scheduler = self.scheduler
+        value, before, after = item
+        dropped = drops | {(before + 1, value)}
+        for source in scheduler.reads[scheduler.makers[value]]:
+            for moment in scheduler.readers(source):
+                if before + 1 < moment < lives.moments[after]:
+                    yield dropped | {(moment, ~value)}
 
     def _sooner(self, drops: Drops, simulated: Simulated, lives: Lives) -> Iterator[Drops]:
         """Make what is made again sooner: when one of its sources is touched for the last time before."""
@@ -184,13 +241,32 @@ class Explorer:
             for value in (*scheduler.reads[step], *scheduler.makes[step]):
                 touched.setdefault(value, []).append(moment)
 
-    def _carried_for(self, drops: Drops, simulated: Simulated, lives: Lives, place: int) -> list[tuple[int, int]]:
-        """Drops whose values run again at the moment of the peak: carrying one may save what leads to it."""
+    def _carried_for(self, drops: Drops, simulated: Simulated, lives: Lives, place: int) -> list[Drops]:
+        """Without drops whose values run again at the moment of the peak: carrying one may save what leads to it."""
         moment, makers, sizes = lives.moments[place], self.scheduler.makers, self.scheduler.problem.sizes
         again = {s for s, at in zip(simulated.plan.steps, lives.moments, strict=True) if at == moment and s != moment}
         found = [(at, value) for at, value in drops if value >= 0 and makers[value] in again and at <= moment]
         found.sort(key=lambda item: (sizes[item[1]], item))
-        return found[: 2 * self._width]
+        return [drops.difference(part) for group in self._alike(drops, found)[: 2 * self._width] for part in group]
+
+    def _alike(self, drops: Drops, chosen: Sequence[tuple[int, int]]) -> list[list[list[tuple[int, int]]]]:
+        """Chosen decisions, each with those that are like it elsewhere: all of these, and halves of them."""
+        if self._roles is None:
+            return [[[item]] for item in chosen]
+        keys = dict.fromkeys(self._decides_like(item) for item in chosen)
+        groups: dict[Hashable, list[tuple[int, int]]] = {key: [] for key in keys}
+        for item in sorted(drops):
+            key = self._decides_like(item)
+            if key in groups:
+                groups[key].append(item)
+        return [_parts(group) for group in groups.values()]
+
+    def _decides_like(self, item: tuple[int, int]) -> Hashable:
+        """Equal for decisions about values of the same role at operations of the same role."""
+        assert self._roles is not None
+        moment, value = item
+        roles = self._roles.operations
+        return roles[moment] if moment < len(roles) else -1, self._roles.values[max(value, ~value)], value >= 0
 
     def _chain(self, value: int, moment: int) -> set[int]:
         """A value and those of its sources that nothing reads from a moment on."""
@@ -237,10 +313,19 @@ class Explorer:
             if (trial.peak, trial.again) <= (max(simulated.peak, point.peak), simulated.again):
                 drops, simulated = drops - {item}, trial
 
-    def _passing(self, steps: Sequence[int], value: int, moment: int) -> set[tuple[int, int]]:
-        """Drops of everything that is made again only on the way to a value, when the value is made again."""
+    def _passing(self, steps: Sequence[int], items: Mapping[int, int]) -> set[tuple[int, int]]:
+        """Drops of everything that is made again only on the way to values, when each of them is made again.
+
+        Args:
+            steps: of a plan in which the values are dropped.
+            items: the moment at which each value is dropped.
+        """
         scheduler = self.scheduler
-        maker, upcoming = scheduler.makers[value], 0
+        wanted: dict[int, dict[int, int]] = {}
+        for value, moment in items.items():
+            wanted.setdefault(scheduler.makers[value], {})[value] = moment
+        found = set[tuple[int, int]]()
+        upcoming = 0
         run: list[int] = []
         for step in steps:
             if step == upcoming:
@@ -248,10 +333,11 @@ class Explorer:
                 run = []
                 continue
             run.append(step)
-            if step == maker and upcoming >= moment:
+            for value, moment in [item for item in wanted.get(step, {}).items() if upcoming >= item[1]]:
                 made = {v for other in run for v in scheduler.remakes[other]}
-                return {(upcoming + 1, v) for v in made if v != value and scheduler.droppable[v]}
-        return set()
+                found |= {(upcoming + 1, v) for v in made if v != value and scheduler.droppable[v]}
+                del wanted[step][value]
+        return found
 
     def _take_back(self, drops: Drops, simulated: Simulated) -> None:
         """Try to do without each drop that makes something run again; and without all that make nothing run."""
@@ -259,8 +345,17 @@ class Explorer:
         again = {v for step in simulated.plan.repeats() for v in scheduler.remakes[step]}
         working = [item for item in drops if max(item[1], ~item[1]) in again]
         working.sort(key=lambda item: (-scheduler.seconds[scheduler.makers[max(item[1], ~item[1])]], item))
-        for item in working:
-            self.offer(drops - {item})
+        for group in self._alike(drops, working):
+            for part in group:
+                self.offer(drops.difference(part))
+
+
+def _parts(group: list[T]) -> list[list[T]]:
+    """A group, and its halves."""
+    if len(group) < 2:
+        return [group]
+    middle = len(group) // 2
+    return [group, group[:middle], group[middle:]]
 
 
 def _above(simulated: Simulated, target: int) -> int:

@@ -236,7 +236,7 @@ def optimize(
     if isinstance(model, Optimized):
         raise CaptureError("the model is optimized already: give all passes to one call of graphopt.optimize")
     pipeline = passes if isinstance(passes, Pipeline) else Pipeline(passes)
-    late = [p.name for p in pipeline.of("step")]
+    late = [p.name for p in pipeline.passes if p.stage == "step"]
     if late:
         raise PipelineError(
             f"{', '.join(late)} rewrite the optimizer's update, which a drop-in model does not hold: use optimize_step"
