@@ -11,7 +11,8 @@ from graphopt.planning.chain import chain_plans
 from graphopt.planning.cuts import CutNetwork, priced_cuts
 from graphopt.planning.frontier import Frontier, Point
 from graphopt.planning.lowersets import lower_set_plans
-from graphopt.planning.problem import Problem, Simulated
+from graphopt.planning.milp import optimum
+from graphopt.planning.problem import Problem, Simulated, simulate
 from graphopt.planning.roles import Roles, find_roles
 from graphopt.planning.schedule import Drops, Scheduler
 from graphopt.planning.search import Explorer
@@ -20,6 +21,10 @@ from graphopt.planning.segments import square_root_segments
 __all__ = ["InfeasibleError", "find_frontier", "plan"]
 
 NOTHING: Drops = frozenset()
+
+_EXACT = 30
+_PROOF_SECONDS = 10.0
+"""Up to how many operations ``plan`` asks the integer program too, and for how long."""
 
 _DEEP = 400
 _BLOCKS = 4
@@ -64,7 +69,7 @@ def _effort(problem: Problem, roles: Roles) -> Effort:
     if count <= 60:
         return Effort(targets=8, rounds=16, work=300_000, width=12, everywhere=True)
     if count >= _DEEP and roles.repeats >= _BLOCKS:
-        return Effort(targets=12, rounds=8, work=6_000 * count, width=4, everywhere=False, grouped=True)
+        return Effort(targets=12, rounds=8, work=3_200 * count, width=4, everywhere=False, grouped=True)
     growth = max(1.0, count / 1000) ** 2
     return Effort(targets=12, rounds=20, work=int(1_800_000 * growth), width=12 if count < 400 else 5, everywhere=False)
 
@@ -247,6 +252,8 @@ def _widest(plain: Simulated) -> int:
 def plan(problem: Problem, budget: int, *, time_limit: float | None = None) -> Simulated:
     """The fastest plan found whose peak is at most ``budget`` bytes.
 
+    For problems of at most 30 operations that is an optimal one, by the integer program.
+
     Raises:
         InfeasibleError: where none is found; it holds the plan with the lowest peak.
     """
@@ -256,6 +263,21 @@ def plan(problem: Problem, budget: int, *, time_limit: float | None = None) -> S
         return plain
     frontier = find_frontier(problem, time_limit=time_limit)
     point = frontier.within(budget)
-    if point is None:
+    found = None if point is None else scheduler.evaluate(point.drops)
+    exact = _optimal(problem, budget, time_limit)
+    if exact is not None and (found is None or exact.seconds < found.seconds):
+        return exact
+    if found is None:
         raise InfeasibleError(budget, scheduler.evaluate(frontier.lowest.drops))
-    return scheduler.evaluate(point.drops)
+    return found
+
+
+def _optimal(problem: Problem, budget: int, time_limit: float | None) -> Simulated | None:
+    """An optimal plan of a small problem; None where there is none, or nothing was proved in time."""
+    if len(problem.operations) > _EXACT:
+        return None
+    try:
+        found = optimum(problem, budget, time_limit=min(time_limit or _PROOF_SECONDS, _PROOF_SECONDS))
+    except TimeoutError:
+        return None
+    return None if found is None else simulate(problem, found)

@@ -148,7 +148,7 @@ class Explorer:
                 if early is not None:
                     tried.append((early, self.offer(early)))
                 if self._everywhere:
-                    for pair in self._again_early(drops, lives, part[0]):
+                    for pair in self._made_early(drops, lives, part[0]):
                         tried.append((pair, self.offer(pair)))
         if self._everywhere:
             for early in self._sooner(drops, simulated, lives):
@@ -218,15 +218,12 @@ class Explorer:
                 made |= {(before, ~v) for v in self.scheduler.remakes[step] if self.scheduler.makers[v] < before}
         return drops | made if made - drops else None
 
-    def _again_early(self, drops: Drops, lives: Lives, item: tuple[int, int, int]) -> Iterator[Drops]:
-        """Drop a value, and make it again before it is needed, while something that it is made of is still there."""
-        scheduler = self.scheduler
+    def _made_early(self, drops: Drops, lives: Lives, item: tuple[int, int, int]) -> Iterator[Drops]:
+        """Drop a value, and make it again before it is needed: while what it is made of is still there, say."""
         value, before, after = item
         dropped = drops | {(before + 1, value)}
-        for source in scheduler.reads[scheduler.makers[value]]:
-            for moment in scheduler.readers(source):
-                if before + 1 < moment < lives.moments[after]:
-                    yield dropped | {(moment, ~value)}
+        for moment in range(before + 2, lives.moments[after] + 1):
+            yield dropped | {(moment, ~value)}
 
     def _sooner(self, drops: Drops, simulated: Simulated, lives: Lives) -> Iterator[Drops]:
         """Make what is made again sooner: when one of its sources is touched for the last time before."""
@@ -333,7 +330,7 @@ class Explorer:
                 run = []
                 continue
             run.append(step)
-            for value, moment in [item for item in wanted.get(step, {}).items() if upcoming >= item[1]]:
+            for value in [value for value, moment in wanted.get(step, {}).items() if upcoming >= moment]:
                 made = {v for other in run for v in scheduler.remakes[other]}
                 found |= {(upcoming + 1, v) for v in made if v != value and scheduler.droppable[v]}
                 del wanted[step][value]

@@ -3,7 +3,9 @@
 The published ones are those of Kusumoto et al.'s approximate dynamic programme on four of their graphs, simulated with
 every value freed after its last use: once with the lowest peak that it finds over all its budgets, and once with the
 fewest seconds at the smallest budget that it can keep. The optimal ones come from the integer program, for random
-training-like graphs of 12 to 24 operations and random budgets.
+training-like graphs of 12 to 24 operations and random budgets; since ``plan`` asks the integer program itself for
+graphs of this size, the search that larger ones depend on is compared alone. Last, deep programs: how the time to plan
+grows with identical layers.
 """
 
 from __future__ import annotations
@@ -19,11 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import make_table, parser, show
+from harness import example_models, make_table, parser, show
 
+import graphopt
+from graphopt.analysis.cost import PROFILES, cost_report
+from graphopt.analysis.problem import planning_problem
 from graphopt.planning import Plan, Problem, simulate
 from graphopt.planning.milp import optimum, smallest_peak
 from graphopt.planning.planner import InfeasibleError, find_frontier, plan
+from graphopt.planning.schedule import Scheduler
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -63,12 +69,23 @@ def published(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """A random graph with a budget: what the planner found against the optimum, in seconds of all steps."""
+    """A random graph with a budget: what was found against the optimum, in seconds of all steps.
+
+    Attributes:
+        seed: of the graph.
+        budget: bytes.
+        optimum: of the integer program.
+        found: by the search alone; None for nothing.
+        planned: by ``plan``; None for nothing.
+        kept: whether both keep the budget.
+        seconds: that the search took.
+    """
 
     seed: int
     budget: int
     optimum: float
     found: float | None
+    planned: float | None
     kept: bool
     seconds: float
 
@@ -101,16 +118,20 @@ def small(seed: int) -> Case | None:
             return None
     budget = random.Random(seed).randint(least, plain.peak - 1)
     started = time.perf_counter()
-    try:
-        found = simulate(problem, plan(problem, budget).plan)
-    except InfeasibleError:
-        found = None
+    point = find_frontier(problem).within(budget)
     seconds = time.perf_counter() - started
+    found = None if point is None else Scheduler(problem).evaluate(point.drops)
+    try:
+        with silent():
+            planned = simulate(problem, plan(problem, budget).plan)
+    except InfeasibleError:
+        planned = None
     best = best_seconds(problem, budget, sweeps=1)
     if found is not None and found.seconds < best:  # in an order between two first runs that one sweep leaves out
         best = best_seconds(problem, budget, sweeps=2)
-    kept = found is None or found.peak <= budget
-    return Case(seed, budget, best, None if found is None else found.seconds, kept, seconds)
+    kept = all(each is None or each.peak <= budget for each in (found, planned))
+    took = [None if each is None else each.seconds for each in (found, planned)]
+    return Case(seed, budget, best, took[0], took[1], kept, seconds)
 
 
 def best_seconds(problem: Problem, budget: int, *, sweeps: int) -> float:
@@ -133,13 +154,43 @@ def summary(cases: Sequence[Case], trivial: int) -> dict[str, Any]:
         "below_the_optimum": sum(case.ratio < 1 - 1e-9 for case in cases),
         "worst_ratio": max((case.ratio for case in found), default=1.0),
         "mean_ratio": sum(case.ratio for case in found) / max(1, len(found)),
+        "plan_optimal": sum(case.planned is not None and case.planned <= case.optimum + 1e-9 for case in cases),
         "budget_violated": sum(not case.kept for case in cases),
         "planner_seconds": sum(case.seconds for case in cases),
         "missed": [vars(case) for case in missed],
     }
 
 
-def tables(graphs: Sequence[dict[str, Any]], random_graphs: dict[str, Any]) -> list[Any]:
+def deep(layers: int) -> dict[str, Any]:
+    """A GPT of so many layers by the roofline of an A100: the time to plan it, and two plans."""
+    models = example_models()
+    model = models.GPT(models.GPTConfig(vocab=2048, layers=layers))
+    tokens = torch.zeros(8, 256, dtype=torch.long)
+    program = graphopt.capture(model, (tokens, tokens), loss=models.next_token_loss)
+    memory = program.memory()
+    report = cost_report(memory.nodes, method="roofline", profile=PROFILES["a100-40gb"])
+    problem = planning_problem(program, memory, report.seconds).problem
+    started = time.perf_counter()
+    frontier = find_frontier(problem)
+    seconds = time.perf_counter() - started
+    plain = max(point.peak for point in frontier)
+    shares = {}
+    for share in (0.5, 0.25):
+        point = frontier.within(int(plain * share))
+        shares[str(share)] = None if point is None else point.again / problem.seconds
+    return {
+        "layers": layers,
+        "nodes": len(program.graph.nodes),
+        "operations": len(problem.operations),
+        "seconds": seconds,
+        "again": shares,
+        "lowest": frontier.lowest.peak / plain,
+    }
+
+
+def tables(
+    graphs: Sequence[dict[str, Any]], random_graphs: dict[str, Any], depths: Sequence[dict[str, Any]]
+) -> list[Any]:
     """The figures for people."""
     rows = []
     for graph in graphs:
@@ -156,11 +207,19 @@ def tables(graphs: Sequence[dict[str, Any]], random_graphs: dict[str, Any]) -> l
                     f"{graph['seconds']:.1f} s",
                 )
             )
+    grown = [
+        (
+            str(one["layers"]), f"{one['nodes']:,}", f"{one['operations']:,}", f"{one['seconds']:.1f} s",
+            *("not found" if again is None else f"{again:.1%}" for again in one["again"].values()),
+        )
+        for one in depths
+    ]  # fmt: skip
     headings = ("published plan", "peak, GB", "again, theirs", "again, ours", "our lowest peak", "search")
     figures = [(key.replace("_", " "), f"{value:.4g}") for key, value in random_graphs.items() if key != "missed"]
     return [
         make_table("Forward seconds run again at the published peaks", headings, rows),
         make_table("Random graphs, against optima", ("", "figure"), figures),
+        make_table("Deep programs", ("layers", "nodes", "operations", "search", "again at 50 %", "at 25 %"), grown),
     ]
 
 
@@ -176,7 +235,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     random_graphs = summary(solved, len(cases) - len(solved))
     if given.misses is not None:
         given.misses.write_text("".join(f"{case}\n" for case in random_graphs["missed"]))
-    show({"published": graphs, "random": random_graphs}, tables(graphs, random_graphs), as_json=given.json)
+    depths = [deep(layers) for layers in ((6, 12) if given.quick else (6, 12, 24, 48, 96))]
+    result = {"published": graphs, "random": random_graphs, "deep": depths}
+    show(result, tables(graphs, random_graphs, depths), as_json=given.json)
     return 0
 
 
