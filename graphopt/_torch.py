@@ -8,6 +8,7 @@ and reading the allocator's own events.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 from torch.fx.graph import CodeGen
 from torch.fx.node import map_aggregate
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
@@ -51,6 +53,7 @@ __all__ = [
     "AotInput",
     "AotOutput",
     "BoxedCodeGen",
+    "CallRecorder",
     "FakeTensor",
     "FakeTensorMode",
     "GuardOnDataDependentSymNode",
@@ -58,14 +61,22 @@ __all__ = [
     "JointTrace",
     "OpOverload",
     "all_gather_into_tensor",
+    "all_reduce_",
+    "autocast_operators",
+    "broadcast_",
     "compile_with_inductor",
     "custom_function",
+    "has_autocast_rule",
     "intercept_checkpoint",
     "intercept_custom_functions",
+    "is_composite",
     "map_aggregate",
     "mark_optimizer_called",
+    "parts_of",
     "process_groups",
     "pytree",
+    "qualified_name",
+    "refusals_expected",
     "run_and_save_rng_state",
     "run_with_rng_state",
     "trace_update",
@@ -385,6 +396,99 @@ def unwrapped_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     return lambda: step(optimizer)
 
 
+# --- what autocast does to an op --------------------------------------------------------------------------------------
+
+
+def _autocast_key(device: str) -> str:
+    """The name of the dispatch key under which autocast's rules for a device type are registered."""
+    return f"Autocast{device.upper()}"
+
+
+def has_autocast_rule(op: OpOverload, device: str) -> bool:
+    """Whether ``torch.autocast`` has a rule of its own for an op on a device type (``cpu``, ``cuda``)."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _autocast_key(device))
+
+
+def is_composite(op: OpOverload) -> bool:
+    """Whether an op is defined by other ops, for which autocast may have rules."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+def qualified_name(op: OpOverload) -> str:
+    """The name of an op with namespace and overload: ``aten::softmax.int``."""
+    return op.name()
+
+
+def autocast_operators(device: str) -> list[OpOverload]:
+    """Every op for which ``torch.autocast`` has a rule on a device type, by name."""
+    found = []
+    for qualified in sorted(torch._C._dispatch_get_all_op_names()):
+        if torch._C._dispatch_has_kernel_for_dispatch_key(qualified, _autocast_key(device)):
+            namespace, _, rest = qualified.partition("::")
+            name, _, overload = rest.partition(".")
+            packet = getattr(getattr(torch.ops, namespace), name)
+            found.append(getattr(packet, overload or "default"))
+    return found
+
+
+class CallRecorder(TorchDispatchMode):
+    """While it is active, adds each op that reaches the device to ``calls``, with its arguments.
+
+    Questions about a tensor's device are left out. With ``run=False`` casts alone are run; the first other op is added,
+    and ``StopIteration`` raised.
+    """
+
+    def __init__(self, calls: list[tuple[OpOverload, tuple[Any, ...], dict[str, Any]]], *, run: bool = True) -> None:
+        super().__init__()
+        self.calls = calls
+        self._run = run
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.prim.device.default:
+            self.calls.append((func, args, dict(kwargs or {})))
+            if not self._run and func is not torch.ops.aten._to_copy.default:
+                raise StopIteration
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def refusals_expected() -> Iterator[None]:
+    """While calls are tried that may be refused, keep torch from logging each refusal as an error."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    saved = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = saved
+
+
+def parts_of(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[fx.Graph, list[int]]:
+    """The ops that a composite op is made of, one level down, as a graph.
+
+    Args:
+        op: for which ``is_composite`` holds.
+        args: fake tensors, other values, and lists of them.
+        kwargs: the same by keyword.
+
+    Returns:
+        A graph with one placeholder for each tensor argument that is not there twice, and, for each tensor argument in
+        order, the number of its placeholder.
+    """
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    distinct = list({id(tensor): tensor for tensor in tensors}.values())
+    numbers = {id(tensor): number for number, tensor in enumerate(distinct)}
+
+    def call(given: list[torch.Tensor]) -> Any:
+        values = [given[numbers[id(leaf)]] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        inner_args, inner_kwargs = pytree.tree_unflatten(values, structure)
+        return op(*inner_args, **inner_kwargs)
+
+    traced = make_fx(call, decomposition_table={op: op.decompose}, pre_dispatch=True)(distinct)
+    return traced.graph, [numbers[id(tensor)] for tensor in tensors]
+
+
 # --- symbolic sizes --------------------------------------------------------------------------------------------------
 
 
@@ -561,4 +665,6 @@ def process_groups() -> dict[str, Any]:
 
 
 all_gather_into_tensor = torch.ops._c10d_functional.all_gather_into_tensor.default
+all_reduce_ = torch.ops._c10d_functional.all_reduce_.default
+broadcast_ = torch.ops._c10d_functional.broadcast_.default
 wait_tensor = torch.ops._c10d_functional.wait_tensor.default

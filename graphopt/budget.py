@@ -4,19 +4,37 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import accumulate
 
 from graphopt.analysis.cost import PROFILES, CostReport, cost_report
 from graphopt.analysis.liveness import MemoryTimeline
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.fitting import Fitting
 from graphopt.freememory import free_bytes
-from graphopt.program import info
+from graphopt.program import Phase, info
 from graphopt.values import format_bytes, parse_bytes
 
-__all__ = ["COSTS", "budget_bytes", "check_budget", "check_cost", "costs_of", "infeasible", "within_already"]
+__all__ = [
+    "COSTS",
+    "BudgetError",
+    "budget_bytes",
+    "check_budget",
+    "check_cost",
+    "costs_of",
+    "infeasible",
+    "within_already",
+]
 
 COSTS = ("measured", "roofline", *PROFILES)
 """The names of cost models: measured on this device, its roofline, the roofline of a device by name."""
+
+
+class BudgetError(GraphoptError):
+    """No plan fits into a budget; ``smallest_bytes`` is the smallest peak that was found."""
+
+    def __init__(self, message: str, smallest_bytes: int) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
 
 
 def check_budget(budget: int | str) -> None:
@@ -40,8 +58,9 @@ def budget_bytes(budget: int | str, memory: MemoryTimeline) -> int:
 
     Args:
         budget: as ``check_budget`` allows.
-        memory: the timeline of the program to fit. ``60%`` is of its peak; ``auto`` is what it holds already and 95 %
-            of what is free on its devices.
+        memory: the timeline of the program to fit. ``60%`` is of its peak, with the optimizer's state that a first step
+            creates counted from the beginning, so that it means the same bytes at every step; ``auto`` is what it holds
+            already and 95 % of what is free on its devices.
 
     Raises:
         GraphoptError: for ``auto``, where it is not known how much is free.
@@ -52,8 +71,19 @@ def budget_bytes(budget: int | str, memory: MemoryTimeline) -> int:
         devices = {node.meta["val"].device for node in memory.nodes if hasattr(node.meta.get("val"), "device")}
         return memory.resident_bytes + int(0.95 * sum(free_bytes(device) for device in devices))
     if budget.endswith("%"):
-        return int(memory.peak_bytes * float(budget[:-1]) / 100)
+        return int(_lasting_peak(memory) * float(budget[:-1]) / 100)
     return parse_bytes(budget)
+
+
+def _lasting_peak(memory: MemoryTimeline) -> int:
+    """The peak, as it would be if the state that the update creates had been there before."""
+    count = len(memory.nodes)
+    more = [0] * count
+    for storage in memory.storages:
+        if 0 < storage.first < count <= storage.last and info(storage.owner).phase is Phase.UPDATE:
+            more[storage.first - 1] += storage.bytes
+    waiting = list(accumulate(reversed(more)))[::-1]
+    return max([now + then for now, then in zip(memory.bytes, waiting, strict=True)], default=memory.peak_bytes)
 
 
 def check_cost(cost: str) -> None:
@@ -87,7 +117,7 @@ def within_already(memory: MemoryTimeline, budget: int) -> str:
     return f"the peak of the program as it is, {peak}, is within the budget of {room}"
 
 
-def infeasible(fitting: Fitting, budget: int) -> GraphoptError:
+def infeasible(fitting: Fitting, budget: int) -> BudgetError:
     """The error where no plan fits into ``budget`` bytes: the smallest peak found, and what is alive there.
 
     Args:
@@ -99,10 +129,11 @@ def infeasible(fitting: Fitting, budget: int) -> GraphoptError:
     fitting.apply(rewritten, smallest, origin="")
     rewritten.erase_dead()
     memory = rewritten.memory()
-    error = GraphoptError(
+    error = BudgetError(
         f"no plan fits into {format_bytes(budget)} ({budget} bytes): the smallest peak found is {smallest.peak_bytes} "
         f"bytes ({format_bytes(smallest.peak_bytes)}), of which {format_bytes(memory.resident_bytes)} are parameters, "
-        "optimizer state and inputs"
+        "optimizer state and inputs",
+        smallest.peak_bytes,
     )
     error.add_note(f"the smallest peak is reached at {_named(memory)}; the largest tensors alive there:")
     for item in memory.alive[:8]:

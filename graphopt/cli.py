@@ -11,9 +11,10 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import graphopt
-from graphopt.commands import plan
+from graphopt.commands import compare, plan
 from graphopt.commands.output import (
     check_output,
     format_of,
@@ -35,9 +36,9 @@ from graphopt.commands.programs import (
 )
 from graphopt.errors import GraphoptError
 from graphopt.names import match_names
-from graphopt.pipeline import available_passes, find_pass
+from graphopt.pipeline import Pipeline, available_passes, find_pass
 from graphopt.program import Program
-from graphopt.report import candidates, catalogue, memory, tables, terminal
+from graphopt.report import candidates, catalogue, memory, precision, tables, terminal
 from graphopt.report.snapshots import records_json, snapshots_json, snapshots_text
 from graphopt.values import format_bytes
 
@@ -139,7 +140,13 @@ def _parser() -> argparse.ArgumentParser:
     usage = add(_memory, "memory", "show bytes over time and what is alive at the peak")
     program_arguments(usage)
     usage.add_argument("--top", type=_positive, default=10, metavar="N", help="list the N largest (default 10)")
+    usage.add_argument("--precision", action="store_true", help=(
+        "explain bytes by category with the known formulas of mixed precision, also where no dtype changes"
+    ))  # fmt: skip
     program_arguments(add(_diff, "diff", "show what passes change, node by node"), needs_passes=True)
+    compare.compare_arguments(
+        add(compare.compare, "compare", "run the original and the rewritten program, and list errors tensor by tensor")
+    )
     plan.plan_arguments(
         add(plan.plan, "plan", "show what fits into how many bytes at what cost in time, and the plan for each budget")
     )
@@ -243,17 +250,22 @@ def _dump(options: argparse.Namespace) -> None:
 
 
 def _memory(options: argparse.Namespace) -> None:
-    rewritten = rewritten_program(options)
+    pipeline = Pipeline(options.passes)
+    rewritten = rewritten_program(options, pipeline)
     before, after = before_passes(rewritten), rewritten.program
+    level = precision.level_of(pipeline.passes)
+    explain = after.stage != "forward" and (options.precision or precision.changes_precision(before, after))
     if options.json:
         pair = {"before": memory.memory_json(before), "after": memory.memory_json(after)}
-        data = pair if rewritten.records else {"program": pair["after"]}
+        data: dict[str, Any] = {**pair} if rewritten.records else {"program": pair["after"]}
+        data |= {"precision": precision.precision_json(before, after, level)} if explain else {}
         print_json({**program_title(after), "passes": records_json(rewritten.records), **data})
         return
     width = terminal.terminal_width()
     text = memory.memory_text(after, options.top, width)
+    explained = f"==== precision\n{precision.precision_text(before, after, level)}" if explain else ""
     if not rewritten.records:
-        print_text(text)
+        print_text(text, explained)
         return
     old, new = before.memory().peak_bytes, after.memory().peak_bytes
     print_text(
@@ -261,6 +273,7 @@ def _memory(options: argparse.Namespace) -> None:
         f"peak {format_bytes(old)} -> {format_bytes(new)} ({(new - old) / old:+.1%})\n",
         f"==== before\n{memory.memory_text(before, options.top, width)}",
         f"==== after\n{text}",
+        explained,
     )
 
 

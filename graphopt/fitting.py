@@ -12,7 +12,7 @@ from graphopt.analysis.problem import PlanningProblem, planning_problem
 from graphopt.moving import Move, move
 from graphopt.planning import Simulated
 from graphopt.planning.frontier import Frontier, Point
-from graphopt.planning.offloading import Away, Lanes, Moved, move_away, move_most
+from graphopt.planning.offloading import Away, Lanes, Moved, moved_away
 from graphopt.planning.planner import find_frontier
 from graphopt.planning.schedule import Scheduler
 from graphopt.program import Program
@@ -21,7 +21,7 @@ from graphopt.rerun import Again, Rerun, rerun
 __all__ = ["Fitted", "Fitting"]
 
 _TRIALS = 24
-"""How many plans above the budget are tried with values moved away."""
+"""How many plans of a frontier are tried with values moved away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,15 @@ class Fitted:
     def seconds(self) -> float:
         """Seconds on top of the program as it is: what runs again, and waiting for copies."""
         return self.simulated.again + self.late
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A plan that could be taken: what it is expected to take in bytes, and in seconds on top of the program's own."""
+
+    peak: int
+    seconds: float
+    plan: Point | Moved
 
 
 class Fitting:
@@ -80,6 +89,8 @@ class Fitting:
         self.scheduler = Scheduler(self.planning.problem)
         self.lanes = None if lanes is None else lanes(self.planning)
         self.tier = tier
+        self._moved: list[Moved] | None = None
+        self._smallest: Fitted | None = None
         if recompute:
             self.frontier = find_frontier(
                 self.planning.problem, time_limit=time_limit, progress=progress, interruptible=interruptible
@@ -101,42 +112,48 @@ class Fitting:
         """The fastest plan whose rewritten program peaks at ``budget`` bytes or less; None where there is none.
 
         The rewritten program's own timeline decides: where it is above what the planner expected, the next best plan is
-        taken.
+        taken. More bytes never get a slower plan, since what there is to choose from does not depend on the budget.
         """
-        for moved in sorted(self._candidates(budget), key=lambda moved: moved.simulated.again + moved.late):
-            fitted = self._checked(moved.simulated, moved.away, moved.late)
-            if fitted.peak_bytes <= budget:
-                return fitted
-        return None
-
-    def _candidates(self, budget: int) -> list[Moved]:
-        """Plans of the frontier that fit, and faster ones that fit with values moved away."""
-        points = list(self.frontier)
-        within = [point for point in points if point.peak <= budget]
-        found = [
-            Moved(simulated := self.simulate(point), (), simulated.bytes, point.peak, 0.0) for point in within[-8:]
-        ]
-        if self.lanes is None or not self.lanes.room:
-            return found
-        above = points[len(within) :]
-        for point in above[:: max(1, len(above) // _TRIALS)]:
-            moved = move_away(self.scheduler, self.simulate(point), budget, self.lanes)
-            if moved is not None:
-                found.append(moved)
-        return found
+        for choice in sorted(self._choices(), key=lambda choice: choice.seconds):
+            if choice.peak <= budget:
+                fitted = self._fitted(choice)
+                if fitted.peak_bytes <= budget:
+                    return fitted
+        smallest = self.smallest()
+        return smallest if smallest.peak_bytes <= budget else None
 
     def check(self, point: Point) -> Fitted:
         """A plan with the peak of the program that comes of it."""
-        return self._checked(self.simulate(point), (), 0.0)
+        return self._fitted(_Choice(point.peak, point.again, point))
 
     def smallest(self) -> Fitted:
-        """The plan with the lowest peak that was found."""
-        found = self.check(self.frontier.lowest)
-        if self.lanes is not None and self.lanes.room:
-            moved = move_most(self.scheduler, found.simulated, self.lanes)
-            if moved.peak < found.peak_bytes:
-                return self._checked(moved.simulated, moved.away, moved.late)
+        """The plan with the lowest peak that was found; of several, the fastest."""
+        if self._smallest is None:
+            choices = sorted(self._choices(), key=lambda choice: (choice.peak, choice.seconds))
+            best = self._fitted(choices[0])
+            for choice in choices[1:]:
+                if choice.peak >= best.peak_bytes:
+                    break
+                best = min(best, self._fitted(choice), key=lambda fitted: fitted.peak_bytes)
+            self._smallest = best
+        return self._smallest
+
+    def _choices(self) -> list[_Choice]:
+        """The plans of the frontier as they are, and some of them with values moved away."""
+        points = list(self.frontier)
+        found = [_Choice(point.peak, point.again, point) for point in points]
+        if self.lanes is not None and self.lanes.room and self._moved is None:
+            stride = max(1, -(-len(points) // _TRIALS))
+            plans = [self.simulate(point) for point in {id(p): p for p in (*points[::stride], points[-1])}.values()]
+            self._moved = [moved for plan in plans for moved in moved_away(self.scheduler, plan, self.lanes)]
+        for moved in self._moved or ():
+            found.append(_Choice(moved.peak, moved.simulated.again + moved.late, moved))
         return found
+
+    def _fitted(self, choice: _Choice) -> Fitted:
+        if isinstance(choice.plan, Point):
+            return self._checked(self.simulate(choice.plan), (), 0.0)
+        return self._checked(choice.plan.simulated, choice.plan.away, choice.plan.late)
 
     def _checked(self, simulated: Simulated, away: tuple[Away, ...], late: float) -> Fitted:
         copy = self.program.copy()

@@ -13,7 +13,7 @@ from torch import fx
 from graphopt.analysis.cost import link_bandwidth
 from graphopt.analysis.problem import PlanningProblem
 from graphopt.freememory import free_host_bytes
-from graphopt.ops import transfer
+from graphopt.ops import schema, transfer
 from graphopt.planning.offloading import Lanes
 from graphopt.program import Phase, Policy, Program, info
 from graphopt.rerun import Again, rerun
@@ -50,6 +50,8 @@ def movable(node: fx.Node) -> str:
         return "its size varies from call to call"
     if value.layout is not torch.strided or value.is_conj() or value.is_neg():
         return "it is not a plain dense tensor"
+    if schema.is_collective(schema.maker(node)):
+        return "a collective makes it, and a copy that starts behind the call would not wait for its data"
     return ""
 
 

@@ -55,15 +55,16 @@ def identifier(text: str) -> str:
 @lru_cache(maxsize=256)
 def _glob(pattern: str) -> re.Pattern[str]:
     pieces = re.split(r"(\*\*|\*|\?)", pattern)
-    wild = {"**": ".*", "*": "[^.:]*", "?": "[^.:]"}
+    wild = {"**": ".*", "*": "[^.:~]*", "?": "[^.:~]"}
     return re.compile("".join(wild.get(piece) or re.escape(piece) for piece in pieces), re.DOTALL)
 
 
 def match_names(patterns: Iterable[str], table: Mapping[str, T], what: str = "tensor") -> dict[str, T]:
     """The entries of ``table`` that the patterns name, in the table's order.
 
-    A pattern is a name, or a glob over names: ``*`` stands for any text without ``.`` and ``:``, ``?`` for one such
-    character, ``**`` for any text at all (``layers.*.attn``, ``layers.*::mm``, ``encoder.**``).
+    A pattern is a name, or a glob over names: ``*`` stands for any text without ``.``, ``:`` and ``~``, ``?`` for one
+    such character, ``**`` for any text at all (``layers.*.attn``, ``layers.*::mm``, ``encoder.**``). Names of backward
+    end in ``~``: ``layers.*.weight~`` are gradients.
 
     Raises:
         GraphoptError: naming every pattern that matches nothing, with the nearest names.

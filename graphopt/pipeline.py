@@ -11,6 +11,8 @@ from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from torch import nn
+
 from graphopt import verify as verifier
 from graphopt.capture.precision import plain_precision
 from graphopt.errors import GraphoptError, PassError, PipelineError, VerifyError, did_you_mean
@@ -96,6 +98,20 @@ class Pass(abc.ABC):
         Raises:
             GraphoptError: where the options do not fit the program.
         """
+
+    def prepare(self, model: nn.Module) -> None:
+        """Called once, before the first run of what the pass has rewritten, with the model that it runs on.
+
+        For what has to be so before the first step, such as equal parameters on all ranks.
+        """
+        del model
+
+    def concerns(self, program: Program) -> bool:
+        """Whether there is anything to do for this pass at the stage of ``program``; it is not run where not.
+
+        For passes of several stages, which act in one way in a drop-in program and in another in a whole step.
+        """
+        return True
 
     def __str__(self) -> str:
         return format_pass(self)
@@ -223,7 +239,7 @@ class Pipeline:
             VerifyError: where a pass leaves a program that breaks an invariant.
         """
         records = []
-        due = self.due(program.stage, last=last)
+        due = [current for current in self.due(program.stage, last=last) if current.concerns(program)]
         for current in due:
             for instrument in instruments:
                 instrument.before_pass(current, program)
@@ -238,7 +254,8 @@ class Pipeline:
                 for instrument in instruments:
                     instrument.failed_pass(current, before, error)
                 raise self._failure(current, due, program.stage, error) from error
-            program.history = (*program.history, record.spec)
+            if record.spec not in program.history:  # a pass of several stages is one pass
+                program.history = (*program.history, record.spec)
             records.append(record)
             for instrument in instruments:
                 instrument.after_pass(current, program, record)

@@ -12,7 +12,8 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.errors import GraphoptError
-from graphopt.names import match_names
+from graphopt.held import Held
+from graphopt.names import identifier, match_names
 from graphopt.ops import schema
 from graphopt.values import storage_bytes, tensors_of
 
@@ -63,8 +64,9 @@ class NodeInfo:
 class InputSpec:
     """What a placeholder stands for.
 
-    ``role`` is parameter, buffer, constant, input, tangent, gradient (an accumulator), state (of the optimizer) or
-    hyperparameter; ``target`` names it (``layers.0.weight``, ``args[0]``, ``layers.0.weight/exp_avg``, ``lr[0]``).
+    ``role`` is parameter, buffer, constant, input, tangent, gradient (an accumulator), state (of the optimizer),
+    hyperparameter or held (by passes, across steps); ``target`` names it (``layers.0.weight``, ``args[0]``,
+    ``layers.0.weight/exp_avg``, ``lr[0]``, ``loss-scale/scale``).
     """
 
     role: str
@@ -130,6 +132,7 @@ class Program:
         title: whose program this is (a model's class name), for people.
         lower: makes the next stage's program out of this one; None on the last stage or after loading from a file.
         history: the passes applied so far, as text.
+        held: what passes keep across runs, by the target of its input (``add_held``).
     """
 
     graph: fx.Graph
@@ -141,6 +144,7 @@ class Program:
     title: str = ""
     lower: Callable[[Program], Program] | None = None
     history: tuple[str, ...] = ()
+    held: dict[str, Held] = field(default_factory=dict)
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -319,6 +323,26 @@ class Program:
         self.inputs.append(spec)
         return node
 
+    def add_held(self, target: str, held: Held) -> fx.Node:
+        """The input for a tensor that lives across runs, which ops may change in place; added where it is new.
+
+        Args:
+            target: what it is called, ``owner/what``; the same tensor in every program of one step or model.
+            held: its shape, dtype, device, and how it starts.
+
+        Raises:
+            GraphoptError: where the program holds another tensor under this name.
+        """
+        known = self.held.get(target)
+        if known is None:
+            self.held[target] = held
+            with self.fake_mode:
+                value = torch.empty(held.shape, dtype=held.dtype, device=held.device)
+            return self.add_input(identifier(target), value, InputSpec("held", target))
+        if known != held:
+            raise GraphoptError(f"{target!r} is held as {known}, and cannot be {held} as well: choose another name")
+        return next(node for node, spec in self.inputs_of("held") if spec.target == target)
+
     def erase_dead(self) -> int:
         """Remove calls whose results nothing uses and that have no effect; returns how many."""
         erased = 0
@@ -327,6 +351,12 @@ class Program:
                 self.graph.erase_node(node)
                 erased += 1
         return erased
+
+    def hand_over_name(self, name: str, old: fx.Node, new: fx.Node) -> None:
+        """Let a name that a node has stand for another one, which takes its place."""
+        if name in info(old).names:
+            set_info(old, replace(info(old), names=tuple(known for known in info(old).names if known != name)))
+            set_info(new, replace(info(new), names=(*info(new).names, name)))
 
     def set_policy(self, nodes: Iterable[fx.Node], policy: Policy) -> None:
         """Record a decision about forward values."""
@@ -341,7 +371,7 @@ class Program:
             mapping[node] = graph.node_copy(node, lambda n: mapping[n])
         return replace(
             self, graph=graph, inputs=list(self.inputs), outputs=list(self.outputs),
-            constants=dict(self.constants), attributes=dict(self.attributes),
+            constants=dict(self.constants), attributes=dict(self.attributes), held=dict(self.held),
         )  # fmt: skip
 
     def to_graph_module(self) -> fx.GraphModule:

@@ -135,7 +135,9 @@ def _random_once(program: Program, before: Program | None) -> Iterator[str]:
 
 
 def _drawn(value: Any, node: fx.Node) -> str:
-    return f"{type_text(value)} in {info(node).module or 'the root'}"
+    """What is drawn where, without the dtype: dropout in another precision draws the same mask."""
+    text = type_text(value)
+    return f"{text[text.find('[') :]} in {info(node).module or 'the root'}"
 
 
 def _draws(program: Program) -> list[str]:
@@ -155,7 +157,12 @@ def _effects_once(program: Program, _: Program | None) -> Iterator[str]:
 
 
 def _fresh_reads(program: Program, _: Program | None) -> Iterator[str]:
-    """After a tensor is overwritten in forward or by the update, nothing may read it expecting the old value."""
+    """After a tensor is overwritten in forward or by the update, nothing may read it expecting the old value.
+
+    A forward program writes in place where the model does, and keeps the model's order.
+    """
+    if program.stage == "forward":
+        return
     position = {node: index for index, node in enumerate(program.graph.nodes)}
     for writer in program.phase_nodes(Phase.FORWARD, Phase.UPDATE):
         for target in schema.mutated_inputs(writer):

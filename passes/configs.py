@@ -33,11 +33,6 @@ _DEEPSPEED: dict[str, Any] = {
 _PADDLE: dict[str, Any] = {"checkpoints": [], "enable_offload": False, "checkpoint_shape": []}
 """The fields of Paddle's section and their defaults."""
 
-_CONTIGUOUS = (
-    "contiguous_memory_optimization is not honoured: every checkpoint has a block of its own, which is freed as soon "
-    "as backward has read it; a buffer for all of them would be held until the last is read, and so raise the peak"
-)
-
 
 def from_deepspeed(
     config: Mapping[str, Any] | str | Path,
@@ -58,7 +53,7 @@ def from_deepspeed(
     ``number_checkpoints``                    with ``checkpoints="auto"``: so many, spread evenly
     ``synchronize_checkpoint_boundary``       ``CheckpointBoundaries(synchronize=True)``
     ``profile``                               ``CheckpointBoundaries(profile=True)``
-    ``contiguous_memory_optimization``        not honoured; a warning says why
+    ``contiguous_memory_optimization``        ``ContiguousCheckpoints``, of the slices that stay on the device
     ========================================= ==============================================================
 
     What is not honoured is named in a warning of the logger ``graphopt``.
@@ -93,13 +88,13 @@ def from_deepspeed(
             if not values[key]
         ]
     _raise(problems, "activation_checkpointing")
-    if values["contiguous_memory_optimization"]:
-        logger.warning("%s", _CONTIGUOUS)
     passes = [_recompute(checkpoints, number)]
     if values["partition_activations"]:
         passes.append(_make("partition-checkpoints", group=group, min_bytes=0))
     if values["cpu_checkpointing"]:
         passes.append(_make("offload", min_bytes=0))
+    if values["contiguous_memory_optimization"]:
+        passes.append(_make("contiguous-checkpoints"))
     if values["synchronize_checkpoint_boundary"] or values["profile"]:
         synchronize, profile = values["synchronize_checkpoint_boundary"], values["profile"]
         passes.append(_make("checkpoint-boundaries", synchronize=synchronize, profile=profile))

@@ -104,16 +104,14 @@ class FitMemory(Pass):
         fitted = fitting.within(budget)
         if fitted is None:
             raise infeasible(fitting, budget)
+        summary = summary_lines(fitting, fitted, budget, costs)  # of the program as it still is
         done = fitting.apply(program, fitted, origin=_ORIGIN)
         again = len(fitted.simulated.plan.repeats())
         return Changed(
             counts={"run again": again, "random ops replayed": len(done.replayed), "offloaded": len(fitted.away)},
             tensors=tuple(name for node in done.clones for name in info(node).names[:1]),
-            lines=(
-                *summary_lines(fitting, fitted, budget, costs), *away_lines(fitting, fitted),
-                *plan_lines(fitting, fitted.simulated),
-            ),
-        )  # fmt: skip
+            lines=(*summary, *away_lines(fitting, fitted), *plan_lines(fitting, fitted.simulated)),
+        )
 
     def _lanes(self) -> Callable[[PlanningProblem], Lanes] | None:
         """What copies can do; nothing where they are not allowed, or where the host is the device itself."""

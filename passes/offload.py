@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, final
 
 from torch import fx
@@ -191,13 +190,12 @@ class _Plan:
         self._rate = min(link_bandwidth(device, options.tier) for device in devices)  # type: ignore[arg-type]
         drop_in = bool(program.inputs_of("tangent"))
         seconds, alive = [operation.seconds for operation in problem.operations], self._alive(memory)
-        windows = schedule_copies(
+        self._windows = schedule_copies(
             seconds, alive, self._copies,
             out=self._rate, back=self._rate, not_freed_after=problem.boundary if drop_in else None,
             not_fetched_before=problem.boundary + 1 if drop_in else 0,
             ahead=None if options.prefetch == "auto" else int(options.prefetch),
         )  # fmt: skip
-        self._windows = _freed_in_time(seconds, alive, self._copies, windows)
 
     def _alive(self, memory: MemoryTimeline) -> list[int]:
         """Bytes alive at each operation, with the chosen values away while they wait."""
@@ -256,33 +254,6 @@ class _Plan:
             f"freed {window.freed - copy.last} ops after its last use, fetched {copy.needed - window.fetched} ops "
             f"({seconds * 1e3:.3g} ms) before its next"
         )
-
-
-def _freed_in_time(
-    seconds: Sequence[float], alive: Sequence[int], copies: Sequence[Copy], windows: Sequence[Window]
-) -> list[Window]:
-    """Wait for copies away where what they hold meanwhile would raise the highest count of bytes.
-
-    Args:
-        seconds: of each operation.
-        alive: bytes at each operation, with the values away from their last use to their next.
-        copies: what is moved.
-        windows: when it is away, one for each copy.
-    """
-    level = list(alive)
-    for copy, window in zip(copies, windows, strict=True):
-        for step in range(window.fetched, copy.needed):
-            level[step] += copy.bytes
-    highest = max(level, default=0)
-    found = list(windows)
-    for index in sorted(range(len(copies)), key=lambda i: copies[i].made):
-        copy, window = copies[index], windows[index]
-        freed = copy.last + 1
-        while freed < window.freed and level[freed] + copy.bytes <= highest:
-            level[freed] += copy.bytes
-            freed += 1
-        found[index] = replace(window, freed=freed, late=window.late + sum(seconds[freed : window.freed]))
-    return found
 
 
 def _at(nodes: list[fx.Node | None], index: int) -> fx.Node:

@@ -13,6 +13,7 @@ from graphopt.errors import GraphoptError
 from graphopt.groups import Group, find_group
 from graphopt.moving import movable
 from graphopt.ops import schema
+from graphopt.ops.agreement import same_on_all_ranks
 from graphopt.ops.collectives import ALL_GATHER, WAIT
 from graphopt.pipeline import Changed, Numerics, Pass, PassStage
 from graphopt.program import Phase, Policy, Program, info, set_info
@@ -30,9 +31,10 @@ class PartitionCheckpoints(Pass):
     """Keep a slice of each checkpoint on each rank of a model-parallel group, and gather them before backward reads.
 
     The ranks of the group must hold the same checkpoints, as tensor-parallel ranks do, to which every rank gives the
-    same data. Behind its last use in forward a checkpoint is cut into as many slices as the group has ranks, the last
-    ones padded where its size does not divide evenly; a rank keeps its own slice, and the whole is freed. Just before
-    backward first needs it, the slices are gathered: the values are those that were cut, to the last bit.
+    same data; at the first run that is checked, bit by bit. Behind its last use in forward a checkpoint is cut into as
+    many slices as the group has ranks, the last ones padded where its size does not divide evenly; a rank keeps its own
+    slice, and the whole is freed. Just before backward first needs it, the slices are gathered: the values are those
+    that were cut, to the last bit.
 
     The checkpoints are what ``Recompute`` keeps, and the slice of ``blocks.0`` is called ``blocks.0/part``: with
     ``Offload`` it is the slices that wait on the host. Every rank has to capture the same program; that is checked
@@ -44,10 +46,13 @@ class PartitionCheckpoints(Pass):
     Args:
         group: name of the process group (``group.group_name``); empty for the default group.
         min_bytes: smaller checkpoints are kept whole.
+        check: compare a digest of each checkpoint among the ranks at the first run of the program; every rank raises
+            where they differ. Without it, ranks that hold other values train to nonsense, and nothing says so.
 
     Raises:
         GraphoptError: where torch.distributed is not initialised, where there is no such group, and where the ranks
-            of the group have different checkpoints.
+            of the group have different checkpoints; at the first run, naming rank and tensor, where these hold other
+            values.
     """
 
     name: ClassVar[str] = "partition-checkpoints"
@@ -57,6 +62,7 @@ class PartitionCheckpoints(Pass):
 
     group: str = ""
     min_bytes: int = 1_000_000
+    check: bool = True
 
     def __post_init__(self) -> None:
         if self.min_bytes < 0:
@@ -71,7 +77,8 @@ class PartitionCheckpoints(Pass):
             return Changed(reason=f"the group {group.name!r} has one process, which keeps its checkpoints whole")
         chosen, left = self._choose(program)
         changed = self._partition(program, chosen, left, group) if chosen else Changed(reason=_no_checkpoints(left))
-        group.agree([f"{item.name} {type_text(item.node.meta['val'])}" for item in chosen] if changed else [], _ORIGIN)
+        plan = [f"{item.name} {type_text(item.node.meta['val'])}" for item in chosen] + [f"check={self.check}"]
+        group.agree(plan if changed else [], _ORIGIN)
         return changed
 
     def _choose(self, program: Program) -> tuple[list[_Checkpoint], list[str]]:
@@ -110,7 +117,7 @@ class PartitionCheckpoints(Pass):
         before = program.memory()
         trial = program.copy()
         named = {node.name: node for node in trial.graph.nodes}
-        _insert(trial, [item.within(named) for item in chosen], group)
+        _insert(trial, [item.within(named) for item in chosen], group, check=self.check)
         trial.erase_dead()
         total = sum(storage_bytes(item.node.meta["val"]) for item in chosen)
         if trial.memory().peak_bytes >= before.peak_bytes:
@@ -119,7 +126,7 @@ class PartitionCheckpoints(Pass):
                 reason=f"the peak of {format_bytes(before.peak_bytes)} is at {where}, where partitioning "
                 f"{format_bytes(total)} in {len(chosen)} checkpoints would not lower it"
             )
-        kept = _insert(program, chosen, group)
+        kept = _insert(program, chosen, group, check=self.check)
         line = (
             f"rank {group.rank} of {group.size} of the group {group.name!r} keeps {format_bytes(kept)} of "
             f"{format_bytes(total)} in {len(chosen)} checkpoints"
@@ -149,11 +156,16 @@ def _no_checkpoints(left: Sequence[str]) -> str:
     return "; ".join(left) or "the program has no checkpoints: give Recompute(...) too"
 
 
-def _insert(program: Program, chosen: Sequence[_Checkpoint], group: Group) -> int:
+def _insert(program: Program, chosen: Sequence[_Checkpoint], group: Group, *, check: bool) -> int:
     """Cut and gather each checkpoint; returns the bytes of this rank's slices."""
     returned, kept = [], 0
     for item in chosen:
         part = _cut(program, item, group)
+        if check:
+            program.insert(
+                same_on_all_ranks, (item.node, item.name, group.name), after=item.last,
+                phase=Phase.FORWARD, like=item.node, origin=f"{_ORIGIN}: {item.name}",
+            )  # fmt: skip
         kept += storage_bytes(part.meta["val"])
         gathered = _gather(program, item, part, group)
         returned.append(Again(item.node, item.first, f"{_ORIGIN}: {item.name}", gathered))

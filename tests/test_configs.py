@@ -13,7 +13,14 @@ from torch import nn
 
 import graphopt
 from graphopt import GraphoptError, Pipeline
-from graphopt.passes import CheckpointBoundaries, Offload, PartitionCheckpoints, Recompute, RecomputeEvenly
+from graphopt.passes import (
+    CheckpointBoundaries,
+    ContiguousCheckpoints,
+    Offload,
+    PartitionCheckpoints,
+    Recompute,
+    RecomputeEvenly,
+)
 from graphopt.passes.configs import from_deepspeed, from_paddle
 from tests.support import Net, assert_same_training, captured, mean_square
 
@@ -60,15 +67,21 @@ def test_all_fields_of_deepspeed(caplog: pytest.LogCaptureFixture) -> None:
         Recompute("net.*"),
         PartitionCheckpoints("tensor", 0),
         Offload(min_bytes=0),
+        ContiguousCheckpoints(),
         CheckpointBoundaries(profile=True),
     ]
     said = [record.getMessage().split(":")[0] for record in caplog.records]
-    assert said == [
-        "contiguous_memory_optimization is not honoured",
-        "number_checkpoints is not honoured",
-    ]
-    names = [item.name for item in Pipeline(reversed(passes)).passes]
-    assert names == ["recompute", "partition-checkpoints", "offload", "checkpoint-boundaries"]
+    assert said == ["number_checkpoints is not honoured"]
+    names = [item.name for item in Pipeline(reversed(passes[:-1])).passes]
+    assert names == ["recompute", "partition-checkpoints", "offload", "contiguous-checkpoints"]
+
+
+def test_contiguous_memory_of_deepspeed(caplog: pytest.LogCaptureFixture) -> None:
+    fields = {"partition_activations": True, "contiguous_memory_optimization": True, "number_checkpoints": 3}
+    with caplog.at_level(logging.WARNING, logger="graphopt"):
+        passes = from_deepspeed(section(**fields))
+    assert passes == [RecomputeEvenly(3), PartitionCheckpoints(min_bytes=0), ContiguousCheckpoints()]
+    assert not caplog.records
 
 
 def test_deepspeed_from_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -31,10 +31,11 @@ import dataclasses, datetime, json, os, sys, warnings
 warnings.simplefilter("ignore")
 import torch, torch.distributed as dist
 from torch import nn
-from graphopt import Changed, PassError, Pipeline, measure_peak
+from graphopt import Changed, GraphoptError, PassError, Pipeline, measure_peak
 from graphopt.groups import find_group
 from graphopt.ops.collectives import ALL_GATHER, WAIT
-from graphopt.passes import Offload, PartitionCheckpoints, Recompute
+from graphopt.ops import contiguous
+from graphopt.passes import ContiguousCheckpoints, Offload, PartitionCheckpoints, Recompute
 from graphopt.passes.partition_checkpoints import _insert
 from tests.support import Blocks, Net, Plain, assert_same_training, captured, identical, mean_square, next_token, peaks
 from tests.support import results
@@ -69,7 +70,7 @@ class Always(Plain):
     def apply(self, program):
         chosen, _ = slices._choose(program)
         assert len(chosen) == 2
-        _insert(program, chosen, find_group(""))
+        _insert(program, chosen, find_group(""), check=True)
         return Changed(counts={"partitioned": 2})
 
 slices = PartitionCheckpoints(min_bytes=0)
@@ -104,10 +105,37 @@ away = whole.copy()
 Pipeline([Offload(min_bytes=0, cost="roofline"), slices]).run(away)
 say("with offload", [equal(away), away.memory().peak_bytes, "offload" in away.to_text()])
 
-for key, options in (("other plan", PartitionCheckpoints(min_bytes=rank * 10**9)), ("other checkpoints", slices)):
-    program = captured(model, x if key != "other plan" else torch.randn(1001, 31))
+stored = whole.copy()
+Pipeline([slices, ContiguousCheckpoints()]).run(stored)
+say("contiguous", [equal(stored), len([node for node in stored.nodes if node.target is contiguous.store])])
+say("contiguous measured", [peaks(stored, model, x) for _ in range(4)])
+
+def outcome(program, *batch):
     try:
-        Pipeline([Recompute("net.*" if key == "other plan" or rank else "net.0"), options]).run(program)
+        results(program, model, *batch)
+        return ""
+    except GraphoptError as error:
+        return str(error)
+
+same = torch.randn(999, 31)  # of a shape that is not compared yet
+mine = captured(model, same)
+Pipeline([Recompute("net.*"), slices]).run(mine)
+trusting = captured(model, same)
+Pipeline([Recompute("net.*"), PartitionCheckpoints(pair, min_bytes=0, check=False)]).run(trusting)
+other = same.clone()  # ranks of a data-parallel group hold different values
+other[998, 30] += rank * 1e-6
+say("unchecked", outcome(trusting, other))
+say("other values", [outcome(mine, other), outcome(mine, other), outcome(mine, same), outcome(mine, other)])
+
+different = {
+    "other plan": PartitionCheckpoints(min_bytes=rank * 10**9),
+    "other checkpoints": slices,
+    "other check": PartitionCheckpoints(min_bytes=0, check=rank == 0),
+}
+for rows, (key, options) in enumerate(different.items(), 1002):  # plans that no rank has agreed to before
+    program = captured(model, torch.randn(rows, 31))
+    try:
+        Pipeline([Recompute("net.*" if key != "other checkpoints" or rank else "net.0"), options]).run(program)
         say(key, "")
     except PassError as error:
         say(key, str(error))
@@ -192,8 +220,28 @@ def test_a_second_time_is_nothing(rank: dict[str, Any]) -> None:
 
 
 def test_ranks_that_mean_to_do_different_things_are_told(rank: dict[str, Any]) -> None:
-    assert "step 0 is 'net f32[1001, 31]' on rank 0 and 'nothing' on rank 1; run the same model" in rank["other plan"]
+    assert "step 0 is 'net" in rank["other plan"]
+    assert "f32[1002, 31]' on rank 0 and 'nothing' on rank 1; run the same model" in rank["other plan"]
     assert "do not mean to do the same" in rank["other checkpoints"]
+
+
+def test_ranks_that_check_and_others_that_do_not_are_told(rank: dict[str, Any]) -> None:
+    assert "is 'check=True' on rank 0 and 'check=False' on rank 1" in rank["other check"]
+
+
+def test_ranks_with_other_values_are_told_at_the_first_run(rank: dict[str, Any]) -> None:
+    """One bit is enough; the check is over once it has passed, and can be left out."""
+    first, second, same, later = rank["other values"]
+    assert first == second
+    assert first.startswith("'net.0' on rank 1 of the group ")
+    assert "is not what it is on rank 0" in first
+    assert (same, later) == ("", "")
+    assert rank["unchecked"] == ""
+
+
+def test_slices_lie_in_one_block(rank: dict[str, Any]) -> None:
+    assert rank["contiguous"] == [True, 3]
+    assert any(measured == predicted for predicted, measured in rank["contiguous measured"])
 
 
 def test_gloo_gathers_into_a_buffer_of_its_own(rank: dict[str, Any]) -> None:
@@ -220,7 +268,7 @@ def partitioned(program: Program, group: Group) -> Program:
     copy = program.copy()
     chosen, left = PartitionCheckpoints(min_bytes=0)._choose(copy)
     assert not left
-    _insert(copy, chosen, group)
+    _insert(copy, chosen, group, check=False)
     copy.erase_dead()
     return copy
 
@@ -314,6 +362,7 @@ def test_options() -> None:
     (given,) = Pipeline('partition-checkpoints{group="tensor parallel" min-bytes=0}').passes
     assert given == PartitionCheckpoints("tensor parallel", 0)
     assert str(given) == 'partition-checkpoints{group="tensor parallel" min-bytes=0}'
+    assert Pipeline("partition-checkpoints{check=false}").passes == (PartitionCheckpoints(check=False),)
     with pytest.raises(GraphoptError, match="min_bytes is a number of bytes of at least 0, got -1"):
         PartitionCheckpoints(min_bytes=-1)
     with pytest.raises(PipelineError, match="no option 'groups'; did you mean 'group'"):

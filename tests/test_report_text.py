@@ -74,7 +74,7 @@ def step(
     # top level (reporting.py:N in forward)
     sum_2 = aten.sum.dim_IntList(native_dropout_backward, [0], True)  # f32[1, 4] ::sum~
     del native_dropout_backward
-    view = aten.view(sum_2, [4])  # f32[4] ::view~
+    view = aten.view(sum_2, [4])  # f32[4] weight~
     del sum_2
     return (
         sum_1,  # loss

@@ -127,7 +127,7 @@ def cost_report(
 
 
 def _is_free(node: fx.Node) -> bool:
-    if node.op != "call_function" or node.target is operator.getitem or schema.is_view(node):
+    if node.op != "call_function" or node.target is operator.getitem or schema.hands_on(node):
         return True
     return not call_tensors(node)
 

@@ -37,6 +37,7 @@ _INPUT_CATEGORY = {
     "gradient": "gradients",
     "input": "inputs",
     "tangent": "gradients",
+    "held": "held by passes",
 }
 
 _PHASE_CATEGORY = {

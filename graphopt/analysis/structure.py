@@ -75,6 +75,11 @@ def checkpoint_candidates(program: Program) -> list[Candidate]:
     return _describe(program, [node for node in reversed(chain) if isinstance(node.meta.get("val"), torch.Tensor)])
 
 
+def _unawaited(node: fx.Node) -> bool:
+    """Whether a collective has only started when a node has run: its data is there behind the wait."""
+    return schema.is_collective(node) and not schema.aliased_inputs(node)
+
+
 def _describe(program: Program, chain: list[fx.Node]) -> list[Candidate]:
     """One candidate per storage, with the bytes that live from forward into backward between it and the last one."""
     calls = [n for n in program.graph.nodes if n.op not in ("placeholder", "output")]
@@ -93,7 +98,7 @@ def _describe(program: Program, chain: list[fx.Node]) -> list[Candidate]:
     start, seen = -1, set[fx.Node]()
     for node in chain:
         root = schema.storage_root(node)
-        if root in seen or root.op == "placeholder":
+        if root in seen or root.op == "placeholder" or _unawaited(root):
             continue
         seen.add(root)
         inside = sum(size for first, size, _ in kept if start < first < position[root])

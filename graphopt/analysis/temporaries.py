@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from graphopt import _torch
-from graphopt.analysis.running import LARGEST_CALL, call_bytes, call_key, call_tensors, prepare
+from graphopt.analysis.running import LARGEST_CALL, call_bytes, call_key, call_tensors, prepare, sizes
 from graphopt.capture.precision import plain_precision
 from graphopt.ops import schema
 from graphopt.ops.collectives import workspace_bytes
@@ -34,7 +34,7 @@ class Usage:
     Attributes:
         temporary: bytes that it allocates and frees again while it runs, beyond its results.
         results: bytes of the storages of its results, in order; some ops leave theirs larger than the result
-            (``mse_loss`` reduces in place); None where they are not measured.
+            (``mse_loss`` reduces in place); None where they are not measured, and for calls that write in place.
     """
 
     temporary: int = 0
@@ -48,9 +48,9 @@ _measured: dict[str, Usage] = {}
 
 
 def measured_usage(nodes: Iterable[fx.Node]) -> list[Usage]:
-    """What each call allocates; 0 for calls on a device that is not here and in-place writes."""
+    """What each call allocates; 0 for calls on a device that is not here."""
     calls = list(nodes)
-    keys = [call_key(node) for node in calls]
+    keys = [call_key(node) or _writing_key(node) for node in calls]
     missing = {key: node for key, node in zip(keys, calls, strict=True) if key and key not in _measured}
     if missing:
         with plain_precision():
@@ -58,10 +58,35 @@ def measured_usage(nodes: Iterable[fx.Node]) -> list[Usage]:
     return [_usage(key, node) for key, node in zip(keys, calls, strict=True)]
 
 
+def _writing_key(node: fx.Node) -> str:
+    """Equal for in-place calls that allocate alike; empty for other calls.
+
+    Such a call writes to the zeros that it is measured on. It allocates where it wraps a number in a tensor
+    (``_foreach_add_(steps, 1)``), converts an argument, or falls back to ops that are not in place.
+    """
+    if not schema.mutated_inputs(node) or schema.is_collective(node):
+        return ""
+    described = _torch.map_aggregate(
+        (node.args, node.kwargs), lambda a: _described(a.meta.get("val")) if isinstance(a, fx.Node) else a
+    )
+    return f"{node.target}{described}{torch.get_num_threads()}"
+
+
+def _described(value: Any) -> Any:
+    def tensor(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return str(leaf)
+        return sizes(leaf.shape), sizes(leaf.stride()), leaf.dtype, str(leaf.device)
+
+    return _torch.pytree.tree_map(tensor, value)
+
+
 def _usage(key: str, node: fx.Node) -> Usage:
     if schema.is_collective(node):
         return Usage(workspace_bytes(node))
     found = _measured.get(key, Usage())
+    if schema.mutated_inputs(node):
+        return replace(found, results=None)
     if node.target is _torch.run_with_rng_state:
         return replace(found, temporary=found.temporary + _generator_state(node))
     if node.target is _torch.run_and_save_rng_state:

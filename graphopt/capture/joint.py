@@ -234,6 +234,7 @@ class _Builder:
         program.erase_dead()
         _honour_regions(program)
         program.erase_dead()
+        _name_gradients(program)
         return program
 
     def _placeholder(self, node: fx.Node, role: _torch.AotInput) -> None:
@@ -354,6 +355,13 @@ def _seed_backward(program: Program) -> None:
     node.replace_all_uses_with(seed)
     program.graph.erase_node(node)
     program.inputs.remove(spec)
+
+
+def _name_gradients(program: Program) -> None:
+    """Let the gradient of ``layers.0.weight`` be found as ``layers.0.weight~``, at later stages too."""
+    for value, spec in program.outputs_of("gradient"):
+        if isinstance(value, fx.Node) and value.op == "call_function":
+            set_info(value, replace(info(value), names=(*info(value).names, f"{spec.target}~")))
 
 
 def _forget_statistics(program: Program) -> None:

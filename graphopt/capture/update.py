@@ -235,13 +235,20 @@ class _Tracer:
                 shadow.state[parameter] = state[name]
         return shadow
 
+    def _skips_elements(self, group: Mapping[str, Any]) -> bool:
+        """Whether the fused kernel leaves elements as they are: torch's SGD does for 16-bit parameters on a CPU."""
+        return isinstance(self._optimizer, torch.optim.SGD) and any(
+            parameter.device.type == "cpu" and parameter.element_size() == 2 for parameter in group["params"]
+        )
+
     def _implementation(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Which of the optimizer's own implementations to trace, where the user left the choice open."""
         chosen = group.get("fused") or group.get("foreach") or group.get("capturable")
         undecided = group.get("fused") is None and group.get("foreach") is None
         if chosen or group.get("differentiable") or not undecided:
             return {}
-        if isinstance(self._optimizer, _FUSED) and not group.get("maximize", False) and "fused" in group:
+        usable = isinstance(self._optimizer, _FUSED) and not group.get("maximize", False) and "fused" in group
+        if usable and not self._skips_elements(group):
             return {"fused": True}
         return {"foreach": True} if "foreach" in group else {}
 
@@ -323,6 +330,7 @@ def _match_layouts(program: Program) -> None:
                 {"dtype": wanted.dtype, "device": wanted.device}, after=value, **common,
             )  # fmt: skip
             values[index] = program.insert(torch.ops.aten.copy.default, (empty, value), after=empty, **common)
+        program.hand_over_name(f"{spec.target}~", value, values[index])
     program.set_outputs(values, program.outputs)
 
 

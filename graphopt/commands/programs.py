@@ -22,6 +22,7 @@ __all__ = [
     "program_arguments",
     "rewritten_program",
     "stage_argument",
+    "stage_to_show",
     "target_argument",
 ]
 
@@ -75,15 +76,25 @@ def rewritten_program(options: argparse.Namespace, pipeline: Pipeline | None = N
     pipeline = pipeline or Pipeline(options.passes)
     with contextlib.redirect_stdout(sys.stderr), terminal.working(f"capturing {options.target}"):
         target = load_target(options.target)
-        stage = _stage(options.stage, target, pipeline, options.verify)
+        stage = stage_to_show(options.stage, target, pipeline, options.verify)
         rewritten = rewrite(target.session(), pipeline, until=stage, verify=_VERIFY[options.verify])
         if options.verify == "numerics":
             check_numerics(rewritten, pipeline)
     return rewritten
 
 
-def _stage(wanted: Stage | None, target: Target, pipeline: Pipeline, verify: str) -> Stage:
-    """The stage to show; an error where the target does not reach it, or where a pass would silently not run."""
+def stage_to_show(wanted: Stage | None, target: Target, pipeline: Pipeline, verify: str = "structure") -> Stage:
+    """The stage that a command shows.
+
+    Args:
+        wanted: what ``--stage`` says.
+        target: what is captured.
+        pipeline: the passes that are to run.
+        verify: what ``--verify`` says.
+
+    Raises:
+        GraphoptError: where the target does not reach the stage, or where a pass would silently not run.
+    """
     stage = wanted or target.last_stage
     if stage == "step" and target.optimizer is None:
         raise GraphoptError(

@@ -1,1 +1,14 @@
 """Ops that passes insert, and what graphopt needs to know of the ops that torch has."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+__all__ = ["register_all"]
+
+
+def register_all() -> None:
+    """Make every op of graphopt known to torch, for programs that were written elsewhere."""
+    for module in pkgutil.iter_modules(__path__, f"{__name__}."):
+        importlib.import_module(module.name)

@@ -7,11 +7,18 @@ from torch import fx
 from graphopt import _torch
 from graphopt.values import storage_bytes, tensors_of
 
-__all__ = ["ALL_GATHER", "WAIT", "workspace_bytes"]
+__all__ = ["ALL_GATHER", "ALL_REDUCE", "BROADCAST", "WAIT", "workspace_bytes"]
 
 ALL_GATHER = _torch.all_gather_into_tensor
 """``all_gather_into_tensor(Tensor input, int group_size, Any group_name) -> Tensor``: starts; of shape
 ``[group_size * n, ...]``, rank after rank."""
+
+ALL_REDUCE = _torch.all_reduce_
+"""``all_reduce_(Tensor(a!) input, str reduce_op, Any group_name) -> Tensor(a!)``: starts, and writes to ``input``."""
+
+BROADCAST = _torch.broadcast_
+"""``broadcast_(Tensor(a!) input, int src, Any group_name) -> Tensor(a!)``: starts, and writes what rank ``src`` of the
+group has to ``input``."""
 
 WAIT = _torch.wait_tensor
 """``wait_tensor(Tensor tensor) -> Tensor``: waits for the collective that writes to ``tensor``, and returns it."""

@@ -13,6 +13,7 @@ from graphopt import _torch
 
 __all__ = [
     "aliased_inputs",
+    "hands_on",
     "has_effect",
     "holds_elsewhere",
     "is_collective",
@@ -31,6 +32,9 @@ _UNDECLARED_VIEWS = {
     _torch.wait_tensor,
 }
 """Ops that return their argument's storage although their schema does not say so."""
+
+_MAKES_READY = ("offload_wait", "prefetch_wait", "store")
+"""Ops of graphopt behind which the data of the argument that they hand on is there."""
 
 _COLLECTIVES = ("_c10d_functional", "c10d_functional", "_dtensor", "c10d")
 
@@ -88,12 +92,19 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the result is its argument's storage seen differently: free to make again."""
-    return (
-        isinstance(node.target, _torch.OpOverload)
-        and bool(_alias_arguments(node.target)[0])
-        and not _alias_arguments(node.target)[1]
-    )
+    """Whether the result is its argument's storage seen differently: free to make again.
+
+    What waits for an argument's data, or writes it, hands the argument on as well and is no view.
+    """
+    return hands_on(node) and not is_collective(node) and op_name(node) not in _MAKES_READY
+
+
+def hands_on(node: fx.Node) -> bool:
+    """Whether the result is an argument's storage, to which the call does not write: views, and what waits."""
+    if not isinstance(node.target, _torch.OpOverload):
+        return False
+    keys, writes = _alias_arguments(node.target)
+    return bool(keys) and not writes
 
 
 def maker(node: fx.Node) -> fx.Node:
@@ -114,14 +125,18 @@ def storage_root(node: fx.Node) -> fx.Node:
 
 
 def readers(node: fx.Node) -> set[fx.Node]:
-    """Every call that reads a value, directly or through views of it (the views among them)."""
+    """Every call that reads a value, directly or through views of it (the views among them).
+
+    Elements of a tuple, and what a wait hands on, are the value as well.
+    """
     found: set[fx.Node] = set()
     pending = [node]
     while pending:
-        for user in pending.pop().users:
+        value = pending.pop()
+        for user in value.users:
             if user.op != "output" and user not in found:
                 found.add(user)
-                if is_view(user):
+                if user.target is operator.getitem or (hands_on(user) and value in aliased_inputs(user)):
                     pending.append(user)
     return found
 
@@ -153,28 +168,41 @@ def is_random(node: fx.Node) -> bool:
 
 
 _DROPOUT_ARGUMENT = {"dropout_p", "p", "dropout"}
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
 def _drops_nothing(node: fx.Node) -> bool:
     """Whether a random op is one whose dropout probability is zero here, so that it draws nothing.
 
-    Attention kernels are tagged random because they can drop out; with probability 0 they are plain functions.
+    Attention kernels and recurrent layers are tagged random because they can drop out; otherwise they are plain
+    functions. Recurrent layers drop out between two layers, and in training only.
     """
-    assert isinstance(node.target, _torch.OpOverload)
-    if "attention" not in node.target._schema.name:
+    name = op_name(node)
+    if name in _RECURRENT:
+        given = _arguments(node)
+        return given["dropout"] == 0 or given["train"] is False or given["num_layers"] == 1
+    if "attention" not in name:
         return False
-    for index, argument in enumerate(node.target._schema.arguments):
-        if argument.name in _DROPOUT_ARGUMENT:
-            value = (
-                node.args[index] if index < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
-            )
-            return isinstance(value, (int, float)) and value == 0
-    return False
+    dropout = next((value for key, value in _arguments(node).items() if key in _DROPOUT_ARGUMENT), None)
+    return isinstance(dropout, (int, float)) and dropout == 0
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call of an op by name, with the defaults of those that are not given."""
+    assert isinstance(node.target, _torch.OpOverload)
+    return {
+        argument.name: node.args[index]
+        if index < len(node.args)
+        else node.kwargs.get(argument.name, argument.default_value)
+        for index, argument in enumerate(node.target._schema.arguments)
+    }
 
 
 def is_collective(node: fx.Node) -> bool:
     """Whether the op talks to other ranks."""
-    return isinstance(node.target, _torch.OpOverload) and node.target.namespace in _COLLECTIVES
+    if not isinstance(node.target, _torch.OpOverload):
+        return False
+    return node.target.namespace in _COLLECTIVES or node.target._schema.name == "graphopt::same_on_all_ranks"
 
 
 def has_effect(node: fx.Node) -> bool:

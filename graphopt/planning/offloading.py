@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -11,7 +11,10 @@ from graphopt.planning.schedule import Scheduler
 from graphopt.planning.search import Lives
 from graphopt.planning.transfers import Copy, Window, schedule_copies
 
-__all__ = ["Away", "Lanes", "Moved", "move_away", "move_most"]
+__all__ = ["Away", "Lanes", "Moved", "moved_away"]
+
+_STEPS = 24
+"""How many numbers of values to move are tried for a plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,34 +66,23 @@ class Moved:
     late: float
 
 
-def move_away(scheduler: Scheduler, simulated: Simulated, budget: int, lanes: Lanes) -> Moved | None:
-    """Move values away until a plan takes at most ``budget`` bytes; None where that is not enough.
+def moved_away(scheduler: Scheduler, simulated: Simulated, lanes: Lanes) -> list[Moved]:
+    """A plan with more and more of its values moved away, each time in as far as that lowers the peak.
 
-    What is idle at the plan's peak goes first, largest first; then the rest that is idle while backward begins. That
-    order does not depend on the budget: with more bytes to spend, fewer values are moved.
+    What is idle at the plan's peak goes first, largest first; then the rest that is idle while backward begins. No
+    budget decides about it, so that a larger one never has fewer plans to choose from.
     """
-    if simulated.peak <= budget:
-        return Moved(simulated, (), simulated.bytes, simulated.peak, 0.0)
     candidates = _candidates(scheduler, simulated, lanes)
-    low, high, found = 1, len(candidates), None
-    while low <= high:
-        middle = (low + high) // 2
-        trial = _moved(scheduler, simulated, candidates[:middle], lanes)
-        if trial.peak <= budget:
-            found, high = trial, middle - 1
-        else:
-            low = middle + 1
+    stride = max(1, -(-len(candidates) // _STEPS))
+    counts = sorted({*range(stride, len(candidates), stride), len(candidates)} - {0})
+    found: list[Moved] = []
+    lowest = simulated.peak
+    for count in counts:
+        moved = _moved(scheduler, simulated, candidates[:count], lanes)
+        if moved.peak < lowest:
+            found.append(moved)
+            lowest = moved.peak
     return found
-
-
-def move_most(scheduler: Scheduler, simulated: Simulated, lanes: Lanes) -> Moved:
-    """A plan with everything moved away that can be, in as far as that lowers the peak."""
-    candidates = _candidates(scheduler, simulated, lanes)
-    plain = Moved(simulated, (), simulated.bytes, simulated.peak, 0.0)
-    trials = [
-        _moved(scheduler, simulated, candidates[:count], lanes) for count in {len(candidates), len(candidates) // 2}
-    ]
-    return min([plain, *trials], key=lambda moved: moved.peak)
 
 
 def _candidates(scheduler: Scheduler, simulated: Simulated, lanes: Lanes) -> list[tuple[int, Copy]]:
@@ -122,21 +114,25 @@ def _moved(scheduler: Scheduler, simulated: Simulated, chosen: Sequence[tuple[in
     steps = simulated.plan.steps
     boundary = steps.index(scheduler.problem.boundary) if lanes.parted else None
     seconds = [scheduler.seconds[step] for step in steps]
-    change = [0] * (len(steps) + 1)
-    for _, copy in chosen:
-        change[copy.last + 1] -= copy.bytes
-        change[copy.needed] += copy.bytes
-    away = list(accumulate(change))
-    alive = [count + gone for count, gone in zip(simulated.bytes, away, strict=False)]
+    away = _changed(len(steps), [(-copy.bytes, copy.last + 1, copy.needed) for _, copy in chosen])
+    alive = [count + gone for count, gone in zip(simulated.bytes, away, strict=True)]
     windows = schedule_copies(
         seconds, alive, [copy for _, copy in chosen], out=lanes.out, back=lanes.back, not_freed_after=boundary,
         not_fetched_before=0 if boundary is None else boundary + 1,
     )  # fmt: skip
+    spans = []
     for (_, copy), window in zip(chosen, windows, strict=True):
-        for step in range(copy.last + 1, window.freed):
-            alive[step] += copy.bytes
-        for step in range(window.fetched, copy.needed):
-            alive[step] += copy.bytes
+        spans += [(copy.bytes, copy.last + 1, window.freed), (copy.bytes, window.fetched, copy.needed)]
+    alive = [count + held for count, held in zip(alive, _changed(len(steps), spans), strict=True)]
     items = tuple(Away(value, copy, window) for (value, copy), window in zip(chosen, windows, strict=True))
     late = sum(window.late for window in windows)
     return Moved(simulated, items, alive, max(alive), late)
+
+
+def _changed(steps: int, spans: Iterable[tuple[int, int, int]]) -> list[int]:
+    """How many bytes more are alive at each step, with (bytes, first step, step behind the last) of each change."""
+    change = [0] * (steps + 1)
+    for size, start, end in spans:
+        change[start] += size
+        change[end] -= size
+    return list(accumulate(change[:-1]))

@@ -15,6 +15,8 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.errors import GraphoptError
+from graphopt.held import Held
+from graphopt.ops import register_all
 from graphopt.program import InputSpec, NodeInfo, OutputSpec, Phase, Policy, Program, set_info
 from graphopt.values import tensors_of
 
@@ -66,6 +68,7 @@ def to_json(program: Program) -> dict[str, Any]:
         "inputs": [[spec.role, spec.target] for spec in program.inputs],
         "outputs": [[spec.role, spec.target] for spec in program.outputs],
         "constants": {name: _encode_constant(name, tensor) for name, tensor in program.constants.items()},
+        "held": {target: held.to_json() for target, held in program.held.items()},
         "attributes": _encode_attributes(program.attributes),
         "symbols": _symbols(program),
         "nodes": _encode_graph(program.graph),
@@ -93,6 +96,7 @@ def from_json(data: dict[str, Any]) -> Program:
         attributes=decoder.attributes(data["attributes"]),
         title=data["title"],
         history=tuple(data["history"]),
+        held={target: Held.from_json(held) for target, held in data.get("held", {}).items()},
     )
 
 
@@ -254,6 +258,8 @@ def _decode_target(text: str) -> Any:
     if space == "math":
         return getattr(math, rest)
     name, _, overload = rest.partition(".")
+    if space == "graphopt":
+        register_all()
     try:
         return getattr(getattr(getattr(torch.ops, space), name), overload or "default")
     except AttributeError as error:

@@ -94,7 +94,7 @@ def summary_lines(fitting: Fitting, fitted: Fitted, budget: int, costs: CostRepo
     peak = (
         f"peak {format_bytes(fitted.peak_bytes)} of {format_bytes(budget)} allowed; the program as it is takes "
         f"{format_bytes(fitting.memory.peak_bytes)}; the smallest peak found is "
-        f"{format_bytes(fitting.frontier.lowest.peak)}"
+        f"{format_bytes(fitting.smallest().peak_bytes)}"
     )
     time = (
         f"what runs again takes {format_seconds(fitted.simulated.again)} on top of {format_seconds(fitting.seconds)}"

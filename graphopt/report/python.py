@@ -62,7 +62,7 @@ def _imports(lines: list[str]) -> list[str]:
     found = sorted({*found, "import operator"})
     found += ["", "import torch"]
     if "torch.ops.graphopt." in text:
-        found += ["", "import graphopt"]
+        found += ["", "import graphopt.passes"]
     if "_torch." in text:
         found += ["", "from graphopt import _torch"]
     return found

@@ -51,6 +51,7 @@ def accumulate_gradients(program: Program, held: Collection[str], *, last: bool)
             like=value,
             origin="gradient accumulation",
         )
+        result.hand_over_name(f"{spec.target}~", value, total)
         added.add(spec.target)
         if last:
             values.append(total)

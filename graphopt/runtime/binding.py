@@ -1,4 +1,4 @@
-"""Where a program's inputs come from at run time: the model, the optimizer, the batch."""
+"""Where a program's inputs come from at run time: the model, the optimizer, the batch, what passes hold."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from graphopt.errors import GraphoptError
 from graphopt.program import InputSpec, Program
+from graphopt.runtime.held import HeldStore
 
 __all__ = ["Binding", "tensor_getter"]
 
@@ -31,6 +32,7 @@ class Binding:
         model: the source of parameters and buffers.
         optimizer: the source of state and learning rates; None for programs without an update.
         accumulators: the source of accumulated gradients, by parameter name; filled in by the caller.
+        held: the source of what passes own across runs; by default tensors as they are before the first run.
     """
 
     def __init__(
@@ -39,10 +41,13 @@ class Binding:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         accumulators: dict[str, torch.Tensor] | None = None,
+        held: HeldStore | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._accumulators = accumulators if accumulators is not None else {}
         self._model = model
+        self._held = held or HeldStore(model.get_parameter)
+        self._held.require(program.held)
         self._batch: list[torch.Tensor] = []
         order = [spec.target for _, spec in program.inputs_of("input")]
         self._getters = [
@@ -69,6 +74,8 @@ class Binding:
             return lambda: self._batch[index]
         if spec.role == "gradient":
             return lambda: self._accumulators[spec.target]
+        if spec.role == "held":
+            return lambda: self._held[spec.target]
         if spec.role == "state":
             return self._state_getter(spec.target)
         if spec.role == "hyperparameter":

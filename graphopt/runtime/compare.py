@@ -91,7 +91,10 @@ def _inputs(program: Program, rewritten: Rewritten) -> list[Any]:
     session = rewritten.session
     tangents = {node.name: _tangent(node.meta["val"]) for node, _ in program.inputs_of("tangent")}
     without = [(n, s) for n, s in zip(program.placeholders, program.inputs, strict=True) if s.role != "tangent"]
-    bare = Program(_only(program, [n for n, _ in without]), "joint", [s for _, s in without], [], program.constants)
+    bare = Program(
+        _only(program, [n for n, _ in without]), "joint", [s for _, s in without], [], program.constants,
+        held=program.held,
+    )  # fmt: skip
     values = iter(Binding(bare, session.model).gather(session.forward.example_tensors))
     return [tangents[n.name] if n.name in tangents else next(values) for n in program.placeholders]
 

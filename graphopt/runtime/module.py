@@ -18,12 +18,16 @@ from graphopt.capture.precision import plain_precision
 from graphopt.capture.structure import Structure, flatten
 from graphopt.errors import CaptureError, GraphoptError, PipelineError
 from graphopt.pipeline import Pass, PassRecord, Pipeline
+from graphopt.precision.scaling import CheckedGradients, checked_gradients
 from graphopt.program import Program
+from graphopt.runtime.agreement import Agreement
 from graphopt.runtime.backend import Backend, Boxed, check_backend, compile_module
 from graphopt.runtime.binding import tensor_getter
 from graphopt.runtime.compare import check_numerics
 from graphopt.runtime.entries import Entries, SizeRule, size_rules
-from graphopt.runtime.partition import partition
+from graphopt.runtime.held import HeldStore
+from graphopt.runtime.partition import bind_held, partition
+from graphopt.runtime.reservation import reserve_host
 from graphopt.runtime.rewrite import Rewritten, Verify, rewrite
 from graphopt.runtime.signature import signature
 from graphopt.runtime.tangents import TangentFilter
@@ -45,6 +49,7 @@ class _Entry:
     function: Callable[..., Any]
     held: list[Callable[[], torch.Tensor]]
     tangents: TangentFilter
+    checked: CheckedGradients | None
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,8 @@ class Optimized(nn.Module):
     _graphopt_options: _Options
     _graphopt_entries: Entries[_Entry]
     _graphopt_class: type[nn.Module]
+    _graphopt_held: HeldStore
+    _graphopt_agreement: Agreement
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
@@ -139,9 +146,17 @@ class Optimized(nn.Module):
             check_numerics(rewritten, options.pipeline)
         joint = session.joint
         assert joint is not None
-        forward, backward = partition(rewritten.program, joint.trace.backward_layout())
+        if not self._graphopt_entries.all():
+            for current in options.pipeline.passes:
+                current.prepare(plain)
+        self._graphopt_agreement.check(rewritten.program)
+        self._graphopt_held.require(rewritten.program.held)
+        live = {target: self._graphopt_held[target] for target in rewritten.program.held}
+        reserve_host(rewritten.program)
+        forward, backward = partition(rewritten.program, joint.trace.backward_layout(), live)
 
         def compiler(module: fx.GraphModule, inputs: Any) -> Boxed:
+            bind_held(module, rewritten.program, live)
             return compile_module(module, list(inputs), options.backend)
 
         function = joint.trace.compile(lambda: (forward, backward), compiler, compiler)
@@ -161,17 +176,19 @@ class Optimized(nn.Module):
             function,
             held,
             TangentFilter(rewritten.program, [spec.target for spec in joint.held]),
+            checked_gradients(rewritten.program),
         )
 
     # --- copying -----------------------------------------------------------------------------------------------------
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles hold the plain model and the options; they capture again when they are called."""
+        """Copies and pickles hold the plain model, the options and what passes hold; they capture again when called."""
         plain = self._graphopt_plain()
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             plain.__dict__[hooks] = self.__dict__[hooks]
         options = self._graphopt_options
-        return _rebuild, (plain, options.pipeline.passes, options.dynamic_shapes, options.backend, options.verify)
+        held = self._graphopt_held.state_dict()
+        return _rebuild, (plain, options.pipeline.passes, options.dynamic_shapes, options.backend, options.verify, held)
 
 
 def _constant_node(program: Program, target: str) -> str:
@@ -179,9 +196,12 @@ def _constant_node(program: Program, target: str) -> str:
 
 
 def _rebuild(
-    plain: nn.Module, passes: Iterable[Pass], dynamic_shapes: Any, backend: Backend, verify: Verify
-) -> nn.Module:
-    return optimize(plain, passes, dynamic_shapes=dynamic_shapes, backend=backend, verify=verify)
+    plain: nn.Module, passes: Iterable[Pass], dynamic_shapes: Any, backend: Backend, verify: Verify,
+    held: Mapping[str, torch.Tensor],
+) -> nn.Module:  # fmt: skip
+    result = optimize(plain, passes, dynamic_shapes=dynamic_shapes, backend=backend, verify=verify)
+    result.__dict__["_graphopt_held"].load(held)
+    return result
 
 
 @functools.cache
@@ -248,6 +268,8 @@ def optimize(
     result.__dict__["_graphopt_class"] = type(model)
     result.__dict__["_graphopt_options"] = _Options(pipeline, dynamic_shapes, backend, verify)
     result.__dict__["_graphopt_entries"] = Entries()
+    result.__dict__["_graphopt_held"] = HeldStore(result.get_parameter)
+    result.__dict__["_graphopt_agreement"] = Agreement()
     if example_inputs is not None:
         if not isinstance(example_inputs, (tuple, list)):
             raise CaptureError(f"example_inputs is a tuple of positional inputs, got {type(example_inputs).__name__}")

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from graphopt import _torch
 from graphopt.analysis.reuse import apply_reuse
 from graphopt.program import Phase, Program, info
 
-__all__ = ["partition", "saved_values", "split_update"]
+__all__ = ["bind_held", "partition", "saved_values", "split_update"]
 
 
 def saved_values(program: Program) -> list[fx.Node]:
     """What forward computes or is given, and something after forward reads: tensors first, then sizes."""
     found: dict[fx.Node, None] = {}
     late = _late(program)
+    there = late.union(node for node, _ in program.inputs_of("held"))
     for node in program.graph.nodes:
         if node in late:
-            found |= dict.fromkeys(source for source in node.all_input_nodes if source not in late)
+            found |= dict.fromkeys(source for source in node.all_input_nodes if source not in there)
     for value, _ in program.outputs_of("gradient"):
         if isinstance(value, fx.Node) and value not in late:
             found[value] = None
@@ -31,23 +33,28 @@ def saved_values(program: Program) -> list[fx.Node]:
 
 
 def _late(program: Program) -> set[fx.Node]:
-    """What runs after forward, and the tangents. Transfers belong to the part in which they stand."""
+    """What runs after forward, and the tangents. Transfers and exchanges belong to the part in which they stand."""
     found: set[fx.Node] = set()
     for node in program.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
         phase = info(node).phase
-        if phase not in (Phase.FORWARD, Phase.TRANSFER) or (phase is Phase.TRANSFER and found):
+        where_it_stands = phase in (Phase.TRANSFER, Phase.SYNC)
+        if phase is not Phase.FORWARD and (found or not where_it_stands):
             found.add(node)
     return found.union(node for node, _ in program.inputs_of("tangent"))
 
 
-def partition(program: Program, layout: list[bool]) -> tuple[fx.GraphModule, fx.GraphModule]:
+def partition(
+    program: Program, layout: list[bool], held: Mapping[str, torch.Tensor] | None = None
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The two halves of a joint program, in torch's calling convention.
 
     Args:
         program: of stage joint, with tangents as inputs.
         layout: for each input that backward answers for, whether it has a gradient (None is returned otherwise).
+        held: the tensors behind the held inputs, by target; they become buffers of the halves that use them, under the
+            names of the inputs' nodes.
 
     Returns:
         forward: inputs → outputs, saved tensors, saved sizes; backward: saved sizes, saved tensors, tangents →
@@ -59,29 +66,50 @@ def partition(program: Program, layout: list[bool]) -> tuple[fx.GraphModule, fx.
     tensors = [node for node in saved if isinstance(node.meta.get("val"), torch.Tensor)]
     sizes = [node for node in saved if node not in tensors]
     tangents = [node for node, _ in program.inputs_of("tangent")]
-    primals = [node for node in program.placeholders if node not in tangents]
+    live = {node: (held or {})[spec.target] for node, spec in program.inputs_of("held")}
+    primals = [node for node in program.placeholders if node not in tangents and node not in live]
     results = [value for value, _ in program.outputs_of("mutation", "output", "base", "loss")]
     gradients = iter([value for value, _ in program.outputs_of("gradient")])
     answers = [next(gradients) if present else None for present in layout]
     late = _late(program)
     calls = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
     early = [node for node in calls if node not in late]
-    forward = _extract(primals, early, [*results, *tensors, *sizes], "GraphoptForward")
-    backward = _extract([*sizes, *tensors, *tangents], [n for n in calls if n in late], answers, "GraphoptBackward")
+    forward = _extract(primals, early, [*results, *tensors, *sizes], "GraphoptForward", live)
+    late_calls = [node for node in calls if node in late]
+    backward = _extract([*sizes, *tensors, *tangents], late_calls, answers, "GraphoptBackward", live)
     return forward, backward
 
 
-def _extract(inputs: list[fx.Node], calls: list[fx.Node], results: list[Any], name: str) -> fx.GraphModule:
+def bind_held(module: fx.GraphModule, program: Program, held: Mapping[str, torch.Tensor]) -> None:
+    """Let a copy of one half refer to the held tensors themselves: torch compiles a deep copy of each half."""
+    for node, spec in program.inputs_of("held"):
+        if hasattr(module, node.name):
+            setattr(module, node.name, held[spec.target])
+
+
+def _extract(
+    inputs: list[fx.Node], calls: list[fx.Node], results: list[Any], name: str,
+    live: Mapping[fx.Node, torch.Tensor] | None = None,
+) -> fx.GraphModule:  # fmt: skip
+    """A module of some calls; the tensors of ``live`` that these read become its buffers, and are not inputs."""
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     for node in inputs:
         mapping[node] = graph.placeholder(node.name)
         mapping[node].meta = dict(node.meta)
+    read = {source for node in calls for source in node.all_input_nodes}
+    read |= {value for value in results if isinstance(value, fx.Node)}
+    owner = nn.Module()
+    for node, tensor in (live or {}).items():
+        if node in read:
+            owner.register_buffer(node.name, tensor)
+            mapping[node] = graph.get_attr(node.name)
+            mapping[node].meta = dict(node.meta)
     for node in calls:
         mapping[node] = graph.node_copy(node, lambda n: mapping[n])
     graph.output(tuple(mapping[value] if isinstance(value, fx.Node) else value for value in results))
     graph.set_codegen(_torch.BoxedCodeGen())
-    return fx.GraphModule({}, graph, class_name=name)
+    return fx.GraphModule(owner, graph, class_name=name)
 
 
 def split_update(program: Program) -> tuple[fx.GraphModule, fx.GraphModule, list[int], list[int]]:

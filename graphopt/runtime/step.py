@@ -17,18 +17,23 @@ from graphopt.capture.structure import flatten
 from graphopt.capture.update import hyperparameters
 from graphopt.errors import CaptureError, GraphoptError
 from graphopt.pipeline import Pass, PassRecord, Pipeline
+from graphopt.precision.scaling import CheckedGradients, checked_gradients, scaling_of
 from graphopt.program import Program
 from graphopt.runtime.accumulate import accumulate_gradients, scale_seed
+from graphopt.runtime.agreement import Agreement
 from graphopt.runtime.backend import Backend, Boxed, check_backend, compile_program
 from graphopt.runtime.binding import Binding
 from graphopt.runtime.compare import check_numerics
 from graphopt.runtime.entries import Entries, SizeRule, size_rules
+from graphopt.runtime.held import HeldStore
+from graphopt.runtime.reservation import reserve_host
 from graphopt.runtime.rewrite import Rewritten, Verify, rewrite
 from graphopt.runtime.signature import signature
+from graphopt.runtime.skips import SkipWatch
 
 __all__ = ["TrainStep", "optimize_step"]
 
-_STATE_VERSION = 1
+_STATE_VERSION = 2
 
 
 @dataclass
@@ -37,6 +42,7 @@ class _Compiled:
     module: fx.GraphModule
     run: Boxed
     binding: Binding
+    checked: CheckedGradients | None
 
 
 @dataclass
@@ -87,6 +93,10 @@ class TrainStep:
         self._every = 1
         self._batches = 0
         self._gradients: dict[str, torch.Tensor] = {}
+        self._held = HeldStore(model.get_parameter)
+        self._agreement = Agreement()
+        scaling = scaling_of(pipeline.passes)
+        self._skips = SkipWatch(self._held, scaling) if scaling is not None else None
 
     # --- running -----------------------------------------------------------------------------------------------------
 
@@ -95,7 +105,8 @@ class TrainStep:
 
         Raises:
             CaptureError: at the first call of a signature, where it cannot be captured.
-            GraphoptError: where gradients from outside are waiting in ``.grad``.
+            GraphoptError: where gradients from outside are waiting in ``.grad``, and after too many steps in a row
+                that loss scaling skipped.
         """
         self._refuse_foreign_gradients()
         batch, structure = flatten((args, kwargs), paths=False)
@@ -104,8 +115,10 @@ class TrainStep:
         compiled = self._variant(entry)
         inputs = compiled.binding.gather(batch)
         with torch.no_grad(), plain_precision():
+            self._held.refresh()
             results = compiled.run(inputs)
-        return self._accept(compiled.program, results, batch)
+            self._held.settle()
+        return self._accept(compiled, results, batch)
 
     def prepare(self, *args: Any, **kwargs: Any) -> TrainStep:
         """Capture and compile for a batch like this one without running; returns the step itself."""
@@ -140,15 +153,21 @@ class TrainStep:
                     "gradients; call optimizer.zero_grad() once before the first step"
                 )
 
-    def _accept(self, program: Program, results: Any, batch: list[torch.Tensor]) -> torch.Tensor:
-        """Hand out what a run returned: new optimizer state, accumulators, gradients of inputs, the loss."""
+    def _accept(self, compiled: _Compiled, results: Any, batch: list[torch.Tensor]) -> torch.Tensor:
+        """Hand out what a run returned: new optimizer state, accumulators, gradients of inputs, the loss.
+
+        State that a skipped step created is dropped, so that the next one is the first again, as in eager mode.
+        """
+        program = compiled.program
         loss: torch.Tensor | None = None
+        skips = self._skips if compiled.checked is not None else None
+        dropped = skips is not None and bool(program.outputs_of("state")) and skips.skipped_last()
         answers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         tensors = {spec.target: index for index, (_, spec) in enumerate(program.inputs_of("input"))}
         for value, spec in zip(results, program.outputs, strict=True):
             if spec.role == "loss":
                 loss = value
-            elif spec.role == "state":
+            elif spec.role == "state" and not dropped:
                 name, key = spec.target.rsplit("/", 1)
                 self._optimizer.state[self._model.get_parameter(name)][key] = value
             elif spec.role == "gradient" and spec.target in tensors:
@@ -164,6 +183,8 @@ class TrainStep:
             self._batches = 0
             self._gradients.clear()
             _torch.mark_optimizer_called(self._optimizer)
+        if skips is not None and compiled.checked is not None:
+            skips.look([(compiled.checked, self._held[compiled.checked.target])])
         assert loss is not None
         return loss
 
@@ -177,6 +198,11 @@ class TrainStep:
         rewritten = rewrite(session, self._pipeline, until="step", verify=self._verify)
         if self._verify == "numerics":
             check_numerics(rewritten, self._pipeline)
+        if not self._entries.all():
+            for current in self._pipeline.passes:
+                current.prepare(self._model)
+        self._held.require(rewritten.program.held)
+        self._held.check_loaded()
         return _Entry(rewritten, size_rules(session.forward.program), hyperparameters(self._optimizer))
 
     def _variant(self, entry: _Entry) -> _Compiled:
@@ -193,9 +219,11 @@ class TrainStep:
         key = (kind, self._every, frozenset(self._gradients))
         if key not in entry.variants:
             program = self._make(entry.rewritten, kind)
+            reserve_host(program)
+            self._agreement.check(program)
             module, run = compile_program(program, self._backend)
-            binding = Binding(program, self._model, self._optimizer, self._gradients)
-            entry.variants[key] = _Compiled(program, module, run, binding)
+            binding = Binding(program, self._model, self._optimizer, self._gradients, self._held)
+            entry.variants[key] = _Compiled(program, module, run, binding, checked_gradients(program))
         return entry.variants[key]
 
     def _has_state(self, program: Program) -> bool:
@@ -252,21 +280,22 @@ class TrainStep:
     # --- saving ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What the step itself owns: the gradients accumulated so far and how many batches they stand for."""
+        """What the step itself owns: what passes hold, and the gradients accumulated so far of how many batches."""
         return {
             "version": _STATE_VERSION,
             "accumulate": self._every,
             "batches": self._batches,
             "gradients": {name: tensor.clone() for name, tensor in self._gradients.items()},
+            "held": self._held.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state_dict`` was taken.
+        """Continue where ``state_dict`` was taken; also before the first call, which then checks what passes hold.
 
         Raises:
-            GraphoptError: for a state of another version, or with keys that mean nothing here.
+            GraphoptError: for a state of another version, with keys that mean nothing here, or of other passes.
         """
-        known = {"version", "accumulate", "batches", "gradients"}
+        known = {"version", "accumulate", "batches", "gradients", "held"}
         if state.get("version") != _STATE_VERSION or set(state) != known:
             raise GraphoptError(
                 f"this is no state of a TrainStep of this version: expected the keys {sorted(known)} and version "
@@ -276,6 +305,7 @@ class TrainStep:
         unknown = sorted(set(state["gradients"]) - set(parameters))
         if unknown:
             raise GraphoptError(f"the state holds gradients of {unknown[:3]}, which the model does not have")
+        self._held.load(state["held"])
         self._every = int(state["accumulate"])
         self._batches = int(state["batches"])
         self._gradients.clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import graphopt
+from graphopt.budget import BudgetError
 from graphopt.errors import GraphoptError
 from graphopt.names import match_names
 from graphopt.passes import FitMemory
@@ -168,12 +168,11 @@ def _program(module: nn.Module) -> graphopt.Program:
 
 
 def smallest_budget(setting: Setting, resident: int) -> int:
-    """The smallest peak that ``FitMemory`` finds, in bytes above the resident ones; its error message says it."""
+    """The smallest peak that ``FitMemory`` finds, in bytes above the resident ones; its error holds it."""
     try:
         graphopt.optimize(setting.fresh(), [FitMemory(resident + 1)], example_inputs=setting.batch)
     except GraphoptError as error:
-        found = re.search(r"smallest peak found is (\d+) bytes", str(error))
-        if found is None:
+        if not isinstance(error.__cause__, BudgetError):
             raise
-        return int(found[1]) - resident
+        return error.__cause__.smallest_bytes - resident
     raise GraphoptError("a budget of one byte above what is resident was met: nothing is to be fitted here")

@@ -1,0 +1,1 @@
+"""Gradient exchange: which gradients travel together, when, and what that costs."""

@@ -1,0 +1,75 @@
+"""Peak memory against the time of a whole training step: optimize_step with FitMemory at a row of budgets.
+
+Forward, backward and the update by AdamW (the fused implementation everywhere), on the GPT of recompute.py, in one
+run with eager PyTorch and torch.utils.checkpoint. Peaks are exact, in bytes above what is resident before a step:
+parameters, the state of the optimizer and the batch. Times are ratios to eager PyTorch, paired round by round.
+`memory_frontier.py` compares more models and more of PyTorch's own ways, for forward and backward.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from harness import parser, show
+from recompute import Setting, Variant, measure, models, table_of, whole_step
+
+import graphopt
+from graphopt.passes import FitMemory
+
+BUDGETS = (214, 176, 151, 128, 96, 77, 64)
+"""Megabytes above what is resident."""
+
+QUICK_SHARES = (0.8, 0.6)
+"""Of the plain peak, for --quick."""
+
+
+def resident_bytes(setting: Setting) -> tuple[int, int]:
+    """What a step holds before it begins, and its peak as it is, both in bytes."""
+    model = setting.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    program = graphopt.capture(model, setting.draw(), loss=models.next_token_loss, optimizer=optimizer)
+    memory = program.memory()
+    return memory.resident_bytes, memory.allocated_peak_bytes
+
+
+def fitted(setting: Setting, budgets: Sequence[int]) -> list[Variant]:
+    """One whole step for every budget, in bytes above what is resident."""
+    resident, _ = resident_bytes(setting)
+    x, y = setting.draw()
+
+    def variant(budget: int) -> Variant:
+        model = setting.build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        step = graphopt.optimize_step(model, optimizer, [FitMemory(resident + budget)], loss=models.next_token_loss)
+        name = f"FitMemory, {budget / 1e6:.4g} MB"
+        return Variant(name, lambda: step(x, y), lambda: step.program.memory().allocated_peak_bytes)
+
+    return [variant(budget) for budget in budgets]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, help="rounds of each variant (default: 15; 2 with --quick)")
+    given = options.parse_args(argv)
+    torch.set_num_threads(given.threads)
+    full = models.GPTConfig(vocab=2048, context=256, d=256, layers=6, heads=4, dropout=0.0)
+    small = models.GPTConfig(vocab=64, context=32, d=32, layers=2, heads=2, dropout=0.0)
+    setting = Setting(small, 2, given.rounds or 2) if given.quick else Setting(full, 8, given.rounds or 15)
+    budgets = [megabytes * 10**6 for megabytes in BUDGETS]
+    if given.quick:
+        _, plain = resident_bytes(setting)
+        budgets = [int(plain * share) for share in QUICK_SHARES]
+    results = measure([*whole_step(setting), *fitted(setting, budgets)], setting.rounds)
+    config = setting.config
+    described = (
+        f"GPT d={config.d}, {config.layers} layers, {config.heads} heads, vocab {config.vocab}, batch {setting.batch} "
+        f"× {config.context}, fp32, AdamW, {setting.rounds} rounds"
+    )
+    show({"setting": described, "results": results}, [table_of(described, results)], as_json=given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
