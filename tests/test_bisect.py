@@ -131,7 +131,9 @@ def test_the_layer_that_overflows_is_found(
     pipeline = Pipeline([current])
 
     def within(denied: tuple[str, ...]) -> bool:
-        return found.within(found.rewrite(denying(pipeline, denied)).program, 0.001, kinds=("loss", "gradient"))
+        return found.within(
+            found.rewrite(denying(pipeline, denied)).program, 0.001, kinds=("loss", "gradient"), settle=True
+        )
 
     denied = smallest_denied(deniable(found.original.forward, outcome.forward, "module"), within)
     assert denied is not None

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import graphopt
+from graphopt.precision.devices import fast_dtype
 from graphopt.targets import load_target
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -51,12 +52,15 @@ def test_results_are_equal_and_memory_is_as_predicted(
     assert load(name).main([*SIZES[name], "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     rows = ROW.findall(printed)
-    assert [row[0] for row in rows] == WAYS[name]
+    rounded = [row for row in rows if " in " in row[0]]
+    assert [row[0] for row in rows if row not in rounded] == WAYS[name]
+    assert len(rounded) == int(name == "train_gpt" and fast_dtype() is not None)
     assert rows[0][1] == "–"
     for _, predicted, measured, _, _ in rows[1:]:
         assert float(predicted.removesuffix(" MB")) == pytest.approx(float(measured), rel=1e-3)
-    assert float(rows[-1][2]) < float(rows[0][2])
-    assert len({loss for *_, loss in rows}) == 1
+    assert float(rows[len(WAYS[name]) - 1][2]) < float(rows[0][2])
+    assert len({loss for *_, loss in rows[: len(WAYS[name])]}) == 1
+    assert all(float(row[4]) == pytest.approx(float(rows[0][4]), rel=0.01) for row in rounded)
     assert "equal to the last bit" in " ".join(printed.split())
 
 

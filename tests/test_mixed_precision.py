@@ -89,7 +89,7 @@ def test_a_parameter_is_cast_once_in_front_of_its_first_use_and_can_be_found_at_
 def test_tied_weights_gather_their_gradient_as_autocast_does(dtype: str) -> None:
     model = Net(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8, bias=False))
     model.net[2].weight = model.net[0].weight
-    assert_same_as_under_autocast(model, (X,), dtype, [MixedPrecision(dtype)])
+    assert_same_as_under_autocast(model, (X,), dtype, [MixedPrecision(dtype, scale_loss=False)])
 
 
 def test_frozen_parameters_and_inputs_that_need_gradients_are_as_under_autocast() -> None:
@@ -230,8 +230,8 @@ class Composite(nn.Module):
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_composite_ops_are_taken_apart_where_autocast_acts_inside_of_them(dtype: str) -> None:
-    assert_same_as_under_autocast(Composite(), (X,), dtype, [MixedPrecision(dtype)])
-    program = forward_program(Composite(), (X,), MixedPrecision(dtype))
+    assert_same_as_under_autocast(Composite(), (X,), dtype, [MixedPrecision(dtype, scale_loss=False)])
+    program = forward_program(Composite(), (X,), MixedPrecision(dtype, scale_loss=False))
     assert not made_by(program, "einsum")
     assert LOW[dtype] in made_by(program, "bmm")
     parts = [info(node).origin for node in program.graph.nodes if node.op == "call_function"]
@@ -289,7 +289,7 @@ def test_numbers_beyond_the_range_of_the_low_dtype_become_its_limits() -> None:
             return y.masked_fill(x > 0.5, torch.finfo(y.dtype).min).softmax(-1)
 
     for dtype in LOW:
-        assert_same_as_under_autocast(Masked(), (X,), dtype, [MixedPrecision(dtype)])
+        assert_same_as_under_autocast(Masked(), (X,), dtype, [MixedPrecision(dtype, scale_loss=False)])
 
 
 # --- O2 --------------------------------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ class ByHand(nn.Module):
 @pytest.mark.parametrize("dtype", LOW)
 def test_o2_equals_the_recipe_written_by_hand(dtype: str) -> None:
     model = blocks()
-    value, gradients = loss_and_gradients(model, (X,), [MixedPrecision(dtype, level="O2")], mse)
+    value, gradients = loss_and_gradients(model, (X,), [MixedPrecision(dtype, level="O2", scale_loss=False)], mse)
     expected = mse(ByHand(model, LOW[dtype]), X)
     expected.backward()
     assert identical(value, expected.detach())
@@ -560,8 +560,8 @@ def test_any_small_network_is_as_under_autocast_and_a_second_application_does_no
     kinds: list[str], dtype: str
 ) -> None:
     model = Drawn(kinds)
-    assert_same_as_under_autocast(model, (X,), dtype, [MixedPrecision(dtype)])
-    program = forward_program(model, (X,), MixedPrecision(dtype))
+    assert_same_as_under_autocast(model, (X,), dtype, [MixedPrecision(dtype, scale_loss=False)])
+    program = forward_program(model, (X,), MixedPrecision(dtype, scale_loss=False))
     before = program.to_text()
-    assert not MixedPrecision(dtype).apply(program)
+    assert not MixedPrecision(dtype, scale_loss=False).apply(program)
     assert program.to_text() == before

@@ -138,7 +138,7 @@ def test_gradients_wait_for_the_update_in_low_precision() -> None:
     place = {node: index for index, node in enumerate(nodes)}
     update = next(node for node in nodes if "fused_adamw" in str(node.target))
     made = {node: source for node in update.all_input_nodes if node in place for source in node.all_input_nodes}
-    late = [node for node, source in made.items() if source.meta["val"].dtype == torch.bfloat16]
+    late = [node for node, source in made.items() if getattr(source.meta["val"], "dtype", None) == torch.bfloat16]
     backward = max(place[n] for n in nodes if info(n).phase is Phase.BACKWARD and n not in made)
     assert len(late) == len(copies(step))
     assert all(place[node] > backward for node in late)

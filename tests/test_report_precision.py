@@ -104,11 +104,11 @@ N = 2,561 floating-point values that forward keeps for backward, in the plain pr
 
                             plain        formula  rewritten    formula O2
 weights                    3.2 kB   4 P = 3.2 kB     3.2 kB  4 P = 3.2 kB
-weights in low precision      0 B                     512 B  2 P = 1.6 kB
+weights in low precision      0 B                    1.6 kB  2 P = 1.6 kB
 gradients                  3.2 kB   4 P = 3.2 kB     3.2 kB  2 P = 1.6 kB
 optimizer state            6.5 kB   8 P = 6.5 kB     6.5 kB  8 P = 6.5 kB
 activations               10.2 kB  4 N = 10.2 kB     7.2 kB  2 N = 5.1 kB
-together                  23.2 kB        23.2 kB    20.6 kB       18.1 kB
+together                  23.2 kB        23.2 kB    21.7 kB       18.1 kB
 
 known formulas, with 8 bytes of optimizer state for each trained parameter
   plain  16 P + 4 N  = 23.2 kB

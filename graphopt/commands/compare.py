@@ -17,6 +17,7 @@ from graphopt.pipeline import Pipeline
 from graphopt.precision.bisect import By, Denied, deniable, denying, precision_pass, smallest_denied
 from graphopt.precision.compare import Comparison
 from graphopt.precision.lockstep import Kind
+from graphopt.precision.scaling import scaling_of
 from graphopt.precision.trial import Outcome, Trial
 from graphopt.report import terminal
 from graphopt.report.compare import comparison_json, comparison_text, denied_json, denied_text
@@ -147,9 +148,12 @@ def _bisect(options: argparse.Namespace, pipeline: Pipeline, trial: Trial, outco
 
     kinds = () if options.tensors else _RESULTS
 
+    scaling = scaling_of(pipeline.passes)
+    settle = scaling is not None and scaling.dynamic
+
     def within(denied: tuple[str, ...]) -> bool:
         program = trial.rewrite(denying(pipeline, denied), verify=False).program
-        return trial.within(program, tolerance, tensors=options.tensors, kinds=kinds)
+        return trial.within(program, tolerance, tensors=options.tensors, kinds=kinds, settle=settle)
 
     with contextlib.redirect_stdout(sys.stderr), progress_bar(f"looking for the smallest set to deny, by {by}") as show:
         denied = smallest_denied(entries, within, progress=show)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -17,6 +17,7 @@ from graphopt.instruments import Instrument
 from graphopt.pipeline import PassRecord, Pipeline
 from graphopt.precision.compare import Comparison, compare_programs, within_tolerance
 from graphopt.precision.lockstep import Kind
+from graphopt.precision.scaling import SCALE
 from graphopt.program import InputSpec, Program
 from graphopt.runtime.binding import Binding
 
@@ -24,6 +25,10 @@ __all__ = ["Outcome", "Trial"]
 
 _SUPPLIED = ("tangent", "held", "constant")
 """Roles of inputs that a binding to the model and the optimizer does not give."""
+
+
+_LOWER = 16
+"""How much lower each further loss scale is that is tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +100,23 @@ class Trial:
         return compare_programs(before, program, inputs, tensors=tensors, kinds=kinds, seed=self.seed)
 
     def within(
-        self, program: Program, tolerance: float, *, tensors: Iterable[str] = (), kinds: Iterable[Kind] = ()
-    ) -> bool:
-        """Whether no tensor's relative error is larger than ``tolerance``; see ``compare``."""
+        self, program: Program, tolerance: float, *, tensors: Iterable[str] = (), kinds: Iterable[Kind] = (),
+        settle: bool = False,
+    ) -> bool:  # fmt: skip
+        """Whether no tensor's relative error is larger than ``tolerance``; see ``compare``.
+
+        Args:
+            program: what ``rewrite`` gave.
+            tolerance: relative, in the 2-norm.
+            tensors: as for ``compare``.
+            kinds: as for ``compare``.
+            settle: where the loss is scaled, also try lower scales, as training finds them after skipped steps.
+        """
         before, inputs = self.original.program, self._both(program)
-        return within_tolerance(before, program, inputs, tolerance, tensors=tensors, kinds=kinds, seed=self.seed)
+        for scaled in _settling(program) if settle else (program,):
+            if within_tolerance(before, scaled, inputs, tolerance, tensors=tensors, kinds=kinds, seed=self.seed):
+                return True
+        return False
 
     def _both(self, program: Program) -> dict[InputSpec, Any]:
         return {**self._inputs(self.original.program), **self._inputs(program)}
@@ -129,6 +146,18 @@ class Trial:
             return True
         name, key = spec.target.rsplit("/", 1)
         return key in self.session.optimizer.state.get(self.session.tensors()[name], {})
+
+
+def _settling(program: Program) -> Iterator[Program]:
+    """The program with its loss scale, and with lower ones down to 1; itself where nothing is scaled."""
+    held = program.held.get(SCALE)
+    if held is None:
+        yield program
+        return
+    scale = held.fill
+    while scale >= 1:
+        yield replace(program, held={**program.held, SCALE: replace(held, fill=scale)})
+        scale /= _LOWER
 
 
 def _tangent(value: torch.Tensor) -> torch.Tensor:
