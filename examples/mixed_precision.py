@@ -1,7 +1,7 @@
 """Trains a byte-level GPT in float32 and in 16 bits: eager PyTorch under autocast, and as rewritten programs.
 
-The program of level O1 gives the bits that eager PyTorch gives under autocast. Level O2 keeps low-precision copies of the
-parameters beside their float32 masters. In float16 the loss is scaled by ops of the program.
+The program of level O1 gives the bits that eager PyTorch gives under autocast. Level O2 keeps low-precision copies of
+the parameters beside their float32 masters. In float16 the loss is scaled by ops of the program.
 """
 
 from __future__ import annotations
