@@ -38,10 +38,10 @@ def hold_copies(program: Program, origin: str) -> list[str]:
     for node, spec in program.inputs_of("parameter"):
         casts = [user for user in node.users if is_cast(user) and user.kwargs["dtype"] in _LOW]
         value = node.meta["val"]
-        if not casts or not value.is_contiguous() or len({user.kwargs["dtype"] for user in casts}) > 1:
+        dtypes = {cast.meta["val"].dtype for cast in casts}
+        if len(dtypes) != 1 or not value.is_contiguous():
             continue
-        dtype = casts[0].kwargs["dtype"]
-        assert isinstance(dtype, torch.dtype)
+        (dtype,) = dtypes
         target = f"{COPIES}{spec.target}"
         copy = program.add_held(
             target, Held(tuple(value.shape), dtype, value.device, source=spec.target, follows=True, saved=False)
