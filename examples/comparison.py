@@ -197,7 +197,7 @@ def report(console: Console, runs: Sequence[Run], title: str) -> bool:
         console.print(
             f"After {len(runs[0].losses)} steps all losses, and all {len(runs[0].state)} tensors of the model, of the "
             "optimizer's state and of the random generator's, are equal to the last bit"
-            + (f" (not {', '.join(run.way.name for run in others)}, which round)." if others else ".")
+            + ("." if not others else f"; {' and '.join(repr(run.way.name) for run in others)} rounds.")
         )
     return same
 

@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if low is not None:
         name = str(low).removeprefix("torch.")
         passes = [MixedPrecision(name), Recompute("blocks.*")]
-        ways.append(Way(f"and in {name}", captured=True, passes=passes, exact=False))
+        ways.append(Way(f"the same, {name}", captured=True, passes=passes, exact=False))
     make = functools.partial(build, config, options.lr)
     title = f"GPT, {options.layers} blocks"
     runs, same = compare(console, ways, make, next_token_loss, batches, seed=options.seed, title=title)
