@@ -61,7 +61,6 @@ class DataParallel(Pass):
     stage: ClassVar[PassStage] = "joint"
     also: ClassVar[tuple[PassStage, ...]] = ("step",)
     numerics: ClassVar[Numerics] = "changes"
-    after: ClassVar[tuple[str, ...]] = ("recompute", "recompute-evenly")
 
     bucket_mb: float = 32.0
     first_bucket_mb: float = 1.0

@@ -48,6 +48,7 @@ class Recompute(Pass):
     name: ClassVar[str] = "recompute"
     stage: ClassVar[PassStage] = "joint"
     numerics: ClassVar[Numerics] = "bitwise"
+    after: ClassVar[tuple[str, ...]] = ("mixed-precision",)
 
     checkpoints: tuple[str, ...]
 

@@ -31,6 +31,7 @@ class RecomputeEvenly(Pass):
     name: ClassVar[str] = "recompute-evenly"
     stage: ClassVar[PassStage] = "joint"
     numerics: ClassVar[Numerics] = "bitwise"
+    after: ClassVar[tuple[str, ...]] = ("mixed-precision",)
     conflicts: ClassVar[tuple[str, ...]] = ("recompute",)
 
     number: int

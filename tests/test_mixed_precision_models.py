@@ -10,7 +10,8 @@ import torch
 
 import graphopt
 from examples.models import GPT, GPTConfig, next_token_loss
-from graphopt.passes import FuseUpdate, MixedPrecision, Offload, Recompute
+from graphopt import Pipeline
+from graphopt.passes import DataParallel, FuseUpdate, MixedPrecision, Offload, Recompute
 from tests.casting import (
     LOW,
     assert_same_as_under_autocast,
@@ -89,6 +90,19 @@ def test_recomputation_makes_casts_of_activations_again() -> None:
     model, (batch, _), loss = model_of("GPT")
     program = rewrite_all(model, batch, [MixedPrecision(), Recompute("blocks.*")], loss).program
     assert casts(program, graphopt.Phase.RECOMPUTE)
+
+
+def test_the_order_in_the_list_means_nothing() -> None:
+    """Casts are merged before anything is computed again, whichever pass is given first."""
+    mixed, recompute = MixedPrecision("float16"), Recompute("blocks.*")
+    batch = (torch.randint(11, (2, 6)),)
+    one, other = (
+        rewrite_all(Blocks(layers=2), batch, given, next_token) for given in ([mixed, recompute], [recompute, mixed])
+    )
+    assert one.program.to_text() == other.program.to_text()
+    assert [p.name for p in Pipeline([DataParallel(), recompute, mixed]).of("joint")] == [
+        "data-parallel", "mixed-precision", "recompute",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["GPT", "ResNet"])
