@@ -11,10 +11,12 @@ from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
 from torch import nn
 
 from graphopt import verify as verifier
 from graphopt.capture.precision import plain_precision
+from graphopt.clock import Clock
 from graphopt.errors import GraphoptError, PassError, PipelineError, VerifyError, did_you_mean
 from graphopt.program import Program, Stage
 from graphopt.spec import format_pass, parse_passes
@@ -105,6 +107,29 @@ class Pass(abc.ABC):
         For what has to be so before the first step, such as equal parameters on all ranks.
         """
         del model
+
+    def form(self, clock: Clock) -> str:
+        """Which of its programs this pass wants for the next update of a whole step; "" is the one of the long run.
+
+        The step compiles a program for each form that comes up. ``apply`` finds it in ``program.forms`` at the stages
+        step and last, where it is absent for the program that is shown. All ranks have to come to the same form.
+        """
+        del clock
+        return ""
+
+    def advance(self, clock: Clock) -> None:
+        """Called after every update of a whole step, to look at what it left and to change ``clock.numbers``."""
+        del clock
+
+    def settle(self, program: Program, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Bring together what this pass lets differ between ranks; ``TrainStep.synchronize`` calls it on all ranks.
+
+        Args:
+            program: of the long run, as this pass and all others have rewritten it.
+            model: whose parameters may be changed.
+            optimizer: whose state may be changed.
+        """
+        del program, model, optimizer
 
     def concerns(self, program: Program) -> bool:
         """Whether there is anything to do for this pass at the stage of ``program``; it is not run where not.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -133,6 +133,7 @@ class Program:
         lower: makes the next stage's program out of this one; None on the last stage or after loading from a file.
         history: the passes applied so far, as text.
         held: what passes keep across runs, by the target of its input (``add_held``).
+        forms: which of their programs passes want where they have several, by the name of the pass (``Pass.form``).
     """
 
     graph: fx.Graph
@@ -145,6 +146,7 @@ class Program:
     lower: Callable[[Program], Program] | None = None
     history: tuple[str, ...] = ()
     held: dict[str, Held] = field(default_factory=dict)
+    forms: Mapping[str, str] = field(default_factory=dict)
 
     # --- reading -----------------------------------------------------------------------------------------------------
 

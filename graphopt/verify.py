@@ -19,6 +19,7 @@ __all__ = ["INVARIANTS", "Invariant", "verify"]
 from graphopt.errors import VerifyError
 
 _AFTER_FORWARD = (Phase.BACKWARD, Phase.RECOMPUTE, Phase.UPDATE)
+_NEW_VALUES = {Phase.UPDATE: (Phase.UPDATE, Phase.SYNC)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,8 @@ def _effects_once(program: Program, _: Program | None) -> Iterator[str]:
 def _fresh_reads(program: Program, _: Program | None) -> Iterator[str]:
     """After a tensor is overwritten in forward or by the update, nothing may read it expecting the old value.
 
-    A forward program writes in place where the model does, and keeps the model's order.
+    A forward program writes in place where the model does, and keeps the model's order. What ranks exchange behind an
+    update is what the update has left.
     """
     if program.stage == "forward":
         return
@@ -168,7 +170,8 @@ def _fresh_reads(program: Program, _: Program | None) -> Iterator[str]:
         for target in schema.mutated_inputs(writer):
             for reader in schema.readers(schema.storage_root(target)):
                 late = position[reader] > position[writer] and not schema.is_view(reader)
-                if late and info(reader).phase is not Phase.UPDATE and target not in schema.mutated_inputs(reader):
+                wanted = info(reader).phase in _NEW_VALUES.get(info(writer).phase, (Phase.UPDATE,))
+                if late and not wanted and target not in schema.mutated_inputs(reader):
                     yield f"{_where(reader)} reads {target.name!r} after {_where(writer)} has overwritten it"
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 if __name__ == "passes":
     raise ImportError("import graphopt.passes, not passes: the folder is the package graphopt.passes")
 
+from graphopt.passes.adaptive_local_sgd import AdaptiveLocalSGD as AdaptiveLocalSGD
 from graphopt.passes.checkpoint_boundaries import CheckpointBoundaries as CheckpointBoundaries
 from graphopt.passes.clip_gradients import ClipGradients as ClipGradients
 from graphopt.passes.contiguous_checkpoints import ContiguousCheckpoints as ContiguousCheckpoints
 from graphopt.passes.data_parallel import DataParallel as DataParallel
 from graphopt.passes.fit_memory import FitMemory as FitMemory
 from graphopt.passes.fuse_update import FuseUpdate as FuseUpdate
+from graphopt.passes.local_sgd import LocalSGD as LocalSGD
 from graphopt.passes.mixed_precision import MixedPrecision as MixedPrecision
 from graphopt.passes.offload import Offload as Offload
 from graphopt.passes.partition_checkpoints import PartitionCheckpoints as PartitionCheckpoints

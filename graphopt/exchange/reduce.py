@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,12 +10,12 @@ import torch
 from torch import fx
 
 from graphopt.exchange.buckets import Bucket, Item, pack
+from graphopt.exchange.fused import behind, read_parts, start_exchange
 from graphopt.groups import Group
-from graphopt.ops.collectives import ALL_REDUCE, BROADCAST, WAIT
 from graphopt.program import Phase, Program, info
 from graphopt.values import storage_bytes
 
-__all__ = ["Exchange", "exchange_buffers", "exchange_gradients", "final_gradients"]
+__all__ = ["Exchange", "buffer_writes", "exchange_buffers", "exchange_gradients", "final_gradients", "gradient_readers"]
 
 aten = torch.ops.aten
 
@@ -59,8 +59,9 @@ def final_gradients(program: Program) -> dict[str, fx.Node]:
 
 
 def exchange_gradients(
-    program: Program, gradients: Mapping[str, fx.Node], group: Group, *, limit: int, first: int, origin: str
-) -> list[Exchange]:
+    program: Program, gradients: Mapping[str, fx.Node], group: Group, *, limit: int, first: int | None, origin: str,
+    after: fx.Node | None = None,
+) -> list[Exchange]:  # fmt: skip
     """Replace gradients by their mean over the ranks of a group.
 
     Gradients are copied into buckets, which are divided by the number of ranks and then summed, as torch's own data
@@ -71,41 +72,42 @@ def exchange_gradients(
         gradients: by the names of the parameters.
         group: at least two ranks.
         limit: bytes that close a bucket.
-        first: bytes that close the first one.
+        first: bytes that close the first one; None for ``limit``.
         origin: whose nodes they are.
+        after: behind which call gradients are as they are to be exchanged; what reads them earlier stays as it is.
 
     Returns:
         the exchanges in the order in which they start.
     """
     position = {node: index for index, node in enumerate(program.graph.nodes)}
+    earliest = -1 if after is None else position[after]
     items = [
         Item(name, storage_bytes(node.meta["val"]), position[node], (node.meta["val"].dtype, node.meta["val"].device))
         for name, node in gradients.items()
     ]
     buckets = pack(items, limit, first)
-    readers = {name: _readers(program, node) for name, node in gradients.items()}
-    return [_exchange(program, bucket, gradients, readers, group, origin) for bucket in buckets]
+    readers = {
+        name: [user for user in gradient_readers(node) if position[user] > earliest] for name, node in gradients.items()
+    }
+    return [_exchange(program, bucket, gradients, readers, group, origin, after) for bucket in buckets]
 
 
-def _readers(program: Program, gradient: fx.Node) -> list[fx.Node]:
+def gradient_readers(gradient: fx.Node) -> list[fx.Node]:
     """What reads a gradient as such: the update, and the program's output where it is returned."""
-    return [
-        user for user in gradient.users
-        if user.op == "output" or info(user).phase is Phase.UPDATE
-    ]  # fmt: skip
+    return [user for user in gradient.users if user.op == "output" or info(user).phase is Phase.UPDATE]
 
 
 def _exchange(
     program: Program, bucket: Bucket, gradients: Mapping[str, fx.Node], readers: Mapping[str, list[fx.Node]],
-    group: Group, origin: str,
+    group: Group, origin: str, after: fx.Node | None,
 ) -> Exchange:  # fmt: skip
     nodes = [gradients[item.name] for item in bucket.items]
     names = [item.name for item in bucket.items]
     whose = f"{origin}: {names[0]}" if len(names) == 1 else f"{origin}: {names[0]} to {names[-1]}"
-    start = _start(program, nodes, _behind(program, nodes[-1]), group, "mean", whose)
+    start = start_exchange(program, nodes, behind(program, after or nodes[-1]), group, "mean", whose)
     order = {node: index for index, node in enumerate(program.graph.nodes)}
     due = min((reader for item in bucket.items for reader in readers[item.name]), key=order.__getitem__)
-    for item, node, part in zip(bucket.items, nodes, _parts(program, start, nodes, due, origin), strict=True):
+    for item, node, part in zip(bucket.items, nodes, read_parts(program, start, nodes, due, origin), strict=True):
         program.hand_over_name(f"{item.name}~", node, part)
         for reader in readers[item.name]:
             reader.replace_input_with(node, part)
@@ -122,7 +124,7 @@ def exchange_buffers(program: Program, group: Group, how: Literal["broadcast", "
         the names of the buffers.
     """
     kinds: dict[Any, list[tuple[fx.Node, fx.Node, fx.Node]]] = {}
-    for write, buffer, value in _buffer_writes(program):
+    for write, buffer, value in buffer_writes(program):
         kept = value.meta["val"]
         if kept.is_floating_point():
             kinds.setdefault((kept.dtype, kept.device), []).append((write, buffer, value))
@@ -132,14 +134,14 @@ def exchange_buffers(program: Program, group: Group, how: Literal["broadcast", "
         due = next(program.phase_nodes(Phase.UPDATE), program.output_node)
     for same in kinds.values():
         values = [value for _, _, value in same]
-        start = _start(program, values, after, group, how, origin)
-        for (write, buffer, _), part in zip(same, _parts(program, start, values, due, origin), strict=True):
+        start = start_exchange(program, values, after, group, how, origin)
+        for (write, buffer, _), part in zip(same, read_parts(program, start, values, due, origin), strict=True):
             write.args = (buffer, part)
             due.prepend(write)
     return [info(buffer).names[0] for same in kinds.values() for _, buffer, _ in same]
 
 
-def _buffer_writes(program: Program) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
+def buffer_writes(program: Program) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
     """The calls that write new values into buffers and hand nothing on: call, buffer, new value."""
     buffers = {node for node, _ in program.inputs_of("buffer")}
     found = []
@@ -153,71 +155,3 @@ def _buffer_writes(program: Program) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
 
 def _late(node: fx.Node) -> bool:
     return node.op == "call_function" and info(node).phase is not Phase.FORWARD
-
-
-def _start(program: Program, nodes: Sequence[fx.Node], before: fx.Node, group: Group, how: str, origin: str) -> fx.Node:
-    """Copy values into one flat tensor, and start its exchange: the mean over the ranks, or what rank 0 has."""
-    common: dict[str, Any] = {"phase": Phase.SYNC, "origin": origin}
-    flats = [_flat(program, node, before, common) for node in nodes]
-    joined = program.insert(aten.cat.default, (flats,), before=before, hint="bucket", **common)
-    if how == "broadcast":
-        given: fx.Node = program.insert(BROADCAST, (joined, 0, group.name), before=before, hint="broadcast", **common)
-        return given
-    shared = program.insert(aten.mul_.Scalar, (joined, 1.0 / group.size), before=before, **common)
-    started: fx.Node = program.insert(
-        ALL_REDUCE, (shared, "sum", group.name), before=before, hint="all_reduce", **common
-    )
-    return started
-
-
-def _parts(program: Program, start: fx.Node, nodes: Sequence[fx.Node], before: fx.Node, origin: str) -> list[fx.Node]:
-    """Wait for an exchange; views of its result in the places, sizes and strides of the values that went in."""
-    common: dict[str, Any] = {"phase": Phase.SYNC, "origin": origin}
-    done = program.insert(WAIT, (start,), before=before, hint="exchanged", **common)
-    parts, offset = [], 0
-    for node in nodes:
-        value = node.meta["val"]
-        layout = (done, list(value.shape), list(_strides(value)), offset)
-        parts.append(program.insert(aten.as_strided.default, layout, before=before, like=node, **common))
-        offset += value.numel()
-    return parts
-
-
-def _behind(program: Program, node: fx.Node) -> fx.Node:
-    """The call in front of which something goes that comes right behind a value."""
-    if node.op == "placeholder":
-        first: fx.Node = next(other for other in program.graph.nodes if other.op != "placeholder")
-        return first
-    following: fx.Node = node.next
-    return following
-
-
-def _flat(program: Program, node: fx.Node, before: fx.Node, common: Mapping[str, Any]) -> fx.Node:
-    """All elements of a gradient in the order of its memory, shape ``[elements]``; a view where that is possible."""
-    value = node.meta["val"]
-    if not _is_dense(value):
-        node = program.insert(
-            aten.clone.default, (node,), {"memory_format": torch.contiguous_format}, before=before, **common
-        )
-    return program.insert(aten.as_strided.default, (node, [value.numel()], [1]), before=before, **common)
-
-
-def _is_dense(value: torch.Tensor) -> bool:
-    """Whether the elements lie in memory without gaps and without overlap, in whatever order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _strides(value: torch.Tensor) -> Sequence[int]:
-    """The strides of a gradient within its bucket: its own, or those of the contiguous copy of it."""
-    if _is_dense(value):
-        return value.stride()
-    strides, step = [], 1
-    for size in reversed(value.shape):
-        strides.append(step)
-        step *= max(1, size)
-    return strides[::-1]

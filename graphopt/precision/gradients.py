@@ -101,7 +101,9 @@ def site(gradient: fx.Node, owners: Mapping[fx.Node, tuple[str, ...]]) -> Gradie
     return GradientSite(tensor, place.module, place.source)
 
 
-def in_own_storage(program: Program, gradients: Sequence[fx.Node], origin: str) -> list[fx.Node]:
+def in_own_storage(
+    program: Program, gradients: Sequence[fx.Node], origin: str, *, before: fx.Node | None = None
+) -> list[fx.Node]:
     """Gradients that may be written to: each in memory of its own, which backward made for nothing else.
 
     A copy takes the place of a gradient that is an input or a value of forward, that overlaps itself, or that shares
@@ -111,6 +113,7 @@ def in_own_storage(program: Program, gradients: Sequence[fx.Node], origin: str) 
         program: of stage joint or step; uses by the update and by outputs of the role ``gradient`` are redirected.
         gradients: each once.
         origin: who needs it.
+        before: where copies are made, in front of everything that reads them; in front of the optimizer by default.
     """
     others = [v for v, s in zip(program.output_values, program.outputs, strict=True) if s.role != "gradient"]
     returned = {base_of(value) for value in others if isinstance(value, fx.Node)}
@@ -121,7 +124,7 @@ def in_own_storage(program: Program, gradients: Sequence[fx.Node], origin: str) 
         same = taken.setdefault(base, [])
         shared = any(max(other.start, extent.start) < min(other.stop, extent.stop) for other in same)
         if shared or base in returned or not _made_by_backward(program, base) or _overlaps(gradient.meta["val"]):
-            gradient = _copy(program, gradient, origin)
+            gradient = _copy(program, gradient, origin, before or all_gradients_made(program))
         else:
             same.append(extent)
         found.append(gradient)
@@ -158,9 +161,9 @@ def _overlaps(value: torch.Tensor) -> bool:
     return any(stride == 0 and size != 1 for size, stride in steps)
 
 
-def _copy(program: Program, gradient: fx.Node, origin: str) -> fx.Node:
+def _copy(program: Program, gradient: fx.Node, origin: str, before: fx.Node) -> fx.Node:
     own = program.insert(
-        torch.ops.aten.clone.default, (gradient,), before=all_gradients_made(program), phase=Phase.BACKWARD,
+        torch.ops.aten.clone.default, (gradient,), before=before, phase=Phase.BACKWARD,
         like=gradient, origin=f"{origin}: a gradient in memory of its own",
     )  # fmt: skip
     for name in gradient_owners(program).get(gradient, ()):

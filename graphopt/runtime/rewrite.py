@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -39,17 +40,22 @@ class Rewritten:
         """The program of the last stage."""
         return list(self.stages.values())[-1]
 
-    def lower_joint(self, pipeline: Pipeline, *, first: bool = False, program: Program | None = None) -> Program:
+    def lower_joint(
+        self, pipeline: Pipeline, *, first: bool = False, program: Program | None = None,
+        forms: Mapping[str, str] | None = None,
+    ) -> Program:  # fmt: skip
         """A step program, with its passes, of the rewritten joint program or of a variant of it.
 
         Args:
             pipeline: whose step passes run.
             first: make the program of the optimizer's first step, which creates its state.
             program: a variant of the joint program.
+            forms: which of their programs passes want, by their names (``Pass.form``).
         """
         source = program or self.stages["joint"]
         lowered = self.session.lower_joint(source, first=first)
         lowered.history = source.history
+        lowered.forms = forms or {}
         pipeline.run(lowered, verify=self.verify)
         return lowered
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -15,6 +15,7 @@ from graphopt.capture.checks import refuse_wrapped
 from graphopt.capture.precision import plain_precision
 from graphopt.capture.structure import flatten
 from graphopt.capture.update import hyperparameters
+from graphopt.clock import Clock
 from graphopt.errors import CaptureError, GraphoptError
 from graphopt.pipeline import Pass, PassRecord, Pipeline
 from graphopt.precision.scaling import CheckedGradients, checked_gradients, scaling_of
@@ -33,7 +34,19 @@ from graphopt.runtime.skips import SkipWatch
 
 __all__ = ["TrainStep", "optimize_step"]
 
-_STATE_VERSION = 2
+_STATE_VERSION = 3
+
+
+class _Variant(NamedTuple):
+    """Which of an entry's programs: what it does, for how many batches, what waits for it, what passes want."""
+
+    kind: Literal["begin", "middle", "update", "first update"]
+    every: int
+    waiting: frozenset[str]
+    forms: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        return ", ".join([self.kind, *(f"{name}: {form}" for name, form in self.forms)])
 
 
 @dataclass
@@ -52,7 +65,7 @@ class _Entry:
     rewritten: Rewritten
     rules: list[SizeRule]
     settings: tuple[Any, ...]
-    variants: dict[tuple[str, int, frozenset[str]], _Compiled] = field(default_factory=dict)
+    variants: dict[_Variant, _Compiled] = field(default_factory=dict)
 
 
 class TrainStep:
@@ -94,6 +107,7 @@ class TrainStep:
         self._batches = 0
         self._gradients: dict[str, torch.Tensor] = {}
         self._held = HeldStore(model.get_parameter)
+        self._clock = Clock(rates=self._rates, held=self._held.__getitem__)
         self._agreement = Agreement()
         scaling = scaling_of(pipeline.passes)
         self._skips = SkipWatch(self._held, scaling) if scaling is not None else None
@@ -145,6 +159,17 @@ class TrainStep:
         self._every = batches
         return self
 
+    def synchronize(self) -> TrainStep:
+        """Bring together what passes let differ between ranks for a while, such as the parameters of local SGD.
+
+        All ranks have to call it; to be called behind the last step, and before the model is saved by one rank for all.
+        Returns the step itself.
+        """
+        program = self._latest().rewritten.program
+        for current in self._pipeline.passes:
+            current.settle(program, self._model, self._optimizer)
+        return self
+
     def _refuse_foreign_gradients(self) -> None:
         for name, parameter in self._model.named_parameters():
             if parameter.grad is not None:
@@ -183,6 +208,7 @@ class TrainStep:
             self._batches = 0
             self._gradients.clear()
             _torch.mark_optimizer_called(self._optimizer)
+            self._advance()
         if skips is not None and compiled.checked is not None:
             skips.look([(compiled.checked, self._held[compiled.checked.target])])
         assert loss is not None
@@ -212,19 +238,33 @@ class TrainStep:
             entry.variants.clear()
             entry.rewritten.retrace(self._pipeline)
             entry.settings = settings
-        updating = self._batches == self._every - 1
-        kind = "update" if updating else "begin" if self._batches == 0 else "middle"
-        if updating and not self._has_state(entry.rewritten.program):
-            kind = "first update"
-        key = (kind, self._every, frozenset(self._gradients))
+        key = self._due(entry.rewritten.program)
         if key not in entry.variants:
-            program = self._make(entry.rewritten, kind)
+            program = self._make(entry.rewritten, key)
+            self._held.require(program.held)
             reserve_host(program)
             self._agreement.check(program)
             module, run = compile_program(program, self._backend)
             binding = Binding(program, self._model, self._optimizer, self._gradients, self._held)
             entry.variants[key] = _Compiled(program, module, run, binding, checked_gradients(program))
         return entry.variants[key]
+
+    def _due(self, program: Program) -> _Variant:
+        """Which program the next call runs."""
+        if self._batches < self._every - 1:
+            return _Variant("begin" if self._batches == 0 else "middle", self._every, frozenset(self._gradients), ())
+        forms = {current.name: current.form(self._clock) for current in self._pipeline.passes}
+        wanted = tuple((name, form) for name, form in forms.items() if form)
+        kind: Literal["update", "first update"] = "update" if self._has_state(program) else "first update"
+        return _Variant(kind, self._every, frozenset(self._gradients), wanted)
+
+    def _rates(self) -> tuple[float, ...]:
+        return tuple(float(group["lr"]) for group in self._optimizer.param_groups)
+
+    def _advance(self) -> None:
+        self._clock.steps += 1
+        for current in self._pipeline.passes:
+            current.advance(self._clock)
 
     def _has_state(self, program: Program) -> bool:
         for _, spec in program.inputs_of("state"):
@@ -233,18 +273,20 @@ class TrainStep:
                 return False
         return True
 
-    def _make(self, rewritten: Rewritten, kind: str) -> Program:
-        first = kind == "first update"
+    def _make(self, rewritten: Rewritten, wanted: _Variant) -> Program:
+        first = wanted.kind == "first update"
+        forms = dict(wanted.forms)
         if self._every == 1:
-            return rewritten.lower_joint(self._pipeline, first=True) if first else rewritten.program
+            plain = not first and not forms
+            return rewritten.program if plain else rewritten.lower_joint(self._pipeline, first=first, forms=forms)
         program = rewritten.stages["joint"].copy()
         scale_seed(program, self._every)
-        if kind != "begin":
-            program = accumulate_gradients(program, self._gradients.keys(), last=kind != "middle")
-        if kind in ("begin", "middle"):
+        if wanted.kind != "begin":
+            program = accumulate_gradients(program, self._gradients.keys(), last=wanted.kind != "middle")
+        if wanted.kind in ("begin", "middle"):
             rewritten.finish(program, self._pipeline)
             return program
-        return rewritten.lower_joint(self._pipeline, first=first, program=program)
+        return rewritten.lower_joint(self._pipeline, first=first, program=program, forms=forms)
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
@@ -264,8 +306,16 @@ class TrainStep:
     def graph_module(self) -> fx.GraphModule:
         """The generated module of the latest signature's program; it takes a list of inputs and empties it."""
         entry = self._latest()
-        found = entry.variants.get(("update", self._every, frozenset()))
+        found = entry.variants.get(_Variant("update", self._every, frozenset(), ()))
         return found.module if found else entry.rewritten.program.to_graph_module()
+
+    @property
+    def programs(self) -> dict[str, Program]:
+        """Every program of the latest signature that has run or is going to, by what it is for.
+
+        Passes that change in the course of training (``Pass.form``) have several, and so has accumulation.
+        """
+        return {str(key): compiled.program for key, compiled in self._latest().variants.items()}
 
     @property
     def snapshots(self) -> list[tuple[str, Program]]:
@@ -280,9 +330,14 @@ class TrainStep:
     # --- saving ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What the step itself owns: what passes hold, and the gradients accumulated so far of how many batches."""
+        """What the step itself owns: what passes hold, and the gradients accumulated so far of how many batches.
+
+        Of this rank: where passes keep what differs from rank to rank (residuals), each rank saves its own.
+        """
         return {
             "version": _STATE_VERSION,
+            "steps": self._clock.steps,
+            "numbers": dict(self._clock.numbers),
             "accumulate": self._every,
             "batches": self._batches,
             "gradients": {name: tensor.clone() for name, tensor in self._gradients.items()},
@@ -295,7 +350,7 @@ class TrainStep:
         Raises:
             GraphoptError: for a state of another version, with keys that mean nothing here, or of other passes.
         """
-        known = {"version", "accumulate", "batches", "gradients", "held"}
+        known = {"version", "steps", "numbers", "accumulate", "batches", "gradients", "held"}
         if state.get("version") != _STATE_VERSION or set(state) != known:
             raise GraphoptError(
                 f"this is no state of a TrainStep of this version: expected the keys {sorted(known)} and version "
@@ -306,6 +361,8 @@ class TrainStep:
         if unknown:
             raise GraphoptError(f"the state holds gradients of {unknown[:3]}, which the model does not have")
         self._held.load(state["held"])
+        self._clock.steps = int(state["steps"])
+        self._clock.numbers = {name: float(number) for name, number in state["numbers"].items()}
         self._every = int(state["accumulate"])
         self._batches = int(state["batches"])
         self._gradients.clear()
