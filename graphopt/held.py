@@ -26,6 +26,7 @@ class Held:
         follows: whether it is a copy of ``source`` at the beginning of every run, also where the parameter was changed
             from outside; the program renews it where it changes the parameter itself.
         saved: whether it belongs into checkpoints; False for what has a meaning only until the next run.
+        local: whether it differs from rank to rank, so that each has to save its own.
     """
 
     shape: tuple[int, ...]
@@ -35,6 +36,7 @@ class Held:
     source: str = ""
     follows: bool = False
     saved: bool = True
+    local: bool = False
 
     def create(self, source: torch.Tensor | None = None) -> torch.Tensor:
         """The tensor as it is before the first run.
@@ -64,6 +66,7 @@ class Held:
             "source": self.source,
             "follows": self.follows,
             "saved": self.saved,
+            "local": self.local,
         }
 
     @classmethod
@@ -77,4 +80,5 @@ class Held:
             source=data["source"],
             follows=data["follows"],
             saved=data["saved"],
+            local=data["local"],
         )

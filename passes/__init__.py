@@ -10,6 +10,7 @@ from graphopt.passes.checkpoint_boundaries import CheckpointBoundaries as Checkp
 from graphopt.passes.clip_gradients import ClipGradients as ClipGradients
 from graphopt.passes.contiguous_checkpoints import ContiguousCheckpoints as ContiguousCheckpoints
 from graphopt.passes.data_parallel import DataParallel as DataParallel
+from graphopt.passes.deep_gradient_compression import DeepGradientCompression as DeepGradientCompression
 from graphopt.passes.fit_memory import FitMemory as FitMemory
 from graphopt.passes.fuse_update import FuseUpdate as FuseUpdate
 from graphopt.passes.local_sgd import LocalSGD as LocalSGD
@@ -21,12 +22,15 @@ from graphopt.passes.recompute_evenly import RecomputeEvenly as RecomputeEvenly
 from graphopt.passes.scale_loss import ScaleLoss as ScaleLoss
 
 __all__ = [
+    "AdaptiveLocalSGD",
     "CheckpointBoundaries",
     "ClipGradients",
     "ContiguousCheckpoints",
     "DataParallel",
+    "DeepGradientCompression",
     "FitMemory",
     "FuseUpdate",
+    "LocalSGD",
     "MixedPrecision",
     "Offload",
     "PartitionCheckpoints",

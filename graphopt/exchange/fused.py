@@ -12,7 +12,7 @@ from graphopt.groups import Group
 from graphopt.ops.collectives import ALL_REDUCE, BROADCAST, WAIT
 from graphopt.program import Phase, Program
 
-__all__ = ["How", "behind", "flat", "read_parts", "start_exchange"]
+__all__ = ["How", "behind", "flat", "memory_strides", "read_parts", "start_exchange"]
 
 aten = torch.ops.aten
 
@@ -61,7 +61,7 @@ def read_parts(
     found, offset = [], 0
     for node in nodes:
         value = node.meta["val"]
-        layout = (done, list(value.shape), list(_strides(value)), offset)
+        layout = (done, list(value.shape), list(memory_strides(value)), offset)
         found.append(program.insert(aten.as_strided.default, layout, before=before, like=node, **common))
         offset += value.numel()
     return found
@@ -96,7 +96,7 @@ def _is_dense(value: torch.Tensor) -> bool:
     return True
 
 
-def _strides(value: torch.Tensor) -> Sequence[int]:
+def memory_strides(value: torch.Tensor) -> Sequence[int]:
     """The strides of a gradient within its bucket: its own, or those of the contiguous copy of it."""
     if _is_dense(value):
         return value.stride()

@@ -1,0 +1,253 @@
+"""The ops of sparse gradient exchange: accumulate what is not sent yet, pack what is sent, add up what all ranks sent.
+
+With ``select`` of ``graphopt.ops.selection``, one tensor's part of a step is::
+
+    graphopt.accumulate_(gradient, u, v, momentum, nesterov)      # u, v: flat, kept between steps by each rank
+    indices, values = graphopt.select(v, k)                       # the k entries of v of largest magnitude
+    graphopt.clear_at_(v, indices)                                # sent: no longer in the residual
+    graphopt.clear_at_(u, indices)                                # momentum factor masking
+    packed = graphopt.pack([indices, ...], [values, ...], wire)   # uint8, one for the bucket
+    gathered = wait_tensor(all_gather_into_tensor(packed, ranks, group))
+    mean, ... = graphopt.sum_sparse(gathered, ranks, [k, ...], [v.numel(), ...], wire, dtype, 1 / ranks)
+
+Where values travel in fewer bits, what is rounded off stays in the residual::
+
+    sent = graphopt.to_wire(values, torch.bfloat16)
+    graphopt.keep_rest_(v, indices, sent)                         # in place of clear_at_(v, indices)
+    packed = graphopt.pack([indices, ...], [sent, ...], torch.bfloat16)
+
+Every result has a size that is known before the run, and on CUDA none of these ops waits for the device.
+
+Source: Lin et al., Deep Gradient Compression, ICLR 2018 (arXiv 1712.01887).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from graphopt.ops.defining import define, described, require
+from graphopt.ops.residual import accumulate_, clear_at_, keep_rest_
+
+__all__ = [
+    "LARGEST",
+    "WIRES",
+    "accumulate_",
+    "clear_at_",
+    "keep_rest_",
+    "pack",
+    "packed_bytes",
+    "sum_sparse",
+    "to_wire",
+    "unpack",
+]
+
+WIRES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Dtypes in which values can travel."""
+
+LARGEST = 2**31
+"""A tensor of so many elements cannot be exchanged sparsely: its indices are int32."""
+
+_INDEX_BYTES = 4
+_SPARSE_SCALING = 8
+"""Sums are scaled where something was added if that is so many times less than the whole."""
+
+# --- packing ---------------------------------------------------------------------------------------------------------
+
+
+def _to_wire(values: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
+    _check_wire("to_wire", wire)
+    largest = torch.finfo(wire).max
+    if largest >= torch.finfo(values.dtype).max:
+        return values.to(wire, copy=True)
+    return values.clamp(-largest, largest).to(wire)
+
+
+def _empty_wire(values: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
+    _check_wire("to_wire", wire)
+    return torch.empty_like(values, dtype=wire)
+
+
+def _check_wire(op: str, wire: torch.dtype) -> None:
+    require(wire in WIRES, op, f"values travel in {', '.join(map(str, WIRES))}, not in {wire}")
+
+
+def _values_at(count: int, wire: torch.dtype) -> int:
+    """Where the values begin, in bytes: behind the indices, at a multiple of the size of one."""
+    return -(-count * _INDEX_BYTES // wire.itemsize) * wire.itemsize
+
+
+def packed_bytes(counts: Sequence[int], wire: torch.dtype = torch.float32) -> int:
+    """Bytes of what one rank sends for a bucket: what ``pack`` gives.
+
+    Args:
+        counts: entries of each tensor.
+        wire: dtype in which values travel.
+    """
+    count = sum(counts)
+    unit = max(_INDEX_BYTES, wire.itemsize)
+    return -(-(_values_at(count, wire) + count * wire.itemsize) // unit) * unit
+
+
+def _pack(indices: Sequence[torch.Tensor], values: Sequence[torch.Tensor], wire: torch.dtype) -> torch.Tensor:
+    packed = _empty_pack(indices, values, wire)
+    count = sum(part.numel() for part in indices)
+    start = _values_at(count, wire)
+    places, numbers = packed[: count * _INDEX_BYTES], packed[start : start + count * wire.itemsize]
+    packed[places.numel() : start].zero_()
+    packed[start + numbers.numel() :].zero_()
+    torch.cat(list(indices), out=places.view(torch.int32))
+    torch.cat([part if part.dtype is wire else _to_wire(part, wire) for part in values], out=numbers.view(wire))
+    return packed
+
+
+def _empty_pack(indices: Sequence[torch.Tensor], values: Sequence[torch.Tensor], wire: torch.dtype) -> torch.Tensor:
+    """Check, and make room; what an example run gives too."""
+    _check_wire("pack", wire)
+    require(
+        0 < len(indices) == len(values),
+        "pack",
+        f"it takes the indices and the values of one tensor or more, not {len(indices)} and {len(values)}",
+    )
+    for number, (places, numbers) in enumerate(zip(indices, values, strict=True)):
+        require(
+            places.dim() == 1 and places.dtype is torch.int32 and numbers.shape == places.shape,
+            "pack",
+            f"indices[{number}] must be flat and torch.int32, and values[{number}] of the same shape, not "
+            f"{described(places)} and {described(numbers)}",
+        )
+    size = packed_bytes([part.numel() for part in indices], wire)
+    return torch.empty(size, dtype=torch.uint8, device=indices[0].device)
+
+
+def unpack(
+    packed: torch.Tensor, counts: Sequence[int], wire: torch.dtype
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """The indices and the values of each tensor, as views of what ``pack`` gave.
+
+    Args:
+        packed: uint8, shape ``[packed_bytes(counts, wire)]``.
+        counts: entries of each tensor.
+        wire: dtype of the values.
+    """
+    count = sum(counts)
+    start = _values_at(count, wire)
+    indices = packed[: count * _INDEX_BYTES].view(torch.int32)
+    values = packed[start : start + count * wire.itemsize].view(wire)
+    return indices.split(list(counts)), values.split(list(counts))
+
+
+# --- adding up -------------------------------------------------------------------------------------------------------
+
+
+def _sum_sparse(
+    gathered: torch.Tensor,
+    ranks: int,
+    counts: Sequence[int],
+    sizes: Sequence[int],
+    wire: torch.dtype,
+    out: torch.dtype,
+    scale: float,
+) -> list[torch.Tensor]:
+    _check_sum(gathered, ranks, counts, sizes, wire, out)
+    exact = torch.float64 if out is torch.float64 else torch.float32
+    rows = [unpack(row, counts, wire) for row in gathered.view(ranks, -1)]
+    sums = []
+    for number, size in enumerate(sizes):
+        total = torch.zeros(size, dtype=exact, device=gathered.device)
+        for indices, values in rows:
+            total.index_add_(0, indices[number], values[number].to(exact))
+        _scale(total, [indices[number] for indices, _ in rows], scale)
+        sums.append(total.to(out))
+    return sums
+
+
+def _scale(total: torch.Tensor, touched: Sequence[torch.Tensor], scale: float) -> None:
+    """Multiply in place; only where something was added, if that is little."""
+    if scale == 1:
+        return
+    if sum(indices.numel() for indices in touched) * _SPARSE_SCALING > total.numel():
+        total.mul_(scale)
+        return
+    places = torch.cat(list(touched)).long()
+    scaled = total[places].mul_(scale)
+    total.index_copy_(0, places, scaled)  # a place that is touched twice gets the same number twice
+
+
+def _empty_sums(
+    gathered: torch.Tensor,
+    ranks: int,
+    counts: Sequence[int],
+    sizes: Sequence[int],
+    wire: torch.dtype,
+    out: torch.dtype,
+    scale: float,
+) -> list[torch.Tensor]:
+    _check_sum(gathered, ranks, counts, sizes, wire, out)
+    return [torch.empty(size, dtype=out, device=gathered.device) for size in sizes]
+
+
+def _check_sum(
+    gathered: torch.Tensor,
+    ranks: int,
+    counts: Sequence[int],
+    sizes: Sequence[int],
+    wire: torch.dtype,
+    out: torch.dtype,
+) -> None:
+    op = "sum_sparse"
+    _check_wire(op, wire)
+    require(out.is_floating_point, op, f"the sums must be real floating-point, not {out}")
+    require(len(counts) == len(sizes), op, f"{len(counts)} counts are given for {len(sizes)} tensors")
+    expected = ranks * packed_bytes(counts, wire)
+    require(
+        gathered.dtype is torch.uint8 and gathered.dim() == 1 and gathered.numel() == expected,
+        op,
+        f"{ranks} ranks that pack {sum(counts)} entries with values in {wire} give torch.uint8 of shape [{expected}], "
+        f"not {described(gathered)}",
+    )
+    for number, (count, size) in enumerate(zip(counts, sizes, strict=True)):
+        require(
+            count <= size < LARGEST,
+            op,
+            f"counts[{number}] is {count} and sizes[{number}] is {size}: a tensor has at least as many elements as "
+            "entries, and fewer than 2**31, the int32 indices",
+        )
+
+
+to_wire = define("to_wire(Tensor values, ScalarType wire) -> Tensor", _to_wire, _empty_wire)
+"""``to_wire(Tensor values, ScalarType wire) -> Tensor``: round values to the dtype in which they travel.
+
+What is too large for it becomes its largest finite number, so that the rest stays in the residual.
+"""
+
+pack = define("pack(Tensor[] indices, Tensor[] values, ScalarType wire) -> Tensor", _pack, _empty_pack)
+"""``pack(Tensor[] indices, Tensor[] values, ScalarType wire) -> Tensor``: what a rank sends for a bucket.
+
+uint8, shape ``[packed_bytes(counts, wire)]``: the indices (int32) of all tensors, then their values as by ``to_wire``,
+each part at a multiple of the size of one of its elements, gaps filled with 0.
+"""
+
+sum_sparse = define(
+    "sum_sparse(Tensor gathered, int ranks, int[] counts, int[] sizes, ScalarType wire, ScalarType out, float scale) "
+    "-> Tensor[]",
+    _sum_sparse,
+    _empty_sums,
+)
+"""``sum_sparse(gathered, ranks, int[] counts, int[] sizes, wire, out, float scale) -> Tensor[]``: dense sums.
+
+One flat tensor of ``sizes[i]`` elements and dtype ``out`` for each tensor of the bucket: the entries of all ranks,
+added in the order of the ranks (in float64 for ``out`` float64, else float32), times ``scale``, then rounded to
+``out``. One rank's indices are distinct, so that no two additions of a rank meet: every rank gets the same bits, on
+CUDA too.
+
+Args:
+    gathered: uint8, what ``pack`` gave on each rank, rank after rank.
+    ranks: their number.
+    counts: entries of each tensor, the same on all ranks.
+    sizes: elements of each tensor.
+    wire: dtype of the values.
+    out: dtype of the results.
+    scale: 1 / ranks for the mean.
+"""

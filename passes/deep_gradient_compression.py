@@ -1,0 +1,280 @@
+"""Deep gradient compression: ranks exchange the largest entries of what they have accumulated."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import torch
+from torch import fx
+
+from graphopt.clock import Clock
+from graphopt.errors import GraphoptError, did_you_mean
+from graphopt.exchange.dissolve import Reduction, agree_on_skipping, dissolve, reductions
+from graphopt.exchange.rampup import Rampup
+from graphopt.exchange.reduce import exchange_gradients
+from graphopt.exchange.sparse import Rule, Sparse, accumulate_densely, count_left_out, entries, exchange_sparsely
+from graphopt.groups import Group
+from graphopt.ops.sparse import LARGEST, packed_bytes
+from graphopt.pipeline import Changed, Numerics, Pass, PassStage
+from graphopt.precision.gradients import all_gradients_made
+from graphopt.precision.scaling import FOUND_INF
+from graphopt.program import Program
+from graphopt.values import format_bytes, storage_bytes
+
+__all__ = ["DeepGradientCompression"]
+
+logger = logging.getLogger("graphopt")
+
+_DENSE = "dense"
+_LEFT_OUT = "deep-gradient-compression/left out"
+_SEEN = "deep-gradient-compression/left out, seen"
+_LOOK = 100
+_CORRECTIONS = ("momentum", "feedback")
+_WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@final
+@dataclass(frozen=True)
+class DeepGradientCompression(Pass):
+    """Exchange the entries of largest magnitude in place of whole gradients; what is not sent is kept, and added to.
+
+    Replaces all-reduces of ``DataParallel``. Each rank accumulates its gradients, sends the ``1 - sparsity`` largest
+    entries of what it has accumulated, values and indices of a bucket in one all-gather, and keeps the rest. All ranks
+    add up what came in the order of the ranks, so that their parameters stay equal to the last bit.
+
+    ``correction="momentum"`` is the published method for SGD: momentum is applied before accumulation, on each rank
+    (give it here, and ``torch.optim.SGD`` without momentum), gradients are clipped to ``clip_norm / sqrt(ranks)``
+    before they are accumulated, weight decay is added to them, and the momentum of what is sent starts again.
+    ``correction="feedback"`` accumulates plain gradients (error feedback) for optimizers with momentum of their own,
+    such as Adam; it is not the published method, and Adam sees sparse gradients.
+
+    Before ``rampup_begin_step`` exchange is dense; the sparsities follow one another in ``rampup_step`` steps, and the
+    last one stays. The momentum goes on through the switch. Tensors stay dense that have fewer than ``min_elements``,
+    one dimension, or of which sparse exchange would take as many bytes as dense (about where ranks times density reach
+    1); the record lists them. The step compiles a program for each sparsity.
+
+    A gradient that is not finite never enters what is accumulated: under loss scaling all ranks skip the step where one
+    has to, and accumulate nothing (``ScaleLoss(init_scale=1, dynamic=False)`` does that in float32); otherwise that
+    gradient is left out on its rank, and a warning counts them.
+
+    Lin et al., "Deep Gradient Compression", 2018 (arXiv 1712.01887). Clipping is by tensor.
+
+    Args:
+        sparsity: shares of the elements that are not sent, ascending, below 1; 0 means dense exchange.
+        rampup_begin_step: updates with dense exchange before the first sparsity.
+        rampup_step: updates over which the sparsities are spread evenly; about 4 % of training is usual.
+        momentum: of the momentum correction; at least 0, below 1.
+        nesterov: Nesterov's form of it.
+        weight_decay: times the parameter is added to its gradient before momentum.
+        clip_norm: limit on the norm of each gradient; None for none.
+        masking: whether the momentum of sent entries starts again from 0.
+        correction: ``momentum`` or ``feedback``.
+        wire: dtype in which values travel, ``float32``, ``bfloat16`` or ``float16``; what is rounded off is kept.
+        min_elements: smaller tensors stay dense.
+
+    Raises:
+        GraphoptError: for options out of range, and where the optimizer would apply momentum a second time.
+    """
+
+    name: ClassVar[str] = "deep-gradient-compression"
+    stage: ClassVar[PassStage] = "step"
+    numerics: ClassVar[Numerics] = "changes"
+    after: ClassVar[tuple[str, ...]] = ("data-parallel", "mixed-precision", "scale-loss")
+    requires: ClassVar[tuple[str, ...]] = ("data-parallel",)
+    conflicts: ClassVar[tuple[str, ...]] = (
+        "clip-gradients", "local-sgd", "adaptive-local-sgd", "compress-gradients", "shard-optimizer",
+    )  # fmt: skip
+    changes_signature: ClassVar[bool] = True
+
+    sparsity: tuple[float, ...] = (0.75, 0.9375, 0.984375, 0.996, 0.999)
+    rampup_begin_step: int = 0
+    rampup_step: int = 100
+    momentum: float = 0.9
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+    masking: bool = True
+    correction: str = "momentum"
+    wire: str = "float32"
+    min_elements: int = 16384
+
+    def __post_init__(self) -> None:
+        rising = all(one <= other for one, other in zip(self.sparsity, self.sparsity[1:], strict=False))
+        rules = {
+            f"sparsity holds shares of at least 0 and below 1 in ascending order, not {self.sparsity}":
+                bool(self.sparsity) and rising and all(0 <= share < 1 for share in self.sparsity),
+            f"rampup_begin_step is a number of updates of at least 0, not {self.rampup_begin_step}":
+                self.rampup_begin_step >= 0,
+            f"rampup_step is a number of updates of at least 1, not {self.rampup_step}": self.rampup_step >= 1,
+            f"momentum must be at least 0 and below 1, not {self.momentum}": 0 <= self.momentum < 1,
+            f"weight_decay must be at least 0, not {self.weight_decay}": self.weight_decay >= 0,
+            f"clip_norm must be above 0, or None for no limit, not {self.clip_norm}":
+                self.clip_norm is None or self.clip_norm > 0,
+            f"min_elements must be at least 1, not {self.min_elements}": self.min_elements >= 1,
+        }  # fmt: skip
+        wrong = [rule for rule, holds in rules.items() if not holds]
+        if wrong:
+            raise GraphoptError("deep-gradient-compression: " + "; ".join(wrong))
+        for option, value, known in (("correction", self.correction, _CORRECTIONS), ("wire", self.wire, _WIRES)):
+            if value not in known:
+                hint = did_you_mean(value, known) or f"use {' or '.join(map(repr, known))}"
+                raise GraphoptError(f"deep-gradient-compression: {option}={value!r} is unknown; {hint}")
+        if self.correction == "feedback" and self.nesterov:
+            raise GraphoptError(
+                "deep-gradient-compression: nesterov belongs to correction='momentum'; with 'feedback' the optimizer "
+                "applies its own momentum"
+            )
+
+    @property
+    def rampup(self) -> Rampup:
+        """The warm-up."""
+        return Rampup(self.sparsity, self.rampup_begin_step, self.rampup_step)
+
+    def form(self, clock: Clock) -> str:
+        """Dense, or one of the sparsities; the program of the long run has the last one."""
+        sparsity = self.rampup.at(clock.steps)
+        if sparsity == self.sparsity[-1]:
+            return ""
+        return f"sparsity {sparsity:g}" if sparsity else _DENSE
+
+    def advance(self, clock: Clock) -> None:
+        """Warn of gradients that were left out; on a device that has to be waited for, at every 100th step."""
+        try:
+            count = clock.held(_LEFT_OUT)
+        except KeyError:
+            return
+        if count.device.type != "cpu" and clock.steps % _LOOK:
+            return
+        if int(count) > 2 * clock.numbers.get(_SEEN, 0):  # the first one, then at every doubling
+            clock.numbers[_SEEN] = float(int(count))
+            logger.warning(
+                "deep-gradient-compression has left %d gradients of this rank out up to step %d because they are not "
+                "finite: look at what the model computes, lower the learning rate, or skip such steps on all ranks "
+                "with ScaleLoss(init_scale=1, dynamic=False)",
+                int(count), clock.steps - 1,
+            )  # fmt: skip
+
+    def apply(self, program: Program) -> Changed:
+        """See the class; rewrites a step program."""
+        found = reductions(program)
+        if not found:
+            return Changed(reason="no gradients are exchanged in this program: one process, or they are sparse already")
+        sparsity = self._sparsity(program)
+        if self.correction == "momentum":
+            self._refuse_momentum(program)
+        skipping = FOUND_INF in program.names()
+        if not sparsity:
+            return self._dense(program, found, skipping)
+        group = found[0].group
+        chosen = self._choose(found, sparsity)
+        limit = max(storage_bytes(reduction.start.meta["val"]) for reduction in found)
+        buckets = [[m.name for m in reduction.members if not chosen[m.name]] for reduction in found]
+        if not any(buckets):
+            return self._dense(program, found, skipping, chosen)
+        gradients = dissolve(program, found, self.name)
+        skip = agree_on_skipping(program, group, self.name) if skipping else None
+        rule = self._rule(sparsity)
+        done = [
+            exchange_sparsely(program, {name: gradients[name] for name in same}, rule, group, self.name, skip)
+            for names in buckets for same in _alike(names, gradients)
+        ]  # fmt: skip
+        dense = {name: gradients[name] for name, reason in chosen.items() if reason}
+        exchange_gradients(program, dense, group, limit=limit, first=None, origin=self.name, after=skip)
+        if rule.momentum is not None:
+            self._momentum(program, list(dense), rule, skip)
+        finite = [flag for sparse in done for flag in sparse.finite]
+        if finite:
+            count_left_out(program, finite, _LEFT_OUT, self.name)
+        return self._report(done, chosen, gradients, sparsity, group)
+
+    def _sparsity(self, program: Program) -> float:
+        form = program.forms.get(self.name, "")
+        if form == _DENSE:
+            return 0.0
+        return next((share for share in self.sparsity if form == f"sparsity {share:g}"), self.sparsity[-1])
+
+    def _rule(self, sparsity: float) -> Rule:
+        momentum = self.momentum if self.correction == "momentum" else None
+        return Rule(sparsity, momentum, self.nesterov, self.weight_decay, self.clip_norm, self.masking, self.wire)
+
+    def _refuse_momentum(self, program: Program) -> None:
+        state = [spec for _, spec in program.inputs_of("state")] + [spec for _, spec in program.outputs_of("state")]
+        if state:
+            raise GraphoptError(
+                f"the optimizer keeps state of its own ({state[0].target}), and deep-gradient-compression applies "
+                "momentum before gradients are exchanged: use torch.optim.SGD without momentum and give momentum= to "
+                "the pass, or correction='feedback' for Adam and its kin"
+            )
+
+    # --- what is dense -----------------------------------------------------------------------------------------------
+
+    def _choose(self, found: list[Reduction], sparsity: float) -> dict[str, str]:
+        """Why each tensor stays dense; "" for those that are exchanged sparsely."""
+        return {
+            member.name: self._why_dense(member.gradient.meta["val"], sparsity, reduction.group.size)
+            for reduction in found for member in reduction.members
+        }  # fmt: skip
+
+    def _why_dense(self, gradient: torch.Tensor, sparsity: float, ranks: int) -> str:
+        elements = gradient.numel()
+        if elements < self.min_elements:
+            return f"fewer than {self.min_elements} elements"
+        if gradient.dim() < 2:
+            return "one dimension"
+        if elements >= LARGEST:
+            return "2**31 elements or more"
+        received = (ranks - 1) * packed_bytes([entries(elements, sparsity)], _WIRES[self.wire])
+        dense = 2 * (ranks - 1) * elements * gradient.element_size() // ranks
+        return "dense exchange takes no more bytes" if received >= dense else ""
+
+    def _dense(
+        self, program: Program, found: list[Reduction], skipping: bool, chosen: Mapping[str, str] | None = None
+    ) -> Changed:
+        names = [member.name for reduction in found for member in reduction.members]
+        if self.correction == "momentum":
+            skip = program.names()[FOUND_INF] if skipping else None
+            self._momentum(program, names, self._rule(0.0), skip)
+        why = _reasons(chosen) if chosen else (f"dense exchange until step {self.rampup_begin_step}",)
+        return Changed(counts={"dense gradients": len(names)}, lines=tuple(why))
+
+    def _momentum(self, program: Program, names: list[str], rule: Rule, skip: fx.Node | None) -> None:
+        named = program.names()
+        means = {name: named[f"{name}~"] for name in names}
+        if means:
+            accumulate_densely(program, means, rule, all_gradients_made(program), self.name, skip)
+
+    def _report(
+        self, done: list[Sparse], chosen: Mapping[str, str], gradients: Mapping[str, Any], sparsity: float, group: Group
+    ) -> Changed:
+        sent = sum(sparse.bytes for sparse in done)
+        names = tuple(name for sparse in done for name in sparse.names)
+        whole = sum(storage_bytes(gradients[name].meta["val"]) for name in names)
+        starts = ", ".join(f"{share:g} from step {step}" for step, share in self.rampup.starts())
+        summary = (
+            f"{len(names)} of {len(chosen)} gradients are exchanged sparsely over the {group.size} ranks of the group "
+            f"{group.name!r}: {format_bytes(sent)} sent per step and rank in place of {format_bytes(whole)}"
+        )
+        lines = [summary, *_reasons(chosen), f"sparsity {sparsity:g} here; {starts}"]
+        counts = {"sparse gradients": len(names), "dense gradients": len(chosen) - len(names), "exchanges": len(done)}
+        return Changed(counts, tensors=names, lines=tuple(lines))
+
+
+def _alike(names: list[str], gradients: Mapping[str, fx.Node]) -> Iterator[list[str]]:
+    """Names whose gradients have one dtype and device."""
+    kinds: dict[Any, list[str]] = {}
+    for name in names:
+        value = gradients[name].meta["val"]
+        kinds.setdefault((value.dtype, value.device), []).append(name)
+    yield from kinds.values()
+
+
+def _reasons(chosen: Mapping[str, str]) -> Iterator[str]:
+    reasons: dict[str, list[str]] = {}
+    for name, reason in chosen.items():
+        if reason:
+            reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        yield f"dense, {reason}: {', '.join(names)}"
