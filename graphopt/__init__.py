@@ -10,6 +10,7 @@ from graphopt.names import name
 from graphopt.pipeline import Changed, Pass, Pipeline
 from graphopt.program import Phase, Policy, Program
 from graphopt.runtime.module import optimize
+from graphopt.runtime.resume import redistribute
 from graphopt.runtime.scaler import scaler
 from graphopt.runtime.step import TrainStep, optimize_step
 
@@ -36,5 +37,6 @@ __all__ = [
     "name",
     "optimize",
     "optimize_step",
+    "redistribute",
     "scaler",
 ]

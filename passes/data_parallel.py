@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast, final
 
@@ -12,6 +13,7 @@ from torch import nn
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.exchange.reduce import Exchange, exchange_buffers, exchange_gradients, final_gradients
 from graphopt.groups import Group, find_group
+from graphopt.names import match_names
 from graphopt.pipeline import Changed, Numerics, Pass, PassStage
 from graphopt.program import Phase, Program, info
 from graphopt.values import format_bytes, storage_bytes
@@ -49,6 +51,8 @@ class DataParallel(Pass):
         bucket_mb: a bucket is closed by the gradient that takes it to so many MiB; 0 exchanges each on its own.
         first_bucket_mb: the same of the first bucket, which begins the exchange early.
         group: name of the process group (``group.group_name``); empty for the default group.
+        groups: parameters that another group exchanges, as ``GLOB=GROUP`` (``experts.**=7``); of several that match a
+            parameter the last one counts.
         buffers: what becomes of buffers that forward updates (BatchNorm's statistics): ``broadcast`` gives every rank
             those of rank 0, ``mean`` their mean, ``local`` leaves each rank its own.
         broadcast: whether rank 0 gives its parameters and buffers to the others before the first step.
@@ -65,6 +69,7 @@ class DataParallel(Pass):
     bucket_mb: float = 32.0
     first_bucket_mb: float = 1.0
     group: str = ""
+    groups: tuple[str, ...] = ()
     buffers: str = "broadcast"
     broadcast: bool = True
 
@@ -72,18 +77,35 @@ class DataParallel(Pass):
         for name in ("bucket_mb", "first_bucket_mb"):
             if getattr(self, name) < 0:
                 raise GraphoptError(f"{name} is a number of MiB of at least 0, got {getattr(self, name)}")
+        odd = next((entry for entry in self.groups if not all(entry.rpartition("=")[::2])), None)
+        if odd is not None:
+            raise GraphoptError(f"groups holds entries GLOB=GROUP, such as 'experts.**=7', got {odd!r}")
         if self.buffers not in _BUFFERS:
             raise GraphoptError(
                 f"buffers is one of {', '.join(_BUFFERS)}, got {self.buffers!r}{did_you_mean(self.buffers, _BUFFERS)}"
             )
 
     def prepare(self, model: nn.Module) -> None:
-        """Give every rank the parameters and buffers of rank 0."""
-        group = find_group(self.group)
-        if self.broadcast and group.size > 1:
-            with torch.no_grad():
-                for tensor in (*model.parameters(), *model.buffers()):
+        """Give every rank of a group the parameters of the group's rank 0, and buffers likewise."""
+        parameters = dict(model.named_parameters())
+        groups = self._groups(parameters)
+        if not self.broadcast:
+            return
+        with torch.no_grad():
+            for tensor, group in (
+                *((parameters[name], group) for name, group in groups.items()),
+                *((buffer, find_group(self.group)) for buffer in model.buffers()),
+            ):
+                if group.size > 1:
                     dist.broadcast(tensor.detach(), group_src=0, group=group.handle)
+
+    def _groups(self, parameters: Mapping[str, Any]) -> dict[str, Group]:
+        """The group that exchanges each parameter, by the parameter's name."""
+        found = dict.fromkeys(parameters, find_group(self.group))
+        for entry in self.groups:
+            pattern, _, name = entry.rpartition("=")
+            found |= dict.fromkeys(match_names([pattern], parameters, "parameter"), find_group(name))
+        return found
 
     def concerns(self, program: Program) -> bool:
         """In a whole step the gradients are exchanged at the step stage, when all batches are in."""
@@ -93,30 +115,30 @@ class DataParallel(Pass):
         """See the class; rewrites the step program, or the joint program of a drop-in model."""
         if any(info(node).origin.startswith(_ORIGIN) for node in program.phase_nodes(Phase.SYNC)):
             return Changed(reason="the gradients of this program are exchanged already")
-        group = find_group(self.group)
-        if group.size == 1:
-            return Changed(reason=f"the group {group.name!r} has one process")
-        gradients = final_gradients(program)
+        groups = self._groups({spec.target: node for node, spec in program.inputs_of("parameter")})
+        if all(group.size == 1 for group in groups.values()):
+            return Changed(reason=f"the group {find_group(self.group).name!r} has one process")
+        gradients = {name: node for name, node in final_gradients(program).items() if groups[name].size > 1}
         if not gradients:
             return Changed(reason="no parameter gets a gradient")
         done = exchange_gradients(
-            program, gradients, group,
+            program, gradients, groups,
             limit=int(self.bucket_mb * _MIB), first=int(self.first_bucket_mb * _MIB), origin=_ORIGIN,
         )  # fmt: skip
         names = []
-        if self.buffers != "local":
+        group = find_group(self.group)
+        if self.buffers != "local" and group.size > 1:
             names = exchange_buffers(program, group, cast(Any, self.buffers), _ORIGIN)
-        changed = _report(done, len(gradients), group)
+        changed = _report(done, len(gradients))
         more = (f"{len(names)} buffers: {_BUFFERS[self.buffers]}",) if names else ()
         return replace(changed, counts={**changed.counts, "buffers": len(names)}, lines=(*changed.lines, *more))
 
 
-def _report(done: list[Exchange], count: int, group: Group) -> Changed:
+def _report(done: list[Exchange], count: int) -> Changed:
     total = sum(storage_bytes(exchange.start.meta["val"]) for exchange in done)
-    line = (
-        f"{count} all-reduces -> {len(done)}: {format_bytes(total)} per step and rank over the {group.size} ranks of "
-        f"the group {group.name!r}"
-    )
+    groups = {exchange.group.name: exchange.group for exchange in done}
+    over = " and ".join(f"the {group.size} ranks of the group {name!r}" for name, group in groups.items())
+    line = f"{count} all-reduces -> {len(done)}: {format_bytes(total)} per step and rank over {over}"
     sizes = ", ".join(format_bytes(storage_bytes(exchange.start.meta["val"])) for exchange in done)
     return Changed(
         counts={"gradients exchanged": count, "all-reduces": len(done)},

@@ -12,7 +12,7 @@ from torch import fx
 
 from graphopt.clock import Clock
 from graphopt.errors import GraphoptError, did_you_mean
-from graphopt.exchange.dissolve import Reduction, agree_on_skipping, dissolve, reductions
+from graphopt.exchange.dissolve import Reduction, agree_on_skipping, dissolve, one_group, reductions
 from graphopt.exchange.rampup import Rampup
 from graphopt.exchange.reduce import exchange_gradients
 from graphopt.exchange.sparse import Rule, Sparse, accumulate_densely, count_left_out, entries, exchange_sparsely
@@ -168,7 +168,7 @@ class DeepGradientCompression(Pass):
         skipping = FOUND_INF in program.names()
         if not sparsity:
             return self._dense(program, found, skipping)
-        group = found[0].group
+        group = one_group(found, self.name)
         chosen = self._choose(found, sparsity)
         limit = max(storage_bytes(reduction.start.meta["val"]) for reduction in found)
         buckets = [[m.name for m in reduction.members if not chosen[m.name]] for reduction in found]
@@ -182,7 +182,9 @@ class DeepGradientCompression(Pass):
             for names in buckets for same in _alike(names, gradients)
         ]  # fmt: skip
         dense = {name: gradients[name] for name, reason in chosen.items() if reason}
-        exchange_gradients(program, dense, group, limit=limit, first=None, origin=self.name, after=skip)
+        exchange_gradients(
+            program, dense, dict.fromkeys(dense, group), limit=limit, first=None, origin=self.name, after=skip
+        )
         if rule.momentum is not None:
             self._momentum(program, list(dense), rule, skip)
         finite = [flag for sparse in done for flag in sparse.finite]

@@ -158,6 +158,27 @@ def test_buffers_are_exchanged_in_one_piece(buffers: str, op: Any, count: int) -
 
 
 @pytest.mark.usefixtures("four_ranks")
+def test_parameters_of_another_group_travel_on_their_own() -> None:
+    pair = dist.new_group([0, 1]).group_name
+    program = step_program(small(), DataParallel(groups=(f"3.*={pair}",), buffers="local"))
+    starts = {start.args[2]: start for start in calls(program, ALL_REDUCE)}
+    assert {name: start.meta["val"].numel() for name, start in starts.items()} == {
+        pair: 64 * 64 + 64,
+        "0": 16 * 64 + 64 + 64 + 64 + 64 * 4 + 4,
+    }
+    divided = {name: start.args[0].args[1] for name, start in starts.items()}  # type: ignore[union-attr]
+    assert divided == {pair: 1 / 2, "0": 1 / 4}
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_a_group_for_parameters_that_do_not_exist_is_an_error() -> None:
+    with pytest.raises(GraphoptError, match=r"'experts\.\*' names no parameter"):
+        step_program(small(), DataParallel(groups=("experts.*=0",)))
+    with pytest.raises(GraphoptError, match="entries GLOB=GROUP"):
+        DataParallel(groups=("experts",))
+
+
+@pytest.mark.usefixtures("four_ranks")
 def test_the_record_says_what_was_fused() -> None:
     program = graphopt.capture(small(), (torch.randn(8, 16),), loss=mean_square, stage="joint")
     (record,) = Pipeline([SMALL]).run(program)

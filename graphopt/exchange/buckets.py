@@ -69,14 +69,17 @@ def pack(items: Sequence[Item], limit: int, first: int | None = None) -> list[Bu
     """
     done: list[Bucket] = []
     waiting: dict[Hashable, list[Item]] = {}
+    total: dict[Hashable, int] = {}
     closed: set[Hashable] = set()
     for item in sorted(items, key=lambda item: item.ready):
         bucket = waiting.setdefault(item.key, [])
         bucket.append(item)
         most = limit if first is None or item.key in closed else min(first, limit)
-        if sum(other.bytes for other in bucket) >= most:
+        total[item.key] = total.get(item.key, 0) + item.bytes
+        if total[item.key] >= most:
             done.append(Bucket(tuple(bucket)))
             closed.add(item.key)
             bucket.clear()
+            total[item.key] = 0
     done += [Bucket(tuple(bucket)) for bucket in waiting.values() if bucket]
     return sorted(done, key=lambda bucket: bucket.ready)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphopt.errors import GraphoptError
 from graphopt.exchange.fused import read_parts, start_exchange
 from graphopt.exchange.reduce import buffer_writes, gradient_readers
 from graphopt.groups import Group, find_group
@@ -18,7 +19,7 @@ from graphopt.precision.gradients import in_own_storage
 from graphopt.precision.scaling import FOUND_INF
 from graphopt.program import Phase, Program, info
 
-__all__ = ["Member", "Reduction", "agree_on_skipping", "dissolve", "dissolve_buffers", "reductions"]
+__all__ = ["Member", "Reduction", "agree_on_skipping", "dissolve", "dissolve_buffers", "one_group", "reductions"]
 
 aten = torch.ops.aten
 
@@ -63,6 +64,21 @@ def reductions(program: Program) -> list[Reduction]:
             assert isinstance(name, str)
             found.append(Reduction(start, members, find_group(name)))
     return found
+
+
+def one_group(found: Sequence[Reduction], origin: str) -> Group:
+    """The group of all these exchanges.
+
+    Raises:
+        GraphoptError: where there are several.
+    """
+    groups = {reduction.group.name: reduction.group for reduction in found}
+    if len(groups) > 1:
+        raise GraphoptError(
+            f"{origin} works on one group of ranks, and gradients are exchanged over several: {', '.join(groups)}; "
+            "leave it out, or leave groups= of data-parallel out"
+        )
+    return found[0].group
 
 
 def _members(start: fx.Node) -> tuple[Member, ...]:

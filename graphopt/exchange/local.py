@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graphopt.errors import GraphoptError
 from graphopt.exchange.average import average_now, average_parameters
-from graphopt.exchange.dissolve import agree_on_skipping, dissolve, dissolve_buffers, reductions
+from graphopt.exchange.dissolve import agree_on_skipping, dissolve, dissolve_buffers, one_group, reductions
 from graphopt.exchange.fused import read_parts, start_exchange
 from graphopt.groups import Group, find_group
 from graphopt.held import Held
@@ -41,10 +40,7 @@ def run_locally(program: Program, *, average: bool, state: bool, origin: str) ->
     found = reductions(program)
     if not found:
         return Changed(reason="no gradients are exchanged in this program: one process, or nothing is trained"), None
-    groups = {reduction.group.name for reduction in found}
-    if len(groups) > 1:
-        raise GraphoptError(f"{origin}: gradients are exchanged over several groups ({', '.join(sorted(groups))})")
-    group = found[0].group
+    group = one_group(found, origin)
     limit = max(storage_bytes(reduction.start.meta["val"]) for reduction in found)
     count = sum(len(reduction.members) for reduction in found)
     dissolve(program, found, origin)

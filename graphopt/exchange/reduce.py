@@ -27,10 +27,12 @@ class Exchange:
     Attributes:
         bucket: the gradients, by the names of their parameters.
         start: the call that starts it.
+        group: the ranks.
     """
 
     bucket: Bucket
     start: fx.Node
+    group: Group
 
 
 def final_gradients(program: Program) -> dict[str, fx.Node]:
@@ -59,8 +61,8 @@ def final_gradients(program: Program) -> dict[str, fx.Node]:
 
 
 def exchange_gradients(
-    program: Program, gradients: Mapping[str, fx.Node], group: Group, *, limit: int, first: int | None, origin: str,
-    after: fx.Node | None = None,
+    program: Program, gradients: Mapping[str, fx.Node], groups: Mapping[str, Group], *, limit: int,
+    first: int | None, origin: str, after: fx.Node | None = None,
 ) -> list[Exchange]:  # fmt: skip
     """Replace gradients by their mean over the ranks of a group.
 
@@ -70,7 +72,7 @@ def exchange_gradients(
     Args:
         program: of stage joint or step.
         gradients: by the names of the parameters.
-        group: at least two ranks.
+        groups: of at least two ranks, by the names of the parameters.
         limit: bytes that close a bucket.
         first: bytes that close the first one; None for ``limit``.
         origin: whose nodes they are.
@@ -82,14 +84,22 @@ def exchange_gradients(
     position = {node: index for index, node in enumerate(program.graph.nodes)}
     earliest = -1 if after is None else position[after]
     items = [
-        Item(name, storage_bytes(node.meta["val"]), position[node], (node.meta["val"].dtype, node.meta["val"].device))
+        Item(
+            name,
+            storage_bytes(node.meta["val"]),
+            position[node],
+            (node.meta["val"].dtype, node.meta["val"].device, groups[name].name),
+        )
         for name, node in gradients.items()
     ]
     buckets = pack(items, limit, first)
     readers = {
         name: [user for user in gradient_readers(node) if position[user] > earliest] for name, node in gradients.items()
     }
-    return [_exchange(program, bucket, gradients, readers, group, origin, after) for bucket in buckets]
+    return [
+        _exchange(program, bucket, gradients, readers, groups[bucket.items[0].name], origin, after)
+        for bucket in buckets
+    ]
 
 
 def gradient_readers(gradient: fx.Node) -> list[fx.Node]:
@@ -111,7 +121,7 @@ def _exchange(
         program.hand_over_name(f"{item.name}~", node, part)
         for reader in readers[item.name]:
             reader.replace_input_with(node, part)
-    return Exchange(bucket, start)
+    return Exchange(bucket, start, group)
 
 
 def exchange_buffers(program: Program, group: Group, how: Literal["broadcast", "mean"], origin: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -26,6 +26,7 @@ class HeldStore:
         self._held: dict[str, Held] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         self._loaded: dict[str, torch.Tensor] = {}
+        self._loaded_local: tuple[str, ...] = ()
         self._elsewhere: dict[str, HeldStore] = {}
         self._followed: dict[str, tuple[int, int]] = {}
 
@@ -106,10 +107,19 @@ class HeldStore:
         saved = {target: self._tensors[target] for target, held in self._held.items() if held.saved}
         return {target: tensor.detach().clone() for target, tensor in {**self._loaded, **saved}.items()}
 
-    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+    def local(self) -> list[str]:
+        """The names of those in ``state_dict`` that differ from rank to rank."""
+        waiting = [target for target in self._loaded_local if target in self._loaded]
+        return waiting + [target for target, held in self._held.items() if held.saved and held.local]
+
+    def load(self, state: Mapping[str, torch.Tensor], local: Sequence[str] = ()) -> None:
         """Continue from ``state_dict``; tensors that exist keep their place in memory.
 
         Before the first program is compiled the state is kept, and checked when it is.
+
+        Args:
+            state: by name.
+            local: the names of those that differ from rank to rank.
 
         Raises:
             GraphoptError: for names, shapes or dtypes that do not fit; nothing is changed then.
@@ -121,6 +131,7 @@ class HeldStore:
             )
         if not self._held:
             self._loaded = {name: tensor.detach().clone() for name, tensor in state.items()}
+            self._loaded_local = tuple(local)
             return
         known = {target for target, held in self._held.items() if held.saved}
         _refuse_names(set(state) - known, known - set(state), known)

@@ -1,0 +1,115 @@
+"""What a whole step saves beside model and optimizer, whether it fits, and states for other numbers of ranks.
+
+Most of a state is the same on every rank. What passes accumulate on each rank by itself (residuals, momenta of sparse
+exchange), and gradients in the middle of an accumulation, differ: each rank saves its own, and loads its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from graphopt.errors import GraphoptError
+
+__all__ = ["STATE_VERSION", "check_state", "place", "redistribute"]
+
+STATE_VERSION = 3
+_KEYS = {"version", "rank", "ranks", "local", "steps", "numbers", "accumulate", "batches", "gradients", "held"}
+
+
+def place() -> tuple[int, int]:
+    """The rank of this process and how many there are; ``(0, 1)`` without a process group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def check_state(state: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]) -> None:
+    """Whether a saved state can be loaded here.
+
+    Args:
+        state: from ``TrainStep.state_dict``.
+        parameters: of the model, by name.
+
+    Raises:
+        GraphoptError: for a state of another version, with keys that mean nothing here or gradients of parameters that
+            the model does not have, and for another rank's, or another number of ranks', where ranks differ.
+    """
+    _check_version(state)
+    unknown = sorted(set(state["gradients"]) - set(parameters))
+    if unknown:
+        raise GraphoptError(f"the state holds gradients of {unknown[:3]}, which the model does not have")
+    if not state["local"] and not state["gradients"]:
+        return
+    rank, ranks = place()
+    differs = f"the state holds what differs from rank to rank ({(*state['local'], *state['gradients'])[0]} first)"
+    if state["ranks"] != ranks:
+        raise GraphoptError(
+            f"{differs}, and was saved by {state['ranks']} ranks; here are {ranks}: load every rank's state, and give "
+            "each rank its part of graphopt.redistribute(states, ranks)"
+        )
+    if state["rank"] != rank:
+        raise GraphoptError(f"{differs}, and is rank {state['rank']}'s; this is rank {rank}: load what it saved itself")
+
+
+def _check_version(state: Mapping[str, Any]) -> None:
+    if state.get("version") != STATE_VERSION or set(state) != _KEYS:
+        raise GraphoptError(
+            f"this is no state of a TrainStep of this version: expected the keys {sorted(_KEYS)} and version "
+            f"{STATE_VERSION}, got {sorted(state)} and version {state.get('version')!r}"
+        )
+
+
+def redistribute(states: Sequence[Mapping[str, Any]], ranks: int) -> list[dict[str, Any]]:
+    """The states of a step for another number of ranks.
+
+    What has not been exchanged yet is neither lost nor counted twice: residuals, momenta and waiting gradients act on
+    the parameters through their mean over the ranks, so every new rank gets the mean of the old ones. Counts are
+    summed, and rank 0 goes on with the sum. With as many ranks as before the states are returned as they are.
+
+    Args:
+        states: of all ranks, from ``TrainStep.state_dict``, in any order.
+        ranks: how many there will be.
+
+    Returns:
+        a state for each new rank, in the order of the ranks.
+
+    Raises:
+        GraphoptError: where a rank's state is missing, or the states are not of one step.
+    """
+    if ranks < 1:
+        raise GraphoptError(f"redistribute needs a number of ranks of at least 1, got {ranks}")
+    for state in states:
+        _check_version(state)
+    old = sorted(states, key=lambda state: state["rank"])
+    count = old[0]["ranks"] if old else 0
+    if [state["rank"] for state in old] != list(range(count)):
+        found = ", ".join(str(state["rank"]) for state in old) or "none"
+        raise GraphoptError(f"redistribute needs the state of each of the {count} ranks; got those of {found}")
+    for key in ("steps", "accumulate", "batches", "local"):
+        if any(state[key] != old[0][key] for state in old):
+            raise GraphoptError(f"the states are not of one step: {key!r} is {[state[key] for state in old]}")
+    if count == ranks:
+        return [dict(state) for state in old]
+    return [_for_rank(old, rank, ranks) for rank in range(ranks)]
+
+
+def _for_rank(old: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Any]:
+    held = {name: tensor.clone() for name, tensor in old[0]["held"].items()}
+    for name in old[0]["local"]:
+        held[name] = _share([state["held"][name] for state in old], rank)
+    gradients = {name: _share([state["gradients"][name] for state in old], rank) for name in old[0]["gradients"]}
+    return {**old[0], "rank": rank, "ranks": ranks, "held": held, "gradients": gradients}
+
+
+def _share(tensors: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
+    """A new rank's share: the mean, or for counts the sum on rank 0."""
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor.to(total.device)
+    if total.is_floating_point():
+        return total.div_(len(tensors))
+    return total if rank == 0 else torch.zeros_like(total)
