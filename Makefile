@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check --no-input
 CORE := $(VENV)/.core-installed
 DEV := $(VENV)/.dev-installed
+BROWSER := $(VENV)/.chromium-found
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint format bench clean
@@ -25,7 +26,7 @@ install: $(DEV) ## install graphopt from this folder, and everything for tests a
 demo: $(CORE) ## train a small GPT on real text, plain and with recomputation (about two minutes)
 	$(BIN)/python examples/train_gpt.py
 
-test: $(DEV) ## run the tests
+test: $(DEV) $(BROWSER) ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(DEV) ## check style and types
@@ -63,4 +64,16 @@ $(CORE): pyproject.toml
 $(DEV): $(CORE)
 	@echo "Installing what tests and lint need into $(VENV)"
 	@$(PIP) install --editable '.[dev]'
+	@touch $@
+
+# The tests of the interactive page drive a headless chromium, which pip does not install.
+APT := apt-get -qq -o Dpkg::Use-Pty=0
+CHROMIUM := install -y --no-install-recommends chromium
+$(BROWSER): $(CORE)
+	@command -v chromium >/dev/null \
+		|| { echo "Installing Debian's chromium for the tests of the interactive page" \
+			&& { $(APT) $(CHROMIUM) >/dev/null 2>&1 || { $(APT) update && $(APT) $(CHROMIUM) >/dev/null; }; } \
+			&& command -v chromium >/dev/null; } \
+		|| { echo "The tests of the interactive page need a program called chromium, and apt-get cannot install it here:"; \
+			echo "install it as root (Debian: apt-get install chromium), and run make test again."; exit 1; }
 	@touch $@

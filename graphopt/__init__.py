@@ -5,7 +5,7 @@ from __future__ import annotations
 from graphopt.adapter import FxPass
 from graphopt.analysis.measure import MeasuredPeak, measure_peak
 from graphopt.capture import capture
-from graphopt.errors import CaptureError, GraphoptError, PassError, PipelineError, VerifyError
+from graphopt.errors import CaptureError, GraphoptError, PassError, PipelineError, RankError, VerifyError
 from graphopt.names import name
 from graphopt.pipeline import Changed, Pass, Pipeline
 from graphopt.program import Phase, Policy, Program
@@ -29,6 +29,7 @@ __all__ = [
     "PipelineError",
     "Policy",
     "Program",
+    "RankError",
     "TrainStep",
     "VerifyError",
     "__version__",

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,28 +58,35 @@ __all__ = [
     "FakeTensorMode",
     "GuardOnDataDependentSymNode",
     "HigherOrderOperator",
+    "InductorCode",
     "JointTrace",
     "OpOverload",
     "all_gather_into_tensor",
     "all_reduce_",
+    "all_to_all_single",
     "autocast_operators",
     "broadcast_",
     "compile_with_inductor",
     "cpu_computes_in",
     "custom_function",
+    "example_twins",
+    "generated_function",
     "has_autocast_rule",
     "intercept_checkpoint",
     "intercept_custom_functions",
     "is_composite",
     "map_aggregate",
     "mark_optimizer_called",
+    "mode_of",
     "parts_of",
     "process_groups",
     "pytree",
     "qualified_name",
+    "reduce_scatter_tensor",
     "refusals_expected",
     "run_and_save_rng_state",
     "run_with_rng_state",
+    "storage_key",
     "trace_update",
     "traced_node",
     "wait_tensor",
@@ -589,13 +596,112 @@ def _traceable_generator_states() -> Iterator[None]:
         run_and_save_rng_state._dispatch_cache.clear()
 
 
-def compile_with_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    """Compile a functional aten graph with inductor; returns a boxed callable."""
-    from torch._inductor.compile_fx import compile_fx
+@dataclass(frozen=True, slots=True)
+class InductorCode:
+    """What inductor made of a graph.
 
+    Attributes:
+        run: takes the inputs in a list, which it empties, and drops each at its last use.
+        generated: inductor's own callable under ``run``; it takes the values of ``extra``, then the inputs.
+        extra: example values of the tensors that the graph holds itself.
+    """
+
+    run: Callable[[list[Any]], Any]
+    generated: Any
+    extra: tuple[Any, ...]
+
+
+def compile_with_inductor(module: fx.GraphModule, inputs: Sequence[Any], owned: Container[int]) -> InductorCode:
+    """Compile an aten graph with inductor, in the order in which it stands as far as inductor keeps it.
+
+    Random ops stay torch's own, so that they draw what eager draws; strides are not padded. Inductor frees what it is
+    given at the last use where nobody else holds it: hence one list of inputs, marked as one to steal from.
+
+    Args:
+        module: takes one list of inputs.
+        inputs: example values without data.
+        owned: the positions of inputs that nobody else holds when the code runs.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    found: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def compile_inner(graph: fx.GraphModule, examples: Sequence[Any], **options: Any) -> Any:
+        extra = len(examples) - len(inputs)
+        for index, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+            if index - extra in owned:  # inductor takes inputs that are called arg… for ones that cannot be freed
+                node.target = f"saved_{index}"
+                node._rename(f"saved_{index}")
+        graph.recompile()
+        options["is_inference"] = False  # for inference, ops are moved to their first use
+        code = compile_fx_inner(graph, examples, **options)
+        found.append((code, tuple(examples[:extra])))
+        return code
+
+    (given,) = module.graph.find_nodes(op="placeholder")
+    given.meta["steal_arg"] = True
+    inputs = _cacheable(inputs)
     # A capture that is being compiled keeps its own notes on the calling convention; inductor must not read them.
-    with tracing(None), _traceable_generator_states():
-        return compile_fx(module, list(inputs))  # type: ignore[no-any-return]
+    with (
+        tracing(None),
+        _traceable_generator_states(),
+        functorch_config.patch(enable_autograd_cache=False),  # it would not ask compile_inner
+        config.patch({"fallback_random": True, "comprehensive_padding": False}),
+    ):
+        run: Any = compile_fx(module, [list(inputs)], inner_compile=compile_inner)  # type: ignore[list-item]
+    ((generated, extra),) = found
+    return InductorCode(run, generated, extra)
+
+
+def example_twins(values: Sequence[Any], mode: contextlib.AbstractContextManager[Any]) -> list[Any]:
+    """Example values like the given ones that nothing else refers to; what shared a storage shares one again.
+
+    Args:
+        values: tensors without data, and others, which are returned as they are.
+        mode: in which the results compute.
+    """
+    storages: dict[int, torch.Tensor] = {}
+
+    def twin(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        key = storage_key(value)
+        if key not in storages:
+            count = value.untyped_storage().nbytes() // value.element_size()
+            storages[key] = torch.empty(count, dtype=value.dtype, device=value.device)
+        empty = torch.empty(0, dtype=value.dtype, device=value.device)
+        return empty.set_(storages[key].untyped_storage(), value.storage_offset(), value.shape, value.stride())  # type: ignore[call-overload]
+
+    with mode:
+        return [twin(value) for value in values]
+
+
+def _cacheable(inputs: Sequence[Any]) -> Sequence[Any]:
+    """The same example values in a mode with an environment of sizes: inductor caches nothing without one.
+
+    Where sizes are symbolic there is one already.
+    """
+    mode = detect_fake_mode(inputs)
+    if mode is None or mode.shape_env is not None or not all(isinstance(value, torch.Tensor) for value in inputs):
+        return inputs
+    return example_twins(inputs, FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True))
+
+
+def generated_function(code: InductorCode) -> Callable[..., Any]:
+    """The Python function that inductor generated; it takes the values of ``extra`` and the inputs in one list."""
+    runner = getattr(code.generated, "compiled_fn_runner", None)
+    return getattr(code.generated, "current_callable", code.generated) if runner is None else runner.call  # type: ignore[no-any-return]
+
+
+def mode_of(values: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """The mode in which example values compute; does nothing where none of them is one."""
+    return detect_fake_mode(values) or contextlib.nullcontext()
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that tells storages apart as long as they live."""
+    return tensor.untyped_storage()._cdata
 
 
 # --- the CPU allocator's own events ----------------------------------------------------------------------------------
@@ -665,6 +771,29 @@ def process_groups() -> dict[str, Any]:
     return {name: group for group, name in _world.pg_names.items()}
 
 
+def default_store() -> Any:
+    """The store of the default process group, typed loosely: torch's stubs leave ``clone`` out.
+
+    Raises:
+        RuntimeError: where its backend has none.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store = _get_default_store()
+    if store is None:
+        raise RuntimeError("this process group has no store")
+    return store
+
+
+def is_tcp_store(store: Any) -> bool:
+    """Whether a store lives in one process that the others reach over TCP; torch exports the classes to no checker."""
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, TCPStore)
+
+
 def cpu_computes_in(dtype: torch.dtype) -> bool:
     """Whether this CPU has instructions for products in a 16-bit dtype; without, they are slower than float32's."""
     name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
@@ -674,5 +803,7 @@ def cpu_computes_in(dtype: torch.dtype) -> bool:
 
 all_gather_into_tensor = torch.ops._c10d_functional.all_gather_into_tensor.default
 all_reduce_ = torch.ops._c10d_functional.all_reduce_.default
+all_to_all_single = torch.ops._c10d_functional.all_to_all_single.default
 broadcast_ = torch.ops._c10d_functional.broadcast_.default
+reduce_scatter_tensor = torch.ops._c10d_functional.reduce_scatter_tensor.default
 wait_tensor = torch.ops._c10d_functional.wait_tensor.default

@@ -10,6 +10,7 @@ __all__ = [
     "GraphoptError",
     "PassError",
     "PipelineError",
+    "RankError",
     "VerifyError",
     "did_you_mean",
 ]
@@ -33,6 +34,21 @@ class PassError(GraphoptError):
 
 class VerifyError(GraphoptError):
     """A program breaks an invariant; the message names the rule and the pass that broke it."""
+
+
+class RankError(GraphoptError, RuntimeError):
+    """An exchange failed because of other ranks; the message says which, and where each was last seen.
+
+    The original error is its cause. It is a ``RuntimeError`` as well, as those of torch.distributed are.
+
+    Args:
+        message: for people.
+        ranks: the ranks at fault, numbered as in the default process group; none where no rank could be named.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 def did_you_mean(name: str, known: Iterable[str], limit: int = 5) -> str:

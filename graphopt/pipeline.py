@@ -19,6 +19,7 @@ from graphopt.capture.precision import plain_precision
 from graphopt.clock import Clock
 from graphopt.errors import GraphoptError, PassError, PipelineError, VerifyError, did_you_mean
 from graphopt.program import Program, Stage
+from graphopt.shards import Shards
 from graphopt.spec import format_pass, parse_passes
 from graphopt.values import format_bytes
 
@@ -104,7 +105,8 @@ class Pass(abc.ABC):
     def prepare(self, model: nn.Module) -> None:
         """Called once, before the first run of what the pass has rewritten, with the model that it runs on.
 
-        For what has to be so before the first step, such as equal parameters on all ranks.
+        For what has to be so before the first step, such as equal parameters on all ranks. A whole step that goes on
+        from a loaded ``state_dict`` does not call it: each rank has loaded what it needs.
         """
         del model
 
@@ -131,6 +133,18 @@ class Pass(abc.ABC):
         """
         del program, model, optimizer
 
+    def shards(self, sizes: Mapping[str, int]) -> Shards | None:
+        """The part of each trained parameter that this rank updates; None, as by default, for all of all.
+
+        Asked before the optimizer is traced, whose state is then for these elements only. The pass sees to it that
+        parameters are whole again behind the update.
+
+        Args:
+            sizes: elements of each trained parameter, by name.
+        """
+        del sizes
+        return None
+
     def concerns(self, program: Program) -> bool:
         """Whether there is anything to do for this pass at the stage of ``program``; it is not run where not.
 
@@ -156,6 +170,11 @@ class PassRecord:
     nodes_after: int
     peak_before: int | None
     peak_after: int | None
+
+    def _repr_html_(self) -> str:
+        from graphopt.report.notebook import records_html
+
+        return records_html([self])
 
     def __str__(self) -> str:
         peak = ""
@@ -236,6 +255,18 @@ class Pipeline:
     def of(self, stage: PassStage) -> list[Pass]:
         """The passes that rewrite the program of one stage, in order."""
         return _sorted_stage([p for p in self.passes if stage in (p.stage, *p.also)])
+
+    def shards(self, sizes: Mapping[str, int]) -> Shards | None:
+        """The part of each trained parameter that this rank updates, as a pass wants it (``Pass.shards``).
+
+        Raises:
+            PipelineError: where two passes want to say so.
+        """
+        found = {current.name: current.shards(sizes) for current in self.passes}
+        wanted = {name: shards for name, shards in found.items() if shards is not None}
+        if len(wanted) > 1:
+            raise PipelineError(f"{' and '.join(wanted)} both shard the update: give one of them")
+        return next(iter(wanted.values()), None)
 
     def due(self, stage: Stage, *, last: bool) -> list[Pass]:
         """The passes for a program of a stage, in order; ``last`` says whether it is the one that runs."""

@@ -431,11 +431,51 @@ class Program:
 
         return to_svg(self, fold)
 
+    def to_html(self) -> str:
+        """The program as one interactive page that needs no network: memory, the U-shaped picture, activations.
+
+        ``graphopt.report.page.page_of_snapshots`` makes a page of everything that passes did to a program.
+        """
+        from graphopt.report.page import page_of_program
+
+        return page_of_program(self)
+
     def diff(self, other: Program) -> str:
         """What differs between this program and a later one, node by node, as a unified diff."""
         from graphopt.report.diff import diff
 
         return diff(self, other)
+
+    def to_perfetto(self, *, cost: str = "roofline") -> dict[str, Any]:
+        """One run as predicted, as a trace that ui.perfetto.dev opens (write it as JSON); see ``report.perfetto``.
+
+        Args:
+            cost: where seconds come from: ``roofline``, ``measured``, or the name of a device.
+        """
+        from graphopt.report.perfetto import to_perfetto
+
+        return to_perfetto(self, cost=cost)
+
+    def to_model_explorer(self) -> dict[str, Any]:
+        """The graph as a collection that Model Explorer opens (write it as JSON)."""
+        from graphopt.report.model_explorer import to_model_explorer
+
+        return to_model_explorer(self)
+
+    def show(self) -> Any:
+        """Open ``to_html`` in the browser, or give what a notebook shows as the interactive page.
+
+        Returns:
+            the file, which is in the folder of temporary files; in a notebook the frame.
+        """
+        from graphopt.report.notebook import show_page
+
+        return show_page(self.to_html(), self.title)
+
+    def _repr_html_(self) -> str:
+        from graphopt.report.notebook import program_html
+
+        return program_html(self)
 
     def __repr__(self) -> str:
         name = f" of {self.title}" if self.title else ""

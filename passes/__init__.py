@@ -8,6 +8,7 @@ if __name__ == "passes":
 from graphopt.passes.adaptive_local_sgd import AdaptiveLocalSGD as AdaptiveLocalSGD
 from graphopt.passes.checkpoint_boundaries import CheckpointBoundaries as CheckpointBoundaries
 from graphopt.passes.clip_gradients import ClipGradients as ClipGradients
+from graphopt.passes.compress_gradients import CompressGradients as CompressGradients
 from graphopt.passes.contiguous_checkpoints import ContiguousCheckpoints as ContiguousCheckpoints
 from graphopt.passes.data_parallel import DataParallel as DataParallel
 from graphopt.passes.deep_gradient_compression import DeepGradientCompression as DeepGradientCompression
@@ -25,6 +26,7 @@ __all__ = [
     "AdaptiveLocalSGD",
     "CheckpointBoundaries",
     "ClipGradients",
+    "CompressGradients",
     "ContiguousCheckpoints",
     "DataParallel",
     "DeepGradientCompression",

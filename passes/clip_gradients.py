@@ -46,7 +46,7 @@ class ClipGradients(Pass):
     name: ClassVar[str] = "clip-gradients"
     stage: ClassVar[PassStage] = "step"
     numerics: ClassVar[Numerics] = "changes"
-    after: ClassVar[tuple[str, ...]] = ("scale-loss", "mixed-precision", "data-parallel")
+    after: ClassVar[tuple[str, ...]] = ("scale-loss", "mixed-precision", "data-parallel", "compress-gradients")
 
     max_norm: float | None = None
     max_value: float | None = None

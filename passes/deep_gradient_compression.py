@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
@@ -21,7 +21,7 @@ from graphopt.ops.sparse import LARGEST, packed_bytes
 from graphopt.pipeline import Changed, Numerics, Pass, PassStage
 from graphopt.precision.gradients import all_gradients_made
 from graphopt.precision.scaling import FOUND_INF
-from graphopt.program import Program
+from graphopt.program import Program, info
 from graphopt.values import format_bytes, storage_bytes
 
 __all__ = ["DeepGradientCompression"]
@@ -58,7 +58,8 @@ class DeepGradientCompression(Pass):
 
     A gradient that is not finite never enters what is accumulated: under loss scaling all ranks skip the step where one
     has to, and accumulate nothing (``ScaleLoss(init_scale=1, dynamic=False)`` does that in float32); otherwise that
-    gradient is left out on its rank, and a warning counts them.
+    gradient is left out on its rank, and a warning counts them. Tensors that are exchanged densely are not clipped,
+    and take what is not finite to all ranks as without this pass.
 
     Lin et al., "Deep Gradient Compression", 2018 (arXiv 1712.01887). Clipping is by tensor.
 
@@ -68,7 +69,8 @@ class DeepGradientCompression(Pass):
         rampup_step: updates over which the sparsities are spread evenly; about 4 % of training is usual.
         momentum: of the momentum correction; at least 0, below 1.
         nesterov: Nesterov's form of it.
-        weight_decay: times the parameter is added to its gradient before momentum.
+        weight_decay: times the parameter is added to its gradient before momentum. (That of the optimizer acts behind
+            the exchange and takes no part in momentum.)
         clip_norm: limit on the norm of each gradient; None for none.
         masking: whether the momentum of sent entries starts again from 0.
         correction: ``momentum`` or ``feedback``.
@@ -138,7 +140,7 @@ class DeepGradientCompression(Pass):
         sparsity = self.rampup.at(clock.steps)
         if sparsity == self.sparsity[-1]:
             return ""
-        return f"sparsity {sparsity:g}" if sparsity else _DENSE
+        return _form_of(sparsity) if sparsity else _DENSE
 
     def advance(self, clock: Clock) -> None:
         """Warn of gradients that were left out; on a device that has to be waited for, at every 100th step."""
@@ -161,10 +163,14 @@ class DeepGradientCompression(Pass):
         """See the class; rewrites a step program."""
         found = reductions(program)
         if not found:
-            return Changed(reason="no gradients are exchanged in this program: one process, or they are sparse already")
+            return Changed(reason="no gradients are exchanged in this program: there is one process")
+        if any(spec.target.startswith(f"{self.name}/") for _, spec in program.inputs_of("held")):
+            return Changed(reason="the gradients of this program are compressed already")
         sparsity = self._sparsity(program)
         if self.correction == "momentum":
             self._refuse_momentum(program)
+        if self.weight_decay:
+            _refuse_shared(program, found)
         skipping = FOUND_INF in program.names()
         if not sparsity:
             return self._dense(program, found, skipping)
@@ -196,7 +202,7 @@ class DeepGradientCompression(Pass):
         form = program.forms.get(self.name, "")
         if form == _DENSE:
             return 0.0
-        return next((share for share in self.sparsity if form == f"sparsity {share:g}"), self.sparsity[-1])
+        return next((share for share in self.sparsity if form == _form_of(share)), self.sparsity[-1])
 
     def _rule(self, sparsity: float) -> Rule:
         momentum = self.momentum if self.correction == "momentum" else None
@@ -239,8 +245,10 @@ class DeepGradientCompression(Pass):
         if self.correction == "momentum":
             skip = program.names()[FOUND_INF] if skipping else None
             self._momentum(program, names, self._rule(0.0), skip)
-        why = _reasons(chosen) if chosen else (f"dense exchange until step {self.rampup_begin_step}",)
-        return Changed(counts={"dense gradients": len(names)}, lines=tuple(why))
+        why = tuple(_reasons(chosen)) if chosen else ("sparsity 0: exchange is dense",)
+        if self.correction != "momentum":
+            return Changed(lines=why, reason="; ".join(why))
+        return Changed(counts={"dense gradients": len(names)}, lines=why)
 
     def _momentum(self, program: Program, names: list[str], rule: Rule, skip: fx.Node | None) -> None:
         named = program.names()
@@ -248,13 +256,20 @@ class DeepGradientCompression(Pass):
         if means:
             accumulate_densely(program, means, rule, all_gradients_made(program), self.name, skip)
 
+    def _starts(self, gradients: Mapping[str, fx.Node], ranks: int) -> Iterator[str]:
+        """When each sparsity begins, and whether it is high enough for any tensor."""
+        values = [node.meta["val"] for node in gradients.values()]
+        for step, share in self.rampup.starts():
+            sparse = bool(share) and any(not self._why_dense(value, share, ranks) for value in values)
+            yield f"{share:g} from step {step}" + ("" if sparse else " (dense)")
+
     def _report(
         self, done: list[Sparse], chosen: Mapping[str, str], gradients: Mapping[str, Any], sparsity: float, group: Group
     ) -> Changed:
         sent = sum(sparse.bytes for sparse in done)
         names = tuple(name for sparse in done for name in sparse.names)
         whole = sum(storage_bytes(gradients[name].meta["val"]) for name in names)
-        starts = ", ".join(f"{share:g} from step {step}" for step, share in self.rampup.starts())
+        starts = ", ".join(self._starts(gradients, group.size))
         summary = (
             f"{len(names)} of {len(chosen)} gradients are exchanged sparsely over the {group.size} ranks of the group "
             f"{group.name!r}: {format_bytes(sent)} sent per step and rank in place of {format_bytes(whole)}"
@@ -262,6 +277,24 @@ class DeepGradientCompression(Pass):
         lines = [summary, *_reasons(chosen), f"sparsity {sparsity:g} here; {starts}"]
         counts = {"sparse gradients": len(names), "dense gradients": len(chosen) - len(names), "exchanges": len(done)}
         return Changed(counts, tensors=names, lines=tuple(lines))
+
+
+def _refuse_shared(program: Program, found: Sequence[Reduction]) -> None:
+    """Raise where two parameters get one gradient, which weight decay would have to tell apart."""
+    parameters = {f"{spec.target}~": spec.target for _, spec in program.inputs_of("parameter")}
+    for reduction in found:
+        for member in reduction.members:
+            others = [parameters[name] for name in info(member.gradient).names if name in parameters]
+            if others:
+                raise GraphoptError(
+                    f"{member.name!r} and {others[0]!r} get the same gradient (they are added up, say), and weight "
+                    "decay differs for them: give weight_decay to the optimizer in place of "
+                    "deep-gradient-compression, or leave it out"
+                )
+
+
+def _form_of(sparsity: float) -> str:
+    return f"sparsity {sparsity!r}"
 
 
 def _alike(names: list[str], gradients: Mapping[str, fx.Node]) -> Iterator[list[str]]:

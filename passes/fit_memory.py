@@ -16,6 +16,7 @@ from graphopt.pipeline import Changed, Numerics, Pass, PassStage
 from graphopt.planning.offloading import Lanes
 from graphopt.program import Phase, Program, info
 from graphopt.report.plan import away_lines, plan_lines, summary_lines
+from graphopt.report.progress import measuring, searching
 from graphopt.values import parse_bytes
 
 __all__ = ["FitMemory"]
@@ -96,11 +97,13 @@ class FitMemory(Pass):
         reason = within_already(memory, budget)
         if reason:
             return Changed(reason=reason)
-        costs = costs_of(memory, self.cost)
-        fitting = Fitting(
-            program, memory, costs.seconds, time_limit=self.time_limit, lanes=self._lanes(),
-            recompute="recompute" in self.allow,
-        )  # fmt: skip
+        with measuring() as measured:
+            costs = costs_of(memory, self.cost, progress=measured)
+        with searching() as searched:
+            fitting = Fitting(
+                program, memory, costs.seconds, time_limit=self.time_limit, lanes=self._lanes(),
+                recompute="recompute" in self.allow, progress=searched,
+            )  # fmt: skip
         fitted = fitting.within(budget)
         if fitted is None:
             raise infeasible(fitting, budget)

@@ -18,6 +18,7 @@ from graphopt.ops import schema
 from graphopt.pipeline import Changed, Numerics, Pass, PassStage
 from graphopt.planning.transfers import Copy, Window, schedule_copies
 from graphopt.program import Phase, Policy, Program, info
+from graphopt.report.progress import measuring
 from graphopt.values import format_bytes
 
 __all__ = ["Offload"]
@@ -85,7 +86,8 @@ class Offload(Pass):
         if any(info(node).origin.startswith(f"{_ORIGIN}: ") for node in program.phase_nodes(Phase.TRANSFER)):
             return Changed(reason="tensors of this program are offloaded already")
         memory = program.memory()
-        seconds = cost_report(memory.nodes, method=self.cost).seconds  # type: ignore[arg-type]
+        with measuring() as measured:
+            seconds = cost_report(memory.nodes, method=self.cost, progress=measured).seconds  # type: ignore[arg-type]
         planning = planning_problem(program, memory, seconds)
         chosen, kept = self._choose(program, planning)
         if not chosen:

@@ -84,11 +84,11 @@ def test_passes_explains_one(run: Command) -> None:
 
 
 def test_passes_as_data(run: Command) -> None:
-    (data,) = run("passes", "recompute", "--json").data
+    (data,) = run("passes", "recompute", "--json").data["passes"]
     assert data["name"] == "recompute"
     assert data["stage"] == "joint"
     assert data["options"] == [{"name": "checkpoints", "type": "tuple[str, ...]", "required": True, "default": None}]
-    assert [entry["name"] for entry in run("passes", "--json").data] == list(pipeline.available_passes())
+    assert [entry["name"] for entry in run("passes", "--json").data["passes"]] == list(pipeline.available_passes())
 
 
 def test_unknown_pass_names_the_near_ones(run: Command) -> None:

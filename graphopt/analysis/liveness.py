@@ -147,6 +147,22 @@ class MemoryTimeline:
             total[item.category] += item.bytes
         return dict(total)
 
+    def to_svg(self, *, before: MemoryTimeline | None = None, title: str = "") -> str:
+        """Bytes over the calls by category as one self-contained SVG, with the peak marked.
+
+        Args:
+            before: of the program before passes, drawn over it as a line.
+            title: what stands above the chart.
+        """
+        from graphopt.report.timeline import timeline_svg
+
+        return timeline_svg(self, before=before, title=title)
+
+    def _repr_html_(self) -> str:
+        from graphopt.report.notebook import timeline_html
+
+        return timeline_html(self)
+
     def __repr__(self) -> str:
         where = info(self.peak_at).names or (self.peak_at.name,)
         return (

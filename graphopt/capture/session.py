@@ -15,6 +15,7 @@ from graphopt.capture.precision import plain_precision, under_autocast
 from graphopt.capture.update import append_update, trace_optimizer
 from graphopt.errors import CaptureError
 from graphopt.program import Program, Stage
+from graphopt.shards import Shards
 
 __all__ = ["CaptureSession", "capture"]
 
@@ -106,11 +107,19 @@ class CaptureSession:
             lowered.lower = self.lower_joint
         return lowered
 
-    def lower_joint(self, program: Program, *, first: bool = False) -> Program:
-        """The step program of a (rewritten) joint program; ``first`` for the one that creates the optimizer's state."""
+    def lower_joint(self, program: Program, *, first: bool = False, shards: Shards | None = None) -> Program:
+        """The step program of a (rewritten) joint program.
+
+        Args:
+            program: of stage joint, with a loss.
+            first: make the one that creates the optimizer's state.
+            shards: the part of each trained parameter that the update is for; None for all of it.
+        """
         assert self.optimizer is not None
         with plain_precision():
-            trace = trace_optimizer(self.optimizer, self.trained(program), first=first, mode=program.fake_mode)
+            trace = trace_optimizer(
+                self.optimizer, self.trained(program), first=first, mode=program.fake_mode, shards=shards
+            )
             return append_update(program, trace)
 
 

@@ -13,9 +13,12 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.capture.source import user_frame
-from graphopt.errors import CaptureError
+from graphopt.errors import CaptureError, GraphoptError
 from graphopt.names import identifier
+from graphopt.ops import schema
 from graphopt.program import InputSpec, NodeInfo, OutputSpec, Phase, Program, set_info
+from graphopt.shards import Shards, check_dense, holds_elements
+from graphopt.values import tensors_of
 
 __all__ = ["UpdateTrace", "append_update", "hyperparameters", "trace_optimizer"]
 
@@ -31,12 +34,14 @@ class UpdateTrace:
         inputs: what each placeholder is: parameter, gradient, state or hyperparameter.
         created: the state that the call creates, aligned with what the graph returns; empty once all of it exists.
         constants: tensors that the update makes from Python numbers, by the name under which the graph gets them.
+        shards: the part of each parameter and gradient that the graph works on, as a flat tensor; None for all of it.
     """
 
     graph: fx.Graph
     inputs: list[InputSpec]
     created: list[InputSpec]
     constants: dict[str, torch.Tensor]
+    shards: Shards | None = None
 
 
 def state_target(parameter: str, key: str) -> str:
@@ -56,8 +61,9 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
 
 
 def trace_optimizer(
-    optimizer: torch.optim.Optimizer, trained: Mapping[str, torch.Tensor], *, first: bool, mode: Any
-) -> UpdateTrace:
+    optimizer: torch.optim.Optimizer, trained: Mapping[str, torch.Tensor], *, first: bool, mode: Any,
+    shards: Shards | None = None,
+) -> UpdateTrace:  # fmt: skip
     """Trace one ``optimizer.step()`` on fake copies of the parameters; the optimizer itself is not touched.
 
     Args:
@@ -66,9 +72,11 @@ def trace_optimizer(
         trained: the parameters that get a gradient, by name, in gradient order.
         first: trace the call that creates the state, or (False) any later one.
         mode: the fake mode in which to build example values.
+        shards: the part of each parameter that is updated; state is then for these elements only.
 
     Raises:
         CaptureError: where the optimizer cannot be traced; it then works in drop-in mode.
+        GraphoptError: where it cannot be sharded.
     """
     _refuse_hooks(optimizer)
     names = {id(parameter): name for name, parameter in trained.items()}
@@ -81,9 +89,11 @@ def trace_optimizer(
             "the optimizer holds none of the parameters that get a gradient: was it made before the model was replaced "
             "or moved? make it from model.parameters()"
         )
-    trace = _Tracer(optimizer, [n for n, p in trained.items() if id(p) in owned], trained, names, mode)
+    order = [n for n, p in trained.items() if id(p) in owned]
+    for name in order if shards is not None else ():
+        check_dense(name, trained[name])
     try:
-        return trace.run(first)
+        found = _Tracer(optimizer, order, trained, names, mode, shards).run(first)
     except CaptureError:
         raise
     except Exception as error:
@@ -93,6 +103,30 @@ def trace_optimizer(
             "  what to do: the update must not branch on values (try fused=True, foreach=True or capturable=True where "
             "the optimizer has them), or keep your loop and use graphopt.optimize, which works with any optimizer"
         ) from error
+    if shards is not None:
+        _refuse_coupling(optimizer, found.graph)
+    return found
+
+
+_EACH_BY_ITSELF = ("zeros_like", "ones_like", "empty_like", "full_like", "clone", "copy_", "_to_copy")
+_NORMS = ("_foreach_norm", "_foreach_max")
+
+
+def _refuse_coupling(optimizer: torch.optim.Optimizer, graph: fx.Graph) -> None:
+    """Raise where the update of one element of a parameter depends on other elements: shards would then be wrong."""
+    for node in graph.nodes:
+        name = schema.op_name(node)
+        if not isinstance(node.target, _torch.OpOverload) or name in _EACH_BY_ITSELF or schema.is_view(node):
+            continue
+        listed = name.startswith(("_foreach_", "_fused_")) and name not in _NORMS
+        if listed or torch.Tag.pointwise in node.target.tags:
+            continue
+        if any(tensor.dim() > 0 for source in node.all_input_nodes for tensor in tensors_of(source.meta.get("val"))):
+            raise GraphoptError(
+                f"{type(optimizer).__name__} cannot be sharded: its update of an element depends on other elements of "
+                f"the parameter ({name}); use an optimizer that works element by element (SGD, Adam, AdamW, Adagrad, "
+                "RMSprop), or leave shard-optimizer out"
+            )
 
 
 def _reason(error: Exception) -> str:
@@ -120,16 +154,23 @@ class _Tracer:
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, order: list[str], trained: Mapping[str, torch.Tensor],
-        names: dict[int, str], mode: Any,
+        names: dict[int, str], mode: Any, shards: Shards | None,
     ) -> None:  # fmt: skip
         self._optimizer = optimizer
         self._order = order
         self._names = names
         self._mode = mode
+        self._shards = shards
         with mode:
-            self._fake = {n: _fake_like(trained[n]) for n in order}
-            self._gradients = {n: _fake_like(trained[n]) for n in order}
+            self._fake = {n: self._example(n, trained[n]) for n in order}
+            self._gradients = {n: self._example(n, trained[n]) for n in order}
             self._rates = [self._rate(index, group) for index, group in enumerate(optimizer.param_groups)]
+
+    def _example(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """A fake tensor like a parameter, its gradient or its state, or like this rank's shard of it."""
+        if self._shards is None:
+            return _fake_like(value)  # type: ignore[no-any-return]
+        return torch.empty(self._shards[name][1], dtype=value.dtype, device=value.device)
 
     def _rate(self, index: int, group: Mapping[str, Any]) -> Any:
         """What stands for a learning rate: a float64 tensor for fused kernels, otherwise a float that stays an input.
@@ -177,7 +218,7 @@ class _Tracer:
             *(InputSpec("hyperparameter", f"lr[{i}]") for i in range(len(self._rates))),
         ]
         constants = {str(n.target): getattr(module, str(n.target)) for n in module.graph.find_nodes(op="get_attr")}
-        return UpdateTrace(module.graph, specs, list(made), constants)
+        return UpdateTrace(module.graph, specs, list(made), constants, self._shards)
 
     def _refuse_counting(self, before: Mapping[str, dict[str, Any]], after: Mapping[str, dict[str, Any]]) -> None:
         """Numbers that the optimizer keeps in Python and changes at every step cannot be part of a static program."""
@@ -199,7 +240,10 @@ class _Tracer:
             for parameter, state in self._optimizer.state.items():
                 name = self._names.get(id(parameter))
                 if name in self._fake:
-                    found[name] = {key: _fake_like(value) for key, value in state.items()}
+                    found[name] = {
+                        key: self._example(name, value) if holds_elements(key, value, parameter) else _fake_like(value)
+                        for key, value in state.items()
+                    }
         return found
 
     def _state_after_first(self) -> dict[str, dict[str, Any]]:
@@ -272,10 +316,9 @@ def append_update(program: Program, trace: UpdateTrace) -> Program:
     mapping: dict[fx.Node, fx.Node] = {}
     placeholders = list(trace.graph.find_nodes(op="placeholder"))
     for node, spec in zip(placeholders, trace.inputs, strict=True):
-        if spec.role == "parameter":
-            mapping[node] = parameters[spec.target]
-        elif spec.role == "gradient":
-            mapping[node] = gradients[spec.target]
+        if spec.role in ("parameter", "gradient"):
+            whole = parameters if spec.role == "parameter" else gradients
+            mapping[node] = _part(step, whole[spec.target], spec.target, trace.shards)
         else:
             mapping[node] = step.add_input(identifier(spec.target), node.meta["val"], spec)
     created: list[Any] = []
@@ -304,6 +347,16 @@ def append_update(program: Program, trace: UpdateTrace) -> Program:
     step.erase_dead()
     _drop_unused_inputs(step)
     return step
+
+
+def _part(program: Program, whole: fx.Node, name: str, shards: Shards | None) -> fx.Node:
+    """What the update gets of a parameter or of its gradient, which have the same layout: all, or a shard of both."""
+    if shards is None:
+        return whole
+    first, length = shards[name]
+    common: dict[str, Any] = {"before": program.output_node, "phase": Phase.UPDATE, "origin": "optimizer.step"}
+    flat = program.insert(torch.ops.aten.as_strided.default, (whole, [whole.meta["val"].numel()], [1]), **common)
+    return program.insert(torch.ops.aten.slice.Tensor, (flat, 0, first, first + length), **common)
 
 
 def _match_layouts(program: Program) -> None:

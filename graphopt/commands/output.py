@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ from graphopt.report.snapshots import record_lines
 from graphopt.runtime.rewrite import Rewritten
 
 __all__ = [
+    "JSON_SCHEMA",
     "check_output",
     "format_of",
+    "json_data",
     "output_arguments",
     "print_json",
     "print_text",
@@ -27,6 +29,9 @@ __all__ = [
     "two_formats",
     "write_output",
 ]
+
+JSON_SCHEMA = 1
+"""Of what ``--json`` prints: it grows by one when a key goes away or changes its meaning, not for a new key."""
 
 
 def output_arguments(parser: argparse.ArgumentParser, formats: Sequence[str]) -> None:
@@ -80,9 +85,14 @@ def print_text(*pieces: str) -> None:
     terminal.write("\n".join(piece for piece in pieces if piece), sys.stdout, style=terminal.line_style)
 
 
-def print_json(data: Any) -> None:
-    """Write data to stdout."""
-    terminal.write(json.dumps(data, indent=2), sys.stdout)
+def json_data(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What a command says to machines: the number of its form, ``schema``, and the data, which may have its own."""
+    return {"schema": JSON_SCHEMA, **data}
+
+
+def print_json(data: Mapping[str, Any]) -> None:
+    """Write data with the number of its form to stdout."""
+    terminal.write(json.dumps(json_data(data), indent=2), sys.stdout)
 
 
 def program_title(program: Program) -> dict[str, str]:

@@ -1,4 +1,7 @@
-"""``graphopt plan``: what fits into how many bytes, at what cost in time, and the plan for each budget."""
+"""``graphopt plan``: what fits into how many bytes, at what cost in time, and the plan for each budget.
+
+With ``--world-size`` it plans the exchange of gradients instead; see ``graphopt.commands.exchange``.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from typing import Any
 from graphopt.analysis.cost import CostReport
 from graphopt.analysis.liveness import MemoryTimeline
 from graphopt.budget import COSTS, budget_bytes, check_budget, costs_of, infeasible, within_already
+from graphopt.commands.exchange import exchange_arguments, exchange_plan, exchange_problem
 from graphopt.commands.output import (
     check_output,
     format_of,
@@ -44,9 +48,14 @@ _EPILOG = """\
 The passes of --passes run first; what is planned is the program that they leave. Plans are what the pass fit-memory
 would do. Nothing of the user's is trained or changed. Ctrl-C during the search shows the best plans found until then.
 
-example:
+With --world-size the exchange of gradients is planned, not memory; --budget and --world-size are asked one at a time.
+Its seconds are those of this device with --cost measured; the network is not measured, but as --bandwidth and --latency
+describe it.
+
+examples:
   graphopt plan examples/train_gpt.py:factory --budget 200MB --budget 60%
   graphopt plan examples/train_gpt.py:factory --budget 60% --format svg -o frontier.svg
+  graphopt plan examples/train_gpt.py:factory --world-size 64 --bandwidth 1Gbit
 """
 
 
@@ -85,7 +94,8 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
         "where the seconds of calls come from: measured here and kept (default), this device's roofline, or another's"
     ))  # fmt: skip
     output_arguments(parser, ("text", "json", "svg"))
-    parser.set_defaults(verify="structure", problem=two_formats)
+    exchange_arguments(parser)
+    parser.set_defaults(verify="structure", problem=lambda options: two_formats(options) or exchange_problem(options))
 
 
 def _budget(text: str) -> str:
@@ -113,6 +123,9 @@ def plan(options: argparse.Namespace) -> None:
         GraphoptError: for a target or passes that are wrong; for a budget that no plan meets, after what was found has
             been written; of several such errors all but the last are printed.
     """
+    if options.world_size is not None:
+        exchange_plan(options)
+        return
     check_output(options)
     rewritten = rewritten_program(options, _pipeline(options.passes))
     report_passes(rewritten)

@@ -14,9 +14,8 @@ from graphopt.groups import Group
 from graphopt.ops import schema
 from graphopt.precision.gradients import base_of
 from graphopt.program import Phase, Program
-from graphopt.values import storage_bytes
 
-__all__ = ["average_now", "average_parameters"]
+__all__ = ["average_now", "average_parameters", "behind_update"]
 
 aten = torch.ops.aten
 
@@ -42,7 +41,7 @@ def average_parameters(program: Program, group: Group, *, limit: int, state: boo
         wanted |= {spec.target: node for node, spec in program.inputs_of("state") if _is_averaged(node)}
         created = [(value, spec) for value, spec in program.outputs_of("state") if isinstance(value, fx.Node)]
         wanted |= {spec.target: value for value, spec in created if _is_averaged(value)}
-    place = _behind_update(program, set(wanted.values()))
+    place = behind_update(program, set(wanted.values()))
     for bucket in _packed(((name, node.meta["val"]) for name, node in wanted.items()), limit):
         nodes = [wanted[name] for name in bucket]
         whose = f"{origin}: {bucket[0]}" if len(bucket) == 1 else f"{origin}: {bucket[0]} to {bucket[-1]}"
@@ -59,14 +58,22 @@ def _is_averaged(node: fx.Node) -> bool:
 
 def _packed(items: Iterable[tuple[str, torch.Tensor]], limit: int) -> list[list[str]]:
     found = [
-        Item(name, storage_bytes(value), index, (value.dtype, value.device))
+        Item(name, value.numel() * value.element_size(), index, (value.dtype, value.device))
         for index, (name, value) in enumerate(items)
     ]  # fmt: skip
     return [[item.name for item in bucket.items] for bucket in pack(found, limit)]
 
 
-def _behind_update(program: Program, wanted: set[fx.Node]) -> fx.Node:
-    """The place behind the last write of what is averaged; what only reads it behind the update moves behind that."""
+def behind_update(program: Program, wanted: set[fx.Node]) -> fx.Node:
+    """The place behind the last write of what is exchanged; what only reads it behind the update moves behind that.
+
+    Args:
+        program: of stage step.
+        wanted: parameters and state that ranks exchange behind the update.
+
+    Returns:
+        the node in front of which exchanges go; low-precision copies are renewed behind it.
+    """
     last: fx.Node = program.output_node
     for node in program.phase_nodes(Phase.UPDATE):
         if wanted.intersection(base_of(target) for target in schema.mutated_inputs(node)) or node in wanted:

@@ -13,7 +13,6 @@ from graphopt.exchange.buckets import Bucket, Item, pack
 from graphopt.exchange.fused import behind, read_parts, start_exchange
 from graphopt.groups import Group
 from graphopt.program import Phase, Program, info
-from graphopt.values import storage_bytes
 
 __all__ = ["Exchange", "buffer_writes", "exchange_buffers", "exchange_gradients", "final_gradients", "gradient_readers"]
 
@@ -83,15 +82,14 @@ def exchange_gradients(
     """
     position = {node: index for index, node in enumerate(program.graph.nodes)}
     earliest = -1 if after is None else position[after]
+    values = {name: node.meta["val"] for name, node in gradients.items()}
     items = [
         Item(
-            name,
-            storage_bytes(node.meta["val"]),
-            position[node],
-            (node.meta["val"].dtype, node.meta["val"].device, groups[name].name),
+            name, value.numel() * value.element_size(), position[gradients[name]],
+            (value.dtype, value.device, groups[name].name),
         )
-        for name, node in gradients.items()
-    ]
+        for name, value in values.items()
+    ]  # fmt: skip
     buckets = pack(items, limit, first)
     readers = {
         name: [user for user in gradient_readers(node) if position[user] > earliest] for name, node in gradients.items()

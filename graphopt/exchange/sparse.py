@@ -170,7 +170,8 @@ class _Builder:
         rule = self._rule
         finite, scale = None, None
         if keep is None or rule.clip_norm is not None:
-            norm = self.call(aten.linalg_vector_norm.default, (gradient,), {"dtype": torch.float32}, like=gradient)
+            exact = {"dtype": _kept_dtype(gradient.meta["val"])}
+            norm = self.call(aten.linalg_vector_norm.default, (gradient,), exact, like=gradient)
             if keep is None:
                 finite = self.call(aten.isfinite.default, (norm,), hint="finite")
             if rule.clip_norm is not None:
@@ -236,8 +237,12 @@ class _Builder:
 def held_for(program: Program, origin: str, what: str, name: str, gradient: fx.Node) -> fx.Node:
     """A flat tensor that a rank keeps for a parameter, in float32 or float64, in the order of the gradient's memory."""
     value = gradient.meta["val"]
-    dtype = torch.float64 if value.dtype is torch.float64 else torch.float32
-    return program.add_held(f"{origin}/{what}/{name}", Held((value.numel(),), dtype, value.device, local=True))
+    held = Held((value.numel(),), _kept_dtype(value), value.device, local=True)
+    return program.add_held(f"{origin}/{what}/{name}", held)
+
+
+def _kept_dtype(gradient: torch.Tensor) -> torch.dtype:
+    return torch.float64 if gradient.dtype is torch.float64 else torch.float32
 
 
 def accumulate_densely(

@@ -23,8 +23,9 @@ def _apply(
     if parameter is not None and weight_decay:
         gradient.add_(parameter, alpha=weight_decay)
     if nesterov:
-        u.add_(gradient).mul_(momentum)
-        gradient.add_(u)
+        u.add_(gradient)
+        gradient.add_(u, alpha=momentum)  # rounded as torch.optim.SGD rounds it
+        u.mul_(momentum)
     else:
         u.mul_(momentum).add_(gradient)
         gradient.copy_(u)

@@ -15,8 +15,8 @@ from graphopt.ops.defining import define, described, require
 
 __all__ = ["accumulate_", "clear_at_", "keep_rest_"]
 
-_PIECE = {"cpu": 1 << 16, "cuda": 1 << 22}
-"""Elements that are accumulated at a time: what a CPU's cache holds, and what keeps a GPU busy."""
+_PIECE = {"cpu": 1 << 17, "cuda": 1 << 22}
+"""Elements that are accumulated at a time: what the cache of a CPU's thread holds, and what keeps a GPU busy."""
 
 
 # --- accumulating ----------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def _accumulate_pieces(
     """Accumulate piece by piece: a CPU reads and writes each piece once, and nothing of full size is allocated."""
     flat = _in_memory_order(gradient, gradient)
     decayed = None if decay is None else _in_memory_order(decay[0], gradient)
-    size = _PIECE[v.device.type]
+    size = _PIECE[v.device.type] * (torch.get_num_threads() if v.device.type == "cpu" else 1)
     changed = flat.dtype is not v.dtype or scale is not None or decayed is not None
     scratch = v.new_empty(min(size, v.numel()) if changed else 0)  # whatever keep says: memory is the same every step
     if keep is False:
@@ -98,7 +98,7 @@ def _add(
         u.add_(g).mul_(momentum)
         v.add_(u).add_(g)
     else:
-        u.mul_(momentum).add_(g)
+        torch.add(g, u, alpha=momentum, out=u)
         v.add_(u)
     for x, old in zip(written, before, strict=True):
         assert isinstance(keep, torch.Tensor)

@@ -1,18 +1,20 @@
 """The op that selects the entries of largest magnitude: ``select``.
 
-On a CPU it takes two steps, both exact for any numbers and of the same memory every time:
+On a CPU it works on the bits of the numbers, which without the sign order as magnitudes do, piece by piece within the
+cache. It is exact for any numbers, and the memory that it takes is bounded, whatever they are:
 
-* **blocks**, while few are wanted: the maxima of blocks of neighbours are themselves selected from, and the entries
-  wanted lie in the blocks so found. k blocks suffice: of all other blocks no maximum is larger than theirs, and where
-  one is equal it stands behind. What is left is ``block / n/k`` times smaller, and the step is repeated;
-* **radix selection**: magnitudes order as their bits do, so that counting the upper 16 bits, and then the lower 16 bits
-  of those that share the right upper ones, gives the k-th magnitude; one more pass collects what reaches it.
+* **blocks**, while few entries are wanted: the k blocks of neighbours with the largest maxima, found in the same way,
+  hold the k entries: an entry of any other block is no larger than one entry of each of them, and stands behind those
+  that it equals. The tensor is read once, and the rest works on a small part of its size;
+* **counting** otherwise: how often each value of the upper 16 bits occurs, and then each of the lower ones among those
+  with the right upper ones, tells the k-th magnitude (radix selection). A last pass collects what reaches it. Small
+  tensors ask ``torch.topk`` for the k-th magnitude.
 
-The first pass over the tensor is nearly all of the work at the densities of gradient exchange. A threshold from a
-sample needs the same passes, and further ones where the sample misleads.
+A threshold that is estimated from a sample would not save the pass: comparing with it and finding what exceeds it takes
+longer than the maxima of blocks, which give an exact bound. ``tests/benchmarks/selection.py`` has the figures.
 
-On CUDA ``torch.topk``, which selects by radix too and is fast there, gives the k-th magnitude, and ``nonzero_static``
-collects: no result has a size that the host would wait for.
+On CUDA ``torch.topk`` gives the k-th magnitude: it selects by counting there, in parallel. ``nonzero_static`` collects,
+so that no result has a size for which the host would have to wait.
 """
 
 from __future__ import annotations
@@ -26,20 +28,22 @@ from graphopt.ops.sparse import LARGEST
 
 __all__ = ["select"]
 
-_PIECE = 1 << 16
-"""Elements that are worked on at a time: what a CPU's cache holds, temporaries included."""
+_PIECE = 1 << 18
+"""Elements that each thread works on at a time: what a CPU's cache holds."""
 
-_COUNTED = 1 << 18
-"""Elements that are counted at a time."""
+_BLOCKS_FROM = 1 << 15
+"""Elements from which blocks are worth their calls."""
+
+_COUNTING_FROM = 1 << 17
+"""Elements from which counting is faster than ``torch.topk``."""
+
+_SMALLEST_BLOCK, _LARGEST_BLOCK = 8, 64
+"""Powers of two; from 4 on, blocks leave fewer elements than there were."""
 
 _DIGIT = 16
 """Bits of magnitudes that are counted in one pass."""
 
-_SMALL = 1 << 14
-"""Fewer elements than this are left to ``torch.topk``."""
-
-_BLOCKS = (8, 64)
-"""The smallest and the largest block."""
+_VALUES = 1 << _DIGIT
 
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -62,119 +66,137 @@ def _select(v: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Select on a CPU."""
     _check(v, k)
     exact = v.contiguous() if v.dtype in _BITS else v.float()
-    indices = _indices(exact, k) if k else v.new_empty(0, dtype=torch.int32)
-    return indices, v[indices.long()]
+    indices = _indices(exact.view(_BITS[exact.dtype]), k) if k else v.new_empty(0, dtype=torch.int32)
+    return indices, torch.index_select(v, 0, indices)
 
 
-def _indices(v: torch.Tensor, k: int) -> torch.Tensor:
-    """The indices that ``select`` gives, int32, by the fastest way for the size."""
-    if v.numel() < _SMALL:
-        return _indices_by_topk(v, k)
-    smallest, largest = _BLOCKS
-    block = smallest
-    while block < largest and 4 * block * block * k <= v.numel():
-        block *= 2
-    if block * block * k > v.numel():
-        return _indices_by_radix(v, k)
-    return _indices_by_blocks(v, k, block)
+def _indices(bits: torch.Tensor, k: int) -> torch.Tensor:
+    """The indices of the k largest magnitudes, the first of equal ones: ascending, int32.
+
+    Args:
+        bits: of the numbers, as integers; their signs do not matter.
+        k: at least 1.
+    """
+    block = _block(bits.numel(), k)
+    if block:
+        return _indices_by_blocks(bits, k, block)
+    if bits.numel() < _COUNTING_FROM:
+        return _indices_by_topk(bits, k)
+    return _collect(bits, k, *_kth_magnitude(bits, k))
+
+
+def _magnitudes(bits: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Piece by piece, where it begins, and its bits without the signs; each piece overwrites the one before."""
+    size = _PIECE * torch.get_num_threads()
+    scratch = bits.new_empty(min(size, bits.numel()))
+    for start in range(0, bits.numel(), size):
+        piece = bits[start : start + size]
+        yield start, torch.bitwise_and(piece, torch.iinfo(bits.dtype).max, out=scratch[: piece.numel()])
+
+
+def _indices_by_topk(bits: torch.Tensor, k: int) -> torch.Tensor:
+    """Select in a small tensor."""
+    magnitudes = bits & torch.iinfo(bits.dtype).max
+    kth = torch.topk(magnitudes, k, sorted=False).values.amin()
+    places = (magnitudes >= kth).nonzero().view(-1)
+    if places.numel() > k:
+        equal = (torch.index_select(magnitudes, 0, places) == kth).nonzero().view(-1)
+        stays = torch.ones_like(places, dtype=torch.bool)
+        stays[equal[k - places.numel() :]] = False
+        places = places[stays]
+    return places.int()
 
 
 # --- blocks ----------------------------------------------------------------------------------------------------------
 
 
-def _indices_by_blocks(v: torch.Tensor, k: int, block: int) -> torch.Tensor:
-    """Select in the k blocks of largest maximum, and in the elements behind the last whole block."""
-    whole = v.numel() // block * block
-    blocks = _indices(_block_maxima(v[:whole], block), k)
-    candidates = torch.cat([v[:whole].view(-1, block)[blocks.long()].view(-1), v[whole:]])
-    chosen = _indices(candidates, k)
+def _block(count: int, k: int) -> int:
+    """The size of blocks that leaves the least to do, about ``sqrt(2 * count / k)``; 0 where blocks do not help."""
+    if count < _BLOCKS_FROM:
+        return 0
+    block = _LARGEST_BLOCK
+    while block * block * k > 2 * count:
+        block //= 2
+    return block if block >= _SMALLEST_BLOCK else 0
+
+
+def _indices_by_blocks(bits: torch.Tensor, k: int, block: int) -> torch.Tensor:
+    """Select among the elements of the k blocks of largest maxima, and those behind the last whole block."""
+    whole = bits.numel() // block * block
+    blocks = _indices(_block_maxima(bits[:whole], block), k)
+    inside = torch.index_select(bits[:whole].view(-1, block), 0, blocks)
+    chosen = _indices(torch.cat([inside.view(-1), bits[whole:]]), k)
     starts = torch.cat([blocks * block, blocks.new_full((1,), whole)])
-    return starts[(chosen // block).long()].add_(chosen % block)
+    return torch.index_select(starts, 0, chosen // block).add_(chosen % block)
 
 
-def _block_maxima(v: torch.Tensor, block: int) -> torch.Tensor:
+def _block_maxima(bits: torch.Tensor, block: int) -> torch.Tensor:
     """The largest magnitude in each block of neighbours."""
-    maxima = v.new_empty(v.numel() // block)
-    size = _PIECE // block
-    scratch = v.new_empty(min(_PIECE, v.numel()))
-    for part, out in zip(v.split(_PIECE), maxima.split(size), strict=True):
-        magnitudes = torch.abs(part, out=scratch[: part.numel()])
-        torch.amax(magnitudes.view(-1, block), 1, out=out)
+    maxima = bits.new_empty(bits.numel() // block)
+    for start, magnitudes in _magnitudes(bits):
+        end = start + magnitudes.numel()
+        torch.amax(magnitudes.view(-1, block), 1, out=maxima[start // block : end // block])
     return maxima
 
 
-# --- radix selection -------------------------------------------------------------------------------------------------
+# --- counting -------------------------------------------------------------------------------------------------------
 
 
-def _indices_by_radix(v: torch.Tensor, k: int) -> torch.Tensor:
-    bits = v.view(_BITS[v.dtype])
-    least, wanted, there = _kth_magnitude(bits, k)
+def _kth_magnitude(bits: torch.Tensor, k: int) -> tuple[int, int, int]:
+    """The k-th largest magnitude, how many entries of just this magnitude are among the k, and how many there are."""
+    kth, there = 0, 0
+    for shift in range(8 * bits.itemsize - _DIGIT, -1, -_DIGIT):
+        counts = _counts(bits, shift, kth << _DIGIT)
+        from_above = counts.flip(0).cumsum(0)
+        behind = int(torch.searchsorted(from_above, k))
+        digit = _VALUES - 1 - behind
+        there = int(counts[digit])
+        k -= int(from_above[behind]) - there
+        kth = (kth << _DIGIT) + digit
+    return kth, k, there
+
+
+def _counts(bits: torch.Tensor, shift: int, base: int) -> torch.Tensor:
+    """How many magnitudes, without their ``shift`` lower bits, are ``base``, ``base + 1``, ...: ``_VALUES`` counts."""
+    counts = torch.zeros(_VALUES + 2, dtype=torch.int64)
+    for _, magnitudes in _magnitudes(bits):
+        if shift:
+            magnitudes.bitwise_right_shift_(shift)
+        magnitudes.sub_(base).clamp_(-1, _VALUES).add_(1)  # the first and the last count are of what is outside
+        counts += torch.bincount(magnitudes, minlength=_VALUES + 2)
+    return counts[1:-1]
+
+
+def _collect(bits: torch.Tensor, k: int, kth: int, wanted: int, there: int) -> torch.Tensor:
+    """The indices of the magnitudes above the k-th, and of the first ``wanted`` of the ``there`` that equal it."""
     found = torch.empty(k, dtype=torch.int32)
-    scratch = bits.new_empty(_PIECE)
     filled = 0
-    for start, magnitudes in _magnitudes(bits, scratch):
-        chosen = magnitudes >= least
+    for start, magnitudes in _magnitudes(bits):
+        chosen = magnitudes >= kth
         if wanted < there:
-            wanted -= _drop_behind(chosen, magnitudes == least, wanted)
+            equal = (magnitudes == kth).nonzero().view(-1)
+            chosen[equal[wanted:]] = False
+            wanted, there = max(0, wanted - equal.numel()), there - equal.numel()
         places = chosen.nonzero().view(-1)
         found[filled : filled + places.numel()].copy_(places).add_(start)
         filled += places.numel()
     return found
 
 
-def _drop_behind(chosen: torch.Tensor, level: torch.Tensor, wanted: int) -> int:
-    """Take back what is chosen of the entries on the level of the k-th behind the first ``wanted``; how many stay."""
-    places = level.nonzero().view(-1)
-    chosen[places[wanted:]] = False
-    return min(wanted, places.numel())
-
-
-def _kth_magnitude(bits: torch.Tensor, k: int) -> tuple[int, int, int]:
-    """The bits of the k-th largest magnitude, how many entries of just this magnitude are wanted, and how many are."""
-    scratch = bits.new_empty(min(_COUNTED, bits.numel()))
-    known, there = 0, 0
-    for shift in range(8 * bits.itemsize - _DIGIT, -1, -_DIGIT):
-        counts = torch.zeros(1 << _DIGIT, dtype=torch.int64)
-        for _, magnitudes in _magnitudes(bits, scratch):
-            upper = magnitudes.bitwise_right_shift_(shift) if shift else magnitudes
-            if shift + _DIGIT < 8 * bits.itemsize:
-                upper = upper[upper >> _DIGIT == known]
-            counts += torch.bincount(upper & ((1 << _DIGIT) - 1), minlength=1 << _DIGIT)
-        from_above = counts.flip(0).cumsum(0)
-        steps = int(torch.searchsorted(from_above, k))
-        digit = counts.numel() - 1 - steps
-        there = int(counts[digit])
-        k -= int(from_above[steps]) - there
-        known = known << _DIGIT | digit
-    return known, k, there
-
-
-def _magnitudes(bits: torch.Tensor, scratch: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Piece by piece, where it starts and its bits without the sign, in ``scratch``."""
-    positive = torch.iinfo(bits.dtype).max
-    for start in range(0, bits.numel(), scratch.numel()):
-        piece = bits[start : start + scratch.numel()]
-        yield start, torch.bitwise_and(piece, positive, out=scratch[: piece.numel()])
-
-
-# --- by topk ---------------------------------------------------------------------------------------------------------
-
-
-def _indices_by_topk(v: torch.Tensor, k: int) -> torch.Tensor:
-    """The indices that ``select`` gives, without waiting for the device."""
-    magnitudes = v.abs()
-    least = torch.topk(magnitudes, k, sorted=False).values.amin()
-    above, level = magnitudes > least, magnitudes == least
-    places = torch.cumsum(level, 0, dtype=torch.int32)
-    chosen = above | (level & (places <= k - above.sum()))
-    return torch.nonzero_static(chosen, size=k).view(k).int()
+# --- without waiting -------------------------------------------------------------------------------------------------
 
 
 def _select_unread(v: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Select on a device for which the host does not wait."""
     _check(v, k)
-    indices = _indices_by_topk(v, k) if k else v.new_empty(0, dtype=torch.int32)
-    return indices, v[indices.long()]
+    if not k:
+        return v.new_empty(0, dtype=torch.int32), v.new_empty(0)
+    magnitudes = v.abs()
+    kth = torch.topk(magnitudes, k, sorted=False).values.amin()
+    above, equal = magnitudes > kth, magnitudes == kth
+    first = torch.cumsum(equal, 0, dtype=torch.int32) <= k - above.sum()
+    indices = torch.nonzero_static(above | (equal & first), size=k).view(k).int()
+    return indices, torch.index_select(v, 0, indices)
 
 
 def _empty(v: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

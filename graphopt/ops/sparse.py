@@ -1,6 +1,6 @@
-"""The ops of sparse gradient exchange: accumulate what is not sent yet, pack what is sent, add up what all ranks sent.
+"""The ops of sparse gradient exchange: pack what is sent, add up what all ranks sent.
 
-With ``select`` of ``graphopt.ops.selection``, one tensor's part of a step is::
+With those of ``graphopt.ops.residual`` and ``graphopt.ops.selection``, one tensor's part of a step is::
 
     graphopt.accumulate_(gradient, u, v, momentum, nesterov)      # u, v: flat, kept between steps by each rank
     indices, values = graphopt.select(v, k)                       # the k entries of v of largest magnitude
@@ -28,14 +28,10 @@ from collections.abc import Sequence
 import torch
 
 from graphopt.ops.defining import define, described, require
-from graphopt.ops.residual import accumulate_, clear_at_, keep_rest_
 
 __all__ = [
     "LARGEST",
     "WIRES",
-    "accumulate_",
-    "clear_at_",
-    "keep_rest_",
     "pack",
     "packed_bytes",
     "sum_sparse",
@@ -135,7 +131,7 @@ def unpack(
     start = _values_at(count, wire)
     indices = packed[: count * _INDEX_BYTES].view(torch.int32)
     values = packed[start : start + count * wire.itemsize].view(wire)
-    return indices.split(list(counts)), values.split(list(counts))
+    return indices.split_with_sizes(list(counts)), values.split_with_sizes(list(counts))
 
 
 # --- adding up -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import fx
 from graphopt.held import Held
 from graphopt.ops import schema
 from graphopt.precision.casts import is_cast
-from graphopt.precision.gradients import update_gradients
+from graphopt.precision.gradients import base_of, update_gradients
 from graphopt.precision.policy import LOW_DTYPES
 from graphopt.program import Phase, Program
 
@@ -49,7 +49,7 @@ def hold_copies(program: Program, origin: str) -> list[str]:
         for cast in casts:
             cast.replace_all_uses_with(copy)
             program.graph.erase_node(cast)
-        if any(node in schema.mutated_inputs(call) for call in program.phase_nodes(Phase.UPDATE)):
+        if any(node in map(base_of, schema.mutated_inputs(call)) for call in program.phase_nodes(Phase.UPDATE)):
             program.insert(
                 torch.ops.aten.copy_.default, (copy, node), before=program.output_node, phase=Phase.UPDATE,
                 origin=f"{origin}: {spec.target} in low precision",

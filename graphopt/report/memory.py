@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
 from typing import Any
 
 from graphopt.analysis.liveness import LiveTensor, MemoryTimeline
-from graphopt.program import Phase, Program, info
+from graphopt.program import Program, info
+from graphopt.report.memory_chart import category_style, chart
 from graphopt.report.tables import aligned
+from graphopt.report.terminal import Span
 from graphopt.report.text import short_source
 from graphopt.values import format_bytes
 
-__all__ = ["memory_json", "memory_text"]
+__all__ = ["memory_json", "memory_spans", "memory_text"]
 
-_HEIGHT = 8
-_LEVELS = " ▁▂▃▄▅▆▇█"
 _BAR = 24
+_BLOCK = "█"
 
 
 def memory_text(program: Program, top: int = 10, width: int = 80) -> str:
@@ -30,16 +29,32 @@ def memory_text(program: Program, top: int = 10, width: int = 80) -> str:
     Returns:
         lines of text; bytes in powers of ten, sizes that vary by their example.
     """
+    lines = memory_spans(program, top, width, colored=False)
+    return "".join("".join(text for text, _ in line) + "\n" for line in lines)
+
+
+def memory_spans(program: Program, top: int = 10, width: int = 80, *, colored: bool = True) -> list[list[Span]]:
+    """The same for a terminal: lines made of pieces with their rich styles, with a chart by category.
+
+    Args:
+        program: as for ``memory_text``.
+        top: as for ``memory_text``.
+        width: as for ``memory_text``.
+        colored: without, what ``memory_text`` says, and no styles.
+    """
     timeline = program.memory()
     passes = ", ".join(program.history) or "none"
-    lines = [f"{program.title or 'program'}, {program.stage} stage; passes: {passes}"]
+    title = f"{program.title or 'program'}, {program.stage} stage; passes: {passes}"
     if not timeline.nodes:
-        return "\n".join([*lines, f"no calls; {format_bytes(timeline.resident_bytes)} resident"]) + "\n"
-    lines += _peak(timeline)
-    lines += ["", "at the peak, by category", *_categories(timeline)]
-    lines += ["", *_alive(timeline.alive, top)]
-    lines += ["", *_chart(timeline, max(width, 40))]
-    return "\n".join(lines) + "\n"
+        return [
+            [(title, "bold" if colored else "")],
+            [(f"no calls; {format_bytes(timeline.resident_bytes)} resident", "")],
+        ]
+    lines: list[list[Span]] = [[(title, "bold" if colored else "")]]
+    lines += [[(line, "")] for line in [*_peak(timeline), "", "at the peak, by category"]]
+    lines += _categories(timeline, colored)
+    lines += [[(line, "")] for line in ["", *_alive(timeline.alive, top), ""]]
+    return lines + chart(timeline, width, colored=colored)
 
 
 def memory_json(program: Program) -> dict[str, Any]:
@@ -102,12 +117,19 @@ def _peak(timeline: MemoryTimeline) -> list[str]:
     ]
 
 
-def _categories(timeline: MemoryTimeline) -> list[str]:
-    rows = []
+def _categories(timeline: MemoryTimeline, colored: bool) -> list[list[Span]]:
+    names, rows = [], []
     for category, size in sorted(timeline.categories.items(), key=lambda item: (-item[1], item[0])):
         share = size / timeline.peak_bytes
-        rows.append((category, format_bytes(size), f"{share:.1%}", "█" * max(1, round(share * _BAR))))
-    return [f"  {line}" for line in aligned(rows, right=(1, 2))]
+        names.append(category)
+        rows.append((category, format_bytes(size), f"{share:.1%}", _BLOCK * max(1, round(share * _BAR))))
+    lines = [f"  {line}" for line in aligned(rows, right=(1, 2))]
+    if not colored:
+        return [[(line, "")] for line in lines]
+    texts = [(line.rstrip(_BLOCK), line) for line in lines]
+    return [
+        [(text, ""), (line[len(text) :], category_style(name))] for name, (text, line) in zip(names, texts, strict=True)
+    ]
 
 
 def _alive(alive: list[LiveTensor], top: int) -> list[str]:
@@ -117,85 +139,3 @@ def _alive(alive: list[LiveTensor], top: int) -> list[str]:
     lines += [f"  {line}" for line in aligned(rows, right=(1,))]
     rest = sum(item.bytes for item in alive[len(shown) :])
     return lines + ([f"  and {len(alive) - len(shown)} more, {format_bytes(rest)} together"] if rest else [])
-
-
-# --- the chart -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Section:
-    """The calls ``start`` to ``end`` (not included), in the columns that the chart gives them."""
-
-    name: str
-    start: int
-    end: int
-
-    @property
-    def size(self) -> int:
-        """How many calls."""
-        return self.end - self.start
-
-
-def _sections(timeline: MemoryTimeline) -> list[_Section]:
-    """Forward up to its last call, backward up to its last call (with what is between), the update after that."""
-    phases = [info(node).phase for node in timeline.nodes]
-    number = len(phases)
-    forward = max((i + 1 for i, phase in enumerate(phases) if phase is Phase.FORWARD), default=0)
-    late = (Phase.BACKWARD, Phase.RECOMPUTE)
-    backward = max((i + 1 for i, phase in enumerate(phases) if phase in late), default=forward)
-    update = next((i for i in range(max(forward, backward), number) if phases[i] is Phase.UPDATE), number)
-    found = [_Section("forward", 0, forward), _Section("backward", forward, update), _Section("update", update, number)]
-    return [section for section in found if section.end > section.start]
-
-
-def _widths(sections: list[_Section], room: int) -> dict[str, int]:
-    """How many columns each section gets: by its number of calls, and enough for its name."""
-    widths: dict[str, int] = {}
-    calls = sum(section.size for section in sections)
-    for section in sorted(sections, key=lambda item: item.size):
-        share = min(section.size, room * section.size // calls)
-        widths[section.name] = max(share, len(section.name))
-        room, calls = max(0, room - widths[section.name]), calls - section.size
-    return widths
-
-
-def _columns(section: _Section, width: int) -> list[range]:
-    """The calls of each column, as even as they go."""
-    columns = min(section.size, width)
-    edges = [section.start + section.size * column // columns for column in range(columns + 1)]
-    return [range(start, end) for start, end in itertools.pairwise(edges)]
-
-
-def _chart(timeline: MemoryTimeline, width: int) -> list[str]:
-    """Bytes above what is resident, the highest of each column's calls; ``▲`` marks the peak."""
-    low, high = timeline.resident_bytes, timeline.peak_bytes
-    label = max(len(format_bytes(low)), len(format_bytes(high)))
-    sections = _sections(timeline)
-    calls = len(timeline.nodes)
-    widths = _widths(sections, width - label - 2 - len(sections))
-    peak = _peak_position(timeline)
-    rows = [""] * _HEIGHT
-    axis = names = ""
-    for section in sections:
-        columns, space = _columns(section, widths[section.name]), widths[section.name]
-        heights = [_eighths(max(timeline.bytes[i] for i in column), low, high) for column in columns]
-        for row in range(_HEIGHT):
-            base = (_HEIGHT - 1 - row) * 8
-            rows[row] += "".join(_LEVELS[min(8, max(0, height - base))] for height in heights).ljust(space) + "│"
-        axis += "".join("▲" if peak in column else "─" for column in columns).ljust(space, "─") + "┴"
-        names += section.name.ljust(space + 1)
-    labels = [format_bytes(high), *[""] * (_HEIGHT - 2), format_bytes(low)]
-    lines = [f"bytes over the {calls} calls, from what is resident up to the peak (▲)"]
-    lines += [f"{text.rjust(label)} │{row}" for text, row in zip(labels, rows, strict=True)]
-    lines += [f"{' ' * label} └{axis}", f"{' ' * label}  {names}".rstrip()]
-    for section in sections:
-        highest = format_bytes(max(timeline.bytes[section.start : section.end]))
-        lines.append(f"{section.name}: {section.size} calls, up to {highest}")
-    return lines
-
-
-def _eighths(size: int, low: int, high: int) -> int:
-    """The height of a bar in eighths of a row; what is above the base is at least one."""
-    if high == low:
-        return 0
-    return max(1 if size > low else 0, round((size - low) / (high - low) * _HEIGHT * 8))

@@ -6,12 +6,14 @@ import re
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from functools import cached_property
 
 from torch import fx
 
 from graphopt import _torch
 from graphopt.ops import schema
 from graphopt.program import Phase, Program
+from graphopt.report.characters import printable, safe
 from graphopt.report.layout import COLUMNS, ROW_HEIGHT, Box, Edge, Lane, Layout, lay_out
 from graphopt.values import format_bytes, storage_bytes, tensors_of
 
@@ -78,7 +80,6 @@ _CODE_ASPECT = 0.602
 """Width of a character over its height, in the widest of the monospaced fonts."""
 _VERBOSE = re.compile("^_*(native_)?|_for_cpu|_legit(_functional)?|_with_indices")
 """What is left out of the names of ops in boxes."""
-_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def to_svg(program: Program, fold: bool = True) -> str:
@@ -94,19 +95,6 @@ def to_svg(program: Program, fold: bool = True) -> str:
     """
     (layout,) = lay_out([program], fold=fold)
     return "\n".join(_Drawing(program, layout).draw()) + "\n"
-
-
-def printable(text: object) -> str:
-    """Text with what XML cannot hold at all (control characters, lone surrogates) as U+FFFD."""
-    return _NOT_XML.sub("\ufffd", str(text))
-
-
-def _safe(text: object) -> str:
-    """Text for XML, as content or attribute."""
-    clean = printable(text)
-    for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;"), ("'", "&#39;")):
-        clean = clean.replace(character, entity)
-    return clean
 
 
 def _fit(text: str, width: float, size: float, *, keep_end: bool = False) -> str:
@@ -174,7 +162,8 @@ class _Drawing:
         size = f'width="{width:g}" height="{height:g}"'
         view = f'viewBox="{left:g} {top:g} {width:g} {height:g}"'
         yield f'<svg xmlns="http://www.w3.org/2000/svg" class="gou" role="img" {size} {view}>'
-        yield f"<title>{_safe(self.program.title or 'model')}, {self.program.stage} stage</title>"
+        yield f"<title>{safe(self.program.title or 'model')}, {self.program.stage} stage</title>"
+        yield f"<desc>{safe(self._description())}</desc>"
         yield f"<style>{_style()}</style>"
         yield f"<defs>{''.join(_hatch(phase) for phase in self.phases)}</defs>"
         yield f'<rect class="paper" x="{left:g}" y="{top:g}" {size}/>'
@@ -199,7 +188,7 @@ class _Drawing:
         """Title, what is known of the program, the passes it went through, and the legend."""
         room = self.right - self.left
         yield _text(0, 18, _fit(self.program.title or "model", room, 18), 18, "", "bold")
-        yield _text(0, 40, self._facts(), 12, "dim")
+        yield _text(0, 40, self._facts, 12, "dim")
         y = 58.0
         passes = ", ".join(self.program.history)
         for line in textwrap.wrap(f"after {passes}", int(room / 6.7), max_lines=3, placeholder=" …") if passes else ():
@@ -221,6 +210,18 @@ class _Drawing:
             x += width
         self.head_height = y + 26
 
+    def _description(self) -> str:
+        """What the picture shows, for those who do not see it."""
+        count = Counter({phase: sum(len(b.nodes) for b in self.boxes if b.phase is phase) for phase in self.phases})
+        phases = ", ".join(f"{number} {phase.value}" for phase, number in count.items())
+        folded = [
+            f"{frame.label} drawn once for {frame.copies} equal blocks" for frame in self.frames if frame.copies > 1
+        ]
+        passes = [f"after {', '.join(self.program.history)}"] if self.program.history else []
+        shape = "forward down the left, backward up the right"
+        return "; ".join([shape, self._facts, f"calls drawn: {phases or 'none'}", *folded, *passes])
+
+    @cached_property
     def _facts(self) -> str:
         facts = [f"{self.program.stage} stage", f"{len(self.program.graph.nodes):,} nodes"]
         if self.program.stage != "forward":
@@ -270,7 +271,7 @@ class _Drawing:
         ops = _ops([self.nodes[name] for name in box.nodes])
         modules = ", ".join(path or "the model" for path in (*row.paths[:4], *(["…"] if len(row.paths) > 4 else [])))
         room = box.width - 22
-        yield f"<g><title>{_safe(f'{box.phase.value} of {modules}: {ops} ({calls}{keeps})')}</title>"
+        yield f"<g><title>{safe(f'{box.phase.value} of {modules}: {ops} ({calls}{keeps})')}</title>"
         yield from _tinted(box.phase.value, box.x, box.y, box.width, box.height - 1)
         x = box.x + 15
         if box.height >= 40:
@@ -385,7 +386,7 @@ def _hatch(phase: Phase) -> str:
 def _text(x: float, y: float, text: str, size: float, kind: str = "", weight: str = "") -> str:
     kinds = f' class="{kind}"' if kind else ""
     weights = f' font-weight="{weight}"' if weight else ""
-    return f'<text{kinds} x="{x:g}" y="{y:.1f}" font-size="{size:g}"{weights}>{_safe(text)}</text>'
+    return f'<text{kinds} x="{x:g}" y="{y:.1f}" font-size="{size:g}"{weights}>{safe(text)}</text>'
 
 
 def _tinted(phase: str, x: float, y: float, width: float, height: float) -> Iterator[str]:

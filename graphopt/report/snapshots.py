@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from graphopt.pipeline import PassRecord
     from graphopt.runtime.rewrite import Rewritten
 
-__all__ = ["record_lines", "records_json", "snapshots_json", "snapshots_text"]
+__all__ = ["heading", "labelled", "record_lines", "records_json", "snapshots_json", "snapshots_text"]
 
 
 def record_lines(record: PassRecord) -> list[str]:
@@ -34,11 +34,23 @@ def snapshots_text(rewritten: Rewritten, render: Callable[[Program], str], comme
         comment: how header lines start, such as ``#``.
     """
     pieces = []
-    for number, (_, record, program) in enumerate(_labelled(rewritten), 1):
-        first, *more = record_lines(record) if record else ["captured"]
-        lines = [f"==== {number}/{len(rewritten.snapshots)} {program.stage} stage: {first}", *more]
+    for number, (_, record, program) in enumerate(labelled(rewritten), 1):
+        lines = heading(number, len(rewritten.snapshots), program, record)
         pieces.append("\n".join([*(f"{comment} {line}" for line in lines), render(program)]))
     return "\n".join(pieces)
+
+
+def heading(number: int, count: int, program: Program, record: PassRecord | None) -> list[str]:
+    """The lines above a snapshot: which one it is, the stage, and what the pass did.
+
+    Args:
+        number: of the snapshot, from 1.
+        count: of all snapshots.
+        program: as it was kept.
+        record: of the pass; None after a capture.
+    """
+    first, *more = record_lines(record) if record else ["captured"]
+    return [f"==== {number}/{count} {program.stage} stage: {first}", *more]
 
 
 def snapshots_json(rewritten: Rewritten) -> dict[str, Any]:
@@ -46,12 +58,13 @@ def snapshots_json(rewritten: Rewritten) -> dict[str, Any]:
     return {
         "snapshots": [
             {"label": label, "pass": record_json(record) if record else None, "program": program.to_json()}
-            for label, record, program in _labelled(rewritten)
+            for label, record, program in labelled(rewritten)
         ]
     }
 
 
-def _labelled(rewritten: Rewritten) -> Iterator[tuple[str, PassRecord | None, Program]]:
+def labelled(rewritten: Rewritten) -> Iterator[tuple[str, PassRecord | None, Program]]:
+    """Each snapshot's label and program, and the record of the pass behind it; None after a capture."""
     records = iter(rewritten.records)
     for label, program in rewritten.snapshots:
         yield label, None if label.startswith("captured ") else next(records), program

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, Unpack
+from typing import Any, Protocol, TypedDict, TypeVar, Unpack
 
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.names import match_names
@@ -12,7 +12,9 @@ from graphopt.program import Phase, Program, TensorInfo
 from graphopt.report.text import short_source
 from graphopt.values import DTYPE_NAMES, format_bytes
 
-__all__ = ["TensorFilters", "TensorRow", "TensorsTable", "aligned", "tensors_json", "tensors_table"]
+__all__ = [
+    "TensorFilters", "TensorRow", "TensorsTable", "aligned", "chosen", "rows_json", "tensors_json", "tensors_table",
+]  # fmt: skip
 
 _HEAD = ("name", "type", "bytes", "phase", "role", "saved", "source", "also")
 
@@ -31,12 +33,35 @@ class TensorFilters(TypedDict, total=False):
     min_bytes: int
 
 
+class _Sized(Protocol):
+    """What has a name and takes bytes."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+
+_Named = TypeVar("_Named", bound=_Sized)
+
+
 @dataclass(frozen=True, slots=True)
 class TensorRow:
     """One tensor: what is known of it, and its other names."""
 
     tensor: TensorInfo
     also: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The name that the row is called by."""
+        return self.tensor.name
+
+    @property
+    def bytes(self) -> int:
+        """Of its storage; 0 for a view."""
+        return self.tensor.bytes
 
     @property
     def type(self) -> str:
@@ -115,6 +140,11 @@ def tensors_json(
     Raises:
         GraphoptError: as ``tensors_table``.
     """
+    return rows_json(tensors_table(program, patterns, **filters).rows)
+
+
+def rows_json(rows: Iterable[TensorRow]) -> list[dict[str, Any]]:
+    """Rows as plain data."""
     return [
         {
             "name": row.tensor.name,
@@ -129,8 +159,22 @@ def tensors_json(
             "role": row.tensor.role,
             "saved": row.tensor.saved,
         }
-        for row in tensors_table(program, patterns, **filters).rows
+        for row in rows
     ]
+
+
+def chosen(rows: Sequence[_Named], sort: str = "program", limit: int | None = None) -> tuple[list[_Named], int]:
+    """Rows in an order, the first ``limit`` of them, and how many are left out.
+
+    Args:
+        rows: in the order of the program.
+        sort: ``program`` (as they are), ``bytes`` (the largest first), or ``name``.
+        limit: how many there may be; None for all.
+    """
+    keys: dict[str, Callable[[_Named], Any]] = {"bytes": lambda row: -row.bytes, "name": lambda row: row.name}
+    ordered = sorted(rows, key=keys[sort]) if sort in keys else list(rows)
+    shown = ordered[:limit]
+    return shown, len(ordered) - len(shown)
 
 
 def _check(tensors: list[TensorInfo], filters: TensorFilters) -> None:

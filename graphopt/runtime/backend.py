@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from graphopt import _torch
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.program import Program
+from graphopt.runtime.inductor import compile_graph
 from graphopt.runtime.partition import split_update
 
 __all__ = ["Backend", "Boxed", "check_backend", "compile_module", "compile_program"]
@@ -63,11 +63,10 @@ def compile_module(module: fx.GraphModule, inputs: Sequence[Any], backend: Backe
     """
     if backend == "eager":
         return _boxed(module.forward)
-    plain = fx.GraphModule(module, _unboxed(module.graph))
     with torch.no_grad():
         if backend == "inductor":
-            return _boxed(_unpacking(_torch.compile_with_inductor(plain, inputs)))
-        compiled = backend(plain, inputs)
+            return _boxed(compile_graph(module, inputs))
+        compiled = backend(fx.GraphModule(module, _unboxed(module.graph)), inputs)
     if not callable(compiled):
         raise GraphoptError(f"the backend {backend!r} returned {type(compiled).__name__}, which cannot be called")
     return _boxed(compiled if getattr(compiled, "_boxed_call", False) else _unpacking(compiled))

@@ -7,7 +7,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import fx, nn
@@ -17,9 +17,12 @@ from graphopt.capture.checks import refuse_wrapped
 from graphopt.capture.precision import plain_precision
 from graphopt.capture.structure import Structure, flatten
 from graphopt.errors import CaptureError, GraphoptError, PipelineError
-from graphopt.pipeline import Pass, PassRecord, Pipeline
+from graphopt.pipeline import Pass, Pipeline
 from graphopt.precision.scaling import CheckedGradients, checked_gradients
 from graphopt.program import Program
+from graphopt.report.characters import safe
+from graphopt.report.notebook import Records, rewritten_html
+from graphopt.report.overview import announce
 from graphopt.runtime.agreement import Agreement
 from graphopt.runtime.backend import Backend, Boxed, check_backend, compile_module
 from graphopt.runtime.binding import tensor_getter
@@ -31,6 +34,7 @@ from graphopt.runtime.reservation import reserve_host
 from graphopt.runtime.rewrite import Rewritten, Verify, rewrite
 from graphopt.runtime.signature import signature
 from graphopt.runtime.tangents import TangentFilter
+from graphopt.runtime.watch import StepWatch
 
 __all__ = ["Optimized", "optimize"]
 
@@ -72,6 +76,7 @@ class Optimized(nn.Module):
     _graphopt_class: type[nn.Module]
     _graphopt_held: HeldStore
     _graphopt_agreement: Agreement
+    _graphopt_watch: StepWatch
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
@@ -109,9 +114,20 @@ class Optimized(nn.Module):
         return self._graphopt_latest().rewritten.snapshots
 
     @property
-    def records(self) -> list[PassRecord]:
+    def records(self) -> Records:
         """What each pass did."""
-        return self._graphopt_latest().rewritten.records
+        return Records(self._graphopt_latest().rewritten.records)
+
+    def _repr_html_(self) -> str:
+        inherited = getattr(self._graphopt_class, "_repr_html_", None)
+        if inherited is not None:
+            return str(inherited(self))
+        passes = str(self._graphopt_options.pipeline) or "no passes"
+        title = f"{self._graphopt_class.__name__}, optimized with {passes}"
+        latest = self._graphopt_entries.latest
+        if latest is None:
+            return f"<div>{safe(title)}; nothing is captured yet</div><pre>{safe(self)}</pre>"
+        return rewritten_html(title, latest.rewritten.program, latest.rewritten.records)
 
     # --- running -----------------------------------------------------------------------------------------------------
 
@@ -146,20 +162,27 @@ class Optimized(nn.Module):
             check_numerics(rewritten, options.pipeline)
         joint = session.joint
         assert joint is not None
-        if not self._graphopt_entries.all():
-            for current in options.pipeline.passes:
-                current.prepare(plain)
-        self._graphopt_agreement.check(rewritten.program)
+        watch = self._graphopt_watch
+        with watch.meeting(rewritten.program):
+            if not self._graphopt_entries.all():
+                for current in options.pipeline.passes:
+                    current.prepare(plain)
+            self._graphopt_agreement.check(rewritten.program)
         self._graphopt_held.require(rewritten.program.held)
         live = {target: self._graphopt_held[target] for target in rewritten.program.held}
         reserve_host(rewritten.program)
         forward, backward = partition(rewritten.program, joint.trace.backward_layout(), live)
 
-        def compiler(module: fx.GraphModule, inputs: Any) -> Boxed:
+        def compiler(part: Literal["forward", "backward"], module: fx.GraphModule, inputs: Any) -> Boxed:
             bind_held(module, rewritten.program, live)
-            return compile_module(module, list(inputs), options.backend)
+            run = compile_module(module, list(inputs), options.backend)
+            return watch.guard(run, module, rewritten.program, part)
 
-        function = joint.trace.compile(lambda: (forward, backward), compiler, compiler)
+        function = joint.trace.compile(
+            lambda: (forward, backward),
+            functools.partial(compiler, "forward"),
+            functools.partial(compiler, "backward"),
+        )
         constants = rewritten.program.constants
         held = [
             tensor_getter(plain, spec.target)
@@ -167,6 +190,8 @@ class Optimized(nn.Module):
             else functools.partial(lambda tensor: tensor, constants[_constant_node(rewritten.program, spec.target)])
             for spec in joint.held
         ]
+        if not self._graphopt_entries.all():
+            announce(options.pipeline, rewritten)
         return _Entry(
             rewritten,
             size_rules(session.forward.program),
@@ -270,6 +295,7 @@ def optimize(
     result.__dict__["_graphopt_entries"] = Entries()
     result.__dict__["_graphopt_held"] = HeldStore(result.get_parameter)
     result.__dict__["_graphopt_agreement"] = Agreement()
+    result.__dict__["_graphopt_watch"] = StepWatch()
     if example_inputs is not None:
         if not isinstance(example_inputs, (tuple, list)):
             raise CaptureError(f"example_inputs is a tuple of positional inputs, got {type(example_inputs).__name__}")

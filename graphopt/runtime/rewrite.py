@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,7 +10,10 @@ from graphopt.capture import CaptureSession
 from graphopt.instruments import Instrument, LogPasses, Snapshots
 from graphopt.pipeline import PassRecord, Pipeline
 from graphopt.program import Program, Stage
+from graphopt.report.progress import ShowPasses
 from graphopt.report.rundir import DumpDirectory
+from graphopt.report.terminal import working
+from graphopt.shards import Shards
 
 __all__ = ["Rewritten", "Verify", "rewrite"]
 
@@ -53,11 +56,15 @@ class Rewritten:
             forms: which of their programs passes want, by their names (``Pass.form``).
         """
         source = program or self.stages["joint"]
-        lowered = self.session.lower_joint(source, first=first)
+        lowered = self.session.lower_joint(source, first=first, shards=self.shards(pipeline))
         lowered.history = source.history
         lowered.forms = forms or {}
         pipeline.run(lowered, verify=self.verify)
         return lowered
+
+    def shards(self, pipeline: Pipeline) -> Shards | None:
+        """The part of each trained parameter that this rank updates; None for all of all."""
+        return _shards(self.session, self.stages["joint"], pipeline)
 
     def finish(self, program: Program, pipeline: Pipeline) -> None:
         """Run the passes of the stage ``last`` on a variant of the joint program that runs without an update."""
@@ -72,11 +79,19 @@ class Rewritten:
 def rewrite(session: CaptureSession, pipeline: Pipeline, *, until: Stage, verify: Verify = "structure") -> Rewritten:
     """Run a pipeline over a capture, lowering it to stage ``until``.
 
-    Writes a run directory where the environment variable ``GRAPHOPT_DUMP`` names one.
+    Writes a run directory where the environment variable ``GRAPHOPT_DUMP`` names one, and says on a terminal what is
+    being done.
     """
+    with working(f"capturing {session.forward.program.title or 'the model'}") as show:
+        return _rewrite(session, pipeline, until, verify, show)
+
+
+def _rewrite(
+    session: CaptureSession, pipeline: Pipeline, until: Stage, verify: Verify, show: Callable[[str], None]
+) -> Rewritten:
     result = Rewritten(session, verify)
     snapshots = Snapshots()
-    instruments: list[Instrument] = [LogPasses(), snapshots]
+    instruments: list[Instrument] = [LogPasses(), ShowPasses(show), snapshots]
     dump = DumpDirectory.from_environment(session, pipeline)
     if dump is not None:
         instruments.append(dump)
@@ -90,7 +105,8 @@ def rewrite(session: CaptureSession, pipeline: Pipeline, *, until: Stage, verify
         result.stages[program.stage] = program
         if program.stage == until:
             break
-        lowered = _lower(session, program)
+        show(f"lowering the {program.stage} stage")
+        lowered = _lower(session, program, pipeline)
         lowered.history = program.history
         program = lowered
     result.snapshots = snapshots.programs
@@ -99,7 +115,11 @@ def rewrite(session: CaptureSession, pipeline: Pipeline, *, until: Stage, verify
     return result
 
 
-def _lower(session: CaptureSession, program: Program) -> Program:
+def _lower(session: CaptureSession, program: Program, pipeline: Pipeline) -> Program:
     if program.stage == "forward":
         return session.lower_forward(program)
-    return session.lower_joint(program)
+    return session.lower_joint(program, shards=_shards(session, program, pipeline))
+
+
+def _shards(session: CaptureSession, program: Program, pipeline: Pipeline) -> Shards | None:
+    return pipeline.shards({name: parameter.numel() for name, parameter in session.trained(program).items()})

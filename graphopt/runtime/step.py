@@ -17,9 +17,12 @@ from graphopt.capture.structure import flatten
 from graphopt.capture.update import hyperparameters
 from graphopt.clock import Clock
 from graphopt.errors import CaptureError, GraphoptError
-from graphopt.pipeline import Pass, PassRecord, Pipeline
+from graphopt.pipeline import Pass, Pipeline
 from graphopt.precision.scaling import CheckedGradients, checked_gradients, scaling_of
 from graphopt.program import Program
+from graphopt.report.characters import safe
+from graphopt.report.notebook import Records, rewritten_html, show_page
+from graphopt.report.overview import announce
 from graphopt.runtime.accumulate import accumulate_gradients, scale_seed
 from graphopt.runtime.agreement import Agreement
 from graphopt.runtime.backend import Backend, Boxed, check_backend, compile_program
@@ -28,13 +31,14 @@ from graphopt.runtime.compare import check_numerics
 from graphopt.runtime.entries import Entries, SizeRule, size_rules
 from graphopt.runtime.held import HeldStore
 from graphopt.runtime.reservation import reserve_host
+from graphopt.runtime.resume import STATE_VERSION, check_state, place
 from graphopt.runtime.rewrite import Rewritten, Verify, rewrite
 from graphopt.runtime.signature import signature
 from graphopt.runtime.skips import SkipWatch
+from graphopt.runtime.watch import StepWatch
+from graphopt.shards import shard_state
 
 __all__ = ["TrainStep", "optimize_step"]
-
-_STATE_VERSION = 3
 
 
 class _Variant(NamedTuple):
@@ -109,6 +113,7 @@ class TrainStep:
         self._held = HeldStore(model.get_parameter)
         self._clock = Clock(rates=self._rates, held=self._held.__getitem__)
         self._agreement = Agreement()
+        self._watch = StepWatch()
         scaling = scaling_of(pipeline.passes)
         self._skips = SkipWatch(self._held, scaling) if scaling is not None else None
 
@@ -119,6 +124,7 @@ class TrainStep:
 
         Raises:
             CaptureError: at the first call of a signature, where it cannot be captured.
+            RankError: where an exchange with other ranks fails, naming those that died or hang.
             GraphoptError: where gradients from outside are waiting in ``.grad``, and after too many steps in a row
                 that loss scaling skipped.
         """
@@ -166,8 +172,9 @@ class TrainStep:
         Returns the step itself.
         """
         program = self._latest().rewritten.program
-        for current in self._pipeline.passes:
-            current.settle(program, self._model, self._optimizer)
+        with self._watch.meeting(program):
+            for current in self._pipeline.passes:
+                current.settle(program, self._model, self._optimizer)
         return self
 
     def _refuse_foreign_gradients(self) -> None:
@@ -224,11 +231,17 @@ class TrainStep:
         rewritten = rewrite(session, self._pipeline, until="step", verify=self._verify)
         if self._verify == "numerics":
             check_numerics(rewritten, self._pipeline)
-        if not self._entries.all():
-            for current in self._pipeline.passes:
-                current.prepare(self._model)
+        shards = rewritten.shards(self._pipeline)
+        if shards is not None:
+            shard_state(self._optimizer, {name: self._model.get_parameter(name) for name in shards}, shards)
+        if not self._entries.all() and not self._clock.steps:  # a resumed run goes on with what each rank has loaded
+            with self._watch.meeting(rewritten.program):
+                for current in self._pipeline.passes:
+                    current.prepare(self._model)
         self._held.require(rewritten.program.held)
         self._held.check_loaded()
+        if not self._entries.all():
+            announce(self._pipeline, rewritten)
         return _Entry(rewritten, size_rules(session.forward.program), hyperparameters(self._optimizer))
 
     def _variant(self, entry: _Entry) -> _Compiled:
@@ -243,8 +256,10 @@ class TrainStep:
             program = self._make(entry.rewritten, key)
             self._held.require(program.held)
             reserve_host(program)
-            self._agreement.check(program)
+            with self._watch.meeting(program):
+                self._agreement.check(program)
             module, run = compile_program(program, self._backend)
+            run = self._watch.guard(run, module, program, "step")
             binding = Binding(program, self._model, self._optimizer, self._gradients, self._held)
             entry.variants[key] = _Compiled(program, module, run, binding, checked_gradients(program))
         return entry.variants[key]
@@ -323,9 +338,20 @@ class TrainStep:
         return self._latest().rewritten.snapshots
 
     @property
-    def records(self) -> list[PassRecord]:
+    def records(self) -> Records:
         """What each pass did."""
-        return self._latest().rewritten.records
+        return Records(self._latest().rewritten.records)
+
+    def show(self) -> Any:
+        """Open everything that passes did in the browser, or give what a notebook shows as the interactive page.
+
+        Returns:
+            the file, which is in the folder of temporary files; in a notebook the frame.
+        """
+        from graphopt.report.page import page_of_snapshots
+
+        page = page_of_snapshots(self.snapshots, self.records, pipeline=str(self._pipeline))
+        return show_page(page, self.program.title)
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
@@ -334,8 +360,12 @@ class TrainStep:
 
         Of this rank: where passes keep what differs from rank to rank (residuals), each rank saves its own.
         """
+        rank, ranks = place()
         return {
-            "version": _STATE_VERSION,
+            "version": STATE_VERSION,
+            "rank": rank,
+            "ranks": ranks,
+            "local": self._held.local(),
             "steps": self._clock.steps,
             "numbers": dict(self._clock.numbers),
             "accumulate": self._every,
@@ -348,19 +378,11 @@ class TrainStep:
         """Continue where ``state_dict`` was taken; also before the first call, which then checks what passes hold.
 
         Raises:
-            GraphoptError: for a state of another version, with keys that mean nothing here, or of other passes.
+            GraphoptError: for a state of another version, of other passes, or of another rank where ranks differ.
         """
-        known = {"version", "steps", "numbers", "accumulate", "batches", "gradients", "held"}
-        if state.get("version") != _STATE_VERSION or set(state) != known:
-            raise GraphoptError(
-                f"this is no state of a TrainStep of this version: expected the keys {sorted(known)} and version "
-                f"{_STATE_VERSION}, got {sorted(state)} and version {state.get('version')!r}"
-            )
         parameters = dict(self._model.named_parameters())
-        unknown = sorted(set(state["gradients"]) - set(parameters))
-        if unknown:
-            raise GraphoptError(f"the state holds gradients of {unknown[:3]}, which the model does not have")
-        self._held.load(state["held"])
+        check_state(state, parameters)
+        self._held.load(state["held"], state["local"])
         self._clock.steps = int(state["steps"])
         self._clock.numbers = {name: float(number) for name, number in state["numbers"].items()}
         self._every = int(state["accumulate"])
@@ -369,6 +391,11 @@ class TrainStep:
         self._gradients.update(
             {name: tensor.to(parameters[name].device, copy=True) for name, tensor in state["gradients"].items()}
         )
+
+    def _repr_html_(self) -> str:
+        if self._entries.latest is None:
+            return f"<div>{safe(self)}: nothing is captured yet</div>"
+        return rewritten_html(repr(self), self.program, self.records)
 
     def __repr__(self) -> str:
         return f"<TrainStep of {type(self._model).__name__}, passes {str(self._pipeline) or 'none'}>"

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch._dynamo
@@ -25,6 +25,9 @@ from graphopt.passes import FitMemory
 TORCH_BUDGETS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
 QUICK_BUDGETS = (1.0, 0.4)
 """Values of ``activation_memory_budget``: all, and few."""
+
+OURS: dict[str, str] = {"eager": "graphopt", "inductor": "graphopt, inductor"}
+"""The series of FitMemory, by backend."""
 
 _aten: Any = torch.ops.aten
 ATTENTION = [
@@ -156,10 +159,11 @@ def unfitted(setting: Setting) -> Way:
     return Way("optimize", "graphopt", module, predicted=_program(module).memory().allocated_peak_bytes)
 
 
-def fitted(setting: Setting, budget: int, resident: int, label: str) -> Way:
+def fitted(setting: Setting, budget: int, resident: int, label: str, backend: Literal["eager", "inductor"]) -> Way:
     """``optimize`` with ``FitMemory`` at ``budget`` bytes above the ``resident`` ones."""
-    module = graphopt.optimize(setting.fresh(), [FitMemory(resident + budget)], example_inputs=setting.batch)
-    return Way(label, "graphopt", module, predicted=_program(module).memory().allocated_peak_bytes)
+    passes = [FitMemory(resident + budget)]
+    module = graphopt.optimize(setting.fresh(), passes, example_inputs=setting.batch, backend=backend)
+    return Way(label, OURS[backend], module, predicted=_program(module).memory().allocated_peak_bytes)
 
 
 def _program(module: nn.Module) -> graphopt.Program:

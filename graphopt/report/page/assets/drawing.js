@@ -1,0 +1,446 @@
+// Drawing the visible part of the picture. What is small is drawn as plain rectangles, all of one colour at once.
+
+const READABLE = 6.2;
+const VERBOSE = /^_*(native_)?|_for_cpu|_legit(_functional)?|_with_indices/g;
+const PHASE = Object.fromEntries(data.phases.map((phase, i) => [phase, i]));
+
+/** What is left of an op's name in a small box. */
+const opLabel = (number) => text(number).replace("scaled_dot_product", "sdp").replace(VERBOSE, "") || text(number);
+
+/** A shape for each phase, so that phases are told apart without colour. The path is left to be filled or stroked. */
+function markPath(context, phase, x, y, r) {
+  const shapes = {
+    forward: [[-1, -0.8], [1, -0.8], [0, 1]],
+    backward: [[-1, 0.8], [1, 0.8], [0, -1]],
+    transfer: [[0, -1.1], [1.1, 0], [0, 1.1], [-1.1, 0]],
+    sync: [[-1, -1], [1, 1], [0, 0], [1, -1], [-1, 1], [0, 0]],
+    update: [[-0.85, -0.85], [0.85, -0.85], [0.85, 0.85], [-0.85, 0.85]],
+  };
+  context.beginPath();
+  const corners = shapes[data.phases[phase]];
+  if (corners) {
+    corners.forEach(([dx, dy], i) => context[i ? "lineTo" : "moveTo"](x + dx * r, y + dy * r));
+    context.closePath();
+  } else {
+    context.arc(x, y, r, 0, 2 * Math.PI);
+    context.moveTo(x + r * 0.45, y);
+    context.arc(x, y, r * 0.45, 0, 2 * Math.PI, true);
+  }
+}
+
+function drawMark(context, phase, x, y, r) {
+  markPath(context, phase, x, y, r);
+  context.fillStyle = ink.phase[phase];
+  context.fill();
+  if (phase === PHASE.sync) {
+    context.strokeStyle = ink.phase[phase];
+    context.lineWidth = 1.6;
+    context.stroke();
+    context.lineWidth = 1;
+  }
+}
+
+/** Draws text in the monospaced font, cut to a width; `end` keeps the end rather than the start. */
+class Pen {
+  constructor(context) {
+    this.context = context;
+    this.sizes = new Map();
+  }
+
+  use(size, weight = "") {
+    this.context.font = `${weight} ${size}px ${ink.mono}`;
+    if (!this.sizes.has(size)) this.sizes.set(size, this.context.measureText("0").width);
+    this.advance = this.sizes.get(size);
+  }
+
+  write(value, x, y, width, end = false) {
+    const room = Math.floor(width / this.advance);
+    if (room < 2) return 0;
+    let shown = value.length > 400 ? (end ? value.slice(-400) : value.slice(0, 400)) : value;
+    shown = visible(shown);
+    if (shown.length > room) shown = end ? `…${shown.slice(-room + 1)}` : `${shown.slice(0, room - 1)}…`;
+    this.context.fillText(shown, x, y, width);
+    return shown.length * this.advance;
+  }
+}
+
+/** What runs in some rows: for each column and phase how many calls of which ops, and what changed. */
+function summarise(snapshot, first, end) {
+  const key = first * 1e6 + end;
+  if (!snapshot.summaries.has(key)) {
+    const boxes = new Map();
+    for (let at = first; at < end; at++) for (const id of snapshot.rows[at]) count(boxes, snapshot, id);
+    snapshot.summaries.set(key, [...boxes.values()].sort((a, b) => a.lane - b.lane || a.phase - b.phase));
+  }
+  return snapshot.summaries.get(key);
+}
+
+function count(boxes, snapshot, id) {
+  const lane = records.lane[id], phase = records.phase[id], key = lane * 16 + phase;
+  if (!boxes.has(key)) boxes.set(key, { lane, phase, calls: 0, ops: new Map(), changes: [0, 0, 0, 0, 0] });
+  const box = boxes.get(key);
+  const change = snapshot.changeOf(id);
+  box.changes[change] += 1;
+  if (change === ERASED) return;
+  box.calls += 1;
+  const op = box.ops.get(records.op[id]) || { calls: 0, bytes: 0 };
+  op.calls += 1;
+  op.bytes += records.bytes[id];
+  box.ops.set(records.op[id], op);
+}
+
+/** "addmm ×2, gelu": which ops run how often, those with the largest results first; views only where there is nothing else. */
+function opsText(box) {
+  const all = [...box.ops.entries()];
+  const real = all.filter(([op, { bytes }]) => bytes > 0 && text(op) !== "getitem");
+  return (real.length ? real : all)
+    .sort((one, other) => other[1].bytes - one[1].bytes)
+    .map(([op, { calls }]) => (calls > 1 ? `${opLabel(op)} ×${calls}` : opLabel(op)))
+    .join(", ");
+}
+
+/** Signs and numbers of what changed in a box: "+12 −3". */
+function changesText(box) {
+  return [CREATED, ERASED, MOVED, REWIRED].filter((kind) => box.changes[kind]).map((kind) => `${CHANGE_SIGNS[kind]}${box.changes[kind]}`).join(" ");
+}
+
+/** The rows that a band stands for; of a group drawn once, those of its first module. */
+function rowsOf(item) {
+  const shown = item.kind === "group" ? item.children[0] : item;
+  return [shown.first, shown.end];
+}
+
+/** Bytes that calls of an item keep for backward: in place, and moved away; of all modules of a group. */
+function keptBy(snapshot, item) {
+  let here = 0, away = 0;
+  for (let at = item.first; at < item.end; at++) {
+    here += snapshot.kept.get(at) || 0;
+    away += snapshot.away.get(at) || 0;
+  }
+  return { here, away };
+}
+
+class Painter {
+  constructor(graph, context, width, height) {
+    Object.assign(this, { graph, context, width, height });
+    this.scale = graph.camera.scale;
+    this.snapshot = graph.snapshot;
+    this.bands = graph.bands;
+    this.pen = graph.pen;
+    this.pen.context = context;
+    this.text = this.scale * 11 >= READABLE;
+    this.faded = this.snapshot.changed && byId("pale").checked;
+    this.batches = new Map();
+  }
+
+  draw() {
+    const { context, graph } = this;
+    const { x, y } = graph.camera;
+    context.save();
+    context.scale(this.scale, this.scale);
+    context.translate(-x, -y);
+    this.top = y;
+    this.bottom = y + this.height / this.scale;
+    context.textBaseline = "middle";
+    context.textAlign = "left";
+    this.frames();
+    const first = this.bands.at(this.top), last = this.bands.at(this.bottom);
+    for (let index = first; index <= last; index++) this.band(this.bands.list[index]);
+    this.flush();
+    this.laneNames();
+    this.edges();
+    context.restore();
+  }
+
+  laneNames() {
+    if (!this.text) return;
+    this.pen.use(11);
+    this.context.fillStyle = ink.dim;
+    for (const lane of lanes.filter((one) => one.used)) {
+      const arrow = lane.label.startsWith("backward") ? "↑" : "↓";
+      this.context.fillText(`${lane.label.split(" ").pop()} ${arrow}`, lane.x + 2, -10);
+    }
+  }
+
+  frames() {
+    const { context } = this;
+    for (const frame of [...this.bands.frames].reverse()) {
+      if (frame.y > this.bottom || frame.y + frame.height < this.top) continue;
+      const inset = Math.min(frame.depth, 6) * 6;
+      context.beginPath();
+      context.roundRect(-LABELS - 8 + inset, frame.y, WORLD_RIGHT + LABELS + 8 - 2 * inset + 8, frame.height, 6);
+      context.fillStyle = frame.depth % 2 ? ink.paper : ink.frame;
+      context.fill();
+      context.strokeStyle = ink["frame-line"];
+      context.lineWidth = 1 / Math.max(this.scale, 0.3);
+      context.stroke();
+      context.lineWidth = 1;
+    }
+  }
+
+  band(band) {
+    if (this.text) this.label(band);
+    if (band.kind === "head") return;
+    if (band.kind === "calls") {
+      for (const id of this.snapshot.rows[band.item.first]) this.call(id, band);
+    } else {
+      this.closed(band);
+    }
+    this.keptArrow(band);
+  }
+
+  // --- labels -----------------------------------------------------------------------------------------------------
+
+  label(band) {
+    const { context, pen } = this;
+    const { item } = band;
+    const x = -LABELS + band.depth * INSET;
+    const y = band.y + (band.kind === "calls" ? PAD + PILL / 2 : band.height / 2);
+    this.triangle(x + 4, y, item.open);
+    pen.use(11, band.kind === "head" ? "bold" : "");
+    context.fillStyle = ink.ink;
+    const badge = item.kind === "group" ? `×${item.copies}` : "";
+    const room = (band.kind === "head" ? LABELS + 140 : LABELS - 16) - band.depth * INSET - (badge.length + 2) * 7 - 14;
+    const taken = pen.write(item.label, x + 14, y, room, true);
+    if (badge) this.badge(band, badge, x + 14 + taken + 8, y);
+    if (band.kind === "head" && item.kind === "group") this.keptNote(item, x + 14 + taken + 8 + (badge.length + 2) * 7 + 84, y);
+  }
+
+  triangle(x, y, open) {
+    const { context } = this;
+    context.beginPath();
+    const corners = open ? [[-4, -2.5], [4, -2.5], [0, 4]] : [[-2.5, -4], [-2.5, 4], [4, 0]];
+    corners.forEach(([dx, dy], i) => context[i ? "lineTo" : "moveTo"](x + dx, y + dy));
+    context.fillStyle = ink.dim;
+    context.fill();
+  }
+
+  badge(band, badge, x, y) {
+    const { context, pen } = this;
+    const label = band.item.open ? `${badge} ${band.item.all ? "shown all" : "drawn once"}` : badge;
+    const width = label.length * pen.advance + 10;
+    context.beginPath();
+    context.roundRect(x, y - 8, width, 16, 8);
+    context.fillStyle = ink.mark;
+    context.fill();
+    context.fillStyle = ink.ink;
+    context.fillText(label, x + 5, y + 0.5);
+    band.badge = { x, width };
+  }
+
+  keptNote(item, x, y) {
+    const { here } = keptBy(this.snapshot, item);
+    if (!here || item.all) return;
+    this.pen.use(10.5);
+    this.context.fillStyle = ink["kept-ink"];
+    this.context.fillText(`keeps ${bytesText(here)} in all`, x, y);
+  }
+
+  // --- closed modules ---------------------------------------------------------------------------------------------
+
+  closed(band) {
+    const boxes = summarise(this.snapshot, ...rowsOf(band.item));
+    for (let lane = 0; lane < lanes.length; lane++) {
+      const mine = boxes.filter((box) => box.lane === lane);
+      mine.forEach((box, i) => {
+        const width = (lanes[lane].width - 5) / mine.length;
+        this.box(box, lanes[lane].x + i * width, band.y + 2, width - (mine.length > 1 ? 3 : 0));
+      });
+    }
+  }
+
+  box(box, x, y, width) {
+    const { context, pen } = this;
+    const height = CLOSED - 4;
+    const changed = box.changes.slice(1).some(Boolean);
+    const dim = this.faded && !changed;
+    if (!this.text) {
+      this.batch(ink.phase[box.phase], dim ? 0.25 : 0.85).push(x, y, width, height);
+      return;
+    }
+    context.globalAlpha = dim ? 0.55 : 1;
+    context.beginPath();
+    context.roundRect(x, y, width, height, 4);
+    context.fillStyle = box.calls ? ink.tint[box.phase] : ink.paper;
+    context.fill();
+    context.strokeStyle = ink.phase[box.phase];
+    if (!box.calls) context.setLineDash([4, 3]);
+    context.stroke();
+    context.setLineDash([]);
+    drawMark(context, box.phase, x + 10, y + height / 2, 5);
+    const note = changesText(box);
+    const noteWidth = note ? note.length * 6.4 + 8 : 0;
+    context.fillStyle = ink.ink;
+    pen.use(10.5);
+    pen.write(box.calls ? opsText(box) : "erased", x + 20, y + 10.5, width - 24);
+    context.fillStyle = ink.dim;
+    pen.use(10);
+    pen.write(plural(box.calls, "call"), x + 20, y + 23, width - 26 - noteWidth);
+    if (note) {
+      context.fillStyle = ink.ink;
+      pen.use(10.5, "bold");
+      context.fillText(note, x + width - noteWidth, y + 23);
+    }
+    context.globalAlpha = 1;
+  }
+
+  // --- calls ------------------------------------------------------------------------------------------------------
+
+  call(id, band) {
+    const lane = records.lane[id];
+    const { x, y, width, height } = pillAt(lane, records.slot[id], band);
+    if (y > this.bottom || y + height < this.top) return;
+    const change = this.snapshot.changeOf(id), phase = records.phase[id];
+    const found = this.graph.matches.has(id);
+    const dim = this.faded && !change && !found;
+    if (!this.text) {
+      if (change === ERASED) this.batch(ink.dim, 0.35).push(x, y + height / 2 - 2, width, 4);
+      else this.batch(found ? ink.ink : ink.phase[phase], dim ? 0.25 : 0.9).push(x, y, width, height);
+      return;
+    }
+    this.pill(id, x, y, width, height, change, phase, dim, found);
+  }
+
+  pill(id, x, y, width, height, change, phase, dim, found) {
+    const { context, pen } = this;
+    context.globalAlpha = dim ? 0.5 : 1;
+    context.beginPath();
+    context.roundRect(x, y, width, height, 3);
+    context.fillStyle = change === ERASED ? ink.paper : found ? ink.mark : ink.tint[phase];
+    context.fill();
+    context.strokeStyle = change ? ink.ink : ink.phase[phase];
+    context.lineWidth = change === CREATED || change === MOVED ? 1.8 : 1;
+    if (change === ERASED) context.setLineDash([3, 3]);
+    if (change === MOVED) context.setLineDash([7, 3]);
+    context.stroke();
+    context.setLineDash([]);
+    context.lineWidth = 1;
+    drawMark(context, phase, x + 9, y + height / 2, 4);
+    const sign = CHANGE_SIGNS[change];
+    context.fillStyle = change === ERASED ? ink.dim : ink.ink;
+    pen.use(10.5);
+    const taken = pen.write(opLabel(records.op[id]), x + 17, y + height / 2 + 0.5, width - (sign ? 30 : 20));
+    if (change === ERASED) context.fillRect(x + 16, y + height / 2, taken + 2, 1);
+    if (sign) {
+      pen.use(11, "bold");
+      context.fillStyle = ink.ink;
+      context.fillText(sign, x + width - 11, y + height / 2 + 0.5);
+    }
+    context.globalAlpha = 1;
+  }
+
+  /** Rectangles that are drawn together: x, y, width, height, … */
+  batch(colour, alpha) {
+    const key = `${colour} ${alpha}`;
+    if (!this.batches.has(key)) this.batches.set(key, { colour, alpha, list: [] });
+    return this.batches.get(key).list;
+  }
+
+  flush() {
+    const { context } = this;
+    for (const { colour, alpha, list } of this.batches.values()) {
+      context.globalAlpha = alpha;
+      context.fillStyle = colour;
+      context.beginPath();
+      for (let i = 0; i < list.length; i += 4) context.rect(list[i], list[i + 1], list[i + 2], list[i + 3]);
+      context.fill();
+    }
+    context.globalAlpha = 1;
+  }
+
+  // --- what forward keeps -----------------------------------------------------------------------------------------
+
+  keptArrow(band) {
+    const { here, away } = keptBy(this.snapshot, band.item);
+    if (!here && !away) return;
+    const { context, pen } = this;
+    const lane = lanes[FORWARD_LANE];
+    const x = lane.x + lane.width, end = x + KEPT_GAP - 12;
+    const y = band.y + (band.kind === "calls" ? PAD + PILL / 2 : band.height / 2);
+    const width = Math.max(1.2, (8 * (here || away)) / this.graph.mostKept());
+    context.strokeStyle = here ? ink.kept : ink.phase[PHASE.transfer];
+    context.fillStyle = context.strokeStyle;
+    context.globalAlpha = 0.55;
+    context.lineWidth = width;
+    if (!here) context.setLineDash([6, 4]);
+    context.beginPath();
+    context.moveTo(x, y + 6);
+    context.lineTo(end - 4, y + 6);
+    context.stroke();
+    context.setLineDash([]);
+    context.beginPath();
+    context.moveTo(end + 4, y + 6);
+    context.lineTo(end - 4, y + 2 - width / 2);
+    context.lineTo(end - 4, y + 10 + width / 2);
+    context.fill();
+    context.globalAlpha = 1;
+    context.lineWidth = 1;
+    if (!this.text) return;
+    pen.use(10);
+    context.fillStyle = ink["kept-ink"];
+    const label = here ? bytesText(here) + (away ? ` + ${bytesText(away)}` : "") : `${bytesText(away)} away`;
+    pen.write(label, x + 4, y - 6, KEPT_GAP - 14);
+  }
+
+  // --- neighbours -------------------------------------------------------------------------------------------------
+
+  edges() {
+    const { graph, snapshot } = this;
+    for (const [id, strong] of [[graph.selected, true], [graph.hovered, false]]) {
+      if (id === null || id === undefined || (!strong && id === graph.selected)) continue;
+      const place = this.bands.place(id);
+      if (!snapshot.isGhost(id)) {
+        for (const source of new Set(snapshot.inputs(id))) this.edge(this.bands.place(source), place, "reads");
+        for (const user of snapshot.users(id)) this.edge(place, this.bands.place(user), "read by");
+      }
+      if (place) this.outline(place, strong ? 2.5 : 1.5);
+    }
+  }
+
+  outline({ x, y, width, height }, line) {
+    const { context } = this;
+    context.lineWidth = line;
+    context.strokeStyle = ink.ink;
+    context.beginPath();
+    context.roundRect(x - 1.5, y - 1.5, width + 3, height + 3, 5);
+    context.stroke();
+    context.lineWidth = 1;
+  }
+
+  edge(from, to, kind) {
+    if (!from || !to) return;
+    const { context } = this;
+    this.outline(kind === "reads" ? from : to, 1.2);
+    const right = to.x > from.x + from.width;
+    const x = right ? from.x + from.width : from.x + from.width / 2;
+    const y = right ? from.y + from.height / 2 : from.y + (to.y > from.y ? from.height : 0);
+    const tipX = right ? to.x - 2 : to.x + to.width / 2;
+    const tipY = right ? to.y + to.height / 2 : to.y + (to.y > from.y ? -2 : to.height + 2);
+    const bend = right ? Math.max(24, (tipX - x) / 2) : 0;
+    const lift = right ? 0 : Math.sign(tipY - y) * Math.max(14, Math.abs(tipY - y) / 3);
+    context.beginPath();
+    context.moveTo(x, y);
+    context.bezierCurveTo(x + bend, y + lift, tipX - bend, tipY - lift, tipX, tipY);
+    context.strokeStyle = ink.ink;
+    context.globalAlpha = 0.75;
+    context.lineWidth = (kind === "reads" ? 1.6 : 1.1) / Math.max(this.scale, 0.4);
+    if (from.folded || to.folded) context.setLineDash([2, 3]);
+    else if (kind === "read by") context.setLineDash([6, 3]);
+    context.stroke();
+    context.setLineDash([]);
+    this.tip(tipX, tipY, right ? 0 : Math.sign(tipY - y));
+    context.globalAlpha = 1;
+    context.lineWidth = 1;
+  }
+
+  /** An arrow's head: to the right, or up or down. */
+  tip(x, y, down) {
+    const { context } = this;
+    context.fillStyle = ink.ink;
+    context.beginPath();
+    context.moveTo(x, y);
+    const wings = down ? [[-3.5, -6 * down], [3.5, -6 * down]] : [[-6, -3.5], [-6, 3.5]];
+    for (const [dx, dy] of wings) context.lineTo(x + dx, y + dy);
+    context.fill();
+  }
+}

@@ -1,0 +1,172 @@
+// The tables and texts around the picture: passes, diffs, activations, origin.
+
+// --- passes -----------------------------------------------------------------------------------------------------------
+
+const NUMERICS = { bitwise: "bitwise: results equal to the last bit", tolerant: "tolerant: equal within the tolerance that the pass states", changes: "changes results" };
+
+function startPasses() {
+  const place = byId("passes-table");
+  if (!data.passes.length) {
+    replaceChildren(place, element("p", { class: "dim" }, data.pipeline ? "The program is shown as these passes left it; what each of them did is not known here." : "No pass ran: the program is shown as it was captured."));
+    return;
+  }
+  const head = ["pass and its options", "stage", "what changed", "nodes", "peak (predicted)", "took (measured)", "numerics", "what to know"];
+  const kinds = ["", "", "", "number", "number", "number", "", ""];
+  replaceChildren(place, element(
+    "table", {}, element("thead", {}, row(head, kinds, "th")), element("tbody", {}, data.passes.map((one) => row(passCells(one), kinds))),
+  ));
+}
+
+function passCells(one) {
+  const index = data.snapshots.findIndex((snapshot) => snapshot.pass === data.passes.indexOf(one));
+  const name = link(one.name, () => {
+    showSnapshot(index);
+    byId("program").scrollIntoView();
+  });
+  const options = one.options.map(([option, value, standard]) => element("div", {}, standard ? `${option}=${value}` : element("b", {}, `${option}=${value}`)));
+  const spec = options.length ? options : one.spec === one.name ? [] : [one.spec];
+  return [
+    element("span", {}, element("b", {}, name), element("div", { class: "options" }, ...spec)),
+    one.stage,
+    element("span", { class: one.done ? undefined : "warning" }, one.changed),
+    difference(one.nodes[0], one.nodes[1], countText),
+    one.peaks[0] === null ? "not counted" : difference(one.peaks[0], one.peaks[1], bytesText),
+    secondsText(one.seconds),
+    element("span", { title: NUMERICS[one.numerics] }, one.numerics),
+    linesCell(one),
+  ];
+}
+
+/** "before → after", or one number where they are equal. */
+const difference = (before, after, write) => (before === after ? write(before) : `${write(before)} → ${write(after)}`);
+
+function linesCell(one) {
+  const lines = one.lines.map((line) => element("li", {}, line));
+  const cell = element("span", {}, lines.length ? element("ul", {}, lines) : "");
+  if (one.tensors.length) {
+    const names = element("ul", {}, one.tensors.map((name) => element("li", { class: "code" }, name)));
+    cell.append(element("details", {}, element("summary", {}, `${plural(one.tensors.length, "tensor")} decided about`), names));
+  }
+  return cell;
+}
+
+// --- diffs ------------------------------------------------------------------------------------------------------------
+
+const LINE_KINDS = { "+": "plus", "-": "minus", "@": "hunk" };
+
+function startDiffs() {
+  const place = byId("diffs");
+  if (!data.diffs.length) replaceChildren(place, element("p", { class: "dim" }, "There is nothing to compare: no pass ran."));
+  else replaceChildren(place, data.diffs.map(diffElement));
+}
+
+function diffElement(one) {
+  const { label, stage } = data.snapshots[one.snapshot];
+  const summary = element("summary", {}, element("b", {}, brief(label, 300)), ` (${stage}): ${one.lines[0]} (peaks predicted)`);
+  const box = element("details", {}, summary);
+  box.addEventListener("toggle", () => {
+    if (!box.open || box.querySelector("pre")) return;
+    const lines = one.lines.slice(1).map((line) => element("span", { class: LINE_KINDS[line[0]] }, line || " "));
+    box.append(element("pre", {}, ...lines));
+    if (one.rest) {
+      const cut = one.cut ? `${plural(one.cut, "line")} more are left out here.` : "Long lines are cut here.";
+      box.append(element("p", { class: "cut" }, `${cut} All of it: `, element("code", {}, one.rest)));
+    }
+  });
+  return box;
+}
+
+// --- activations ------------------------------------------------------------------------------------------------------
+
+const COLUMNS = [
+  { head: "tensor", of: (r) => r[0], kind: "name" }, { head: "×", of: (r) => r[1], kind: "number" },
+  { head: "type", of: (r) => r[2], kind: "code" }, { head: "kept before", of: (r) => r[3], kind: "number" },
+  { head: data.before === data.after ? "kept" : "kept after", of: (r) => r[4], kind: "number" }, { head: "what became of it", of: (r) => r[5], kind: "" },
+  { head: "source", of: (r) => r[6], kind: "code" },
+].filter((column) => data.before !== data.after || (column.head !== "kept before" && column.head !== "what became of it"));
+
+const sorting = { column: -1, down: true, limit: 200 };
+
+function startActivations() {
+  if (!data.activations.length) {
+    replaceChildren(byId("activations-table"), element("p", { class: "dim" }, "This program keeps nothing for backward."));
+    return;
+  }
+  const sum = (at) => data.activations.reduce((total, one) => total + one[at], 0);
+  const both = data.before === data.after ? bytesText(sum(4)) : difference(sum(3), sum(4), bytesText);
+  replaceChildren(byId("activations-sum"), `Kept for backward: ${both} in all `, element("span", { class: "tag" }, "predicted"));
+  drawActivations();
+}
+
+function drawActivations() {
+  const rows = [...data.activations];
+  if (sorting.column >= 0) {
+    const { of } = COLUMNS[sorting.column];
+    const order = (one, other) => (of(one) < of(other) ? -1 : of(one) > of(other) ? 1 : 0);
+    rows.sort((one, other) => (sorting.down ? -order(one, other) : order(one, other)));
+  }
+  const kinds = COLUMNS.map((column) => column.kind);
+  const body = rows.slice(0, sorting.limit).map((one) => row(COLUMNS.map((column) => activationCell(column, one)), kinds));
+  const table = element("table", {}, element("thead", {}, element("tr", {}, COLUMNS.map(sortHead))), element("tbody", {}, body));
+  const more = rows.length > sorting.limit ? [link(`and ${countText(rows.length - sorting.limit)} more lines`, () => {
+    sorting.limit = rows.length;
+    drawActivations();
+  })] : [];
+  replaceChildren(byId("activations-table"), table, ...more);
+}
+
+function activationCell(column, one) {
+  const value = column.of(one);
+  if (column.head.startsWith("kept")) return value ? bytesText(value) : "–";
+  if (column.head === "×") return String(value);
+  if (column.head !== "tensor") return value;
+  const show = () => {
+    const index = one[4] || data.before === data.after ? data.after : data.before;
+    const id = snapshotAt(index).named(one[7]);
+    if (id !== undefined) showRecord(index, id);
+  };
+  return link(value, show, { title: brief(value, 300) });
+}
+
+function sortHead(column, index) {
+  const sorted = sorting.column === index;
+  const mark = sorted ? (sorting.down ? " ▾" : " ▴") : "";
+  const sort = () => {
+    Object.assign(sorting, sorted ? { down: !sorting.down } : { column: index, down: column.kind === "number" });
+    drawActivations();
+  };
+  const label = column.head.startsWith("kept") ? `${column.head} (predicted)` : column.head;
+  return element(
+    "th", { class: column.kind === "number" ? "number" : "", "aria-sort": sorted ? (sorting.down ? "descending" : "ascending") : "none" },
+    element("button", { type: "button", onclick: sort }, label + mark),
+  );
+}
+
+// --- origin -----------------------------------------------------------------------------------------------------------
+
+function startOrigin() {
+  const place = byId("origin-body");
+  const facts = element("dl");
+  for (const [name, value] of Object.entries(data.environment)) facts.append(element("dt", {}, name), element("dd", {}, value));
+  replaceChildren(place, facts);
+  if (data.pipeline) copyable(place, "The passes, as text for passes= and --passes", data.pipeline);
+  if (data.command) copyable(place, "This page again", data.command);
+}
+
+function copyable(place, title, value) {
+  const block = element("pre", {}, value);
+  const button = element("button", { type: "button" }, "Copy");
+  button.addEventListener("click", () => copy(value, block, button));
+  place.append(element("h3", {}, `${title} `, button), block);
+}
+
+/** Copy a text; where the browser does not allow it, select it so that Ctrl+C does. */
+async function copy(value, block, button) {
+  try {
+    await navigator.clipboard.writeText(value);
+    button.textContent = "Copied";
+  } catch {
+    getSelection().selectAllChildren(block);
+    button.textContent = "Selected: press Ctrl+C";
+  }
+}

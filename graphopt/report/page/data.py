@@ -1,0 +1,164 @@
+"""Everything that a page shows, as plain data for its scripts."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from torch import fx
+
+from graphopt.analysis.liveness import MemoryTimeline, storages_of
+from graphopt.program import Phase, Program
+from graphopt.report.page.changes import text_diffs
+from graphopt.report.page.kept import activations, activations_json, kept_storages
+from graphopt.report.page.lineage import Difference, Lineage, follow
+from graphopt.report.page.passes import passes_json, sentence
+from graphopt.report.page.records import PHASES, REFERENCE, Records, Strings, runs
+from graphopt.report.page.sheet import LANES, Sheet, set_out
+from graphopt.report.page.story import Story
+from graphopt.report.page.timeline import timeline_json
+from graphopt.report.page.tree import Item
+from graphopt.report.rundir import environment
+from graphopt.report.visits import Placement
+
+__all__ = ["PAGE_SCHEMA", "page_data"]
+
+PAGE_SCHEMA = 1
+"""The version of the data's layout."""
+
+
+def page_data(story: Story) -> dict[str, Any]:
+    """All data of a page.
+
+    Args:
+        story: what it shows.
+
+    Returns:
+        plain data for JSON. Texts are numbers into ``strings``, except where there are few of them; nodes are numbers
+        into ``records``; all sizes are bytes.
+    """
+    programs = [snapshot.program for snapshot in story.snapshots]
+    lineages = _lineages(story)
+    sheet = set_out(programs, lineages)
+    strings = Strings()
+    records = Records(strings)
+    numbers = [records.add(program, places) for program, places in zip(programs, sheet.places, strict=True)]
+    timelines = _timelines(story)
+    shown = {
+        name: timeline_json(timelines[index], numbers[index], strings, measured=measured)
+        for name, index, measured in _compared(story)
+    }
+    after = programs[story.after]
+    peaks = (
+        None if after.stage == "forward" else (timelines[story.before].peak_bytes, timelines[story.after].peak_bytes)
+    )
+    pair = [(sheet.placements[index], timelines[index]) for index in (story.before, story.after)]
+    return {
+        "schema": PAGE_SCHEMA,
+        "title": after.title or "program",
+        "sentence": sentence(story, peaks),
+        "stage": after.stage,
+        "passes": passes_json(story.records),
+        "timelines": shown,
+        "snapshots": _snapshots(story, lineages, numbers, sheet),
+        "before": story.before,
+        "after": story.after,
+        "sheet": _sheet_json(sheet, strings),
+        "phases": [phase.value for phase in PHASES],
+        "reference": REFERENCE,
+        "diffs": [found.to_json() for found in text_diffs(story)],
+        "activations": activations_json(activations(*pair)),
+        "environment": environment(),
+        "pipeline": story.pipeline,
+        "command": story.command,
+        "records": records.to_json(),
+        "strings": strings.table,
+    }
+
+
+def _compared(story: Story) -> list[tuple[str, int, int | None]]:
+    """The two programs whose timelines are shown, or the one where there are no others."""
+    after = ("after", story.after, story.measured.after)
+    return [after] if story.before == story.after else [("before", story.before, story.measured.before), after]
+
+
+def _timelines(story: Story) -> dict[int, MemoryTimeline]:
+    return {index: story.snapshots[index].program.memory() for index in {story.before, story.after}}
+
+
+def _lineages(story: Story) -> dict[str, Lineage]:
+    """For each stage, which nodes of its snapshots are the same."""
+    stages: dict[str, list[int]] = {}
+    for index, snapshot in enumerate(story.snapshots):
+        stages.setdefault(snapshot.program.stage, []).append(index)
+    return {
+        stage: follow(
+            [story.snapshots[index].program for index in indices],
+            [story.snapshots[index].record is None for index in indices],
+        )
+        for stage, indices in stages.items()
+    }
+
+
+def _snapshots(
+    story: Story, lineages: dict[str, Lineage], numbers: list[dict[fx.Node, int]], sheet: Sheet
+) -> list[dict[str, Any]]:
+    differences = [found for lineage in lineages.values() for found in lineage.differences]
+    shown = []
+    passes = itertools.count()
+    for index, snapshot in enumerate(story.snapshots):
+        number = numbers[index]
+        difference, previous = differences[index], story.previous(index)
+        shown.append(
+            {
+                "label": snapshot.label,
+                "stage": snapshot.program.stage,
+                "pass": None if snapshot.record is None else next(passes),
+                "nodes": runs(number.values()),
+                "changes": None
+                if difference is None or previous is None
+                else _changes(difference, number, numbers[previous]),
+                "kept": _kept_by_row(snapshot.program, sheet.placements[index], len(sheet.visits)),
+            }
+        )
+    return shown
+
+
+def _changes(difference: Difference, new: dict[fx.Node, int], old: dict[fx.Node, int]) -> dict[str, list[int]]:
+    """Runs of records; those of erased calls are of the snapshot before."""
+    return {
+        "created": runs(new[node] for node in difference.created),
+        "erased": runs(old[node] for node in difference.erased),
+        "moved": runs(new[node] for node in difference.moved),
+        "rewired": runs(new[node] for node in difference.rewired),
+    }
+
+
+def _kept_by_row(program: Program, placement: Placement, update: int) -> dict[str, list[list[int]]]:
+    """Predicted bytes that calls of each row keep for backward, here and moved away: pairs of a row and bytes."""
+    here: dict[int, int] = {}
+    away: dict[int, int] = {}
+    for storage in kept_storages(placement, storages_of(program)[1]):
+        row = placement.row.get(storage.owner, update)
+        total = away if placement.known[storage.owner].phase is Phase.TRANSFER else here
+        total[row] = total.get(row, 0) + storage.bytes
+    return {"here": [list(pair) for pair in here.items()], "away": [list(pair) for pair in away.items()]}
+
+
+def _sheet_json(sheet: Sheet, strings: Strings) -> dict[str, Any]:
+    """Rows, columns and the tree around them; ``slots`` are triples of row, column and number of places."""
+    return {
+        "lanes": [lane.value for lane in LANES],
+        "rows": [strings(visit.path) for visit in sheet.visits],
+        "tree": [_item_json(item, strings) for item in sheet.tree],
+        "slots": {
+            stage: [number for (row, lane), count in slots.items() for number in (row, lane, count)]
+            for stage, slots in sheet.slots.items()
+        },
+    }
+
+
+def _item_json(item: Item, strings: Strings) -> list[Any]:
+    """``[label, path, kind, first row, one past the last, children]``."""
+    children = [_item_json(child, strings) for child in item.children]
+    return [strings(item.label), strings(item.path), item.kind, *item.rows, children]

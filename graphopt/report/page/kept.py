@@ -1,0 +1,167 @@
+"""What forward keeps for backward, before and after the passes, with layers that do the same in one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt.analysis.liveness import MemoryTimeline, Storage
+from graphopt.ops import schema
+from graphopt.program import Phase, info
+from graphopt.report.page.sheet import merge_orders
+from graphopt.report.text import short_source
+from graphopt.report.visits import Placement
+from graphopt.values import tensors_of, type_text
+
+__all__ = ["Activation", "activations", "activations_json", "kept_storages"]
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A part of a module path that is a number."""
+
+
+def kept_storages(placement: Placement, refers: dict[fx.Node, list[Storage]]) -> list[Storage]:
+    """The storages that the side of forward makes and the side of backward reads, in the order of making.
+
+    Args:
+        placement: which calls are on which side.
+        refers: the storages behind each node's value.
+    """
+    found: dict[int, Storage] = {}
+    for node in placement.calls:
+        if node in placement.early:
+            continue
+        for source in node.all_input_nodes:
+            found |= {id(s): s for s in refers[source] if s.owner in placement.early and s.bytes}
+    return sorted(found.values(), key=lambda storage: storage.first)
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """What forward makes for backward, of one layer or of ``count`` layers that are equal in everything shown.
+
+    Attributes:
+        name: of the tensor; ``*`` stands for the layers' numbers.
+        count: how many tensors.
+        type: dtype and shape; both, where passes changed it.
+        before: bytes kept for backward without passes, all together; 0 where it is not kept.
+        after: bytes kept with passes.
+        what: what became of it: kept, runs again, moved away, not kept, new.
+        source: the user's line.
+        node: the name of the first one's node, in the program with passes where it is kept there.
+    """
+
+    name: str
+    count: int
+    type: str
+    before: int
+    after: int
+    what: str
+    source: str
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    bytes: int
+    type: str
+    source: str
+    node: str
+
+
+def activations(
+    before: tuple[Placement, MemoryTimeline], after: tuple[Placement, MemoryTimeline]
+) -> list[Activation]:  # fmt: skip
+    """The table, in the order of forward.
+
+    Args:
+        before: the program without passes, and its timeline.
+        after: the program with them; the same objects, where there are none.
+    """
+    old, new = _kept(*before), _kept(*after)
+    again, away = _again(after[0]), _moved(after[0])
+    rows: dict[tuple[str, str, int, int, str], list[_Kept]] = {}
+    for name in merge_orders([list(old), list(new)]):
+        was, now = old.get(name), new.get(name)
+        some = now or was
+        assert some is not None
+        what = _what(name, was, now, again, away)
+        both = was is not None and now is not None and was.type != now.type
+        shown = f"{was.type} → {now.type}" if both and was and now else some.type
+        key = (_folded(name), shown, was.bytes if was else 0, now.bytes if now else 0, what)
+        rows.setdefault(key, []).append(some)
+    return [
+        Activation(
+            key[0] if len(items) > 1 else items[0].node, len(items), key[1], key[2] * len(items), key[3] * len(items),
+            key[4], short_source(items[0].source), items[0].node,
+        )
+        for key, items in rows.items()
+    ]  # fmt: skip
+
+
+def _folded(name: str) -> str:
+    """A tensor's name with ``*`` for the numbers in its module's path."""
+    path, mark, rest = name.partition("::")
+    return _NUMBER.sub("*", path) + mark + rest
+
+
+def activations_json(rows: Sequence[Activation]) -> list[list[Any]]:
+    """Rows as plain lists, in the order of the fields of ``Activation``."""
+    return [[r.name, r.count, r.type, r.before, r.after, r.what, r.source, r.node] for r in rows]
+
+
+def _kept(placement: Placement, timeline: MemoryTimeline) -> dict[str, _Kept]:
+    types = _types(timeline)
+    return {
+        _label(storage): _Kept(storage.bytes, types.get(id(storage), ""), info(storage.owner).source, _label(storage))
+        for storage in kept_storages(placement, timeline.refers)
+    }
+
+
+def _label(storage: Storage) -> str:
+    return storage.names[0] if storage.names else storage.owner.name
+
+
+def _types(timeline: MemoryTimeline) -> dict[int, str]:
+    """The type of the tensor that each storage was made for."""
+    found: dict[int, str] = {}
+    for node, storages in timeline.refers.items():
+        tensors: list[torch.Tensor] = tensors_of(node.meta.get("val"))
+        if len(tensors) == len(storages):
+            for storage, tensor in zip(storages, tensors, strict=True):
+                if storage.owner is node:
+                    found[id(storage)] = type_text(tensor)
+    return found
+
+
+def _again(placement: Placement) -> set[str]:
+    """The names of what runs again."""
+    return {
+        name.rstrip("'")
+        for node in placement.calls
+        if placement.known[node].phase is Phase.RECOMPUTE
+        for name in placement.known[node].names
+    }
+
+
+def _moved(placement: Placement) -> set[str]:
+    """The names of what forward hands to a transfer."""
+    return {
+        name
+        for node in placement.calls
+        if placement.known[node].phase is Phase.TRANSFER and node in placement.early
+        for source in node.all_input_nodes
+        for name in info(schema.storage_root(source)).names
+    }
+
+
+def _what(name: str, was: _Kept | None, now: _Kept | None, again: set[str], away: set[str]) -> str:
+    if now is not None:
+        return "kept" if was is not None else "new"
+    if name in away:
+        return "moved away"
+    return "runs again" if name in again else "not kept"

@@ -1,0 +1,234 @@
+"""Gradients that travel in fewer bits, or as matrices of low rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import torch
+from torch import fx
+
+from graphopt.clock import Clock
+from graphopt.errors import GraphoptError, did_you_mean
+from graphopt.exchange.dissolve import Member, Reduction, agree_on_skipping, dissolve, one_group, reductions
+from graphopt.exchange.lowrank import Factors, Settings, exchange_low_rank, factors_of
+from graphopt.exchange.reduce import exchange_gradients
+from graphopt.ops.collectives import ALL_REDUCE, WAIT
+from graphopt.pipeline import Changed, Numerics, Pass, PassStage
+from graphopt.precision.scaling import FOUND_INF
+from graphopt.program import Phase, Program, info
+from graphopt.values import format_bytes, storage_bytes
+
+__all__ = ["CompressGradients"]
+
+aten = torch.ops.aten
+
+_DENSE = "dense"
+_POWERSGD = "powersgd"
+_CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_OF_POWERSGD = {
+    "rank": 1, "start_step": 1000, "min_compression_rate": 2.0, "seed": 0, "error_feedback": True, "warm_start": True,
+}  # fmt: skip
+
+
+@final
+@dataclass(frozen=True, init=False)
+class CompressGradients(Pass):
+    """Let the gradients that ``DataParallel`` exchanges travel in 16 bits, or as factors of low rank.
+
+    ``bf16`` and ``fp16`` cast each bucket, divide it by the number of ranks, add up in that dtype and cast back, as
+    torch's ``bf16_compress_hook`` and ``fp16_compress_hook`` do; with two ranks results are theirs to the last bit.
+    Half of the bytes travel. Each mean is off by the rounding of the dtype: of its largest addend at most ranks times
+    2^-8 in bfloat16 and 2^-11 in float16, where 1/ranks of a gradient above 65504 becomes infinite and below 6e-8
+    vanishes. Gradients of 16 bits stay as they are.
+
+    ``powersgd`` takes each gradient as a matrix of its first dimension's rows, and exchanges two factors of ``rank``
+    columns, by one step of power iteration from the factor of the step before. What the factors leave out is added to
+    the rank's next gradient. Tensors of one dimension, and those whose factors would not have ``min_compression_rate``
+    times fewer elements, are exchanged densely; the record lists them. A bucket takes two all-reduces, of the first
+    factors beside backward and of the second ones in front of the update. It needs the whole step, where each rank
+    saves what it keeps in ``step.state_dict()``. Ranks stay equal to the last bit, on devices of one kind.
+
+    A gradient that is not finite never enters what is kept. Under loss scaling gradients are unscaled and checked
+    before, and all ranks skip the step where one has to; otherwise the update gets what is not finite, as it does from
+    dense exchange.
+
+    Vogels, Karimireddy and Jaggi, "PowerSGD", 2019 (arXiv 1905.13727), as in torch's ``powerSGD_hook``. The first
+    factors start from numbers that are a function of shape and ``seed``; no random stream is drawn from.
+
+    Args:
+        how: ``bf16``, ``fp16`` or ``powersgd``.
+        rank: columns of the factors. Like the following ones of ``powersgd`` only.
+        start_step: updates with dense exchange before the first with factors.
+        min_compression_rate: how many times fewer elements the factors must have.
+        seed: of the first factors; the same on all ranks.
+        error_feedback: whether what is left out is added to the next gradient.
+        warm_start: whether factors start from those of the step before.
+
+    Raises:
+        GraphoptError: for unknown values, options of ``powersgd`` without it, and ``powersgd`` in a drop-in model.
+    """
+
+    name: ClassVar[str] = "compress-gradients"
+    stage: ClassVar[PassStage] = "joint"
+    also: ClassVar[tuple[PassStage, ...]] = ("step",)
+    numerics: ClassVar[Numerics] = "changes"
+    after: ClassVar[tuple[str, ...]] = ("data-parallel", "mixed-precision", "scale-loss")
+    requires: ClassVar[tuple[str, ...]] = ("data-parallel",)
+    conflicts: ClassVar[tuple[str, ...]] = (
+        "deep-gradient-compression", "local-sgd", "adaptive-local-sgd", "shard-optimizer",
+    )  # fmt: skip
+    changes_signature: ClassVar[bool] = True
+
+    how: str = "bf16"
+    rank: int = 1
+    start_step: int = 1000
+    min_compression_rate: float = 2.0
+    seed: int = 0
+    error_feedback: bool = True
+    warm_start: bool = True
+
+    def __init__(
+        self, how: str = "bf16", *, rank: int = 1, start_step: int = 1000, min_compression_rate: float = 2.0,
+        seed: int = 0, error_feedback: bool = True, warm_start: bool = True,
+    ) -> None:  # fmt: skip
+        given = {
+            "how": how, "rank": rank, "start_step": start_step, "min_compression_rate": float(min_compression_rate),
+            "seed": seed, "error_feedback": error_feedback, "warm_start": warm_start,
+        }  # fmt: skip
+        for option, value in given.items():
+            object.__setattr__(self, option, value)
+        if how not in (*_CASTS, _POWERSGD):
+            hint = did_you_mean(str(how), (*_CASTS, _POWERSGD)) or "use 'bf16', 'fp16' or 'powersgd'"
+            raise GraphoptError(f"compress-gradients: how={how!r} is unknown; {hint}")
+        idle = [option for option, default in _OF_POWERSGD.items() if how in _CASTS and given[option] != default]
+        if idle:
+            raise GraphoptError(
+                f"compress-gradients: {', '.join(idle)} would mean nothing with {how!r}; give how='powersgd', or leave "
+                f"{'it' if len(idle) == 1 else 'them'} out"
+            )
+        rules = {
+            f"rank must be at least 1, not {rank}": rank >= 1,
+            f"start_step is a number of updates of at least 0, not {start_step}": start_step >= 0,
+            f"min_compression_rate must be above 0, not {min_compression_rate}": min_compression_rate > 0,
+            f"seed must be at least 0 and below 2**31, not {seed}": 0 <= seed < 2**31,
+        }
+        wrong = [rule for rule, holds in rules.items() if not holds]
+        if wrong:
+            raise GraphoptError("compress-gradients: " + "; ".join(wrong))
+
+    def form(self, clock: Clock) -> str:
+        """Dense steps first where there are factors; the program of the long run is the compressed one."""
+        return _DENSE if self.how == _POWERSGD and clock.steps < self.start_step else ""
+
+    def concerns(self, program: Program) -> bool:
+        """Where ``DataParallel`` acts: on the step program, or on the joint program of a drop-in model."""
+        return program.stage == "step" or program.lower is None
+
+    def apply(self, program: Program) -> Changed:
+        """See the class; rewrites the step program, or the joint program of a drop-in model."""
+        if self.how == _POWERSGD and program.stage != "step":
+            raise GraphoptError(
+                "compress-gradients: 'powersgd' keeps what is not sent from step to step, for which it needs the whole "
+                "step: use optimize_step, or 'bf16' or 'fp16'"
+            )
+        if any(info(node).origin.startswith(self.name) for node in program.phase_nodes(Phase.SYNC)):
+            return Changed(reason="the gradients of this program are compressed already")
+        found = reductions(program)
+        if not found:
+            return Changed(reason="no gradients are exchanged in this program: one process, or nothing is trained")
+        return self._low_rank(program, found) if self.how == _POWERSGD else self._cast(program, found)
+
+    # --- in 16 bits --------------------------------------------------------------------------------------------------
+
+    def _cast(self, program: Program, found: Sequence[Reduction]) -> Changed:
+        wire = _CASTS[self.how]
+        wide = [reduction for reduction in found if reduction.start.meta["val"].element_size() > wire.itemsize]
+        if not wide:
+            return Changed(reason="the gradients travel in 16 bits already")
+        was = sum(storage_bytes(reduction.start.meta["val"]) for reduction in found)
+        for reduction in wide:
+            self._narrow(program, reduction, wire)
+        now = was - sum(_saved(reduction, wire) for reduction in wide)
+        count = sum(len(reduction.members) for reduction in wide)
+        line = f"{count} gradients travel in {self.how}: {format_bytes(was)} -> {format_bytes(now)} per step and rank"
+        left = [member.name for reduction in found if reduction not in wide for member in reduction.members]
+        more = (f"left as they are, of 16 bits already: {', '.join(left)}",) if left else ()
+        return Changed({"gradients compressed": count, "all-reduces": len(wide)}, lines=(line, *more))
+
+    def _narrow(self, program: Program, reduction: Reduction, wire: torch.dtype) -> None:
+        """Cast in front of one all-reduce and back behind it."""
+        start = reduction.start
+        divided, group = start.args[0], reduction.group
+        assert isinstance(divided, fx.Node)
+        (done,) = start.users
+        dtype = start.meta["val"].dtype
+        common: dict[str, Any] = {"phase": Phase.SYNC, "origin": f"{self.name}: {self.how}", "like": start}
+        low = program.insert(aten._to_copy.default, (divided.args[0],), {"dtype": wire}, before=start, **common)
+        low = program.insert(aten.div_.Scalar, (low, group.size), before=start, **common)
+        again = program.insert(ALL_REDUCE, (low, "sum", group.name), before=start, hint="all_reduce", **common)
+        arrived = program.insert(WAIT, (again,), before=done, hint="exchanged", **common)
+        wide = program.insert(aten._to_copy.default, (arrived,), {"dtype": dtype}, before=done, **common)
+        done.replace_all_uses_with(wide)
+        for node in (done, start, divided):
+            program.graph.erase_node(node)
+
+    # --- as factors --------------------------------------------------------------------------------------------------
+
+    def _low_rank(self, program: Program, found: Sequence[Reduction]) -> Changed:
+        if program.forms.get(self.name, "") == _DENSE:
+            return Changed(reason=f"gradients are exchanged densely until step {self.start_step}")
+        settings = Settings(
+            self.rank, self.min_compression_rate, self.seed, self.error_feedback, self.warm_start
+        )  # fmt: skip
+        chosen = {
+            member.name: factors_of(member.gradient.meta["val"], settings)
+            for reduction in found for member in reduction.members
+        }  # fmt: skip
+        if not any(chosen.values()):
+            return Changed(reason="every gradient has about as few elements as its factors would have")
+        group = one_group(found, self.name)
+        was = sum(storage_bytes(reduction.start.meta["val"]) for reduction in found)
+        limit = max(storage_bytes(reduction.start.meta["val"]) for reduction in found)
+        gradients = dissolve(program, found, self.name)
+        skip = agree_on_skipping(program, group, self.name) if FOUND_INF in program.names() else None
+        buckets = [
+            {member.name: gradients[member.name] for member in reduction.members if chosen[member.name]}
+            for reduction in found
+        ]  # fmt: skip
+        exchange_low_rank(program, [bucket for bucket in buckets if bucket], settings, group, self.name, skip)
+        dense = {name: gradients[name] for name, factors in chosen.items() if factors is None}
+        exchange_gradients(
+            program, dense, dict.fromkeys(dense, group), limit=limit, first=None, origin=self.name, after=skip
+        )
+        now = sum(_travels(gradients[name].meta["val"], factors) for name, factors in chosen.items())
+        names = tuple(name for name, factors in chosen.items() if factors)
+        summary = (
+            f"{len(names)} of {len(chosen)} gradients travel as factors of rank {self.rank}: {format_bytes(was)} -> "
+            f"{format_bytes(now)} per step and rank"
+        )
+        lines = [summary, *_left_dense(list(dense))]
+        counts = {"gradients compressed": len(names), "dense gradients": len(dense)}
+        return Changed(counts, tensors=names, lines=tuple(lines))
+
+
+def _saved(reduction: Reduction, wire: torch.dtype) -> int:
+    elements = sum(_elements(member) for member in reduction.members)
+    return elements * (reduction.members[0].gradient.meta["val"].element_size() - wire.itemsize)
+
+
+def _elements(member: Member) -> int:
+    return int(member.gradient.meta["val"].numel())
+
+
+def _travels(gradient: torch.Tensor, factors: Factors | None) -> int:
+    """Bytes of a gradient on the wire."""
+    if factors is None:
+        return storage_bytes(gradient)
+    return factors.elements * max(gradient.element_size(), torch.float32.itemsize)
+
+
+def _left_dense(names: Sequence[str]) -> Iterator[str]:
+    if names:
+        yield f"dense, as their factors would have about as many elements: {', '.join(names)}"

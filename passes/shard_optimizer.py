@@ -1,0 +1,132 @@
+"""Each rank keeps the optimizer's state for, and updates, its share of every parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+
+from graphopt.errors import GraphoptError
+from graphopt.exchange.dissolve import Reduction, agree_on_skipping, one_group, reductions
+from graphopt.exchange.reduce import final_gradients
+from graphopt.exchange.sharded import agree_on_norms, gather_parameters, scatter_gradients
+from graphopt.groups import Group, find_group
+from graphopt.pipeline import Changed, Numerics, Pass, PassStage
+from graphopt.program import Phase, Program, info
+from graphopt.shards import Shards, shard_of
+from graphopt.values import format_bytes, storage_bytes
+
+__all__ = ["ShardOptimizer"]
+
+aten = torch.ops.aten
+
+
+@final
+@dataclass(frozen=True)
+class ShardOptimizer(Pass):
+    """Divide the optimizer's update, and the memory of its state, by the number of ranks.
+
+    Stage 1 of ZeRO. Of N ranks each updates an Nth of every parameter (of its elements, in the order of memory) and
+    keeps the optimizer's state for these alone. The buckets of ``DataParallel`` are reduce-scattered in place of being
+    all-reduced, so that each rank gets its shard of the mean gradient, and behind the update all-gathered as
+    parameters. As many bytes travel as without. Parameters stay equal on all ranks to the last bit, and equal those of
+    ``DataParallel`` alone to the last bit with two ranks; with more, sums may be taken in another order.
+
+    ``optimizer.state`` holds flat shards, so each rank has to save its own ``optimizer.state_dict()``, and loads it
+    again; a state that is whole is cut where it is loaded before the first step. For another number of ranks
+    ``graphopt.exchange.shards`` puts shards together and divides them. Under loss scaling all ranks skip a step where
+    one has to; ``ClipGradients`` takes the norm over all ranks. Optimizers have to work element by element: SGD, Adam,
+    AdamW, Adagrad, RMSprop and their like.
+
+    Rajbhandari, Rasley, Ruwase and He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020
+    (arXiv 1910.02054).
+
+    Args:
+        group: name of the process group, that of ``DataParallel``; empty for the default group.
+
+    Raises:
+        GraphoptError: for an optimizer that does not work element by element, parameters that do not fill their memory,
+            gradients that are exchanged over another group or several, or that a pass needs in full.
+    """
+
+    name: ClassVar[str] = "shard-optimizer"
+    stage: ClassVar[PassStage] = "step"
+    numerics: ClassVar[Numerics] = "changes"
+    after: ClassVar[tuple[str, ...]] = ("data-parallel", "mixed-precision", "scale-loss", "clip-gradients")
+    requires: ClassVar[tuple[str, ...]] = ("data-parallel",)
+    conflicts: ClassVar[tuple[str, ...]] = (
+        "local-sgd", "adaptive-local-sgd", "deep-gradient-compression", "compress-gradients",
+    )  # fmt: skip
+
+    group: str = ""
+
+    def shards(self, sizes: Mapping[str, int]) -> Shards | None:
+        """An Nth of every parameter, one rank after the other."""
+        group = find_group(self.group)
+        if group.size == 1:
+            return None
+        return {name: shard_of(elements, group.rank, group.size) for name, elements in sizes.items()}
+
+    def apply(self, program: Program) -> Changed:
+        """See the class; rewrites a step program whose update is for this rank's shards."""
+        if any(info(node).origin.startswith(self.name) for node in program.phase_nodes(Phase.SYNC)):
+            return Changed(reason="the update of this program is sharded already")
+        group = find_group(self.group)
+        if group.size == 1:
+            return Changed(reason=f"the group {group.name!r} has one process")
+        found = reductions(program)
+        self._check(program, found, group)
+        buckets = [[member.name for member in reduction.members] for reduction in found]
+        sent = sum(storage_bytes(reduction.start.meta["val"]) for reduction in found)
+        scatter_gradients(program, found, group, self.name)
+        agree_on_norms(program, group, self.name)
+        agree_on_skipping(program, group, self.name)
+        gather_parameters(program, buckets, group, self.name)
+        return _report(program, buckets, sent, group)
+
+    def _check(self, program: Program, found: Sequence[Reduction], group: Group) -> None:
+        if found and one_group(found, self.name).name != group.name:
+            raise GraphoptError(
+                f"gradients are exchanged over the group {found[0].group.name!r}, and the update is sharded over "
+                f"{group.name!r}: give data-parallel and shard-optimizer the same group="
+            )
+        exchanged = {member.name for reduction in found for member in reduction.members}
+        alone = [name for name in final_gradients(program) if name not in exchanged]
+        if alone:
+            raise GraphoptError(
+                f"the gradient of {alone[0]!r} is not exchanged, so that its update cannot be sharded: let "
+                "data-parallel exchange all gradients over one group, or leave shard-optimizer out"
+            )
+        whole = [m.name for r in found for m in r.members if not _has_shard(m.part.meta["val"].numel(), m.part.users)]
+        if whole:
+            raise GraphoptError(
+                f"the update of {whole[0]!r} in this program is that of all of its elements: give shard-optimizer to "
+                "optimize_step, which traces the optimizer for this rank's shards"
+            )
+
+
+def _has_shard(elements: int, readers: Mapping[torch.fx.Node, None]) -> bool:
+    return any(reader.target is aten.as_strided.default and reader.args[1] == [elements] for reader in readers)
+
+
+def _report(program: Program, buckets: Sequence[Sequence[str]], sent: int, group: Group) -> Changed:
+    count = sum(len(names) for names in buckets)
+    state = [(node.meta["val"], spec.target) for node, spec in program.inputs_of("state")]
+    elements = {spec.target: node.meta["val"].numel() for node, spec in program.inputs_of("parameter")}
+    kept = sum(storage_bytes(value) for value, _ in state)
+    whole = sum(
+        elements[target.rsplit("/", 1)[0]] * value.element_size() if value.dim() else storage_bytes(value)
+        for value, target in state
+    )
+    memory = (
+        f"each of the {group.size} ranks of the group {group.name!r} keeps {format_bytes(kept)} of "
+        f"{format_bytes(whole)} of the optimizer's state, and updates its shard of {count} parameters"
+    )
+    traffic = (
+        f"{len(buckets)} all-reduces -> {len(buckets)} reduce-scatters of gradients and {len(buckets)} all-gathers of "
+        f"parameters: {format_bytes(sent)} of each per step"
+    )
+    counts = {"parameters sharded": count, "reduce-scatters": len(buckets), "all-gathers": len(buckets)}
+    return Changed(counts, lines=(memory, traffic))

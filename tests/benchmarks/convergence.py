@@ -1,0 +1,312 @@
+"""Sparse and local exchange against dense exchange on real data: what training ends with, and what each rank receives.
+
+Four processes of one thread train together (gloo), every way with the same batches, learning rates and seeds:
+
+* handwritten digits (scikit-learn): a multilayer perceptron and a small convolutional network, accuracy on 360 images;
+* English text: the GPT of the examples, small, loss on text that was held out.
+
+Dense is ``DataParallel`` with momentum. ``DeepGradientCompression`` sends 0.1 % of the large tensors' elements behind a
+warm-up over the published sparsities, and is then run without each of its corrections: without momentum correction
+it is gradient dropping (error feedback, momentum behind the exchange). Local SGD averages every so many steps.
+
+Figures are medians over the seeds, with the spread (largest minus smallest) behind ±. Bytes are those of the model in
+``graphopt.exchange.volume``'s terms: 2 (N - 1) / N of what is summed, (N - 1) times what each rank gathers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import runpy
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import example_models, make_table, parser, show
+from torch import nn
+
+import graphopt
+from graphopt.clock import Clock
+from graphopt.ops.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST
+from graphopt.passes import AdaptiveLocalSGD, DataParallel, DeepGradientCompression, LocalSGD
+from graphopt.values import storage_bytes
+
+MODELS = example_models()
+TEXT = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "text.py"))
+WORLD = 4
+MOMENTUM = 0.9
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+# --- what is trained -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, its data, and how it is trained.
+
+    Attributes:
+        title: for people.
+        make: a new model.
+        loss: of a model on a batch.
+        data: batches to train on, of all ranks together, and what to evaluate on; takes steps and seed.
+        steps: updates.
+        warm_up: updates over which the sparsities rise.
+        rate: the learning rate at the beginning; it falls to 0 with the cosine.
+        clip: limit on gradients' norms for ``DeepGradientCompression``; None for none.
+        accuracy: whether the share of right answers is reported for what is held out, or its loss.
+    """
+
+    title: str
+    make: Callable[[], nn.Module]
+    loss: Callable[..., torch.Tensor]
+    data: Callable[[int, int], tuple[list[Batch], Batch]]
+    steps: int
+    warm_up: int
+    rate: float
+    clip: float | None
+    accuracy: bool
+
+
+def classification(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy."""
+    return F.cross_entropy(model(x), y)
+
+
+def perceptron() -> nn.Module:
+    """64 pixels to 10 classes; 300,000 parameters."""
+    return nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+
+
+def convolutional() -> nn.Module:
+    """Images of 8 × 8 to 10 classes; 150,000 parameters."""
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(1024, 128), nn.ReLU(), nn.Linear(128, 10),
+    )  # fmt: skip
+
+
+def gpt() -> nn.Module:
+    """A byte-level GPT of two blocks; 135,000 parameters."""
+    model: nn.Module = MODELS.GPT(MODELS.GPTConfig(vocab=256, context=64, d=64, layers=2, heads=4))
+    return model
+
+
+def digits(steps: int, seed: int, size: int = 64) -> tuple[list[Batch], Batch]:
+    """Batches from 1,437 images, a new order at each epoch, and the other 360."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    x, y = torch.tensor(found.data, dtype=torch.float32) / 16, torch.tensor(found.target)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    held_out, kept = order[:360], order[360:]
+    generator = torch.Generator().manual_seed(seed)
+    rows: list[torch.Tensor] = []
+    while len(rows) < steps:
+        rows += list(kept[torch.randperm(len(kept), generator=generator)].split(size))[:-1]
+    return [(x[part], y[part]) for part in rows[:steps]], (x[held_out], y[held_out])
+
+
+def text(steps: int, seed: int) -> tuple[list[Batch], Batch]:
+    """Batches of 16 × 64 bytes, and 64 × 64 bytes that are held out."""
+    tokens, held_out = TEXT["split_tokens"]()
+    batches = TEXT["draw_batches"](tokens, count=steps, size=16, length=64, seed=seed)
+    (evaluated,) = TEXT["draw_batches"](held_out, count=1, size=64, length=64, seed=0)
+    return batches, evaluated
+
+
+TASKS = {
+    "mlp": Task("digits, perceptron", perceptron, classification, digits, 1000, 100, 0.05, None, True),
+    "cnn": Task("digits, convolutions", convolutional, classification, digits, 400, 40, 0.05, None, True),
+    "gpt": Task("text, GPT", gpt, MODELS.next_token_loss, text, 600, 60, 0.1, None, False),
+}
+
+
+# --- how it is exchanged ---------------------------------------------------------------------------------------------
+
+SMALL = {"min_elements": 4096, "momentum": MOMENTUM}
+
+
+def ways(task: Task, steps: int) -> dict[str, tuple[float, list[graphopt.Pass]]]:
+    """The optimizer's momentum and the passes beside ``DataParallel``, by what they are called."""
+    begin = {"rampup_step": max(1, task.warm_up * steps // task.steps), "clip_norm": task.clip, **SMALL}
+    once = {**begin, "sparsity": (0.999,), "rampup_step": 1}
+    local: dict[str, tuple[float, list[graphopt.Pass]]] = {
+        f"local SGD, {k} steps": (MOMENTUM, [LocalSGD(k_steps=k, last_step=steps - 1)]) for k in (4, 8, 16)
+    }
+    return {
+        "dense": (MOMENTUM, []),
+        "DGC": (0.0, [DeepGradientCompression(**begin)]),
+        "DGC, no masking": (0.0, [DeepGradientCompression(masking=False, **begin)]),
+        "DGC, no warm-up": (0.0, [DeepGradientCompression(**once)]),
+        "gradient dropping": (MOMENTUM, [DeepGradientCompression(correction="feedback", **begin)]),
+        "gradient dropping, no warm-up": (MOMENTUM, [DeepGradientCompression(correction="feedback", **once)]),
+        **local,
+        "local SGD, adaptive": (MOMENTUM, [AdaptiveLocalSGD(init_k_steps=16, last_step=steps - 1)]),
+    }
+
+
+def received_bytes(program: graphopt.Program) -> float:
+    """Bytes that come to a rank in one run."""
+    factors = {ALL_REDUCE: 2 * (WORLD - 1) / WORLD, ALL_GATHER: (WORLD - 1) / WORLD, BROADCAST: 1.0}
+    nodes = [node for node in program.graph.nodes if node.target in factors]
+    return sum(factors[node.target] * storage_bytes(node.meta["val"]) for node in nodes)
+
+
+class Trainer:
+    """One way to exchange on one task; compiled once, and started again for each seed."""
+
+    def __init__(self, task: Task, momentum: float, passes: Sequence[graphopt.Pass]) -> None:
+        torch.manual_seed(0)
+        self._task = task
+        self._passes = passes
+        self._model = task.make()
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=task.rate, momentum=momentum)
+        self._step = graphopt.optimize_step(self._model, self._optimizer, [DataParallel(), *passes], loss=task.loss)
+        self._fresh: dict[str, Any] | None = None
+
+    def train(self, steps: int, seed: int) -> dict[str, float]:
+        """Train from the beginning; losses, accuracy, seconds per step and bytes received per step."""
+        batches, held_out = self._task.data(steps, seed)
+        mine = [tuple(part[dist.get_rank() :: WORLD].contiguous() for part in batch) for batch in batches]
+        self._restart(seed, mine[0])
+        forms: Counter[str] = Counter()
+        losses = []
+        started = time.perf_counter()
+        for number, batch in enumerate(mine):
+            forms[self._form(number)] += 1
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._task.rate * (1 + math.cos(math.pi * number / steps)) / 2
+            losses.append(self._step(*batch))
+        seconds = (time.perf_counter() - started) / steps
+        last = torch.stack(losses[-max(1, steps // 20) :]).mean()
+        dist.all_reduce(last)
+        return {"train": last.item() / WORLD, **self._evaluate(held_out), "seconds": seconds, **self._bytes(forms)}
+
+    def _restart(self, seed: int, batch: Sequence[torch.Tensor]) -> None:
+        torch.manual_seed(seed)
+        self._model.load_state_dict(self._task.make().state_dict())
+        self._optimizer.state.clear()
+        if self._fresh is None:
+            self._fresh = self._step.prepare(*batch).state_dict()
+        self._step.load_state_dict(self._fresh)
+
+    def _form(self, number: int) -> str:
+        adapts = any(isinstance(current, AdaptiveLocalSGD) for current in self._passes)
+        clock = Clock(steps=number, numbers=self._step.state_dict()["numbers"] if adapts else {})
+        wanted = {current.name: current.form(clock) for current in self._passes}
+        return ", ".join(f"{name}: {form}" for name, form in wanted.items() if form)
+
+    def _bytes(self, forms: Counter[str]) -> dict[str, float]:
+        sizes = {label.partition(", ")[2]: received_bytes(program) for label, program in self._step.programs.items()}
+        total = sum(count * sizes[form] for form, count in forms.items())
+        return {"bytes": total / forms.total(), "last bytes": sizes[""]}
+
+    @torch.no_grad()
+    def _evaluate(self, held_out: Batch) -> dict[str, float]:
+        x, y = held_out
+        right = (self._model(x).argmax(-1) == y).double().mean().item()
+        return {"loss": self._task.loss(self._model, x, y).item(), "accuracy": right}
+
+
+# --- the processes ---------------------------------------------------------------------------------------------------
+
+
+def work(options: argparse.Namespace) -> None:
+    """What one rank does: every task, way and seed; rank 0 prints a line of JSON for each."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{options.store}", rank=options.rank, world_size=WORLD, timeout=timedelta(minutes=5)
+    )
+    for name in options.tasks:
+        task = TASKS[name]
+        steps = max(10, int(task.steps * options.scale))
+        for way, (momentum, passes) in ways(task, steps).items():
+            if options.ways and way not in options.ways:
+                continue
+            trainer = Trainer(task, momentum, passes)
+            for seed in range(options.seeds):
+                found = trainer.train(steps, seed)
+                if options.rank == 0:
+                    print(json.dumps({"task": name, "way": way, "seed": seed, "steps": steps, **found}), flush=True)
+    dist.destroy_process_group()
+
+
+def launch(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run the ranks; what rank 0 printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--store", f"{folder}/store", "--seeds", str(options.seeds)]
+        command += ["--scale", str(options.scale), "--tasks", *options.tasks]
+        command += ["--ways", *options.ways] if options.ways else []
+        ranks = [
+            subprocess.Popen([*command, "--rank", str(rank)], stdout=subprocess.PIPE, text=True)
+            for rank in range(WORLD)
+        ]
+        lines = []
+        assert ranks[0].stdout is not None
+        for line in ranks[0].stdout:
+            lines.append(json.loads(line))
+            print(".", end="", file=sys.stderr, flush=True)
+        print(file=sys.stderr)
+        if any(process.wait() for process in ranks):
+            raise SystemExit("a rank failed")
+    return lines
+
+
+def middle(values: Sequence[float], form: str) -> str:
+    """The median, and how far the values lie apart."""
+    return f"{statistics.median(values):{form}} ± {max(values) - min(values):{form}}"
+
+
+def table_of(name: str, found: Sequence[dict[str, Any]]) -> Any:
+    """One task's table."""
+    task = TASKS[name]
+    rows = []
+    for way in dict.fromkeys(line["way"] for line in found):
+        same = [line for line in found if line["way"] == way]
+        columns = {key: [line[key] for line in same] for key in ("train", "loss", "accuracy", "seconds", "bytes")}
+        held_out = middle([100 * share for share in columns["accuracy"]], ".1f")
+        rows.append([
+            way, middle(columns["train"], ".4f"), held_out if task.accuracy else middle(columns["loss"], ".4f"),
+            f"{statistics.median(columns['bytes']) / 1e3:,.1f}", f"{same[0]['last bytes'] / 1e3:,.1f}",
+            f"{1 / statistics.median(columns['seconds']):.0f}",
+        ])  # fmt: skip
+    headings = ["way", "train loss", "accuracy, %" if task.accuracy else "held-out loss"]
+    headings += ["kB/step", "kB/step, last", "steps/s"]
+    return make_table(f"{task.title}, {found[0]['steps']} steps, {WORLD} ranks", headings, rows)
+
+
+def main() -> None:
+    """Parse, run, print."""
+    made = parser(__doc__)
+    made.add_argument("--seeds", type=int, default=3, help="how many seeds")
+    made.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="what to train")
+    made.add_argument("--ways", nargs="+", default=[], help="names of the ways to exchange; all by default")
+    made.add_argument("--scale", type=float, default=1.0, help="times the steps of each task")
+    made.add_argument("--store", help=argparse.SUPPRESS)
+    made.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    options = made.parse_args()
+    if options.rank is not None:
+        work(options)
+        return
+    if options.quick:
+        options.seeds, options.scale = 1, 0.1
+    found = launch(options)
+    tables = [table_of(name, [line for line in found if line["task"] == name]) for name in options.tasks]
+    show({"runs": found}, tables, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()

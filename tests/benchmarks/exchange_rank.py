@@ -1,0 +1,290 @@
+"""One rank of exchange.py: trains the same GPT in every way in turn, at every rate, and times it.
+
+The first rank talks to the benchmark in lines of JSON: it asks for the links to be shaped, waits for an answer on its
+standard input, and gives the result.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import example_models
+from network import bits_per_second, sent_bytes
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+
+import graphopt
+from graphopt import passes
+from graphopt.exchange.compressing import LowRank, Sparse
+from graphopt.exchange.link import Link
+from graphopt.exchange.predict import predict_workload
+from graphopt.exchange.ways import Dense, Local, Sharded, Way
+from graphopt.exchange.workload import Workload, workload_of
+from graphopt.passes import DataParallel, DeepGradientCompression, LocalSGD
+
+models = example_models()
+Step = Callable[[], Any]
+WARM_UP = 4
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained: a GPT on ``batch`` sequences of random tokens in each rank."""
+
+    config: Any
+    batch: int
+
+    def build(self, momentum: float = 0.9) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """A model, the same on every rank, and SGD."""
+        torch.manual_seed(0)
+        model = models.GPT(self.config)
+        return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=momentum, fused=True)
+
+    def draw(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A batch of this rank's own."""
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        shape = (self.batch, self.config.context)
+        x, y = (torch.randint(self.config.vocab, shape, generator=generator) for _ in range(2))
+        return x, y
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to train.
+
+    Attributes:
+        name: for the table.
+        make: makes what runs one step.
+        steps: how many steps make a period; times and bytes are means over them.
+        way: whose prediction it is compared with, if any.
+    """
+
+    name: str
+    make: Callable[[Setting], Step]
+    steps: int = 1
+    way: Way | None = None
+
+
+# --- PyTorch's -------------------------------------------------------------------------------------------------------
+
+
+def eager(setting: Setting) -> Step:
+    """The loop that everyone writes, in one process."""
+    model, optimizer = setting.build()
+    return _loop(model, optimizer, setting)
+
+
+def theirs(hook: Callable[[nn.parallel.DistributedDataParallel], None] | None = None) -> Callable[[Setting], Step]:
+    """DistributedDataParallel, with a communication hook or without."""
+
+    def make(setting: Setting) -> Step:
+        model, optimizer = setting.build()
+        parallel = nn.parallel.DistributedDataParallel(model)
+        if hook is not None:
+            hook(parallel)
+        return _loop(parallel, optimizer, setting)
+
+    return make
+
+
+def post_local(period: int) -> Callable[[Setting], Step]:
+    """torch's own post-local SGD, past its synchronous steps."""
+
+    def make(setting: Setting) -> Step:
+        model, optimizer = setting.build()
+        parallel = nn.parallel.DistributedDataParallel(model)
+        alone, _ = dist.new_subgroups(group_size=1)
+        state = PostLocalSGDState(None, alone, start_localSGD_iter=1, post_local_gradient_allreduce=False)
+        parallel.register_comm_hook(state, post_localSGD_hook)
+        averager = PeriodicModelAverager(period=period, warmup_steps=0)
+        return _loop(parallel, PostLocalSGDOptimizer(optimizer, averager), setting)
+
+    return make
+
+
+def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting) -> Step:
+    x, y = setting.draw()
+
+    def step() -> None:
+        models.next_token_loss(model, x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _in_bfloat16(group, bucket):  # type: ignore[no-untyped-def]  # DistributedDataParallel reads the annotations
+    """torch's own hook under another name: by its name DistributedDataParallel refuses it beside gloo."""
+    return default_hooks.bf16_compress_hook(group, bucket)
+
+
+def _bf16(parallel: nn.parallel.DistributedDataParallel) -> None:
+    parallel.register_comm_hook(None, _in_bfloat16)
+
+
+def _powersgd(parallel: nn.parallel.DistributedDataParallel) -> None:
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+# --- graphopt's ------------------------------------------------------------------------------------------------------
+
+
+def ours(*added: graphopt.Pass, momentum: float = 0.9, alone: bool = False) -> Callable[[Setting], Step]:
+    """A whole step with DataParallel and what is added to it."""
+
+    def make(setting: Setting) -> Step:
+        model, optimizer = setting.build(momentum)
+        used = [] if alone else [DataParallel(), *added]
+        step = graphopt.optimize_step(model, optimizer, used, loss=models.next_token_loss)
+        x, y = setting.draw()
+        return lambda: step(x, y)
+
+    return make
+
+
+def all_modes() -> list[Mode]:
+    """Every way, those of passes that are not installed left out."""
+    found = [
+        Mode("no exchange, eager", eager),
+        Mode("DDP", theirs()),
+        Mode("DDP, bf16 hook", theirs(_bf16)),
+        Mode("DDP, PowerSGD hook", theirs(_powersgd)),
+        Mode("DDP, post-local SGD, 4", post_local(4), 4),
+        Mode("no exchange", ours(alone=True)),
+        Mode("DataParallel", ours(), way=Dense()),
+    ]
+    compress, shard = (getattr(passes, name, None) for name in ("CompressGradients", "ShardOptimizer"))
+    if compress is not None:
+        found.append(Mode("CompressGradients bf16", ours(compress("bf16")), way=Dense(wire=torch.bfloat16)))
+        found.append(Mode("CompressGradients powersgd", ours(compress("powersgd", start_step=2)), way=LowRank()))
+    if shard is not None:
+        found.append(Mode("ShardOptimizer", ours(shard()), way=Sharded()))
+    sparse = DeepGradientCompression(sparsity=(0.999,), momentum=0.9)
+    found.append(Mode("DeepGradientCompression 99.9 %", ours(sparse, momentum=0.0), way=Sparse(0.001)))
+    found += [Mode(f"LocalSGD k={k}", ours(LocalSGD(k_steps=k)), k, Local(k)) for k in (4, 8, 16)]
+    return found
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+def timed(action: Step, steps: int, interface: str) -> tuple[float, int]:
+    """Seconds and bytes sent of so many steps, begun by all ranks at once."""
+    dist.barrier()
+    before, started = sent_bytes(interface), time.perf_counter()
+    for _ in range(steps):
+        action()
+    seconds = time.perf_counter() - started
+    dist.barrier()
+    return seconds, sent_bytes(interface) - before
+
+
+def measure_rate(modes: Sequence[Mode], actions: Sequence[Step], rounds: int, interface: str) -> list[dict[str, Any]]:
+    """Every way in turn, in every round beginning with another one; by way, seconds and bytes of a step."""
+    found: list[list[tuple[float, int]]] = [[] for _ in modes]
+    for number in range(rounds):
+        for offset in range(len(modes)):
+            index = (number + offset) % len(modes)
+            seconds, sent = timed(actions[index], modes[index].steps, interface)
+            found[index].append((seconds / modes[index].steps, sent // modes[index].steps))
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, found)
+    results = []
+    for index, mode in enumerate(modes):
+        by_round = list(zip(*(rank[index] for rank in everywhere), strict=True))
+        results.append(
+            {
+                "mode": mode.name,
+                "seconds": [max(seconds for seconds, _ in ranks) for ranks in by_round],
+                "sent_bytes": statistics.median(sum(sent for _, sent in ranks) for ranks in by_round) / len(everywhere),
+            }
+        )
+    return results
+
+
+def measure_link(shared: bool) -> tuple[float, float]:
+    """Bytes per second and seconds of a round between ranks, with nothing else running."""
+    ranks, small, large = dist.get_world_size(), torch.zeros(1), torch.zeros(2**21)
+    rounds = 2 * (ranks - 1)
+    seconds = {}
+    for tensor in (small, large):
+        runs = []
+        for _ in range(9):
+            started = time.perf_counter()
+            dist.all_reduce(tensor)
+            runs.append(time.perf_counter() - started)
+        seconds[tensor.numel()] = statistics.median(runs[2:])
+    latency = seconds[1] / rounds
+    sent = large.numel() * 4 * rounds / ranks
+    return sent / max(seconds[large.numel()] - seconds[1], 1e-9), latency
+
+
+def ask(question: dict[str, Any]) -> None:
+    """Let the benchmark do something, and wait until all ranks know that it is done."""
+    if dist.get_rank() == 0:
+        print(json.dumps(question), flush=True)
+        sys.stdin.readline()
+    dist.barrier()
+
+
+def shared_out(results: list[dict[str, Any]], shared: bool) -> list[dict[str, Any]]:
+    """Where all ranks send through one interface, each of them counted what all sent."""
+    ranks = dist.get_world_size() if shared else 1
+    return [{**result, "sent_bytes": result["sent_bytes"] / ranks} for result in results]
+
+
+def predictions(modes: Sequence[Mode], workload: Workload, link: Link, results: Sequence[dict[str, Any]]) -> None:
+    """Add what the dry run says to the results of the ways that it knows."""
+    for mode, result in zip(modes, results, strict=True):
+        if mode.way is not None:
+            found = predict_workload(workload, dist.get_world_size(), link, mode.way)
+            result |= {"predicted_seconds": found.step, "predicted_bytes": found.sent, "payload_bytes": found.payload}
+
+
+def main(options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    setting = Setting(models.GPTConfig(**options["config"]), options["batch"])
+    modes = [mode for mode in all_modes() if not options["modes"] or mode.name in options["modes"]]
+    workload = None
+    if dist.get_rank() == 0:
+        model, optimizer = setting.build()
+        workload = workload_of(
+            graphopt.capture(model, setting.draw(), loss=models.next_token_loss, optimizer=optimizer)
+        )
+    dist.barrier()
+    actions = [mode.make(setting) for mode in modes]
+    for mode, action in zip(modes, actions, strict=True):
+        timed(action, max(WARM_UP, 2 * mode.steps), options["interface"])
+    result: dict[str, Any] = {"parameters": sum(p.numel() for p in models.GPT(setting.config).parameters())}
+    result["rates"] = []
+    for rate in options["rates"]:
+        ask({"shape": rate})
+        measured, latency = measure_link(options["shared"])
+        bits = bits_per_second(rate)
+        sharing = dist.get_world_size() if options["shared"] else 1
+        bandwidth = measured if bits == float("inf") else bits / 8 / sharing
+        found = shared_out(measure_rate(modes, actions, options["rounds"], options["interface"]), options["shared"])
+        if workload is not None:
+            predictions(modes, workload, Link(bandwidth, latency), found)
+        result["rates"].append({"rate": rate, "bandwidth": measured, "latency": latency, "modes": found})
+    if dist.get_rank() == 0:
+        print(json.dumps({"result": result}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,147 @@
+"""The interactive page of large programs: bytes, seconds to write and to open, frames a second while it moves.
+
+Programs are whole steps after recomputation and a fused update, with every snapshot on the page. Seconds to write are
+from the snapshots to the file; tracing the optimizer once more for the program without passes is counted apart. Opening
+and moving are measured in the installed Chromium, headless, 1280 by 800 pixels.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import example_models, make_table, parser, show
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from graphopt.capture import CaptureSession
+from graphopt.pipeline import Pipeline
+from graphopt.report.page import page_of_story, story_of_snapshots
+from graphopt.runtime.rewrite import Rewritten, rewrite
+
+models = example_models()
+
+SECONDS = 2.0
+"""How long the picture is moved for."""
+
+_MOVE = """async ([seconds, distance]) => {
+  const started = performance.now();
+  let frames = 0;
+  while (performance.now() - started < seconds * 1000) {
+    window.graphoptPage.pan(0, Math.floor(frames / 40) % 2 ? distance : -distance);
+    await new Promise((next) => requestAnimationFrame(next));
+    frames += 1;
+  }
+  return frames * 1000 / (performance.now() - started);
+}"""
+
+
+def gpt(layers: int) -> Rewritten:
+    """A narrow GPT: the size of the page depends on the number of calls, not on the tensors'."""
+    config = models.GPTConfig(vocab=64, context=16, d=16, layers=layers, heads=2)
+    model = models.GPT(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    batch = tuple(torch.randint(config.vocab, (2, 1, config.context)))
+    session = CaptureSession(model, batch, None, loss=models.next_token_loss, optimizer=optimizer)
+    return rewrite(session, Pipeline("recompute{checkpoints=blocks.*},fuse-update"), until="step")
+
+
+def bert_large() -> Rewritten:
+    """BERT-Large for masked language modelling, in its published size."""
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=30522, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+    )
+    model = transformers.BertForMaskedLM(config).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    tokens = torch.zeros(1, 128, dtype=torch.long)
+    session = CaptureSession(model, (), {"input_ids": tokens, "labels": tokens}, loss=True, optimizer=optimizer)
+    return rewrite(session, Pipeline("recompute{checkpoints=bert.encoder.layer.*},fuse-update"), until="step")
+
+
+MODELS: dict[str, Callable[[], Rewritten]] = {
+    "gpt-48": lambda: gpt(48),
+    "bert-large": bert_large,
+    "gpt-132": lambda: gpt(132),
+}
+
+
+def measure(name: str, make: Callable[[], Rewritten], browser: Browser, folder: Path) -> dict[str, Any]:
+    """The figures of one model."""
+    result = make()
+    started = time.perf_counter()
+    story = story_of_snapshots(result.snapshots, result.records)
+    lowered = time.perf_counter() - started
+    started = time.perf_counter()
+    text = page_of_story(story)
+    file = folder / f"{name}.html"
+    file.write_text(text, encoding="ascii")
+    written = time.perf_counter() - started
+    page = browser.new_page(viewport={"width": 1280, "height": 800})
+    started = time.perf_counter()
+    page.goto(file.as_uri())
+    page.wait_for_selector("main:not([hidden])")
+    opened = time.perf_counter() - started
+    figures = {
+        "model": name,
+        "calls": sum(node.op not in ("placeholder", "output") for node in result.program.graph.nodes),
+        "snapshots": len(story.snapshots),
+        "page_bytes": file.stat().st_size,
+        "lowering_seconds": lowered,
+        "writing_seconds": written,
+        "opening_seconds": opened,
+        **frames(page),
+    }
+    page.close()
+    return figures
+
+
+def frames(page: Page) -> dict[str, float]:
+    """Frames a second while the picture moves: as it opens, with every call shown, and with all of it in view."""
+    page.locator("#graph").scroll_into_view_if_needed()
+    figures = {"folded_fps": page.evaluate(_MOVE, [SECONDS, 31])}
+    page.click("#open-all")
+    figures["open_fps"] = page.evaluate(_MOVE, [SECONDS, 53])
+    for _ in range(20):
+        page.click("#zoom-out")
+    figures["far_fps"] = page.evaluate(_MOVE, [SECONDS, 3])
+    return figures
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser(__doc__)
+    options.add_argument("--models", nargs="+", choices=MODELS, help="which (default: all; a GPT of 2 with --quick)")
+    given = options.parse_args(argv)
+    torch.set_num_threads(given.threads)
+    chosen = given.models or ([] if given.quick else list(MODELS))
+    cases = {name: MODELS[name] for name in chosen} or {"gpt-2": lambda: gpt(2)}
+    gpt(1)  # what torch imports and compiles once is not counted
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        results = [measure(name, make, browser, Path(folder)) for name, make in cases.items()]
+        browser.close()
+    rows = [
+        (
+            row["model"], f"{row['calls']:,}", f"{row['page_bytes'] / 1e6:.2f} MB", f"{row['lowering_seconds']:.2f} s",
+            f"{row['writing_seconds']:.2f} s", f"{row['opening_seconds']:.2f} s",
+            *(f"{row[kind]:.0f}" for kind in ("folded_fps", "open_fps", "far_fps")),
+        )
+        for row in results
+    ]  # fmt: skip
+    headings = ("model", "calls", "page", "lower", "write", "open", "folded", "every call", "far")
+    show(
+        {"results": results},
+        [make_table("The interactive page; frames a second at the right", headings, rows)],
+        as_json=given.json,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
