@@ -86,6 +86,7 @@ __all__ = [
     "refusals_expected",
     "run_and_save_rng_state",
     "run_with_rng_state",
+    "stands_for_real",
     "storage_key",
     "trace_update",
     "traced_node",
@@ -697,6 +698,14 @@ def generated_function(code: InductorCode) -> Callable[..., Any]:
 def mode_of(values: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
     """The mode in which example values compute; does nothing where none of them is one."""
     return detect_fake_mode(values) or contextlib.nullcontext()
+
+
+def stands_for_real(tensor: torch.Tensor) -> bool:
+    """Whether an example value, or what it is a view of, was made for a tensor with data (a parameter, an input)."""
+    if not isinstance(tensor, FakeTensor):
+        return True
+    known = tensor.fake_mode.fake_tensor_converter.meta_converter.storage_memo
+    return any(storage._cdata == storage_key(tensor) for storage in known.values())
 
 
 def storage_key(tensor: torch.Tensor) -> int:

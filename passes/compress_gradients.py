@@ -11,7 +11,7 @@ from torch import fx
 
 from graphopt.clock import Clock
 from graphopt.errors import GraphoptError, did_you_mean
-from graphopt.exchange.dissolve import Member, Reduction, agree_on_skipping, dissolve, one_group, reductions
+from graphopt.exchange.dissolve import Reduction, agree_on_skipping, dissolve, one_group, reductions
 from graphopt.exchange.lowrank import Factors, Settings, exchange_low_rank, factors_of
 from graphopt.exchange.reduce import exchange_gradients
 from graphopt.ops.collectives import ALL_REDUCE, WAIT
@@ -214,12 +214,10 @@ class CompressGradients(Pass):
 
 
 def _saved(reduction: Reduction, wire: torch.dtype) -> int:
-    elements = sum(_elements(member) for member in reduction.members)
-    return elements * (reduction.members[0].gradient.meta["val"].element_size() - wire.itemsize)
-
-
-def _elements(member: Member) -> int:
-    return int(member.gradient.meta["val"].numel())
+    """Bytes that do not travel once a bucket is cast."""
+    elements = sum(int(member.gradient.meta["val"].numel()) for member in reduction.members)
+    size: int = reduction.members[0].gradient.meta["val"].element_size()
+    return elements * (size - wire.itemsize)
 
 
 def _travels(gradient: torch.Tensor, factors: Factors | None) -> int:

@@ -31,8 +31,9 @@ class ShardOptimizer(Pass):
     Stage 1 of ZeRO. Of N ranks each updates an Nth of every parameter (of its elements, in the order of memory) and
     keeps the optimizer's state for these alone. The buckets of ``DataParallel`` are reduce-scattered in place of being
     all-reduced, so that each rank gets its shard of the mean gradient, and behind the update all-gathered as
-    parameters. As many bytes travel as without. Parameters stay equal on all ranks to the last bit, and equal those of
-    ``DataParallel`` alone to the last bit with two ranks; with more, sums may be taken in another order.
+    parameters. As many bytes travel as without. Parameters stay equal on all ranks to the last bit. With two ranks they
+    equal those of ``DataParallel`` alone to the last bit as well, but for fused kernels on a CPU, which round the last
+    elements of a tensor in another way; with more ranks sums may be taken in another order.
 
     ``optimizer.state`` holds flat shards, so each rank has to save its own ``optimizer.state_dict()``, and loads it
     again; a state that is whole is cut where it is loaded before the first step. For another number of ranks

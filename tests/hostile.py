@@ -62,5 +62,5 @@ def assert_only_text(page: str) -> None:
     parser.feed(page)
     assert not parser.tags & {"script", "img", "iframe"}
     assert not [name for name in parser.attributes if name.startswith("on")]
-    assert not [letter for letter in page if ord(letter) < 32 and letter not in "\n\t"]
+    assert not [letter for letter in page if ord(letter) < 32 and letter not in "\n\t\r"]
     page.encode("utf-8")

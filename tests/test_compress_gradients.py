@@ -283,6 +283,7 @@ def test_accumulated_gradients_are_compressed_once() -> None:
 # --- several processes -----------------------------------------------------------------------------------------------
 
 SCRIPT = """
+import copy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook as hooks
 import graphopt
@@ -325,7 +326,8 @@ class Run:
         self.dtype, self.bad, self.done = dtype, bad, 0
         self.model = build(dtype)
         self.optimizer = sgd(self.model, lr, momentum)
-        self.step = graphopt.optimize_step(self.model, self.optimizer, [DataParallel(), *passes], loss=loss)
+        passes = [DataParallel(), *passes]
+        self.step = graphopt.optimize_step(self.model, self.optimizer, passes, loss=loss, verify=False)
         self.losses, self.agreed = [], []
 
     def __call__(self, steps):
@@ -426,11 +428,12 @@ said["losses"] = losses
 
 # a resumed run
 passes = [CompressGradients("powersgd", start_step=2)]
-whole, first, second = Run(*passes)(9), Run(*passes)(5), Run(*passes)
-second.model.load_state_dict(first.model.state_dict())
-second.optimizer.load_state_dict(first.optimizer.state_dict())
-second.step.load_state_dict(first.step.state_dict())
+whole, second = Run(*passes)(5), Run(*passes)
+second.model.load_state_dict(whole.model.state_dict())
+second.optimizer.load_state_dict(copy.deepcopy(whole.optimizer.state_dict()))
+second.step.load_state_dict(whole.step.state_dict())
 second.done = 5
+whole(4)
 second(4)
 said["resumed"] = all(torch.equal(a, b) for a, b in zip(copies(whole.model), copies(second.model)))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from playwright.sync_api import Browser
+from torch import nn
 
 import graphopt
 from graphopt import Phase, Pipeline, Program
@@ -197,7 +198,7 @@ def test_hovering_marks_a_call_and_says_what_it_is(page: Opened) -> None:
     page.page.mouse.move(place["x"], place["y"])
     assert page.ask("hovered") == name
     assert page.text("#hovered").startswith("head")
-    page.page.wait_for_timeout(60)
+    page.ask("draw")
     assert page.page.locator("#graph").screenshot() != plain
 
 
@@ -296,6 +297,32 @@ def test_the_origin_can_be_copied(page: Opened, story: Story) -> None:
     page.show("#origin pre")
     page.page.locator("#origin button").first.click()
     page.page.locator("#origin button", has_text="Cop").first.wait_for()
+
+
+# --- other programs --------------------------------------------------------------------------------------------------
+
+
+def test_a_program_without_calls_has_a_page(browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "empty.html"
+    file.write_text(graphopt.capture(nn.Identity(), (torch.zeros(2),), stage="forward").to_html(), encoding="ascii")
+    with opened(browser, file) as page:
+        assert "in 0 calls; as captured, without passes" in page.text("#sentence")
+        assert page.text("#moment-head") == "No calls; 8 B are resident."
+        page.show("#graph").press("j")
+        page.find("args")
+        assert page.details()["phase"].startswith("input: input")
+
+
+def test_sizes_that_vary_are_written_as_they_are_called(browser: Browser, tmp_path: Path) -> None:
+    shapes = ({0: torch.export.Dim("batch", max=64)},)
+    program = graphopt.capture(nn.Linear(4, 2), (torch.zeros(8, 4),), dynamic_shapes=shapes)
+    (symbol,) = (str(n.meta["val"].shape[0]) for n, s in program.inputs_of("input"))
+    file = tmp_path / "varies.html"
+    file.write_text(program.to_html(), encoding="ascii")
+    with opened(browser, file) as page:
+        page.find("args[0]")
+        assert page.details()["type"] == f"f32[{symbol}, 4]"
+        assert page.details()["bytes"] == "128 B (128 bytes)"
 
 
 # --- how it looks ----------------------------------------------------------------------------------------------------

@@ -591,6 +591,17 @@ def test_programs_draw_themselves(stepping: Program, tmp_path: Path) -> None:
     assert ET.parse(file).getroot().tag == f"{SVG}svg"
 
 
+def test_what_the_picture_shows_is_also_said(everywhere: Program) -> None:
+    root = ET.fromstring(to_svg(everywhere))
+    told = root.findtext(f"{SVG}desc") or ""
+    assert root.get("role") == "img"
+    assert told.startswith("forward down the left, backward up the right; joint stage · ")
+    counted = f"{sum(1 for _ in everywhere.phase_nodes(Phase.RECOMPUTE))} recompute"
+    assert counted in ET.tostring(ET.fromstring(to_svg(everywhere, fold=False)), encoding="unicode")
+    assert f"predicted peak {format_bytes(everywhere.memory().peak_bytes)}" in told
+    assert "recompute{checkpoints=blocks.*}" in told
+
+
 def test_programs_without_a_loss_and_with_one_module_are_drawn() -> None:
     program = graphopt.capture(nn.Linear(3, 2), (torch.randn(4, 3, requires_grad=True),))
     layout = only(program)

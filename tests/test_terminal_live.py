@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.cells import cell_len
 from torch import nn
 
@@ -18,7 +21,7 @@ from graphopt.capture import CaptureSession
 from graphopt.cli import main
 from graphopt.passes import FitMemory, Recompute
 from graphopt.report import terminal
-from graphopt.report.after_each import after_each_lines
+from graphopt.report.after_each import after_each_lines, marked_lines
 from graphopt.report.candidates import candidates_text
 from graphopt.report.memory import memory_spans, memory_text
 from graphopt.report.memory_chart import category_style, chart
@@ -37,16 +40,20 @@ COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @pytest.fixture
-def screen(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """stdout and stderr are one terminal of 100 columns."""
+def make_screen(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Terminal]:
+    """Makes one terminal of 100 columns of stdout and stderr; in the test, since pytest sets its own before it."""
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("COLORTERM", "truecolor")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    stream = Terminal()
-    monkeypatch.setattr(sys, "stdout", stream)
-    monkeypatch.setattr(sys, "stderr", stream)
-    return stream
+
+    def make() -> Terminal:
+        stream = Terminal()
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", stream)
+        return stream
+
+    return make
 
 
 def texts(lines: Iterable[Sequence[terminal.Span]]) -> list[str]:
@@ -83,6 +90,20 @@ def test_before_and_after_can_both_be_read_off_the_marks(doubled: Rewritten) -> 
     assert [text[2:] for text in body if text[0] in " +"] == after
 
 
+@given(st.lists(st.sampled_from("abcdefgh"), max_size=12), st.lists(st.sampled_from("abcdefgh"), max_size=12))
+def test_marks_lose_no_line_of_either_text(before: list[str], after: list[str]) -> None:
+    marked = list(marked_lines(before, after))
+    assert [line for mark, line in marked if mark != "+"] == before
+    assert [line for mark, line in marked if mark != "-"] == after
+    assert before != after or all(mark == " " for mark, _ in marked)
+
+
+def test_an_insertion_is_all_that_is_marked() -> None:
+    before = [f"line {number}" if number % 3 else "" for number in range(300)]
+    after = [*before[:100], "new", *before[100:]]
+    assert [(mark, line) for mark, line in marked_lines(before, after) if mark != " "] == [("+", "new")]
+
+
 def test_what_is_captured_is_printed_as_in_plain_text(doubled: Rewritten) -> None:
     whole = snapshots_text(doubled, Program.to_text, "#").split("\n")
     written = texts(after_each_lines(doubled))
@@ -91,8 +112,9 @@ def test_what_is_captured_is_printed_as_in_plain_text(doubled: Rewritten) -> Non
 
 
 def test_dump_after_each_has_colors_on_a_terminal_only(
-    screen: Terminal, monkeypatch: pytest.MonkeyPatch, tmp_path: object
+    make_screen: Callable[[], Terminal], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    screen = make_screen()
     command = ["dump", target("plain"), "-p", RECOMPUTE, "--after-each"]
     assert main(command) == 0
     colored = screen.getvalue()
@@ -160,7 +182,8 @@ def memory_label(timeline: graphopt.analysis.liveness.MemoryTimeline) -> str:
     return graphopt.values.format_bytes(timeline.peak_bytes)
 
 
-def test_memory_on_a_terminal(screen: Terminal) -> None:
+def test_memory_on_a_terminal(make_screen: Callable[[], Terminal]) -> None:
+    screen = make_screen()
     assert main(["memory", target("plain"), "-p", RECOMPUTE]) == 0
     written = screen.getvalue()
     assert "38;2;86;180;233m" in written, "activations are sky blue"
@@ -173,7 +196,8 @@ def test_memory_on_a_terminal(screen: Terminal) -> None:
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_in_a_name_reaches_the_terminal_as_a_command(screen: Terminal) -> None:
+def test_nothing_in_a_name_reaches_the_terminal_as_a_command(make_screen: Callable[[], Terminal]) -> None:
+    screen = make_screen()
     program = hostile()
     for text in (program.to_text(), memory_text(program), str(tensors_table(program)), *NAMES):
         terminal.write(text, screen, style=terminal.line_style)
@@ -186,7 +210,10 @@ def test_nothing_in_a_name_reaches_the_terminal_as_a_command(screen: Terminal) -
     assert r"red\x1b[31m\x1b]0;title\x07\x9b2J\x0d\x08" in screen.getvalue()
 
 
-def test_names_are_shown_without_colors_too(screen: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_shown_without_colors_too(
+    make_screen: Callable[[], Terminal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = make_screen()
     monkeypatch.setenv("NO_COLOR", "1")
     terminal.write(STEERING, screen)
     assert screen.getvalue() == "red\\x1b[31m\\x1b]0;title\\x07\\x9b2J\\x0d\\x08\n"
@@ -195,9 +222,8 @@ def test_names_are_shown_without_colors_too(screen: Terminal, monkeypatch: pytes
     assert pipe.getvalue() == STEERING + "\n", "files and pipes get what there is"
 
 
-def test_warnings_steer_nothing(screen: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    import logging
-
+def test_warnings_steer_nothing(make_screen: Callable[[], Terminal], monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = make_screen()
     logger = logging.getLogger("graphopt.test")
     handler = logging.StreamHandler(screen)
     handler.setFormatter(terminal.LogFormatter("%(message)s"))
@@ -209,7 +235,8 @@ def test_warnings_steer_nothing(screen: Terminal, monkeypatch: pytest.MonkeyPatc
     assert_steers_nothing(screen.getvalue())
 
 
-def test_markup_in_a_message_is_text(screen: Terminal) -> None:
+def test_markup_in_a_message_is_text(make_screen: Callable[[], Terminal]) -> None:
+    screen = make_screen()
     with terminal.working("capturing [bold]dir[/bold]/x.py") as show:
         show("[red]joint")
     with progress_bar("measuring [x]") as bar:
@@ -238,7 +265,8 @@ def test_one_display_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said == ["outer on", "outer off", "inner on", "inner off", "outer on", "outer off"]
 
 
-def test_bars_inside_of_a_spinner(screen: Terminal) -> None:
+def test_bars_inside_of_a_spinner(make_screen: Callable[[], Terminal]) -> None:
+    screen = make_screen()
     with terminal.working("capturing"):
         with measuring() as progress:
             progress(1, 2)
@@ -249,7 +277,8 @@ def test_bars_inside_of_a_spinner(screen: Terminal) -> None:
         assert text in screen.getvalue()
 
 
-def test_capture_passes_and_plans_are_followed_on_a_terminal(screen: Terminal) -> None:
+def test_capture_passes_and_plans_are_followed_on_a_terminal(make_screen: Callable[[], Terminal]) -> None:
+    screen = make_screen()
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
     step = graphopt.optimize_step(
@@ -268,7 +297,8 @@ def test_everything_is_quiet_elsewhere(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr() == ("", "")
 
 
-def test_other_ranks_are_quiet(screen: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_are_quiet(make_screen: Callable[[], Terminal], monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = make_screen()
     monkeypatch.setenv("RANK", "1")
     with terminal.working("capturing"), progress_bar("measuring") as show:
         show(0.5, "")

@@ -27,14 +27,14 @@ LEFT, RIGHT, TOP, BOTTOM = 84.0, 876.0, 100.0, 380.0
 
 @pytest.fixture(scope="module")
 def plain() -> Program:
-    model = Blocks(4)
+    model = Blocks(2)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     return graphopt.capture(model, (torch.randint(0, 11, (4, 8)),), loss=next_token, optimizer=optimizer)
 
 
 @pytest.fixture(scope="module")
 def joint() -> Program:
-    return captured(Blocks(4), torch.randint(0, 11, (4, 8)), loss=next_token)
+    return captured(Blocks(2), torch.randint(0, 11, (4, 8)), loss=next_token)
 
 
 def root_of(text: str) -> ET.Element:

@@ -1,12 +1,16 @@
-"""Models that must be given unwrapped."""
+"""Models and optimizers that cannot be captured as they are, and why."""
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import fx, nn
 
-from graphopt.errors import CaptureError
+from graphopt import _torch
+from graphopt.errors import CaptureError, GraphoptError
+from graphopt.ops import schema
+from graphopt.values import tensors_of
 
-__all__ = ["refuse_wrapped"]
+__all__ = ["refuse_coupling", "refuse_hooks", "refuse_wrapped"]
 
 _WAY_OUT = {
     "OptimizedModule": "it is wrapped by torch.compile; pass the bare module (model._orig_mod) and choose "
@@ -22,6 +26,12 @@ _WAY_OUT = {
     "ScriptModule": "it is a TorchScript module, which has no Python to trace; pass the module it was made from",
 }
 
+_EACH_BY_ITSELF = (
+    "zeros_like", "ones_like", "empty_like", "full_like", "clone", "copy_", "_to_copy", "zero_", "fill_",
+    "masked_fill_",
+)  # fmt: skip
+_NORMS = ("_foreach_norm", "_foreach_max")
+
 
 def refuse_wrapped(model: object) -> None:
     """Raise a ``CaptureError`` with the way out for a model, or a part of one, that another tool has wrapped."""
@@ -32,3 +42,32 @@ def refuse_wrapped(model: object) -> None:
             if cls.__name__ in _WAY_OUT and cls.__module__.startswith("torch."):
                 where = f"its submodule {path!r}" if path else type(module).__name__
                 raise CaptureError(f"{where} cannot be captured: {_WAY_OUT[cls.__name__]}")
+
+
+def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Raise a ``CaptureError`` for an optimizer whose step calls hooks."""
+    hooks = [
+        kind for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks") if getattr(optimizer, kind, None)
+    ]
+    if hooks:
+        raise CaptureError(
+            f"{type(optimizer).__name__} has step hooks ({', '.join(hooks)}); the update is part of one program and "
+            "cannot call them: remove the hooks, or keep your loop and use graphopt.optimize"
+        )
+
+
+def refuse_coupling(optimizer: torch.optim.Optimizer, graph: fx.Graph) -> None:
+    """Raise where the update of one element of a parameter depends on other elements: shards would then be wrong."""
+    for node in graph.nodes:
+        name = schema.op_name(node)
+        if not isinstance(node.target, _torch.OpOverload) or name in _EACH_BY_ITSELF or schema.is_view(node):
+            continue
+        listed = name.startswith(("_foreach_", "_fused_")) and name not in _NORMS
+        if listed or torch.Tag.pointwise in node.target.tags:
+            continue
+        if any(tensor.dim() > 0 for source in node.all_input_nodes for tensor in tensors_of(source.meta.get("val"))):
+            raise GraphoptError(
+                f"{type(optimizer).__name__} cannot be sharded: its update of an element depends on other elements of "
+                f"the parameter ({name}); use an optimizer that works element by element (SGD, Adam, AdamW, Adagrad, "
+                "RMSprop), or leave shard-optimizer out"
+            )

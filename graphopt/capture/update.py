@@ -12,13 +12,12 @@ import torch
 from torch import fx
 
 from graphopt import _torch
+from graphopt.capture.checks import refuse_coupling, refuse_hooks
 from graphopt.capture.source import user_frame
-from graphopt.errors import CaptureError, GraphoptError
+from graphopt.errors import CaptureError
 from graphopt.names import identifier
-from graphopt.ops import schema
 from graphopt.program import InputSpec, NodeInfo, OutputSpec, Phase, Program, set_info
 from graphopt.shards import Shards, check_dense, holds_elements
-from graphopt.values import tensors_of
 
 __all__ = ["UpdateTrace", "append_update", "hyperparameters", "trace_optimizer"]
 
@@ -78,7 +77,7 @@ def trace_optimizer(
         CaptureError: where the optimizer cannot be traced; it then works in drop-in mode.
         GraphoptError: where it cannot be sharded.
     """
-    _refuse_hooks(optimizer)
+    refuse_hooks(optimizer)
     names = {id(parameter): name for name, parameter in trained.items()}
     groups = [
         (index, [p for p in group["params"] if id(p) in names]) for index, group in enumerate(optimizer.param_groups)
@@ -104,29 +103,8 @@ def trace_optimizer(
             "the optimizer has them), or keep your loop and use graphopt.optimize, which works with any optimizer"
         ) from error
     if shards is not None:
-        _refuse_coupling(optimizer, found.graph)
+        refuse_coupling(optimizer, found.graph)
     return found
-
-
-_EACH_BY_ITSELF = ("zeros_like", "ones_like", "empty_like", "full_like", "clone", "copy_", "_to_copy")
-_NORMS = ("_foreach_norm", "_foreach_max")
-
-
-def _refuse_coupling(optimizer: torch.optim.Optimizer, graph: fx.Graph) -> None:
-    """Raise where the update of one element of a parameter depends on other elements: shards would then be wrong."""
-    for node in graph.nodes:
-        name = schema.op_name(node)
-        if not isinstance(node.target, _torch.OpOverload) or name in _EACH_BY_ITSELF or schema.is_view(node):
-            continue
-        listed = name.startswith(("_foreach_", "_fused_")) and name not in _NORMS
-        if listed or torch.Tag.pointwise in node.target.tags:
-            continue
-        if any(tensor.dim() > 0 for source in node.all_input_nodes for tensor in tensors_of(source.meta.get("val"))):
-            raise GraphoptError(
-                f"{type(optimizer).__name__} cannot be sharded: its update of an element depends on other elements of "
-                f"the parameter ({name}); use an optimizer that works element by element (SGD, Adam, AdamW, Adagrad, "
-                "RMSprop), or leave shard-optimizer out"
-            )
 
 
 def _reason(error: Exception) -> str:
@@ -136,17 +114,6 @@ def _reason(error: Exception) -> str:
     if "closure" in text:
         return "its step needs a closure that evaluates the model again"
     return text
-
-
-def _refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
-    hooks = [
-        kind for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks") if getattr(optimizer, kind, None)
-    ]
-    if hooks:
-        raise CaptureError(
-            f"{type(optimizer).__name__} has step hooks ({', '.join(hooks)}); the update is part of one program and "
-            "cannot call them: remove the hooks, or keep your loop and use graphopt.optimize"
-        )
 
 
 class _Tracer:

@@ -68,7 +68,8 @@ def _empty_cold(like: torch.Tensor, columns: int, key: int, step: torch.Tensor) 
 def _orthonormal(x: torch.Tensor) -> torch.Tensor:
     _check_matrix("orthonormal", x)
     if x.shape[1] > _GRAM_SCHMIDT:
-        return torch.linalg.qr(x)[0].contiguous()
+        basis: torch.Tensor = torch.linalg.qr(x)[0]
+        return basis.contiguous()
     columns: list[torch.Tensor] = []
     for column in x.unbind(1):
         for other in columns:

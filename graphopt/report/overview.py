@@ -7,7 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from graphopt.ops import schema
 from graphopt.program import Program
@@ -90,17 +90,23 @@ def _options(current: Pass) -> Iterator[list[Span]]:
     """Every option in force; a pass that is no dataclass has none that are known."""
     for option in option_fields(type(current)) if hasattr(type(current), "__dataclass_fields__") else ():
         value = getattr(current, option.field)
-        shown = ", ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
+        shown = _value(value)
         shown = shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"
         default = not option.required and value == option.default
         yield [(f"    {option.name} = {shown}", "dim" if default else ""), (" (default)" if default else "", "dim")]
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "none"
+    return str(getattr(value, "__qualname__", value))
 
 
 def _peak(record: PassRecord) -> str:
     before, after = record.peak_before, record.peak_after
     if before is None or after is None or before == after:
         return ""
-    return f"; peak {format_bytes(before)} -> {format_bytes(after)}"
+    return f"; peak {_change(before, after)}"
 
 
 def _peaks(records: Sequence[PassRecord], program: Program) -> str:
@@ -111,10 +117,14 @@ def _peaks(records: Sequence[PassRecord], program: Program) -> str:
     for record in records:
         if record.peak_before is not None and record.peak_after is not None:
             stages.setdefault(record.stage, []).extend([record.peak_before, record.peak_after])
-    peaks = {stage: f"{format_bytes(found[0])} -> {format_bytes(found[-1])}" for stage, found in stages.items()}
+    peaks = {stage: _change(found[0], found[-1]) for stage, found in stages.items()}
     now = peaks.pop(program.stage, format_bytes(timeline.peak_bytes))
     earlier = "".join(f"; {stage} stage {change}" for stage, change in peaks.items())
     return f"{now}, {resident}{earlier}"
+
+
+def _change(before: int, after: int) -> str:
+    return format_bytes(after) if before == after else f"{format_bytes(before)} -> {format_bytes(after)}"
 
 
 def _numerics(records: Sequence[PassRecord]) -> str:

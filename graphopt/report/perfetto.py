@@ -92,7 +92,7 @@ class _Run:
     def __init__(self, memory: MemoryTimeline, seconds: Sequence[float]) -> None:
         self._memory, self._seconds = memory, seconds
         self._categories = bytes_by_category(memory)
-        self._free = dict.fromkeys(LANES, 0.0)
+        self._free: dict[str, float] = dict.fromkeys(LANES, 0.0)
         self._done: dict[fx.Node, float] = {}
         self._flows: dict[fx.Node, int] = {}
         self._counted: dict[str, int] | None = None

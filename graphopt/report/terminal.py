@@ -76,8 +76,11 @@ def write(text: str, stream: TextIO, *, style: Callable[[str], str] | None = Non
         stream: where to.
         style: the rich style of a line, used where the stream is a terminal.
     """
-    lines = text.removesuffix("\n").split("\n")
-    write_spans(([(line, style(line) if style else "")] for line in lines), stream)
+    text = text.removesuffix("\n")
+    if style is None or not is_terminal(stream):
+        _write_plain(text, stream)
+    else:
+        write_spans(([(line, style(line))] for line in text.split("\n")), stream)
 
 
 def write_spans(lines: Iterable[Sequence[Span]], stream: TextIO) -> None:
@@ -95,11 +98,14 @@ def write_spans(lines: Iterable[Sequence[Span]], stream: TextIO) -> None:
         for line in lines:
             console.print(Text.assemble(*((visible(text), style) for text, style in line)), soft_wrap=True)
         return
-    clean = visible if stream.isatty() else str
-    encoding = stream.encoding or "utf-8"
     for line in lines:
-        text = clean("".join(text for text, _ in line))
-        stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+        _write_plain("".join(text for text, _ in line), stream)
+
+
+def _write_plain(text: str, stream: TextIO) -> None:
+    text = visible(text) if stream.isatty() else text
+    encoding = stream.encoding or "utf-8"
+    stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
 
 
 def write_error(error: BaseException) -> None:

@@ -10,13 +10,12 @@ from torch import fx
 
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.program import Program
-from graphopt.runtime.inductor import compile_graph
+from graphopt.runtime.inductor import Boxed, compile_graph
 from graphopt.runtime.partition import split_update
 
 __all__ = ["Backend", "Boxed", "check_backend", "compile_module", "compile_program"]
 
 Backend = Literal["eager", "inductor"] | Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
-Boxed = Callable[[list[Any]], Any]
 
 
 def check_backend(backend: Backend) -> None:
@@ -59,7 +58,7 @@ def compile_module(module: fx.GraphModule, inputs: Sequence[Any], backend: Backe
     Args:
         module: a generated module.
         inputs: example values without data.
-        backend: what compiles it.
+        backend: what compiles it; what inductor makes of it takes no more memory than the module's own code.
     """
     if backend == "eager":
         return _boxed(module.forward)

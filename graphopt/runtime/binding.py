@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -77,16 +78,32 @@ class Binding:
         if spec.role == "held":
             return lambda: self._held[spec.target]
         if spec.role == "state":
-            return self._state_getter(spec.target)
+            return self._state_getter(spec.target, tuple(node.meta["val"].shape))
         if spec.role == "hyperparameter":
             return self._rate_getter(int(spec.target[len("lr[") : -1]), isinstance(node.meta["val"], torch.Tensor))
         raise GraphoptError(f"the input {spec.target!r} plays the role {spec.role!r}, which nothing supplies")
 
-    def _state_getter(self, target: str) -> Callable[[], torch.Tensor]:
+    def _state_getter(self, target: str, shape: tuple[Any, ...]) -> Callable[[], torch.Tensor]:
+        """Fetches a piece of state; one that was replaced is checked, since fused kernels do not."""
         assert self._optimizer is not None
         name, key = target.rsplit("/", 1)
         optimizer, parameter = self._optimizer, tensor_getter(self._model, name)
-        return lambda: optimizer.state[parameter()][key]
+        known: Callable[[], torch.Tensor | None] = lambda: None  # noqa: E731
+
+        def state() -> torch.Tensor:
+            nonlocal known
+            found: torch.Tensor = optimizer.state[parameter()][key]
+            if found is not known():
+                if tuple(found.shape) != shape:
+                    raise GraphoptError(
+                        f"the optimizer's state {target} has the shape {list(found.shape)}, and the program updates "
+                        f"{list(shape)}: load what this optimizer saved with the same passes (shard-optimizer keeps "
+                        "shards; a whole state has to be loaded before the first step, which cuts it)"
+                    )
+                known = weakref.ref(found)
+            return found
+
+        return state
 
     def _rate_getter(self, group: int, as_tensor: bool) -> Callable[[], Any]:
         assert self._optimizer is not None

@@ -80,7 +80,7 @@ class _Chain:
         self._examples = dict(zip(self._given, inputs, strict=True))
         self._results: Sequence[Any] = module.graph.output_node().args[0]  # type: ignore[assignment]
         self._kept = {value for value in self._results if isinstance(value, fx.Node)}
-        self._owned = {node for node in self._given if info(node).origin not in _RESIDENT}
+        self._owned = {node for node in self._given if self._is_owned(node)}
         calls = _calls(module.graph)
         self._temporaries = Temporaries(calls)
         self.parts = [self._part(calls)]
@@ -99,6 +99,17 @@ class _Chain:
         index = self.parts.index(part)
         self.parts[index : index + 1] = [self._part(part.calls[:position]), self._part(part.calls[position:])]
 
+    def reduce(self, part: _Part) -> bool:
+        """Divide a part that takes too much, or let its generated code run; returns whether there was a way."""
+        if part.settled:
+            return False
+        middle = _middle(part.calls) if len(part.calls) >= _FEWEST else 0
+        if middle:
+            self.divide(part, middle)
+        else:
+            part.compiled, part.settled = None, True
+        return True
+
     def compile(self) -> None:
         """Compile every part that is not compiled, and not settled to run as generated code."""
         last = self._last_uses()
@@ -106,6 +117,12 @@ class _Chain:
             if part.compiled is None and not part.settled:
                 dying = [i for i, n in enumerate(part.takes) if last.get(n) is part and not self._outlives(n)]
                 part.compiled = _compiled(part, [self._example(node) for node in part.takes], dying)
+
+    def _is_owned(self, node: fx.Node) -> bool:
+        """Whether nobody else holds an input, or what it is a view of, while the code runs."""
+        value = self._examples[node]
+        real = isinstance(value, torch.Tensor) and _torch.stands_for_real(value)
+        return info(node).origin not in _RESIDENT and not real
 
     def _example(self, node: fx.Node) -> Any:
         return self._examples.get(node, node.meta.get("val"))
@@ -259,19 +276,20 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         try:
             peaks = chain.peaks()
         except Exception as error:  # whatever a release of inductor generates that has no meaning without data
-            warnings.warn(
-                f"inductor's code could not be checked against the {format_bytes(promised)} that this program takes "
-                f"above what it is given ({type(error).__name__}: {error}); its peak may be higher",
-                RuntimeWarning, stacklevel=2,
-            )  # fmt: skip
+            _warn(f"could not be checked ({type(error).__name__}: {error}), and may take more than", promised)
             return chain.runner()
-        over = [part for part, peak in zip(chain.parts, peaks, strict=True) if peak > promised and not part.settled]
         logger.info("inductor: %d parts, at most %d bytes of %d", len(chain.parts), max(peaks, default=0), promised)
-        if not over:
+        over = [part for part, peak in zip(chain.parts, peaks, strict=True) if peak > promised]
+        reduced = [chain.reduce(part) for part in over]
+        if not any(reduced):
+            if over:
+                _warn(f"takes {format_bytes(max(peaks))}, more than", promised)
             return chain.runner()
-        for part in over:
-            middle = _middle(part.calls) if len(part.calls) >= _FEWEST else 0
-            if middle:
-                chain.divide(part, middle)
-            else:
-                part.compiled, part.settled = None, True
+
+
+def _warn(what: str, promised: int) -> None:
+    warnings.warn(
+        f"inductor's code {what} the {format_bytes(promised)} that this program takes above what is there before it "
+        'runs: its budget may not hold; backend="eager" keeps it',
+        RuntimeWarning, stacklevel=4,
+    )  # fmt: skip

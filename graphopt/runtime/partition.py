@@ -10,6 +10,8 @@ from torch import fx, nn
 
 from graphopt import _torch
 from graphopt.analysis.reuse import apply_reuse
+from graphopt.ops import schema
+from graphopt.precision.gradients import base_of
 from graphopt.program import Phase, Program, info
 
 __all__ = ["bind_held", "partition", "saved_values", "split_update"]
@@ -115,7 +117,8 @@ def _extract(
 def split_update(program: Program) -> tuple[fx.GraphModule, fx.GraphModule, list[int], list[int]]:
     """A step program as two modules of the boxed convention: everything up to the gradients, and the update.
 
-    Updates that run between calls of backward run behind all of them, in their order.
+    Updates that run between calls of backward run behind all of them, in their order. What reads what the update has
+    made or written, such as exchanges of parameters behind it, belongs to the update.
 
     Returns:
         The first module: (the inputs it needs) → (results of its own, then what the update reads).
@@ -123,11 +126,11 @@ def split_update(program: Program) -> tuple[fx.GraphModule, fx.GraphModule, list
         For both, the positions of the inputs they need among the program's.
     """
     program = program.copy()
-    for node in list(program.phase_nodes(Phase.UPDATE)):
+    update = _from_update_on(program)
+    for node in update:
         program.output_node.prepend(node)
     apply_reuse(program)  # only now: no sum may overwrite a gradient that its update has yet to read
     calls = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
-    update = {node for node in calls if info(node).phase is Phase.UPDATE}
     needs = dict.fromkeys(source for node in calls if node in update for source in node.all_input_nodes)
     handed = [node for node in needs if node.op != "placeholder" and node not in update]
     results = [value for value, _ in program.outputs_of("loss", "output", "gradient", "base", "mutation", "state")]
@@ -141,3 +144,18 @@ def split_update(program: Program) -> tuple[fx.GraphModule, fx.GraphModule, list
     second = _extract([*second_inputs, *handed], [n for n in calls if n in update], late, "GraphoptUpdate")
     order = program.placeholders
     return first, second, [order.index(n) for n in first_inputs], [order.index(n) for n in second_inputs]
+
+
+def _from_update_on(program: Program) -> dict[fx.Node, None]:
+    """The calls of the update and those that depend on them, by value or by what they write, in order."""
+    found: dict[fx.Node, None] = {}
+    written: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        sources = node.all_input_nodes
+        depends = not found.keys().isdisjoint(sources) or not written.isdisjoint(map(base_of, sources))
+        if depends or info(node).phase is Phase.UPDATE:
+            found[node] = None
+            written.update(base_of(target) for target in schema.mutated_inputs(node))
+    return found

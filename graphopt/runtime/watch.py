@@ -53,6 +53,9 @@ class StepWatch:
             RankError: in place of the error of an exchange that fails inside.
         """
         self._ranks |= _ranks_of(program)
+        if not _is_distributed():
+            yield
+            return
         before = _here.where
         _here.where, _here.failed, _here.exchanges = f"what ranks exchange behind step {self._steps}", "", True
         heart = heartbeat(_here) if self._ranks else None
@@ -80,7 +83,7 @@ class StepWatch:
             a callable that raises ``RankError`` in place of the error of an exchange that fails.
         """
         self._ranks |= _ranks_of(program)
-        if not (dist.is_available() and dist.is_initialized()):
+        if not _is_distributed():
             return run
         follow(module)
 
@@ -103,6 +106,10 @@ class StepWatch:
         return guarded
 
 
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 def _ranks_of(program: Program) -> set[int]:
     """The ranks of the default group that a program exchanges with, this one among them; none without exchanges."""
     groups = [find_group(name).handle for name in collective_plan(program)]
@@ -117,13 +124,12 @@ def _explain(heart: Heartbeat | None, ranks: Collection[int], error: Exception, 
     """
     exchange = not isinstance(error, GraphoptError) and _exchange_failed(error, at_exchange)
     _here.stop("exchange" if exchange else f"{type(error).__name__}: {_first_line(error)}")
-    heart = heart or heartbeat(_here)
+    heart = heart or (heartbeat(_here) if exchange else None)
     if heart is None:
         return
     heart.tell()
-    if not exchange:
-        return
-    raise _rank_error(heart.rank, _find_culprits(heart, ranks), error) from error
+    if exchange:
+        raise _rank_error(heart.rank, _find_culprits(heart, ranks or range(heart.size)), error) from error
 
 
 def _exchange_failed(error: Exception, at_exchange: bool) -> bool:

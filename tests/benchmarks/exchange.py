@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--ranks", type=int, default=2, help="processes")
     options.add_argument("--rates", default=",".join(RATES), help="of each link, separated by commas")
     options.add_argument("--modes", default="", help="names of ways, separated by semicolons; empty for all")
-    options.add_argument("--batch", type=int, default=4, help="sequences of 64 tokens in a batch of one rank")
+    options.add_argument("--batch", type=int, default=8, help="sequences of 64 tokens in a batch of one rank")
     options.add_argument("--rounds", type=int, help="rounds at each rate (default: 5; 1 with --quick)")
     options.add_argument("--network", choices=("auto", "namespaces", "loopback"), default="auto", help="how")
     given = options.parse_args(argv)

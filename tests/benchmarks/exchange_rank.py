@@ -85,12 +85,14 @@ def eager(setting: Setting) -> Step:
     return _loop(model, optimizer, setting)
 
 
-def theirs(hook: Callable[[nn.parallel.DistributedDataParallel], None] | None = None) -> Callable[[Setting], Step]:
-    """DistributedDataParallel, with a communication hook or without."""
+def theirs(
+    hook: Callable[[nn.parallel.DistributedDataParallel], None] | None = None, bucket_mb: float | None = None
+) -> Callable[[Setting], Step]:
+    """DistributedDataParallel, with a communication hook or without, and buckets of its default size or another."""
 
     def make(setting: Setting) -> Step:
         model, optimizer = setting.build()
-        parallel = nn.parallel.DistributedDataParallel(model)
+        parallel = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
         if hook is not None:
             hook(parallel)
         return _loop(parallel, optimizer, setting)
@@ -134,6 +136,7 @@ def _bf16(parallel: nn.parallel.DistributedDataParallel) -> None:
 
 
 def _powersgd(parallel: nn.parallel.DistributedDataParallel) -> None:
+    """For one bucket: beside gloo the all-reduces of several may start in another order on each rank, and fail."""
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
@@ -160,7 +163,7 @@ def all_modes() -> list[Mode]:
         Mode("no exchange, eager", eager),
         Mode("DDP", theirs()),
         Mode("DDP, bf16 hook", theirs(_bf16)),
-        Mode("DDP, PowerSGD hook", theirs(_powersgd)),
+        Mode("DDP, PowerSGD hook", theirs(_powersgd, bucket_mb=1024)),
         Mode("DDP, post-local SGD, 4", post_local(4), 4),
         Mode("no exchange", ours(alone=True)),
         Mode("DataParallel", ours(), way=Dense()),

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from graphopt.analysis.liveness import MemoryTimeline, storages_of
-from graphopt.program import Phase, Program
+from graphopt.analysis.liveness import MemoryTimeline, Storage, storages_of
+from graphopt.program import Phase
 from graphopt.report.page.changes import text_diffs
 from graphopt.report.page.kept import activations, activations_json, kept_storages
 from graphopt.report.page.lineage import Difference, Lineage, follow
@@ -60,7 +60,7 @@ def page_data(story: Story) -> dict[str, Any]:
         "stage": after.stage,
         "passes": passes_json(story.records),
         "timelines": shown,
-        "snapshots": _snapshots(story, lineages, numbers, sheet),
+        "snapshots": _snapshots(story, lineages, numbers, sheet, timelines),
         "before": story.before,
         "after": story.after,
         "sheet": _sheet_json(sheet, strings),
@@ -101,7 +101,11 @@ def _lineages(story: Story) -> dict[str, Lineage]:
 
 
 def _snapshots(
-    story: Story, lineages: dict[str, Lineage], numbers: list[dict[fx.Node, int]], sheet: Sheet
+    story: Story,
+    lineages: dict[str, Lineage],
+    numbers: list[dict[fx.Node, int]],
+    sheet: Sheet,
+    timelines: dict[int, MemoryTimeline],
 ) -> list[dict[str, Any]]:
     differences = [found for lineage in lineages.values() for found in lineage.differences]
     shown = []
@@ -109,6 +113,7 @@ def _snapshots(
     for index, snapshot in enumerate(story.snapshots):
         number = numbers[index]
         difference, previous = differences[index], story.previous(index)
+        refers = timelines[index].refers if index in timelines else storages_of(snapshot.program)[1]
         shown.append(
             {
                 "label": snapshot.label,
@@ -118,7 +123,7 @@ def _snapshots(
                 "changes": None
                 if difference is None or previous is None
                 else _changes(difference, number, numbers[previous]),
-                "kept": _kept_by_row(snapshot.program, sheet.placements[index], len(sheet.visits)),
+                "kept": _kept_by_row(sheet.placements[index], refers, len(sheet.visits)),
             }
         )
     return shown
@@ -134,11 +139,11 @@ def _changes(difference: Difference, new: dict[fx.Node, int], old: dict[fx.Node,
     }
 
 
-def _kept_by_row(program: Program, placement: Placement, update: int) -> dict[str, list[list[int]]]:
+def _kept_by_row(placement: Placement, refers: dict[fx.Node, list[Storage]], update: int) -> dict[str, list[list[int]]]:
     """Predicted bytes that calls of each row keep for backward, here and moved away: pairs of a row and bytes."""
     here: dict[int, int] = {}
     away: dict[int, int] = {}
-    for storage in kept_storages(placement, storages_of(program)[1]):
+    for storage in kept_storages(placement, refers):
         row = placement.row.get(storage.owner, update)
         total = away if placement.known[storage.owner].phase is Phase.TRANSFER else here
         total[row] = total.get(row, 0) + storage.bytes

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from graphopt.analysis.liveness import MemoryTimeline, Storage
@@ -52,7 +51,7 @@ class Activation:
         after: bytes kept with passes.
         what: what became of it: kept, runs again, moved away, not kept, new.
         source: the user's line.
-        node: the name of the first one's node, in the program with passes where it is kept there.
+        first: the name of the first one.
     """
 
     name: str
@@ -62,15 +61,15 @@ class Activation:
     after: int
     what: str
     source: str
-    node: str
+    first: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
+    name: str
     bytes: int
     type: str
     source: str
-    node: str
 
 
 def activations(
@@ -87,19 +86,18 @@ def activations(
     rows: dict[tuple[str, str, int, int, str], list[_Kept]] = {}
     for name in merge_orders([list(old), list(new)]):
         was, now = old.get(name), new.get(name)
-        some = now or was
-        assert some is not None
-        what = _what(name, was, now, again, away)
-        both = was is not None and now is not None and was.type != now.type
-        shown = f"{was.type} → {now.type}" if both and was and now else some.type
-        key = (_folded(name), shown, was.bytes if was else 0, now.bytes if now else 0, what)
-        rows.setdefault(key, []).append(some)
+        some = [kept for kept in (was, now) if kept is not None]
+        key = (
+            _folded(name), " → ".join(dict.fromkeys(kept.type for kept in some)), was.bytes if was else 0,
+            now.bytes if now else 0, _what(name, was, now, again, away),
+        )  # fmt: skip
+        rows.setdefault(key, []).append(some[-1])
     return [
         Activation(
-            key[0] if len(items) > 1 else items[0].node, len(items), key[1], key[2] * len(items), key[3] * len(items),
-            key[4], short_source(items[0].source), items[0].node,
+            folded if len(items) > 1 else items[0].name, len(items), kind, old_size * len(items),
+            new_size * len(items), what, short_source(items[0].source), items[0].name,
         )
-        for key, items in rows.items()
+        for (folded, kind, old_size, new_size, what), items in rows.items()
     ]  # fmt: skip
 
 
@@ -111,30 +109,20 @@ def _folded(name: str) -> str:
 
 def activations_json(rows: Sequence[Activation]) -> list[list[Any]]:
     """Rows as plain lists, in the order of the fields of ``Activation``."""
-    return [[r.name, r.count, r.type, r.before, r.after, r.what, r.source, r.node] for r in rows]
+    return [[r.name, r.count, r.type, r.before, r.after, r.what, r.source, r.first] for r in rows]
 
 
 def _kept(placement: Placement, timeline: MemoryTimeline) -> dict[str, _Kept]:
-    types = _types(timeline)
-    return {
-        _label(storage): _Kept(storage.bytes, types.get(id(storage), ""), info(storage.owner).source, _label(storage))
-        for storage in kept_storages(placement, timeline.refers)
-    }
-
-
-def _label(storage: Storage) -> str:
-    return storage.names[0] if storage.names else storage.owner.name
-
-
-def _types(timeline: MemoryTimeline) -> dict[int, str]:
-    """The type of the tensor that each storage was made for."""
-    found: dict[int, str] = {}
-    for node, storages in timeline.refers.items():
-        tensors: list[torch.Tensor] = tensors_of(node.meta.get("val"))
-        if len(tensors) == len(storages):
-            for storage, tensor in zip(storages, tensors, strict=True):
-                if storage.owner is node:
-                    found[id(storage)] = type_text(tensor)
+    """What is kept, by name: the tensor's or, where it has none, its node's and which of the node's results it is."""
+    found = {}
+    for storage in kept_storages(placement, timeline.refers):
+        made = timeline.refers[storage.owner]
+        place = next((index for index, one in enumerate(made) if one is storage), 0)
+        name = storage.names[0] if storage.names else storage.owner.name
+        name = f"{name}.{place}" if name in found else name
+        tensors = tensors_of(storage.owner.meta.get("val"))
+        kind = type_text(tensors[place]) if len(tensors) == len(made) else ""
+        found[name] = _Kept(name, storage.bytes, kind, info(storage.owner).source)
     return found
 
 

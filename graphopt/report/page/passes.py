@@ -61,8 +61,8 @@ def sentence(story: Story, peaks: tuple[int, int] | None) -> str:
     parts = [
         f"{program.title or 'A program'}: {what[program.stage]} ({program.stage} stage) in {_calls(program):,} calls"
     ]
-    done = [record.name for record in story.records if record.changed]
-    idle = [record.name for record in story.records if not record.changed]
+    done = list(dict.fromkeys(record.name for record in story.records if record.changed))
+    idle = list(dict.fromkeys(record.name for record in story.records if record.name not in done))
     if done:
         parts.append(f"rewritten by {_listed(done)}")
     if idle:

@@ -15,7 +15,7 @@ from graphopt.report.page.sheet import Place
 from graphopt.report.text import Writer
 from graphopt.values import storage_bytes, tensors_of, type_text
 
-__all__ = ["PHASES", "REFERENCE", "Records", "Strings", "made_bytes", "runs"]
+__all__ = ["PHASES", "REFERENCE", "Records", "Strings", "runs"]
 
 PHASES = tuple(Phase)
 """What the column ``phase`` counts in."""
@@ -69,6 +69,7 @@ class Records:
     def __init__(self, strings: Strings) -> None:
         self._strings = strings
         self._number: dict[_Record, int] = {}
+        self._types: dict[int, tuple[Any, int, int]] = {}
 
     def add(self, program: Program, places: dict[fx.Node, Place]) -> dict[fx.Node, int]:
         """The record of each input and call of a snapshot, in order; ``places`` says where calls stand."""
@@ -82,13 +83,21 @@ class Records:
     def _record(self, node: fx.Node, places: dict[fx.Node, Place], roles: dict[fx.Node, str]) -> _Record:
         text, known = self._strings, info(node)
         call, reads = self._call(node)
-        value = node.meta.get("val")
         return _Record(
-            text(node.name), text(_op(node)), call, reads, text(type_text(value)), made_bytes(node),
+            text(node.name), text(_op(node)), call, reads, *self._type(node),
             PHASES.index(known.phase), text(known.module), tuple(text(name) for name in known.names),
             text(known.source), text(known.origin), text(known.policy.value if known.policy else ""),
             text(roles.get(node, "")), *places.get(node, _OUTSIDE),
         )  # fmt: skip
+
+    def _type(self, node: fx.Node) -> tuple[int, int]:
+        """The type of a node's value, and the bytes that it makes; snapshots share values, which are looked at once."""
+        value = node.meta.get("val")
+        if id(value) not in self._types:
+            size = sum(storage_bytes(tensor) for tensor in tensors_of(value))
+            self._types[id(value)] = (value, self._strings(type_text(value)), size)
+        _, kind, size = self._types[id(value)]
+        return kind, 0 if _is_view(node) else size
 
     def _call(self, node: fx.Node) -> tuple[int, tuple[int, ...]]:
         """What a node calls, with ``REFERENCE`` for each value it reads, and the names of those values' nodes."""
@@ -125,11 +134,9 @@ def _op(node: fx.Node) -> str:
     return schema.op_name(node) if target is node.target else str(target).split(".")[1]
 
 
-def made_bytes(node: fx.Node) -> int:
-    """Bytes of the storage of a node's value; 0 for views. The same as in ``Program.tensors``."""
-    if node.op == "call_function" and schema.aliased_inputs(schema.maker(node)):
-        return 0
-    return sum(storage_bytes(tensor) for tensor in tensors_of(node.meta.get("val")))
+def _is_view(node: fx.Node) -> bool:
+    """Whether a value makes no storage of its own, as ``Program.tensors`` counts it."""
+    return node.op == "call_function" and bool(schema.aliased_inputs(schema.maker(node)))
 
 
 def _roles(program: Program) -> dict[fx.Node, str]:

@@ -144,8 +144,7 @@ class Painter {
     context.textBaseline = "middle";
     context.textAlign = "left";
     this.frames();
-    const first = this.bands.at(this.top), last = this.bands.at(this.bottom);
-    for (let index = first; index <= last; index++) this.band(this.bands.list[index]);
+    for (const band of this.bands.list.slice(this.bands.at(this.top), this.bands.at(this.bottom) + 1)) this.band(band);
     this.flush();
     this.laneNames();
     this.edges();

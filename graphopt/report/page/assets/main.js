@@ -28,9 +28,10 @@ function showSnapshot(index) {
 
 function changedText({ compared, counts, ids }) {
   const calls = plural(ids.reduce((sum, id) => sum + !isInput(id), 0), "call");
+  if (data.snapshots.length === 1) return calls;
   if (!compared) return `${calls}; the first snapshot of its stage, with nothing to compare with`;
   const { created, erased, moved, rewired } = counts;
-  return `${calls}; against the snapshot before: + ${countText(created)} created, − ${countText(erased)} erased, ↕ ${countText(moved)} moved, ~ ${countText(rewired)} that read other values`;
+  return `${calls}; against the snapshot before: + ${countText(created)} created, − ${countText(erased)} erased, ↕ ${countText(moved)} moved, Δ ${countText(rewired)} that read other values`;
 }
 
 /** Move to another snapshot with the slider; from the first time on, what changed is set off from the rest. */
@@ -45,7 +46,7 @@ const stepSnapshot = (step) => slideTo(graph.snapshot.index + step);
 function startSnapshots() {
   const slider = byId("slider");
   slider.max = data.snapshots.length - 1;
-  byId("snapshot-tools").hidden = data.snapshots.length === 1;
+  for (const id of ["earlier", "slider", "later"]) byId(id).hidden = data.snapshots.length === 1;
   byId("pale-label").hidden = data.snapshots.length === 1;
   byId("pale").addEventListener("change", () => { slideTo.used = true; graph.redraw(); });
   slider.addEventListener("input", () => slideTo(Number(slider.value)));
@@ -84,7 +85,7 @@ function drawLegend() {
     drawMark(context, i, 11, 8, 4);
     return element("span", {}, canvas, phase);
   });
-  const signs = data.snapshots.some((snapshot) => snapshot.changes) ? "+ created · − erased (dashed, its place stays empty) · ↕ moved · ~ reads other values" : "";
+  const signs = data.snapshots.some((snapshot) => snapshot.changes) ? "+ created · − erased (dashed, its place stays empty) · ↕ moved · Δ reads other values" : "";
   replaceChildren(byId("legend"), ...marks, element("span", {}, "→ kept for backward (predicted bytes)"), element("span", {}, signs));
 }
 

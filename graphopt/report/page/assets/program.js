@@ -3,7 +3,7 @@
 const records = data.records;
 const REWIRED = 1, MOVED = 2, CREATED = 3, ERASED = 4;
 const CHANGE_NAMES = ["", "rewired", "moved", "created", "erased"];
-const CHANGE_SIGNS = ["", "~", "↕", "+", "−"];
+const CHANGE_SIGNS = ["", "Δ", "↕", "+", "−"];
 
 /** Where the values of each record start in a column of several values each. */
 function starts(column) {

@@ -23,7 +23,8 @@ function passCells(one) {
     showSnapshot(index);
     byId("program").scrollIntoView();
   });
-  const options = one.options.map(([option, value, standard]) => element("div", {}, standard ? `${option}=${value}` : element("b", {}, `${option}=${value}`)));
+  const sorted = [...one.options].sort((first, other) => first[2] - other[2]);
+  const options = sorted.map(([option, value, standard]) => element("div", {}, standard ? `${option}=${value}` : element("b", {}, `${option}=${value}`)));
   const spec = options.length ? options : one.spec === one.name ? [] : [one.spec];
   return [
     element("span", {}, element("b", {}, name), element("div", { class: "options" }, ...spec)),
@@ -41,8 +42,9 @@ function passCells(one) {
 const difference = (before, after, write) => (before === after ? write(before) : `${write(before)} → ${write(after)}`);
 
 function linesCell(one) {
-  const lines = one.lines.map((line) => element("li", {}, line));
-  const cell = element("span", {}, lines.length ? element("ul", {}, lines) : "");
+  const columns = one.lines.some((line) => /\S {2,}\S/.test(line));
+  const lines = columns ? element("pre", {}, one.lines.join("\n")) : element("ul", {}, one.lines.map((line) => element("li", {}, line)));
+  const cell = element("span", {}, one.lines.length ? lines : "");
   if (one.tensors.length) {
     const names = element("ul", {}, one.tensors.map((name) => element("li", { class: "code" }, name)));
     cell.append(element("details", {}, element("summary", {}, `${plural(one.tensors.length, "tensor")} decided about`), names));

@@ -1,0 +1,115 @@
+"""DeepGradientCompression in several processes: equal parameters on all ranks, nothing lost, exact resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compressing import COMMON, DENSE, EQUAL, EXACT, LOAD, RESUME, SAVE, SKIPPED
+from tests.ranks import run_ranks
+
+Said = Callable[[int], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
+    """What each of so many ranks found; four of them do some of what two do."""
+
+    @lru_cache
+    def run(world: int) -> list[dict[str, Any]]:
+        store: Path = tmp_path_factory.mktemp("ranks") / "store"
+        script = COMMON + EQUAL + DENSE + SKIPPED + EXACT + "\nsay(said)\n"
+        return [found for (found,) in run_ranks(script, world, store)]
+
+    return run
+
+
+WAYS = [
+    "plain", "nesterov, clipping, decay", "no masking, bfloat16 wire", "feedback, float16 wire", "bfloat16, O2",
+    "bfloat16, O1", "float16", "accumulated", "tied", "with other passes", "bfloat16 parameters",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "way"), [*((2, way) for way in WAYS), *((4, way) for way in WAYS[:5])])
+def test_parameters_are_equal_on_all_ranks_after_every_step(said: Said, ranks: int, way: str) -> None:
+    """To the last bit, before, in and behind the warm-up."""
+    for found in said(ranks):
+        same, moved, exchanges = found[way]
+        assert all(same)
+        assert len(same) == (18 if way == "accumulated" else 6)
+        assert moved
+        assert exchanges >= 1
+
+
+def test_other_passes_change_nothing(said: Said) -> None:
+    assert all(found["other passes change nothing"] for found in said(2))
+
+
+@pytest.mark.parametrize("kind", ["momentum", "nesterov"])
+def test_dense_steps_are_those_of_sgd_with_momentum_which_goes_on(said: Said, kind: str) -> None:
+    """Before the warm-up, and at sparsity 0: parameters and momenta to the last bit."""
+    for found in said(2):
+        equal, carried, off = found[f"dense, {kind}"]
+        assert equal == [True] * 6
+        assert carried
+        assert off < 1e-6
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("case", ["masking", "no masking"])
+def test_training_is_that_of_the_published_algorithm(said: Said, ranks: int, case: str) -> None:
+    """Parameters and residuals in float64 after a dense step and two sparsities."""
+    for found in said(ranks):
+        parameters, residual = found[f"published, {case}"]
+        assert parameters < 1e-12
+        assert residual < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["momentum", "nesterov, float16 wire", "feedback, bfloat16 wire"])
+def test_what_is_added_is_sent_or_kept(said: Said, kind: str) -> None:
+    """Over 20 steps, summed over the ranks, what was rounded off on the wire included."""
+    assert all(found[f"conserved, {kind}"] < 1e-12 for found in said(2))
+
+
+@pytest.mark.parametrize("kind", ["no masking", "masking"])
+def test_sending_everything_is_dense_training(said: Said, kind: str) -> None:
+    """Without masking that of momentum SGD; with it momentum starts again at every step, which is plain SGD."""
+    assert all(found[f"density 1, {kind}"] < 1e-12 for found in said(2))
+
+
+@pytest.mark.parametrize("kind", ["float16", "float32, checked"])
+def test_a_skipped_step_leaves_residuals_and_momenta_on_all_ranks(said: Said, kind: str) -> None:
+    """Where one rank's gradients are not finite, all ranks skip and agree on the next scale."""
+    for found in said(2):
+        kept, nothing, moving, same, scale, warned = found[f"skipped, {kind}"]
+        assert kept
+        assert nothing
+        assert moving
+        assert same
+        assert scale == said(2)[0][f"skipped, {kind}"][4]
+        assert scale["loss-scale/scale"] == (512.0 if kind == "float16" else 1.0)
+        assert not warned
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_without_loss_scaling_a_gradient_that_is_not_finite_is_left_out(said: Said, ranks: int) -> None:
+    """Its rank sends of what it had kept, and adds nothing to it; others go on. That rank says so, once."""
+    for rank, found in enumerate(said(ranks)):
+        u, v, same, warned = found["left out"]
+        assert same
+        assert (u and v) == (rank == 1)
+        assert len(warned) == (rank == 1)
+        assert all("left 1 gradients of this rank out up to step 4" in line for line in warned)
+
+
+def test_resuming_in_the_middle_of_the_warm_up_is_exact(tmp_path: Path) -> None:
+    """New processes go on from model, optimizer and each rank's step, to the last bit of all three."""
+    run_ranks(COMMON + RESUME + SAVE, 2, tmp_path / "store")
+    for (found,) in run_ranks(COMMON + RESUME + LOAD, 2, tmp_path / "other"):
+        assert found["momentum"]
+        assert found["feedback"]
+        assert found["momentum, programs"] == ["update, deep-gradient-compression: sparsity 0.9", "update"]
