@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -62,12 +61,11 @@ def test_every_command_speaks_json_with_a_schema(
     assert next(iter(data)) == "schema"
     assert isinstance(data["schema"], int)
     assert data["schema"] >= 1
+    assert command in ("dump", "plan") or data["schema"] == JSON_SCHEMA, "programs and plans have forms of their own"
     assert keys <= set(data)
 
 
-def test_commands_without_a_form_of_their_own_share_one(run: Command) -> None:
-    for command in ("passes", "tensors", "memory", "diff"):
-        assert run(command, *COMMANDS[command][0], "--json").data["schema"] == JSON_SCHEMA
+def test_programs_after_each_pass_have_a_schema_each(run: Command) -> None:
     each = run("dump", target("plain"), "--after-each", "--json").data
     assert each["schema"] == JSON_SCHEMA
     assert all(entry["program"]["schema"] >= 1 for entry in each["snapshots"])
@@ -109,15 +107,13 @@ def test_sort(run: Command) -> None:
 
 
 def test_limit_counts_the_rest(run: Command) -> None:
-    whole = run("tensors", target("plain"), "--sort", "bytes", "--json").data
-    assert whole["left_out"] == 0
+    whole = run("tensors", target("plain"), "--sort", "bytes").out.splitlines()
     data = run("tensors", target("plain"), "--sort", "bytes", "--limit", "3", "--json").data
-    assert data["tensors"] == whole["tensors"][:3]
-    assert data["left_out"] == len(whole["tensors"]) - 3
+    assert [row["name"] for row in data["tensors"]] == [line.split()[0] for line in whole[1:4]]
+    assert f"{data['left_out'] + 3} tensors, " in whole[-1]
     lines = run("tensors", target("plain"), "--sort", "bytes", "--limit", "3").out.splitlines()
     assert lines[-1] == f"and {data['left_out']} more, left out by --limit"
     assert lines[-2] == f"3 tensors, {format_bytes(sum(row['bytes'] for row in data['tensors']))}"
-    assert "left out" not in run("tensors", target("plain")).out
 
 
 def test_checkpoints_are_sorted_and_limited_too(run: Command) -> None:
@@ -232,9 +228,3 @@ def test_dump_for_model_explorer(run: Command, tmp_path: Path) -> None:
 def test_one_file_holds_one_program(run: Command, form: str) -> None:
     outcome = run("dump", "x:y", "--after-each", "--format", form)
     assert (outcome.code, f"one {form} holds one program" in outcome.err) == (2, True)
-
-
-def test_the_environment_is_left_alone(run: Command) -> None:
-    before = dict(os.environ)
-    run("memory", target("plain"), "--format", "svg")
-    assert dict(os.environ) == before

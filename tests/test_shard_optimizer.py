@@ -218,11 +218,9 @@ def test_what_reads_a_gradient_in_full_is_refused() -> None:
 
         def apply(self, program: graphopt.Program) -> graphopt.Changed:
             gradient = program.names()["0.weight~"]
-            update = next(user for user in gradient.users)
-            read = program.insert(
-                torch.ops.aten.flip.default, (gradient, [0]), before=update, phase=graphopt.Phase.UPDATE, origin="reads"
-            )
-            update.replace_input_with(gradient, read)
+            common: dict[str, Any] = {"before": next(iter(gradient.users)), "phase": graphopt.Phase.UPDATE}
+            flipped = program.insert(torch.ops.aten.flip.default, (gradient, [0]), origin="reads", **common)
+            program.insert(torch.ops.aten.copy_.default, (gradient, flipped), origin="reads", **common)
             return graphopt.Changed({"flipped": 1})
 
     with pytest.raises(PassError, match=r"\(reads\) reads the whole gradient of '0\.weight'"):

@@ -105,7 +105,8 @@ def exchange_sparsely(
             gradient that is not finite is left out.
     """
     position = {node: index for index, node in enumerate(program.graph.nodes)}
-    latest = max([*gradients.values(), *([skip] if skip is not None else [])], key=position.__getitem__)
+    awaited: list[fx.Node] = [*gradients.values(), *([] if skip is None else [skip])]
+    latest = max(awaited, key=position.__getitem__)
     build = _Builder(program, rule, group, origin, behind(program, latest))
     keep = None if skip is None else build.call(aten.eq.Scalar, (skip, 0), hint="keep")
     readers = {

@@ -22,7 +22,7 @@ _CONTEXT = 3
 _NAMES_SHOWN = 20
 
 
-def diff(before: Program, after: Program) -> str:
+def diff(before: Program, after: Program, *, peaks: tuple[int, int] | None = None) -> str:
     """A unified diff of two programs' texts, under a line that sums it up.
 
     Nodes are matched by what they compute, not by how they are numbered, and the matched nodes of ``after`` are
@@ -32,6 +32,7 @@ def diff(before: Program, after: Program) -> str:
     Args:
         before: of any stage.
         after: a later state of the same program, or another program.
+        peaks: their predicted peaks in bytes, where they are known; simulated by default.
 
     Returns:
         ``+12 nodes, -3 nodes, 5 moved; peak 256.3 MB -> 67.1 MB``, and the hunks; each hunk's header says phase and
@@ -40,7 +41,7 @@ def diff(before: Program, after: Program) -> str:
     matched = _Matching(before, after).found
     old, new = _Side.of(before), _Side.of(after, matched, {node.name for node in before.graph.nodes})
     changes = list(_merge(old.entries, new.entries))
-    summary = _summary(before, after, changes, _lifetimes(old, new, matched))
+    summary = _summary(changes, _lifetimes(old, new, matched)) + _peaks(before, after, peaks)
     marks = _marks(after, matched)
     if not marks and all(change.sign == " " for change in changes):
         return f"{summary}: the programs are equal\n"
@@ -322,7 +323,7 @@ def _hunks(changes: list[_Change]) -> Iterator[str]:
 # --- summing up ------------------------------------------------------------------------------------------------------
 
 
-def _summary(before: Program, after: Program, changes: list[_Change], lifetimes: int) -> str:
+def _summary(changes: list[_Change], lifetimes: int) -> str:
     def count(what: str, kind: str) -> int:
         return len({change.entry.key for change in changes if change.what == what and change.entry.kind == kind})
 
@@ -336,14 +337,14 @@ def _summary(before: Program, after: Program, changes: list[_Change], lifetimes:
             for sign, what in (("+", "added"), ("-", "removed"), ("~", "changed"))
             if count(what, kind)
         ]
-    return ", ".join(parts) + _peaks(before, after)
+    return ", ".join(parts)
 
 
-def _peaks(before: Program, after: Program) -> str:
+def _peaks(before: Program, after: Program, known: tuple[int, int] | None) -> str:
     if "forward" in (before.stage, after.stage):
         return ""
     try:
-        old, new = before.memory().peak_bytes, after.memory().peak_bytes
+        old, new = known or (before.memory().peak_bytes, after.memory().peak_bytes)
     except GraphoptError as error:
         return f"; peak unknown: {error}"
     return f"; peak {format_bytes(old)}" + (f" -> {format_bytes(new)}" if old != new else "")

@@ -45,7 +45,10 @@ def text_diffs(story: Story) -> list[TextDiff]:
     for index, snapshot in enumerate(story.snapshots):
         if snapshot.record is None:
             continue
-        lines = diff(story.snapshots[index - 1].program, snapshot.program).splitlines()
+        record = snapshot.record
+        was, now = record.peak_before, record.peak_after
+        peaks = None if was is None or now is None else (was, now)
+        lines = diff(story.snapshots[index - 1].program, snapshot.program, peaks=peaks).splitlines()
         kept = [_short(line) for line in lines[:MAX_LINES]]
         cut = len(lines) - len(kept)
         shortened = any(len(line) > MAX_WIDTH for line in lines[:MAX_LINES])
