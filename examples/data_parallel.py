@@ -22,8 +22,15 @@ from text import VOCAB, draw_batches, split_tokens
 from torch import nn
 
 import graphopt
-from graphopt import Pass, passes
-from graphopt.passes import AdaptiveLocalSGD, DataParallel, DeepGradientCompression, LocalSGD
+from graphopt import Pass
+from graphopt.passes import (
+    AdaptiveLocalSGD,
+    CompressGradients,
+    DataParallel,
+    DeepGradientCompression,
+    LocalSGD,
+    ShardOptimizer,
+)
 
 MOMENTUM = 0.9
 
@@ -38,13 +45,11 @@ MODES: dict[str, Callable[[int], list[Pass]]] = {
     "sparse": _sparse,
     "local": lambda steps: [LocalSGD(k_steps=4, begin_step=steps // 4, last_step=steps - 1)],
     "adaptive": lambda steps: [AdaptiveLocalSGD(init_k_steps=4, begin_step=steps // 4, last_step=steps - 1)],
-    "bf16": lambda steps: [passes.CompressGradients("bf16")],
-    "powersgd": lambda steps: [passes.CompressGradients("powersgd", rank=2, start_step=min(4, steps // 2))],
+    "bf16": lambda steps: [CompressGradients("bf16")],
+    "powersgd": lambda steps: [CompressGradients("powersgd", rank=2, start_step=min(4, steps // 2))],
+    "sharded": lambda steps: [ShardOptimizer()],
 }
 """What goes with ``DataParallel``, for a number of steps."""
-
-if hasattr(passes, "ShardOptimizer"):
-    MODES["sharded"] = lambda steps: [passes.ShardOptimizer()]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -21,6 +21,7 @@ from graphopt.passes.partition_checkpoints import PartitionCheckpoints as Partit
 from graphopt.passes.recompute import Recompute as Recompute
 from graphopt.passes.recompute_evenly import RecomputeEvenly as RecomputeEvenly
 from graphopt.passes.scale_loss import ScaleLoss as ScaleLoss
+from graphopt.passes.shard_optimizer import ShardOptimizer as ShardOptimizer
 
 __all__ = [
     "AdaptiveLocalSGD",
@@ -39,4 +40,5 @@ __all__ = [
     "Recompute",
     "RecomputeEvenly",
     "ScaleLoss",
+    "ShardOptimizer",
 ]

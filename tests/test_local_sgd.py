@@ -140,7 +140,7 @@ def test_combinations_that_make_no_sense_name_both_passes() -> None:
         Pipeline([LocalSGD()])
     with pytest.raises(PipelineError, match="'local-sgd' and 'adaptive-local-sgd' cannot be used together"):
         Pipeline([DataParallel(), LocalSGD(), AdaptiveLocalSGD()])
-    with pytest.raises(PipelineError, match="local-sgd rewrite the optimizer's update, which a drop-in model"):
+    with pytest.raises(PipelineError, match="local-sgd rewrites the optimizer's update, which a drop-in model"):
         graphopt.optimize(nn.Linear(2, 2), [DataParallel(), LocalSGD()])
 
 

@@ -462,7 +462,7 @@ def test_copies_keep_the_scale(how: str) -> None:
 
 def test_clipping_is_for_whole_steps() -> None:
     with pytest.raises(
-        PipelineError, match="clip-gradients rewrite the optimizer's update, which a drop-in model does"
+        PipelineError, match="clip-gradients rewrites the optimizer's update, which a drop-in model does"
     ):
         graphopt.optimize(Fragile(), [ClipGradients(1.0)])
 

@@ -272,7 +272,7 @@ def test_combinations_that_make_no_sense_name_both_passes() -> None:
         Pipeline([ShardOptimizer()])
     with pytest.raises(PipelineError, match="'local-sgd' and 'shard-optimizer' cannot be used together"):
         Pipeline([DataParallel(), LocalSGD(), ShardOptimizer()])
-    with pytest.raises(PipelineError, match="shard-optimizer rewrite the optimizer's update, which a drop-in model"):
+    with pytest.raises(PipelineError, match="shard-optimizer rewrites the optimizer's update, which a drop-in model"):
         graphopt.optimize(nn.Linear(2, 2), [DataParallel(), ShardOptimizer()])
     names = [p.name for p in Pipeline([ShardOptimizer(), ClipGradients(1.0), FuseUpdate(), DataParallel()]).passes]
     assert names.index("clip-gradients") < names.index("shard-optimizer") < names.index("fuse-update")

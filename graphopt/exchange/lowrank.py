@@ -147,7 +147,8 @@ class _Builder:
         self, gradients: Mapping[str, fx.Node], position: Mapping[fx.Node, int]
     ) -> tuple[list[_Member], fx.Node]:  # fmt: skip
         """Compute and send the first factors of one bucket, as soon as its gradients are there."""
-        latest = max([*gradients.values(), *([self._skip] if self._skip is not None else [])], key=position.__getitem__)
+        needed = list(gradients.values()) if self._skip is None else [*gradients.values(), self._skip]
+        latest = max(needed, key=position.__getitem__)
         self.place = behind(self._program, latest)
         members = []
         for name, node in gradients.items():

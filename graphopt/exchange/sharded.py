@@ -213,9 +213,10 @@ class _Gather:
     start: fx.Node
 
 
-def gather_parameters(program: Program, buckets: Sequence[Sequence[str]], group: Group, origin: str) -> int:
+def gather_parameters(program: Program, buckets: Sequence[Sequence[str]], group: Group, origin: str) -> None:
     """Behind the update, let every rank get the shards of parameters that the others have updated.
 
+    While a bucket travels, the one before is copied to its parameters, so that no more than two take memory.
     Low-precision copies of parameters are renewed behind that.
 
     Args:
@@ -223,17 +224,18 @@ def gather_parameters(program: Program, buckets: Sequence[Sequence[str]], group:
         buckets: names of the parameters that travel together; of one dtype and device each.
         group: at least two ranks.
         origin: the pass that asks.
-
-    Returns:
-        bytes that each rank sends into the gathers.
     """
     nodes: Mapping[str, fx.Node] = {spec.target: node for node, spec in program.inputs_of("parameter")}
     place = behind_update(program, {nodes[name] for names in buckets for name in names})
     insert = _Inserter(program, group, f"{origin}: parameters")
-    begun = [_gather(insert, [nodes[name] for name in names], place) for names in buckets]
-    for gather in begun:
-        _spread(insert, gather, place)
-    return sum(gather.start.args[0].meta["val"].nbytes for gather in begun)  # type: ignore[union-attr]
+    last: tuple[_Gather, fx.Node] | None = None
+    for names in buckets:
+        gather = _gather(insert, [nodes[name] for name in names], place)
+        if last is not None:
+            _spread(insert, *last, place)
+        last = gather, insert.call(WAIT, (gather.start,), place, hint="gathered")
+    if last is not None:
+        _spread(insert, *last, place)
 
 
 def _gather(insert: _Inserter, parameters: Sequence[fx.Node], place: fx.Node) -> _Gather:
@@ -254,9 +256,8 @@ def _elements(insert: _Inserter, node: fx.Node, place: fx.Node) -> fx.Node:
     return insert.call(aten.as_strided.default, (node, [node.meta["val"].numel()], [1]), place)
 
 
-def _spread(insert: _Inserter, gather: _Gather, place: fx.Node) -> None:
+def _spread(insert: _Inserter, gather: _Gather, done: fx.Node, place: fx.Node) -> None:
     """Copy what was gathered, one row from each rank, to the parameters."""
-    done = insert.call(WAIT, (gather.start,), place, hint="gathered")
     width, offset = sum(gather.pieces), 0
     for node, piece in zip(gather.parameters, gather.pieces, strict=True):
         elements = node.meta["val"].numel()

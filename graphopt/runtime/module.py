@@ -284,7 +284,8 @@ def optimize(
     late = [p.name for p in pipeline.passes if p.stage == "step"]
     if late:
         raise PipelineError(
-            f"{', '.join(late)} rewrite the optimizer's update, which a drop-in model does not hold: use optimize_step"
+            f"{', '.join(late)} {'rewrites' if len(late) == 1 else 'rewrite'} the optimizer's update, which a drop-in "
+            "model does not hold: use optimize_step"
         )
     result = object.__new__(_optimized_class(type(model)))  # type: ignore[arg-type]
     result.__dict__.update(model.__dict__)

@@ -25,13 +25,18 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 
 import graphopt
-from graphopt import passes
 from graphopt.exchange.compressing import LowRank, Sparse
 from graphopt.exchange.link import Link
 from graphopt.exchange.predict import predict_workload
 from graphopt.exchange.ways import Dense, Local, Sharded, Way
 from graphopt.exchange.workload import Workload, workload_of
-from graphopt.passes import DataParallel, DeepGradientCompression, LocalSGD
+from graphopt.passes import (
+    CompressGradients,
+    DataParallel,
+    DeepGradientCompression,
+    LocalSGD,
+    ShardOptimizer,
+)
 
 models = example_models()
 Step = Callable[[], Any]
@@ -158,7 +163,7 @@ def ours(*added: graphopt.Pass, momentum: float = 0.9, alone: bool = False) -> C
 
 
 def all_modes() -> list[Mode]:
-    """Every way, those of passes that are not installed left out."""
+    """Every way."""
     found = [
         Mode("no exchange, eager", eager),
         Mode("DDP", theirs()),
@@ -168,12 +173,9 @@ def all_modes() -> list[Mode]:
         Mode("no exchange", ours(alone=True)),
         Mode("DataParallel", ours(), way=Dense()),
     ]
-    compress, shard = (getattr(passes, name, None) for name in ("CompressGradients", "ShardOptimizer"))
-    if compress is not None:
-        found.append(Mode("CompressGradients bf16", ours(compress("bf16")), way=Dense(wire=torch.bfloat16)))
-        found.append(Mode("CompressGradients powersgd", ours(compress("powersgd", start_step=2)), way=LowRank()))
-    if shard is not None:
-        found.append(Mode("ShardOptimizer", ours(shard()), way=Sharded()))
+    found.append(Mode("CompressGradients bf16", ours(CompressGradients("bf16")), way=Dense(wire=torch.bfloat16)))
+    found.append(Mode("CompressGradients powersgd", ours(CompressGradients("powersgd", start_step=2)), way=LowRank()))
+    found.append(Mode("ShardOptimizer", ours(ShardOptimizer()), way=Sharded()))
     sparse = DeepGradientCompression(sparsity=(0.999,), momentum=0.9)
     found.append(Mode("DeepGradientCompression 99.9 %", ours(sparse, momentum=0.0), way=Sparse(0.001)))
     found += [Mode(f"LocalSGD k={k}", ours(LocalSGD(k_steps=k)), k, Local(k)) for k in (4, 8, 16)]
