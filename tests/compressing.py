@@ -85,7 +85,7 @@ WAYS = {
     "bfloat16 parameters": lambda: (build(torch.bfloat16), sgd, [dgc()], 1),
 }
 trained = {}
-for name, make in list(WAYS.items())[: 5 if few else None]:
+for name, make in list(WAYS.items())[: 4 if few else None]:
     model, optimizer, passes, every = make()
     before = flat(model).clone()
     step = made(model, optimizer(model), *passes).accumulate(every)
@@ -198,7 +198,7 @@ def error(one, other):
 CASES = {
     "masking": dict(clip_norm=0.3, weight_decay=0.01), "no masking": dict(masking=False, nesterov=True),
 }
-for name, options in CASES.items():
+for name, options in list(CASES.items())[: 1 if few else None]:
     ours, theirs = build(F64), build(F64)
     step = run(ours, 12, DeepGradientCompression(**options, **RAMP))
     reference = Published(theirs, options)
@@ -323,11 +323,9 @@ for kind in KINDS:
     for number in range(3, 9):
         owners[2](*batch(number))
     torch.save(states(*owners), place(kind + ", whole"))
-say(said)
 """
 
 LOAD = """
-import pickle
 def bits(states):
     plain = lambda value: value.numpy().tobytes() if isinstance(value, torch.Tensor) else value
     return torch.utils._pytree.tree_map(plain, states)
@@ -340,5 +338,4 @@ for kind in KINDS:
         owners[2](*batch(number))
     said[kind] = bits(states(*owners)) == bits(torch.load(place(kind + ", whole")))
     said[kind + ", programs"] = list(owners[2].programs)
-say(said)
 """

@@ -22,7 +22,9 @@ from graphopt.ops import powersgd
 from graphopt.ops.collectives import ALL_REDUCE
 from graphopt.passes import ClipGradients, DataParallel, LocalSGD, ScaleLoss
 from graphopt.passes.compress_gradients import CompressGradients
+from graphopt.pipeline import find_pass
 from graphopt.program import info
+from graphopt.spec import parse_passes
 from graphopt.values import storage_bytes
 from tests.ranks import run_ranks
 
@@ -128,6 +130,12 @@ def test_factors_have_to_be_few_enough(gradient: torch.Tensor, settings: Setting
 def test_wrong_options_are_errors(args: tuple[str, ...], options: dict[str, Any], message: str) -> None:
     with pytest.raises(GraphoptError, match=message):
         CompressGradients(*args, **options)
+
+
+def test_options_as_text() -> None:
+    wanted = CompressGradients("powersgd", rank=2, start_step=10, warm_start=False)
+    assert str(wanted) == "compress-gradients{how=powersgd rank=2 start-step=10 warm-start=false}"
+    assert parse_passes(str(wanted), find_pass) == [wanted]
 
 
 def test_dense_steps_come_first() -> None:

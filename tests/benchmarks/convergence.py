@@ -63,9 +63,9 @@ class Task:
         loss: of a model on a batch.
         data: batches to train on, of all ranks together, and what to evaluate on; takes steps and seed.
         steps: updates.
+        dense: updates with dense exchange before the warm-up.
         warm_up: updates over which the sparsities rise.
         rate: the learning rate at the beginning; it falls to 0 with the cosine.
-        clip: limit on gradients' norms for ``DeepGradientCompression``; None for none.
     """
 
     title: str
@@ -73,9 +73,9 @@ class Task:
     loss: Callable[..., torch.Tensor]
     data: Callable[[int, int], tuple[list[Batch], Batch]]
     steps: int
+    dense: int
     warm_up: int
     rate: float
-    clip: float | None
 
 
 def classification(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -118,8 +118,8 @@ def text(steps: int, seed: int) -> tuple[list[Batch], Batch]:
 
 
 TASKS = {
-    "digits": Task("digits, perceptron", perceptron, classification, digits, 500, 50, 0.2, None),
-    "text": Task("text, GPT", gpt, MODELS.next_token_loss, text, 400, 40, 0.3, None),
+    "digits": Task("digits, perceptron", perceptron, classification, digits, 500, 0, 50, 0.2),
+    "text": Task("text, GPT", gpt, MODELS.next_token_loss, text, 400, 100, 40, 0.3),
 }
 
 
@@ -130,8 +130,11 @@ SMALL = {"min_elements": 4096, "momentum": MOMENTUM}
 
 def ways(task: Task, steps: int) -> dict[str, tuple[float, list[graphopt.Pass]]]:
     """The optimizer's momentum and the passes beside ``DataParallel``, by what they are called."""
-    begin = {"rampup_step": max(1, task.warm_up * steps // task.steps), "clip_norm": task.clip, **SMALL}
-    once = {**begin, "sparsity": (0.999,), "rampup_step": 1}
+    scale = steps / task.steps
+    begin = {
+        "rampup_begin_step": int(scale * task.dense), "rampup_step": max(1, int(scale * task.warm_up)), **SMALL,
+    }  # fmt: skip
+    once = {**SMALL, "sparsity": (0.999,), "rampup_step": 1}
     local: dict[str, tuple[float, list[graphopt.Pass]]] = {
         f"local SGD, {k} steps": (MOMENTUM, [LocalSGD(k_steps=k, last_step=steps - 1)]) for k in (4, 8, 16)
     }
