@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, the notebooks' kernels among them
+
+settings.register_profile("suite", max_examples=40, deadline=None, derandomize=True)  # where a test says nothing else
+settings.load_profile("suite")
 
 
 @pytest.fixture(autouse=True)
