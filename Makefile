@@ -39,13 +39,17 @@ format: $(DEV) ## rewrite the sources in the agreed style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(CORE) ## measure what the README says about memory, time and capture (about half an hour)
+bench: $(DEV) $(BROWSER) ## measure what the README says (about an hour)
 	$(BIN)/python tests/benchmarks/recompute.py
 	$(BIN)/python tests/benchmarks/step_frontier.py
 	$(BIN)/python tests/benchmarks/mixed_precision.py
 	$(BIN)/python tests/benchmarks/capture_scaling.py
 	$(BIN)/python tests/benchmarks/memory_frontier.py --models gpt
 	$(BIN)/python tests/benchmarks/bert_large_a100.py
+	$(BIN)/python tests/benchmarks/exchange.py
+	$(BIN)/python tests/benchmarks/selection.py
+	$(BIN)/python tests/benchmarks/convergence.py
+	$(BIN)/python tests/benchmarks/page.py
 	$(BIN)/python tests/benchmarks/planner.py --graphs 100
 
 clean: ## remove .venv, caches and everything else that make made; runs/ stays
