@@ -481,8 +481,8 @@ def parts_of(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
         kwargs: the same by keyword.
 
     Returns:
-        A graph with one placeholder for each tensor argument that is not there twice, and, for each tensor argument in
-        order, the number of its placeholder.
+        A graph with one placeholder for each distinct tensor argument, and, for each tensor argument in order, the
+        number of its placeholder.
     """
     leaves, structure = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

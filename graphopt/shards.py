@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from graphopt.errors import GraphoptError
+from graphopt.values import is_dense
 
 __all__ = ["NUMBERS", "Shards", "check_dense", "holds_elements", "piece_of", "shard_of", "shard_state"]
 
@@ -42,14 +43,11 @@ def shard_of(elements: int, rank: int, ranks: int) -> tuple[int, int]:
 
 def check_dense(name: str, tensor: torch.Tensor) -> None:
     """Raise for a parameter whose memory has gaps or overlaps, so that its elements are no flat sequence."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            raise GraphoptError(
-                f"the parameter {name!r} (shape {list(tensor.shape)}, strides {list(tensor.stride())}) does not fill "
-                "its memory without gaps, and cannot be sharded: make it contiguous, or leave shard-optimizer out"
-            )
-        expected *= size
+    if not is_dense(tensor):
+        raise GraphoptError(
+            f"the parameter {name!r} (shape {list(tensor.shape)}, strides {list(tensor.stride())}) does not fill its "
+            "memory without gaps, and cannot be sharded: make it contiguous, or leave shard-optimizer out"
+        )
 
 
 def holds_elements(key: str, value: Any, parameter: torch.Tensor) -> bool:

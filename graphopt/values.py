@@ -9,7 +9,10 @@ import torch
 
 from graphopt import _torch
 
-__all__ = ["DTYPE_NAMES", "format_bytes", "format_seconds", "parse_bytes", "storage_bytes", "tensors_of", "type_text"]
+__all__ = [
+    "DTYPE_NAMES", "format_bytes", "format_seconds", "is_dense", "parse_bytes", "storage_bytes", "tensors_of",
+    "type_text",
+]  # fmt: skip
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
@@ -25,6 +28,16 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     if isinstance(value, (tuple, list)):
         return [tensor for item in value for tensor in tensors_of(item)]
     return []
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie in memory without gaps and without overlap, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:

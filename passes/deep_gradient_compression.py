@@ -15,7 +15,15 @@ from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.exchange.dissolve import Reduction, agree_on_skipping, dissolve, one_group, reductions
 from graphopt.exchange.rampup import Rampup
 from graphopt.exchange.reduce import exchange_gradients
-from graphopt.exchange.sparse import Rule, Sparse, accumulate_densely, count_left_out, entries, exchange_sparsely
+from graphopt.exchange.sparse import (
+    WIRE_DTYPES,
+    Rule,
+    Sparse,
+    accumulate_densely,
+    count_left_out,
+    entries,
+    exchange_sparsely,
+)
 from graphopt.groups import Group
 from graphopt.ops.sparse import LARGEST, packed_bytes
 from graphopt.pipeline import Changed, Numerics, Pass, PassStage
@@ -32,8 +40,9 @@ _DENSE = "dense"
 _LEFT_OUT = "deep-gradient-compression/left out"
 _SEEN = "deep-gradient-compression/left out, seen"
 _LOOK = 100
+_OF_MOMENTUM = {"momentum": 0.9, "nesterov": False, "weight_decay": 0.0, "masking": True}
+"""Options that mean nothing to error feedback, with their defaults."""
 _CORRECTIONS = ("momentum", "feedback")
-_WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @final
@@ -120,14 +129,15 @@ class DeepGradientCompression(Pass):
         wrong = [rule for rule, holds in rules.items() if not holds]
         if wrong:
             raise GraphoptError("deep-gradient-compression: " + "; ".join(wrong))
-        for option, value, known in (("correction", self.correction, _CORRECTIONS), ("wire", self.wire, _WIRES)):
+        for option, value, known in (("correction", self.correction, _CORRECTIONS), ("wire", self.wire, WIRE_DTYPES)):
             if value not in known:
                 hint = did_you_mean(value, known) or f"use {' or '.join(map(repr, known))}"
                 raise GraphoptError(f"deep-gradient-compression: {option}={value!r} is unknown; {hint}")
-        if self.correction == "feedback" and self.nesterov:
+        idle = [name for name, default in _OF_MOMENTUM.items() if getattr(self, name) != default]
+        if self.correction == "feedback" and idle:
             raise GraphoptError(
-                "deep-gradient-compression: nesterov belongs to correction='momentum'; with 'feedback' the optimizer "
-                "applies its own momentum"
+                f"deep-gradient-compression: {', '.join(idle)} {'belongs' if len(idle) == 1 else 'belong'} to "
+                "correction='momentum'; with 'feedback' the optimizer applies its own momentum and weight decay"
             )
 
     @property
@@ -234,7 +244,7 @@ class DeepGradientCompression(Pass):
             return "one dimension"
         if elements >= LARGEST:
             return "2**31 elements or more"
-        received = (ranks - 1) * packed_bytes([entries(elements, sparsity)], _WIRES[self.wire])
+        received = (ranks - 1) * packed_bytes([entries(elements, sparsity)], WIRE_DTYPES[self.wire])
         dense = 2 * (ranks - 1) * elements * gradient.element_size() // ranks
         return "dense exchange takes no more bytes" if received >= dense else ""
 

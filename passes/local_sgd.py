@@ -10,7 +10,7 @@ from torch import nn
 
 from graphopt.clock import Clock
 from graphopt.errors import GraphoptError
-from graphopt.exchange.local import LOCAL, SYNCHRONOUS, average_model, run_locally
+from graphopt.exchange.local import LOCAL, SYNCHRONOUS, average_model, check_steps, run_locally
 from graphopt.pipeline import Changed, Numerics, Pass, PassStage
 from graphopt.program import Program
 
@@ -58,10 +58,7 @@ class LocalSGD(Pass):
     def __post_init__(self) -> None:
         if self.k_steps < 1:
             raise GraphoptError(f"k_steps is a number of updates of at least 1, got {self.k_steps}")
-        if self.begin_step < 0:
-            raise GraphoptError(f"begin_step is a number of updates of at least 0, got {self.begin_step}")
-        if self.last_step is not None and self.last_step < 0:
-            raise GraphoptError(f"last_step is the number of an update, counted from 0, got {self.last_step}")
+        check_steps(self.begin_step, self.last_step)
 
     def form(self, clock: Clock) -> str:
         """Synchronous steps first, then local ones; the program of the long run is that of an averaging step."""

@@ -57,6 +57,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "correction": ({"correction": "momentun"}, "correction='momentun' is unknown; did you mean 'momentum'"),
     "wire": ({"wire": "int8"}, "wire='int8' is unknown; use 'float32' or 'bfloat16' or 'float16'"),
     "nesterov": ({"correction": "feedback", "nesterov": True}, "nesterov belongs to correction='momentum'"),
+    "idle": (
+        {"correction": "feedback", "momentum": 0.5, "masking": False},
+        "momentum, masking belong to correction='momentum'",
+    ),
     "two": ({"momentum": -1.0, "min_elements": 0}, "momentum must be .*; min_elements must be"),
 }
 

@@ -11,6 +11,7 @@ from torch import fx
 from graphopt.groups import Group
 from graphopt.ops.collectives import ALL_REDUCE, BROADCAST, WAIT
 from graphopt.program import Phase, Program
+from graphopt.values import is_dense
 
 __all__ = ["How", "behind", "flat", "memory_strides", "read_parts", "start_exchange"]
 
@@ -79,26 +80,16 @@ def behind(program: Program, node: fx.Node) -> fx.Node:
 def flat(program: Program, node: fx.Node, before: fx.Node, common: Mapping[str, Any]) -> fx.Node:
     """All elements of a gradient in the order of its memory, shape ``[elements]``; a view where that is possible."""
     value = node.meta["val"]
-    if not _is_dense(value):
+    if not is_dense(value):
         node = program.insert(
             aten.clone.default, (node,), {"memory_format": torch.contiguous_format}, before=before, **common
         )
     return program.insert(aten.as_strided.default, (node, [value.numel()], [1]), before=before, **common)
 
 
-def _is_dense(value: torch.Tensor) -> bool:
-    """Whether the elements lie in memory without gaps and without overlap, in whatever order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def memory_strides(value: torch.Tensor) -> Sequence[int]:
     """The strides of a gradient within its bucket: its own, or those of the contiguous copy of it."""
-    if _is_dense(value):
+    if is_dense(value):
         return value.stride()
     strides, step = [], 1
     for size in reversed(value.shape):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from graphopt.errors import GraphoptError
 from graphopt.exchange.average import average_now, average_parameters
 from graphopt.exchange.dissolve import agree_on_skipping, dissolve, dissolve_buffers, one_group, reductions
 from graphopt.exchange.fused import read_parts, start_exchange
@@ -17,12 +18,28 @@ from graphopt.pipeline import Changed
 from graphopt.program import Phase, Program, info
 from graphopt.values import format_bytes, storage_bytes
 
-__all__ = ["LOCAL", "SYNCHRONOUS", "average_model", "hold_mean_loss", "run_locally"]
+__all__ = ["LOCAL", "SYNCHRONOUS", "average_model", "check_steps", "hold_mean_loss", "run_locally"]
 
 SYNCHRONOUS = "synchronous"
 """The form in which gradients are exchanged at every step."""
 LOCAL = "local"
 """The form in which nothing is exchanged but whether to skip."""
+
+
+def check_steps(begin_step: int, last_step: int | None) -> None:
+    """Raise for numbers of updates that are none.
+
+    Args:
+        begin_step: updates before the first local one.
+        last_step: number of the last update, counted from 0; None where it is not known.
+
+    Raises:
+        GraphoptError: naming the option.
+    """
+    if begin_step < 0:
+        raise GraphoptError(f"begin_step is a number of updates of at least 0, got {begin_step}")
+    if last_step is not None and last_step < 0:
+        raise GraphoptError(f"last_step is the number of an update, counted from 0, got {last_step}")
 
 
 def run_locally(program: Program, *, average: bool, state: bool, origin: str) -> tuple[Changed, Group | None]:

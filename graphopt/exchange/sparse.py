@@ -37,11 +37,21 @@ from graphopt.ops.selection import select
 from graphopt.ops.sparse import pack, packed_bytes, sum_sparse, to_wire
 from graphopt.program import Phase, Program
 
-__all__ = ["Rule", "Sparse", "accumulate_densely", "count_left_out", "entries", "exchange_sparsely", "held_for"]
+__all__ = [
+    "WIRE_DTYPES",
+    "Rule",
+    "Sparse",
+    "accumulate_densely",
+    "count_left_out",
+    "entries",
+    "exchange_sparsely",
+    "held_for",
+]
 
 aten = torch.ops.aten
 _TINY = 1e-6
-_WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Dtypes in which values can travel, by the names that options have for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +174,7 @@ class _Builder:
     def wire(self, gradient: fx.Node) -> torch.dtype:
         """The dtype in which values travel."""
         exact = gradient.meta["val"].dtype is torch.float64 and self._rule.wire == "float32"
-        return torch.float64 if exact else _WIRES[self._rule.wire]
+        return torch.float64 if exact else WIRE_DTYPES[self._rule.wire]
 
     def select(self, name: str, gradient: fx.Node, keep: fx.Node | None) -> _Part:
         """Accumulate a gradient, and take from the residual what is sent."""

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from graphopt.ops.defining import define, described, require
+from graphopt.values import is_dense
 
 __all__ = ["accumulate_", "clear_at_", "keep_rest_"]
 
@@ -107,21 +108,11 @@ def _add(
 
 def _in_memory_order(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The elements of ``x``, flat, in the order in which ``like`` has them in memory; a view where that is possible."""
-    if not _is_dense(like):
+    if not is_dense(like):
         return x.reshape(-1)
     if x.stride() != like.stride():
         x = torch.empty_like(like, dtype=x.dtype).copy_(x)
     return x.as_strided([x.numel()], [1])
-
-
-def _is_dense(x: torch.Tensor) -> bool:
-    """Whether the elements lie in memory without gaps and without overlap, in whatever order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _check_accumulate(
