@@ -12,6 +12,7 @@ from torch import fx
 
 from graphopt.clock import Clock
 from graphopt.errors import GraphoptError, did_you_mean
+from graphopt.exchange.choice import Speeds, check_bandwidth, speeds_of
 from graphopt.exchange.dissolve import Reduction, agree_on_skipping, dissolve, one_group, reductions
 from graphopt.exchange.rampup import Rampup
 from graphopt.exchange.reduce import exchange_gradients
@@ -23,6 +24,7 @@ from graphopt.exchange.sparse import (
     count_left_out,
     entries,
     exchange_sparsely,
+    wire_dtype,
 )
 from graphopt.groups import Group
 from graphopt.ops.sparse import LARGEST, packed_bytes
@@ -63,7 +65,8 @@ class DeepGradientCompression(Pass):
     Before ``rampup_begin_step`` exchange is dense; the sparsities follow one another in ``rampup_step`` steps, and the
     last one stays. The momentum goes on through the switch. Tensors stay dense that have fewer than ``min_elements``,
     one dimension, or of which sparse exchange would take as many bytes as dense (about where ranks times density reach
-    1); the record lists them. The step compiles a program for each sparsity.
+    1); with ``bandwidth``, also those of which it would take as much time, the work around both included. The record
+    lists them. The step compiles a program for each sparsity.
 
     A gradient that is not finite never enters what is accumulated: under loss scaling all ranks skip the step where one
     has to, and accumulate nothing (``ScaleLoss(init_scale=1, dynamic=False)`` does that in float32); otherwise that
@@ -85,6 +88,11 @@ class DeepGradientCompression(Pass):
         correction: ``momentum`` or ``feedback``.
         wire: dtype in which values travel, ``float32``, ``bfloat16`` or ``float16``; what is rounded off is kept.
         min_elements: smaller tensors stay dense.
+        bandwidth: of one rank's link, as text (``1Gbit``, ``25GB/s``) or in bytes per second, to choose by time as
+            well as by bytes; ``measured`` lets the ranks measure it when the step is compiled; None chooses by bytes
+            alone. What selecting costs is measured in both cases. All ranks choose alike, by the slowest one's
+            figures; two runs may differ: give the figure, and keep the folder of figures, to make runs choose alike.
+            A saved state with a residual of a tensor that is dense here is refused.
 
     Raises:
         GraphoptError: for options out of range, and where the optimizer would apply momentum a second time.
@@ -111,6 +119,7 @@ class DeepGradientCompression(Pass):
     correction: str = "momentum"
     wire: str = "float32"
     min_elements: int = 16384
+    bandwidth: str | float | None = None
 
     def __post_init__(self) -> None:
         rising = all(one <= other for one, other in zip(self.sparsity, self.sparsity[1:], strict=False))
@@ -127,6 +136,8 @@ class DeepGradientCompression(Pass):
             f"min_elements must be at least 1, not {self.min_elements}": self.min_elements >= 1,
         }  # fmt: skip
         wrong = [rule for rule, holds in rules.items() if not holds]
+        if self.bandwidth is not None:
+            wrong += _wrong_bandwidth(self.bandwidth)
         if wrong:
             raise GraphoptError("deep-gradient-compression: " + "; ".join(wrong))
         for option, value, known in (("correction", self.correction, _CORRECTIONS), ("wire", self.wire, WIRE_DTYPES)):
@@ -185,11 +196,12 @@ class DeepGradientCompression(Pass):
         if not sparsity:
             return self._dense(program, found, skipping)
         group = one_group(found, self.name)
-        chosen = self._choose(found, sparsity)
+        speeds = self._speeds(found, group)
+        chosen = self._choose(found, sparsity, speeds)
         limit = max(storage_bytes(reduction.start.meta["val"]) for reduction in found)
         buckets = [[m.name for m in reduction.members if not chosen[m.name]] for reduction in found]
         if not any(buckets):
-            return self._dense(program, found, skipping, chosen)
+            return self._dense(program, found, skipping, chosen, speeds)
         gradients = dissolve(program, found, self.name)
         skip = agree_on_skipping(program, group, self.name) if skipping else None
         rule = self._rule(sparsity)
@@ -206,7 +218,7 @@ class DeepGradientCompression(Pass):
         finite = [flag for sparse in done for flag in sparse.finite]
         if finite:
             count_left_out(program, finite, _LEFT_OUT, self.name)
-        return self._report(done, chosen, gradients, sparsity, group)
+        return self._report(done, chosen, gradients, sparsity, group, speeds)
 
     def _sparsity(self, program: Program) -> float:
         form = program.forms.get(self.name, "")
@@ -229,12 +241,24 @@ class DeepGradientCompression(Pass):
 
     # --- what is dense -----------------------------------------------------------------------------------------------
 
-    def _choose(self, found: list[Reduction], sparsity: float) -> dict[str, str]:
+    def _speeds(self, found: list[Reduction], group: Group) -> Speeds | None:
+        """What is compared beside bytes; None for nothing."""
+        if self.bandwidth is None:
+            return None
+        return speeds_of(group, found[0].members[0].gradient.meta["val"].device, self.bandwidth)
+
+    def _choose(self, found: list[Reduction], sparsity: float, speeds: Speeds | None) -> dict[str, str]:
         """Why each tensor stays dense; "" for those that are exchanged sparsely."""
         return {
-            member.name: self._why_dense(member.gradient.meta["val"], sparsity, reduction.group.size)
+            member.name: self._reason(member.gradient.meta["val"], sparsity, reduction.group.size, speeds)
             for reduction in found for member in reduction.members
         }  # fmt: skip
+
+    def _reason(self, gradient: torch.Tensor, sparsity: float, ranks: int, speeds: Speeds | None) -> str:
+        by_bytes = self._why_dense(gradient, sparsity, ranks)
+        if by_bytes or speeds is None:
+            return by_bytes
+        return speeds.why_dense(gradient, sparsity, wire_dtype(gradient.dtype, self.wire), ranks)
 
     def _why_dense(self, gradient: torch.Tensor, sparsity: float, ranks: int) -> str:
         elements = gradient.numel()
@@ -244,18 +268,19 @@ class DeepGradientCompression(Pass):
             return "one dimension"
         if elements >= LARGEST:
             return "2**31 elements or more"
-        received = (ranks - 1) * packed_bytes([entries(elements, sparsity)], WIRE_DTYPES[self.wire])
+        received = (ranks - 1) * packed_bytes([entries(elements, sparsity)], wire_dtype(gradient.dtype, self.wire))
         dense = 2 * (ranks - 1) * elements * gradient.element_size() // ranks
         return "dense exchange takes no more bytes" if received >= dense else ""
 
     def _dense(
-        self, program: Program, found: list[Reduction], skipping: bool, chosen: Mapping[str, str] | None = None
-    ) -> Changed:
+        self, program: Program, found: list[Reduction], skipping: bool, chosen: Mapping[str, str] | None = None,
+        speeds: Speeds | None = None,
+    ) -> Changed:  # fmt: skip
         names = [member.name for reduction in found for member in reduction.members]
         if self.correction == "momentum":
             skip = program.names()[FOUND_INF] if skipping else None
             self._momentum(program, names, self._rule(0.0), skip)
-        why = tuple(_reasons(chosen)) if chosen else ("sparsity 0: exchange is dense",)
+        why = tuple(_reasons(chosen, speeds)) if chosen else ("sparsity 0: exchange is dense",)
         if self.correction != "momentum":
             return Changed(lines=why, reason="; ".join(why))
         return Changed(counts={"dense gradients": len(names)}, lines=why)
@@ -266,25 +291,33 @@ class DeepGradientCompression(Pass):
         if means:
             accumulate_densely(program, means, rule, all_gradients_made(program), self.name, skip)
 
-    def _starts(self, gradients: Mapping[str, fx.Node], ranks: int) -> Iterator[str]:
+    def _starts(self, gradients: Mapping[str, fx.Node], ranks: int, speeds: Speeds | None) -> Iterator[str]:
         """When each sparsity begins, and whether it is high enough for any tensor."""
         values = [node.meta["val"] for node in gradients.values()]
         for step, share in self.rampup.starts():
-            sparse = bool(share) and any(not self._why_dense(value, share, ranks) for value in values)
+            sparse = bool(share) and any(not self._reason(value, share, ranks, speeds) for value in values)
             yield f"{share:g} from step {step}" + ("" if sparse else " (dense)")
 
     def _report(
-        self, done: list[Sparse], chosen: Mapping[str, str], gradients: Mapping[str, Any], sparsity: float, group: Group
-    ) -> Changed:
+        self, done: list[Sparse], chosen: Mapping[str, str], gradients: Mapping[str, fx.Node], sparsity: float,
+        group: Group, speeds: Speeds | None,
+    ) -> Changed:  # fmt: skip
         sent = sum(sparse.bytes for sparse in done)
         names = tuple(name for sparse in done for name in sparse.names)
         whole = sum(storage_bytes(gradients[name].meta["val"]) for name in names)
-        starts = ", ".join(self._starts(gradients, group.size))
+        starts = ", ".join(self._starts(gradients, group.size, speeds))
         summary = (
             f"{len(names)} of {len(chosen)} gradients are exchanged sparsely over the {group.size} ranks of the group "
             f"{group.name!r}: {format_bytes(sent)} sent per step and rank in place of {format_bytes(whole)}"
         )
-        lines = [summary, *_reasons(chosen), f"sparsity {sparsity:g} here; {starts}"]
+        times: dict[str, str] = {}
+        if speeds is not None:
+            values = {name: gradients[name].meta["val"] for name in names}
+            times = {
+                name: speeds.why_sparse(value, sparsity, wire_dtype(value.dtype, self.wire), group.size)
+                for name, value in values.items()
+            }
+        lines = [summary, *_reasons(chosen, speeds), *_listed("sparse", times), f"sparsity {sparsity:g} here; {starts}"]
         counts = {"sparse gradients": len(names), "dense gradients": len(chosen) - len(names), "exchanges": len(done)}
         return Changed(counts, tensors=names, lines=tuple(lines))
 
@@ -316,10 +349,24 @@ def _alike(names: list[str], gradients: Mapping[str, fx.Node]) -> Iterator[list[
     yield from kinds.values()
 
 
-def _reasons(chosen: Mapping[str, str]) -> Iterator[str]:
-    reasons: dict[str, list[str]] = {}
-    for name, reason in chosen.items():
+def _wrong_bandwidth(bandwidth: str | float) -> Iterator[str]:
+    try:
+        check_bandwidth(bandwidth)
+    except GraphoptError as error:
+        yield f"bandwidth: {error}"
+
+
+def _reasons(chosen: Mapping[str, str], speeds: Speeds | None) -> Iterator[str]:
+    if speeds is not None:
+        yield f"dense or sparse by time at {speeds}"
+    yield from _listed("dense", chosen)
+
+
+def _listed(form: str, reasons: Mapping[str, str]) -> Iterator[str]:
+    """A line for each reason, with the names that have it."""
+    named: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
         if reason:
-            reasons.setdefault(reason, []).append(name)
-    for reason, names in reasons.items():
-        yield f"dense, {reason}: {', '.join(names)}"
+            named.setdefault(reason, []).append(name)
+    for reason, names in named.items():
+        yield f"{form}, {reason}: {', '.join(names)}"

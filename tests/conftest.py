@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -13,6 +14,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, 
 
 settings.register_profile("suite", max_examples=40, deadline=None, derandomize=True)  # where a test says nothing else
 settings.load_profile("suite")
+
+gc.disable()  # until everything is imported
+
+
+def pytest_collection_finish() -> None:
+    """Leave what imports made out of every later search for garbage: it stays, and searching it takes seconds."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

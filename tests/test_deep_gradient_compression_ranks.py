@@ -13,6 +13,45 @@ from tests.ranks import run_ranks
 Said = list[dict[str, Any]]
 SAY = "\nsay(said)\n"
 
+MEASURED = """
+# what is measured: links, and the costs of work, which differ from rank to rank
+from dataclasses import astuple
+from graphopt.exchange import choice
+from graphopt.exchange.measure import measure_link
+from graphopt.groups import find_group
+
+counted, reduce = [], dist.all_reduce
+def counting(tensor, *arguments, **options):
+    counted.append(tensor.numel() * tensor.element_size())
+    return reduce(tensor, *arguments, **options)
+dist.all_reduce = counting
+
+link = measure_link(find_group(""), torch.device("cpu"))
+said["link"] = [*astuple(link), sum(counted)]
+
+def chosen(bandwidth, select):
+    \"\"\"A group of its own, with costs of work of this rank's own.\"\"\"
+    choice.rates_of = lambda device: choice.Rates(1e-10, select)
+    group = dist.new_group().group_name
+    model = build()
+    compression = DeepGradientCompression(sparsity=(0.98,), rampup_step=1, min_elements=500, bandwidth=bandwidth)
+    step = graphopt.optimize_step(model, sgd(model), [DataParallel(group=group), compression], loss=loss)
+    same = []
+    for number in range(2):
+        step(*batch(number))
+        same.append(same_on_all(model))
+    exchanged, record = len(counted), step.records[-1].changed
+    if rank == 0:  # alone: other shapes have the same exchanges, and nothing is measured or agreed on again
+        x, y = batch(0)
+        step.prepare(x[:4], y[:4])
+    return [same, list(record.tensors), list(record.lines), len(counted) - exchanged]
+
+said["chosen, measured"] = chosen("measured", 1e-9)
+said["chosen, one rank selects slowly"] = chosen("1Gbit", 1e-9 if rank == 0 else 1e-3)
+said["chosen, all select fast"] = chosen("1Gbit", 1e-9)
+dist.all_reduce = reduce
+"""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -23,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two(folder: Path) -> Said:
     """What each of two ranks found."""
-    script = COMMON + EQUAL + DENSE + SKIPPED + RESUME + SAVE + EXACT + SAY
+    script = COMMON + EQUAL + DENSE + SKIPPED + RESUME + SAVE + MEASURED + EXACT + SAY
     return [found for (found,) in run_ranks(script, 2, folder / "store")]
 
 
@@ -120,6 +159,31 @@ def test_without_loss_scaling_a_gradient_that_is_not_finite_is_left_out(said: Sa
         assert (u and v) == (rank == 1)
         assert len(warned) == (rank == 1)
         assert all("left 1 gradients of this rank out up to step 4" in line for line in warned)
+
+
+def test_a_link_is_measured_by_all_ranks_together(two: Said) -> None:
+    """They get the same figures, and move no more than 8 MiB on the way to a size and five times 8 MiB."""
+    bandwidth, latency, algorithm, moved = two[0]["link"]
+    assert 0 < bandwidth < 1e13
+    assert 0 <= latency < 10
+    assert algorithm == "ring"
+    assert moved < 48 * 2**20
+    assert two[1]["link"] == two[0]["link"]
+
+
+@pytest.mark.parametrize(
+    ("case", "sparse"), [("measured", None), ("one rank selects slowly", 0), ("all select fast", 2)]
+)
+def test_ranks_choose_alike_by_the_slowest(two: Said, case: str, sparse: int | None) -> None:
+    """Each time and each choice is the same on both; one rank may capture another batch alone."""
+    one, other = (found[f"chosen, {case}"] for found in two)
+    same, tensors, lines, later = one
+    assert same == [True, True]
+    assert one == other
+    assert later == 0
+    assert any(line.startswith("dense or sparse by time at") for line in lines)
+    assert ("measured by the ranks" in " ".join(lines)) == (case == "measured")
+    assert sparse is None or len(tensors) == sparse
 
 
 @pytest.mark.usefixtures("two")

@@ -361,8 +361,8 @@ def test_sums_are_those_in_the_order_of_the_ranks(
         expected = torch.zeros(size, dtype=exact, device=device)
         for rank in ranks:
             indices, values = rank[number]
-            expected[indices.long()] += values.to(wire).to(exact)
-        assert same_bits(found, (expected * (1 / 3)).to(out))
+            expected[indices.long()] += values.to(wire).to(exact) * (1 / 3)
+        assert same_bits(found, expected.to(out))
 
 
 def test_every_rank_gets_the_same_bits() -> None:

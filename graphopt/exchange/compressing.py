@@ -142,14 +142,21 @@ class Sparse(Way):
         if sparse:
             buckets = self.buckets(workload.gradients)
             chosen = [[gradient for gradient in bucket if gradient.name in sparse] for bucket in buckets]
-            found += [self._bucket(group, workload, ranks) for group in chosen if group]
+            found += [self.message(group, workload, ranks) for group in chosen if group]
             buckets = packed(dense, self.widest(workload))
         else:
             buckets = self.buckets(dense)
         found += [dense_message(group, workload, ranks) for group in buckets]
         return Messages(tuple(found), kept_dense=tuple(dense))
 
-    def _bucket(self, group: Sequence[Gradient], workload: Workload, ranks: int) -> Message:
+    def message(self, group: Sequence[Gradient], workload: Workload, ranks: int) -> Message:
+        """The all-gather of a bucket, and the work around it.
+
+        Args:
+            group: the bucket: gradients of one dtype that are exchanged sparsely.
+            workload: whose rates hold.
+            ranks: that take part.
+        """
         rates, sent = workload.rates, self.entry_bytes(group)
         numel, size = sum(gradient.numel for gradient in group), sum(gradient.bytes for gradient in group)
         # before: gradients are read once to see that they are finite, accumulated, selected from, and packed

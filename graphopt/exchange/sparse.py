@@ -3,7 +3,7 @@
 For each tensor a rank keeps a residual ``v``, and a momentum ``u`` where momentum is corrected, both float32 (float64
 for float64) across steps. In a program the part of one tensor is::
 
-    norm = linalg_vector_norm(gradient)                    # finite, or this gradient is left out
+    total = sum(gradient)                                  # finite, or this gradient is left out
     graphopt.accumulate_(gradient, u, v, ...)              # behind the gradient, while backward goes on
     indices, values = graphopt.select(v, k)
     graphopt.clear_at_(v, indices); graphopt.clear_at_(u, indices)
@@ -46,6 +46,7 @@ __all__ = [
     "entries",
     "exchange_sparsely",
     "held_for",
+    "wire_dtype",
 ]
 
 aten = torch.ops.aten
@@ -99,6 +100,11 @@ def entries(elements: int, sparsity: float) -> int:
     return max(1, math.floor(elements * (1 - sparsity) + 1e-6))
 
 
+def wire_dtype(gradient: torch.dtype, wire: str) -> torch.dtype:
+    """The dtype in which values of a gradient travel: the one asked for, but for float64 not float32."""
+    return torch.float64 if gradient is torch.float64 and wire == "float32" else WIRE_DTYPES[wire]
+
+
 def exchange_sparsely(
     program: Program, gradients: Mapping[str, fx.Node], rule: Rule, group: Group, origin: str,
     skip: fx.Node | None = None,
@@ -117,13 +123,18 @@ def exchange_sparsely(
     position = {node: index for index, node in enumerate(program.graph.nodes)}
     awaited: list[fx.Node] = [*gradients.values(), *([] if skip is None else [skip])]
     latest = max(awaited, key=position.__getitem__)
-    build = _Builder(program, rule, group, origin, behind(program, latest))
+    end = behind(program, latest)
+    build = _Builder(program, rule, group, origin, end)
     keep = None if skip is None else build.call(aten.eq.Scalar, (skip, 0), hint="keep")
     readers = {
         name: [user for user in gradient_readers(node) if position[user] > position[latest]]
         for name, node in gradients.items()
     }
-    parts = [build.select(name, node, keep) for name, node in gradients.items()]
+    parts = []
+    for name, node in gradients.items():  # each where it is made: it is in the cache still, and need not be kept
+        build.place = behind(program, node) if skip is None else end
+        parts.append(build.select(name, node, keep))
+    build.place = end
     counts = [part.count for part in parts]
     wire = build.wire(next(iter(gradients.values())))
     packed = build.call(pack, ([p.indices for p in parts], [p.values for p in parts], wire), hint="packed")
@@ -147,14 +158,14 @@ class _Part:
 
 
 class _Builder:
-    """Inserts the calls of one bucket, all in front of one node."""
+    """Inserts the calls of one bucket, in front of ``place``."""
 
-    def __init__(self, program: Program, rule: Rule, group: Group, origin: str, before: fx.Node) -> None:
+    def __init__(self, program: Program, rule: Rule, group: Group, origin: str, place: fx.Node) -> None:
         self._program = program
         self._rule = rule
         self._group = group
         self._origin = origin
-        self._before = before
+        self.place = place
         self._parameters = {spec.target: node for node, spec in program.inputs_of("parameter")}
 
     def call(
@@ -163,7 +174,7 @@ class _Builder:
     ) -> fx.Node:  # fmt: skip
         """One call."""
         return self._program.insert(
-            target, args, kwargs, before=before or self._before, phase=Phase.SYNC, origin=self._origin, hint=hint,
+            target, args, kwargs, before=before or self.place, phase=Phase.SYNC, origin=self._origin, hint=hint,
             like=like,
         )  # fmt: skip
 
@@ -173,20 +184,19 @@ class _Builder:
 
     def wire(self, gradient: fx.Node) -> torch.dtype:
         """The dtype in which values travel."""
-        exact = gradient.meta["val"].dtype is torch.float64 and self._rule.wire == "float32"
-        return torch.float64 if exact else WIRE_DTYPES[self._rule.wire]
+        return wire_dtype(gradient.meta["val"].dtype, self._rule.wire)
 
     def select(self, name: str, gradient: fx.Node, keep: fx.Node | None) -> _Part:
         """Accumulate a gradient, and take from the residual what is sent."""
         rule = self._rule
-        finite, scale = None, None
-        if keep is None or rule.clip_norm is not None:
-            exact = {"dtype": _kept_dtype(gradient.meta["val"])}
-            norm = self.call(aten.linalg_vector_norm.default, (gradient,), exact, like=gradient)
-            if keep is None:
-                finite = self.call(aten.isfinite.default, (norm,), hint="finite")
-            if rule.clip_norm is not None:
-                scale = self._clip(norm, rule.clip_norm)
+        norm, finite, scale = None, None, None
+        exact = {"dtype": _kept_dtype(gradient.meta["val"])}
+        if rule.clip_norm is not None:
+            norm = self.call(aten.linalg_vector_norm.default, (gradient,), exact, hint="norm", like=gradient)
+            scale = self._clip(norm, rule.clip_norm)
+        if keep is None:
+            total = norm or self.call(aten.sum.default, (gradient,), exact, hint="total", like=gradient)
+            finite = self.call(aten.isfinite.default, (total,), hint="finite")
         v = self.held("residual", name, gradient)
         u = None if rule.momentum is None else self.held("momentum", name, gradient)
         kwargs: dict[str, Any] = {"keep": keep if finite is None else finite}

@@ -24,7 +24,7 @@ from graphopt.ops.selection import select
 from graphopt.program import Phase, Program, info
 from graphopt.values import storage_bytes
 
-__all__ = ["Rates", "Workload", "workload_of"]
+__all__ = ["Rates", "Workload", "rates_of", "workload_of"]
 
 _SELECTED_FROM = 2**22
 """Elements of the tensor on which selection is measured."""
@@ -119,7 +119,7 @@ def workload_of(
     gradients = _gradients(program, found, lane.ends)
     return Workload(
         program.title, program.stage, lane.forward, lane.backward, lane.update, gradients, _buffers(program),
-        _rates(gradients[0].device, cost), cost, str(report),
+        rates_of(gradients[0].device, cost), cost, str(report),
     )  # fmt: skip
 
 
@@ -200,7 +200,17 @@ def _buffers(program: Program) -> tuple[int, ...]:
 # --- the work around exchanges ---------------------------------------------------------------------------------------
 
 
-def _rates(device: torch.device, cost: str) -> Rates:
+def rates_of(device: torch.device, cost: str = "measured") -> Rates:
+    """What the work around exchanges costs on a device.
+
+    Args:
+        device: of the gradients.
+        cost: ``measured`` (once on this device, and kept), ``roofline``, or the name of a device
+            (``graphopt.budget.COSTS``); with these two, selection takes the time of the bytes that it reads and writes.
+
+    Raises:
+        GraphoptError: for a device that is not here and whose figures are asked for.
+    """
     profile = PROFILES[cost] if cost in PROFILES else profile_of(device)
     copy = 1.0 / profile.memory_bandwidth
     if cost != "measured":

@@ -122,12 +122,16 @@ def _block(count: int, k: int) -> int:
 
 def _indices_by_blocks(bits: torch.Tensor, k: int, block: int) -> torch.Tensor:
     """Select among the elements of the k blocks of largest maxima, and those behind the last whole block."""
-    whole = bits.numel() // block * block
+    shift = block.bit_length() - 1
+    whole = bits.numel() >> shift << shift
     blocks = _indices(_block_maxima(bits[:whole], block), k)
-    inside = torch.index_select(bits[:whole].view(-1, block), 0, blocks)
-    chosen = _indices(torch.cat([inside.view(-1), bits[whole:]]), k)
-    starts = torch.cat([blocks * block, blocks.new_full((1,), whole)])
-    return torch.index_select(starts, 0, chosen // block).add_(chosen % block)
+    inside = torch.index_select(bits[:whole].view(-1, block), 0, blocks).view(-1)
+    if whole < bits.numel():
+        inside = torch.cat([inside, bits[whole:]])
+        blocks = torch.cat([blocks, blocks.new_full((1,), whole >> shift)])
+    chosen = _indices(inside, k)
+    starts = torch.index_select(blocks, 0, chosen >> shift).bitwise_left_shift_(shift)
+    return starts.bitwise_or_(chosen & (block - 1))
 
 
 def _block_maxima(bits: torch.Tensor, block: int) -> torch.Tensor:

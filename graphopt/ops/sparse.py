@@ -46,8 +46,6 @@ LARGEST = 2**31
 """A tensor of so many elements cannot be exchanged sparsely: its indices are int32."""
 
 _INDEX_BYTES = 4
-_SPARSE_SCALING = 8
-"""Sums are scaled where something was added if that is so many times less than the whole."""
 
 # --- packing ---------------------------------------------------------------------------------------------------------
 
@@ -127,11 +125,13 @@ def unpack(
         counts: entries of each tensor.
         wire: dtype of the values.
     """
-    count = sum(counts)
-    start = _values_at(count, wire)
-    indices = packed[: count * _INDEX_BYTES].view(torch.int32)
-    values = packed[start : start + count * wire.itemsize].view(wire)
+    indices, values = _parts(packed, sum(counts), wire)
     return indices.split_with_sizes(list(counts)), values.split_with_sizes(list(counts))
+
+
+def _parts(packed: torch.Tensor, count: int, wire: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    start = _values_at(count, wire)
+    return packed[: count * _INDEX_BYTES].view(torch.int32), packed[start : start + count * wire.itemsize].view(wire)
 
 
 # --- adding up -------------------------------------------------------------------------------------------------------
@@ -148,27 +148,25 @@ def _sum_sparse(
 ) -> list[torch.Tensor]:
     _check_sum(gathered, ranks, counts, sizes, wire, out)
     exact = torch.float64 if out is torch.float64 else torch.float32
-    rows = [unpack(row, counts, wire) for row in gathered.view(ranks, -1)]
+    rows = [_scaled(row, counts, wire, exact, scale) for row in gathered.view(ranks, -1)]
     sums = []
     for number, size in enumerate(sizes):
         total = torch.zeros(size, dtype=exact, device=gathered.device)
         for indices, values in rows:
-            total.index_add_(0, indices[number], values[number].to(exact))
-        _scale(total, [indices[number] for indices, _ in rows], scale)
+            total.index_add_(0, indices[number], values[number])
         sums.append(total.to(out))
     return sums
 
 
-def _scale(total: torch.Tensor, touched: Sequence[torch.Tensor], scale: float) -> None:
-    """Multiply in place; only where something was added, if that is little."""
-    if scale == 1:
-        return
-    if sum(indices.numel() for indices in touched) * _SPARSE_SCALING > total.numel():
-        total.mul_(scale)
-        return
-    places = torch.cat(list(touched)).long()
-    scaled = total[places].mul_(scale)
-    total.index_copy_(0, places, scaled)  # a place that is touched twice gets the same number twice
+def _scaled(
+    packed: torch.Tensor, counts: Sequence[int], wire: torch.dtype, exact: torch.dtype, scale: float
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """What one rank sent: its indices, and its values times the scale, in few calls for all tensors."""
+    indices, values = _parts(packed, sum(counts), wire)
+    numbers = values.to(exact)
+    if scale != 1:
+        numbers = numbers * scale
+    return indices.split_with_sizes(list(counts)), numbers.split_with_sizes(list(counts))
 
 
 def _empty_sums(
@@ -234,7 +232,7 @@ sum_sparse = define(
 """``sum_sparse(gathered, ranks, int[] counts, int[] sizes, wire, out, float scale) -> Tensor[]``: dense sums.
 
 One flat tensor of ``sizes[i]`` elements and dtype ``out`` for each tensor of the bucket: the entries of all ranks,
-added in the order of the ranks (in float64 for ``out`` float64, else float32), times ``scale``, then rounded to
+each times ``scale``, added in the order of the ranks (in float64 for ``out`` float64, else float32), then rounded to
 ``out``. One rank's indices are distinct, so that no two additions of a rank meet: every rank gets the same bits, on
 CUDA too.
 

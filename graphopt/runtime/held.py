@@ -174,5 +174,6 @@ def _refuse_names(unknown: Iterable[str], missing: Iterable[str], known: Iterabl
     problems += [f"{name!r} is missing" for name in sorted(missing)]
     if problems:
         raise GraphoptError(
-            "the held state does not fit; give the same passes as when it was saved:\n  " + "\n  ".join(problems)
+            "the held state does not fit; give the same passes, with the same options, as when it was saved:\n  "
+            + "\n  ".join(problems)
         )

@@ -10,14 +10,17 @@ warm-up over the published sparsities, and is then run without each of its corre
 it is gradient dropping (error feedback, momentum behind the exchange). Local SGD averages every so many steps.
 
 Figures are medians over the seeds, with the spread (largest minus smallest) behind ±. Bytes are those of the model in
-``graphopt.exchange.volume``'s terms: 2 (N - 1) / N of what is summed, (N - 1) times what each rank gathers.
+``graphopt.exchange.volume``'s terms: 2 (N - 1) / N of what is summed, (N - 1) times what each rank gathers. With
+``--rate`` every rank sits behind a link of that rate, as in ``exchange.py``; steps per second are those of such links.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
+import os
 import runpy
 import statistics
 import subprocess
@@ -35,6 +38,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import example_models, make_table, parser, show
+from network import Network, NetworkError, network
 from torch import nn
 
 import graphopt
@@ -119,7 +123,7 @@ def text(steps: int, seed: int) -> tuple[list[Batch], Batch]:
 
 TASKS = {
     "digits": Task("digits, perceptron", perceptron, classification, digits, 500, 0, 50, 0.2),
-    "text": Task("text, GPT", gpt, MODELS.next_token_loss, text, 400, 100, 40, 0.3),
+    "text": Task("text, GPT", gpt, MODELS.next_token_loss, text, 4000, 1000, 400, 0.3),
 }
 
 
@@ -237,14 +241,24 @@ def work(options: argparse.Namespace) -> None:
 
 def launch(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Run the ranks; what rank 0 printed."""
-    with tempfile.TemporaryDirectory() as folder:
+    shaped: contextlib.AbstractContextManager[Network | None] = contextlib.nullcontext()
+    if options.rate is not None:
+        shaped = network(WORLD)
+    with shaped as links, tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--store", f"{folder}/store", "--seeds", str(options.seeds)]
         command += ["--scale", str(options.scale), "--tasks", *options.tasks]
         command += ["--ways", *options.ways] if options.ways else []
+        environment = dict(os.environ)
+        if links is not None:
+            links.shape(options.rate)
+            environment["GLOO_SOCKET_IFNAME"] = links.interface
         ranks = [
-            subprocess.Popen([*command, "--rank", str(rank)], stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [*(links.prefix(rank) if links is not None else []), *command, "--rank", str(rank)],
+                env=environment, stdout=subprocess.PIPE, text=True,
+            )
             for rank in range(WORLD)
-        ]
+        ]  # fmt: skip
         lines = []
         assert ranks[0].stdout is not None
         for line in ranks[0].stdout:
@@ -260,7 +274,7 @@ def middle(values: Sequence[float], form: str) -> str:
     return f"{statistics.median(values):{form}} ± {max(values) - min(values):{form}}"
 
 
-def table_of(name: str, found: Sequence[dict[str, Any]]) -> Any:
+def table_of(name: str, found: Sequence[dict[str, Any]], rate: str | None) -> Any:
     """One task's table."""
     task = TASKS[name]
     rows = []
@@ -274,7 +288,8 @@ def table_of(name: str, found: Sequence[dict[str, Any]]) -> Any:
             f"{1 / statistics.median(columns['seconds']):.0f}",
         ])  # fmt: skip
     headings = ["way", "train loss", "held-out loss", "accuracy, %", "kB/step", "last", "steps/s"]
-    return make_table(f"{task.title}, {found[0]['steps']} steps, {WORLD} ranks", headings, rows)
+    behind = "" if rate is None else f", links of {rate}"
+    return make_table(f"{task.title}, {found[0]['steps']} steps, {WORLD} ranks{behind}", headings, rows)
 
 
 def main() -> None:
@@ -284,6 +299,7 @@ def main() -> None:
     made.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="what to train")
     made.add_argument("--ways", nargs="+", default=[], help="names of the ways to exchange; all by default")
     made.add_argument("--scale", type=float, default=1.0, help="times the steps of each task")
+    made.add_argument("--rate", help="of each rank's link, such as 100mbit; none by default")
     made.add_argument("--store", help=argparse.SUPPRESS)
     made.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = made.parse_args()
@@ -292,9 +308,12 @@ def main() -> None:
         return
     if options.quick:
         options.seeds, options.scale = 1, 0.1
-    found = launch(options)
-    tables = [table_of(name, [line for line in found if line["task"] == name]) for name in options.tasks]
-    show({"runs": found}, tables, as_json=options.json)
+    try:
+        found = launch(options)
+    except NetworkError as error:
+        raise SystemExit(str(error)) from error
+    tables = [table_of(name, [line for line in found if line["task"] == name], options.rate) for name in options.tasks]
+    show({"rate": options.rate, "runs": found}, tables, as_json=options.json)
 
 
 if __name__ == "__main__":

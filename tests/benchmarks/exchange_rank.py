@@ -27,9 +27,11 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 import graphopt
 from graphopt.exchange.compressing import LowRank, Sparse
 from graphopt.exchange.link import Link
+from graphopt.exchange.measure import measure_link
 from graphopt.exchange.predict import predict_workload
 from graphopt.exchange.ways import Dense, Local, Sharded, Way
 from graphopt.exchange.workload import Workload, workload_of
+from graphopt.groups import find_group
 from graphopt.passes import (
     CompressGradients,
     DataParallel,
@@ -41,6 +43,8 @@ from graphopt.passes import (
 models = example_models()
 Step = Callable[[], Any]
 WARM_UP = 4
+HEADERS = 1 + 66 / 1448 + 66 / (2 * 1448)
+"""Bytes on a shaped link for a byte of payload: TCP over Ethernet, every second segment acknowledged."""
 
 
 @dataclass(frozen=True)
@@ -219,23 +223,6 @@ def measure_rate(modes: Sequence[Mode], actions: Sequence[Step], rounds: int, in
     return results
 
 
-def measure_link(shared: bool) -> tuple[float, float]:
-    """Bytes per second and seconds of a round between ranks, with nothing else running."""
-    ranks, small, large = dist.get_world_size(), torch.zeros(1), torch.zeros(2**21)
-    rounds = 2 * (ranks - 1)
-    seconds = {}
-    for tensor in (small, large):
-        runs = []
-        for _ in range(9):
-            started = time.perf_counter()
-            dist.all_reduce(tensor)
-            runs.append(time.perf_counter() - started)
-        seconds[tensor.numel()] = statistics.median(runs[2:])
-    latency = seconds[1] / rounds
-    sent = large.numel() * 4 * rounds / ranks
-    return sent / max(seconds[large.numel()] - seconds[1], 1e-9), latency
-
-
 def ask(question: dict[str, Any]) -> None:
     """Let the benchmark do something, and wait until all ranks know that it is done."""
     if dist.get_rank() == 0:
@@ -250,12 +237,14 @@ def shared_out(results: list[dict[str, Any]], shared: bool) -> list[dict[str, An
     return [{**result, "sent_bytes": result["sent_bytes"] / ranks} for result in results]
 
 
-def predictions(modes: Sequence[Mode], workload: Workload, link: Link, results: Sequence[dict[str, Any]]) -> None:
-    """Add what the dry run says to the results of the ways that it knows."""
+def predictions(
+    modes: Sequence[Mode], workload: Workload, link: Link, results: Sequence[dict[str, Any]], headers: float
+) -> None:
+    """Add what the dry run says to the results of the ways that it knows; ``headers`` is bytes per byte of payload."""
     for mode, result in zip(modes, results, strict=True):
         if mode.way is not None:
             found = predict_workload(workload, dist.get_world_size(), link, mode.way)
-            result |= {"predicted_seconds": found.step, "predicted_bytes": found.sent, "payload_bytes": found.payload}
+            result |= {"predicted_seconds": found.step, "predicted_bytes": found.sent * headers}
 
 
 def main(options: dict[str, Any]) -> None:
@@ -277,14 +266,16 @@ def main(options: dict[str, Any]) -> None:
     result["rates"] = []
     for rate in options["rates"]:
         ask({"shape": rate})
-        measured, latency = measure_link(options["shared"])
+        measured = measure_link(find_group(""), torch.device("cpu"))
         bits = bits_per_second(rate)
         sharing = dist.get_world_size() if options["shared"] else 1
-        bandwidth = measured if bits == float("inf") else bits / 8 / sharing
+        bandwidth = measured.bandwidth if bits == float("inf") else bits / 8 / sharing
         found = shared_out(measure_rate(modes, actions, options["rounds"], options["interface"]), options["shared"])
         if workload is not None:
-            predictions(modes, workload, Link(bandwidth, latency), found)
-        result["rates"].append({"rate": rate, "bandwidth": measured, "latency": latency, "modes": found})
+            headers = 1.0 if bits == float("inf") else HEADERS
+            predictions(modes, workload, Link(bandwidth / headers, measured.latency), found, headers)
+        figures = {"bandwidth": measured.bandwidth, "latency": measured.latency}
+        result["rates"].append({"rate": rate, **figures, "modes": found})
     if dist.get_rank() == 0:
         print(json.dumps({"result": result}), flush=True)
     dist.barrier()
