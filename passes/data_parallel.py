@@ -14,8 +14,9 @@ from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.exchange.reduce import Exchange, exchange_buffers, exchange_gradients, final_gradients
 from graphopt.groups import Group, find_group
 from graphopt.names import match_names
+from graphopt.ops.collectives import WAIT
 from graphopt.pipeline import Changed, Numerics, Pass, PassStage
-from graphopt.program import Phase, Program, info
+from graphopt.program import Phase, Program
 from graphopt.values import format_bytes, storage_bytes
 
 __all__ = ["DataParallel"]
@@ -113,7 +114,7 @@ class DataParallel(Pass):
 
     def apply(self, program: Program) -> Changed:
         """See the class; rewrites the step program, or the joint program of a drop-in model."""
-        if any(info(node).origin.startswith(_ORIGIN) for node in program.phase_nodes(Phase.SYNC)):
+        if any(node.target is WAIT for node in program.phase_nodes(Phase.SYNC)):
             return Changed(reason="the gradients of this program are exchanged already")
         groups = self._groups({spec.target: node for node, spec in program.inputs_of("parameter")})
         if all(group.size == 1 for group in groups.values()):

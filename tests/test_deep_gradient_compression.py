@@ -140,6 +140,13 @@ def test_small_tensors_and_vectors_stay_dense_and_the_record_says_so() -> None:
     )
 
 
+@pytest.mark.usefixtures("four_ranks")
+def test_data_parallelism_behind_it_finds_nothing_to_exchange() -> None:
+    program, _ = step_program(small(), DeepGradientCompression(min_elements=1))
+    (record,) = Pipeline([DataParallel()]).run(program)
+    assert "the gradients of this program are exchanged already" in record.changed.reason
+
+
 EDGES = {
     "float32": (torch.float32, "float32", lambda ranks: 1 - 1 / ranks),
     "bfloat16 gradients": (torch.bfloat16, "float32", lambda ranks: 1 - 1 / (2 * ranks)),
