@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import multiprocessing
 import os
 import signal
 import time
@@ -22,6 +21,7 @@ from graphopt.errors import RankError
 from graphopt.ops.collectives import ALL_REDUCE
 from graphopt.passes import DataParallel
 from graphopt.pipeline import Numerics, PassStage
+from tests.forking import end, start
 
 _step = 0
 """The step that this process is in, from 1; a pass's op is also run once where its memory is measured."""
@@ -91,7 +91,8 @@ class Task:
         address: of a store over TCP; a file in the folder otherwise.
         timeout: of the group, in seconds.
         way: ``whole step`` or ``drop-in``.
-        early: what rank 1 does in place of its first step: ``die`` or ``hang``.
+        early: what rank 1 does in place of its first step, when all are connected: ``die`` or ``hang``.
+        patience: for how many seconds a rank may give no sign of life.
     """
 
     folder: Path
@@ -103,34 +104,44 @@ class Task:
     timeout: float = 60.0
     way: str = "whole step"
     early: str = ""
+    patience: float = 4.0
 
 
-def run_task(task: Task, alive: tuple[int, ...] = ()) -> tuple[list[Any], list[int | None]]:
-    """Run a task in processes of its own; what each rank found, and its exit status.
+@dataclass(frozen=True)
+class Outcome:
+    """How a task ended.
 
-    Args:
-        task: what to do.
-        alive: the ranks that are not waited for: they hang, and are killed when all others have ended.
-
-    Returns:
-        by rank: a mapping with ``parameters`` or ``error``, None where the rank left nothing behind; the exit status,
-        None for a rank that was still alive at the end.
+    Attributes:
+        found: by rank, a mapping with ``parameters`` or ``error``; None where the rank left nothing behind.
+        codes: by rank, the exit status; None for a rank that was still alive at the end.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.failing", "torch._dynamo"])
-    task.folder.mkdir(parents=True, exist_ok=True)
-    processes = [context.Process(target=_rank, args=(task, rank), daemon=True) for rank in range(task.world)]
-    for process in processes:
-        process.start()
-    for rank, process in enumerate(processes):
-        if rank not in alive:
-            process.join(timeout=120)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-        process.join()
-    results = [_result(task, rank) for rank in range(task.world)]
-    return [torch.load(file, weights_only=False) if file.exists() else None for file in results], codes
+
+    found: list[Any]
+    codes: list[int | None]
+
+
+def run_tasks(tasks: Mapping[str, Task]) -> dict[str, Outcome]:
+    """Run tasks at the same time, each rank in a process of its own; how each of them ended.
+
+    Ranks that hang are killed when all others have ended.
+    """
+    ranks = [(name, rank) for name, task in tasks.items() for rank in range(task.world)]
+    for task in tasks.values():
+        task.folder.mkdir(parents=True, exist_ok=True)
+    processes = start(_rank, [(tasks[name], rank) for name, rank in ranks])
+    codes = dict(zip(ranks, end(processes, alive=[_hangs(tasks[name], rank) for name, rank in ranks]), strict=True))
+    return {
+        name: Outcome(
+            [torch.load(f, weights_only=False) if f.exists() else None for f in _results(task)],
+            [codes[name, rank] for rank in range(task.world)],
+        )
+        for name, task in tasks.items()
+    }
+
+
+def _hangs(task: Task, rank: int) -> bool:
+    late = task.fail is not None and task.fail.how == "hang" and task.fail.rank == rank
+    return late or (task.early == "hang" and rank == 1)
 
 
 def free_address() -> str:
@@ -142,17 +153,21 @@ def free_address() -> str:
         return f"127.0.0.1:{found.getsockname()[1]}"
 
 
-def _result(task: Task, rank: int) -> Path:
-    return task.folder / f"result-{rank}{'-resumed' if task.resume else ''}.pt"
+def _results(task: Task) -> list[Path]:
+    return [task.folder / f"result-{rank}{'-resumed' if task.resume else ''}.pt" for rank in range(task.world)]
 
 
 def _rank(task: Task, rank: int) -> None:
     torch.set_num_threads(1)
+    os.environ["GRAPHOPT_RANK_TIMEOUT"] = str(task.patience)
     store = f"tcp://{task.address}" if task.address else f"file://{task.folder / ('again' if task.resume else 'store')}"
     dist.init_process_group(
         "gloo", init_method=store, rank=rank, world_size=task.world,
         timeout=datetime.timedelta(seconds=task.timeout),
     )  # fmt: skip
+    (task.folder / f"connected-{rank}").touch()
+    while task.early and not all((task.folder / f"connected-{other}").exists() for other in range(task.world)):
+        time.sleep(0.01)
     if rank == 1 and task.early == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1 and task.early == "hang":
@@ -163,7 +178,7 @@ def _rank(task: Task, rank: int) -> None:
         found = {"error": str(error), "ranks": error.ranks, "cause": str(error.__cause__)}
     except ValueError as error:
         found = {"error": str(error)}
-    torch.save(found, _result(task, rank))
+    torch.save(found, _results(task)[rank])
 
 
 def _model() -> nn.Module:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+from tests.forking import end, start
 
 PROLOGUE = """
 import datetime, json, os, sys, warnings
@@ -34,15 +38,21 @@ def run_ranks(script: str, world: int, store: Path, *, codes: Sequence[int] | No
         store: a file that does not exist yet.
         codes: the exit statuses that are expected, by rank; all zero by default.
     """
-    command = [sys.executable, "-c", PROLOGUE + script]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), str(store)],
-            cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(world)
-    ]  # fmt: skip
-    texts = [process.communicate(timeout=240) for process in processes]
-    found = [process.returncode for process in processes]
+    with tempfile.TemporaryDirectory() as folder:
+        files = [(Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")) for rank in range(world)]
+        arguments = [["-c", str(rank), str(world), str(store)] for rank in range(world)]
+        found = end(start(_run, [(script, *given) for given in zip(arguments, files, strict=True)]))
+        texts = [[file.read_text(encoding="utf-8") for file in pair] for pair in files]
     assert found == list(codes or [0] * world), "\n".join(error[-3000:] for _, error in texts)
     return [[json.loads(line) for line in text.splitlines()] for text, _ in texts]
+
+
+def _run(script: str, arguments: list[str], files: tuple[Path, Path]) -> None:
+    """Be ``python -c script arguments`` from the repository's root, with standard output and error in two files."""
+    for number, file in enumerate(files, start=1):
+        with file.open("w", encoding="utf-8") as opened:
+            os.dup2(opened.fileno(), number)
+    os.chdir(Path(__file__).parents[1])
+    sys.argv = arguments
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    exec(compile(PROLOGUE + script, "<string>", "exec", dont_inherit=True), main.__dict__)

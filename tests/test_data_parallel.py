@@ -248,8 +248,8 @@ def optimizer_of(model, kind):
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
-# Two ranks add in the same order in any buckets. With more, gloo's order depends on where in its bucket a number lies, so
-# both get a bucket for each tensor; find_unused_parameters keeps DistributedDataParallel from one bucket at first.
+# Two ranks add in the same order in any buckets. With more, gloo's order depends on where in its bucket a number
+# lies, so both get a bucket for each tensor; find_unused_parameters keeps DistributedDataParallel from one at first.
 ALONE = 1e-6
 theirs_in = dict(bucket_cap_mb=0.01) if world == 2 else dict(bucket_cap_mb=ALONE, find_unused_parameters=True)
 small = DataParallel(bucket_mb=0.01, first_bucket_mb=0.001) if world == 2 else DataParallel(ALONE, ALONE)

@@ -5,9 +5,6 @@ Starting processes takes seconds, so one pair of them does everything: each test
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,12 +21,11 @@ from graphopt.ops.collectives import ALL_GATHER, workspace_bytes
 from graphopt.passes import PartitionCheckpoints, Recompute
 from graphopt.passes.partition_checkpoints import _insert
 from graphopt.program import Phase, Policy, info
+from tests.ranks import run_ranks
 from tests.support import Net, captured, ops, recomputed
 
 SCRIPT = """
-import dataclasses, datetime, json, os, sys, warnings
-warnings.simplefilter("ignore")
-import torch, torch.distributed as dist
+import dataclasses
 from torch import nn
 from graphopt import Changed, GraphoptError, PassError, Pipeline, measure_peak
 from graphopt.groups import find_group
@@ -40,14 +36,9 @@ from graphopt.passes.partition_checkpoints import _insert
 from tests.support import Blocks, Net, Plain, assert_same_training, captured, identical, mean_square, next_token, peaks
 from tests.support import results
 
-rank, store = int(sys.argv[1]), sys.argv[2]
-torch.set_num_threads(1)
 torch.manual_seed(0)
-dist.init_process_group(
-    "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=120)
-)
 pair = dist.new_group([0, 1]).group_name
-said = {}
+said, at_once = {}, say
 
 def say(key, value):
     said[key] = value
@@ -146,15 +137,15 @@ def gather():
 gather()
 say("workspace", [measure_peak(gather).allocated_peak_bytes for _ in range(8)])
 
-print(json.dumps(said), flush=True)
+at_once(said)
 dist.barrier()
 if rank == 1:
     os._exit(7)
 try:
     results(parted, model, x)
-    print(json.dumps("ran"), flush=True)
+    at_once("ran")
 except RuntimeError as error:
-    print(json.dumps(str(error)), flush=True)
+    at_once(str(error))
 os._exit(0)
 """
 
@@ -166,16 +157,7 @@ os._exit(0)
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What rank 0 and rank 1 said, and what rank 0 said when rank 1 was gone."""
     store = tmp_path_factory.mktemp("ranks") / "store"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), str(store)],
-            cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    texts = [process.communicate(timeout=240) for process in processes]
-    assert [process.returncode for process in processes] == [0, 7], "\n".join(text[1][-3000:] for text in texts)
-    zero, one = ([json.loads(line) for line in text[0].splitlines()] for text in texts)
+    zero, one = run_ranks(SCRIPT, 2, store, codes=[0, 7])
     return {"0": zero[0], "1": one[0], "left alone": zero[1]}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from graphopt.runtime.culprits import judge
 from graphopt.runtime.heartbeat import Here, heartbeat, patience
 from graphopt.runtime.places import follow, place_of
 from graphopt.runtime.reports import Report, Verdict, publish, published, read_reports
-from tests.failing import FailAt, Task, free_address, resumed, run_task
+from tests.failing import FailAt, Outcome, Task, free_address, resumed, run_tasks
 
 # --- who is at fault -------------------------------------------------------------------------------------------------
 
@@ -189,89 +189,109 @@ def test_the_call_that_raised_is_found_by_its_line() -> None:
 # --- several processes -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRAPHOPT_RANK_TIMEOUT", "2.5")
+Folder = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
-    """Parameters and buffers after six steps."""
-    found, codes = run_task(Task(tmp_path_factory.mktemp("whole")))
-    assert codes == [0, 0]
-    assert torch.equal(found[0]["parameters"], found[1]["parameters"])
-    return found[0]["parameters"]  # type: ignore[no-any-return]
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """A new folder by the name of a task."""
+    return tmp_path_factory.mktemp
+
+
+@pytest.fixture(scope="module")
+def killed(folder: Folder) -> dict[str, tuple[Outcome, Outcome]]:
+    """By the phase in which rank 1 was killed, all at once: how that ended, and the same task continued."""
+    tasks = {phase: Task(folder(phase), fail=FailAt(phase, step=4, rank=1)) for phase in ("forward", "sync", "update")}
+    ended = run_tasks(tasks)
+    again = run_tasks({phase: resumed(task) for phase, task in tasks.items()})
+    return {phase: (outcome, again[phase]) for phase, outcome in ended.items()}
+
+
+@pytest.fixture(scope="module")
+def ended(folder: Folder) -> dict[str, Outcome]:
+    """Everything else that happens to ranks, all at once, by name."""
+    return run_tasks(
+        {
+            "uninterrupted": Task(folder("whole")),
+            "hangs": Task(folder("hangs"), fail=FailAt("forward", 3, rank=1, how="hang"), timeout=8),
+            "dies early": Task(folder("dies"), early="die", timeout=8),
+            "hangs early": Task(folder("early"), early="hang", timeout=8),
+            "four": Task(folder("four"), world=4, fail=FailAt("sync", 3, rank=2), address=free_address()),
+            "holder": Task(folder("holder"), fail=FailAt("forward", 3, rank=0), address=free_address()),
+            "raises": Task(folder("raises"), fail=FailAt("forward", 3, rank=1, how="raise")),
+            "fewer": Task(folder("fewer"), steps=(4, 2)),
+            "drop-in": Task(folder("drop-in"), fail=FailAt("sync", 3, rank=1), way="drop-in"),
+        }
+    )
 
 
 @pytest.mark.parametrize("phase", ["forward", "sync", "update"])
 def test_a_killed_rank_is_named_and_training_continues_bit_exact(
-    phase: str, tmp_path: Path, uninterrupted: torch.Tensor
+    phase: str, killed: dict[str, tuple[Outcome, Outcome]], ended: dict[str, Outcome]
 ) -> None:
-    task = Task(tmp_path, fail=FailAt(phase, step=4, rank=1))
-    (found, _), codes = run_task(task)
-    assert codes == [0, -9]
+    outcome, again = killed[phase]
+    found = outcome.found[0]
+    assert outcome.codes == [0, -9]
     assert found["ranks"] == (1,)
     assert "rank 1 gives no sign of life any more" in found["error"]
     assert "(last seen in " in found["error"]
     assert "here: rank 0 was in step " in found["error"]
     assert "start all ranks again from the state of the last step" in found["error"]
     assert "onnection" in found["cause"]
-    again, codes = run_task(resumed(task))
-    assert codes == [0, 0]
-    assert torch.equal(again[0]["parameters"], uninterrupted)
-    assert torch.equal(again[1]["parameters"], uninterrupted)
+    uninterrupted = ended["uninterrupted"]
+    assert again.codes == uninterrupted.codes == [0, 0]
+    expected = uninterrupted.found[0]["parameters"]
+    assert all(torch.equal(rank["parameters"], expected) for rank in (*uninterrupted.found, *again.found))
 
 
-def test_a_hanging_rank_is_named_when_the_group_times_out(tmp_path: Path) -> None:
-    task = Task(tmp_path, fail=FailAt("forward", 3, rank=1, how="hang"), timeout=8)
-    (found, _), codes = run_task(task, alive=(1,))
-    assert codes == [0, None]
-    assert found["ranks"] == (1,)
-    assert "rank 1 hangs, or is far behind: it has been in step 3, forward: fail" in found["error"]
+def test_a_hanging_rank_is_named_when_the_group_times_out(ended: dict[str, Outcome]) -> None:
+    outcome = ended["hangs"]
+    assert outcome.codes == [0, None]
+    assert outcome.found[0]["ranks"] == (1,)
+    said = outcome.found[0]["error"]
+    assert "rank 1 hangs, or is far behind: it has been in step 3, forward: fail" in said
 
 
-def test_all_survivors_of_four_name_the_same_rank(tmp_path: Path) -> None:
-    task = Task(tmp_path, world=4, fail=FailAt("sync", 3, rank=2), address=free_address())
-    found, codes = run_task(task)
-    assert codes == [0, 0, -9, 0]
+def test_all_survivors_of_four_name_the_same_rank(ended: dict[str, Outcome]) -> None:
+    found = ended["four"].found
+    assert ended["four"].codes == [0, 0, -9, 0]
     assert [found[rank]["ranks"] for rank in (0, 1, 3)] == [(2,), (2,), (2,)]
     assert len({found[rank]["error"].split("\n")[0] for rank in (0, 1, 3)}) == 1
 
 
-def test_the_rank_that_holds_the_store_is_named(tmp_path: Path) -> None:
-    task = Task(tmp_path, fail=FailAt("forward", 3, rank=0), address=free_address())
-    (_, found), codes = run_task(task)
-    assert codes == [-9, 0]
+def test_the_rank_that_holds_the_store_is_named(ended: dict[str, Outcome]) -> None:
+    found = ended["holder"].found[1]
+    assert ended["holder"].codes == [-9, 0]
     assert found["ranks"] == (0,)
     assert "rank 0 does not answer any more, and with it the store" in found["error"]
 
 
-def test_a_rank_that_raises_is_named_with_its_error(tmp_path: Path) -> None:
-    found, codes = run_task(Task(tmp_path, fail=FailAt("forward", 3, rank=1, how="raise")))
-    assert codes == [0, 0]
+def test_a_rank_that_raises_is_named_with_its_error(ended: dict[str, Outcome]) -> None:
+    found = ended["raises"].found
+    assert ended["raises"].codes == [0, 0]
     assert found[1]["error"] == "this batch is broken"
     assert found[0]["ranks"] == (1,)
     assert "rank 1 failed by itself: ValueError: this batch is broken (in step 3, forward: fail" in found[0]["error"]
 
 
-def test_a_rank_with_fewer_batches_is_named(tmp_path: Path) -> None:
-    found, codes = run_task(Task(tmp_path, steps=(4, 2)))
-    assert codes == [0, 0]
+def test_a_rank_with_fewer_batches_is_named(ended: dict[str, Outcome]) -> None:
+    found = ended["fewer"].found
+    assert ended["fewer"].codes == [0, 0]
     assert "parameters" in found[1]
     assert "rank 1 ended its program (last seen in what follows step 2)" in found[0]["error"]
 
 
-@pytest.mark.parametrize("early", ["die", "hang"])
-def test_a_rank_that_never_comes_is_named(early: str, tmp_path: Path) -> None:
-    hangs = early == "hang"
-    (found, _), codes = run_task(Task(tmp_path, early=early, timeout=8), alive=(1,) if hangs else ())
-    assert codes == [0, None if hangs else -9]
-    assert found["ranks"] == (1,)
-    assert "rank 1 gave no sign of life: its process ended before its first step" in found["error"]
+@pytest.mark.parametrize(("early", "code"), [("dies", -9), ("hangs", None)])
+def test_a_rank_that_never_comes_is_named(early: str, code: int | None, ended: dict[str, Outcome]) -> None:
+    outcome = ended[f"{early} early"]
+    assert outcome.codes == [0, code]
+    assert outcome.found[0]["ranks"] == (1,)
+    said = outcome.found[0]["error"]
+    assert "rank 1 gave no sign of life: its process ended before its first step" in said
 
 
-def test_a_rank_killed_in_a_drop_in_backward_is_named(tmp_path: Path) -> None:
-    (found, _), codes = run_task(Task(tmp_path, fail=FailAt("sync", 3, rank=1), way="drop-in"))
-    assert codes == [0, -9]
+def test_a_rank_killed_in_a_drop_in_backward_is_named(ended: dict[str, Outcome]) -> None:
+    found = ended["drop-in"].found[0]
+    assert ended["drop-in"].codes == [0, -9]
     assert found["ranks"] == (1,)
     assert "here: rank 0 was in step 3, exchange: wait_tensor (data-parallel: " in found["error"]

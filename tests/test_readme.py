@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,11 +57,31 @@ def test_python_blocks_run_one_after_the_other(
     assert re.search(r"^\{'0.up': addmm, 'hidden': gelu, '0::add': add, ", printed, re.M)
 
 
+@pytest.fixture(scope="module")
+def small_examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The examples with two blocks in the GPT, of fewer tokens; ``test_examples`` has it at its size."""
+    folder = tmp_path_factory.mktemp("small") / "examples"
+    shutil.copytree(ROOT / "examples", folder, ignore=shutil.ignore_patterns("__pycache__"))
+    source = (folder / "models.py").read_text(encoding="utf-8")
+    small, changed = re.subn(r"^    (layers: int = 12|context: int = 256)$", _smaller, source, flags=re.MULTILINE)
+    assert changed == 2
+    (folder / "models.py").write_text(small, encoding="utf-8")
+    return folder
+
+
+def _smaller(match: re.Match[str]) -> str:
+    return {"layers: int = 12": "    layers: int = 2", "context: int = 256": "    context: int = 64"}[match[1]]
+
+
 @pytest.mark.parametrize("arguments", commands("graphopt"), ids=" ".join)
 def test_commands_work(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    small_examples: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "examples").symlink_to(small_examples)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     known = set(sys.modules)
@@ -68,7 +89,7 @@ def test_commands_work(
         assert cli.main(arguments) == 0
     finally:
         for name in set(sys.modules) - known:
-            if str(getattr(sys.modules[name], "__file__", "")).startswith(str(ROOT / "examples")):
+            if str(getattr(sys.modules[name], "__file__", "")).startswith(str(small_examples)):
                 del sys.modules[name]
     files = [tmp_path / arguments[index + 1] for index, word in enumerate(arguments[:-1]) if word == "-o"]
     assert all(file.stat().st_size for file in files)

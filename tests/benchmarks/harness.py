@@ -65,6 +65,8 @@ def paired_seconds(actions: Sequence[Action], rounds: int, *, warm_up: int = 2) 
     for action in actions:
         for _ in range(warm_up):
             action()
+    gc.collect()
+    gc.freeze()  # what is here now stays: looking for garbage in it would take longer than the actions
     seconds: list[list[float]] = [[] for _ in actions]
     for number in range(rounds):
         for offset in range(len(actions)):
@@ -73,6 +75,7 @@ def paired_seconds(actions: Sequence[Action], rounds: int, *, warm_up: int = 2) 
             started = time.perf_counter()
             actions[index]()
             seconds[index].append(time.perf_counter() - started)
+    gc.unfreeze()
     return seconds
 
 
