@@ -141,7 +141,7 @@ class Sharded(Way):
 
     ``ShardOptimizer``: stage 1 of Rajbhandari et al., "ZeRO", SC 2020 (arXiv 1910.02054). The bytes are those of dense
     exchange; the half of them that follows the update cannot be hidden, but each rank runs a part of the update only.
-    On a CPU it takes half as many bytes again, since gloo makes a reduce-scatter of an all-reduce (torch 2.13).
+    On a CPU the gradients travel by an all-to-all, since gloo makes a reduce-scatter of an all-reduce (torch 2.13).
     """
 
     @property
@@ -165,7 +165,7 @@ class Sharded(Way):
         beside, late = buffer_messages(workload, ranks), []
         for group in self.buckets(workload.gradients):
             size, values = sum(g.bytes for g in group), sum(g.parameter_bytes for g in group)
-            scatter = volume.all_reduce if group[0].device.type == "cpu" else volume.reduce_scatter
+            scatter = volume.all_to_all if group[0].device.type == "cpu" else volume.reduce_scatter
             beside.append(Message(scatter(size, ranks), ready_of(group), before=4 * size * copy))
             late.append(Message(volume.all_gather(values / ranks, ranks), after=2 * values * copy))
         return Messages(tuple(beside), tuple(late), update=1.0 / ranks)

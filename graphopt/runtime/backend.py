@@ -52,19 +52,21 @@ def compile_program(program: Program, backend: Backend) -> tuple[fx.GraphModule,
     return module, _boxed(run)
 
 
-def compile_module(module: fx.GraphModule, inputs: Sequence[Any], backend: Backend) -> Boxed:
+def compile_module(module: fx.GraphModule, inputs: Sequence[Any], backend: Backend, *, room: int = 0) -> Boxed:
     """Compile a GraphModule of the boxed convention with a backend; the result is boxed too.
 
     Args:
         module: a generated module.
         inputs: example values without data.
-        backend: what compiles it; what inductor makes of it takes no more memory than the module's own code.
+        backend: what compiles it; what inductor makes of it takes no more memory than the module's own code, or
+            ``room``.
+        room: bytes that it may take in any case, above what is there before it runs.
     """
     if backend == "eager":
         return _boxed(module.forward)
     with torch.no_grad():
         if backend == "inductor":
-            return _boxed(compile_graph(module, inputs))
+            return _boxed(compile_graph(module, inputs, room))
         compiled = backend(fx.GraphModule(module, _unboxed(module.graph)), inputs)
     if not callable(compiled):
         raise GraphoptError(f"the backend {backend!r} returned {type(compiled).__name__}, which cannot be called")

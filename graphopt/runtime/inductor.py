@@ -257,17 +257,19 @@ def _middle(calls: Sequence[fx.Node]) -> int:
     return min(cuts, key=lambda cut: (handed_over(cut), abs(2 * cut - len(calls))), default=0)
 
 
-def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
-    """Compile a generated module with inductor; the result takes no more memory than the module's generated code.
+def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], room: int = 0) -> Boxed:
+    """Compile a generated module with inductor; the result takes no more memory than was promised.
 
-    Forward and backward are compiled apart, and whatever takes more in smaller parts, down to generated code.
+    That is what the module's generated code takes, or the room that there is. Forward and backward are compiled apart,
+    and whatever takes more in smaller parts, down to generated code.
 
     Args:
         module: of the boxed convention, its nodes with ``NodeInfo``.
         inputs: example values without data.
+        room: bytes above what is there before it runs that it may take even if its generated code takes less.
     """
     chain = _Chain(module, inputs)
-    promised = max(chain.peaks(), default=0)
+    promised = max(room, *chain.peaks())
     start = _start_of_backward(chain.parts[0].calls)
     if start:
         chain.divide(chain.parts[0], start)

@@ -172,10 +172,13 @@ class Optimized(nn.Module):
         live = {target: self._graphopt_held[target] for target in rewritten.program.held}
         reserve_host(rewritten.program)
         forward, backward = partition(rewritten.program, joint.trace.backward_layout(), live)
+        # forward begins with what is resident, so that it may take what the whole program takes at its peak
+        inductor = options.backend == "inductor"
+        room = {"forward": rewritten.program.memory().allocated_peak_bytes if inductor else 0, "backward": 0}
 
         def compiler(part: Literal["forward", "backward"], module: fx.GraphModule, inputs: Any) -> Boxed:
             bind_held(module, rewritten.program, live)
-            run = compile_module(module, list(inputs), options.backend)
+            run = compile_module(module, list(inputs), options.backend, room=room[part])
             return watch.guard(run, module, rewritten.program, part)
 
         function = joint.trace.compile(

@@ -4,9 +4,9 @@ One process for each rank, with one thread; all ways train the same GPT with SGD
 machine down meets all alike. Times are medians of the slowest rank's, bytes are those that left a rank's interface,
 headers included. As root every rank has a shaped link of its own; otherwise all share a shaped loopback.
 
-Predicted bytes and seconds are the dry run's, with the headers of TCP over Ethernet where a link is shaped: 66 bytes
-for 1,448 of payload, and as many for the acknowledgement of every second segment. (Segments are put together again
-before they are counted on a link that is not shaped.)
+Predicted bytes and seconds are the dry run's, with the headers of TCP over Ethernet where a link passes segment by
+segment (below about 260 Mbit/s; faster ones count whole packets of up to 64 KiB): 66 bytes for 1,448 of payload, and as
+many for the acknowledgement of every second segment.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import example_models
-from network import bits_per_second, sent_bytes
+from network import bits_per_second, passes_segments, sent_bytes
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
@@ -44,7 +44,7 @@ models = example_models()
 Step = Callable[[], Any]
 WARM_UP = 4
 HEADERS = 1 + 66 / 1448 + 66 / (2 * 1448)
-"""Bytes on a shaped link for a byte of payload: TCP over Ethernet, every second segment acknowledged."""
+"""Bytes on a link for a byte of payload, counted by segment: TCP over Ethernet, every second one acknowledged."""
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ def main(options: dict[str, Any]) -> None:
         bandwidth = measured.bandwidth if bits == float("inf") else bits / 8 / sharing
         found = shared_out(measure_rate(modes, actions, options["rounds"], options["interface"]), options["shared"])
         if workload is not None:
-            headers = 1.0 if bits == float("inf") else HEADERS
+            headers = HEADERS if passes_segments(rate) else 1.0
             predictions(modes, workload, Link(bandwidth / headers, measured.latency), found, headers)
         figures = {"bandwidth": measured.bandwidth, "latency": measured.latency}
         result["rates"].append({"rate": rate, **figures, "modes": found})

@@ -47,6 +47,19 @@ def bits_per_second(rate: str) -> float:
     raise NetworkError(f"{rate!r} is not a rate: write 10mbit, 100mbit, 1gbit or unshaped")
 
 
+def passes_segments(rate: str) -> bool:
+    """Whether packets pass a shaped link segment by segment, so that the headers of each are counted.
+
+    The kernel hands packets of up to 64 KiB to the link and divides what is larger than a burst.
+    """
+    return _burst(bits_per_second(rate)) < 2**16
+
+
+def _burst(bits: float) -> float:
+    """Bytes that pass a link at once: two milliseconds' worth, or a packet of the loopback."""
+    return max(16 * 1024, bits / 8 * 0.002)
+
+
 class Network(abc.ABC):
     """Links between ranks.
 
@@ -140,8 +153,8 @@ def _shape(command: list[str], device: str, rate: str) -> None:
     bits = bits_per_second(rate)
     if bits == float("inf"):
         return
-    burst = max(16 * 1024, int(bits / 8 * 0.002))  # what passes at once: two milliseconds' worth, or a packet of lo
-    _run(*command, "qdisc", "add", "dev", device, "root", "tbf", "rate", rate, "burst", str(burst), "latency", "400ms")
+    burst = str(int(_burst(bits)))
+    _run(*command, "qdisc", "add", "dev", device, "root", "tbf", "rate", rate, "burst", burst, "latency", "400ms")
 
 
 @contextlib.contextmanager
