@@ -1,4 +1,7 @@
-"""An SVG with one panel for each model: peak memory on x, time against eager PyTorch on y, one line for each way."""
+"""An SVG with one panel for each model: peak memory on x, time against eager PyTorch on y, one colour for each way.
+
+A line joins the points of a way that are faster than all its points of lower peaks: the others nobody would choose.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from dataclasses import dataclass
 
 PANEL_WIDTH, PANEL_HEIGHT = 460, 320
 LEFT, RIGHT, TOP, BOTTOM = 56, 16, 34, 44
-LEGEND = 28
+LEGEND_ROW = 20
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#000000")
 """Okabe and Ito's colours, which colour-blind people tell apart."""
 
@@ -62,27 +65,34 @@ def draw(panels: Sequence[Panel], *, columns: int = 2) -> str:
     colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
     columns = min(columns, len(panels)) or 1
     width = columns * PANEL_WIDTH
-    height = -(-len(panels) // columns) * PANEL_HEIGHT + LEGEND
+    legend, lines = _legend(names, colours, width)
+    top = 8 + lines * LEGEND_ROW
+    height = -(-len(panels) // columns) * PANEL_HEIGHT + top
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        *_legend(names, colours),
+        *legend,
     ]
     for index, panel in enumerate(panels):
         row, column = divmod(index, columns)
-        parts.append(f'<g transform="translate({column * PANEL_WIDTH} {LEGEND + row * PANEL_HEIGHT})">')
+        parts.append(f'<g transform="translate({column * PANEL_WIDTH} {top + row * PANEL_HEIGHT})">')
         parts += [*_frame(panel), *_lines(panel, colours), "</g>"]
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _legend(names: Sequence[str], colours: dict[str, str]) -> list[str]:
-    parts, left = [], float(LEFT)
+def _legend(names: Sequence[str], colours: dict[str, str], width: int) -> tuple[list[str], int]:
+    """The names in their colours, and how many lines they take."""
+    parts, left, line = [], float(LEFT), 1
     for name in names:
-        parts.append(f'<circle cx="{left:.0f}" cy="18" r="4" fill="{colours[name]}"/>')
-        parts.append(f'<text x="{left + 8:.0f}" y="22">{html.escape(name)}</text>')
-        left += 28 + 6.5 * len(name)
-    return parts
+        needed = 28 + 6.5 * len(name)
+        if left > LEFT and left + needed > width:
+            left, line = float(LEFT), line + 1
+        middle = line * LEGEND_ROW - 4
+        parts.append(f'<circle cx="{left:.0f}" cy="{middle}" r="4" fill="{colours[name]}"/>')
+        parts.append(f'<text x="{left + 8:.0f}" y="{middle + 4}">{html.escape(name)}</text>')
+        left += needed
+    return parts, line
 
 
 def _frame(panel: Panel) -> list[str]:
@@ -110,7 +120,11 @@ def _lines(panel: Panel, colours: dict[str, str]) -> list[str]:
     for series in panel.series:
         colour = colours[series.name]
         places = [(axes.x(x / 1e6), axes.y(y), x, y) for x, y in sorted(series.points)]
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y, _, _ in places)
+        line = " ".join(
+            f"{x:.1f},{y:.1f}"
+            for index, (x, y, _, ratio) in enumerate(places)
+            if all(ratio < sooner[3] for sooner in places[:index])
+        )
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
         parts += [
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}">'
