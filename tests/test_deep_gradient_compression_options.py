@@ -169,6 +169,21 @@ bucket_1 = aten.cat([as_strided_default_8])
 mul__scalar_1 = aten.mul_.Scalar(bucket_1, 0.5)
 all_reduce_1 = _c10d_functional.all_reduce_(mul__scalar_1, 'sum', '0')
 t_8 = aten.t(t_7)
+total = aten.sum(t_5, dtype=torch.float32)
+finite = aten.isfinite(total)
+graphopt.accumulate_(
+t_5,
+deep_gradient_compression_momentum_1_weight,
+deep_gradient_compression_residual_1_weight,
+0.9,
+False,
+keep=finite,
+)
+selected = graphopt.select(deep_gradient_compression_residual_1_weight, 12)
+getitem = selected[0]
+getitem_1 = selected[1]
+graphopt.clear_at_(deep_gradient_compression_residual_1_weight, getitem)
+graphopt.clear_at_(deep_gradient_compression_momentum_1_weight, getitem)
 total_1 = aten.sum(t_8, dtype=torch.float32)
 finite_1 = aten.isfinite(total_1)
 graphopt.accumulate_(

@@ -123,18 +123,13 @@ def exchange_sparsely(
     position = {node: index for index, node in enumerate(program.graph.nodes)}
     awaited: list[fx.Node] = [*gradients.values(), *([] if skip is None else [skip])]
     latest = max(awaited, key=position.__getitem__)
-    end = behind(program, latest)
-    build = _Builder(program, rule, group, origin, end)
+    build = _Builder(program, rule, group, origin, behind(program, latest))
     keep = None if skip is None else build.call(aten.eq.Scalar, (skip, 0), hint="keep")
     readers = {
         name: [user for user in gradient_readers(node) if position[user] > position[latest]]
         for name, node in gradients.items()
     }
-    parts = []
-    for name, node in gradients.items():  # each where it is made: it is in the cache still, and need not be kept
-        build.place = behind(program, node) if skip is None else end
-        parts.append(build.select(name, node, keep))
-    build.place = end
+    parts = [build.select(name, node, keep) for name, node in gradients.items()]
     counts = [part.count for part in parts]
     wire = build.wire(next(iter(gradients.values())))
     packed = build.call(pack, ([p.indices for p in parts], [p.values for p in parts], wire), hint="packed")
@@ -158,14 +153,14 @@ class _Part:
 
 
 class _Builder:
-    """Inserts the calls of one bucket, in front of ``place``."""
+    """Inserts the calls of one bucket, all in front of one node."""
 
-    def __init__(self, program: Program, rule: Rule, group: Group, origin: str, place: fx.Node) -> None:
+    def __init__(self, program: Program, rule: Rule, group: Group, origin: str, before: fx.Node) -> None:
         self._program = program
         self._rule = rule
         self._group = group
         self._origin = origin
-        self.place = place
+        self._before = before
         self._parameters = {spec.target: node for node, spec in program.inputs_of("parameter")}
 
     def call(
@@ -174,7 +169,7 @@ class _Builder:
     ) -> fx.Node:  # fmt: skip
         """One call."""
         return self._program.insert(
-            target, args, kwargs, before=before or self.place, phase=Phase.SYNC, origin=self._origin, hint=hint,
+            target, args, kwargs, before=before or self._before, phase=Phase.SYNC, origin=self._origin, hint=hint,
             like=like,
         )  # fmt: skip
 
