@@ -313,8 +313,10 @@ recomputed = whole("sgd", 20, passes=[Recompute(("0", "3"))])
 said["recomputed"] = [off(recomputed, theirs("sgd", 20)), same_on_all(recomputed)]
 accumulated = whole("sgd", 12, every=3)
 said["accumulated"] = [off(accumulated, theirs("sgd", 12, every=3)), same_on_all(accumulated)]
-fused = whole("adamw", 20, buckets=DataParallel())
-said["fused"] = [off(fused, theirs("adamw", 20)), off(theirs("adamw", 20, buckets={}), theirs("adamw", 20))]
+for kind in ("sgd", "adamw"):
+    reference = theirs(kind, 20)
+    fused = whole(kind, 20, buckets=DataParallel())
+    said[f"{kind}, fused"] = [off(fused, reference), off(theirs(kind, 20, buckets={}), reference)]
 
 model = build()
 step = graphopt.optimize_step(model, optimizer_of(model, "sgd"), [small], loss=loss)
@@ -364,14 +366,15 @@ def test_training_equals_distributed_data_parallel(said: tuple[int, list[Any]], 
         assert difference == 0
 
 
-def test_another_order_of_sums_moves_parameters_no_further_than_in_distributed_data_parallel(
-    said: tuple[int, list[Any]],
+@pytest.mark.parametrize(("kind", "bound"), [("sgd", 3e-5), ("adamw", 2e-6)])
+def test_in_other_buckets_the_order_of_sums_moves_parameters_as_in_distributed_data_parallel(
+    said: tuple[int, list[Any]], kind: str, bound: float
 ) -> None:
-    """In other buckets: with two ranks nothing, with four a few times 1e-7, in DistributedDataParallel too."""
+    """With two ranks nothing; with four rounding, which batch normalisation spreads under SGD."""
     world, ranks = said
     for found, *_ in ranks:
-        ours, theirs = found["fused"]
-        assert (ours == theirs == 0) if world == 2 else (ours < 2e-6 and theirs < 2e-6)
+        ours, theirs = found[f"{kind}, fused"]
+        assert (ours == theirs == 0) if world == 2 else (ours < bound and theirs < bound), (ours, theirs)
 
 
 def test_one_rank_alone_may_get_a_smaller_batch(said: tuple[int, list[Any]]) -> None:
