@@ -23,7 +23,7 @@ class Clock:
     Attributes:
         steps: updates made so far, those that loss scaling skipped among them; the number of the next one.
         rates: gives the learning rates of the optimizer's parameter groups, as they are now.
-        numbers: by ``pass/what``; saved in ``TrainStep.state_dict``.
+        numbers: by ``pass/what``; saved in ``TrainStep.state_dict``, and shared with programs (``Program.numbers``).
         held: the tensor that a program holds under a name, for passes that look at one after a step.
     """
 

@@ -1,8 +1,9 @@
-"""Process groups by name, and whether their ranks mean to do the same."""
+"""Process groups by name, whether their ranks mean to do the same, and when they talk outside of programs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,25 @@ import torch.distributed as dist
 from graphopt import _torch
 from graphopt.errors import GraphoptError, did_you_mean
 
-__all__ = ["Group", "find_group"]
+__all__ = ["Group", "find_group", "is_talking", "talking"]
+
+_talks = 0
+
+
+@contextlib.contextmanager
+def talking() -> Iterator[None]:
+    """Around what ranks tell each other outside of a program: whoever waits in it waits for another rank."""
+    global _talks
+    _talks += 1
+    try:
+        yield
+    finally:
+        _talks -= 1
+
+
+def is_talking() -> bool:
+    """Whether the thread that trains is inside of ``talking``."""
+    return _talks > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,8 @@ class Program:
         history: the passes applied so far, as text.
         held: what passes keep across runs, by the target of its input (``add_held``).
         forms: which of their programs passes want where they have several, by the name of the pass (``Pass.form``).
+        numbers: what passes have found once and go on with, by ``pass/what``: those of the step's clock, which are
+            saved with its state. Shared by copies.
     """
 
     graph: fx.Graph
@@ -147,6 +149,7 @@ class Program:
     history: tuple[str, ...] = ()
     held: dict[str, Held] = field(default_factory=dict)
     forms: Mapping[str, str] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
 
     # --- reading -----------------------------------------------------------------------------------------------------
 

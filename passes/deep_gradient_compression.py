@@ -91,8 +91,8 @@ class DeepGradientCompression(Pass):
         bandwidth: of one rank's link, as text (``1Gbit``, ``25GB/s``) or in bytes per second, to choose by time as
             well as by bytes; ``measured`` lets the ranks measure it when the step is compiled; None chooses by bytes
             alone. What selecting costs is measured in both cases. All ranks choose alike, by the slowest one's
-            figures; two runs may differ: give the figure, and keep the folder of figures, to make runs choose alike.
-            A saved state with a residual of a tensor that is dense here is refused.
+            figures. They are in the state of the step, so that a run which continues from it chooses as before; two
+            runs that both start anew may differ: give the figure, and keep the folder of figures, to make them alike.
 
     Raises:
         GraphoptError: for options out of range, and where the optimizer would apply momentum a second time.
@@ -196,7 +196,7 @@ class DeepGradientCompression(Pass):
         if not sparsity:
             return self._dense(program, found, skipping)
         group = one_group(found, self.name)
-        speeds = self._speeds(found, group)
+        speeds = self._speeds(program, found, group)
         chosen = self._choose(found, sparsity, speeds)
         limit = max(storage_bytes(reduction.start.meta["val"]) for reduction in found)
         buckets = [[m.name for m in reduction.members if not chosen[m.name]] for reduction in found]
@@ -241,11 +241,12 @@ class DeepGradientCompression(Pass):
 
     # --- what is dense -----------------------------------------------------------------------------------------------
 
-    def _speeds(self, found: list[Reduction], group: Group) -> Speeds | None:
+    def _speeds(self, program: Program, found: list[Reduction], group: Group) -> Speeds | None:
         """What is compared beside bytes; None for nothing."""
         if self.bandwidth is None:
             return None
-        return speeds_of(group, found[0].members[0].gradient.meta["val"].device, self.bandwidth)
+        device = found[0].members[0].gradient.meta["val"].device
+        return speeds_of(group, device, self.bandwidth, program.numbers)
 
     def _choose(self, found: list[Reduction], sparsity: float, speeds: Speeds | None) -> dict[str, str]:
         """Why each tensor stays dense; "" for those that are exchanged sparsely."""

@@ -18,8 +18,9 @@ from torch import nn
 import graphopt
 from graphopt import Changed, Pass, Phase, Program
 from graphopt.errors import RankError
+from graphopt.exchange import choice
 from graphopt.ops.collectives import ALL_REDUCE
-from graphopt.passes import DataParallel
+from graphopt.passes import DataParallel, DeepGradientCompression
 from graphopt.pipeline import Numerics, PassStage
 from tests.forking import end, start
 
@@ -90,8 +91,9 @@ class Task:
         resume: continue from the last state that every rank has saved.
         address: of a store over TCP; a file in the folder otherwise.
         timeout: of the group, in seconds.
-        way: ``whole step`` or ``drop-in``.
-        early: what rank 1 does in place of its first step, when all are connected: ``die`` or ``hang``.
+        way: ``whole step``, ``drop-in``, or ``sparse``: a whole step whose ranks measure their links when it is compiled.
+        early: what rank 1 does in place of its first step, when all are connected: ``die`` or ``hang``; or ``die when
+            measured``: while the links are measured.
         patience: for how many seconds a rank may give no sign of life.
     """
 
@@ -172,6 +174,8 @@ def _rank(task: Task, rank: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1 and task.early == "hang":
         time.sleep(600)
+    if rank == 1 and task.early == "die when measured":
+        choice.largest_of_all = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
     try:
         found: Mapping[str, Any] = {"parameters": _train(task, rank)}
     except RankError as error:
@@ -201,6 +205,9 @@ def _train(task: Task, rank: int) -> torch.Tensor:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     passes: list[Pass] = [DataParallel(bucket_mb=0.01, first_bucket_mb=0.001)]
+    if task.way == "sparse":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        passes.append(DeepGradientCompression(min_elements=1000, rampup_step=1, bandwidth="measured"))
     passes += [task.fail] if task.fail else []
     steps = task.steps[min(rank, len(task.steps) - 1)]
     if task.way == "drop-in":

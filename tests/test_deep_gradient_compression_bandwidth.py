@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -227,7 +228,7 @@ def test_what_work_costs_is_measured_once_for_a_group(
 @pytest.mark.usefixtures("four_ranks")
 def test_costs_that_are_measured_here_are_sensible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphopt.exchange.workload._SELECTED_FROM", 2**16)
-    found = choice.speeds_of(find_group(""), CPU, "1Gbit")
+    found = choice.speeds_of(find_group(""), CPU, "1Gbit", {})
     assert found.bandwidth == 1.25e8
     assert not found.measured
     assert 0 < found.rates.copy < 1e-6
@@ -283,7 +284,7 @@ def test_without_a_process_group_the_error_says_so() -> None:
 # --- resuming --------------------------------------------------------------------------------------------------------
 
 
-def step_at(bandwidth: float) -> graphopt.TrainStep:
+def step_at(bandwidth: str | float) -> graphopt.TrainStep:
     torch.manual_seed(0)
     model = two_sizes()
     current = DeepGradientCompression(sparsity=(0.99,), rampup_step=1, min_elements=1000, bandwidth=bandwidth)
@@ -322,3 +323,42 @@ def test_a_dense_state_goes_on_sparsely_with_its_momentum() -> None:
     }  # fmt: skip
     assert not any(tensor.any() for name, tensor in held.items() if "/residual/" in name)
     assert all(torch.equal(held[name], tensor) for name, tensor in state["held"].items())
+
+
+def measure_as(monkeypatch: pytest.MonkeyPatch, bandwidth: float) -> None:
+    """Be a new process, whose ranks measure this bandwidth."""
+    monkeypatch.setattr(choice, "measure_link", lambda group, device: Link(bandwidth, 0.0))
+    monkeypatch.setattr(choice, "_agreed_bandwidth", WeakKeyDictionary())
+
+
+@pytest.mark.usefixtures("four_ranks", "measured")
+@pytest.mark.parametrize(("then", "now", "sparse"), [(SLOW, FAST, 2), (FAST, SLOW, 0)])
+def test_a_run_that_continues_chooses_by_what_was_measured_when_it_began(
+    monkeypatch: pytest.MonkeyPatch, then: float, now: float, sparse: int
+) -> None:
+    batch = torch.randn(8, 64)
+    measure_as(monkeypatch, then)
+    whole = step_at("measured")
+    whole(batch)
+    state = whole.state_dict()
+    assert sum("/residual/" in name for name in state["held"]) == sparse
+    measure_as(monkeypatch, now)
+    anew = step_at("measured").prepare(batch)
+    assert sum("/residual/" in name for name in anew.state_dict()["held"]) == 2 - sparse
+    continued = step_at("measured")
+    continued.load_state_dict(state)
+    continued.prepare(batch)
+    assert continued.state_dict()["numbers"] == state["numbers"]
+    assert all(torch.equal(state["held"][name], held) for name, held in continued.state_dict()["held"].items())
+    assert continued.program.to_text() == whole.program.to_text()
+
+
+@pytest.mark.usefixtures("four_ranks", "measured")
+def test_a_bandwidth_that_is_given_counts_more_than_a_measured_one_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure_as(monkeypatch, FAST)
+    step = step_at("measured")
+    step(torch.randn(8, 64))
+    other = step_at(SLOW)
+    other.load_state_dict(step.state_dict())
+    other.prepare(torch.randn(8, 64))
+    assert sum("/residual/" in name for name in other.state_dict()["held"]) == 2

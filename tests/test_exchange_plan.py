@@ -193,12 +193,30 @@ def test_into_a_file(run: Command, tmp_path: Path) -> None:
         ((*NETWORK, "--density", "few"), "'few' is not a share"),
         ((*NETWORK, "--k-steps", "4,0"), "'4,0' is not a list of whole numbers above 0: write 4,8,16"),
         ((*NETWORK, "--algorithm", "star"), "invalid choice: 'star'"),
+        ((*NETWORK, "--step-time", "350"), "'350' is not the time of a step: write 350ms or 1.2s"),
+        ((*NETWORK, "--step-time", "0s"), "'0s' is not the time of a step"),
+        (("--step-time", "350ms"), "--step-time describes an exchange of gradients: give --world-size too"),
     ],
 )
 def test_wrong_arguments_exit_with_2(run: Command, argv: tuple[str, ...], message: str) -> None:
     outcome = run("plan", "x:y", *argv)
     assert (outcome.code, outcome.out) == (2, "")
     assert message in outcome.err
+
+
+def test_the_time_of_a_step_that_is_known_scales_all_computation(run: Command) -> None:
+    plain, scaled = planned(run, "--json").data, planned(run, "--json", "--step-time", "350ms").data
+    before, after = plain["computation"], scaled["computation"]
+    assert after["seconds"] == pytest.approx(0.35)
+    factor = after["seconds"] / before["seconds"]
+    assert {part: after[part] / before[part] for part in ("forward", "backward", "update")} == pytest.approx(
+        dict.fromkeys(("forward", "backward", "update"), factor)
+    )
+    for one, other in zip(plain["ways"], scaled["ways"], strict=True):
+        assert other["work"] == pytest.approx(one["work"] * factor)
+        assert other["sent_bytes"] == one["sent_bytes"]
+        assert other["step"] > 0.35
+    assert "to 350 ms" in planned(run, "--step-time", "350ms").out
 
 
 def test_targets_that_are_not_there_or_train_nothing(run: Command, tmp_path: Path) -> None:

@@ -215,6 +215,7 @@ def ended(folder: Folder) -> dict[str, Outcome]:
             "uninterrupted": Task(folder("whole")),
             "hangs": Task(folder("hangs"), fail=FailAt("forward", 3, rank=1, how="hang"), timeout=8),
             "dies early": Task(folder("dies"), early="die", timeout=8),
+            "measured": Task(folder("measured"), early="die when measured", way="sparse"),
             "hangs early": Task(folder("early"), early="hang", timeout=8),
             "four": Task(folder("four"), world=4, fail=FailAt("sync", 3, rank=2), address=free_address()),
             "holder": Task(folder("holder"), fail=FailAt("forward", 3, rank=0), address=free_address()),
@@ -288,6 +289,15 @@ def test_a_rank_that_never_comes_is_named(early: str, code: int | None, ended: d
     assert outcome.found[0]["ranks"] == (1,)
     said = outcome.found[0]["error"]
     assert "rank 1 gave no sign of life: its process ended before its first step" in said
+
+
+def test_a_rank_killed_while_ranks_agree_on_what_to_rewrite_is_named(ended: dict[str, Outcome]) -> None:
+    found = ended["measured"].found[0]
+    assert ended["measured"].codes == [0, -9]
+    assert found["ranks"] == (1,)
+    assert "rank 1 gives no sign of life any more" in found["error"]
+    assert "here: rank 0 was in the capture of a program, behind step 0" in found["error"]
+    assert "onnection" in found["cause"]
 
 
 def test_a_rank_killed_in_a_drop_in_backward_is_named(ended: dict[str, Outcome]) -> None:

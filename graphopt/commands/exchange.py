@@ -51,6 +51,9 @@ def exchange_arguments(parser: argparse.ArgumentParser) -> None:
         "share of the elements that sparse exchange sends behind its warm-up: 0.001, 0.1%% (default 0.001)"
     ))  # fmt: skip
     group.add_argument("--k-steps", type=_steps, metavar="K,K", help="intervals of local SGD (default 4,8,16)")
+    group.add_argument("--step-time", type=_checked(_parse_step_time), metavar="T", help=(
+        "what a step without exchange takes where it will run, if you know it: 350ms; all computation is scaled to it"
+    ))  # fmt: skip
 
 
 def _ranks(text: str) -> int:
@@ -69,6 +72,16 @@ def _checked(parse: Any) -> Any:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return checked
+
+
+def _parse_step_time(text: str) -> float:
+    try:
+        seconds = parse_latency(text)
+    except GraphoptError:
+        seconds = 0.0
+    if not seconds:
+        raise GraphoptError(f"{text!r} is not the time of a step: write 350ms or 1.2s")
+    return seconds
 
 
 def _density(text: str) -> float:
@@ -92,7 +105,7 @@ def exchange_problem(options: argparse.Namespace) -> str:
     """What is wrong with the arguments together; empty where nothing is."""
     network = {
         "--bandwidth": options.bandwidth, "--latency": options.latency, "--algorithm": options.algorithm,
-        "--density": options.density, "--k-steps": options.k_steps,
+        "--density": options.density, "--k-steps": options.k_steps, "--step-time": options.step_time,
     }  # fmt: skip
     given = [name for name, value in network.items() if value is not None]
     if options.world_size is None:
@@ -127,6 +140,8 @@ def exchange_plan(options: argparse.Namespace) -> None:
         workload = workload_of(
             program, options.cost, progress=lambda done, total: show(done / total, f"{done} of {total}")
         )
+    if options.step_time is not None:
+        workload = workload.taking(options.step_time)
     link = Link(
         options.bandwidth, _LATENCY if options.latency is None else options.latency, options.algorithm or "ring"
     )

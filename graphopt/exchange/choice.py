@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import MutableMapping
+from dataclasses import astuple, dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,13 +18,16 @@ from graphopt.exchange.timeline import Message
 from graphopt.exchange.volume import Gradient
 from graphopt.exchange.ways import dense_message
 from graphopt.exchange.workload import Rates, Workload, rates_of
-from graphopt.groups import Group
+from graphopt.groups import Group, talking
 from graphopt.values import format_seconds, storage_bytes
 
 __all__ = ["MEASURED", "Speeds", "check_bandwidth", "speeds_of"]
 
 MEASURED = "measured"
 """In place of a bandwidth: the ranks measure it together."""
+
+_BANDWIDTH, _COPY, _SELECT = "exchange/bandwidth", "exchange/seconds to copy", "exchange/seconds to select"
+"""The figures of ``Speeds`` among the numbers of a step."""
 
 _agreed_rates: WeakKeyDictionary[Any, Rates] = WeakKeyDictionary()
 _agreed_bandwidth: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
@@ -119,27 +123,35 @@ def check_bandwidth(option: str | float) -> float | None:
     return float(option)
 
 
-def speeds_of(group: Group, device: torch.device, option: str | float) -> Speeds:
+def speeds_of(group: Group, device: torch.device, option: str | float, known: MutableMapping[str, float]) -> Speeds:
     """What dense and sparse exchange over a group are compared by.
 
     Every rank of the group has to ask for the first time together: they measure what selecting and copying cost (kept
     in the folder of figures, see ``graphopt.analysis.cost``) and agree on the slowest rank's; with ``"measured"`` they
-    measure their links too. Later calls of this process get the same figures, and exchange nothing.
+    measure their links too. Later calls of this process get the same figures, and exchange nothing; so do those of
+    another process with the figures of this one, so that a run which continues from a saved state chooses as before.
 
     Args:
         group: of two ranks or more.
         device: of the gradients.
         option: as ``check_bandwidth`` takes it.
+        known: the figures found before, by what they are; those found now are added. Equal on all ranks of the group.
 
     Raises:
         GraphoptError: where something is to be measured that cannot be: on a device that is not here, or the links of
             a group that moves nothing.
     """
     given = check_bandwidth(option)
-    if given is None and group.handle not in _agreed_bandwidth:
-        _agreed_bandwidth[group.handle] = measure_link(group, device).bandwidth
-    if group.handle not in _agreed_rates:
-        own = rates_of(device)
-        _agreed_rates[group.handle] = Rates(*largest_of_all([own.copy, own.select], group, device))
-    bandwidth = _agreed_bandwidth[group.handle] if given is None else given
-    return Speeds(bandwidth, _agreed_rates[group.handle], given is None)
+    if given is None and _BANDWIDTH not in known:
+        if group.handle not in _agreed_bandwidth:
+            with talking():
+                _agreed_bandwidth[group.handle] = measure_link(group, device).bandwidth
+        known[_BANDWIDTH] = _agreed_bandwidth[group.handle]
+    if _COPY not in known or _SELECT not in known:
+        if group.handle not in _agreed_rates:
+            own = rates_of(device)
+            with talking():
+                _agreed_rates[group.handle] = Rates(*largest_of_all([own.copy, own.select], group, device))
+        known[_COPY], known[_SELECT] = astuple(_agreed_rates[group.handle])
+    bandwidth = known[_BANDWIDTH] if given is None else given
+    return Speeds(bandwidth, Rates(known[_COPY], known[_SELECT]), given is None)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -22,7 +23,7 @@ from graphopt.exchange.volume import Gradient
 from graphopt.ops.residual import accumulate_
 from graphopt.ops.selection import select
 from graphopt.program import Phase, Program, info
-from graphopt.values import storage_bytes
+from graphopt.values import format_seconds, storage_bytes
 
 __all__ = ["Rates", "Workload", "rates_of", "workload_of"]
 
@@ -90,6 +91,24 @@ class Workload:
     def gradient_bytes(self) -> int:
         """Of all gradients."""
         return sum(gradient.bytes for gradient in self.gradients)
+
+    def taking(self, seconds: float) -> Workload:
+        """The same step where it takes so long without any exchange: on another machine, or on shared cores.
+
+        All that is computed is slower or faster by one factor, the work around exchanges included.
+
+        Raises:
+            GraphoptError: for anything but a number above 0.
+        """
+        if not 0 < seconds < math.inf:
+            raise GraphoptError(f"a step takes a number of seconds above 0, not {seconds!r}")
+        factor = seconds / self.compute
+        gradients = tuple(replace(gradient, ready=gradient.ready * factor) for gradient in self.gradients)
+        return replace(
+            self, forward=self.forward * factor, backward=self.backward * factor, update=self.update * factor,
+            gradients=gradients, rates=Rates(self.rates.copy * factor, self.rates.select * factor),
+            costs=f"{self.costs}\nscaled from {format_seconds(self.compute)} a step to {format_seconds(seconds)}",
+        )  # fmt: skip
 
 
 def workload_of(

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from graphopt import _torch
 from graphopt.errors import GraphoptError
+from graphopt.groups import is_talking
 from graphopt.runtime.culprits import inquire, judge, linger
 from graphopt.runtime.places import place_now
 from graphopt.runtime.reports import Report, Verdict, published, read_reports, write_report
@@ -59,7 +60,6 @@ class Here:
         step: how many steps have begun.
         where: what goes on, for people, as far as it is not told by the call of a program that is running.
         running: whether a program is running.
-        exchanges: whether something outside of a program is talking to other ranks.
         failed: empty; ``exchange`` after an exchange failed here; otherwise the error that ended the last step here.
         told: whether this rank knows which ranks are at fault.
         ended: whether the process is on its way out.
@@ -68,7 +68,6 @@ class Here:
     step: int = 0
     where: str = "what comes before the first step"
     running: bool = False
-    exchanges: bool = False
     failed: str = ""
     told: bool = False
     ended: bool = False
@@ -202,7 +201,7 @@ class Heartbeat:
             self._since = (time.monotonic(), here.step)
         self._report = replace(
             self._report, beat=self._report.beat + 1, where=where, seconds=time.monotonic() - self._since[0],
-            exchanges=place.exchanges if place else here.exchanges, failed=here.failed, told=here.told,
+            exchanges=place.exchanges if place else is_talking(), failed=here.failed, told=here.told,
             ended=here.ended,
         )  # fmt: skip
         write_report(self._own, self.rank, self._report)

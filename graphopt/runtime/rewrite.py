@@ -58,7 +58,7 @@ class Rewritten:
         source = program or self.stages["joint"]
         lowered = self.session.lower_joint(source, first=first, shards=self.shards(pipeline))
         lowered.history = source.history
-        lowered.forms = forms or {}
+        lowered.forms, lowered.numbers = forms or {}, source.numbers
         pipeline.run(lowered, verify=self.verify)
         return lowered
 
@@ -76,19 +76,30 @@ class Rewritten:
         self.stages["step"] = self.lower_joint(pipeline)
 
 
-def rewrite(session: CaptureSession, pipeline: Pipeline, *, until: Stage, verify: Verify = "structure") -> Rewritten:
+def rewrite(
+    session: CaptureSession, pipeline: Pipeline, *, until: Stage, verify: Verify = "structure",
+    numbers: dict[str, float] | None = None,
+) -> Rewritten:  # fmt: skip
     """Run a pipeline over a capture, lowering it to stage ``until``.
 
     Writes a run directory where the environment variable ``GRAPHOPT_DUMP`` names one, and says on a terminal what is
     being done.
+
+    Args:
+        session: the capture.
+        pipeline: whose passes run.
+        until: the last stage.
+        verify: how far each pass is checked.
+        numbers: of the step's clock, which passes read and add to (``Program.numbers``).
     """
     with working(f"capturing {session.forward.program.title or 'the model'}") as show:
-        return _rewrite(session, pipeline, until, verify, show)
+        return _rewrite(session, pipeline, until, verify, show, {} if numbers is None else numbers)
 
 
 def _rewrite(
-    session: CaptureSession, pipeline: Pipeline, until: Stage, verify: Verify, show: Callable[[str], None]
-) -> Rewritten:
+    session: CaptureSession, pipeline: Pipeline, until: Stage, verify: Verify, show: Callable[[str], None],
+    numbers: dict[str, float],
+) -> Rewritten:  # fmt: skip
     result = Rewritten(session, verify)
     snapshots = Snapshots()
     instruments: list[Instrument] = [LogPasses(), ShowPasses(show), snapshots]
@@ -96,6 +107,7 @@ def _rewrite(
     if dump is not None:
         instruments.append(dump)
     program = session.forward.program.copy()
+    program.numbers = numbers
     while True:
         snapshots.record(f"captured {program.stage}", program)
         if dump is not None:
@@ -107,7 +119,7 @@ def _rewrite(
             break
         show(f"lowering the {program.stage} stage")
         lowered = _lower(session, program, pipeline)
-        lowered.history = program.history
+        lowered.history, lowered.numbers = program.history, numbers
         program = lowered
     result.snapshots = snapshots.programs
     if dump is not None:

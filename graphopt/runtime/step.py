@@ -228,7 +228,8 @@ class TrainStep:
             self._model, args, kwargs, loss=self._loss or True, optimizer=self._optimizer,
             dynamic_shapes=self._dynamic_shapes,
         )  # fmt: skip
-        rewritten = rewrite(session, self._pipeline, until="step", verify=self._verify)
+        with self._watch.capturing():
+            rewritten = rewrite(session, self._pipeline, until="step", verify=self._verify, numbers=self._clock.numbers)
         if self._verify == "numerics":
             check_numerics(rewritten, self._pipeline)
         shards = rewritten.shards(self._pipeline)
@@ -384,7 +385,8 @@ class TrainStep:
         check_state(state, parameters)
         self._held.load(state["held"], state["local"])
         self._clock.steps = int(state["steps"])
-        self._clock.numbers = {name: float(number) for name, number in state["numbers"].items()}
+        self._clock.numbers.clear()  # programs share the dictionary
+        self._clock.numbers.update({name: float(number) for name, number in state["numbers"].items()})
         self._every = int(state["accumulate"])
         self._batches = int(state["batches"])
         self._gradients.clear()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import fx
 
 from graphopt.errors import GraphoptError, RankError
-from graphopt.groups import find_group
+from graphopt.groups import find_group, talking
 from graphopt.program import Program
 from graphopt.runtime.agreement import collective_plan
 from graphopt.runtime.backend import Boxed
@@ -57,15 +57,34 @@ class StepWatch:
             yield
             return
         before = _here.where
-        _here.where, _here.failed, _here.exchanges = f"what ranks exchange behind step {self._steps}", "", True
+        _here.where, _here.failed = f"what ranks exchange behind step {self._steps}", ""
         heart = heartbeat(_here) if self._ranks else None
         try:
-            yield
+            with talking():
+                yield
         except Exception as error:
             _explain(heart, self._ranks, error, at_exchange=type(error) is RuntimeError)
             raise
-        finally:
-            _here.exchanges = False
+        _here.where = before
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Watch a capture and its passes, some of which agree with other ranks on what they rewrite.
+
+        Raises:
+            RankError: in place of the error of an exchange that fails inside.
+        """
+        if not _is_distributed():
+            yield
+            return
+        before = _here.where
+        _here.where, _here.failed = f"the capture of a program, behind step {self._steps}", ""
+        heart = heartbeat(_here)
+        try:
+            yield
+        except Exception as error:
+            _explain(heart, self._ranks, _cause(error), at_exchange=False)
+            raise
         _here.where = before
 
     def guard(
@@ -130,6 +149,13 @@ def _explain(heart: Heartbeat | None, ranks: Collection[int], error: Exception, 
     heart.tell()
     if exchange:
         raise _rank_error(heart.rank, _find_culprits(heart, ranks or range(heart.size)), error) from error
+
+
+def _cause(error: Exception) -> Exception:
+    """What made a pass fail, behind the errors that say which pass it was."""
+    while isinstance(error, GraphoptError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    return error
 
 
 def _exchange_failed(error: Exception, at_exchange: bool) -> bool:

@@ -6,7 +6,8 @@ headers included. As root every rank has a shaped link of its own; otherwise all
 
 Predicted bytes and seconds are the dry run's, with the headers of TCP over Ethernet where a link passes segment by
 segment (below about 260 Mbit/s; faster ones count whole packets of up to 64 KiB): 66 bytes for 1,448 of payload, and as
-many for the acknowledgement of every second segment.
+many for the acknowledgement of every second segment. Where the step without exchange runs too, all computation is
+taken to be as fast as it is there, as ``graphopt plan --step-time`` does: the ranks share this machine's cores.
 """
 
 from __future__ import annotations

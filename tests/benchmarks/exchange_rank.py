@@ -43,6 +43,7 @@ from graphopt.passes import (
 models = example_models()
 Step = Callable[[], Any]
 WARM_UP = 4
+WITHOUT = "no exchange"
 HEADERS = 1 + 66 / 1448 + 66 / (2 * 1448)
 """Bytes on a link for a byte of payload, counted by segment: TCP over Ethernet, every second one acknowledged."""
 
@@ -174,7 +175,7 @@ def all_modes() -> list[Mode]:
         Mode("DDP, bf16 hook", theirs(_bf16)),
         Mode("DDP, PowerSGD hook", theirs(_powersgd, bucket_mb=1024)),
         Mode("DDP, post-local SGD, 4", post_local(4), 4),
-        Mode("no exchange", ours(alone=True)),
+        Mode(WITHOUT, ours(alone=True)),
         Mode("DataParallel", ours(), way=Dense()),
     ]
     found.append(Mode("CompressGradients bf16", ours(CompressGradients("bf16")), way=Dense(wire=torch.bfloat16)))
@@ -240,7 +241,14 @@ def shared_out(results: list[dict[str, Any]], shared: bool) -> list[dict[str, An
 def predictions(
     modes: Sequence[Mode], workload: Workload, link: Link, results: Sequence[dict[str, Any]], headers: float
 ) -> None:
-    """Add what the dry run says to the results of the ways that it knows; ``headers`` is bytes per byte of payload."""
+    """Add what the dry run says to the results of the ways that it knows; ``headers`` is bytes per byte of payload.
+
+    Where the step without exchange is among the results, all computation is scaled to its time: ranks of one machine
+    share its cores and its memory, which the dry run knows nothing of.
+    """
+    alone = [result["seconds"] for result in results if result["mode"] == WITHOUT]
+    if alone:
+        workload = workload.taking(statistics.median(alone[0]))
     for mode, result in zip(modes, results, strict=True):
         if mode.way is not None:
             found = predict_workload(workload, dist.get_world_size(), link, mode.way)
