@@ -91,7 +91,7 @@ class Task:
         resume: continue from the last state that every rank has saved.
         address: of a store over TCP; a file in the folder otherwise.
         timeout: of the group, in seconds.
-        way: ``whole step``, ``drop-in``, or ``sparse``: a whole step whose ranks measure their links when it is compiled.
+        way: ``whole step``, ``drop-in``, or ``sparse``: a whole step whose ranks measure their links first.
         early: what rank 1 does in place of its first step, when all are connected: ``die`` or ``hang``; or ``die when
             measured``: while the links are measured.
         patience: for how many seconds a rank may give no sign of life.

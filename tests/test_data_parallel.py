@@ -230,10 +230,10 @@ import graphopt
 from graphopt import GraphoptError
 from graphopt.passes import DataParallel, Recompute
 
-def build(seed=0):
+def build(seed=0, norm=nn.BatchNorm1d):
     torch.manual_seed(seed)
     return nn.Sequential(
-        nn.Linear(16, 64), nn.ReLU(), nn.BatchNorm1d(64), nn.Linear(64, 64, bias=False), nn.GELU(), nn.Linear(64, 4)
+        nn.Linear(16, 64), nn.ReLU(), norm(64), nn.Linear(64, 64, bias=False), nn.GELU(), nn.Linear(64, 4)
     )
 
 def loss(model, x, y):
@@ -254,8 +254,8 @@ ALONE = 1e-6
 theirs_in = dict(bucket_cap_mb=0.01) if world == 2 else dict(bucket_cap_mb=ALONE, find_unused_parameters=True)
 small = DataParallel(bucket_mb=0.01, first_bucket_mb=0.001) if world == 2 else DataParallel(ALONE, ALONE)
 
-def theirs(kind, steps, every=1, buckets=theirs_in):
-    model = build()
+def theirs(kind, steps, every=1, buckets=theirs_in, norm=nn.BatchNorm1d):
+    model = build(0, norm)
     parallel = nn.parallel.DistributedDataParallel(model, **buckets)
     optimizer = optimizer_of(model, kind)
     for number in range(steps):
@@ -268,8 +268,8 @@ def theirs(kind, steps, every=1, buckets=theirs_in):
                 (loss(parallel, *batch(number)) / every).backward()
     return model
 
-def whole(kind, steps, every=1, passes=(), buckets=small):
-    model = build(rank)
+def whole(kind, steps, every=1, passes=(), buckets=small, norm=nn.BatchNorm1d):
+    model = build(rank, norm)
     step = graphopt.optimize_step(model, optimizer_of(model, kind), [buckets, *passes], loss=loss).accumulate(every)
     for number in range(steps):
         step(*batch(number))
@@ -293,6 +293,11 @@ def off(one, other):
         if name in names and a.is_floating_point()
     )
 
+def apart(one, other):
+    # the distance of all parameters, relative to their length
+    first, second = (torch.cat([p.detach().double().flatten() for p in m.parameters()]) for m in (one, other))
+    return ((first - second).norm() / second.norm()).item()
+
 def same_on_all(model):
     flat = torch.cat([tensor.double().flatten() for tensor in model.parameters()])
     found = [torch.empty_like(flat) for _ in range(world)]
@@ -314,9 +319,11 @@ said["recomputed"] = [off(recomputed, theirs("sgd", 20)), same_on_all(recomputed
 accumulated = whole("sgd", 12, every=3)
 said["accumulated"] = [off(accumulated, theirs("sgd", 12, every=3)), same_on_all(accumulated)]
 for kind in ("sgd", "adamw"):
-    reference = theirs(kind, 20)
-    fused = whole(kind, 20, buckets=DataParallel())
-    said[f"{kind}, fused"] = [off(fused, reference), off(theirs(kind, 20, buckets={}), reference)]
+    in_usual_buckets = dict(buckets={}, norm=nn.LayerNorm)
+    said[f"{kind}, usual buckets"] = off(
+        whole(kind, 20, buckets=DataParallel(), norm=nn.LayerNorm), theirs(kind, 20, **in_usual_buckets)
+    )
+    said[f"{kind}, batch normalisation"] = apart(whole(kind, 20, buckets=DataParallel()), theirs(kind, 20, buckets={}))
 
 model = build()
 step = graphopt.optimize_step(model, optimizer_of(model, "sgd"), [small], loss=loss)
@@ -366,15 +373,17 @@ def test_training_equals_distributed_data_parallel(said: tuple[int, list[Any]], 
         assert difference == 0
 
 
-@pytest.mark.parametrize(("kind", "bound"), [("sgd", 3e-5), ("adamw", 2e-6)])
-def test_in_other_buckets_the_order_of_sums_moves_parameters_as_in_distributed_data_parallel(
-    said: tuple[int, list[Any]], kind: str, bound: float
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_in_the_usual_buckets_parameters_equal_those_of_distributed_data_parallel_within_rounding(
+    said: tuple[int, list[Any]], kind: str
 ) -> None:
-    """With two ranks nothing; with four rounding, which batch normalisation spreads under SGD."""
+    """With two ranks to the last bit. With four gloo adds in an order that depends on the place in a bucket, and the
+    two do not lay out their buckets alike. Batch normalisation under SGD makes single entries drift by more."""
     world, ranks = said
     for found, *_ in ranks:
-        ours, theirs = found[f"{kind}, fused"]
-        assert (ours == theirs == 0) if world == 2 else (ours < bound and theirs < bound), (ours, theirs)
+        largest, batch_normalisation = found[f"{kind}, usual buckets"], found[f"{kind}, batch normalisation"]
+        assert largest <= (0 if world == 2 else 1e-6)
+        assert batch_normalisation <= (0 if world == 2 else 1e-6)
 
 
 def test_one_rank_alone_may_get_a_smaller_batch(said: tuple[int, list[Any]]) -> None:
