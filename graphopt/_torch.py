@@ -43,7 +43,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 from torch.fx.graph import CodeGen
 from torch.fx.node import map_aggregate
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
@@ -75,6 +75,7 @@ __all__ = [
     "intercept_checkpoint",
     "intercept_custom_functions",
     "is_composite",
+    "is_known_zero",
     "map_aggregate",
     "mark_optimizer_called",
     "mode_of",
@@ -147,6 +148,36 @@ def as_in_eager() -> Iterator[None]:
     finally:
         for flag, value in saved.items():
             setattr(compiler, flag, value)
+
+
+def is_known_zero(tensor: torch.Tensor) -> bool | None:
+    """Whether a tensor that is being traced holds zeros only; None where an input or a parameter reaches it."""
+    mode = get_proxy_mode()
+    slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
+    proxy = getattr(slot, "proxy", None)
+    if not isinstance(proxy, fx.Proxy):
+        return None
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        try:
+            return not _evaluate(proxy.node, {}).any().item()
+        except LookupError:
+            return None
+
+
+def _evaluate(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+    """The value of a node.
+
+    Raises:
+        LookupError: where an input reaches it, or randomness.
+    """
+    if node not in known:
+        if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded in node.target.tags:
+            raise LookupError(f"{node} is not computed from constants")
+        args, kwargs = map_aggregate(
+            (node.args, node.kwargs), lambda a: _evaluate(a, known) if isinstance(a, fx.Node) else a
+        )
+        known[node] = node.target(*args, **kwargs)
+    return known[node]
 
 
 # --- custom autograd functions, kept as one call so that their own backward is what gets differentiated --------------

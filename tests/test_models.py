@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import graphopt
@@ -16,7 +17,7 @@ from graphopt import Pass, Phase, TrainStep
 from graphopt.passes import Recompute
 from graphopt.program import info
 from tests.support import Training, assert_same, identical, ops, results, train
-from tests.zoo import ZOO, Batch, Entry, own_loss
+from tests.zoo import GROUPED, VOCABULARY, ZOO, Batch, Entry, own_loss
 
 STEPS = 4
 adamw = functools.partial(torch.optim.AdamW, lr=0.01, fused=True)
@@ -144,3 +145,35 @@ def test_gradient_checkpointing_of_the_model_becomes_segments(reentrant: bool) -
     assert {info(node).origin for node in optimized.program.phase_nodes(Phase.RECOMPUTE)} == {"torch.utils.checkpoint"}
     without = graphopt.capture(plain, (), batches[0])
     assert optimized.program.memory().peak_bytes < without.memory().peak_bytes
+
+
+# --- attention masks -------------------------------------------------------------------------------------------------
+
+LENGTH = 300
+"""Tokens from which on the kernels for a given mask and for a causal one round differently."""
+
+
+def packed(length: int) -> torch.Tensor:
+    """Positions of two sequences in each row."""
+    return torch.arange(length).remainder(length // 2).expand(2, -1)
+
+
+@pytest.mark.parametrize("options", [{}, {"position_ids": packed(LENGTH)}], ids=["one sequence", "two sequences"])
+def test_a_causal_mask_is_left_to_the_kernel_where_eager_leaves_it(options: Batch) -> None:
+    torch.manual_seed(0)
+    changed = {"max_position_embeddings": LENGTH, "attention_dropout": 0.0, "use_cache": False}
+    config = transformers.LlamaConfig(**{**GROUPED, **changed})
+    model = transformers.LlamaForCausalLM(config)
+    tokens = torch.randint(2, VOCABULARY, (2, LENGTH))
+    batch = {"input_ids": tokens, "labels": tokens, **options}
+    asked = transformers.masking_utils.find_packed_sequence_indices
+    optimized = graphopt.optimize(copy.deepcopy(model))
+    losses = [own_loss(made, batch) for made in (model, optimized)]
+    assert transformers.masking_utils.find_packed_sequence_indices is asked
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    gradients = zip(model.named_parameters(), optimized.parameters(), strict=True)
+    assert [name for (name, one), other in gradients if not identical(one.grad, other.grad)] == []
+    calls = [node for node in optimized.program.nodes if str(node.target).endswith("_attention_for_cpu.default")]
+    assert ["attn_mask" in call.kwargs for call in calls] == [bool(options)] * 2

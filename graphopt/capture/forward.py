@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from graphopt import _torch
+from graphopt.capture.known import answered
 from graphopt.capture.precision import plain_precision
 from graphopt.capture.regions import REGION_KEY, observe
 from graphopt.capture.source import source_line, user_frame
@@ -58,7 +59,10 @@ class _Root(nn.Module):
         call, inputs, note, as_eager = self._run
         args, kwargs = inputs.restore(tensors)
         buffers = [(m, name, b) for m in self.model.modules() for name, b in m.named_buffers(recurse=False)]
-        with _torch.as_in_eager() if as_eager else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if as_eager:
+                stack.enter_context(_torch.as_in_eager())
+                stack.enter_context(answered())
             flat, structure = flatten(call(self.model, *args, **kwargs))
         _write_assigned(buffers)
         note(structure)

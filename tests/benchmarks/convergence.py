@@ -123,7 +123,7 @@ def text(steps: int, seed: int) -> tuple[list[Batch], Batch]:
 
 TASKS = {
     "digits": Task("digits, perceptron", perceptron, classification, digits, 500, 0, 50, 0.2),
-    "text": Task("text, GPT", gpt, MODELS.next_token_loss, text, 4000, 1000, 400, 0.3),
+    "text": Task("text, GPT", gpt, MODELS.next_token_loss, text, 8000, 1000, 400, 0.3),
 }
 
 
