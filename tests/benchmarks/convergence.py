@@ -123,7 +123,7 @@ def text(steps: int, seed: int) -> tuple[list[Batch], Batch]:
 
 TASKS = {
     "digits": Task("digits, perceptron", perceptron, classification, digits, 500, 0, 50, 0.2),
-    "text": Task("text, GPT", gpt, MODELS.next_token_loss, text, 8000, 1000, 400, 0.3),
+    "text": Task("text, GPT", gpt, MODELS.next_token_loss, text, 4000, 1000, 400, 0.3),
 }
 
 
@@ -263,7 +263,8 @@ def launch(options: argparse.Namespace) -> list[dict[str, Any]]:
         assert ranks[0].stdout is not None
         for line in ranks[0].stdout:
             lines.append(json.loads(line))
-            print("{task}, {way}, seed {seed}: train loss {train:.4f}".format(**lines[-1]), file=sys.stderr)
+            said = "{task}, {way}, seed {seed}: train loss {train:.4f}, held-out {loss:.4f}, accuracy {accuracy:.2%}"
+            print(said.format(**lines[-1]), file=sys.stderr)
         if any(process.wait() for process in ranks):
             raise SystemExit("a rank failed")
     return lines
