@@ -298,7 +298,9 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("--seeds", type=int, default=3, help="how many seeds")
     made.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="what to train")
-    made.add_argument("--ways", nargs="+", choices=list(ways(TASKS["digits"], 500)), help="by default all", metavar="WAY")
+    made.add_argument(
+        "--ways", nargs="+", choices=list(ways(TASKS["digits"], 500)), help="by default all", metavar="WAY"
+    )
     made.add_argument("--scale", type=float, default=1.0, help="times the steps of each task")
     made.add_argument("--rate", help="of each rank's link, such as 100mbit; none by default")
     made.add_argument("--store", help=argparse.SUPPRESS)
