@@ -81,7 +81,7 @@ def setting_loop(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any
         scaler.step(optimizer)
         scaler.update([None, 128.0, torch.tensor(64.0)][number % 3])
         if number == 3:
-            scaler.set_growth_factor(3.0)
+            scaler.set_growth_factor(4.0)
             scaler.set_backoff_factor(0.25)
             scaler.load_state_dict(scaler.state_dict())
         yield scaler.get_scale()
