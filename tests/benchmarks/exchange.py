@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from exchange_rank import all_modes
 from harness import make_table, paired_ratio, parser, show
 from network import Network, NetworkError, bits_per_second, network
 
@@ -95,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser(__doc__)
     options.add_argument("--ranks", type=int, default=2, help="processes")
     options.add_argument("--rates", default=",".join(RATES), help="of each link, separated by commas")
-    options.add_argument("--modes", default="", help="names of ways, separated by semicolons; empty for all")
+    options.add_argument("--modes", default="", help="ways, as the table calls them, separated by semicolons")
     options.add_argument("--batch", type=int, default=8, help="sequences of 64 tokens in a batch of one rank")
     options.add_argument("--width", type=int, help="of the GPT (default: 192; 64 with --quick)")
     options.add_argument("--layers", type=int, help="of the GPT (default: 4; 1 with --quick)")
@@ -103,6 +104,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--network", choices=("auto", "namespaces", "loopback"), default="auto", help="how")
     given = options.parse_args(argv)
     rates = given.rates.split(",")
+    known = [mode.name for mode in all_modes()]
+    modes = [name for name in given.modes.split(";") if name]
+    if unknown := [name for name in modes if name not in known]:
+        options.error(f"--modes: there is no {', '.join(unknown)}; choose from {'; '.join(known)}")
     config = dict(SMALL if given.quick else FULL)
     config |= {key: value for key, value in (("d", given.width), ("layers", given.layers)) if value is not None}
     asked = {
@@ -110,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "batch": given.batch,
         "rates": rates,
         "rounds": given.rounds or (1 if given.quick else 5),
-        "modes": [name for name in given.modes.split(";") if name],
+        "modes": modes,
     }
     try:
         for rate in rates:
