@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -33,50 +36,68 @@ ROW = re.compile(r"^ *(\S.*?) +(–|[\d.]+ MB) +([\d.]+) MB +×([\d.]+) +\d+ ms 
 Load = Callable[[str], ModuleType]
 
 
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
-    """Import an example as running it does, and forget it afterwards: its neighbours have general names."""
-    monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
+@contextmanager
+def loading() -> Iterator[Load]:
+    """Import examples as running them does, and forget them afterwards: their neighbours have general names."""
     names = [path.stem for path in EXAMPLES.glob("*.py")]
-    for name in names:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module
-    for name in names:
-        sys.modules.pop(name, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
+        for name in names:
+            patch.delitem(sys.modules, name, raising=False)
+        yield importlib.import_module
+        for name in names:
+            sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_results_are_equal_and_memory_is_as_predicted(
-    name: str, load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert load(name).main([*SIZES[name], "--out", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    rows = ROW.findall(printed)
+@pytest.fixture
+def load() -> Iterator[Load]:
+    """What ``loading`` gives, for one test."""
+    with loading() as found:
+        yield found
+
+
+@dataclass
+class Run:
+    """One run of an example: its name, the status that it returned, what it printed and the folder that it wrote."""
+
+    name: str
+    status: int
+    printed: str
+    folder: Path
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("example") / "new" / "folder"
+    with loading() as load, redirect_stdout(io.StringIO()) as printed:
+        status = load(request.param).main([*SIZES[request.param], "--out", str(folder)])
+    return Run(request.param, status, printed.getvalue(), folder)
+
+
+def test_results_are_equal_and_memory_is_as_predicted(run: Run) -> None:
+    assert run.status == 0
+    ways = WAYS[run.name]
+    rows = ROW.findall(run.printed)
     rounded = [row for row in rows if "float16" in row[0]]
-    assert [row[0] for row in rows if row not in rounded] == WAYS[name]
-    assert len(rounded) == int(name == "train_gpt" and fast_dtype() is not None)
+    assert [row[0] for row in rows if row not in rounded] == ways
+    assert len(rounded) == int(run.name == "train_gpt" and fast_dtype() is not None)
     assert rows[0][1] == "–"
     for _, predicted, measured, _, _ in rows[1:]:
         assert float(predicted.removesuffix(" MB")) == pytest.approx(float(measured), rel=1e-3)
-    assert float(rows[len(WAYS[name]) - 1][2]) < float(rows[0][2])
-    assert len({loss for *_, loss in rows[: len(WAYS[name])]}) == 1
+    assert float(rows[len(ways) - 1][2]) < float(rows[0][2])
+    assert len({loss for *_, loss in rows[: len(ways)]}) == 1
     assert all(float(row[4]) == pytest.approx(float(rows[0][4]), rel=0.01) for row in rounded)
-    assert "equal to the last bit" in " ".join(printed.split())
+    assert "equal to the last bit" in " ".join(run.printed.split())
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_the_rewritten_program_is_written_and_named(
-    name: str, load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    load(name).main([*SIZES[name], "--out", str(tmp_path / "new" / "folder")])
-    printed = capsys.readouterr().out
-    for file in (tmp_path / "new" / "folder").iterdir():
-        assert str(file) in printed
-    program = graphopt.Program.from_json(json.loads((tmp_path / "new" / "folder" / "step.json").read_text()))
+def test_the_rewritten_program_is_written_and_named(run: Run) -> None:
+    for file in run.folder.iterdir():
+        assert str(file) in run.printed
+    program = graphopt.Program.from_json(json.loads((run.folder / "step.json").read_text()))
     assert program.stage == "step"
     assert program.history[0].startswith("recompute{checkpoints=")
-    assert program.to_text() == (tmp_path / "new" / "folder" / "step.txt").read_text()
-    assert ElementTree.parse(tmp_path / "new" / "folder" / "step.svg").getroot().tag.endswith("svg")
+    assert program.to_text() == (run.folder / "step.txt").read_text()
+    assert ElementTree.parse(run.folder / "step.svg").getroot().tag.endswith("svg")
 
 
 def test_a_difference_is_printed_and_returned(
