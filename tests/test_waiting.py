@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -116,3 +117,18 @@ def test_waits_move_forward_only_as_far_as_they_have_to(order: list[int], begun_
     stayed = [node for node in places if node not in late]
     assert [node for node in program.nodes if node not in late] == stayed
     assert wait_in_order(program) == 0
+
+
+def test_an_exchange_of_several_tensors_is_waited_for_in_turn() -> None:
+    """What a model may have of its own: one call, a wait for each of its results."""
+    program = graphopt.capture(nn.Linear(2, 2), (torch.randn(3, 2),), loss=mean_square)
+    (loss,) = (node for node, spec in zip(program.output_values, program.outputs, strict=True) if spec.role == "loss")
+    common: dict[str, Any] = {"before": program.output_node, "phase": Phase.SYNC, "origin": "test"}
+    own = [program.insert(torch.ops.aten.clone.default, (loss,), **common) for _ in range(3)]
+    several = torch.ops._c10d_functional.all_reduce_coalesced.default
+    begun = program.insert(several, (own[:2], "sum", "0"), **common)
+    parts = [program.insert(operator.getitem, (begun, place), **common) for place in range(2)]
+    last = program.insert(WAIT, (program.insert(ALL_REDUCE, (own[2], "sum", "0"), **common),), **common)
+    first = [program.insert(WAIT, (part,), **common) for part in parts]
+    assert wait_in_order(program) == 2
+    assert [node for node in program.nodes if node.target is WAIT] == [*first, last]

@@ -7,6 +7,9 @@ failure was seen where exchanges are waited for in order. NCCL runs the exchange
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterator
+
 from torch import fx
 
 from graphopt.ops.collectives import WAIT
@@ -35,5 +38,14 @@ def wait_in_order(program: Program) -> int:
             moved += position
             del waiting[: position + 1]
         elif is_collective(node):
-            waiting += [user for user in node.users if user.target is WAIT]
+            waiting += _waits(node)
     return moved
+
+
+def _waits(begun: fx.Node) -> Iterator[fx.Node]:
+    """The waits for an exchange: for what it gives, or for each of several."""
+    for user in begun.users:
+        if user.target is WAIT:
+            yield user
+        elif user.target is operator.getitem:
+            yield from _waits(user)

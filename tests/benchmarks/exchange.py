@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser(__doc__)
     options.add_argument("--ranks", type=int, default=2, help="processes")
     options.add_argument("--rates", default=",".join(RATES), help="of each link, separated by commas")
-    options.add_argument("--modes", default="", help="ways, as the table calls them, separated by semicolons")
+    options.add_argument("--modes", default="", help="ways as the table calls them, with semicolons; all if empty")
     options.add_argument("--batch", type=int, default=8, help="sequences of 64 tokens in a batch of one rank")
     options.add_argument("--width", type=int, help="of the GPT (default: 192; 64 with --quick)")
     options.add_argument("--layers", type=int, help="of the GPT (default: 4; 1 with --quick)")
