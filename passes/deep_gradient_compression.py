@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
 
 import torch
@@ -16,6 +16,7 @@ from graphopt.exchange.choice import Speeds, check_bandwidth, speeds_of
 from graphopt.exchange.dissolve import Reduction, agree_on_skipping, dissolve, one_group, reductions
 from graphopt.exchange.rampup import Rampup
 from graphopt.exchange.reduce import exchange_gradients
+from graphopt.exchange.scattered import adds_gradients
 from graphopt.exchange.sparse import (
     WIRE_DTYPES,
     Rule,
@@ -61,6 +62,9 @@ class DeepGradientCompression(Pass):
     before they are accumulated, weight decay is added to them, and the momentum of what is sent starts again.
     ``correction="feedback"`` accumulates plain gradients (error feedback) for optimizers with momentum of their own,
     such as Adam; it is not the published method, and Adam sees sparse gradients.
+
+    Where no more than 1 of 64 elements arrives, and the optimizer is SGD with neither momentum nor weight decay of its
+    own, the update touches just these elements; otherwise it reads dense sums. The record says which.
 
     Before ``rampup_begin_step`` exchange is dense; the sparsities follow one another in ``rampup_step`` steps, and the
     last one stays. The momentum goes on through the switch. Tensors stay dense that have fewer than ``min_elements``,
@@ -246,7 +250,8 @@ class DeepGradientCompression(Pass):
         if self.bandwidth is None:
             return None
         device = found[0].members[0].gradient.meta["val"].device
-        return speeds_of(group, device, self.bandwidth, program.numbers)
+        speeds = speeds_of(group, device, self.bandwidth, program.numbers)
+        return replace(speeds, adds=adds_gradients(program))
 
     def _choose(self, found: list[Reduction], sparsity: float, speeds: Speeds | None) -> dict[str, str]:
         """Why each tensor stays dense; "" for those that are exchanged sparsely."""
@@ -318,7 +323,8 @@ class DeepGradientCompression(Pass):
                 name: speeds.why_sparse(value, sparsity, wire_dtype(value.dtype, self.wire), group.size)
                 for name, value in values.items()
             }
-        lines = [summary, *_reasons(chosen, speeds), *_listed("sparse", times), f"sparsity {sparsity:g} here; {starts}"]
+        lines = [summary, *_reasons(chosen, speeds), *_listed("sparse", times), *_updates(done)]
+        lines.append(f"sparsity {sparsity:g} here; {starts}")
         counts = {"sparse gradients": len(names), "dense gradients": len(chosen) - len(names), "exchanges": len(done)}
         return Changed(counts, tensors=names, lines=tuple(lines))
 
@@ -355,6 +361,13 @@ def _wrong_bandwidth(bandwidth: str | float) -> Iterator[str]:
         check_bandwidth(bandwidth)
     except GraphoptError as error:
         yield f"bandwidth: {error}"
+
+
+def _updates(done: Sequence[Sparse]) -> Iterator[str]:
+    """Which tensors the update touches at the entries that arrive only."""
+    scattered = [name for sparse in done if sparse.scattered for name in sparse.names]
+    if scattered:
+        yield f"updated at the entries that arrive, without dense sums: {', '.join(scattered)}"
 
 
 def _reasons(chosen: Mapping[str, str], speeds: Speeds | None) -> Iterator[str]:

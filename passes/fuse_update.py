@@ -240,7 +240,9 @@ def _is_gradient(node: fx.Node) -> bool:
     if node.op != "call_function" or info(node).phase in (Phase.FORWARD, Phase.UPDATE):
         return False
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and storage_bytes(value) > value.element_size()
+    if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return False  # indices, say
+    return storage_bytes(value) > value.element_size()
 
 
 def _first_three(names: list[str]) -> list[str]:

@@ -15,7 +15,7 @@ from graphopt import GraphoptError
 from graphopt.ops import residual, schema
 from graphopt.ops.residual import accumulate_, clear_at_, keep_rest_
 from graphopt.ops.selection import select
-from graphopt.ops.sparse import pack, packed_bytes, sum_sparse, to_wire, unpack
+from graphopt.ops.sparse import pack, packed_bytes, sum_entries, sum_sparse, to_wire, unpack
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIRES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -365,6 +365,40 @@ def test_sums_are_those_in_the_order_of_the_ranks(
         assert same_bits(found, expected.to(out))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("out", WIRES, ids=str)
+@pytest.mark.parametrize("wire", WIRES, ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "counts"),
+    [([1000, 300, 7], [9, 200, 1]), ([50], [50]), ([4, 9, 6], [2, 0, 6])], ids=str,
+)  # fmt: skip
+def test_sums_of_entries_are_those_of_dense_sums(
+    sizes: list[int], counts: list[int], wire: torch.dtype, out: torch.dtype, device: str
+) -> None:
+    """To the last bit, tensor after tensor and rank after rank; an element that several ranks sent has all of it."""
+    ranks = [[entries(size, count, device) for size, count in zip(sizes, counts, strict=True)] for _ in range(RANKS)]
+    packs = [pack([i for i, _ in rank], [v for _, v in rank], wire) for rank in ranks]
+    gathered = torch.cat(packs)
+    indices, sums = sum_entries(gathered, RANKS, counts, sizes, wire, out, 1 / 3)
+    dense = sum_sparse(gathered, RANKS, counts, sizes, wire, out, 1 / 3)
+    assert indices.dtype is torch.int64
+    each = [RANKS * count for count in counts]
+    for number, (places, found) in enumerate(zip(indices.split(each), sums.split(each), strict=True)):
+        assert places.tolist() == [index for rank in ranks for index in rank[number][0].tolist()]
+        assert same_bits(found, dense[number][places])
+        assert not dense[number].index_fill(0, places, 0).any()
+
+
+def test_sums_of_entries_are_made_without_dense_tensors() -> None:
+    """Of a tensor of 2**31 - 1 elements: 8 GB as dense sums."""
+    size = 2**31 - 1
+    indices = torch.tensor([0, 5, size - 1], dtype=torch.int32)
+    packs = [pack([indices], [torch.full((3,), float(rank))], torch.float32) for rank in range(1, 3)]
+    found, sums = sum_entries(torch.cat(packs), 2, [3], [size], torch.float32, torch.float32, 1.0)
+    assert found.tolist() == [0, 5, size - 1] * 2
+    assert sums.tolist() == [3.0] * 6
+
+
 def test_every_rank_gets_the_same_bits() -> None:
     """The order of the ranks decides, not who computes: another order gives other bits."""
     size, count = 200, 150
@@ -415,6 +449,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "sum of other bytes": (
         lambda: sum_sparse(torch.zeros(15, dtype=torch.uint8), 2, [1], [9], torch.float32, torch.float32, 0.5),
         r"2 ranks that pack 1 entries .* give torch\.uint8 of shape \[16\], not torch\.uint8 of shape \[15\]",
+    ),
+    "sum of entries of other bytes": (
+        lambda: sum_entries(torch.zeros(15, dtype=torch.uint8), 2, [1], [9], torch.float32, torch.float32, 0.5),
+        r"sum_entries: 2 ranks that pack 1 entries .* give torch\.uint8 of shape \[16\], not torch\.uint8 of shape",
     ),
     "sum of other counts": (
         lambda: sum_sparse(torch.zeros(16, dtype=torch.uint8), 2, [1], [9, 9], torch.float32, torch.float32, 0.5),

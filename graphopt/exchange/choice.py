@@ -45,11 +45,13 @@ class Speeds:
         bandwidth: bytes per second of one rank's link, in each direction at once.
         rates: of the work around exchanges, on the slowest rank.
         measured: whether the ranks have measured the bandwidth.
+        adds: whether the update only adds gradients to parameters (``graphopt.exchange.scattered``).
     """
 
     bandwidth: float
     rates: Rates
     measured: bool = False
+    adds: bool = False
 
     def seconds(self, gradient: torch.Tensor, sparsity: float, wire: torch.dtype, ranks: int) -> tuple[float, float]:
         """Seconds of the dense and of the sparse exchange of one gradient, each by itself, without latency.
@@ -66,7 +68,7 @@ class Speeds:
         """
         way = Sparse(1 - sparsity, wire)
         only = Gradient("", tuple(gradient.shape), gradient.dtype, gradient.device, 0, 0.0, storage_bytes(gradient))
-        step = Workload("", "step", 0.0, 0.0, 0.0, (only,), (), self.rates)
+        step = Workload("", "step", 0.0, 0.0, 0.0, (only,), (), self.rates, adds=self.adds)
         messages = dense_message([only], step, ranks), way.message([only], step, ranks)
         dense, sparse = (_alone(message, Link(self.bandwidth), ranks) for message in messages)
         return dense, sparse

@@ -10,6 +10,7 @@ import torch
 from graphopt.errors import GraphoptError
 from graphopt.exchange import volume
 from graphopt.exchange.lowrank import Factors, Settings, factors_of
+from graphopt.exchange.scattered import few_enough
 from graphopt.exchange.sparse import entries
 from graphopt.exchange.timeline import Message
 from graphopt.exchange.volume import Gradient
@@ -21,6 +22,10 @@ __all__ = ["WARM_UP", "LowRank", "Sparse"]
 
 WARM_UP = (0.25, 0.0625, 0.015625, 0.004, 0.001)
 """The densities of the published warm-up: Lin et al., "Deep Gradient Compression", ICLR 2018, section 3.3."""
+
+
+_SORTED = 64
+"""How often each byte of the entries that arrive is read or written where just they are updated; measured on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -138,16 +143,28 @@ class Sparse(Way):
         """See the base class."""
         sparse = {g.name for g in workload.gradients if volume.pays_sparse(g, self.entry_bytes([g]), ranks)}
         dense = [gradient for gradient in workload.gradients if gradient.name not in sparse]
-        found = buffer_messages(workload, ranks)
+        found, chosen = buffer_messages(workload, ranks), list[list[Gradient]]()
         if sparse:
             buckets = self.buckets(workload.gradients)
             chosen = [[gradient for gradient in bucket if gradient.name in sparse] for bucket in buckets]
-            found += [self.message(group, workload, ranks) for group in chosen if group]
+            chosen = [group for group in chosen if group]
+            found += [self.message(group, workload, ranks) for group in chosen]
             buckets = packed(dense, self.widest(workload))
         else:
             buckets = self.buckets(dense)
         found += [dense_message(group, workload, ranks) for group in buckets]
-        return Messages(tuple(found), kept_dense=tuple(dense))
+        whole = sum(
+            gradient.bytes for group in chosen if not self.scatters(group, workload, ranks) for gradient in group
+        )
+        whole += sum(gradient.bytes for gradient in dense)
+        return Messages(tuple(found), update=whole / workload.gradient_bytes, kept_dense=tuple(dense))
+
+    def scatters(self, group: Sequence[Gradient], workload: Workload, ranks: int) -> bool:
+        """Whether the update touches just the entries of a bucket that arrive.
+
+        The arguments are those of ``message``.
+        """
+        return workload.adds and few_enough(ranks, self._counts(group), [gradient.numel for gradient in group])
 
     def message(self, group: Sequence[Gradient], workload: Workload, ranks: int) -> Message:
         """The all-gather of a bucket, and the work around it.
@@ -160,9 +177,13 @@ class Sparse(Way):
         rates, sent = workload.rates, self.entry_bytes(group)
         numel, size = sum(gradient.numel for gradient in group), sum(gradient.bytes for gradient in group)
         # before: gradients are read once to see that they are finite, accumulated, selected from, and packed
-        # after: zeros are written, the entries of all ranks are read and added to them, the sums are scaled
+        # after: zeros are written, the entries of all ranks are read and added to them, the sums are scaled; or the
+        # entries are sorted and added up, and parameters are updated there
         before = size * rates.copy + numel * rates.select + 2 * sent * rates.copy
-        summed = 3 * size + ranks * (sent + 2 * sum(self._counts(group)) * torch.float32.itemsize)
+        if self.scatters(group, workload, ranks):
+            summed = ranks * _SORTED * sent
+        else:
+            summed = 3 * size + ranks * (sent + 2 * sum(self._counts(group)) * torch.float32.itemsize)
         return Message(volume.all_gather(sent, ranks), ready_of(group), before=before, after=summed * rates.copy)
 
     def entry_bytes(self, group: Sequence[Gradient]) -> int:

@@ -12,6 +12,9 @@ for float64) across steps. In a program the part of one tensor is::
     ...
     mean, ... = graphopt.sum_sparse(wait_tensor(gathered), ...)   # in front of the update
 
+Where the update leaves elements without a gradient as they are, it reads the entries that have arrived in place of
+dense means (``graphopt.exchange.scattered``).
+
 Source: Lin et al., Deep Gradient Compression, ICLR 2018 (arXiv 1712.01887).
 """
 
@@ -28,6 +31,7 @@ from torch import fx
 
 from graphopt.exchange.fused import behind, memory_strides
 from graphopt.exchange.reduce import gradient_readers
+from graphopt.exchange.scattered import few_enough, update_entries, uses_of
 from graphopt.groups import Group
 from graphopt.held import Held
 from graphopt.ops.collectives import ALL_GATHER, WAIT
@@ -87,12 +91,14 @@ class Sparse:
         counts: entries that each rank sends of each.
         bytes: that each rank sends.
         finite: for each, the node that says whether the rank's gradient is finite; empty where loss scaling checks.
+        scattered: whether the update reads just the entries that arrive, and no dense means.
     """
 
     names: tuple[str, ...]
     counts: tuple[int, ...]
     bytes: int
     finite: tuple[fx.Node, ...]
+    scattered: bool
 
 
 def entries(elements: int, sparsity: float) -> int:
@@ -110,6 +116,9 @@ def exchange_sparsely(
     skip: fx.Node | None = None,
 ) -> Sparse:  # fmt: skip
     """Replace gradients, in what the update reads, by the mean of what the ranks send of their residuals.
+
+    Where few entries arrive and the update only adds to parameters, it reads these entries, and the names of the
+    gradients stay with those of this rank; else dense means get them.
 
     Args:
         program: of stage step.
@@ -135,13 +144,20 @@ def exchange_sparsely(
     packed = build.call(pack, ([p.indices for p in parts], [p.values for p in parts], wire), hint="packed")
     gathered = build.call(ALL_GATHER, (packed, group.size, group.name), hint="all_gather")
     due = min((reader for found in readers.values() for reader in found), key=position.__getitem__)
-    means = build.read(gathered, list(gradients.values()), counts, wire, due)
-    for (name, node), mean in zip(gradients.items(), means, strict=True):
-        program.hand_over_name(f"{name}~", node, mean)
-        for reader in readers[name]:
-            reader.replace_input_with(node, mean)
+    done = build.call(WAIT, (gathered,), before=due, hint="gathered")
+    uses = [uses_of(program, node, readers[name]) for name, node in gradients.items()]
+    sizes = [node.meta["val"].numel() for node in gradients.values()]
+    scattered = all(uses) and few_enough(group.size, counts, sizes)
+    if scattered:
+        update_entries(program, build.sum_of(done, list(gradients.values()), counts, wire), uses, due, origin)
+    else:
+        means = build.means(done, list(gradients.values()), counts, wire, due)
+        for (name, node), mean in zip(gradients.items(), means, strict=True):
+            program.hand_over_name(f"{name}~", node, mean)
+            for reader in readers[name]:
+                reader.replace_input_with(node, mean)
     finite = tuple(part.finite for part in parts if part.finite is not None)
-    return Sparse(tuple(gradients), tuple(counts), packed_bytes(counts, wire), finite)
+    return Sparse(tuple(gradients), tuple(counts), packed_bytes(counts, wire), finite, scattered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,19 +249,23 @@ class _Builder:
                 self.call(keep_rest_, (u, indices, masked))
         return sent
 
-    def read(
-        self, gathered: fx.Node, gradients: Sequence[fx.Node], counts: list[int], wire: torch.dtype, due: fx.Node
-    ) -> list[fx.Node]:
-        """Wait, and add up in the order of the ranks: the means, shaped like the gradients."""
-        done = self.call(WAIT, (gathered,), before=due, hint="gathered")
+    def sum_of(
+        self, done: fx.Node, gradients: Sequence[fx.Node], counts: list[int], wire: torch.dtype
+    ) -> tuple[Any, ...]:
+        """The arguments of ``graphopt.sum_entries`` and ``graphopt.sum_sparse`` for the mean over the ranks."""
         values = [node.meta["val"] for node in gradients]
         sizes = [value.numel() for value in values]
-        arguments = (done, self._group.size, counts, sizes, wire, values[0].dtype, 1.0 / self._group.size)
-        sums = self.call(sum_sparse, arguments, before=due, hint="sums")
+        return (done, self._group.size, counts, sizes, wire, values[0].dtype, 1.0 / self._group.size)
+
+    def means(
+        self, done: fx.Node, gradients: Sequence[fx.Node], counts: list[int], wire: torch.dtype, due: fx.Node
+    ) -> list[fx.Node]:
+        """Dense means, added up in the order of the ranks, and shaped like the gradients."""
+        sums = self.call(sum_sparse, self.sum_of(done, gradients, counts, wire), before=due, hint="sums")
         means = []
-        for place, (node, value) in enumerate(zip(gradients, values, strict=True)):
+        for place, node in enumerate(gradients):
             flat = self.call(operator.getitem, (sums, place), before=due)
-            layout = (flat, list(value.shape), list(memory_strides(value)))
+            layout = (flat, list(node.meta["val"].shape), list(memory_strides(node.meta["val"])))
             means.append(self.call(aten.as_strided.default, layout, before=due, like=node))
         return means
 

@@ -18,6 +18,7 @@ from graphopt.capture.precision import plain_precision
 from graphopt.errors import GraphoptError
 from graphopt.exchange.fused import memory_strides
 from graphopt.exchange.reduce import buffer_writes, final_gradients
+from graphopt.exchange.scattered import adds_gradients
 from graphopt.exchange.sparse import entries
 from graphopt.exchange.volume import Gradient
 from graphopt.ops.residual import accumulate_
@@ -69,6 +70,8 @@ class Workload:
         rates: of the work around exchanges.
         cost: the name of the cost model.
         costs: how the seconds are known, in words.
+        adds: whether the update only adds gradients to parameters, with momentum or without, so that sparse exchange
+            can update the entries that arrive in place of whole tensors.
     """
 
     title: str
@@ -81,6 +84,7 @@ class Workload:
     rates: Rates
     cost: str = ""
     costs: str = ""
+    adds: bool = False
 
     @property
     def compute(self) -> float:
@@ -138,7 +142,7 @@ def workload_of(
     gradients = _gradients(program, found, lane.ends)
     return Workload(
         program.title, program.stage, lane.forward, lane.backward, lane.update, gradients, _buffers(program),
-        rates_of(gradients[0].device, cost), cost, str(report),
+        rates_of(gradients[0].device, cost), cost, str(report), adds_gradients(program, momentum=True),
     )  # fmt: skip
 
 

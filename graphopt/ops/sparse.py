@@ -16,6 +16,8 @@ Where values travel in fewer bits, what is rounded off stays in the residual::
     graphopt.keep_rest_(v, indices, sent)                         # in place of clear_at_(v, indices)
     packed = graphopt.pack([indices, ...], [sent, ...], torch.bfloat16)
 
+Where the entries that arrive are enough, ``sum_entries`` adds them up without dense tensors.
+
 Every result has a size that is known before the run, and on CUDA none of these ops waits for the device.
 
 Source: Lin et al., Deep Gradient Compression, ICLR 2018 (arXiv 1712.01887).
@@ -34,6 +36,7 @@ __all__ = [
     "WIRES",
     "pack",
     "packed_bytes",
+    "sum_entries",
     "sum_sparse",
     "to_wire",
     "unpack",
@@ -182,6 +185,58 @@ def _empty_sums(
     return [torch.empty(size, dtype=out, device=gathered.device) for size in sizes]
 
 
+def _sum_entries(
+    gathered: torch.Tensor,
+    ranks: int,
+    counts: Sequence[int],
+    sizes: Sequence[int],
+    wire: torch.dtype,
+    out: torch.dtype,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sort of all entries brings those of one element together, whatever tensor and rank they are of."""
+    _check_sum(gathered, ranks, counts, sizes, wire, out, op="sum_entries")
+    count, exact = sum(counts), torch.float64 if out is torch.float64 else torch.float32
+    parts = [_parts(row, count, wire) for row in gathered.view(ranks, -1)]
+    indices = torch.stack([places for places, _ in parts]).long()
+    tensors = [
+        torch.full((entries,), number * LARGEST, device=gathered.device) for number, entries in enumerate(counts)
+    ]
+    keys = (indices + torch.cat(tensors)).view(-1) if tensors else indices.view(-1)
+    ordered, order = torch.sort(keys)
+    first = torch.ones_like(ordered, dtype=torch.bool)
+    torch.ne(ordered[1:], ordered[:-1], out=first[1:])
+    element = torch.empty_like(order)
+    element[order] = torch.cumsum(first, 0) - 1
+    rows = element.view(ranks, count)
+    totals = torch.zeros(ranks * count, dtype=exact, device=gathered.device)
+    for row, (_, values) in zip(rows, parts, strict=True):
+        numbers = values.to(exact)
+        totals.index_add_(0, row, numbers * scale if scale != 1 else numbers)
+    return _by_tensor(indices, counts), _by_tensor(totals[rows].to(out), counts)
+
+
+def _by_tensor(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Numbers of shape ``[ranks, entries of all tensors]``, flat: of all ranks for the first tensor, then the next."""
+    if len(counts) < 2:
+        return rows.reshape(-1)
+    return torch.cat([part.reshape(-1) for part in rows.split_with_sizes(list(counts), 1)])
+
+
+def _empty_entries(
+    gathered: torch.Tensor,
+    ranks: int,
+    counts: Sequence[int],
+    sizes: Sequence[int],
+    wire: torch.dtype,
+    out: torch.dtype,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_sum(gathered, ranks, counts, sizes, wire, out, op="sum_entries")
+    size = ranks * sum(counts)
+    return gathered.new_empty(size, dtype=torch.int64), gathered.new_empty(size, dtype=out)
+
+
 def _check_sum(
     gathered: torch.Tensor,
     ranks: int,
@@ -189,8 +244,8 @@ def _check_sum(
     sizes: Sequence[int],
     wire: torch.dtype,
     out: torch.dtype,
+    op: str = "sum_sparse",
 ) -> None:
-    op = "sum_sparse"
     _check_wire(op, wire)
     require(out.is_floating_point, op, f"the sums must be real floating-point, not {out}")
     require(len(counts) == len(sizes), op, f"{len(counts)} counts are given for {len(sizes)} tensors")
@@ -244,4 +299,20 @@ Args:
     wire: dtype of the values.
     out: dtype of the results.
     scale: 1 / ranks for the mean.
+"""
+
+sum_entries = define(
+    "sum_entries(Tensor gathered, int ranks, int[] counts, int[] sizes, ScalarType wire, ScalarType out, float scale) "
+    "-> (Tensor indices, Tensor sums)",
+    _sum_entries,
+    _empty_entries,
+)
+"""``sum_entries(gathered, ranks, int[] counts, int[] sizes, wire, out, float scale) -> (Tensor indices, Tensor sums)``.
+
+The entries of ``sum_sparse``'s dense sums, to the last bit, without these: where ranks sent values (``indices``, int64,
+counted in each tensor), and the sums there (``sums``, dtype ``out``). Both are flat and hold
+``ranks * counts[i]`` entries of each tensor after the other, those of the first rank first, so that an element which
+several ranks sent stands there several times, each time with its whole sum.
+
+The arguments are those of ``sum_sparse``.
 """
