@@ -98,8 +98,8 @@ for name, make in list(WAYS.items())[: 4 if few else None]:
     sparse = sum("all_gather" in str(node.target) for node in step.program.graph.nodes)
     said[name] = [same, not torch.equal(before, flat(model)), sparse]
     trained[name] = flat(model)
-# the same, with updates of the entries that arrive where the optimizer is SGD: equal on all ranks, and as with dense sums
-scattered.FEWEST, scattered_ways = 2, {}
+# the same, with updates of the entries that arrive where the optimizer is SGD: equal on all ranks, as with dense sums
+scattered.FEWEST = 2
 for name, make in list(WAYS.items())[: 2 if few else None]:
     model, optimizer, passes, every = make()
     step = made(model, optimizer(model), *passes).accumulate(every)

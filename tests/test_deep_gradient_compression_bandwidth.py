@@ -22,8 +22,8 @@ from graphopt.exchange.compressing import Sparse
 from graphopt.exchange.link import Link
 from graphopt.exchange.measure import measure_link
 from graphopt.exchange.predict import predict_workload
-from graphopt.exchange.sparse import WIRE_DTYPES, entries
 from graphopt.exchange.scattered import few_enough
+from graphopt.exchange.sparse import WIRE_DTYPES, entries
 from graphopt.exchange.volume import all_reduce
 from graphopt.exchange.ways import Dense
 from graphopt.exchange.workload import Rates

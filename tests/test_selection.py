@@ -43,12 +43,15 @@ WAYS = ["as by default", "small pieces"]
 
 
 def in_small_pieces(patch: pytest.MonkeyPatch) -> None:
-    """Let small tensors go the ways of large ones: several pieces, blocks of blocks, counting."""
+    """Let small tensors go the ways of large ones: several pieces, samples, blocks of blocks, counting."""
     patch.setattr(selection, "_PIECE", 16)
     patch.setattr(selection, "_BLOCKS_FROM", 1)
     patch.setattr(selection, "_COUNTING_FROM", 6)
     patch.setattr(selection, "_SMALLEST_BLOCK", 4)
     patch.setattr(selection, "_LARGEST_BLOCK", 8)
+    patch.setattr(selection, "_SAMPLED", 1)
+    patch.setattr(selection, "_LARGEST_STRIDE", 3)
+    patch.setattr(selection, "_DEVIATIONS", 1)
 
 
 @st.composite
@@ -115,6 +118,18 @@ def test_selecting_at_the_borders_of_pieces_and_blocks(way: str, monkeypatch: py
         v = torch.randn(size)
         for k in {1, min(2, size), size // 2, size - 1, size}:
             assert_selected(v, k)
+
+
+@pytest.mark.parametrize("deviations", [-4, 0, 4, 40])
+@pytest.mark.parametrize("name", ["normal", "mostly zeros", "ascending", "periodic"])
+def test_a_sample_that_tells_a_wrong_bound_changes_nothing(
+    name: str, deviations: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bounds that too few or too many maxima reach."""
+    monkeypatch.setattr(selection, "_DEVIATIONS", deviations)
+    v = LARGE[name](200_003)
+    for k in (90, 400, 1_000, 3_000):
+        assert torch.equal(select(v, k)[0], expected_large_selection(v, k)), k
 
 
 def test_values_are_those_at_the_indices_and_ties_go_to_the_lowest_index() -> None:

@@ -3,15 +3,18 @@
 On a CPU it works on the bits of the numbers, which without the sign order as magnitudes do, piece by piece within the
 cache. It is exact for any numbers, and the memory that it takes is bounded, whatever they are:
 
-* **blocks**, while few entries are wanted: the k blocks of neighbours with the largest maxima, found in the same way,
-  hold the k entries: an entry of any other block is no larger than one entry of each of them, and stands behind those
-  that it equals. The tensor is read once, and the rest works on a small part of its size;
+* **blocks**, while few entries are wanted. The maxima of blocks of neighbours tell a bound that k entries or more
+  reach: one that k maxima reach. A sample of the maxima says where it lies, and counting whether it is one. Then the k
+  entries are among those that reach it, in blocks whose maxima do. Where the sample is wrong or many maxima are equal,
+  the k blocks with the largest maxima, found in the same way, hold the k entries: an entry of any other block is no
+  larger than one entry of each of them, and stands behind those that it equals. The tensor is read once, and the rest
+  works on a small part of its size;
 * **counting** otherwise: how often each value of the upper 16 bits occurs, and then each of the lower ones among those
   with the right upper ones, tells the k-th magnitude (radix selection). A last pass collects what reaches it. Small
   tensors ask ``torch.topk`` for the k-th magnitude.
 
-A threshold that is estimated from a sample would not save the pass: comparing with it and finding what exceeds it takes
-longer than the maxima of blocks, which give an exact bound. ``tests/benchmarks/selection.py`` has the figures.
+A threshold that is estimated from a sample of the tensor itself would not save the pass: comparing with it and finding
+what exceeds it takes longer than the maxima of blocks. ``tests/benchmarks/selection.py`` has the figures.
 
 On CUDA ``torch.topk`` gives the k-th magnitude: it selects by counting there, in parallel. ``nonzero_static`` collects,
 so that no result has a size for which the host would have to wait.
@@ -19,6 +22,7 @@ so that no result has a size for which the host would have to wait.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -39,6 +43,15 @@ _COUNTING_FROM = 1 << 17
 
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 8, 64
 """Powers of two; from 4 on, blocks leave fewer elements than there were."""
+
+_LARGEST_STRIDE = 15
+"""Of how many block maxima one is sampled at most; odd, since rows tend to have even numbers of blocks."""
+
+_SAMPLED = 64
+"""Of the k largest block maxima, how many are sampled at least."""
+
+_DEVIATIONS = 4
+"""By how many standard deviations a bound from a sample lies on the safe side."""
 
 _DIGIT = 16
 """Bits of magnitudes that are counted in one pass."""
@@ -96,7 +109,11 @@ def _magnitudes(bits: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 
 def _indices_by_topk(bits: torch.Tensor, k: int) -> torch.Tensor:
     """Select in a small tensor."""
-    magnitudes = bits & torch.iinfo(bits.dtype).max
+    return _largest(bits & torch.iinfo(bits.dtype).max, k).int()
+
+
+def _largest(magnitudes: torch.Tensor, k: int) -> torch.Tensor:
+    """The indices of the k largest of a few magnitudes, the first of equal ones: ascending, int64."""
     kth = torch.topk(magnitudes, k, sorted=False).values.amin()
     places = (magnitudes >= kth).nonzero().view(-1)
     if places.numel() > k:
@@ -104,7 +121,7 @@ def _indices_by_topk(bits: torch.Tensor, k: int) -> torch.Tensor:
         stays = torch.ones_like(places, dtype=torch.bool)
         stays[equal[k - places.numel() :]] = False
         places = places[stays]
-    return places.int()
+    return places
 
 
 # --- blocks ----------------------------------------------------------------------------------------------------------
@@ -121,10 +138,16 @@ def _block(count: int, k: int) -> int:
 
 
 def _indices_by_blocks(bits: torch.Tensor, k: int, block: int) -> torch.Tensor:
-    """Select among the elements of the k blocks of largest maxima, and those behind the last whole block."""
+    """Select among the elements of the blocks of largest maxima, and those behind the last whole block."""
     shift = block.bit_length() - 1
     whole = bits.numel() >> shift << shift
-    blocks = _indices(_block_maxima(bits[:whole], block), k)
+    maxima = _block_maxima(bits[:whole], block)
+    bound = _bound(maxima, k)
+    if bound is not None:
+        blocks = (maxima >= bound).nonzero().view(-1)
+        if k <= blocks.numel() <= 2 * k + _SAMPLED:
+            return _indices_from(bits, k, block, blocks, bound)
+    blocks = _indices(maxima, k)
     inside = torch.index_select(bits[:whole].view(-1, block), 0, blocks).view(-1)
     if whole < bits.numel():
         inside = torch.cat([inside, bits[whole:]])
@@ -132,6 +155,31 @@ def _indices_by_blocks(bits: torch.Tensor, k: int, block: int) -> torch.Tensor:
     chosen = _indices(inside, k)
     starts = torch.index_select(blocks, 0, chosen >> shift).bitwise_left_shift_(shift)
     return starts.bitwise_or_(chosen & (block - 1))
+
+
+def _bound(maxima: torch.Tensor, k: int) -> int | None:
+    """A number that k of the maxima or more reach, and not many more, by what a sample says; None without a sample."""
+    stride = max(1, min(_LARGEST_STRIDE, k // _SAMPLED)) | 1
+    sample, wanted = maxima[::stride], k / stride
+    rank = math.ceil(wanted + _DEVIATIONS * wanted**0.5) if stride > 1 else k
+    if rank > sample.numel():
+        return None
+    return int(torch.topk(sample, rank, sorted=False).values.amin())
+
+
+def _indices_from(bits: torch.Tensor, k: int, block: int, blocks: torch.Tensor, bound: int) -> torch.Tensor:
+    """Select among what reaches a bound, which k elements or more do, all in some blocks or behind the last one."""
+    shift, largest = block.bit_length() - 1, torch.iinfo(bits.dtype).max
+    whole = bits.numel() >> shift << shift
+    inside = torch.index_select(bits[:whole].view(-1, block), 0, blocks).view(-1).bitwise_and_(largest)
+    places = (inside >= bound).nonzero().view(-1)
+    magnitudes = torch.index_select(inside, 0, places)
+    starts = torch.index_select(blocks, 0, places >> shift).bitwise_left_shift_(shift)
+    places = starts.bitwise_or_(places.bitwise_and_(block - 1))
+    if whole < bits.numel():
+        places = torch.cat([places, torch.arange(whole, bits.numel())])
+        magnitudes = torch.cat([magnitudes, bits[whole:] & largest])
+    return torch.index_select(places, 0, _largest(magnitudes, k)).int()
 
 
 def _block_maxima(bits: torch.Tensor, block: int) -> torch.Tensor:
