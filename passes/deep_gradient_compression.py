@@ -5,19 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import torch
 from torch import fx
 
 from graphopt.clock import Clock
 from graphopt.errors import GraphoptError, did_you_mean
+from graphopt.exchange.buckets import Item, pack
 from graphopt.exchange.choice import Speeds, check_bandwidth, speeds_of
 from graphopt.exchange.dissolve import Reduction, agree_on_skipping, dissolve, one_group, reductions
 from graphopt.exchange.rampup import Rampup
 from graphopt.exchange.reduce import exchange_gradients
 from graphopt.exchange.scattered import adds_gradients
 from graphopt.exchange.sparse import (
+    MESSAGE,
     WIRE_DTYPES,
     Rule,
     Sparse,
@@ -54,8 +56,9 @@ class DeepGradientCompression(Pass):
     """Exchange the entries of largest magnitude in place of whole gradients; what is not sent is kept, and added to.
 
     Replaces all-reduces of ``DataParallel``. Each rank accumulates its gradients, sends the ``1 - sparsity`` largest
-    entries of what it has accumulated, values and indices of a bucket in one all-gather, and keeps the rest. All ranks
-    add up what came in the order of the ranks, so that their parameters stay equal to the last bit.
+    entries of what it has accumulated, and keeps the rest. Values and indices of a bucket travel in one all-gather, or
+    in several of 16 KiB and more, and what is exchanged densely of it in one all-reduce. All ranks add up what came in
+    the order of the ranks, so that their parameters stay equal to the last bit.
 
     ``correction="momentum"`` is the published method for SGD: momentum is applied before accumulation, on each rank
     (give it here, and ``torch.optim.SGD`` without momentum), gradients are clipped to ``clip_norm / sqrt(ranks)``
@@ -202,21 +205,25 @@ class DeepGradientCompression(Pass):
         group = one_group(found, self.name)
         speeds = self._speeds(program, found, group)
         chosen = self._choose(found, sparsity, speeds)
-        limit = max(storage_bytes(reduction.start.meta["val"]) for reduction in found)
-        buckets = [[m.name for m in reduction.members if not chosen[m.name]] for reduction in found]
-        if not any(buckets):
+        if all(chosen.values()):
             return self._dense(program, found, skipping, chosen, speeds)
+        limits = [storage_bytes(reduction.start.meta["val"]) for reduction in found]
         gradients = dissolve(program, found, self.name)
         skip = agree_on_skipping(program, group, self.name) if skipping else None
         rule = self._rule(sparsity)
-        done = [
-            exchange_sparsely(program, {name: gradients[name] for name in same}, rule, group, self.name, skip)
-            for names in buckets for same in _alike(names, gradients)
-        ]  # fmt: skip
-        dense = {name: gradients[name] for name, reason in chosen.items() if reason}
-        exchange_gradients(
-            program, dense, dict.fromkeys(dense, group), limit=limit, first=None, origin=self.name, after=skip
-        )
+        done: list[Sparse] = []
+        dense: dict[str, fx.Node] = {}
+        for reduction, limit in zip(found, limits, strict=True):
+            bucket = {member.name: gradients[member.name] for member in reduction.members}
+            done += [
+                exchange_sparsely(program, message, rule, group, self.name, skip)
+                for message in _messages({name: node for name, node in bucket.items() if not chosen[name]}, rule)
+            ]
+            rest = {name: node for name, node in bucket.items() if chosen[name]}
+            exchange_gradients(
+                program, rest, dict.fromkeys(rest, group), limit=limit, first=None, origin=self.name, after=skip
+            )
+            dense |= rest
         if rule.momentum is not None:
             self._momentum(program, list(dense), rule, skip)
         finite = [flag for sparse in done for flag in sparse.finite]
@@ -347,13 +354,15 @@ def _form_of(sparsity: float) -> str:
     return f"sparsity {sparsity!r}"
 
 
-def _alike(names: list[str], gradients: Mapping[str, fx.Node]) -> Iterator[list[str]]:
-    """Names whose gradients have one dtype and device."""
-    kinds: dict[Any, list[str]] = {}
-    for name in names:
-        value = gradients[name].meta["val"]
-        kinds.setdefault((value.dtype, value.device), []).append(name)
-    yield from kinds.values()
+def _messages(gradients: Mapping[str, fx.Node], rule: Rule) -> Iterator[dict[str, fx.Node]]:
+    """The gradients of a bucket whose entries travel together: of one dtype and device, in the order of the bucket."""
+    items = []
+    for place, (name, node) in enumerate(gradients.items()):
+        value = node.meta["val"]
+        sent = packed_bytes([entries(value.numel(), rule.sparsity)], wire_dtype(value.dtype, rule.wire))
+        items.append(Item(name, sent, place, (value.dtype, value.device)))
+    for message in pack(items, MESSAGE):
+        yield {item.name: gradients[item.name] for item in message.items}
 
 
 def _wrong_bandwidth(bandwidth: str | float) -> Iterator[str]:

@@ -53,7 +53,8 @@ def workloads(draw: st.DrawFn) -> Workload:
     )
     rates = Rates(draw(st.floats(0, 1e-8)), draw(st.floats(0, 1e-7)))
     buffers = tuple(draw(st.lists(st.integers(1, 10**5), max_size=2)))
-    return Workload("", "step", forward, forward + backward, draw(st.floats(0, 1)), made, buffers, rates)
+    update, adds = draw(st.floats(0, 1)), draw(st.booleans())
+    return Workload("", "step", forward, forward + backward, update, made, buffers, rates, adds=adds)
 
 
 links = st.builds(

@@ -37,6 +37,7 @@ from graphopt.exchange.volume import (
 )
 from graphopt.exchange.ways import Dense, Local, Sharded, Way
 from graphopt.exchange.workload import Rates, Workload, workload_of
+from graphopt.ops.sparse import packed_bytes
 from graphopt.passes import DataParallel, DeepGradientCompression, LocalSGD
 from graphopt.passes.compress_gradients import CompressGradients
 from graphopt.runtime.agreement import collective_plan
@@ -402,6 +403,19 @@ def test_a_sharded_update_runs_in_pieces() -> None:
     assert dense.step - sharded.step == pytest.approx(0.7, rel=1e-3)
     elsewhere = replace(made, gradients=tuple(replace(g, device=torch.device("cuda")) for g in made.gradients))
     assert predict_workload(elsewhere, 8, Link(1e12), Sharded()).alone == pytest.approx(dense.alone)
+
+
+def test_sgd_updates_the_entries_that_arrive_where_they_are_few() -> None:
+    """The vector is updated as a whole; the sums of the others take the time of their entries."""
+    made = workload((1000, 1000), (1000, 999), (1000,), update=0.5, rates=Rates(1e-9, 0.0))
+    for adds, density, share in ((True, 0.001, 1 / 2000), (True, 0.02, 1.0), (False, 0.001, 1.0)):
+        found = Sparse(density).messages(replace(made, adds=adds), 2)
+        assert found.update == pytest.approx(share)
+    few, dense = (predict_workload(replace(made, adds=adds), 2, Link(1e9), Sparse()) for adds in (True, False))
+    sent = packed_bytes([1000, 999])
+    assert dense.work - few.work == pytest.approx((3 * 1_999_000 * 4 + 2 * 2 * 1_999 * 4 - 2 * 63 * sent) * 1e-9)
+    assert few.step < dense.step
+    assert few.sent == dense.sent
 
 
 def test_a_local_step_is_the_mean_of_its_interval() -> None:

@@ -215,7 +215,7 @@ def test_the_time_of_a_step_that_is_known_scales_all_computation(run: Command) -
     for one, other in zip(plain["ways"], scaled["ways"], strict=True):
         assert other["work"] == pytest.approx(one["work"] * factor)
         assert other["sent_bytes"] == one["sent_bytes"]
-        assert other["step"] > 0.35
+        assert other["step"] > 0.35 - after["update"]  # which is smaller where ranks share it, or entries are few
     assert "to 350 ms" in planned(run, "--step-time", "350ms").out
 
 

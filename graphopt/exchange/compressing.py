@@ -9,9 +9,10 @@ import torch
 
 from graphopt.errors import GraphoptError
 from graphopt.exchange import volume
+from graphopt.exchange.buckets import Item, pack
 from graphopt.exchange.lowrank import Factors, Settings, factors_of
 from graphopt.exchange.scattered import few_enough
-from graphopt.exchange.sparse import entries
+from graphopt.exchange.sparse import MESSAGE, entries
 from graphopt.exchange.timeline import Message
 from graphopt.exchange.volume import Gradient
 from graphopt.exchange.ways import Dense, Messages, Way, buffer_messages, dense_message, packed, ready_of
@@ -100,9 +101,9 @@ def _wide(gradient: Gradient) -> int:
 class Sparse(Way):
     """All-gathers of the largest entries of what each rank has not sent yet, as ``DeepGradientCompression`` does it.
 
-    Of each bucket of ``DataParallel``, indices and values of all eligible gradients travel together. Vectors, gradients
-    of fewer than 16,384 elements and those that would take no fewer bytes sparsely (with float32: from
-    ranks · density = 1 on) are exchanged densely, in buckets of their own.
+    Of each bucket of ``DataParallel``, indices and values of eligible gradients travel in messages of 16 KiB or more.
+    Vectors, gradients of fewer than 16,384 elements and those that would take no fewer bytes sparsely (with float32:
+    from ranks · density = 1 on) are exchanged densely, those of a bucket together.
 
     Source: Lin et al., "Deep Gradient Compression", ICLR 2018 (arXiv 1712.01887).
 
@@ -143,21 +144,21 @@ class Sparse(Way):
         """See the base class."""
         sparse = {g.name for g in workload.gradients if volume.pays_sparse(g, self.entry_bytes([g]), ranks)}
         dense = [gradient for gradient in workload.gradients if gradient.name not in sparse]
-        found, chosen = buffer_messages(workload, ranks), list[list[Gradient]]()
-        if sparse:
-            buckets = self.buckets(workload.gradients)
-            chosen = [[gradient for gradient in bucket if gradient.name in sparse] for bucket in buckets]
-            chosen = [group for group in chosen if group]
-            found += [self.message(group, workload, ranks) for group in chosen]
-            buckets = packed(dense, self.widest(workload))
-        else:
-            buckets = self.buckets(dense)
-        found += [dense_message(group, workload, ranks) for group in buckets]
-        whole = sum(
-            gradient.bytes for group in chosen if not self.scatters(group, workload, ranks) for gradient in group
-        )
-        whole += sum(gradient.bytes for gradient in dense)
-        return Messages(tuple(found), update=whole / workload.gradient_bytes, kept_dense=tuple(dense))
+        found, scattered = buffer_messages(workload, ranks), 0
+        for bucket in self.buckets(workload.gradients):
+            for group in self._messages([gradient for gradient in bucket if gradient.name in sparse]):
+                found.append(self.message(group, workload, ranks))
+                scattered += sum(g.bytes for g in group) if self.scatters(group, workload, ranks) else 0
+            if rest := [gradient for gradient in bucket if gradient.name not in sparse]:
+                found.append(dense_message(rest, workload, ranks))
+        update = 1 - scattered / workload.gradient_bytes
+        return Messages(tuple(found), update=update, kept_dense=tuple(dense))
+
+    def _messages(self, gradients: Sequence[Gradient]) -> list[list[Gradient]]:
+        """Gradients of a bucket, by the messages in which their entries travel."""
+        items = [Item(g.name, self.entry_bytes([g]), place, g.key) for place, g in enumerate(gradients)]
+        named = {gradient.name: gradient for gradient in gradients}
+        return [[named[item.name] for item in message.items] for message in pack(items, MESSAGE)]
 
     def scatters(self, group: Sequence[Gradient], workload: Workload, ranks: int) -> bool:
         """Whether the update touches just the entries of a bucket that arrive.

@@ -42,6 +42,7 @@ from graphopt.ops.sparse import pack, packed_bytes, sum_sparse, to_wire
 from graphopt.program import Phase, Program
 
 __all__ = [
+    "MESSAGE",
     "WIRE_DTYPES",
     "Rule",
     "Sparse",
@@ -55,6 +56,9 @@ __all__ = [
 
 aten = torch.ops.aten
 _TINY = 1e-6
+MESSAGE = 2**14
+"""Bytes that close a message of entries: the last one, for which no computation is left to hide behind, stays small."""
+
 WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes in which values can travel, by the names that options have for them."""
 
