@@ -100,8 +100,8 @@ for name, make in list(WAYS.items())[: 4 if few else None]:
     trained[name] = flat(model)
 # the same, with updates of the entries that arrive where the optimizer is SGD: equal on all ranks, as with dense sums
 scattered.FEWEST = 2
-for name, make in list(WAYS.items())[: 2 if few else None]:
-    model, optimizer, passes, every = make()
+for name in ("plain",) if few else ("plain", "nesterov, clipping, decay", "bfloat16, O2", "float16", "accumulated"):
+    model, optimizer, passes, every = WAYS[name]()
     step = made(model, optimizer(model), *passes).accumulate(every)
     dtype = next(model.parameters()).dtype
     same = []

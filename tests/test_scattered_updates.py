@@ -161,7 +161,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.opt
     "recomputation": (network, sgd(), [Recompute(("1", "3"))]),
 }
 OPTIONS: list[dict[str, Any]] = [
-    {}, {"clip_norm": 0.1, "nesterov": True}, {"correction": "feedback", "wire": "bfloat16"},
+    {"clip_norm": 0.1, "nesterov": True}, {"correction": "feedback", "wire": "bfloat16"},
 ]  # fmt: skip
 
 
@@ -179,8 +179,10 @@ def trained(name: str, options: dict[str, Any], *, poisoned: bool = False) -> tu
 
 
 @pytest.mark.usefixtures("two_ranks")
-@pytest.mark.parametrize("name", list(MODELS))
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, {}) for name in MODELS), *((name, options) for name in list(MODELS)[:2] for options in OPTIONS)], ids=str,
+)  # fmt: skip
 def test_training_is_that_with_dense_sums(name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """To the last bit, also around a step that is skipped or whose gradients are left out."""
     found, step = trained(name, options, poisoned="checked" in name)
