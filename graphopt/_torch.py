@@ -62,9 +62,11 @@ __all__ = [
     "JointTrace",
     "OpOverload",
     "all_gather_into_tensor",
+    "all_reduce",
     "all_reduce_",
     "all_to_all_single",
     "autocast_operators",
+    "broadcast",
     "broadcast_",
     "compile_with_inductor",
     "cpu_computes_in",
@@ -842,8 +844,10 @@ def cpu_computes_in(dtype: torch.dtype) -> bool:
 
 
 all_gather_into_tensor = torch.ops._c10d_functional.all_gather_into_tensor.default
+all_reduce = torch.ops._c10d_functional.all_reduce.default
 all_reduce_ = torch.ops._c10d_functional.all_reduce_.default
 all_to_all_single = torch.ops._c10d_functional.all_to_all_single.default
+broadcast = torch.ops._c10d_functional.broadcast.default
 broadcast_ = torch.ops._c10d_functional.broadcast_.default
 reduce_scatter_tensor = torch.ops._c10d_functional.reduce_scatter_tensor.default
 wait_tensor = torch.ops._c10d_functional.wait_tensor.default

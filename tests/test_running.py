@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import lookup_backend
 
 import graphopt
 from graphopt import CaptureError, GraphoptError, Pass
@@ -162,6 +163,13 @@ def test_a_callable_gets_both_halves() -> None:
     for module, inputs in compiler.given:
         shapes = [n.meta["val"].shape for n in module.graph.find_nodes(op="placeholder")]
         assert [value.shape for value in inputs] == shapes
+
+
+def test_torch_s_own_backends_take_both_halves() -> None:
+    """They say that they take one list, and take ``*args``."""
+    model = network()
+    optimized = graphopt.optimize(copy.deepcopy(model), [Recompute("net.3")], backend=lookup_backend("aot_eager"))
+    assert same(gradients(optimized, X), gradients(model, X))
 
 
 def test_wrong_backends_are_refused() -> None:

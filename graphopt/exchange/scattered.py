@@ -34,8 +34,11 @@ aten = torch.ops.aten
 FEWEST = 64
 """Elements for each entry that arrives from which on updating entries is faster: each of them has to be sorted."""
 
-_ADDING = (aten.add_.Tensor, aten._foreach_add_.List)
 _SGD = (aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr)
+
+
+_Entries = tuple[fx.Node, fx.Node]
+"""Of one tensor: the indices of the entries that have arrived, and their sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +108,8 @@ def _additions(call: fx.Node, gradient: fx.Node, momentum: bool) -> list[Use]:
     targets, gradients = call.args[:2]
     if call.target is aten.add_.Tensor:
         return [Use(gradient, call, None, targets)] if gradients is gradient and isinstance(targets, fx.Node) else []
-    adding = call.target in _ADDING or (call.target in _SGD and _is_plain(call, momentum))
-    if not adding or not isinstance(targets, Sequence) or not isinstance(gradients, Sequence):
+    adds = call.target is aten._foreach_add_.List or (call.target in _SGD and _is_plain(call, momentum))
+    if not adds or not isinstance(targets, Sequence) or not isinstance(gradients, Sequence):
         return []
     pairs = enumerate(zip(targets, gradients, strict=True))
     return [
@@ -160,9 +163,6 @@ def update_entries(
         offset += ranks * count
     for call in dict.fromkeys(use.call for use in arrived):
         _update(program, call, {use: given for use, given in arrived.items() if use.call is call}, origin)
-
-
-_Entries = tuple[fx.Node, fx.Node]
 
 
 def _update(program: Program, call: fx.Node, uses: Mapping[Use, _Entries], origin: str) -> None:

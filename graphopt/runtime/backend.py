@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -9,7 +10,9 @@ import torch
 from torch import fx
 
 from graphopt.errors import GraphoptError, did_you_mean
+from graphopt.ops.collectives import ALL_REDUCE, BROADCAST
 from graphopt.program import Program
+from graphopt.runtime.functional import without_writing
 from graphopt.runtime.inductor import Boxed, compile_graph
 from graphopt.runtime.partition import split_update
 
@@ -70,7 +73,21 @@ def compile_module(module: fx.GraphModule, inputs: Sequence[Any], backend: Backe
         compiled = backend(fx.GraphModule(module, _unboxed(module.graph)), inputs)
     if not callable(compiled):
         raise GraphoptError(f"the backend {backend!r} returned {type(compiled).__name__}, which cannot be called")
-    return _boxed(compiled if getattr(compiled, "_boxed_call", False) else _unpacking(compiled))
+    return _boxed(compiled if _takes_a_list(compiled) else _unpacking(compiled))
+
+
+def _takes_a_list(function: Callable[..., Any]) -> bool:
+    """Whether a callable takes all its inputs in one list.
+
+    It says so by ``_boxed_call``; torch's own backends copy that from what they wrap and take ``*args`` all the same.
+    """
+    if not getattr(function, "_boxed_call", False):
+        return False
+    try:
+        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    return not any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
 
 
 def _unpacking(function: Callable[..., Any]) -> Boxed:
@@ -83,8 +100,12 @@ def _unpacking(function: Callable[..., Any]) -> Boxed:
 
 
 def _unboxed(graph: fx.Graph) -> fx.Graph:
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
+    """A copy for compilers, without the boxed convention and without collectives in place."""
+    copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    copy.output(copy.graph_copy(graph, copies))
+    for node in graph.nodes:
+        if node.target in (ALL_REDUCE, BROADCAST):
+            copies[node].target = without_writing(node)
     return copy
 
 

@@ -21,6 +21,7 @@ from torch import fx
 from graphopt import _torch
 from graphopt.program import Phase, info
 from graphopt.runtime.dryrun import Ledger, Temporaries, dry_generated, dry_inductor
+from graphopt.runtime.functional import without_writing
 from graphopt.values import format_bytes
 
 __all__ = ["compile_graph"]
@@ -34,9 +35,6 @@ _FEWEST = 8
 
 _RESIDENT = ("parameter", "buffer", "constant", "input", "tangent", "gradient", "state", "hyperparameter", "held")
 """The roles of inputs that somebody else holds while code runs."""
-
-_ADD = torch.ops.aten.add.Tensor
-_ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 
 
 @dataclass(eq=False)
@@ -224,15 +222,13 @@ def _copy_calls(calls: Sequence[fx.Node], graph: fx.Graph, copies: dict[fx.Node,
 
 
 def _compiled(part: _Part, examples: Sequence[Any], owned: Sequence[int]) -> _torch.InductorCode:
-    """Compile a part; sums in place become functional ones, since inductor chooses itself what it overwrites."""
+    """Compile a part; sums and collectives in place become functional ones."""
     graph = fx.Graph()
     given = graph.placeholder("given")
     copies = {node: graph.call_function(operator.getitem, (given, index)) for index, node in enumerate(part.takes)}
     _copy_calls(part.calls, graph, copies)
     for node in part.calls:
-        operand = node.args[0] if node.target is _ADD_IN_PLACE else None
-        if isinstance(operand, fx.Node) and operand.op == "call_function":
-            copies[node].target = _ADD
+        copies[node].target = without_writing(node)
     graph.output(tuple(copies[node] for node in part.gives))
     return _torch.compile_with_inductor(fx.GraphModule(part.module, graph), examples, frozenset(owned))
 

@@ -1,0 +1,44 @@
+"""What compilers get in place of ops that write: they choose themselves what they overwrite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _torch
+from graphopt.ops import schema
+from graphopt.ops.collectives import ALL_REDUCE, BROADCAST
+
+__all__ = ["without_writing"]
+
+_ADD_IN_PLACE = torch.ops.aten.add_.Tensor
+_FUNCTIONAL: dict[Any, Any] = {
+    _ADD_IN_PLACE: torch.ops.aten.add.Tensor, ALL_REDUCE: _torch.all_reduce, BROADCAST: _torch.broadcast,
+}  # fmt: skip
+"""Torch's compilers refuse collectives that return what they write to."""
+
+
+def without_writing(node: fx.Node) -> Any:
+    """The target of a call for a compiler: that of the op that does the same without writing to its operand.
+
+    It is the call's own where there is no such op, where the operand is an input, and where something else reads the
+    operand, or the memory that it is a part of, behind the call.
+    """
+    operand = node.args[0] if node.target in _FUNCTIONAL else None
+    if not isinstance(operand, fx.Node) or operand.op != "call_function":
+        return node.target
+    if node.target is not _ADD_IN_PLACE and _is_read_behind(node, operand):
+        return node.target
+    return _FUNCTIONAL[node.target]
+
+
+def _is_read_behind(node: fx.Node, operand: fx.Node) -> bool:
+    """Whether anything reads the operand's memory behind a call, other than by what the call returns."""
+    bases = [operand]
+    for value in bases:
+        bases += schema.aliased_inputs(value) if value.op == "call_function" else []
+    seen = {*bases, *(reader for base in bases for reader in schema.readers(base) if schema.hands_on(reader))} - {node}
+    users = {user for value in seen for user in value.users} - {node}
+    return any(user.op == "output" or node < user for user in users)
