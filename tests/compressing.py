@@ -85,32 +85,28 @@ WAYS = {
     "with other passes": lambda: (build(), sgd, [dgc(), FuseUpdate(), Recompute(("first", "second"))], 1),
     "bfloat16 parameters": lambda: (build(torch.bfloat16), sgd, [dgc()], 1),
 }
-trained = {}
-for name, make in list(WAYS.items())[: 4 if few else None]:
-    model, optimizer, passes, every = make()
-    before = flat(model).clone()
+
+def train(name):
+    model, optimizer, passes, every = WAYS[name]()
+    before, dtype = flat(model).clone(), next(model.parameters()).dtype
     step = made(model, optimizer(model), *passes).accumulate(every)
-    dtype = next(model.parameters()).dtype
     same = []
     for number in range(6 * every):
         step(*batch(number, dtype))
         same.append(same_on_all(model))
-    sparse = sum("all_gather" in str(node.target) for node in step.program.graph.nodes)
-    said[name] = [same, not torch.equal(before, flat(model)), sparse]
-    trained[name] = flat(model)
+    calls = [str(node.target) for node in step.program.graph.nodes]
+    return flat(model), same, not torch.equal(before, flat(model)), calls
+
+trained = {}
+for name in list(WAYS)[: 4 if few else None]:
+    trained[name], same, moved, calls = train(name)
+    said[name] = [same, moved, sum("all_gather" in call for call in calls)]
 # the same, with updates of the entries that arrive where the optimizer is SGD: equal on all ranks, as with dense sums
 scattered.FEWEST = 2
 for name in ("plain",) if few else ("plain", "nesterov, clipping, decay", "bfloat16, O2", "float16", "accumulated"):
-    model, optimizer, passes, every = WAYS[name]()
-    step = made(model, optimizer(model), *passes).accumulate(every)
-    dtype = next(model.parameters()).dtype
-    same = []
-    for number in range(6 * every):
-        step(*batch(number, dtype))
-        same.append(same_on_all(model))
-    found = ["sum_entries" in str(node.target) for node in step.program.graph.nodes]
-    off = (flat(model) - trained[name]).abs().max().item()
-    said[name + ", entries"] = [same, any(found), off]
+    found, same, _, calls = train(name)
+    off = (found - trained[name]).abs().max().item()
+    said[name + ", entries"] = [same, any("sum_entries" in call for call in calls), off]
 scattered.FEWEST = 64
 said["other passes change nothing"] = few or torch.equal(trained["plain"], trained["with other passes"])
 """

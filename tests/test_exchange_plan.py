@@ -215,7 +215,8 @@ def test_the_time_of_a_step_that_is_known_scales_all_computation(run: Command) -
     for one, other in zip(plain["ways"], scaled["ways"], strict=True):
         assert other["work"] == pytest.approx(one["work"] * factor)
         assert other["sent_bytes"] == one["sent_bytes"]
-        assert other["step"] > 0.35 - after["update"]  # which is smaller where ranks share it, or entries are few
+        smaller = "sparse" in other["way"] or other["way"] == "sharded update"  # each rank runs a part of the update
+        assert other["step"] > 0.35 - (after["update"] if smaller else 0)
     assert "to 350 ms" in planned(run, "--step-time", "350ms").out
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphopt import _torch
 from graphopt.exchange.fused import memory_strides
 from graphopt.exchange.reduce import final_gradients, gradient_readers
 from graphopt.ops.sparse import sum_entries
@@ -124,11 +125,7 @@ def _is_plain(call: fx.Node, momentum: bool) -> bool:
 
 
 def _occurrences(call: fx.Node, node: fx.Node) -> int:
-    return sum(operator.is_(leaf, node) for leaf in _leaves([*call.args, *call.kwargs.values()]))
-
-
-def _leaves(values: Sequence[Any]) -> list[Any]:
-    return [leaf for value in values for leaf in (_leaves(value) if isinstance(value, (list, tuple)) else [value])]
+    return sum(leaf is node for leaf in _torch.pytree.tree_leaves((call.args, call.kwargs)))
 
 
 def _same_order(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:

@@ -197,29 +197,25 @@ def _sum_entries(
     """One sort of all entries brings those of one element together, whatever tensor and rank they are of."""
     _check_sum(gathered, ranks, counts, sizes, wire, out, op="sum_entries")
     count, exact = sum(counts), torch.float64 if out is torch.float64 else torch.float32
-    parts = [_parts(row, count, wire) for row in gathered.view(ranks, -1)]
-    indices = torch.stack([places for places, _ in parts]).long()
+    parts = [_scaled(row, [count], wire, exact, scale) for row in gathered.view(ranks, -1)]
+    indices = torch.stack([places for (places,), _ in parts]).long()
     tensors = [
         torch.full((entries,), number * LARGEST, device=gathered.device) for number, entries in enumerate(counts)
     ]
-    keys = (indices + torch.cat(tensors)).view(-1) if tensors else indices.view(-1)
-    ordered, order = torch.sort(keys)
+    ordered, order = torch.sort((indices + torch.cat(tensors)).view(-1))
     first = torch.ones_like(ordered, dtype=torch.bool)
     torch.ne(ordered[1:], ordered[:-1], out=first[1:])
     element = torch.empty_like(order)
     element[order] = torch.cumsum(first, 0) - 1
     rows = element.view(ranks, count)
     totals = torch.zeros(ranks * count, dtype=exact, device=gathered.device)
-    for row, (_, values) in zip(rows, parts, strict=True):
-        numbers = values.to(exact)
-        totals.index_add_(0, row, numbers * scale if scale != 1 else numbers)
+    for row, (_, (numbers,)) in zip(rows, parts, strict=True):
+        totals.index_add_(0, row, numbers)
     return _by_tensor(indices, counts), _by_tensor(totals[rows].to(out), counts)
 
 
 def _by_tensor(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     """Numbers of shape ``[ranks, entries of all tensors]``, flat: of all ranks for the first tensor, then the next."""
-    if len(counts) < 2:
-        return rows.reshape(-1)
     return torch.cat([part.reshape(-1) for part in rows.split_with_sizes(list(counts), 1)])
 
 

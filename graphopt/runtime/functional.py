@@ -13,9 +13,8 @@ from graphopt.ops.collectives import ALL_REDUCE, BROADCAST
 
 __all__ = ["without_writing"]
 
-_ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 _FUNCTIONAL: dict[Any, Any] = {
-    _ADD_IN_PLACE: torch.ops.aten.add.Tensor, ALL_REDUCE: _torch.all_reduce, BROADCAST: _torch.broadcast,
+    torch.ops.aten.add_.Tensor: torch.ops.aten.add.Tensor, ALL_REDUCE: _torch.all_reduce, BROADCAST: _torch.broadcast,
 }  # fmt: skip
 """Torch's compilers refuse collectives that return what they write to."""
 
@@ -29,9 +28,7 @@ def without_writing(node: fx.Node) -> Any:
     operand = node.args[0] if node.target in _FUNCTIONAL else None
     if not isinstance(operand, fx.Node) or operand.op != "call_function":
         return node.target
-    if node.target is not _ADD_IN_PLACE and _is_read_behind(node, operand):
-        return node.target
-    return _FUNCTIONAL[node.target]
+    return node.target if _is_read_behind(node, operand) else _FUNCTIONAL[node.target]
 
 
 def _is_read_behind(node: fx.Node, operand: fx.Node) -> bool:
