@@ -11,6 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import graphopt
 from graphopt import GraphoptError
 from graphopt.ops import selection
 from graphopt.ops.selection import select
@@ -130,6 +131,16 @@ def test_a_sample_that_tells_a_wrong_bound_changes_nothing(
     v = LARGE[name](200_003)
     for k in (90, 400, 1_000, 3_000):
         assert torch.equal(select(v, k)[0], expected_large_selection(v, k)), k
+
+
+@pytest.mark.parametrize("size", [40_000, 590_000])
+@pytest.mark.parametrize("name", ["normal", "mostly zeros", "ascending", "periodic"])
+def test_no_numbers_take_more_memory_than_zeros(name: str, size: int) -> None:
+    """On which the memory of a program is predicted."""
+    numbers, zeros = LARGE[name](size), torch.zeros(size)
+    for k in (size // 1000, size // 250, size // 64):
+        taken, predicted = (graphopt.measure_peak(lambda v=v, k=k: select(v, k)) for v in (numbers, zeros))
+        assert taken.allocated_peak_bytes <= predicted.allocated_peak_bytes
 
 
 def test_values_are_those_at_the_indices_and_ties_go_to_the_lowest_index() -> None:

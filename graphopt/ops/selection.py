@@ -143,10 +143,10 @@ def _indices_by_blocks(bits: torch.Tensor, k: int, block: int) -> torch.Tensor:
     whole = bits.numel() >> shift << shift
     maxima = _block_maxima(bits[:whole], block)
     bound = _bound(maxima, k)
-    if bound is not None:
-        blocks = (maxima >= bound).nonzero().view(-1)
-        if k <= blocks.numel() <= 2 * k + _SAMPLED:
-            return _indices_from(bits, k, block, blocks, bound)
+    if bound is not None and k <= int(torch.count_nonzero(maxima >= bound)) <= 2 * k + _SAMPLED:
+        found = _indices_from(bits, k, block, (maxima >= bound).nonzero().view(-1), bound)
+        if found is not None:
+            return found
     blocks = _indices(maxima, k)
     inside = torch.index_select(bits[:whole].view(-1, block), 0, blocks).view(-1)
     if whole < bits.numel():
@@ -167,11 +167,16 @@ def _bound(maxima: torch.Tensor, k: int) -> int | None:
     return int(torch.topk(sample, rank, sorted=False).values.amin())
 
 
-def _indices_from(bits: torch.Tensor, k: int, block: int, blocks: torch.Tensor, bound: int) -> torch.Tensor:
-    """Select among what reaches a bound, which k elements or more do, all in some blocks or behind the last one."""
+def _indices_from(bits: torch.Tensor, k: int, block: int, blocks: torch.Tensor, bound: int) -> torch.Tensor | None:
+    """Select among what reaches a bound, which k elements or more do, all in some blocks or behind the last one.
+
+    None where many more do, as in blocks of neighbours that are all large: that would take more memory.
+    """
     shift, largest = block.bit_length() - 1, torch.iinfo(bits.dtype).max
     whole = bits.numel() >> shift << shift
     inside = torch.index_select(bits[:whole].view(-1, block), 0, blocks).view(-1).bitwise_and_(largest)
+    if int(torch.count_nonzero(inside >= bound)) > 2 * k + _SAMPLED:
+        return None
     places = (inside >= bound).nonzero().view(-1)
     magnitudes = torch.index_select(inside, 0, places)
     starts = torch.index_select(blocks, 0, places >> shift).bitwise_left_shift_(shift)
