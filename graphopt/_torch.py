@@ -62,6 +62,7 @@ __all__ = [
     "JointTrace",
     "OpOverload",
     "all_gather_into_tensor",
+    "all_gather_into_tensor_out",
     "all_reduce",
     "all_reduce_",
     "all_to_all_single",
@@ -844,6 +845,7 @@ def cpu_computes_in(dtype: torch.dtype) -> bool:
 
 
 all_gather_into_tensor = torch.ops._c10d_functional.all_gather_into_tensor.default
+all_gather_into_tensor_out = torch.ops._c10d_functional.all_gather_into_tensor_out.default
 all_reduce = torch.ops._c10d_functional.all_reduce.default
 all_reduce_ = torch.ops._c10d_functional.all_reduce_.default
 all_to_all_single = torch.ops._c10d_functional.all_to_all_single.default

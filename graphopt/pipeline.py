@@ -18,7 +18,6 @@ from graphopt import verify as verifier
 from graphopt.capture.precision import plain_precision
 from graphopt.clock import Clock
 from graphopt.errors import GraphoptError, PassError, PipelineError, VerifyError, did_you_mean
-from graphopt.exchange.waiting import wait_in_order
 from graphopt.program import Program, Stage
 from graphopt.shards import Shards
 from graphopt.spec import format_pass, parse_passes
@@ -332,7 +331,6 @@ class Pipeline:
                 f"{type(current).__name__}.apply returned {type(changed).__name__}; pass developer: return a Changed"
             )
         program.erase_dead()
-        wait_in_order(program)
         if check:
             verifier.verify(program, before=before, declared_signature_change=current.changes_signature)
         seconds = time.perf_counter() - started

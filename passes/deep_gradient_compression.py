@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import ClassVar, final
 
 import torch
@@ -373,10 +375,12 @@ def _wrong_bandwidth(bandwidth: str | float) -> Iterator[str]:
 
 
 def _updates(done: Sequence[Sparse]) -> Iterator[str]:
-    """Which tensors the update touches at the entries that arrive only."""
-    scattered = [name for sparse in done if sparse.scattered for name in sparse.names]
-    if scattered:
-        yield f"updated at the entries that arrive, without dense sums: {', '.join(scattered)}"
+    """Which tensors the update touches at the entries that arrive only, and why it reads dense sums of the others."""
+    reason_of = attrgetter("dense_because")
+    for reason, found in itertools.groupby(sorted(done, key=reason_of), key=reason_of):
+        names = ", ".join(name for sparse in found for name in sparse.names)
+        how = f"from dense sums, since {reason}" if reason else "at the entries that arrive, without dense sums"
+        yield f"updated {how}: {names}"
 
 
 def _reasons(chosen: Mapping[str, str], speeds: Speeds | None) -> Iterator[str]:

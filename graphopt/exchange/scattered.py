@@ -28,7 +28,7 @@ from graphopt.ops.sparse import sum_entries
 from graphopt.program import Phase, Program, info
 from graphopt.values import is_dense
 
-__all__ = ["FEWEST", "Use", "adds_gradients", "few_enough", "update_entries", "uses_of"]
+__all__ = ["FEWEST", "Use", "adds_gradients", "few_enough", "reason_for_dense", "update_entries", "uses_of"]
 
 aten = torch.ops.aten
 
@@ -68,6 +68,20 @@ def few_enough(ranks: int, counts: Sequence[int], sizes: Sequence[int]) -> bool:
         sizes: elements, by tensor.
     """
     return FEWEST * ranks * sum(counts) <= sum(sizes)
+
+
+def reason_for_dense(adds: bool, ranks: int, counts: Sequence[int], sizes: Sequence[int]) -> str:
+    """Why an update reads dense sums; empty where it reads the entries that arrive.
+
+    Args:
+        adds: whether the update does no more than adding gradients to parameters.
+        ranks: as of ``few_enough``, and so are the others.
+        counts: entries by tensor.
+        sizes: elements by tensor.
+    """
+    if not adds:
+        return "the update does more than adding gradients to parameters"
+    return "" if few_enough(ranks, counts, sizes) else f"more than one of {FEWEST} elements arrives"
 
 
 def adds_gradients(program: Program, *, momentum: bool = False) -> bool:

@@ -31,7 +31,7 @@ from torch import fx
 
 from graphopt.exchange.fused import behind, memory_strides
 from graphopt.exchange.reduce import gradient_readers
-from graphopt.exchange.scattered import few_enough, update_entries, uses_of
+from graphopt.exchange.scattered import reason_for_dense, update_entries, uses_of
 from graphopt.groups import Group
 from graphopt.held import Held
 from graphopt.ops.collectives import ALL_GATHER, WAIT
@@ -95,14 +95,14 @@ class Sparse:
         counts: entries that each rank sends of each.
         bytes: that each rank sends.
         finite: for each, the node that says whether the rank's gradient is finite; empty where loss scaling checks.
-        scattered: whether the update reads just the entries that arrive, and no dense means.
+        dense_because: why the update reads dense means; empty where it reads just the entries that arrive.
     """
 
     names: tuple[str, ...]
     counts: tuple[int, ...]
     bytes: int
     finite: tuple[fx.Node, ...]
-    scattered: bool
+    dense_because: str
 
 
 def entries(elements: int, sparsity: float) -> int:
@@ -151,8 +151,8 @@ def exchange_sparsely(
     done = build.call(WAIT, (gathered,), before=due, hint="gathered")
     uses = [uses_of(program, node, readers[name]) for name, node in gradients.items()]
     sizes = [node.meta["val"].numel() for node in gradients.values()]
-    scattered = all(uses) and few_enough(group.size, counts, sizes)
-    if scattered:
+    dense_because = reason_for_dense(all(uses), group.size, counts, sizes)
+    if not dense_because:
         update_entries(program, build.sum_of(done, list(gradients.values()), counts, wire), uses, due, origin)
     else:
         means = build.means(done, list(gradients.values()), counts, wire, due)
@@ -161,7 +161,7 @@ def exchange_sparsely(
             for reader in readers[name]:
                 reader.replace_input_with(node, mean)
     finite = tuple(part.finite for part in parts if part.finite is not None)
-    return Sparse(tuple(gradients), tuple(counts), packed_bytes(counts, wire), finite, scattered)
+    return Sparse(tuple(gradients), tuple(counts), packed_bytes(counts, wire), finite, dense_because)
 
 
 @dataclass(frozen=True, slots=True)

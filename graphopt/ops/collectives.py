@@ -5,12 +5,13 @@ from __future__ import annotations
 from torch import fx
 
 from graphopt import _torch
+from graphopt.ops.gathering import all_gather_into_tensor
 from graphopt.values import storage_bytes, tensors_of
 
 __all__ = ["ALL_GATHER", "ALL_REDUCE", "ALL_TO_ALL", "BROADCAST", "REDUCE_SCATTER", "WAIT", "workspace_bytes"]
 
-ALL_GATHER = _torch.all_gather_into_tensor
-"""``all_gather_into_tensor(Tensor input, int group_size, Any group_name) -> Tensor``: starts; of shape
+ALL_GATHER = all_gather_into_tensor
+"""``graphopt.all_gather_into_tensor(Tensor input, int group_size, str group_name) -> Tensor``: starts; of shape
 ``[group_size * n, ...]``, rank after rank."""
 
 ALL_REDUCE = _torch.all_reduce_

@@ -37,6 +37,7 @@ _MAKES_READY = ("offload_wait", "prefetch_wait", "store")
 """Ops of graphopt behind which the data of the argument that they hand on is there."""
 
 _COLLECTIVES = ("_c10d_functional", "c10d_functional", "_dtensor", "c10d")
+_OUR_COLLECTIVES = ("graphopt::all_gather_into_tensor", "graphopt::same_on_all_ranks")
 
 
 @cache
@@ -202,7 +203,7 @@ def is_collective(node: fx.Node) -> bool:
     """Whether the op talks to other ranks."""
     if not isinstance(node.target, _torch.OpOverload):
         return False
-    return node.target.namespace in _COLLECTIVES or node.target._schema.name == "graphopt::same_on_all_ranks"
+    return node.target.namespace in _COLLECTIVES or node.target._schema.name in _OUR_COLLECTIVES
 
 
 def has_effect(node: fx.Node) -> bool:

@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from graphopt.errors import GraphoptError, did_you_mean
-from graphopt.ops.collectives import ALL_REDUCE, BROADCAST
+from graphopt.ops.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST
 from graphopt.program import Program
-from graphopt.runtime.functional import without_writing
+from graphopt.runtime.functional import gather_one_at_a_time, without_writing
 from graphopt.runtime.inductor import Boxed, compile_graph
 from graphopt.runtime.partition import split_update
 
@@ -67,6 +67,8 @@ def compile_module(module: fx.GraphModule, inputs: Sequence[Any], backend: Backe
     """
     if backend == "eager":
         return _boxed(module.forward)
+    if gather_one_at_a_time(module.graph):
+        module.recompile()
     with torch.no_grad():
         if backend == "inductor":
             return _boxed(compile_graph(module, inputs, room))
@@ -104,7 +106,7 @@ def _unboxed(graph: fx.Graph) -> fx.Graph:
     copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     copy.output(copy.graph_copy(graph, copies))
     for node in graph.nodes:
-        if node.target in (ALL_REDUCE, BROADCAST):
+        if node.target in (ALL_GATHER, ALL_REDUCE, BROADCAST):
             copies[node].target = without_writing(node)
     return copy
 

@@ -114,16 +114,16 @@ def digits(steps: int, seed: int, size: int = 64) -> tuple[list[Batch], Batch]:
 
 
 def text(steps: int, seed: int) -> tuple[list[Batch], Batch]:
-    """Batches of 16 × 64 bytes, and 64 × 64 bytes that are held out."""
+    """Batches of 16 × 64 bytes, and all the text that is held out, in windows of 64 bytes."""
     tokens, held_out = TEXT["split_tokens"]()
     batches = TEXT["draw_batches"](tokens, count=steps, size=16, length=64, seed=seed)
-    (evaluated,) = TEXT["draw_batches"](held_out, count=1, size=64, length=64, seed=0)
-    return batches, evaluated
+    windows = held_out.unfold(0, 65, 64)
+    return batches, (windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
 
 
 TASKS = {
     "digits": Task("digits, perceptron", perceptron, classification, digits, 500, 0, 50, 0.2),
-    "text": Task("text, GPT", gpt, MODELS.next_token_loss, text, 4000, 1000, 400, 0.3),
+    "text": Task("text, GPT", gpt, MODELS.next_token_loss, text, 8000, 1000, 400, 0.3),
 }
 
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from frontier_ways import (
     OURS,
     QUICK_BUDGETS,
     TORCH_BUDGETS,
+    Maker,
     Setting,
     Way,
     fitted,
@@ -227,7 +229,8 @@ def compare(name: str, options: argparse.Namespace, say: Callable[[str], None]) 
     workload = WORKLOADS[name]
     setting = Setting.of(workload, torch.device(options.device), quick=options.quick)
     comparison = Comparison(setting, lambda what: say(f"{name}: {what}"))
-    for label, series, make in peers(QUICK_BUDGETS if options.quick else TORCH_BUDGETS, inductor=options.inductor):
+    budgets = QUICK_BUDGETS if options.quick else TORCH_BUDGETS
+    for label, series, make in chosen(peers(budgets, inductor=options.inductor), options.peers):
         comparison.add(label, series, make)
     eager = comparison.rows[0]
     if eager.peak_bytes is None:
@@ -245,6 +248,17 @@ def compare(name: str, options: argparse.Namespace, say: Callable[[str], None]) 
         "rows": [asdict(row) for row in comparison.rows],
         "duels": duels(comparison.rows),
     }
+
+
+def chosen(makers: Iterable[Maker], globs: Sequence[str] | None) -> list[Maker]:
+    """Eager PyTorch, which is the reference, and the ways whose labels match one of the globs; all without globs."""
+    reference, *others = makers
+    if globs is None:
+        return [reference, *others]
+    for pattern in globs:
+        if not any(fnmatch(label, pattern) for label, *_ in others):
+            raise SystemExit(f"--peers: no way is called {pattern!r}: {'; '.join(label for label, *_ in others)}")
+    return [reference, *(maker for maker in others if any(fnmatch(maker[0], pattern) for pattern in globs))]
 
 
 def duels(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -336,6 +350,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS), help="default: all")
     made.add_argument("--rounds", type=int, help="rounds of each way (default: 9; 1 with --quick)")
     made.add_argument("--budgets", nargs="+", metavar="PEAK", help="peaks to try in place of each model's: 96MB, 60%%")
+    made.add_argument(
+        "--peers", nargs="+", metavar="GLOB", help="only these of PyTorch's ways: 'aot_eager, budget 0.4'"
+    )
     made.add_argument(
         "--inductor", action="store_true", help="torch.compile and FitMemory with inductor too (needs a C++ compiler)"
     )
