@@ -200,14 +200,14 @@ getitem_3 = selected_1[1]
 graphopt.clear_at_(deep_gradient_compression_residual_0_weight, getitem_2)
 graphopt.clear_at_(deep_gradient_compression_momentum_0_weight, getitem_2)
 packed = graphopt.pack([getitem, getitem_2], [getitem_1, getitem_3], torch.float32)
-all_gather = _c10d_functional.all_gather_into_tensor(packed, 2, '0')
-exchanged_1 = _c10d_functional.wait_tensor(all_reduce_1)
+all_gather = graphopt.all_gather_into_tensor(packed, 2, '0')
 gathered = _c10d_functional.wait_tensor(all_gather)
 sums = graphopt.sum_sparse(gathered, 2, [12, 12], [128, 128], torch.float32, torch.float32, 0.5)
 getitem_4 = sums[0]
 as_strided_default_6 = aten.as_strided(getitem_4, [8, 16], [16, 1])
 getitem_5 = sums[1]
 as_strided_default_7 = aten.as_strided(getitem_5, [16, 8], [8, 1])
+exchanged_1 = _c10d_functional.wait_tensor(all_reduce_1)
 as_strided_default_9 = aten.as_strided(exchanged_1, [16], [1], 0)
 as_strided_default_10 = aten.as_strided(deep_gradient_compression_momentum_0_bias, [16], [1])
 graphopt.apply_momentum_(as_strided_default_9, as_strided_default_10, 0.9, False)
