@@ -85,7 +85,7 @@ class Fitting:
     ) -> None:
         self.program = program
         self.memory = memory
-        self.planning: PlanningProblem = planning_problem(program, memory, seconds)
+        self.planning: PlanningProblem = planning_problem(program, seconds)
         self.scheduler = Scheduler(self.planning.problem)
         self.lanes = None if lanes is None else lanes(self.planning)
         self.tier = tier

@@ -136,6 +136,8 @@ class Program:
         forms: which of their programs passes want where they have several, by the name of the pass (``Pass.form``).
         numbers: what passes have found once and go on with, by ``pass/what``: those of the step's clock, which are
             saved with its state. Shared by copies.
+        compiled: whether a compiler makes the code that runs. It chooses itself what it overwrites: only sums of
+            gradients are taken in place before it.
     """
 
     graph: fx.Graph
@@ -150,6 +152,7 @@ class Program:
     held: dict[str, Held] = field(default_factory=dict)
     forms: Mapping[str, str] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
+    compiled: bool = False
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -382,7 +385,7 @@ class Program:
     def to_graph_module(self) -> fx.GraphModule:
         """A GraphModule with the boxed calling convention: ``module.forward(list_of_inputs)`` empties the list.
 
-        Sums of gradients are taken in place where that is safe, as the memory model assumes.
+        Calls are taken in place where an operand dies in them, as the memory model assumes (``analysis.reuse``).
         """
         from graphopt.analysis.reuse import apply_reuse
 

@@ -88,7 +88,7 @@ class Offload(Pass):
         memory = program.memory()
         with measuring() as measured:
             seconds = cost_report(memory.nodes, method=self.cost, progress=measured).seconds  # type: ignore[arg-type]
-        planning = planning_problem(program, memory, seconds)
+        planning = planning_problem(program, seconds)
         chosen, kept = self._choose(program, planning)
         if not chosen:
             return Changed(reason=kept or "backward reads no tensor of forward that is large enough to move")

@@ -32,7 +32,7 @@ def layers(p: float = 0.3) -> Net:
     torch.manual_seed(0)
     return Net(
         nn.Linear(8, 64), nn.GELU(), nn.Dropout(p), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Sigmoid(),
-        nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8),
+        nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Sigmoid(), nn.Linear(64, 8),
     )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def _searched_once() -> Iterator[None]:
 # --- bits ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("optimizer", "budget"), [("momentum", "90%"), ("momentum", "50%"), ("adamw", "65%")])
+@pytest.mark.parametrize(("optimizer", "budget"), [("momentum", "90%"), ("momentum", "52%"), ("adamw", "65%")])
 def test_training_equals_eager(optimizer: str, budget: str) -> None:
     """Momentum has a program of its own for the first step, which makes its state."""
     batches = [(ROWS,), (ROWS.sin(),)]
@@ -68,7 +68,7 @@ def test_training_convolutions_equals_eager() -> None:
 
 
 def test_training_a_language_model_equals_eager() -> None:
-    passes = [fit("70%")]
+    passes = [fit("72%")]
     assert_same_training(Blocks(1, p=0.2), "adamw", next_token, [(TOKENS,)], passes, steps=2, whole_step=False)
 
 
@@ -108,7 +108,7 @@ def test_frozen_parameters_and_inputs_that_need_gradients() -> None:
 
 
 def test_recompute_and_a_budget_together() -> None:
-    passes = [Recompute(["net.3"]), fit("92%")]
+    passes = [Recompute(["net.4"]), fit("92%")]
     assert_same_training(wide(), "sgd", mean_square, [(ROWS,)], passes, steps=2)
     program, _ = applied(captured(wide(), ROWS), *passes)
     origins = {info(node).origin.split(":")[0] for node in program.phase_nodes(Phase.RECOMPUTE)}
@@ -231,7 +231,7 @@ def test_plans_are_tried_until_one_fits(monkeypatch: pytest.MonkeyPatch) -> None
     """Where rewritten programs take more than the planner expected, slower plans are tried, down to the last."""
     fitting = fitting_of(captured(wide(), ROWS))
     points = list(fitting.frontier)
-    assert len(points) > 12
+    assert len(points) > 8
     slowest, budget = points[0].again, points[-1].peak - 1
     original = Fitting._checked
 

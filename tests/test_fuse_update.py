@@ -413,7 +413,7 @@ class Delayed(Plain):
 def repeatable(program: Program) -> dict[str, bool]:
     """Whether the planner may run the calls of forward again, by the name of their results."""
     memory = program.memory()
-    planning = planning_problem(program, memory, [1.0] * len(memory.nodes))
+    planning = planning_problem(program, [1.0] * len(memory.nodes))
     return {
         info(node).names[0]: operation.repeatable
         for node, operation in zip(planning.nodes, planning.problem.operations, strict=True)

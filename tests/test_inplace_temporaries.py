@@ -11,7 +11,7 @@ from graphopt.passes import FuseUpdate
 from tests.fitting import wide
 from tests.support import OPTIMIZERS, mean_square
 
-ROWS = torch.linspace(-1, 1, 16 * 8).reshape(16, 8).cos()
+ROWS = torch.linspace(-1, 1, 8 * 8).reshape(8, 8).cos()
 
 
 def temporaries(program: Program, op: str) -> list[int]:

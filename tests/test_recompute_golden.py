@@ -339,7 +339,7 @@ def step(
     # top level (FILE in forward)
     mm = aten.mm(args_0, weight)  # f32[2, 4] mul_out | MUST_RECOMPUTE
     # FILE in forward
-    mul = aten.mul.Tensor(mm, b1)  # f32[2, 4] b1_out | MUST_SAVE
+    mul = aten.mul.Tensor(mm, b1)  # f32[2, 4] b1_out | MUST_SAVE | in place of mm
     del mm
     # FILE in forward
     mul_1 = aten.mul.Tensor(mul, b2)  # f32[2, 4] b2_out

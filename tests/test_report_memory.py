@@ -38,9 +38,10 @@ resident  2.0 kB before and after; running adds up to 3.1 kB
 
 at the peak, by category
   activations  2.1 kB  40.0%  ██████████
-  backward     1.0 kB  20.0%  █████
+  gradients    1.0 kB  20.0%  █████
   inputs       1.0 kB  20.0%  █████
   parameters   1.0 kB  20.0%  █████
+  backward        4 B   0.1%  █
 
 alive at the peak, largest 3 of 7
   weight   1.0 kB  parameters
@@ -49,17 +50,17 @@ alive at the peak, largest 3 of 7
   and 4 more, 2.1 kB together
 
 bytes over the 11 calls, from what is resident up to the peak (▲)
-5.1 kB │   █   │  ███   │
-       │   █   │  ███   │
-       │ ▃▃█▃  │▃▃███▃  │
-       │ ████  │██████  │
-       │ ████  │██████  │
-       │▅████  │██████  │
+5.1 kB │       │  █     │
+       │       │  █     │
+       │  ▃▃▃  │▃▃█▃▃   │
+       │  ███  │█████   │
+       │  ███  │█████   │
+       │▅▅███  │█████▅  │
        │█████  │██████  │
 2.0 kB │█████  │██████  │
        └───────┴──▲─────┴
         forward backward
-forward: 5 calls, up to 5.1 kB
+forward: 5 calls, up to 4.1 kB
 backward: 6 calls, up to 5.1 kB
 """
 """The report of ``Gate``; expecttest writes ASCII only."""

@@ -1,18 +1,23 @@
-"""Sums of gradients are taken in place where nothing else reads an operand, as autograd does, and nowhere else."""
+"""Pointwise calls are taken in place where an operand dies, as autograd does with sums of gradients; nowhere else."""
 
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import fx, nn
+from torch.nn import functional
 
 import graphopt
 from graphopt import Pass, Phase, Program, measure_peak
 from graphopt.analysis.reuse import apply_reuse, reused_operands
+from graphopt.ops import schema
+from graphopt.ops.collectives import ALL_GATHER, WAIT
+from graphopt.ops.inplace import FUNCTIONAL, IN_PLACE, as_functional, as_in_place
 from graphopt.passes import Recompute
 from graphopt.program import info
 from graphopt.runtime.binding import Binding
@@ -40,6 +45,21 @@ class Uses(nn.Module):
         return self.b(z + self.scale) + self.b(y[:, :1] * z)
 
 
+class Pictures(nn.Module):
+    """Convolutions with BatchNorm, every activation that can overwrite its argument or gradient, and a residual sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norm, self.other = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.a(x)).relu()
+        z = functional.silu(self.other(self.b(y))) * functional.gelu(self.b(y))
+        return (y + self.b(z)).sigmoid() * functional.dropout(self.norm(z).tanh(), 0.3)
+
+
+PICTURES = torch.linspace(-1, 1, 2 * 3 * 12 * 12).reshape(2, 3, 12, 12).cos()
 ROWS = torch.linspace(-1, 1, 64 * 16).reshape(64, 16)
 with_and_without = pytest.mark.parametrize("passes", [[], [Recompute("a")]], ids=["plain", "recompute"])
 
@@ -50,6 +70,27 @@ def test_training_with_sums_in_place_is_eager_training(passes: list[Pass]) -> No
     assert_same_training(Uses(), "adamw", mean_square, [(ROWS.clone().requires_grad_(),)], passes, steps=3)
 
 
+def test_training_with_activations_in_place_is_eager_training() -> None:
+    found = {schema.op_name(node) for node in reused_operands(captured(Pictures(), PICTURES, loss=mean_square))}
+    assert found >= {
+        "relu",
+        "threshold_backward",
+        "silu_backward",
+        "gelu_backward",
+        "sigmoid_backward",
+        "tanh_backward",
+    }
+    assert_same_training(Pictures(), "adamw", mean_square, [(PICTURES.clone().requires_grad_(),)], steps=3)
+
+
+def test_backward_can_run_twice() -> None:
+    """What forward has kept for backward is not overwritten by it."""
+    model = graphopt.optimize(Pictures())
+    loss = model(PICTURES).square().mean()
+    first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    assert same(list(first), list(torch.autograd.grad(loss, list(model.parameters()))))
+
+
 def run(module: fx.GraphModule, program: Program, model: nn.Module, x: torch.Tensor) -> Any:
     torch.manual_seed(1)
     with torch.no_grad():
@@ -57,32 +98,38 @@ def run(module: fx.GraphModule, program: Program, model: nn.Module, x: torch.Ten
 
 
 @pytest.mark.parametrize(
-    ("make", "x", "loss"), [(Uses, ROWS, mean_square), (lambda: Blocks(2), TOKENS, next_token)], ids=["uses", "blocks"]
+    ("make", "x", "loss"),
+    [(Uses, ROWS, mean_square), (lambda: Blocks(2), TOKENS, next_token), (lambda: Pictures(), PICTURES, mean_square)],
+    ids=["uses", "blocks", "pictures"],
 )
-def test_sums_in_place_change_bytes_and_no_bits(make: Callable[[], nn.Module], x: torch.Tensor, loss: Any) -> None:
+def test_calls_in_place_change_bytes_and_no_bits(make: Callable[[], nn.Module], x: torch.Tensor, loss: Any) -> None:
     model = make()
     program = captured(model, x, loss=loss)
     in_place, functional = program.to_graph_module(), out_of_place(program)
-    written = [n for n in in_place.graph.nodes if n.target is aten.add_.Tensor]
-    assert len(written) == len(reused_operands(program)) > 0
-    assert not [n for n in program.graph.nodes if n.target is aten.add_.Tensor]  # the program itself stays functional
+    assert len(writing(in_place.graph)) == len(reused_operands(program)) > 0
+    assert not writing(program.graph)  # the program itself stays functional
     held = copy.deepcopy(model)
     assert same(list(run(in_place, program, held, x)), list(run(functional, program, held, x)))
     less = measure_peak(lambda: run(in_place, program, held, x)).allocated_peak_bytes
     more = measure_peak(lambda: run(functional, program, held, x)).allocated_peak_bytes
     assert program.memory().allocated_peak_bytes == less <= more
-    assert bytes_of_sums(program) > 0
+    assert bytes_of_results(program) > 0
+
+
+def writing(graph: fx.Graph) -> list[fx.Node]:
+    """The calls that write to an argument, other than of what was there before."""
+    return [node for node in graph.nodes if node.target in FUNCTIONAL]
 
 
 def out_of_place(program: Program) -> fx.GraphModule:
-    """The generated module without sums in place, of the same calling convention."""
+    """The generated module without calls in place, of the same calling convention."""
     made, plain = program.to_graph_module(), program.copy()
     plain.graph.set_codegen(made.graph._codegen)
     return fx.GraphModule({}, plain.graph)
 
 
-def bytes_of_sums(program: Program) -> int:
-    """What the sums would allocate if they were not taken in place."""
+def bytes_of_results(program: Program) -> int:
+    """What the calls would allocate if they were not taken in place."""
     return sum(node.meta["val"].untyped_storage().nbytes() for node in reused_operands(program))
 
 
@@ -129,6 +176,27 @@ class Build:
     def parameter(self) -> fx.Node:
         return next(n for n, s in self.program.inputs_of("parameter") if s.target == "net.0.weight")
 
+    def forward(self, *args: Any) -> fx.Node:
+        return self(*args, phase=Phase.FORWARD)
+
+    def again(self, *args: Any) -> fx.Node:
+        return self(*args, phase=Phase.RECOMPUTE)
+
+    def read(self, *values: fx.Node) -> None:
+        for value in values:
+            self(aten.sum.default, value)
+
+    def fresh(self) -> fx.Node:
+        """A fresh value of forward."""
+        return self.forward(aten.mul.Tensor, self.parameter(), 2.0)
+
+    def normalized(self) -> fx.Node:
+        """The three results of a layer norm."""
+        return self(aten.native_layer_norm.default, self.u, [8], None, None, 1e-5)
+
+    def relu_of(self, results: fx.Node) -> fx.Node:
+        return self(aten.relu.default, self(operator.getitem, results, 0))
+
     @property
     def found(self) -> list[tuple[fx.Node, fx.Node]]:
         return [(n, o) for n, o in reused_operands(self.program).items() if n not in self.before]
@@ -136,19 +204,19 @@ class Build:
 
 def read_later(b: Build) -> None:
     b.add(b.u, b.v)
-    b(aten.mul.Tensor, b.u, b.v)
+    b.read(b.u, b.v)
 
 
 def view_read_later(b: Build) -> None:
     views = [b(aten.view.default, node, [-1]) for node in (b.u, b.v)]
     b.add(b.u, b.v)
-    b(aten.mul.Tensor, *views)
+    b.read(*views)
 
 
 def read_through_base_later(b: Build) -> None:
     views = [b(aten.view.default, node, [-1]) for node in (b.u, b.v)]
     b.add(*views)
-    b(aten.mul.Tensor, b.u, b.v)
+    b.read(b.u, b.v)
 
 
 def parts(b: Build) -> None:
@@ -166,6 +234,32 @@ def returned(b: Build) -> None:
     program.set_outputs([*program.output_values, b.u, b.v], [*program.outputs, *program.outputs[:2]])
 
 
+def kept_for_backward(b: Build) -> None:
+    value = b.fresh()
+    b.forward(aten.relu.default, value)
+    b.read(value)
+
+
+def being_gathered(b: Build) -> None:
+    start = b(ALL_GATHER, b.u, 1, "a group")
+    b(aten.relu.default, b.u)
+    b.read(b(WAIT, start))
+
+
+def result_read_again(b: Build) -> None:
+    results = b.normalized()
+    first, same = (b(operator.getitem, results, 0) for _ in range(2))
+    b(aten.relu.default, first)
+    b.read(same)
+
+
+def tuple_read(b: Build) -> None:
+    results = b.normalized()
+    b(aten.relu.default, b(operator.getitem, results, 0))
+    program = b.program
+    program.set_outputs([*program.output_values, results], [*program.outputs, program.outputs[0]])
+
+
 UNSAFE: dict[str, Callable[[Build], Any]] = {
     "read later": read_later,
     "read later through a view": view_read_later,
@@ -180,7 +274,18 @@ UNSAFE: dict[str, Callable[[Build], Any]] = {
     "not in backward": lambda b: b.add(b.u, b.v, phase=Phase.UPDATE),
     "another dtype of the same size": lambda b: b.add(b(aten._to_copy.default, b.u, dtype=torch.int32), b.parameter()),
     "a smaller one": lambda b: b.add(b.parameter(), b(aten.sum.dim_IntList, b.u, [0])),
-    "another op": lambda b: b(aten.sub.Tensor, b.u, b.v),
+    "another op": lambda b: b(aten.atan2.default, b.u, b.v),
+    "the second operand where only the first may be": lambda b: b(aten.sub.Tensor, b.parameter(), b.u),
+    "of forward and read in backward": kept_for_backward,
+    "what ran again, in backward": lambda b: b(aten.relu.default, b.again(aten.cumsum.default, b.v, 0)),
+    "what was fetched": lambda b: b(aten.relu.default, b(aten.clone.default, b.u, phase=Phase.TRANSFER)),
+    "being gathered": being_gathered,
+    "of a call that may hand on its argument": lambda b: b(aten.relu.default, b(torch.clone, b.u)),
+    "one of two results that may share memory": lambda b: b.relu_of(b(aten.sort.default, b.u)),
+    "a result that is read again": result_read_again,
+    "a result whose tuple is read": tuple_read,
+    "a softmax over another dimension": lambda b: b(aten._softmax.default, b.u, 0, False),
+    "a softmax of a transposed tensor": lambda b: b(aten._softmax.default, b(aten.t.default, b.u), 1, False),
 }
 
 
@@ -193,8 +298,18 @@ def test_where_an_operand_may_not_be_overwritten(build: Callable[[Build], Any]) 
 
 def one_read_later(b: Build) -> tuple[fx.Node, fx.Node]:
     total = b.add(b.u, b.v)
-    b(aten.mul.Tensor, b.u, 1.0)
+    b.read(b.u)
     return total, b.v
+
+
+def after_a_gather(b: Build) -> tuple[fx.Node, fx.Node]:
+    b(WAIT, b(ALL_GATHER, b.u, 1, "a group"))
+    return b(aten.relu.default, b.u), b.u
+
+
+def one_result(b: Build) -> tuple[fx.Node, fx.Node]:
+    relu = b.relu_of(b.normalized())
+    return relu, relu.args[0]  # type: ignore[return-value]
 
 
 SAFE: dict[str, Callable[[Build], tuple[fx.Node, fx.Node]]] = {
@@ -205,6 +320,20 @@ SAFE: dict[str, Callable[[Build], tuple[fx.Node, fx.Node]]] = {
     "an input and a fresh one": lambda b: (b.add(b.parameter(), b.u), b.u),
     "a smaller one": lambda b: (b.add(b(aten.sum.dim_IntList, b.v, [0]), b.u), b.u),
     "a lower dtype": lambda b: (b.add(b(aten._to_copy.default, b.v, dtype=torch.bfloat16), b.u), b.u),
+    "a product": lambda b: (b(aten.mul.Tensor, b.parameter(), b.u), b.u),
+    "a difference": lambda b: (b(aten.sub.Tensor, b.u, b.parameter()), b.u),
+    "an activation": lambda b: (b(aten.relu.default, b.u), b.u),
+    "an activation of forward": lambda b: (b.forward(aten.relu.default, value := b.fresh()), value),
+    "what runs again": lambda b: (b.again(aten.relu.default, v := b.again(aten.cumsum.default, b.v, 0)), v),
+    "the gradient of an activation": lambda b: (b(aten.tanh_backward.default, b.u, b.parameter()), b.u),
+    "what backward of an activation reads": lambda b: (b(aten.tanh_backward.default, b.parameter(), b.u), b.u),
+    "a softmax": lambda b: (b(aten._log_softmax.default, b.u, 1, False), b.u),
+    "the gradient of a softmax": lambda b: (
+        b(aten._softmax_backward_data.default, b.u, b.parameter(), -1, torch.float32),
+        b.u,
+    ),
+    "gathered before": after_a_gather,
+    "one of several results": one_result,
     "a whole view": lambda b: (b.add(view := b(aten.view.default, b.u, [8, 16]), 1.0), view),
 }
 
@@ -214,10 +343,14 @@ def test_where_an_operand_is_overwritten(build: Callable[[Build], tuple[fx.Node,
     b = Build()
     total, operand = build(b)
     assert b.found == [(total, operand)]
-    other = next((a for a in total.args if a is not operand), operand)
+    before, others = total.target, [a for a in total.args if a is not operand]
     apply_reuse(b.program)
-    assert total.target is aten.add_.Tensor
-    assert total.args == (operand, other)
+    assert FUNCTIONAL[total.target] is before
+    assert schema.mutated_inputs(total) == [operand]
+    assert [a for a in total.args if a is not operand] == others
+    as_functional(total)
+    assert total.target is before
+    assert not schema.mutated_inputs(total)
 
 
 def test_a_chain_of_sums_uses_one_tensor() -> None:
@@ -228,3 +361,57 @@ def test_a_chain_of_sums_uses_one_tensor() -> None:
     assert total not in owners
     assert b.u in owners
     assert info(total).phase is Phase.BACKWARD
+
+
+# --- the ops ---------------------------------------------------------------------------------------------------------
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.t(),
+    "channels last": lambda x: x.view(2, 8, 33, -1).contiguous(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("op", "layout"),
+    [(op, layout) for op in IN_PLACE for layout in LAYOUTS if layout == "contiguous" or IN_PLACE[op].dimension is None],
+    ids=lambda value: str(value),
+)
+def test_in_place_gives_the_same_bits_where_an_operand_was(op: Any, layout: str, dtype: torch.dtype) -> None:
+    given = _arguments(op, layout, dtype)
+    expected = op(*given)
+    for place in IN_PLACE[op].operands:
+        graph = fx.Graph()
+        inputs = [graph.placeholder(f"x{n}") if isinstance(x, torch.Tensor) else x for n, x in enumerate(given)]
+        node = graph.call_function(op, tuple(inputs))
+        as_in_place(node, inputs[place])
+        graph.output(node)
+        values = [x.clone() if isinstance(x, torch.Tensor) else x for x in given]
+        result = fx.GraphModule({}, graph)(*(x for x in values if isinstance(x, torch.Tensor)))
+        assert result.data_ptr() == values[place].data_ptr()
+        assert result.stride() == expected.stride()
+        assert torch.equal(result.view(_BITS[dtype]), expected.view(_BITS[dtype]))
+
+
+_BITS = {
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+}
+
+
+def _arguments(op: Any, layout: str, dtype: torch.dtype) -> list[Any]:
+    """Arguments of an op: tensors of a layout, and numbers; half of the first tensor is negative."""
+    generator = torch.Generator().manual_seed(0)
+    found: list[Any] = []
+    for argument in op._schema.arguments:
+        if argument.kwarg_only or argument.has_default_value():
+            continue
+        if str(argument.type) == "Tensor":
+            found.append(LAYOUTS[layout](torch.randn(264, 66, generator=generator).to(dtype)))
+        else:
+            others = {"threshold": 0, "dim": found[0].dim() - 1, "half_to_float": False, "input_dtype": dtype}
+            found.append(others.get(argument.name, 1.5))
+    return found

@@ -22,7 +22,7 @@ from graphopt.program import Policy, info
 from tests.fitting import applied, attempt, calls
 from tests.support import Net, captured
 
-ROWS = torch.linspace(-1, 1, 64 * 8).reshape(64, 8).cos()
+ROWS = torch.linspace(-1, 1, 256 * 8).reshape(256, 8).cos()
 
 
 def gathering() -> tuple[Program, fx.Node, fx.Node]:

@@ -177,8 +177,16 @@ def _size(tensor: Any) -> int:
     return -(-size // block) * block if block else size
 
 
-def storages_of(program: Program) -> tuple[list[Storage], dict[fx.Node, list[Storage]]]:
-    """Every allocation of a program, and which allocations the value of each node refers to."""
+def storages_of(
+    program: Program, *, forward_in_place: bool = True
+) -> tuple[list[Storage], dict[fx.Node, list[Storage]]]:
+    """Every allocation of a program, and which allocations the value of each node refers to.
+
+    Args:
+        program: of any stage.
+        forward_in_place: whether calls of forward that the generated code takes in place share their operand's storage;
+            without, each has a storage of its own, for those who make values of forward again or move them.
+    """
     calls = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
     position = {node: index for index, node in enumerate(calls)}
     storages: list[Storage] = []
@@ -190,10 +198,15 @@ def storages_of(program: Program) -> tuple[list[Storage], dict[fx.Node, list[Sto
             for tensor in tensors_of(value)
         ]
         storages += refers[node]
-    reused = reused_operands(program)
+    reused = reused_operands(program, in_forward=forward_in_place)
     for node in calls:
         operand = reused.get(node)
-        refers[node] = refers[operand] if operand is not None else _refer(node, refers, storages, position[node])
+        if operand is None:
+            refers[node] = _refer(node, refers, storages, position[node])
+        else:
+            refers[node] = refers[operand]
+            for storage in refers[node]:
+                storage.names = (*info(node).names, *storage.names)
     outside = _loss_outside(program, calls)
     for node in calls:
         end = outside if outside is not None else len(calls)
@@ -295,17 +308,18 @@ def _correct(storages: list[Storage], usage: list[Usage]) -> None:
                 storage.bytes = size
 
 
-def simulate(program: Program, *, measure: bool = True) -> MemoryTimeline:
+def simulate(program: Program, *, measure: bool = True, forward_in_place: bool = True) -> MemoryTimeline:
     """Bytes alive at every call of ``program``, as its generated code runs it (symbolic sizes by example).
 
     Args:
         program: of any stage.
         measure: count what ops allocate for themselves, measured on zeros at the first call per shapes; without,
             temporaries count as 0.
+        forward_in_place: as for ``storages_of``.
     """
     calls = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
     usage = measured_usage(calls) if measure else [Usage()] * len(calls)
-    storages, refers = storages_of(program)
+    storages, refers = storages_of(program, forward_in_place=forward_in_place)
     _correct(storages, usage)
     temporaries = [item.temporary for item in usage]
     resident = sum(s.bytes for s in storages if s.is_input)

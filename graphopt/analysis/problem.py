@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from graphopt import _torch
-from graphopt.analysis.liveness import MemoryTimeline, Storage
+from graphopt.analysis.liveness import MemoryTimeline, Storage, simulate
+from graphopt.analysis.reuse import overwritable_in_forward
 from graphopt.ops import schema
 from graphopt.ops.statistics import without_statistics
 from graphopt.planning import Operation, Problem
@@ -42,18 +43,18 @@ def generator_state_bytes() -> int:
     return int(torch.get_rng_state().numel())
 
 
-def planning_problem(program: Program, memory: MemoryTimeline, seconds: Sequence[float]) -> PlanningProblem:
+def planning_problem(program: Program, seconds: Sequence[float]) -> PlanningProblem:
     """The planner's view of a program.
 
-    Views are not operations of their own: what reads a view reads its storage. Sums that the generated code takes in
-    place read and write the operand's storage.
+    Views are not operations of their own: what reads a view reads its storage. Calls of backward that the generated
+    code takes in place read and write the operand's storage. Those of forward make values of their own, since either
+    may be kept without the other; these take the place of the operand in plans in which it dies there.
 
     Args:
         program: of stage joint or step.
-        memory: its timeline; sizes, temporaries and inputs are taken from it.
-        seconds: of each call, in the order of ``memory.nodes``.
+        seconds: of each call, in the order of the program's timeline.
     """
-    return _Reader(program, memory, seconds).read()
+    return _Reader(program, simulate(program, forward_in_place=False), seconds).read()
 
 
 def _outdated(program: Program, memory: MemoryTimeline) -> set[fx.Node]:
@@ -91,6 +92,7 @@ class _Reader:
         self._refers = memory.refers
         self._stale = stale_values(program)
         self._outdated = _outdated(program, memory)
+        self._overwritable = overwritable_in_forward(program)
         self._numbers: dict[int, int] = {}
         self._storages: list[Storage] = []
         self._operations: list[Operation] = []
@@ -149,10 +151,17 @@ class _Reader:
         self._operations.append(
             Operation(
                 tuple(reads), makes, self._seconds[place], self._memory.temporaries[place], self._repeatable(node),
-                tuple(self._number(storage) for storage in again), generator_state_bytes() if random else 0, node.name,
+                tuple(self._number(storage) for storage in again), generator_state_bytes() if random else 0,
+                self._overwrites(node, makes), node.name,
             )
         )  # fmt: skip
         self._nodes.append(node)
+
+    def _overwrites(self, node: fx.Node, makes: Sequence[int]) -> tuple[int, ...]:
+        """The values that the result of a call of forward may take the place of."""
+        found = [self._numbers.get(id(s)) for a in self._overwritable.get(node, ()) for s in self._refers[a]]
+        sizes = [storage.bytes for storage in self._storages]
+        return tuple(v for v in found if v is not None and [sizes[v]] == [sizes[made] for made in makes])
 
     def _repeatable(self, node: fx.Node) -> bool:
         if info(node).phase is not Phase.FORWARD or not can_recompute(node):

@@ -85,7 +85,7 @@ def _describe(program: Program, chain: list[fx.Node]) -> list[Candidate]:
     calls = [n for n in program.graph.nodes if n.op not in ("placeholder", "output")]
     position = {node: index for index, node in enumerate(calls)}
     forward_end = max((position[n] for n in program.phase_nodes(Phase.FORWARD)), default=0)
-    _, refers = storages_of(program)
+    _, refers = storages_of(program, forward_in_place=False)
     kept = sorted(
         {
             (s.first, s.bytes, id(s))

@@ -17,6 +17,7 @@ __all__ = [
     "has_effect",
     "holds_elsewhere",
     "is_collective",
+    "is_own_tensor",
     "is_random",
     "is_view",
     "maker",
@@ -35,6 +36,12 @@ _UNDECLARED_VIEWS = {
 
 _MAKES_READY = ("offload_wait", "prefetch_wait", "store")
 """Ops of graphopt behind which the data of the argument that they hand on is there."""
+
+_MAKE_SEPARATE_TENSORS = (
+    "native_", "_native_", "convolution_backward", "batch_norm", "cudnn_batch_norm", "_scaled_dot_product",
+    "max_pool2d_with_indices",
+)  # fmt: skip
+"""How the names of ops begin whose results do not share memory with each other."""
 
 _COLLECTIVES = ("_c10d_functional", "c10d_functional", "_dtensor", "c10d")
 _OUR_COLLECTIVES = ("graphopt::all_gather_into_tensor", "graphopt::same_on_all_ranks")
@@ -113,6 +120,19 @@ def maker(node: fx.Node) -> fx.Node:
     while node.target is operator.getitem:
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+def is_own_tensor(node: fx.Node) -> bool:
+    """Whether a node is one of several tensors that a call makes, each with memory of its own, read by elements alone.
+
+    Of other calls with several results (recurrent layers, for one) it is not known whether these share memory.
+    """
+    if node.target is not operator.getitem:
+        return False
+    call = node.args[0]
+    assert isinstance(call, fx.Node)
+    apart = op_name(call).startswith(_MAKE_SEPARATE_TENSORS) and not aliased_inputs(call)
+    return apart and all(user.target is operator.getitem for user in call.users)
 
 
 def storage_root(node: fx.Node) -> fx.Node:

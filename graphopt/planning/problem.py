@@ -26,6 +26,8 @@ class Operation:
         remakes: the values that running it again makes; None stands for all that it makes.
         memo: bytes that its first run leaves behind, until it has run for the last time, where it runs again (a
             generator's state); while it runs again it needs as many once more.
+        overwrites: values of its one result's size, any one of which that may take the place of where nothing reads the
+            value afterwards, and both are made by first runs or both by repeated ones.
         name: for people.
     """
 
@@ -36,6 +38,7 @@ class Operation:
     repeatable: bool = True
     remakes: tuple[int, ...] | None = None
     memo: int = 0
+    overwrites: tuple[int, ...] = ()
     name: str = ""
 
     @property
@@ -187,6 +190,20 @@ def lifetimes(problem: Problem, steps: Sequence[int]) -> list[tuple[int, int, in
     return [(value, first, last) for value, first, last in lives]
 
 
+def _saved_in_place(problem: Problem, steps: Sequence[int], lives: Sequence[tuple[int, int, int]]) -> dict[int, int]:
+    """Bytes that a step does not need because its result takes the place of a value, by step."""
+    ends = {(value, last): first for value, first, last in lives}
+    found: dict[int, int] = {}
+    first_run = {step: place for place, step in reversed(list(enumerate(steps)))}
+    made_again = [first_run[step] != place for place, step in enumerate(steps)]
+    for place, step in enumerate(steps):
+        for value in problem.operations[step].overwrites:
+            first = ends.get((value, place))
+            if first is not None and made_again[first] == made_again[place]:
+                found[place] = problem.sizes[value]
+    return found
+
+
 def _called(problem: Problem, index: int) -> str:
     return f"operation {index} ({problem.operations[index].name or 'unnamed'})"
 
@@ -199,12 +216,14 @@ def simulate(problem: Problem, plan: Plan) -> Simulated:
     """
     steps, operations = plan.steps, problem.operations
     change = [0] * (len(steps) + 1)
-    for value, first, last in lifetimes(problem, steps):
+    lives = lifetimes(problem, steps)
+    for value, first, last in lives:
         change[first] += problem.sizes[value]
         change[last + 1] -= problem.sizes[value]
     first_run: dict[int, int] = {}
     last_run: dict[int, int] = {}
-    extra = [operations[step].scratch for step in steps]
+    saved = _saved_in_place(problem, steps, lives)
+    extra = [operations[step].scratch - saved.get(place, 0) for place, step in enumerate(steps)]
     for place, step in enumerate(steps):
         if step in first_run:
             last_run[step] = place

@@ -51,7 +51,8 @@ def find_roles(problem: Problem) -> Roles:
     operations = _numbered(
         (
             f"{operation.seconds:.{_DIGITS}g}", operation.scratch, operation.memo, operation.repeatable,
-            tuple(problem.sizes[v] for v in operation.reads), tuple(problem.sizes[v] for v in operation.makes),
+            len(operation.overwrites), tuple(problem.sizes[v] for v in operation.reads),
+            tuple(problem.sizes[v] for v in operation.makes),
         )
         for operation in problem.operations
     )  # fmt: skip

@@ -29,6 +29,8 @@ class Scheduler:
         self.seconds = [operation.seconds for operation in problem.operations]
         self.scratch = [operation.scratch for operation in problem.operations]
         self.remakes = [operation.made_again for operation in problem.operations]
+        self.overwrites = [operation.overwrites for operation in problem.operations]
+        self._overwritten = {value for values in self.overwrites for value in values}
         self.memo = {i: operation.memo for i, operation in enumerate(problem.operations) if operation.memo}
         self.droppable = problem.droppable()
         self._base = problem.seconds
@@ -101,31 +103,17 @@ class Scheduler:
 
     def measure(self, steps: list[int]) -> Simulated:
         """Bytes and seconds of steps that are known to be valid; the same as ``simulate``, without its checks."""
-        problem, reads, makes, remakes = self.problem, self.reads, self.makes, self.remakes
-        sizes = problem.sizes
+        problem, sizes = self.problem, self.problem.sizes
         change = [0] * (len(steps) + 1)
-        born = [-1] * len(sizes)
-        last = [-1] * len(sizes)
-        upcoming = 0
-        for place, step in enumerate(steps):
-            for value in reads[step]:
-                last[value] = place
-            if step == upcoming:
-                upcoming += 1
-                made = makes[step]
-            else:
-                made = remakes[step]
-            for value in made:
-                if born[value] >= 0:
-                    change[last[value] + 1] -= sizes[value]
-                born[value] = last[value] = place
-                change[place] += sizes[value]
+        last, overwriting = self._lives(steps, change)
         if problem.held:
             self._hold(steps, last, problem.held)
         for value, place in enumerate(last):
             change[place + 1] -= sizes[value]
         change.pop()
         extra = [self.scratch[step] for step in steps]
+        for place, saved in {place: sizes[v] for place, v, end in overwriting if (end or last[v]) == place}.items():
+            extra[place] -= saved
         if self.memo:
             self._memos(steps, change, extra)
         alive = [count + more for count, more in zip(accumulate(change), extra, strict=True)]
@@ -134,6 +122,36 @@ class Scheduler:
         seconds = self.seconds
         total = sum([seconds[step] for step in steps])
         return Simulated(Plan(tuple(steps)), alive, max(alive, default=problem.resident), total, total - self._base)
+
+    def _lives(self, steps: list[int], change: list[int]) -> tuple[list[int], list[tuple[int, int, int]]]:
+        """Where the newest life of each value ends; ``change`` gets the sizes of births, and of the lives before it.
+
+        Also (step, value, end of its life, or 0 where it is the newest) of whatever results may take the place of.
+        """
+        reads, makes, remakes, sizes = self.reads, self.makes, self.remakes, self.problem.sizes
+        overwrites, overwritten = self.overwrites, self._overwritten
+        born, last = [-1] * len(sizes), [-1] * len(sizes)
+        again = bytearray(len(sizes))
+        spots: list[tuple[int, int, int]] = []
+        ended: dict[tuple[int, int], int] = {}
+        upcoming = 0
+        for place, step in enumerate(steps):
+            for value in reads[step]:
+                last[value] = place
+            first = step == upcoming
+            for value in overwrites[step]:
+                if again[value] != first:
+                    spots.append((place, value, born[value]))
+            upcoming += first
+            for value in makes[step] if first else remakes[step]:
+                if born[value] >= 0:
+                    change[last[value] + 1] -= sizes[value]
+                    if value in overwritten:
+                        ended[value, born[value]] = last[value]
+                again[value] = not first
+                born[value] = last[value] = place
+                change[place] += sizes[value]
+        return last, [(place, value, ended.get((value, since), 0)) for place, value, since in spots]
 
     def _memos(self, steps: list[int], change: list[int], extra: list[int]) -> None:
         first: dict[int, int] = {}

@@ -65,6 +65,7 @@ def to_json(program: Program) -> dict[str, Any]:
         "stage": program.stage,
         "title": program.title,
         "history": list(program.history),
+        "compiled": program.compiled,
         "inputs": [[spec.role, spec.target] for spec in program.inputs],
         "outputs": [[spec.role, spec.target] for spec in program.outputs],
         "constants": {name: _encode_constant(name, tensor) for name, tensor in program.constants.items()},
@@ -96,6 +97,7 @@ def from_json(data: dict[str, Any]) -> Program:
         attributes=decoder.attributes(data["attributes"]),
         title=data["title"],
         history=tuple(data["history"]),
+        compiled=data.get("compiled", False),
         held={target: Held.from_json(held) for target, held in data.get("held", {}).items()},
     )
 

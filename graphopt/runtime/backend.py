@@ -12,7 +12,7 @@ from torch import fx
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ops.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST
 from graphopt.program import Program
-from graphopt.runtime.functional import gather_one_at_a_time, without_writing
+from graphopt.runtime.functional import gather_one_at_a_time, write_nothing
 from graphopt.runtime.inductor import Boxed, compile_graph
 from graphopt.runtime.partition import split_update
 
@@ -107,7 +107,7 @@ def _unboxed(graph: fx.Graph) -> fx.Graph:
     copy.output(copy.graph_copy(graph, copies))
     for node in graph.nodes:
         if node.target in (ALL_GATHER, ALL_REDUCE, BROADCAST):
-            copies[node].target = without_writing(node)
+            write_nothing(node, copies[node])
     return copy
 
 

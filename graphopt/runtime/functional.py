@@ -8,33 +8,40 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
 from graphopt import _torch
 from graphopt.ops import schema
 from graphopt.ops.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST, WAIT
+from graphopt.ops.inplace import FUNCTIONAL, as_functional
 
-__all__ = ["gather_one_at_a_time", "without_writing"]
+__all__ = ["gather_one_at_a_time", "write_nothing"]
 
-_FUNCTIONAL: dict[Any, Any] = {
-    torch.ops.aten.add_.Tensor: torch.ops.aten.add.Tensor, ALL_REDUCE: _torch.all_reduce, BROADCAST: _torch.broadcast,
-}  # fmt: skip
+_COLLECTIVES: dict[Any, Any] = {ALL_REDUCE: _torch.all_reduce, BROADCAST: _torch.broadcast}
 """Torch's compilers refuse collectives that return what they write to."""
 
 
-def without_writing(node: fx.Node) -> Any:
-    """The target of a call for a compiler: that of torch's op that does the same without writing to its operand.
+def write_nothing(node: fx.Node, copy: fx.Node) -> None:
+    """Let the copy of a call, for a compiler, be of torch's op that does the same without writing to its operand.
 
-    It is the call's own where there is no such op, where the operand is an input, and where something else reads the
+    It stays as it is where there is no such op, where the operand is an input, and where something else reads the
     operand, or the memory that it is a part of, behind the call.
+
+    Args:
+        node: a call of a generated module; is only read.
+        copy: of it, in the graph that the compiler gets.
     """
     if node.target is ALL_GATHER:
-        return _torch.all_gather_into_tensor
-    operand = node.args[0] if node.target in _FUNCTIONAL else None
-    if not isinstance(operand, fx.Node) or operand.op != "call_function":
-        return node.target
-    return node.target if _is_read_behind(node, operand) else _FUNCTIONAL[node.target]
+        copy.target = _torch.all_gather_into_tensor
+    elif node.target in _COLLECTIVES and _may_write_elsewhere(node):
+        copy.target = _COLLECTIVES[node.target]
+    elif node.target in FUNCTIONAL and _may_write_elsewhere(node):
+        as_functional(copy)
+
+
+def _may_write_elsewhere(node: fx.Node) -> bool:
+    (operand,) = schema.mutated_inputs(node)
+    return operand.op == "call_function" and not _is_read_behind(node, operand)
 
 
 def gather_one_at_a_time(graph: fx.Graph) -> int:
@@ -60,7 +67,10 @@ def _is_read_behind(node: fx.Node, operand: fx.Node) -> bool:
     """Whether anything reads the operand's memory behind a call, other than by what the call returns."""
     bases = [operand]
     for value in bases:
-        bases += schema.aliased_inputs(value) if value.op == "call_function" else []
+        if schema.is_own_tensor(value):
+            bases += [same for same in value.args[0].users if same.args == value.args and same not in bases]  # type: ignore[union-attr]
+        elif value.op == "call_function":
+            bases += schema.aliased_inputs(value)
     seen = {*bases, *(reader for base in bases for reader in schema.readers(base) if schema.hands_on(reader))} - {node}
     users = {user for value in seen for user in value.users} - {node}
     return any(user.op == "output" or node < user for user in users)

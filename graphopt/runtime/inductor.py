@@ -21,7 +21,7 @@ from torch import fx
 from graphopt import _torch
 from graphopt.program import Phase, info
 from graphopt.runtime.dryrun import Ledger, Temporaries, dry_generated, dry_inductor
-from graphopt.runtime.functional import without_writing
+from graphopt.runtime.functional import write_nothing
 from graphopt.values import format_bytes
 
 __all__ = ["compile_graph"]
@@ -222,13 +222,13 @@ def _copy_calls(calls: Sequence[fx.Node], graph: fx.Graph, copies: dict[fx.Node,
 
 
 def _compiled(part: _Part, examples: Sequence[Any], owned: Sequence[int]) -> _torch.InductorCode:
-    """Compile a part; sums and collectives in place become functional ones."""
+    """Compile a part; what writes in place becomes functional."""
     graph = fx.Graph()
     given = graph.placeholder("given")
     copies = {node: graph.call_function(operator.getitem, (given, index)) for index, node in enumerate(part.takes)}
     _copy_calls(part.calls, graph, copies)
     for node in part.calls:
-        copies[node].target = without_writing(node)
+        write_nothing(node, copies[node])
     graph.output(tuple(copies[node] for node in part.gives))
     return _torch.compile_with_inductor(fx.GraphModule(part.module, graph), examples, frozenset(owned))
 

@@ -157,7 +157,9 @@ class Optimized(nn.Module):
         options = self._graphopt_options
         plain = self._graphopt_plain()
         session = CaptureSession(plain, args, kwargs, dynamic_shapes=options.dynamic_shapes)
-        rewritten = rewrite(session, options.pipeline, until="joint", verify=options.verify)
+        rewritten = rewrite(
+            session, options.pipeline, until="joint", verify=options.verify, compiled=options.backend != "eager"
+        )
         if options.verify == "numerics":
             check_numerics(rewritten, options.pipeline)
         joint = session.joint

@@ -58,7 +58,7 @@ class Rewritten:
         source = program or self.stages["joint"]
         lowered = self.session.lower_joint(source, first=first, shards=self.shards(pipeline))
         lowered.history = source.history
-        lowered.forms, lowered.numbers = forms or {}, source.numbers
+        lowered.forms, lowered.numbers, lowered.compiled = forms or {}, source.numbers, source.compiled
         pipeline.run(lowered, verify=self.verify)
         return lowered
 
@@ -78,7 +78,7 @@ class Rewritten:
 
 def rewrite(
     session: CaptureSession, pipeline: Pipeline, *, until: Stage, verify: Verify = "structure",
-    numbers: dict[str, float] | None = None,
+    numbers: dict[str, float] | None = None, compiled: bool = False,
 ) -> Rewritten:  # fmt: skip
     """Run a pipeline over a capture, lowering it to stage ``until``.
 
@@ -91,14 +91,17 @@ def rewrite(
         until: the last stage.
         verify: how far each pass is checked.
         numbers: of the step's clock, which passes read and add to (``Program.numbers``).
+        compiled: whether a compiler makes the code that runs.
     """
     with working(f"capturing {session.forward.program.title or 'the model'}") as show:
-        return _rewrite(session, pipeline, until, verify, show, {} if numbers is None else numbers)
+        program = session.forward.program.copy()
+        program.numbers, program.compiled = {} if numbers is None else numbers, compiled
+        return _rewrite(session, program, pipeline, until, verify, show)
 
 
 def _rewrite(
-    session: CaptureSession, pipeline: Pipeline, until: Stage, verify: Verify, show: Callable[[str], None],
-    numbers: dict[str, float],
+    session: CaptureSession, program: Program, pipeline: Pipeline, until: Stage, verify: Verify,
+    show: Callable[[str], None],
 ) -> Rewritten:  # fmt: skip
     result = Rewritten(session, verify)
     snapshots = Snapshots()
@@ -106,8 +109,6 @@ def _rewrite(
     dump = DumpDirectory.from_environment(session, pipeline)
     if dump is not None:
         instruments.append(dump)
-    program = session.forward.program.copy()
-    program.numbers = numbers
     while True:
         snapshots.record(f"captured {program.stage}", program)
         if dump is not None:
@@ -119,7 +120,7 @@ def _rewrite(
             break
         show(f"lowering the {program.stage} stage")
         lowered = _lower(session, program, pipeline)
-        lowered.history, lowered.numbers = program.history, numbers
+        lowered.history, lowered.numbers, lowered.compiled = program.history, program.numbers, program.compiled
         program = lowered
     result.snapshots = snapshots.programs
     if dump is not None:

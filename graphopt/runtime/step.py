@@ -229,7 +229,10 @@ class TrainStep:
             dynamic_shapes=self._dynamic_shapes,
         )  # fmt: skip
         with self._watch.capturing():
-            rewritten = rewrite(session, self._pipeline, until="step", verify=self._verify, numbers=self._clock.numbers)
+            rewritten = rewrite(
+                session, self._pipeline, until="step", verify=self._verify, numbers=self._clock.numbers,
+                compiled=self._backend != "eager",
+            )  # fmt: skip
         if self._verify == "numerics":
             check_numerics(rewritten, self._pipeline)
         shards = rewritten.shards(self._pipeline)

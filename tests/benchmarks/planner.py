@@ -169,7 +169,7 @@ def deep(layers: int) -> dict[str, Any]:
     program = graphopt.capture(model, (tokens, tokens), loss=models.next_token_loss)
     memory = program.memory()
     report = cost_report(memory.nodes, method="roofline", profile=PROFILES["a100-40gb"])
-    problem = planning_problem(program, memory, report.seconds).problem
+    problem = planning_problem(program, report.seconds).problem
     started = time.perf_counter()
     frontier = find_frontier(problem)
     seconds = time.perf_counter() - started
