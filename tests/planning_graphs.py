@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -125,6 +125,17 @@ def seeded_problem(seed: int, *, fewest: int = 6, most: int = 12, plain: bool = 
 def problems(draw: st.DrawFn, *, fewest: int = 2, most: int = 8, plain: bool = False) -> Problem:
     """Random training-like problems."""
     return training_problem(lambda low, high: draw(st.integers(low, high)), fewest=fewest, most=most, plain=plain)
+
+
+def overwriting(problem: Problem) -> Problem:
+    """The same problem, with the only result of every second operation of forward as large as what it may overwrite."""
+    sizes, operations = list(problem.sizes), list(problem.operations)
+    for index, operation in enumerate(operations[: problem.boundary : 2]):
+        if len(operation.makes) == 1 and operation.reads:
+            sizes[operation.makes[0]] = sizes[operation.reads[0]]
+            same = tuple(value for value in operation.reads if sizes[value] == sizes[operation.reads[0]])
+            operations[2 * index] = replace(operation, overwrites=same)
+    return replace(problem, operations=tuple(operations), sizes=tuple(sizes))
 
 
 @st.composite

@@ -25,6 +25,7 @@ from tests.planning_graphs import (
     Exhaustive,
     chain,
     drops_of,
+    overwriting,
     problems,
     published_problem,
     seeded_problem,
@@ -67,9 +68,25 @@ def fastest(plans: Iterable[Simulated], budget: int) -> float | None:
 @settings(max_examples=150, deadline=None)
 def test_decisions_become_a_valid_plan_that_is_measured_as_it_is_simulated(data: st.DataObject) -> None:
     problem = data.draw(problems())
+    if data.draw(st.booleans()):
+        problem = overwriting(problem)
     measured = Scheduler(problem).evaluate(data.draw(drops_of(problem)))
     assert measured == simulate(problem, measured.plan)
     assert measured.seconds == problem.seconds + measured.again
+
+
+def test_a_result_takes_the_place_of_what_dies_there() -> None:
+    sizes, forward = (10, 10, 1), [Operation((), (0,), 1.0), Operation((0,), (1,), 1.0, overwrites=(0,))]
+    dies = Problem((*forward, Operation((1,), (2,), 1.0)), sizes, boundary=2)
+    lives = Problem((*forward, Operation((0, 1), (2,), 1.0)), sizes, boundary=2)
+    assert Scheduler(dies).evaluate(()).bytes == [10, 10, 11]
+    assert Scheduler(lives).evaluate(()).bytes == [10, 20, 21]
+    dropped = Scheduler(dies).evaluate([(2, 0), (2, 1)])  # runs both again: the second over what the first has made again
+    assert dropped.plan.steps == (0, 1, 0, 1, 2)
+    assert dropped.bytes == [10, 10, 10, 10, 11]
+    kept = Scheduler(lives).evaluate([(2, 1)])  # what is made by a first run is not overwritten by one that runs again
+    assert kept.plan.steps == (0, 1, 1, 2)
+    assert kept.bytes == [10, 20, 20, 21]
 
 
 def reading(*reads: tuple[int, ...]) -> Problem:

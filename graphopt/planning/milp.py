@@ -29,6 +29,9 @@ def optimum(problem: Problem, budget: int, *, time_limit: float = 60.0, sweeps: 
     operation at most ``sweeps`` times; with more sweeps other orders are possible as well, such as one branch after the
     other, which now and then takes a little less memory, and solving takes several times as long.
 
+    That results may take the place of what they overwrite is left out: where operations do (``overwrites``), plans may
+    take less than is counted here, and one that just fits may be missed.
+
     Problems of 25 operations take well under a second as a rule, those of 50 some seconds; 60 are too many.
 
     Args:

@@ -252,7 +252,8 @@ def _widest(plain: Simulated) -> int:
 def plan(problem: Problem, budget: int, *, time_limit: float | None = None) -> Simulated:
     """The fastest plan found whose peak is at most ``budget`` bytes.
 
-    For problems of at most 30 operations that is an optimal one, by the integer program.
+    For problems of at most 30 operations, none of which overwrites a value, that is an optimal one, by the integer
+    program.
 
     Raises:
         InfeasibleError: where none is found; it holds the plan with the lowest peak.
