@@ -95,8 +95,8 @@ def graph_with(target: Any, *, read: str = "", given: bool = False) -> fx.Node:
     value = x if given else graph.call_function(aten.neg.default, (x,))
     view = graph.call_function(aten.view.default, (value, [-1]))
     rest = {ALL_REDUCE: ("sum", "0"), BROADCAST: (0, "0")}[target]
-    node = graph.call_function(target, (view if read == "base" else value, *rest))
-    seen = {"": [], "value": [value], "view": [view], "base": [value]}[read]
+    node = graph.call_function(target, (view if read in ("base", "part") else value, *rest))
+    seen = {"": [], "part": [], "value": [value], "view": [view], "base": [value]}[read]
     found = [graph.call_function(aten.neg.default, (behind,)) for behind in seen]
     graph.output((graph.call_function(WAIT, (node,)), *found))
     return node
@@ -107,7 +107,9 @@ def test_collectives_in_place_become_functional_where_nothing_else_sees_the_resu
     assert compiled_target(graph_with(target)).name() == target.name().rstrip("_")
     for read in ("value", "view", "base"):
         assert compiled_target(graph_with(target, read=read)) is target
-    assert compiled_target(graph_with(target, given=True)) is target
+    assert compiled_target(graph_with(target, read="part")) is not target
+    for part in ("", "part"):
+        assert compiled_target(graph_with(target, read=part, given=True)) is target
 
 
 def compiled_target(node: fx.Node) -> Any:

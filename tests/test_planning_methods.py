@@ -81,7 +81,7 @@ def test_a_result_takes_the_place_of_what_dies_there() -> None:
     lives = Problem((*forward, Operation((0, 1), (2,), 1.0)), sizes, boundary=2)
     assert Scheduler(dies).evaluate(()).bytes == [10, 10, 11]
     assert Scheduler(lives).evaluate(()).bytes == [10, 20, 21]
-    dropped = Scheduler(dies).evaluate([(2, 0), (2, 1)])  # runs both again: the second over what the first has made again
+    dropped = Scheduler(dies).evaluate([(2, 0), (2, 1)])  # both run again: the second over what the first made again
     assert dropped.plan.steps == (0, 1, 0, 1, 2)
     assert dropped.bytes == [10, 10, 10, 10, 11]
     kept = Scheduler(lives).evaluate([(2, 1)])  # what is made by a first run is not overwritten by one that runs again

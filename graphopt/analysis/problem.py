@@ -160,8 +160,8 @@ class _Reader:
     def _overwrites(self, node: fx.Node, makes: Sequence[int]) -> tuple[int, ...]:
         """The values that the result of a call of forward may take the place of."""
         found = [self._numbers.get(id(s)) for a in self._overwritable.get(node, ()) for s in self._refers[a]]
-        sizes = [storage.bytes for storage in self._storages]
-        return tuple(v for v in found if v is not None and [sizes[v]] == [sizes[made] for made in makes])
+        size = sum(self._storages[made].bytes for made in makes) if len(makes) == 1 else -1
+        return tuple(value for value in found if value is not None and self._storages[value].bytes == size)
 
     def _repeatable(self, node: fx.Node) -> bool:
         if info(node).phase is not Phase.FORWARD or not can_recompute(node):

@@ -24,8 +24,8 @@ _COLLECTIVES: dict[Any, Any] = {ALL_REDUCE: _torch.all_reduce, BROADCAST: _torch
 def write_nothing(node: fx.Node, copy: fx.Node) -> None:
     """Let the copy of a call, for a compiler, be of torch's op that does the same without writing to its operand.
 
-    It stays as it is where there is no such op, where the operand is an input, and where something else reads the
-    operand, or the memory that it is a part of, behind the call.
+    It stays as it is where there is no such op, where the operand is an input or a part of one, and where something
+    else reads the operand, or the memory that it is a part of, behind the call.
 
     Args:
         node: a call of a generated module; is only read.
@@ -41,7 +41,7 @@ def write_nothing(node: fx.Node, copy: fx.Node) -> None:
 
 def _may_write_elsewhere(node: fx.Node) -> bool:
     (operand,) = schema.mutated_inputs(node)
-    return operand.op == "call_function" and not _is_read_behind(node, operand)
+    return not _is_read_behind(node, operand)
 
 
 def gather_one_at_a_time(graph: fx.Graph) -> int:
@@ -71,6 +71,8 @@ def _is_read_behind(node: fx.Node, operand: fx.Node) -> bool:
             bases += [same for same in value.args[0].users if same.args == value.args and same not in bases]  # type: ignore[union-attr]
         elif value.op == "call_function":
             bases += schema.aliased_inputs(value)
+        else:
+            return True  # an input, or a part of one: the caller sees it
     seen = {*bases, *(reader for base in bases for reader in schema.readers(base) if schema.hands_on(reader))} - {node}
     users = {user for value in seen for user in value.users} - {node}
     return any(user.op == "output" or node < user for user in users)
