@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -372,16 +373,12 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("op", "layout"),
-    [(op, layout) for op in IN_PLACE for layout in LAYOUTS if layout == "contiguous" or IN_PLACE[op].dimension is None],
-    ids=lambda value: str(value),
-)
-def test_in_place_gives_the_same_bits_where_an_operand_was(op: Any, layout: str, dtype: torch.dtype) -> None:
-    given = _arguments(op, layout, dtype)
-    expected = op(*given)
-    for place in IN_PLACE[op].operands:
+@pytest.mark.parametrize("op", IN_PLACE, ids=str)
+def test_in_place_gives_the_same_bits_where_an_operand_was(op: Any) -> None:
+    layouts = list(LAYOUTS) if IN_PLACE[op].dimension is None else ["contiguous"]
+    for dtype, layout, place in itertools.product(_BITS, layouts, IN_PLACE[op].operands):
+        given = _arguments(op, layout, dtype)
+        expected = op(*given)
         graph = fx.Graph()
         inputs = [graph.placeholder(f"x{n}") if isinstance(x, torch.Tensor) else x for n, x in enumerate(given)]
         node = graph.call_function(op, tuple(inputs))
@@ -391,7 +388,19 @@ def test_in_place_gives_the_same_bits_where_an_operand_was(op: Any, layout: str,
         result = fx.GraphModule({}, graph)(*(x for x in values if isinstance(x, torch.Tensor)))
         assert result.data_ptr() == values[place].data_ptr()
         assert result.stride() == expected.stride()
-        assert torch.equal(result.view(_BITS[dtype]), expected.view(_BITS[dtype]))
+        assert torch.equal(result.view(_BITS[dtype]), expected.view(_BITS[dtype])), (dtype, layout)
+
+
+@pytest.mark.parametrize("op", [op for op, form in IN_PLACE.items() if form.dimension is not None], ids=str)
+def test_softmax_in_place_gives_the_same_bits_at_every_width(op: Any) -> None:
+    form, generator = IN_PLACE[op], torch.Generator().manual_seed(0)
+    for width, rows, place in itertools.product([2, 33, 1025, 50257], [1, 5, 40], form.operands):
+        tensors = [torch.randn(rows, width, generator=generator) for _ in range(form.dimension or 0)]
+        rest = (1, torch.float32) if len(tensors) == 2 else (1, False)
+        expected = op(*tensors, *rest)
+        values = [x.clone() for x in tensors]
+        assert torch.equal(form.target(*values, *rest, **{form.out: values[place]}), expected), (width, rows)
+        assert torch.equal(values[place], expected)
 
 
 _BITS = {
