@@ -44,8 +44,6 @@ class MixedPrecision(LossScaleOptions, Pass):
     a cast parameter, or of a value that was cast up, is cast again instead of kept. Losses and gradients equal eager
     PyTorch's under autocast to the last bit, with these exceptions:
 
-    * dropout on a CPU, whose factor 1/(1-p) eager rounds to the low dtype and the program does not: gradients of small
-      models differ by less than 2 %;
     * a dtype that the model's Python reads from a tensor (``x.to(y.dtype)``) is the one in the plain program;
     * kernels that call other ops, in which eager autocast casts unseen (``torch.nn.Bilinear`` on a CPU);
     * ops that hold programs (``torch.cond``) and ops made of others with several results (``torch.nn.GRU``) run as

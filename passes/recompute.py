@@ -13,6 +13,7 @@ from torch import fx
 
 from graphopt.errors import GraphoptError
 from graphopt.ops import schema
+from graphopt.ops.dropout import masked_dropout
 from graphopt.pipeline import Changed, Numerics, Pass, PassStage
 from graphopt.program import Phase, Policy, Program, info
 from graphopt.rematerialize import Rematerialized, rematerialize
@@ -189,7 +190,9 @@ class _Plan:
 
 
 def _siblings(node: fx.Node) -> list[fx.Node]:
-    """The other results of the op that made a checkpoint: keeping them saves running the op again for their sake."""
+    """The other results of the op that made a checkpoint, or its mask: to keep them saves running the op again."""
+    if node.target is masked_dropout:
+        return [node.args[1]]  # type: ignore[list-item]
     if node.target is not operator.getitem:
         return []
     source = node.args[0]

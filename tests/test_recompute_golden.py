@@ -7,7 +7,6 @@ of a sum, and nothing that backward does not read is recomputed).
 
 from __future__ import annotations
 
-import operator
 import re
 
 import pytest
@@ -226,8 +225,8 @@ def test_what_follows_the_last_checkpoint_is_not_recomputed() -> None:
 def test_dropout() -> None:
     """Both the mask and the result come out of one replay of the saved generator state."""
     program = recomputed("mul_out", "b2_out", model=Dropped())
-    assert ops(program, Phase.FORWARD) == ["mm", "mul", "run_and_save_rng_state", "mul", "mean"]
-    assert ops(program, Phase.RECOMPUTE) == ["mul", "run_with_rng_state"]
+    assert ops(program, Phase.FORWARD) == ["mm", "mul", "run_and_save_rng_state", "masked_dropout", "mul", "mean"]
+    assert ops(program, Phase.RECOMPUTE) == ["mul", "run_with_rng_state", "masked_dropout"]
     assert_expected_inline(
         backward_text(program),
         """\
@@ -237,25 +236,26 @@ del seed
 div = aten.div.Scalar(expand, 8)
 del expand
 mul_6 = aten.mul.Tensor(mm, b1)
-run_with_rng_state = replay_random(native_dropout_state, aten.native_dropout, mul_6, 0.5, True)
-del native_dropout_state, mul_6
-getitem_2 = run_with_rng_state[0]
-mul_2 = aten.mul.Tensor(div, getitem_2)
-del getitem_2
+run_with_rng_state = replay_random(
+dropout_mask_state, graphopt.dropout_mask, [2, 4], [4, 1], 0.5, device='cpu'
+)
+del dropout_mask_state
+masked_dropout_2 = graphopt.masked_dropout(mul_6, run_with_rng_state, 0.5)
+del mul_6
+mul_2 = aten.mul.Tensor(div, masked_dropout_2)
+del masked_dropout_2
 mul_3 = aten.mul.Tensor(div, b2)
 del div
 sum_1 = aten.sum.dim_IntList(mul_2, [0], True)
 del mul_2
 view = aten.view(sum_1, [4])
 del sum_1
-getitem_3 = run_with_rng_state[1]
-del run_with_rng_state
-native_dropout_backward = aten.native_dropout_backward(mul_3, getitem_3, 2.0)
-del mul_3, getitem_3
-mul_4 = aten.mul.Tensor(native_dropout_backward, mm)
+masked_dropout_1 = graphopt.masked_dropout(mul_3, run_with_rng_state, 0.5)
+del run_with_rng_state, mul_3
+mul_4 = aten.mul.Tensor(masked_dropout_1, mm)
 del mm
-mul_5 = aten.mul.Tensor(native_dropout_backward, b1)
-del native_dropout_backward
+mul_5 = aten.mul.Tensor(masked_dropout_1, b1)
+del masked_dropout_1
 sum_2 = aten.sum.dim_IntList(mul_4, [0], True)
 del mul_4
 view_1 = aten.view(sum_2, [4])
@@ -270,13 +270,13 @@ del mul_5, t
 def test_dropout_that_is_a_checkpoint_is_not_replayed() -> None:
     """Its mask is kept with it: nothing between these checkpoints is left to compute again but the product."""
     program = recomputed("dropped", model=Dropped())
-    assert ops(program, Phase.FORWARD) == ["mm", "mul", "native_dropout", "mul", "mean"]
+    assert ops(program, Phase.FORWARD) == ["mm", "mul", "dropout_mask", "masked_dropout", "mul", "mean"]
     assert ops(program, Phase.RECOMPUTE) == ["mm"]
 
 
 def test_dropout_after_the_last_checkpoint_is_an_ordinary_op() -> None:
     program = recomputed("b1_out", model=Dropped())
-    assert ops(program, Phase.FORWARD) == ["mm", "mul", "native_dropout", "mul", "mean"]
+    assert ops(program, Phase.FORWARD) == ["mm", "mul", "dropout_mask", "masked_dropout", "mul", "mean"]
     assert ops(program, Phase.RECOMPUTE) == ["mm"]
 
 
@@ -294,11 +294,8 @@ def test_seeded_dropout_repeats() -> None:
 
 def test_the_recomputed_mask_is_the_mask_of_forward() -> None:
     program, model = recomputed("mul_out", "b2_out", model=Dropped()), Dropped()
-    forward = program.find("dropped")["dropped"].args[0]
-    again = next(
-        n for n in program.phase_nodes(Phase.RECOMPUTE) if any("native_dropout.1'" in x for x in info(n).names)
-    )
-    mask = program.insert(operator.getitem, (forward, 1), after=forward, phase=Phase.FORWARD, origin="test")
+    mask = program.find("dropped")["dropped"].args[1]
+    again = next(n for n in program.phase_nodes(Phase.RECOMPUTE) if any("dropout_mask'" in x for x in info(n).names))
     outputs = {OutputSpec("output", "mask"): mask, OutputSpec("output", "mask'"): again}
     program.set_outputs([*program.output_values, *outputs.values()], [*program.outputs, *outputs])
     found, _ = results(program, model, X, seed=3)

@@ -23,47 +23,42 @@ def test_diff_of_recomputation() -> None:
     assert_expected_inline(
         plain(program.diff(recomputed(program, "::exp"))),
         """\
-+6 nodes, -2 nodes, 2 changed, 1 lifetimes changed; peak ...
++4 nodes, -1 nodes, 2 changed; peak ...
 --- Drop, joint stage: as captured
 +++ Drop, joint stage: recompute{checkpoints=::exp}
-@@ -1,11 +1,13 @@ forward, drop
+@@ -1,9 +1,13 @@ forward, drop
  weight: f32[4],  # parameter weight
  args_0: f32[3, 4],  # input args[0]
  add = aten.add.Tensor(args_0, weight)  # f32[3, 4]
--native_dropout = aten.native_dropout(add, 0.1, True)  # (f32[3, 4], b8[3, 4])
--del add
-+native_dropout_random = record_random(aten.native_dropout, add, 0.1, True)  # (u8[5056], (f32[3, 4], b8[3, 4])) | keeps the generator's state for a replay
-+del add
-+native_dropout_state = native_dropout_random[0]  # u8[5056] | keeps the generator's state for a replay
-+native_dropout_result = native_dropout_random[1]  # (f32[3, 4], b8[3, 4]) | keeps the generator's state for a replay
-+del native_dropout_random
--getitem = native_dropout[0]  # f32[3, 4] drop
-+getitem = native_dropout_result[0]  # f32[3, 4] drop
--getitem_1 = native_dropout[1]  # b8[3, 4]
--del native_dropout
-+del native_dropout_result
- exp = aten.exp(getitem)  # f32[3, 4]
- del getitem
+-dropout_mask = graphopt.dropout_mask([3, 4], [4, 1], 0.1, device='cpu')  # b8[3, 4]
++dropout_mask_random = record_random(graphopt.dropout_mask, [3, 4], [4, 1], 0.1, device='cpu')  # (u8[5056], b8[3, 4]) | keeps the generator's state for a replay
++dropout_mask_state = dropout_mask_random[0]  # u8[5056] | keeps the generator's state for a replay
++dropout_mask_result = dropout_mask_random[1]  # b8[3, 4] | keeps the generator's state for a replay
++del dropout_mask_random
+-masked_dropout = graphopt.masked_dropout(add, dropout_mask, 0.1)  # f32[3, 4] drop
++masked_dropout = graphopt.masked_dropout(add, dropout_mask_result, 0.1)  # f32[3, 4] drop
+ del add
++del dropout_mask_result
+ exp = aten.exp(masked_dropout)  # f32[3, 4]
+ del masked_dropout
  sum_1 = aten.sum(exp)  # f32[]
-@@ -15,8 +17,14 @@ recompute, top level
+@@ -13,9 +17,13 @@ recompute, drop
  mul = aten.mul.Tensor(expand, exp)  # f32[3, 4]
  del exp
  del expand
-+add_1 = aten.add.Tensor(args_0, weight)  # f32[3, 4] | recompute: start .. ::exp
-+run_with_rng_state = replay_random(native_dropout_state, aten.native_dropout, add_1, 0.1, True)  # (f32[3, 4], b8[3, 4]) | recompute: start .. ::exp
-+del add_1
-+del native_dropout_state
-+getitem_2 = run_with_rng_state[1]  # b8[3, 4] | recompute: start .. ::exp
-+del run_with_rng_state
--native_dropout_backward = aten.native_dropout_backward(mul, getitem_1, 1.1111111111111112)  # f32[3, 4]
-+native_dropout_backward = aten.native_dropout_backward(mul, getitem_2, 1.1111111111111112)  # f32[3, 4]
--del getitem_1
-+del getitem_2
++run_with_rng_state = replay_random(
++    dropout_mask_state, graphopt.dropout_mask, [3, 4], [4, 1], 0.1, device='cpu'
++)  # b8[3, 4] | recompute: start .. ::exp
++del dropout_mask_state
+-masked_dropout_1 = graphopt.masked_dropout(mul, dropout_mask, 0.1)  # f32[3, 4]
++masked_dropout_1 = graphopt.masked_dropout(mul, run_with_rng_state, 0.1)  # f32[3, 4]
+-del dropout_mask
  del mul
- sum_2 = aten.sum.dim_IntList(native_dropout_backward, [0], True)  # f32[1, 4]
- del native_dropout_backward
++del run_with_rng_state
+ sum_2 = aten.sum.dim_IntList(masked_dropout_1, [0], True)  # f32[1, 4]
+ del masked_dropout_1
+ view = aten.view(sum_2, [4])  # f32[4] weight~
 @@ decisions @@
-+MUST_RECOMPUTE 1: ::add
 +MUST_SAVE 1: ::exp""",
     )
 

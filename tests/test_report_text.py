@@ -28,7 +28,7 @@ def test_joint_program_with_recomputation() -> None:
     assert_expected_inline(
         plain(recomputed(joint(Drop(), 3, 4), "::exp").to_text()),
         """\
-# Drop, joint stage: 19 nodes, 16 of them calls
+# Drop, joint stage: 17 nodes, 14 of them calls
 # passes: recompute{checkpoints=::exp}
 # predicted peak: ...
 
@@ -38,18 +38,17 @@ def step(
 ):
     # ---- forward
     # top level (reporting.py:N in forward)
-    add = aten.add.Tensor(args_0, weight)  # f32[3, 4] ::add | MUST_RECOMPUTE
+    add = aten.add.Tensor(args_0, weight)  # f32[3, 4] ::add
     # module drop (reporting.py:N in forward)
-    native_dropout_random = record_random(aten.native_dropout, add, 0.1, True)  # (u8[5056], (f32[3, 4], b8[3, 4])) | keeps the generator's state for a replay
-    del add
-    native_dropout_state = native_dropout_random[0]  # u8[5056] | keeps the generator's state for a replay
-    native_dropout_result = native_dropout_random[1]  # (f32[3, 4], b8[3, 4]) | MUST_RECOMPUTE | keeps the generator's state for a replay
-    del native_dropout_random
-    getitem = native_dropout_result[0]  # f32[3, 4] drop
-    del native_dropout_result
+    dropout_mask_random = record_random(graphopt.dropout_mask, [3, 4], [4, 1], 0.1, device='cpu')  # (u8[5056], b8[3, 4]) | keeps the generator's state for a replay
+    dropout_mask_state = dropout_mask_random[0]  # u8[5056] | keeps the generator's state for a replay
+    dropout_mask_result = dropout_mask_random[1]  # b8[3, 4] drop::dropout_mask | MUST_RECOMPUTE | keeps the generator's state for a replay
+    del dropout_mask_random
+    masked_dropout = graphopt.masked_dropout(add, dropout_mask_result, 0.1)  # f32[3, 4] drop
+    del add, dropout_mask_result
     # top level (reporting.py:N in forward)
-    exp = aten.exp(getitem)  # f32[3, 4] ::exp | MUST_SAVE
-    del getitem
+    exp = aten.exp(masked_dropout)  # f32[3, 4] ::exp | MUST_SAVE | in place of masked_dropout
+    del masked_dropout
     sum_1 = aten.sum(exp)  # f32[] ::sum
     # ---- backward
     # top level
@@ -60,20 +59,18 @@ def step(
     mul = aten.mul.Tensor(expand, exp)  # f32[3, 4] ::mul~
     del exp, expand
     # ---- recompute
-    # top level (reporting.py:N in forward)
-    add_1 = aten.add.Tensor(args_0, weight)  # f32[3, 4] ::add' | recompute: start .. ::exp
     # module drop (reporting.py:N in forward)
-    run_with_rng_state = replay_random(native_dropout_state, aten.native_dropout, add_1, 0.1, True)  # (f32[3, 4], b8[3, 4]) | recompute: start .. ::exp
-    del native_dropout_state, add_1
-    getitem_2 = run_with_rng_state[1]  # b8[3, 4] drop::native_dropout.1' | recompute: start .. ::exp
-    del run_with_rng_state
+    run_with_rng_state = replay_random(
+        dropout_mask_state, graphopt.dropout_mask, [3, 4], [4, 1], 0.1, device='cpu'
+    )  # b8[3, 4] drop::dropout_mask' | recompute: start .. ::exp
+    del dropout_mask_state
     # ---- backward
     # module drop (reporting.py:N in forward)
-    native_dropout_backward = aten.native_dropout_backward(mul, getitem_2, 1.1111111111111112)  # f32[3, 4] drop::native_dropout_backward~
-    del mul, getitem_2
+    masked_dropout_1 = graphopt.masked_dropout(mul, run_with_rng_state, 0.1)  # f32[3, 4] drop::masked_dropout~
+    del mul, run_with_rng_state
     # top level (reporting.py:N in forward)
-    sum_2 = aten.sum.dim_IntList(native_dropout_backward, [0], True)  # f32[1, 4] ::sum~
-    del native_dropout_backward
+    sum_2 = aten.sum.dim_IntList(masked_dropout_1, [0], True)  # f32[1, 4] ::sum~
+    del masked_dropout_1
     view = aten.view(sum_2, [4])  # f32[4] weight~
     del sum_2
     return (

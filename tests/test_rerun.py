@@ -256,7 +256,7 @@ def test_a_random_op_replays_its_numbers_every_time_it_runs_again() -> None:
     program = plain.copy()
     named = program.names()
     places = [node for node in program.phase_nodes(Phase.BACKWARD) if not schema.is_view(node)]
-    first, second = schema.maker(named["first"]), schema.maker(named["second"])
+    first, second = (named[name].args[1] for name in ("first", "second"))  # their masks
     runs = [Again(first, named["second"], "a test")]
     runs += [Again(node, place, "a test") for place in places[::3] for node in (first, second)]
     done = rerun(program, runs)

@@ -73,7 +73,7 @@ def add_output(program: Program, value: torch.fx.Node) -> None:
 
 
 def use_before_definition(program: Program) -> None:
-    node(program, "mean").prepend(node(program, "native_dropout", number=1))
+    node(program, "mean").prepend(node(program, "masked_dropout", number=1))
     node(program, "pow").prepend(node(program, "mean"))
 
 
@@ -125,8 +125,8 @@ def return_an_input(program: Program) -> None:
 
 
 def run_dropout_again(program: Program) -> None:
-    forward, mean = node(program, "native_dropout"), node(program, "native_dropout_backward", Phase.BACKWARD)
-    program.insert(aten.native_dropout.default, forward.args, before=mean, phase=Phase.RECOMPUTE, origin="test")
+    drawn, first = node(program, "dropout_mask"), node(program, "masked_dropout", Phase.BACKWARD)
+    program.insert(drawn.target, drawn.args, drawn.kwargs, before=first, phase=Phase.RECOMPUTE, origin="test")
 
 
 def draw_once_more(program: Program) -> None:
@@ -136,9 +136,7 @@ def draw_once_more(program: Program) -> None:
 
 def draw_in_another_order(program: Program) -> None:
     """A draw for another tensor first: both are dropouts, so their kinds alone do not tell."""
-    early, late = node(program, "native_dropout"), node(program, "native_dropout", number=1)
-    x = program.inputs_of("input")[0][0]
-    late.args = (x, *late.args[1:])
+    early, late = node(program, "dropout_mask"), node(program, "dropout_mask", number=1)
     early.prepend(late)
 
 

@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.fx import traceback
 
 from graphopt import _torch
+from graphopt.capture.own_ops import use_own_ops
 from graphopt.capture.source import user_frame
 from graphopt.errors import CaptureError
 from graphopt.ops import schema
@@ -30,7 +31,7 @@ _DROPOUTS = (
     torch.ops.aten.alpha_dropout.default,
     torch.ops.aten.feature_alpha_dropout.default,
 )
-"""Ops that return their argument where they drop nothing; traced, torch would copy it."""
+"""Ops that draw nothing where they drop nothing or all; traced, torch would copy their argument, or draw."""
 
 _HOLDS = "graphopt_holds"
 """Where a joint node under construction gets the places of the forward nodes whose value it is."""
@@ -123,6 +124,8 @@ class _Interpreter(fx.Interpreter):
                 return self._inside(body).run(*inputs)
         if target in _DROPOUTS and (args[1] == 0 or not args[2]):
             return args[0]
+        if target in _DROPOUTS and args[1] == 1:
+            return args[0].mul(torch.zeros((), dtype=args[0].dtype, device=args[0].device))
         result = super().call_function(target, args, kwargs)
         return _as_kernels_lay_out(target, args, result)
 
@@ -226,6 +229,7 @@ class _Builder:
             self._graph, "joint", self._specs, outputs, self._constants, {}, self._forward.title,
             history=self._forward.history,
         )  # fmt: skip
+        use_own_ops(program)
         self._name_values(program)
         if any(spec.role == "loss" for spec in outputs):
             _seed_backward(program)

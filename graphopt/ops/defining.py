@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ _library = _torch_library.Library("graphopt", "FRAGMENT")
 
 
 def define(
-    schema: str, real: Callable[..., Any], fake: Callable[..., Any], cuda: Callable[..., Any] | None = None
-) -> Any:
+    schema: str, real: Callable[..., Any], fake: Callable[..., Any], cuda: Callable[..., Any] | None = None,
+    *, tags: Sequence[Any] = (),
+) -> Any:  # fmt: skip
     """Make an op of the namespace ``graphopt`` known to torch, and return it.
 
     Args:
@@ -25,11 +26,15 @@ def define(
         real: computes it.
         fake: makes results of the same shapes, strides, dtypes and devices.
         cuda: computes it for CUDA tensors; None for ``real``.
+        tags: what else torch should know (``torch.Tag``).
     """
-    name = schema.partition("(")[0]
-    _library.define(schema)
-    _library.impl(name, real, "CPU")
-    _library.impl(name, cuda or real, "CUDA")
+    name, _, arguments = schema.partition("(")
+    _library.define(schema, tags=tuple(tags))
+    if "Tensor" in arguments.partition("->")[0]:
+        _library.impl(name, real, "CPU")
+        _library.impl(name, cuda or real, "CUDA")
+    else:
+        _library.impl(name, real, "CompositeExplicitAutograd")
     _torch_library.register_fake(f"graphopt::{name}", fake, lib=_library)
     return getattr(torch.ops.graphopt, name).default
 

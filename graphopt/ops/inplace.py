@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphopt.ops.softmax import safe_softmax, safe_softmax_
+
 __all__ = ["FUNCTIONAL", "IN_PLACE", "InPlace", "as_functional", "as_in_place", "in_place"]
 
 _aten = torch.ops.aten
@@ -61,6 +63,7 @@ IN_PLACE: dict[Any, InPlace] = {
     },
     _aten._softmax.default: InPlace(_aten._softmax.out, out="out", dimension=1),
     _aten._log_softmax.default: InPlace(_aten._log_softmax.out, out="out", dimension=1),
+    safe_softmax: InPlace(safe_softmax_, dimension=1),
     _aten._softmax_backward_data.default: InPlace(
         _aten._softmax_backward_data.out, (0, 1), "grad_input", dimension=2
     ),

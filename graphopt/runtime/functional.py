@@ -1,24 +1,34 @@
 """What compilers get: torch's functional ops, in an order in which they work.
 
-Compilers choose themselves what they overwrite, so ops that write become functional ones. They know by name that the
-operand of torch's collectives is read until the wait, so gathers become torch's, one at a time (see ``ops.gathering``).
+Compilers choose themselves what they overwrite and what they fuse, so ops that write become functional ones, and
+graphopt's dropout and softmax those of torch. They know by name that the operand of torch's collectives is read until
+the wait, so gathers become torch's, one at a time (see ``ops.gathering``).
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 from torch import fx
 
 from graphopt import _torch
 from graphopt.ops import schema
 from graphopt.ops.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST, WAIT
+from graphopt.ops.dropout import masked_dropout
 from graphopt.ops.inplace import FUNCTIONAL, as_functional
+from graphopt.ops.softmax import safe_softmax
 
-__all__ = ["gather_one_at_a_time", "write_nothing"]
+__all__ = ["UNKNOWN", "gather_one_at_a_time", "write_nothing"]
+
+_aten = torch.ops.aten
 
 _COLLECTIVES: dict[Any, Any] = {ALL_REDUCE: _torch.all_reduce, BROADCAST: _torch.broadcast}
 """Torch's compilers refuse collectives that return what they write to."""
+
+UNKNOWN = frozenset([ALL_GATHER, masked_dropout, safe_softmax, *_COLLECTIVES])
+"""Ops that no compiler should be given, since it knows torch's better."""
 
 
 def write_nothing(node: fx.Node, copy: fx.Node) -> None:
@@ -35,8 +45,31 @@ def write_nothing(node: fx.Node, copy: fx.Node) -> None:
         copy.target = _torch.all_gather_into_tensor
     elif node.target in _COLLECTIVES and _may_write_elsewhere(node):
         copy.target = _COLLECTIVES[node.target]
+    elif node.target is masked_dropout:
+        _apply_mask(node, copy)
+    elif node.target is safe_softmax:
+        _empty_hidden_rows(copy)
     elif node.target in FUNCTIONAL and _may_write_elsewhere(node):
         as_functional(copy)
+
+
+def _apply_mask(node: fx.Node, copy: fx.Node) -> None:
+    """Apply a mask by ops that compilers fuse."""
+    x, mask, p = copy.args
+    with copy.graph.inserting_before(copy):
+        noise = copy.graph.call_function(_aten._to_copy.default, (mask,), {"dtype": node.meta["val"].dtype})
+        scaled = copy.graph.call_function(_aten.div.Scalar, (noise, 1.0 - p))  # type: ignore[operator]
+    copy.target, copy.args = _aten.mul.Tensor, (x, scaled)
+
+
+def _empty_hidden_rows(copy: fx.Node) -> None:
+    """Take a softmax whose rows of nothing but -inf become zeros by ops that compilers fuse."""
+    x, dim = copy.args
+    with copy.graph.inserting_before(copy):
+        largest = copy.graph.call_function(_aten.amax.default, (x, [dim], True))
+        hidden = copy.graph.call_function(_aten.eq.Scalar, (largest, -math.inf))
+        shares = copy.graph.call_function(_aten._softmax.default, (x, dim, False))
+    copy.target, copy.args = _aten.where.ScalarSelf, (hidden, 0.0, shares)
 
 
 def _may_write_elsewhere(node: fx.Node) -> bool:
