@@ -45,9 +45,11 @@ def _is_plain(softmax: fx.Node) -> bool:
 
 
 def _can_be_parted(dropout: fx.Node) -> bool:
-    elements = all(user.target is operator.getitem for user in dropout.users)
+    p: Any = dropout.args[1]
+    train: Any = dropout.args[2]
     mask: torch.Tensor = dropout.meta["val"][1]
-    return elements and mask.device.type == "cpu" and dropout.args[1] != 1 and dropout.args[2] is not False
+    elements = all(user.target is operator.getitem for user in dropout.users)
+    return elements and mask.device.type == "cpu" and p < 1 and train is not False
 
 
 def _part(program: Program, dropout: fx.Node) -> None:

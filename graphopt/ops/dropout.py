@@ -34,10 +34,13 @@ def _masked_fake(x: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
     return x.mul(mask.to(x.dtype))
 
 
-_random: Any = torch.Tag.nondeterministic_seeded
+_tag: Any = torch.Tag
 
 dropout_mask = define(
-    "dropout_mask(SymInt[] size, SymInt[] stride, float p, *, Device device) -> Tensor", _mask, _room, tags=(_random,)
+    "dropout_mask(SymInt[] size, SymInt[] stride, float p, *, Device device) -> Tensor",
+    _mask,
+    _room,
+    tags=(_tag.nondeterministic_seeded, _tag.flexible_layout),
 )
 """``dropout_mask(SymInt[] size, SymInt[] stride, float p, *, Device device) -> Tensor``: which elements stay.
 

@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from graphopt.errors import GraphoptError, did_you_mean
+from graphopt.ops.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST
 from graphopt.program import Program
-from graphopt.runtime.functional import UNKNOWN, gather_one_at_a_time, write_nothing
+from graphopt.runtime.functional import gather_one_at_a_time, write_nothing
 from graphopt.runtime.inductor import Boxed, compile_graph
 from graphopt.runtime.partition import split_update
 
@@ -101,11 +102,11 @@ def _unpacking(function: Callable[..., Any]) -> Boxed:
 
 
 def _unboxed(graph: fx.Graph) -> fx.Graph:
-    """A copy for compilers, without the boxed convention and without ops that are graphopt's alone."""
+    """A copy for compilers, without the boxed convention and without collectives in place."""
     copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     copy.output(copy.graph_copy(graph, copies))
     for node in graph.nodes:
-        if node.target in UNKNOWN:
+        if node.target in (ALL_GATHER, ALL_REDUCE, BROADCAST):
             write_nothing(node, copies[node])
     return copy
 

@@ -20,15 +20,12 @@ from graphopt.ops.dropout import masked_dropout
 from graphopt.ops.inplace import FUNCTIONAL, as_functional
 from graphopt.ops.softmax import safe_softmax
 
-__all__ = ["UNKNOWN", "gather_one_at_a_time", "write_nothing"]
+__all__ = ["gather_one_at_a_time", "write_nothing"]
 
 _aten = torch.ops.aten
 
 _COLLECTIVES: dict[Any, Any] = {ALL_REDUCE: _torch.all_reduce, BROADCAST: _torch.broadcast}
 """Torch's compilers refuse collectives that return what they write to."""
-
-UNKNOWN = frozenset([ALL_GATHER, masked_dropout, safe_softmax, *_COLLECTIVES])
-"""Ops that no compiler should be given, since it knows torch's better."""
 
 
 def write_nothing(node: fx.Node, copy: fx.Node) -> None:
