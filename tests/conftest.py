@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
@@ -19,8 +19,21 @@ gc.disable()  # until everything is imported
 
 
 def pytest_collection_finish() -> None:
-    """Leave what imports made out of every later search for garbage: it stays, and searching it takes seconds."""
     gc.enable()
+    _leave_out_of_searches()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Between files, when their fixtures are gone, what they imported and cached is left to stay."""
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        _leave_out_of_searches()
+    return result
+
+
+def _leave_out_of_searches() -> None:
+    """Leave what is there to stay out of every later search for garbage, which would take a second and more."""
     gc.collect()
     gc.freeze()
 

@@ -20,7 +20,7 @@ SCRIPT = """
 from graphopt.ops.collectives import ALL_GATHER, WAIT
 
 group, wrong = dist.group.WORLD.group_name, 0
-for step in range(800):
+for step in range(500):
     started = [ALL_GATHER(torch.full((16,), 100.0 * rank + number + step), world, group) for number in range(32)]
     found = torch.stack([WAIT(gathered) for gathered in started])
     numbers, ranks = torch.arange(32.0).view(32, 1), torch.arange(world).repeat_interleave(16)
@@ -31,7 +31,7 @@ say([wrong, WAIT(ALL_GATHER(rows, world, group)).tolist()])
 
 
 def test_several_gathers_may_be_under_way(tmp_path: Path) -> None:
-    """Torch's own op corrupts the heap there: one of the ranks aborts within these steps, in two runs of three."""
+    """Torch's own op corrupts the heap there: in two runs of three one of the ranks aborts within 800 steps."""
     rows = [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
     for ((wrong, gathered),) in run_ranks(SCRIPT, 2, tmp_path / "store"):
         assert wrong == 0

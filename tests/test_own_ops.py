@@ -54,7 +54,7 @@ def stacked() -> nn.Module:
     class Stack(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList([Attention() for _ in range(3)])
+            self.layers = nn.ModuleList([Attention() for _ in range(2)])
 
         def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
             for layer in self.layers:
@@ -141,7 +141,9 @@ def test_safe_softmax_gives_the_bits_of_the_op_it_stands_for(dtype: torch.dtype)
 # --- in programs -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("passes", [[], [Recompute("layers.*")], [FitMemory("75%")]], ids=["plain", "named", "fitted"])
+@pytest.mark.parametrize(
+    "passes", [[], [Recompute("layers.*")], [FitMemory("75%", cost="roofline")]], ids=["plain", "named", "fitted"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_training_with_dropout_and_hidden_rows_equals_eager(passes: list[graphopt.Pass], dtype: torch.dtype) -> None:
     """In 16 bits too, where ATen's dropout of one call rounds its gradient otherwise than eager PyTorch does."""
@@ -175,7 +177,7 @@ def test_the_mask_of_a_checkpoint_is_kept_with_it() -> None:
     program = captured(stacked(), ROWS, loss=mean_square)
     graphopt.Pipeline([Recompute("layers.*.drop")]).run(program)
     drawn = [node for node in program.nodes if "run_with_rng_state" in node.name]
-    assert {info(node).module for node in drawn} == {"layers.0", "layers.1", "layers.2"}  # of attention alone
+    assert {info(node).module for node in drawn} == {"layers.0", "layers.1"}  # of attention alone
 
 
 def test_dropout_that_drops_all_or_nothing_equals_eager() -> None:
