@@ -191,11 +191,38 @@ def test_the_mask_of_a_checkpoint_is_kept_with_it() -> None:
     assert {info(node).module for node in drawn} == {"layers.0", "layers.1"}  # of attention alone
 
 
-def test_dropout_that_drops_all_or_nothing_equals_eager() -> None:
-    for p in (0.0, 1.0):
-        model = nn.Sequential(nn.Linear(32, 32), nn.Dropout(p), nn.Linear(32, 32))
+class Dropping(nn.Module):
+    """One kind of dropout between two layers."""
+
+    def __init__(self, kind: str, p: float) -> None:
+        super().__init__()
+        self.inward, self.outward, self.kind, self.p = nn.Linear(32, 32), nn.Linear(32, 32), kind, p
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inward(x)
+        if self.kind == "in place":
+            x = F.dropout(x, self.p, self.training, inplace=True)
+        elif self.kind == "turned":
+            x = F.dropout(x.transpose(1, 2), self.p, self.training).transpose(1, 2)
+        elif self.kind == "expanded":
+            x = F.dropout(x[:, :1].expand(-1, 16, -1), self.p, self.training) + x
+        elif self.kind == "alpha":
+            x = F.alpha_dropout(x, self.p, self.training)
+        elif self.kind == "channels":
+            x = F.dropout1d(x, self.p, self.training)
+        else:
+            x = F.scaled_dot_product_attention(x, x, x, dropout_p=self.p, is_causal=True)
+        out: torch.Tensor = self.outward(torch.tanh(x))
+        return out
+
+
+@pytest.mark.parametrize("kind", ["in place", "turned", "expanded", "alpha", "channels", "attention"])
+def test_dropout_of_nothing_of_some_and_of_all_equals_eager(kind: str) -> None:
+    """Where nothing or all is dropped, nothing is drawn."""
+    for p in (0.0, 0.3, 1.0):
+        model = Dropping(kind, p)
         expected = trained(copy.deepcopy(model), ROWS)
-        assert all(map(identical, trained(graphopt.optimize(model, []), ROWS), expected))
+        assert all(map(identical, trained(graphopt.optimize(model, [Recompute("inward")]), ROWS), expected)), p
 
 
 def test_inductor_gets_ops_that_it_can_fuse(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,12 @@ _aten = torch.ops.aten
 def use_own_ops(program: Program) -> None:
     """Let a joint program call graphopt's ops where they do the same.
 
-    On other devices one kernel draws a mask and applies it, in an order of its own.
+    On other devices one kernel draws a mask and applies it, in an order of its own. Dropout of everything, as attention
+    may ask for, draws nothing in eager mode, on any device.
     """
+    for node in program.nodes:
+        if node.target is _aten.native_dropout.default and _drops_all(node):
+            _put_zeros(program, node)
     for node in program.nodes:
         if node.target is _aten.native_dropout.default and _can_be_parted(node):
             _part(program, node)
@@ -42,6 +46,27 @@ def _is_plain(softmax: fx.Node) -> bool:
     x: torch.Tensor = softmax.args[0].meta["val"]  # type: ignore[union-attr]
     result: torch.Tensor = softmax.meta["val"]
     return x.device.type == "cpu" and x.is_contiguous() and x.dtype == result.dtype
+
+
+def _drops_all(dropout: fx.Node) -> bool:
+    """Whether nothing is kept, and only backward reads the mask."""
+    p: Any = dropout.args[1]
+    train: Any = dropout.args[2]
+    elements = all(user.target is operator.getitem for user in dropout.users)
+    readers = [user for element in dropout.users if element.args[1] == 1 for user in element.users]
+    backward = all(user.target is _aten.native_dropout_backward.default for user in readers)
+    return p == 1 and train is not False and elements and backward
+
+
+def _put_zeros(program: Program, dropout: fx.Node) -> None:
+    for element in list(dropout.users):
+        if element.args[1] == 0:
+            _hand_over(program, element, _call(program, dropout, _aten.mul.Scalar, (dropout.args[0], 0.0)))
+            continue
+        for reader in list(element.users):
+            _hand_over(program, reader, _call(program, reader, _aten.mul.Scalar, (reader.args[0], 0.0)))
+        program.graph.erase_node(element)
+    program.graph.erase_node(dropout)
 
 
 def _can_be_parted(dropout: fx.Node) -> bool:
