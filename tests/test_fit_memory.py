@@ -53,6 +53,28 @@ def _searched_once() -> Iterator[None]:
         yield
 
 
+# --- devices ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_step_meets_its_budget_with_eagers_bits_on_every_device(device: str) -> None:
+    torch.manual_seed(0)
+    model, tokens = Blocks(2, p=0.1).to(device), TOKENS.to(device)
+    losses = []
+    for passes in ([], [fit("80%", allow=("recompute",))]):
+        mine = copy.deepcopy(model)
+        optimizer = OPTIMIZERS["sgd"](mine.parameters())
+        step = graphopt.optimize_step(mine, optimizer, passes, loss=next_token)
+        torch.manual_seed(1)
+        losses.append([step(tokens) for _ in range(3)])
+    assert all(map(identical, *losses))
+    plain, predicted = graphopt.capture(model, (tokens,), loss=next_token).memory(), step.program.memory()
+    measured = graphopt.measure_peak(lambda: step(tokens), device=device).allocated_peak_bytes
+    near = max(0.01 * measured, 2**20) if device == "cuda" else 0.001 * measured
+    assert abs(predicted.allocated_peak_bytes - measured) <= near
+    assert predicted.peak_bytes < plain.peak_bytes
+
+
 # --- bits ------------------------------------------------------------------------------------------------------------
 
 
