@@ -2,7 +2,8 @@
 
 One process for each rank, with one thread; all ways train the same GPT with SGD and take turns, so that what slows the
 machine down meets all alike. Times are medians of the slowest rank's, bytes are those that left a rank's interface,
-headers included. As root every rank has a shaped link of its own; otherwise all share a shaped loopback.
+headers included. As root every rank has a shaped link of its own; otherwise all share a shaped loopback. A rate of
+``5.5x`` is that at which the bytes of dense exchange take 5.5 times as long as the step without exchange.
 
 Predicted bytes and seconds are the dry run's, with the headers of TCP over Ethernet where a link passes segment by
 segment (below about 260 Mbit/s; faster ones count whole packets of up to 64 KiB): 66 bytes for 1,448 of payload, and as
@@ -21,9 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from exchange_rank import all_modes
+from exchange_rank import WITHOUT, all_modes
 from harness import make_table, paired_ratio, parser, show
-from network import Network, NetworkError, bits_per_second, network
+from network import Network, NetworkError, bits_per_second, multiple_of_compute, network
 
 RATES = ("10mbit", "100mbit", "1gbit", "unshaped")
 FULL = {"vocab": 256, "context": 64, "d": 192, "layers": 4, "heads": 4}
@@ -74,7 +75,7 @@ def run_ranks(links: Network, ranks: int, options: dict[str, Any]) -> dict[str, 
 
 
 def table_of(found: dict[str, Any]) -> Any:
-    """One rate: a row for each way."""
+    """One rate: a row for each way; and how far dense exchange exceeds the computation, where both are known."""
     reference = next((mode["seconds"] for mode in found["modes"] if mode["mode"] == "DDP"), None)
     rows = []
     for mode in found["modes"]:
@@ -88,6 +89,11 @@ def table_of(found: dict[str, Any]) -> Any:
             )
         )  # fmt: skip
     measured = f"{found['bandwidth'] * 8 / 1e6:,.0f} Mbit/s measured, {found['latency'] * 1e6:.0f} µs for a round"
+    alone = next((mode["seconds"] for mode in found["modes"] if mode["mode"] == WITHOUT), None)
+    if alone is not None and reference is not None:
+        computed = statistics.median(alone)
+        waited = statistics.median(reference) - computed
+        measured += f"; dense exchange adds {waited / computed:.2f} × the step without"
     headings = ("", "ms per step", "to DDP", "predicted", "bytes sent", "predicted")
     return make_table(f"{found['rate']} ({measured})", headings, rows)
 
@@ -95,7 +101,7 @@ def table_of(found: dict[str, Any]) -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser(__doc__)
     options.add_argument("--ranks", type=int, default=2, help="processes")
-    options.add_argument("--rates", default=",".join(RATES), help="of each link, separated by commas")
+    options.add_argument("--rates", default=",".join(RATES), help="of each link, with commas; 5.5x: see above")
     options.add_argument("--modes", default="", help="ways as the table calls them, with semicolons; all if empty")
     options.add_argument("--batch", type=int, default=8, help="sequences of 64 tokens in a batch of one rank")
     options.add_argument("--width", type=int, help="of the GPT (default: 192; 64 with --quick)")
@@ -119,7 +125,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     try:
         for rate in rates:
-            bits_per_second(rate)
+            if not multiple_of_compute(rate):
+                bits_per_second(rate)
+            elif modes and WITHOUT not in modes:
+                options.error(f"--rates {rate} is a multiple of what {WITHOUT!r} takes: name it among --modes")
         with network(given.ranks, given.network) as links:
             result = run_ranks(links, given.ranks, asked)
             kind = type(links).__name__.lower()

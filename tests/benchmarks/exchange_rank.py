@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import example_models
-from network import bits_per_second, passes_segments, sent_bytes
+from network import bits_per_second, multiple_of_compute, passes_segments, sent_bytes
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
@@ -43,6 +43,9 @@ from graphopt.passes import (
 models = example_models()
 Step = Callable[[], Any]
 WARM_UP = 4
+CALIBRATING = 9
+"""Steps without exchange whose median sets a rate that is asked for as a multiple of the computation."""
+
 WITHOUT = "no exchange"
 HEADERS = 1 + 66 / 1448 + 66 / (2 * 1448)
 """Bytes on a link for a byte of payload, counted by segment: TCP over Ethernet, every second one acknowledged."""
@@ -232,6 +235,23 @@ def ask(question: dict[str, Any]) -> None:
     dist.barrier()
 
 
+def link_rate(asked: str, modes: Sequence[Mode], actions: Sequence[Step], payload: int, options: dict[str, Any]) -> str:
+    """The rate of each link: as asked, or so that dense exchange takes a multiple (``5.5x``) of the computation.
+
+    For a multiple, all ranks run the step without exchange in turn with nothing else, and the slowest rank's median
+    counts; the time of dense exchange is that of its bytes, headers included.
+    """
+    if not (multiple := multiple_of_compute(asked)):
+        return asked
+    alone = next(number for number, mode in enumerate(modes) if mode.name == WITHOUT)
+    seconds = statistics.median(timed(actions[alone], 1, options["interface"])[0] for _ in range(CALIBRATING))
+    everywhere: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(everywhere, seconds)
+    ranks = len(everywhere)
+    sent = 2 * (ranks - 1) / ranks * payload * HEADERS * (ranks if options["shared"] else 1)
+    return f"{sent * 8 / (multiple * max(everywhere)) / 1e3:.0f}kbit"
+
+
 def shared_out(results: list[dict[str, Any]], shared: bool) -> list[dict[str, Any]]:
     """Where all ranks send through one interface, each of them counted what all sent."""
     ranks = dist.get_world_size() if shared else 1
@@ -272,7 +292,10 @@ def main(options: dict[str, Any]) -> None:
         timed(action, max(WARM_UP, 2 * mode.steps), options["interface"])
     result: dict[str, Any] = {"parameters": sum(p.numel() for p in models.GPT(setting.config).parameters())}
     result["rates"] = []
-    for rate in options["rates"]:
+    payload = sum(p.numel() * p.element_size() for p in models.GPT(setting.config).parameters())
+    for asked in options["rates"]:
+        ask({"shape": "unshaped"})
+        rate = link_rate(asked, modes, actions, payload, options)
         ask({"shape": rate})
         measured = measure_link(find_group(""), torch.device("cpu"))
         bits = bits_per_second(rate)

@@ -47,6 +47,14 @@ def bits_per_second(rate: str) -> float:
     raise NetworkError(f"{rate!r} is not a rate: write 10mbit, 100mbit, 1gbit or unshaped")
 
 
+def multiple_of_compute(rate: str) -> float:
+    """``5.5x``: 5.5, of the step's computation, which dense exchange is to take; 0 for a rate that is given."""
+    if rate.endswith("x"):
+        with contextlib.suppress(ValueError):
+            return float(rate[:-1])
+    return 0.0
+
+
 def passes_segments(rate: str) -> bool:
     """Whether packets pass a shaped link segment by segment, so that the headers of each are counted.
 
