@@ -238,8 +238,8 @@ def ask(question: dict[str, Any]) -> None:
 def link_rate(asked: str, modes: Sequence[Mode], actions: Sequence[Step], payload: int, options: dict[str, Any]) -> str:
     """The rate of each link: as asked, or so that dense exchange takes a multiple (``5.5x``) of the computation.
 
-    For a multiple, all ranks run the step without exchange in turn with nothing else, and the slowest rank's median
-    counts; the time of dense exchange is that of its bytes, headers included.
+    For a multiple, all ranks run the step without exchange at once, and the slowest rank's median counts; the time
+    of dense exchange is that of its bytes, headers included.
     """
     if not (multiple := multiple_of_compute(asked)):
         return asked
@@ -290,9 +290,9 @@ def main(options: dict[str, Any]) -> None:
     actions = [mode.make(setting) for mode in modes]
     for mode, action in zip(modes, actions, strict=True):
         timed(action, max(WARM_UP, 2 * mode.steps), options["interface"])
-    result: dict[str, Any] = {"parameters": sum(p.numel() for p in models.GPT(setting.config).parameters())}
-    result["rates"] = []
-    payload = sum(p.numel() * p.element_size() for p in models.GPT(setting.config).parameters())
+    parameters = list(models.GPT(setting.config).parameters())
+    payload = sum(p.numel() * p.element_size() for p in parameters)
+    result: dict[str, Any] = {"parameters": sum(p.numel() for p in parameters), "rates": []}
     for asked in options["rates"]:
         ask({"shape": "unshaped"})
         rate = link_rate(asked, modes, actions, payload, options)

@@ -44,14 +44,15 @@ def bits_per_second(rate: str) -> float:
         if rate.lower().endswith(suffix):
             with contextlib.suppress(ValueError):
                 return float(rate[: -len(suffix)]) * factor
-    raise NetworkError(f"{rate!r} is not a rate: write 10mbit, 100mbit, 1gbit or unshaped")
+    raise NetworkError(f"{rate!r} is not a rate: write 10mbit, 100mbit, 1gbit, unshaped or 5.5x")
 
 
 def multiple_of_compute(rate: str) -> float:
-    """``5.5x``: 5.5, of the step's computation, which dense exchange is to take; 0 for a rate that is given."""
+    """``5.5x``: 5.5, of the step's computation, which dense exchange is to take; 0 for anything else."""
     if rate.endswith("x"):
         with contextlib.suppress(ValueError):
-            return float(rate[:-1])
+            multiple = float(rate[:-1])
+            return multiple if 0 < multiple < float("inf") else 0.0
     return 0.0
 
 
