@@ -8,9 +8,10 @@ import re
 import signal
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import pytest
 import torch
@@ -275,11 +276,17 @@ def test_what_moves_to_the_host_is_named(run: Command, monkeypatch: pytest.Monke
 # --- long searches ---------------------------------------------------------------------------------------------------
 
 
-def interrupted(*_: Any, **__: Any) -> None:
-    signal.raise_signal(signal.SIGINT)
+@pytest.fixture
+def interrupted() -> Iterator[Callable[..., None]]:
+    """Ctrl-C, in place of a function; a shell that runs the tests in the background has them ignore it otherwise."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda *_, **__: signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_during_the_search_shows_what_was_found(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_during_the_search_shows_what_was_found(
+    run: Command, monkeypatch: pytest.MonkeyPatch, interrupted: Callable[..., None]
+) -> None:
     monkeypatch.setattr(Explorer, "explore", interrupted)
     text = planned(run, "-b", "96%")
     assert (text.code, text.err) == (0, "")
@@ -292,13 +299,17 @@ def test_ctrl_c_during_the_search_shows_what_was_found(run: Command, monkeypatch
     assert "interrupted" in planned(run, "--format", "svg").out
 
 
-def test_a_second_ctrl_c_ends_the_program(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_ctrl_c_ends_the_program(
+    run: Command, monkeypatch: pytest.MonkeyPatch, interrupted: Callable[..., None]
+) -> None:
     monkeypatch.setattr(Explorer, "explore", interrupted)
     monkeypatch.setattr(plan_command, "frontier_report", interrupted)
     assert planned(run).code == 130
 
 
-def test_ctrl_c_in_a_training_script_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_in_a_training_script_is_not_swallowed(
+    monkeypatch: pytest.MonkeyPatch, interrupted: Callable[..., None]
+) -> None:
     monkeypatch.setattr(Explorer, "explore", interrupted)
     session = session_of(TINY)
     with pytest.raises(KeyboardInterrupt):
