@@ -21,7 +21,7 @@ from text import VOCAB, draw_batches, split_tokens
 from torch import nn
 
 from graphopt.passes import MixedPrecision, Recompute
-from graphopt.precision.devices import fast_dtype
+from graphopt.rewriting.precision.devices import fast_dtype
 
 
 def build(config: GPTConfig, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:

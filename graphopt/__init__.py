@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from graphopt.adapter import FxPass
-from graphopt.analysis.measure import MeasuredPeak, measure_peak
+from graphopt.analysis.measured_peak import MeasuredPeak, measure_peak
 from graphopt.capture import capture
 from graphopt.errors import CaptureError, GraphoptError, PassError, PipelineError, RankError, VerifyError
-from graphopt.names import name
-from graphopt.pipeline import Changed, Pass, Pipeline
-from graphopt.program import Phase, Policy, Program
+from graphopt.ir import ops
+from graphopt.ir.names import name
+from graphopt.ir.program import Phase, Policy, Program
+from graphopt.rewriting import configs
+from graphopt.rewriting.distributed import sharded_state
+from graphopt.rewriting.fx_pass import FxPass
+from graphopt.rewriting.pipeline import Changed, Pass, Pipeline
+from graphopt.rewriting.precision.devices import fast_dtype
 from graphopt.runtime.module import optimize
-from graphopt.runtime.resume import redistribute
+from graphopt.runtime.random_streams import RandomStreams
 from graphopt.runtime.scaler import scaler
-from graphopt.runtime.step import TrainStep, optimize_step
+from graphopt.runtime.state_dict import redistribute
+from graphopt.runtime.train_step import TrainStep, optimize_step
 
 __version__ = "0.1.0"
 
@@ -29,15 +34,20 @@ __all__ = [
     "PipelineError",
     "Policy",
     "Program",
+    "RandomStreams",
     "RankError",
     "TrainStep",
     "VerifyError",
     "__version__",
     "capture",
+    "configs",
+    "fast_dtype",
     "measure_peak",
     "name",
+    "ops",
     "optimize",
     "optimize_step",
     "redistribute",
     "scaler",
+    "sharded_state",
 ]

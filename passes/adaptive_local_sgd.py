@@ -9,11 +9,18 @@ from typing import ClassVar, final
 import torch
 from torch import nn
 
-from graphopt.clock import Clock
 from graphopt.errors import GraphoptError
-from graphopt.exchange.local import LOCAL, SYNCHRONOUS, average_model, check_steps, hold_mean_loss, run_locally
-from graphopt.pipeline import Changed, Numerics, Pass, PassStage
-from graphopt.program import Program
+from graphopt.ir.program import Program
+from graphopt.rewriting.clock import Clock
+from graphopt.rewriting.distributed.local_steps import (
+    LOCAL,
+    SYNCHRONOUS,
+    average_model,
+    check_steps,
+    hold_mean_loss,
+    run_locally,
+)
+from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
 
 __all__ = ["AdaptiveLocalSGD"]
 

@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from graphopt.errors import GraphoptError
-from graphopt.ops.boundary import boundary
-from graphopt.pipeline import Changed, Numerics, Pass, PassStage
-from graphopt.program import Phase, Policy, Program, info
+from graphopt.ir.ops.boundary import boundary
+from graphopt.ir.program import Phase, Policy, Program, info
+from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
 
 __all__ = ["CheckpointBoundaries"]
 
@@ -27,7 +27,7 @@ class CheckpointBoundaries(Pass):
     """Mark where the segments between checkpoints begin, in forward and in backward: to synchronise, and to time them.
 
     A mark stands at the start of forward, behind each checkpoint, in front of what ``Recompute`` computes again for
-    each segment, and behind the last call of backward. ``graphopt.ops.boundary.timings()`` has the seconds between
+    each segment, and behind the last call of backward. ``graphopt.ir.ops.boundary.timings()`` has the seconds between
     marks; ``reset()`` there starts anew. In a drop-in model the interval behind the last checkpoint includes your loss.
 
     Marks compute nothing and take no memory; they hold up the device where they synchronise. On CUDA, times without
@@ -70,7 +70,7 @@ class CheckpointBoundaries(Pass):
         return Changed(
             counts={"marks": len(checkpoints) + len(segments) + 2},
             tensors=tuple(names),
-            lines=("graphopt.ops.boundary.timings() has the times",) if self.profile else (),
+            lines=("graphopt.ir.ops.boundary.timings() has the times",) if self.profile else (),
         )
 
     def _mark_ends(self, program: Program, first: str) -> None:

@@ -12,9 +12,9 @@ import torch
 from torch import fx
 
 from graphopt.errors import GraphoptError
-from graphopt.pipeline import Changed, Numerics, Pass, PassStage
-from graphopt.precision.gradients import all_gradients_made, gradient_owners, in_own_storage, update_gradients
-from graphopt.program import Phase, Program
+from graphopt.ir.gradients import all_gradients_made, gradient_owners, in_own_storage, update_gradients
+from graphopt.ir.program import Phase, Program
+from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
 
 __all__ = ["ClipGradients"]
 

@@ -9,16 +9,22 @@ from typing import Any, ClassVar, final
 import torch
 from torch import fx
 
-from graphopt.clock import Clock
 from graphopt.errors import GraphoptError, did_you_mean
-from graphopt.exchange.dissolve import Reduction, agree_on_skipping, dissolve, one_group, reductions
-from graphopt.exchange.lowrank import Factors, Settings, exchange_low_rank, factors_of
-from graphopt.exchange.reduce import exchange_gradients
-from graphopt.ops.collectives import ALL_REDUCE, WAIT
-from graphopt.pipeline import Changed, Numerics, Pass, PassStage
-from graphopt.precision.scaling import FOUND_INF
-from graphopt.program import Phase, Program, info
-from graphopt.values import format_bytes, storage_bytes
+from graphopt.ir.ops.collectives import ALL_REDUCE, WAIT
+from graphopt.ir.ops.values import format_bytes, storage_bytes
+from graphopt.ir.program import Phase, Program, info
+from graphopt.rewriting.clock import Clock
+from graphopt.rewriting.distributed.all_reduce import exchange_gradients
+from graphopt.rewriting.distributed.low_rank_exchange import Factors, Settings, exchange_low_rank, factors_of
+from graphopt.rewriting.distributed.remove_all_reduce import (
+    Reduction,
+    agree_on_skipping,
+    dissolve,
+    one_group,
+    reductions,
+)
+from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
+from graphopt.rewriting.precision.scaling import FOUND_INF
 
 __all__ = ["CompressGradients"]
 

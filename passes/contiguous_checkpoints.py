@@ -9,12 +9,12 @@ from typing import Any, ClassVar, final
 import torch
 from torch import fx
 
-from graphopt.moving import movable
-from graphopt.ops import schema
-from graphopt.ops.contiguous import block, store
-from graphopt.pipeline import Changed, Numerics, Pass, PassStage
-from graphopt.program import Phase, Policy, Program, info, set_info
-from graphopt.values import format_bytes, storage_bytes, type_text
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.contiguous import block, store
+from graphopt.ir.ops.values import format_bytes, storage_bytes, type_text
+from graphopt.ir.program import Phase, Policy, Program, info, set_info
+from graphopt.rewriting.memory.transfer_insertion import movable
+from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
 
 __all__ = ["ContiguousCheckpoints"]
 

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 from graphopt.errors import GraphoptError, did_you_mean
-from graphopt.exchange.reduce import Exchange, exchange_buffers, exchange_gradients, final_gradients
-from graphopt.groups import Group, find_group
-from graphopt.names import match_names
-from graphopt.ops.collectives import WAIT
-from graphopt.pipeline import Changed, Numerics, Pass, PassStage
-from graphopt.program import Phase, Program
-from graphopt.values import format_bytes, storage_bytes
+from graphopt.ir.names import match_names
+from graphopt.ir.ops.collectives import WAIT
+from graphopt.ir.ops.groups import Group, find_group
+from graphopt.ir.ops.values import format_bytes, storage_bytes
+from graphopt.ir.program import Phase, Program
+from graphopt.rewriting.distributed.all_reduce import Exchange, exchange_buffers, exchange_gradients, final_gradients
+from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
 
 __all__ = ["DataParallel"]
 

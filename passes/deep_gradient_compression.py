@@ -12,15 +12,23 @@ from typing import ClassVar, final
 import torch
 from torch import fx
 
-from graphopt.clock import Clock
 from graphopt.errors import GraphoptError, did_you_mean
-from graphopt.exchange.buckets import Item, pack
-from graphopt.exchange.choice import Speeds, check_bandwidth, speeds_of
-from graphopt.exchange.dissolve import Reduction, agree_on_skipping, dissolve, one_group, reductions
-from graphopt.exchange.rampup import Rampup
-from graphopt.exchange.reduce import exchange_gradients
-from graphopt.exchange.scattered import adds_gradients
-from graphopt.exchange.sparse import (
+from graphopt.ir.gradients import all_gradients_made
+from graphopt.ir.ops.groups import Group
+from graphopt.ir.ops.sparse import LARGEST, packed_bytes
+from graphopt.ir.ops.values import format_bytes, storage_bytes
+from graphopt.ir.program import Program, info
+from graphopt.rewriting.clock import Clock
+from graphopt.rewriting.distributed.all_reduce import exchange_gradients
+from graphopt.rewriting.distributed.buckets import Item, pack
+from graphopt.rewriting.distributed.remove_all_reduce import (
+    Reduction,
+    agree_on_skipping,
+    dissolve,
+    one_group,
+    reductions,
+)
+from graphopt.rewriting.distributed.sparse_exchange import (
     MESSAGE,
     WIRE_DTYPES,
     Rule,
@@ -31,13 +39,11 @@ from graphopt.exchange.sparse import (
     exchange_sparsely,
     wire_dtype,
 )
-from graphopt.groups import Group
-from graphopt.ops.sparse import LARGEST, packed_bytes
-from graphopt.pipeline import Changed, Numerics, Pass, PassStage
-from graphopt.precision.gradients import all_gradients_made
-from graphopt.precision.scaling import FOUND_INF
-from graphopt.program import Program, info
-from graphopt.values import format_bytes, storage_bytes
+from graphopt.rewriting.distributed.sparse_or_dense import Speeds, check_bandwidth, speeds_of
+from graphopt.rewriting.distributed.sparse_update import adds_gradients
+from graphopt.rewriting.distributed.sparsity_schedule import Rampup
+from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
+from graphopt.rewriting.precision.scaling import FOUND_INF
 
 __all__ = ["DeepGradientCompression"]
 

@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from graphopt.analysis.liveness import MemoryTimeline, Storage, storages_of
-from graphopt.ops import foreach, schema
-from graphopt.pipeline import Changed, Numerics, Pass, PassStage
-from graphopt.program import Phase, Program, info, set_info
-from graphopt.values import format_bytes, storage_bytes, tensors_of
+from graphopt.ir.ops import foreach, schema
+from graphopt.ir.ops.values import format_bytes, storage_bytes, tensors_of
+from graphopt.ir.program import Phase, Program, info, set_info
+from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
 
 __all__ = ["FuseUpdate"]
 
@@ -25,9 +25,10 @@ class FuseUpdate(Pass):
     """Update each parameter as soon as its gradient is final, so that all gradients never live together.
 
     In a whole-step program the list ops of the update are split into one op per parameter, the same kernels on the same
-    elements (``graphopt.ops.foreach`` says which), and each op moves up: behind the call that makes the gradient final
-    and behind the last call that reads what it overwrites, recomputation included. Ops that only prepare an update stay
-    next to the op that they prepare it for. Parameters, state and losses equal the captured program's to the last bit.
+    elements (``graphopt.ir.ops.foreach`` says which), and each op moves up: behind the call that makes the gradient
+    final and behind the last call that reads what it overwrites, recomputation included. Ops that only prepare an
+    update stay next to the op that they prepare it for. Parameters, state and losses equal the captured program's to
+    the last bit.
 
     Updates that would raise the peak during backward, because they create state (an optimizer's first step) or need
     room for themselves, stay behind it. Nothing is done where the update needs all gradients first (a norm or a check

@@ -12,19 +12,19 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.errors import GraphoptError, did_you_mean
-from graphopt.ops import schema
-from graphopt.pipeline import Changed, Numerics, Pass, PassStage
-from graphopt.precision.casts import cancel_casts, is_cast, merge_casts, repeat_casts
-from graphopt.precision.kernels import check_kernels
-from graphopt.precision.levels import Policy
-from graphopt.precision.masters import cast_late, hold_copies
-from graphopt.precision.options import LossScaleOptions
-from graphopt.precision.policy import LOW_DTYPES, Autocast, tensor_leaves
-from graphopt.precision.rewriting import Rewriter
-from graphopt.precision.scaling import LossScaling, check_and_update, scale_backward
-from graphopt.precision.selection import Selection, check_entries
-from graphopt.program import Program
-from graphopt.values import DTYPE_NAMES
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.values import DTYPE_NAMES
+from graphopt.ir.program import Program
+from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
+from graphopt.rewriting.precision.autocast_rules import LOW_DTYPES, Autocast, tensor_leaves
+from graphopt.rewriting.precision.cast_insertion import Rewriter
+from graphopt.rewriting.precision.casts import cancel_casts, is_cast, merge_casts, repeat_casts
+from graphopt.rewriting.precision.kernels import check_kernels
+from graphopt.rewriting.precision.levels import Policy
+from graphopt.rewriting.precision.master_weights import cast_late, hold_copies
+from graphopt.rewriting.precision.op_selection import Selection, check_entries
+from graphopt.rewriting.precision.options import LossScaleOptions
+from graphopt.rewriting.precision.scaling import LossScaling, check_and_update, scale_backward
 
 __all__ = ["MixedPrecision"]
 
@@ -38,11 +38,11 @@ class MixedPrecision(LossScaleOptions, Pass):
     optimizer state stay float32. Integers, complex numbers and float64 are not touched, explicit dtypes (``x.float()``,
     ``dtype=``) and the model's own autocast regions are respected, and the random stream stays as it is.
 
-    ``O1`` does what ``torch.autocast`` does on the device, op by op (``graphopt.precision.autocast_lists`` gives the
-    rules, which are asked of the installed torch). A parameter is cast once and the cast shared; any other tensor is
-    cast to a dtype once in forward, while gradients are summed in float32 as autocast sums them; what backward reads of
-    a cast parameter, or of a value that was cast up, is cast again instead of kept. Losses and gradients equal eager
-    PyTorch's under autocast to the last bit, with these exceptions:
+    ``O1`` does what ``torch.autocast`` does on the device, op by op (``graphopt.rewriting.precision.autocast_lists``
+    gives the rules, which are asked of the installed torch). A parameter is cast once and the cast shared; any other
+    tensor is cast to a dtype once in forward, while gradients are summed in float32 as autocast sums them; what
+    backward reads of a cast parameter, or of a value that was cast up, is cast again instead of kept. Losses and
+    gradients equal eager PyTorch's under autocast to the last bit, with these exceptions:
 
     * a dtype that the model's Python reads from a tensor (``x.to(y.dtype)``) is the one in the plain program;
     * kernels that call other ops, in which eager autocast casts unseen (``torch.nn.Bilinear`` on a CPU);

@@ -8,18 +8,18 @@ from typing import ClassVar, final
 
 from torch import fx
 
-from graphopt.analysis.cost import cost_report, link_bandwidth
+from graphopt.analysis.costs.cost import cost_report, link_bandwidth
 from graphopt.analysis.liveness import MemoryTimeline
-from graphopt.analysis.problem import PlanningProblem, planning_problem
 from graphopt.errors import GraphoptError, did_you_mean
-from graphopt.freememory import free_disk_bytes, free_host_bytes
-from graphopt.moving import Move, movable, move
-from graphopt.ops import schema
-from graphopt.pipeline import Changed, Numerics, Pass, PassStage
-from graphopt.planning.transfers import Copy, Window, schedule_copies
-from graphopt.program import Phase, Policy, Program, info
-from graphopt.report.progress import measuring
-from graphopt.values import format_bytes
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.values import format_bytes
+from graphopt.ir.program import Phase, Policy, Program, info
+from graphopt.planning.copies import Copy, Window, schedule_copies
+from graphopt.report.console.progress import measuring
+from graphopt.rewriting.memory.free_memory import free_disk_bytes, free_host_bytes
+from graphopt.rewriting.memory.planning_problem import PlanningProblem, planning_problem
+from graphopt.rewriting.memory.transfer_insertion import Move, movable, move
+from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
 
 __all__ = ["Offload"]
 

@@ -10,15 +10,15 @@ import torch
 from torch import fx
 
 from graphopt.errors import GraphoptError
-from graphopt.groups import Group, find_group
-from graphopt.moving import movable
-from graphopt.ops import schema
-from graphopt.ops.agreement import same_on_all_ranks
-from graphopt.ops.collectives import ALL_GATHER, WAIT
-from graphopt.pipeline import Changed, Numerics, Pass, PassStage
-from graphopt.program import Phase, Policy, Program, info, set_info
-from graphopt.rerun import Again, rerun
-from graphopt.values import format_bytes, storage_bytes, type_text
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.collectives import ALL_GATHER, WAIT
+from graphopt.ir.ops.groups import Group, find_group
+from graphopt.ir.ops.same_on_all_ranks import same_on_all_ranks
+from graphopt.ir.ops.values import format_bytes, storage_bytes, type_text
+from graphopt.ir.program import Phase, Policy, Program, info, set_info
+from graphopt.rewriting.memory.recompute_plan import Again, rerun
+from graphopt.rewriting.memory.transfer_insertion import movable
+from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
 
 __all__ = ["PartitionCheckpoints"]
 

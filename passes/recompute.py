@@ -12,13 +12,13 @@ import torch
 from torch import fx
 
 from graphopt.errors import GraphoptError
-from graphopt.ops import schema
-from graphopt.ops.dropout import masked_dropout
-from graphopt.pipeline import Changed, Numerics, Pass, PassStage
-from graphopt.program import Phase, Policy, Program, info
-from graphopt.rematerialize import Rematerialized, rematerialize
-from graphopt.replay import can_recompute
-from graphopt.values import format_bytes, storage_bytes
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.dropout import masked_dropout
+from graphopt.ir.ops.values import format_bytes, storage_bytes
+from graphopt.ir.program import Phase, Policy, Program, info
+from graphopt.rewriting.memory.rematerialize import Rematerialized, rematerialize
+from graphopt.rewriting.memory.replay import can_recompute
+from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
 
 __all__ = ["Recompute"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from graphopt.analysis.structure import Candidate
+from graphopt.analysis.dominators import Candidate
 from graphopt.errors import GraphoptError
-from graphopt.pipeline import Changed, Numerics, Pass, PassStage, find_pass
-from graphopt.program import Phase, Program, info
+from graphopt.ir.program import Phase, Program, info
+from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage, find_pass
 
 __all__ = ["RecomputeEvenly"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from graphopt.pipeline import Changed, Numerics, Pass, PassStage
-from graphopt.precision.options import LossScaleOptions
-from graphopt.precision.scaling import LossScaling, check_and_update, scale_backward
-from graphopt.program import Program
+from graphopt.ir.program import Program
+from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
+from graphopt.rewriting.precision.options import LossScaleOptions
+from graphopt.rewriting.precision.scaling import LossScaling, check_and_update, scale_backward
 
 __all__ = ["ScaleLoss"]
 
@@ -21,7 +21,7 @@ class ScaleLoss(LossScaleOptions, Pass):
     In a whole step all of it is part of the program, and nothing in it waits for the host: backward starts from the
     scale, the gradients that the update reads are unscaled and checked once, behind accumulation, a bad step leaves
     parameters, optimizer state and step counts as they are, and the scale is updated, by the rules of
-    ``torch.amp.GradScaler`` (``graphopt.precision.scaling.LossScaling`` has them, and where they differ).
+    ``torch.amp.GradScaler`` (``graphopt.rewriting.precision.scaling.LossScaling`` has them, and where they differ).
 
     In a drop-in model the tangents of the outputs are scaled and gradients unscaled, and ``graphopt.scaler(model)``
     does the rest in the user's loop. What the user computes behind the model is not scaled: a model whose outputs are

@@ -9,14 +9,14 @@ from typing import ClassVar, final
 import torch
 
 from graphopt.errors import GraphoptError
-from graphopt.exchange.dissolve import Reduction, agree_on_skipping, one_group, reductions
-from graphopt.exchange.reduce import final_gradients
-from graphopt.exchange.sharded import agree_on_norms, gather_parameters, scatter_gradients
-from graphopt.groups import Group, find_group
-from graphopt.pipeline import Changed, Numerics, Pass, PassStage
-from graphopt.program import Phase, Program, info
-from graphopt.shards import Shards, shard_of
-from graphopt.values import format_bytes, storage_bytes
+from graphopt.ir.ops.groups import Group, find_group
+from graphopt.ir.ops.values import format_bytes, storage_bytes
+from graphopt.ir.program import Phase, Program, info
+from graphopt.rewriting.distributed.all_reduce import final_gradients
+from graphopt.rewriting.distributed.remove_all_reduce import Reduction, agree_on_skipping, one_group, reductions
+from graphopt.rewriting.distributed.sharded_update import agree_on_norms, gather_parameters, scatter_gradients
+from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
+from graphopt.rewriting.shards import Shards, shard_of
 
 __all__ = ["ShardOptimizer"]
 
@@ -37,9 +37,9 @@ class ShardOptimizer(Pass):
 
     ``optimizer.state`` holds flat shards, so each rank has to save its own ``optimizer.state_dict()``, and loads it
     again; a state that is whole is cut where it is loaded before the first step. For another number of ranks
-    ``graphopt.exchange.shards`` puts shards together and divides them. Under loss scaling all ranks skip a step where
-    one has to; ``ClipGradients`` takes the norm over all ranks. Optimizers have to work element by element: SGD, Adam,
-    AdamW, Adagrad, RMSprop and their like.
+    ``graphopt.rewriting.distributed.sharded_state`` puts shards together and divides them. Under loss scaling all ranks
+    skip a step where one has to; ``ClipGradients`` takes the norm over all ranks. Optimizers have to work element by
+    element: SGD, Adam, AdamW, Adagrad, RMSprop and their like.
 
     Rajbhandari, Rasley, Ruwase and He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020
     (arXiv 1910.02054).

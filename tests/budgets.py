@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from graphopt import Program
-from graphopt.budget import BudgetError
 from graphopt.passes import FitMemory
+from graphopt.rewriting.memory.budget import BudgetError
 from tests.fitting import applied, attempt
 from tests.support import Net
 

@@ -13,8 +13,8 @@ import graphopt
 from examples.models import GPT, GPTConfig, next_token_loss
 from graphopt import Pass, Phase, Pipeline, Program
 from graphopt.capture import CaptureSession
-from graphopt.precision.casts import is_cast
-from graphopt.program import info
+from graphopt.ir.program import info
+from graphopt.rewriting.precision.casts import is_cast
 from graphopt.runtime.rewrite import Rewritten, rewrite
 from tests.support import Loss, identical, mean_square, results
 from tests.zoo import ZOO, own_loss

@@ -11,10 +11,11 @@ from typing import Any, ClassVar, final
 import pytest
 import torch
 
-from graphopt import Changed, Pass, Phase, Program, pipeline
-from graphopt.cli import main
-from graphopt.pipeline import Numerics
-from graphopt.program import OutputSpec, Stage
+from graphopt import Changed, Pass, Phase, Program
+from graphopt.cli.main import main
+from graphopt.ir.program import OutputSpec, Stage
+from graphopt.rewriting import pipeline
+from graphopt.rewriting.pipeline import Numerics
 
 FILE = Path(__file__).parent / "targets.py"
 RECOMPUTE = "recompute{checkpoints=blocks.*}"

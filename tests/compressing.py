@@ -7,8 +7,8 @@ import logging
 from torch import nn
 import graphopt
 from graphopt import GraphoptError
-from graphopt.exchange import scattered
-from graphopt.ops.selection import select
+from graphopt.rewriting.distributed import scattered
+from graphopt.ir.ops.selection import select
 from graphopt.passes import DataParallel, DeepGradientCompression, FuseUpdate, MixedPrecision, Recompute, ScaleLoss
 
 NAME = "deep-gradient-compression"

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from graphopt import Phase, Program
-from graphopt.analysis.cost import DeviceProfile
+from graphopt.analysis.costs.cost import DeviceProfile
 from tests.support import captured
 
 TOY = DeviceProfile(

@@ -8,9 +8,9 @@ from torch import nn
 
 import graphopt
 from graphopt import Pass, Pipeline, Program
-from graphopt.exchange.link import Link
-from graphopt.exchange.volume import Gradient
-from graphopt.exchange.workload import Rates, Workload
+from graphopt.rewriting.distributed.prediction.link import Link
+from graphopt.rewriting.distributed.prediction.volume import Gradient
+from graphopt.rewriting.distributed.prediction.workload import Rates, Workload
 from tests.support import mean_square
 
 CPU = torch.device("cpu")

@@ -18,10 +18,10 @@ from torch import nn
 import graphopt
 from graphopt import Changed, Pass, Phase, Program
 from graphopt.errors import RankError
-from graphopt.exchange import choice
-from graphopt.ops.collectives import ALL_REDUCE
+from graphopt.ir.ops.collectives import ALL_REDUCE
 from graphopt.passes import DataParallel, DeepGradientCompression
-from graphopt.pipeline import Numerics, PassStage
+from graphopt.rewriting.distributed import sparse_or_dense as choice
+from graphopt.rewriting.pipeline import Numerics, PassStage
 from tests.forking import end, start
 
 _step = 0

@@ -14,15 +14,14 @@ from torch import fx, nn
 
 import graphopt
 from graphopt import Changed, Phase, Pipeline, Program, measure_peak
-from graphopt import fitting as fitting_module
-from graphopt.analysis.cost import cost_report
-from graphopt.fitting import Fitted, Fitting
-from graphopt.ops import schema
-from graphopt.pipeline import Pass, PassRecord, PassStage
+from graphopt.analysis.costs.cost import cost_report
+from graphopt.ir.ops import schema, transfers
 from graphopt.planning import Problem, Simulated
 from graphopt.planning.frontier import Frontier
-from graphopt.rerun import Again, rerun
-from graphopt.runtime import transfers
+from graphopt.rewriting.memory import fit as fitting_module
+from graphopt.rewriting.memory.fit import Fitted, Fitting
+from graphopt.rewriting.memory.recompute_plan import Again, rerun
+from graphopt.rewriting.pipeline import Pass, PassRecord, PassStage
 from tests.support import Loss, MakeOptimizer, Net, Plain, copied, mean_square
 
 MOST_STEPS = 1500

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graphopt import Program
-from graphopt.program import info, set_info
+from graphopt.ir.program import info, set_info
 from tests.support import captured
 
 ATTACK = "</script><img src=x onerror=alert(1)><script>alert(2)</script>]]>"

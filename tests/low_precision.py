@@ -10,10 +10,10 @@ from torch import fx, nn
 
 from graphopt import Changed, GraphoptError, Pass, Phase, Program
 from graphopt.capture import CaptureSession
-from graphopt.ops import schema
-from graphopt.pipeline import Numerics
-from graphopt.precision.trial import Trial
-from graphopt.program import Stage, info
+from graphopt.ir.ops import schema
+from graphopt.ir.program import Stage, info
+from graphopt.rewriting.pipeline import Numerics
+from graphopt.runtime.comparison.trial import Trial
 
 
 @final

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from graphopt import Program
+from graphopt.ir.program import info
 from graphopt.passes import Offload
-from graphopt.program import info
 from tests.fitting import calls, held_bytes
 from tests.support import Net
 

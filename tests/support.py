@@ -14,11 +14,11 @@ from torch import nn
 
 import graphopt
 from graphopt import Changed, Pass, Phase, Pipeline, Program
-from graphopt.capture.structure import flatten
-from graphopt.ops import schema
+from graphopt.capture.flatten import flatten
+from graphopt.ir.ops import schema
+from graphopt.ir.program import OutputSpec, Stage, info
 from graphopt.passes import Recompute
-from graphopt.pipeline import Numerics
-from graphopt.program import OutputSpec, Stage, info
+from graphopt.rewriting.pipeline import Numerics
 from graphopt.runtime.binding import Binding
 
 Loss = Callable[..., torch.Tensor]

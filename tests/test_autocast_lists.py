@@ -13,8 +13,8 @@ from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists
 import graphopt
 from graphopt import _torch
 from graphopt.passes import MixedPrecision
-from graphopt.precision import autocast_lists
-from graphopt.precision.policy import Autocast, Treatment
+from graphopt.rewriting.precision import autocast_lists
+from graphopt.rewriting.precision.autocast_rules import Autocast, Treatment
 from tests.support import identical
 
 FORWARD_ONLY = ("_addmm_activation", "_native_multi_head_attention")

@@ -13,8 +13,8 @@ from graphopt import Pass, Pipeline
 from graphopt.errors import PipelineError
 from graphopt.passes import Recompute
 from graphopt.passes.mixed_precision import MixedPrecision
-from graphopt.precision.bisect import deniable, denying, precision_pass, smallest_denied
-from graphopt.precision.trial import Outcome, Trial
+from graphopt.runtime.comparison.bisect import deniable, denying, precision_pass, smallest_denied
+from graphopt.runtime.comparison.trial import Outcome, Trial
 from tests.low_precision import LowLinear, overflowing, trial, unfit
 from tests.support import mean_square
 from tests.targets import Small

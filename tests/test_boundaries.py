@@ -12,9 +12,9 @@ from torch import nn
 
 import graphopt
 from graphopt import GraphoptError, Pipeline, Program
-from graphopt.ops import boundary, schema
+from graphopt.ir.ops import boundary, schema
+from graphopt.ir.program import info
 from graphopt.passes import CheckpointBoundaries, Offload, Recompute
-from graphopt.program import info
 from tests.support import (
     Blocks,
     Net,
@@ -116,7 +116,7 @@ def test_times_of_a_whole_step(model: nn.Module) -> None:
     rows = boundary.timings().intervals
     assert [(row.name, row.calls) for row in rows] == [(name, 3) for name in NAMES]
     assert all(row.seconds > 0 for row in rows)
-    assert step.records[1].changed.lines == ("graphopt.ops.boundary.timings() has the times",)
+    assert step.records[1].changed.lines == ("graphopt.ir.ops.boundary.timings() has the times",)
 
 
 def test_marks_of_checkpoints_that_are_moved(plain: Program, model: nn.Module) -> None:
@@ -168,7 +168,7 @@ def test_the_op_returns_what_it_is_given(plain: Program) -> None:
 
 def test_intervals_end_where_the_next_begins() -> None:
     x = torch.zeros(1)
-    with mock.patch("graphopt.ops.boundary.time.perf_counter", side_effect=[1.0, 3.0, 3.5, 10.0, 12.0, 20.0]):
+    with mock.patch("graphopt.ir.ops.boundary.time.perf_counter", side_effect=[1.0, 3.0, 3.5, 10.0, 12.0, 20.0]):
         for name in ("a", "b", "a", "", "b", ""):
             MARK(x, name, False, True)
     assert boundary.timings().intervals == (boundary.Interval("a", 2, 8.5), boundary.Interval("b", 2, 8.5))

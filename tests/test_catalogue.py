@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from graphopt.report.catalogue import passes_json, passes_text
+from graphopt.report.text.pass_table import passes_json, passes_text
 from tests.command import Idle, Nothing
 
 

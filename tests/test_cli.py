@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import graphopt
-from graphopt import Program, pipeline
+from graphopt import Program
+from graphopt.rewriting import pipeline
 from tests.command import FILE, RECOMPUTE, Command, Double, install, target
 
 
@@ -322,7 +323,7 @@ def test_python_m_graphopt_imports_modules_of_the_working_directory(tmp_path: Pa
     package = tmp_path / "shop"
     package.mkdir()
     (package / "targets.py").write_text(FILE.read_text(encoding="utf-8"), encoding="utf-8")
-    script = "import sys; sys.path.remove(''); from graphopt.cli import main; sys.exit(main(sys.argv[1:]))"
+    script = "import sys; sys.path.remove(''); from graphopt.cli.main import main; sys.exit(main(sys.argv[1:]))"
     for command in (["-m", "graphopt"], ["-c", script]):
         done = subprocess.run(
             [sys.executable, *command, "tensors", "shop.targets:plain", "blocks.1", "--json"],

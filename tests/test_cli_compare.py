@@ -8,7 +8,7 @@ from expecttest import assert_expected_inline
 
 from graphopt.passes import Recompute
 from graphopt.passes.mixed_precision import MixedPrecision
-from graphopt.precision.trial import Trial
+from graphopt.runtime.comparison.trial import Trial
 from tests.command import Command, Idle, install, target
 from tests.low_precision import LowLinear
 
@@ -200,7 +200,7 @@ def test_bisection_without_a_pass_that_can_deny(run: Command) -> None:
 
 
 def test_bisection_that_cannot_succeed(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphopt.commands.compare.deniable", lambda *_: ["layers.0"])
+    monkeypatch.setattr("graphopt.cli.compare.deniable", lambda *_: ["layers.0"])
     outcome = run("compare", low("unfit"), "-p", LOW, "--bisect", "0.001")
     assert (outcome.code, outcome.out) == (1, "")
     assert "with all that can be denied (1 by module) the relative error of 'loss' is still inf" in outcome.err

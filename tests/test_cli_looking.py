@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from graphopt.commands.output import JSON_SCHEMA
-from graphopt.values import format_bytes
+from graphopt.cli.output import JSON_SCHEMA
+from graphopt.ir.ops.values import format_bytes
 from tests.command import RECOMPUTE, Command, target
 
 SVG = "{http://www.w3.org/2000/svg}"

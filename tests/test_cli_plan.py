@@ -18,19 +18,20 @@ import torch
 from torch import nn
 
 import graphopt
-from graphopt import Changed, Pass, Program, pipeline
-from graphopt.analysis.cost import PROFILES, cost_report
-from graphopt.analysis.problem import PlanningProblem
+from graphopt import Changed, Pass, Program
+from graphopt.analysis.costs.cost import PROFILES, cost_report
 from graphopt.capture import CaptureSession
-from graphopt.commands import plan as plan_command
-from graphopt.fitting import Fitting
-from graphopt.moving import host_lanes
+from graphopt.cli import plan as plan_command
+from graphopt.cli.target import load_target
 from graphopt.passes import FitMemory
-from graphopt.pipeline import Numerics, PassStage, Pipeline
+from graphopt.planning.local_search import Explorer
 from graphopt.planning.offloading import Lanes
-from graphopt.planning.search import Explorer
+from graphopt.rewriting import pipeline
+from graphopt.rewriting.memory.fit import Fitting
+from graphopt.rewriting.memory.planning_problem import PlanningProblem
+from graphopt.rewriting.memory.transfer_insertion import host_lanes
+from graphopt.rewriting.pipeline import Numerics, PassStage, Pipeline
 from graphopt.runtime.rewrite import rewrite
-from graphopt.targets import load_target
 from tests.command import RECOMPUTE, Command, Outcome, install, target
 from tests.test_terminal import Terminal
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import graphopt
 from graphopt import GraphoptError, Phase, Pipeline
-from graphopt.ops import schema
+from graphopt.ir.ops import schema
 from graphopt.passes import ClipGradients, FuseUpdate, Recompute, ScaleLoss
 from tests.scaling import Fragile, batches, loss_of
 from tests.scaling import eager as eager_scaled

@@ -11,12 +11,18 @@ from torch import nn
 
 import graphopt
 from graphopt import GraphoptError, Pass, Pipeline, Program
+from graphopt.ir.program import InputSpec, NodeInfo, Phase, set_info
 from graphopt.passes import Recompute
 from graphopt.passes.scale_loss import ScaleLoss
-from graphopt.precision.compare import Comparison, TensorError, compare_programs, tensor_error, within_tolerance
-from graphopt.precision.lockstep import Pair, matched, paired_values
-from graphopt.precision.trial import Trial
-from graphopt.program import InputSpec, NodeInfo, Phase, set_info
+from graphopt.runtime.comparison.lockstep import Pair, matched, paired_values
+from graphopt.runtime.comparison.tensor_errors import (
+    Comparison,
+    TensorError,
+    compare_programs,
+    tensor_error,
+    within_tolerance,
+)
+from graphopt.runtime.comparison.trial import Trial
 from tests.low_precision import Chain, LowLinear, chain, mean, overflowing, trial
 from tests.support import OPTIMIZERS, Blocks, mean_square, next_token
 from tests.targets import Small
@@ -86,7 +92,7 @@ def test_large_tensors_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) ->
     before = torch.rand(17, 5)
     after = before.bfloat16()
     whole = row(before, after)
-    monkeypatch.setattr("graphopt.precision.compare._CHUNK", 4)
+    monkeypatch.setattr("graphopt.runtime.comparison.tensor_errors._CHUNK", 4)
     parts = row(before, after)
     assert parts.max_error == whole.max_error
     assert parts.relative_error == pytest.approx(whole.relative_error)
@@ -321,7 +327,7 @@ def test_runs_end_at_the_first_tensor_beyond_the_tolerance(monkeypatch: pytest.M
 
     found = trial(overflowing())
     low = found.rewrite(Pipeline([LowLinear(dtype="float16")])).program
-    monkeypatch.setattr("graphopt.precision.compare.tensor_error", watched)
+    monkeypatch.setattr("graphopt.runtime.comparison.tensor_errors.tensor_error", watched)
     state = torch.get_rng_state()
     assert not within_tolerance(found.original.program, low, found._both(low), 0.1)
     assert seen == ["layers.0", "layers.1", "layers.2"]

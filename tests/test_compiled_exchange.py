@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import fx
 
-from graphopt.ops.collectives import ALL_REDUCE, BROADCAST, WAIT
-from graphopt.runtime.functional import write_nothing
+from graphopt.ir.ops.collectives import ALL_REDUCE, BROADCAST, WAIT
+from graphopt.runtime.compile.functional import write_nothing
 from tests.ranks import run_ranks
 
 SCRIPT = """

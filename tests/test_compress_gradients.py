@@ -16,16 +16,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphopt
 from graphopt import GraphoptError, PassError, Pipeline, PipelineError, Program
-from graphopt.clock import Clock
-from graphopt.exchange.lowrank import Factors, Settings, factors_of
-from graphopt.ops import powersgd
-from graphopt.ops.collectives import ALL_REDUCE
+from graphopt.ir.ops import low_rank as powersgd
+from graphopt.ir.ops.collectives import ALL_REDUCE
+from graphopt.ir.ops.values import storage_bytes
+from graphopt.ir.program import info
 from graphopt.passes import ClipGradients, DataParallel, LocalSGD, ScaleLoss
 from graphopt.passes.compress_gradients import CompressGradients
-from graphopt.pipeline import find_pass
-from graphopt.program import info
-from graphopt.spec import parse_passes
-from graphopt.values import storage_bytes
+from graphopt.rewriting.clock import Clock
+from graphopt.rewriting.distributed.low_rank_exchange import Factors, Settings, factors_of
+from graphopt.rewriting.pipeline import find_pass
+from graphopt.rewriting.spec import parse_passes
 from tests.ranks import run_ranks
 
 FACTORS = CompressGradients("powersgd", start_step=0)

@@ -21,7 +21,7 @@ from graphopt.passes import (
     Recompute,
     RecomputeEvenly,
 )
-from graphopt.passes.configs import from_deepspeed, from_paddle
+from graphopt.rewriting.configs import from_deepspeed, from_paddle
 from tests.support import Net, assert_same_training, captured, mean_square
 
 ALL = {

@@ -10,12 +10,12 @@ from torch import nn
 
 import graphopt
 from graphopt import Pipeline, Program
-from graphopt.groups import Group
-from graphopt.ops import contiguous, schema
+from graphopt.ir.ops import contiguous, schema
+from graphopt.ir.ops.groups import Group
+from graphopt.ir.program import Phase, Policy, info
+from graphopt.ir.verify import verify
 from graphopt.passes import CheckpointBoundaries, ContiguousCheckpoints, Offload, PartitionCheckpoints, Recompute
 from graphopt.passes.partition_checkpoints import _insert
-from graphopt.program import Phase, Policy, info
-from graphopt.verify import verify
 from tests.fitting import applied, calls, drop_in_peak, step_peaks, structure
 from tests.support import (
     OPTIMIZERS,

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphopt.planning.copies import Copy, Window, schedule_copies
+from graphopt.planning.local_search import Lives
 from graphopt.planning.offloading import Lanes, moved_away
 from graphopt.planning.schedule import Scheduler
-from graphopt.planning.search import Lives
-from graphopt.planning.transfers import Copy, Window, schedule_copies
 from tests.planning_graphs import seeded_problem
 
 

@@ -13,10 +13,10 @@ import torch
 
 import graphopt
 from graphopt import GraphoptError, Phase, Program
-from graphopt.analysis import cost
-from graphopt.analysis.cost import CostReport, cost_report, op_seconds
-from graphopt.analysis.running import call_key
-from graphopt.ops import schema
+from graphopt.analysis.costs import cost
+from graphopt.analysis.costs.cost import CostReport, cost_report, op_seconds
+from graphopt.analysis.costs.isolated_call import call_key
+from graphopt.ir.ops import schema
 from graphopt.passes import Recompute
 from tests.costs import TOY, call, kept, small_program, use_folder
 from tests.support import Blocks, captured, next_token, rewritten

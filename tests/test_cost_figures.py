@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from graphopt import GraphoptError, Program
-from graphopt.analysis.cost import (
+from graphopt.analysis.costs.cost import (
     EFFICIENCY,
     PROFILES,
     DeviceProfile,

@@ -15,9 +15,9 @@ from torch.export import Dim
 
 import graphopt
 from graphopt import Program
-from graphopt.analysis.cost import DeviceProfile, flops_of, moved_bytes, op_seconds
-from graphopt.analysis.running import call_key
-from graphopt.ops import schema
+from graphopt.analysis.costs.cost import DeviceProfile, flops_of, moved_bytes, op_seconds
+from graphopt.analysis.costs.isolated_call import call_key
+from graphopt.ir.ops import schema
 from graphopt.passes import Recompute
 from tests.costs import TOY, call, small_program, use_folder
 from tests.support import Blocks, Net, captured, mean_square, next_token, rewritten

@@ -17,10 +17,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import graphopt
 from examples.models import ResNet50
 from graphopt import GraphoptError, Pipeline, Program
-from graphopt.exchange.buckets import Item, pack
-from graphopt.ops.collectives import ALL_REDUCE, BROADCAST, WAIT
+from graphopt.ir.ops.collectives import ALL_REDUCE, BROADCAST, WAIT
+from graphopt.ir.program import Phase, info
 from graphopt.passes import DataParallel, FuseUpdate, Recompute
-from graphopt.program import Phase, info
+from graphopt.rewriting.distributed.buckets import Item, pack
 from tests.ranks import run_ranks
 
 SMALL = DataParallel(bucket_mb=0.01, first_bucket_mb=0.001)

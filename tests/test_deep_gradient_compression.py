@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphopt
 from graphopt import GraphoptError, Pipeline, Program
-from graphopt.clock import Clock
-from graphopt.exchange.rampup import Rampup
-from graphopt.ops.collectives import ALL_GATHER, ALL_REDUCE
-from graphopt.ops.sparse import packed_bytes
+from graphopt.ir.ops.collectives import ALL_GATHER, ALL_REDUCE
+from graphopt.ir.ops.sparse import packed_bytes
 from graphopt.passes import DataParallel, DeepGradientCompression
-from graphopt.pipeline import Changed
-from graphopt.runtime.agreement import collective_plan
+from graphopt.rewriting.clock import Clock
+from graphopt.rewriting.distributed.sparsity_schedule import Rampup
+from graphopt.rewriting.pipeline import Changed
+from graphopt.runtime.ranks.agreement import collective_plan
 
 NAME = "deep-gradient-compression"
 PUBLISHED = (0.75, 0.9375, 0.984375, 0.996, 0.999)

@@ -16,21 +16,21 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphopt
 from graphopt import GraphoptError, Pipeline, Program
-from graphopt.exchange import choice
-from graphopt.exchange.choice import Speeds
-from graphopt.exchange.compressing import Sparse
-from graphopt.exchange.link import Link
-from graphopt.exchange.measure import measure_link
-from graphopt.exchange.predict import predict_workload
-from graphopt.exchange.scattered import few_enough
-from graphopt.exchange.sparse import WIRE_DTYPES, entries
-from graphopt.exchange.volume import all_reduce
-from graphopt.exchange.ways import Dense
-from graphopt.exchange.workload import Rates
-from graphopt.groups import Group, find_group
-from graphopt.ops.sparse import packed_bytes
+from graphopt.ir.ops.groups import Group, find_group
+from graphopt.ir.ops.sparse import packed_bytes
 from graphopt.passes import DataParallel, DeepGradientCompression
-from graphopt.pipeline import Changed
+from graphopt.rewriting.distributed import sparse_or_dense as choice
+from graphopt.rewriting.distributed.prediction.compressed import Sparse
+from graphopt.rewriting.distributed.prediction.link import Link
+from graphopt.rewriting.distributed.prediction.measured_link import measure_link
+from graphopt.rewriting.distributed.prediction.predict import predict_workload
+from graphopt.rewriting.distributed.prediction.strategies import Dense
+from graphopt.rewriting.distributed.prediction.volume import all_reduce
+from graphopt.rewriting.distributed.prediction.workload import Rates
+from graphopt.rewriting.distributed.sparse_exchange import WIRE_DTYPES, entries
+from graphopt.rewriting.distributed.sparse_or_dense import Speeds
+from graphopt.rewriting.distributed.sparse_update import few_enough
+from graphopt.rewriting.pipeline import Changed
 from tests.exchanging import CPU, workload
 from tests.support import mean_square
 
@@ -232,7 +232,7 @@ def test_what_work_costs_is_measured_once_for_a_group(
 
 @pytest.mark.usefixtures("four_ranks")
 def test_costs_that_are_measured_here_are_sensible(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphopt.exchange.workload._SELECTED_FROM", 2**16)
+    monkeypatch.setattr("graphopt.rewriting.distributed.prediction.workload._SELECTED_FROM", 2**16)
     found = choice.speeds_of(find_group(""), CPU, "1Gbit", {})
     assert found.bandwidth == 1.25e8
     assert not found.measured
@@ -258,7 +258,7 @@ def test_a_link_is_measured_as_it_is(bandwidth: float, latency: float, ranks: in
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_backend", lambda group: "gloo")
         patch.setattr(dist, "all_reduce", network.all_reduce)
-        patch.setattr("graphopt.exchange.measure.time.perf_counter", lambda: network.now)
+        patch.setattr("graphopt.rewriting.distributed.prediction.measured_link.time.perf_counter", lambda: network.now)
         found = measure_link(Group("0", 0, ranks, None), CPU)
     assert found.bandwidth == pytest.approx(bandwidth, rel=1e-3)
     assert found.latency == pytest.approx(latency, abs=4 / bandwidth + 1e-9)

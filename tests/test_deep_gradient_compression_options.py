@@ -16,8 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import graphopt
 from graphopt import GraphoptError, Pipeline, PipelineError, Program
 from graphopt.passes import AdaptiveLocalSGD, ClipGradients, DataParallel, DeepGradientCompression, LocalSGD
-from graphopt.pipeline import find_pass
-from graphopt.spec import parse_passes
+from graphopt.rewriting.pipeline import find_pass
+from graphopt.rewriting.spec import parse_passes
 
 # --- options ---------------------------------------------------------------------------------------------------------
 

@@ -16,9 +16,9 @@ SAY = "\nsay(said)\n"
 MEASURED = """
 # what is measured: links, and the costs of work, which differ from rank to rank
 from dataclasses import astuple
-from graphopt.exchange import choice
-from graphopt.exchange.measure import measure_link
-from graphopt.groups import find_group
+from graphopt.rewriting.distributed import choice
+from graphopt.rewriting.distributed.prediction.measured_link import measure_link
+from graphopt.ir.ops.groups import find_group
 
 counted, reduce = [], dist.all_reduce
 def counting(tensor, *arguments, **options):

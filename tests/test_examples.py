@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import graphopt
-from graphopt.precision.devices import fast_dtype
-from graphopt.targets import load_target
+from graphopt.cli.target import load_target
+from graphopt.rewriting.precision.devices import fast_dtype
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 GPT = ["--steps", "3", "--batch", "2", "--context", "16", "--layers", "2", "--d", "16", "--heads", "2"]

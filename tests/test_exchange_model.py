@@ -20,13 +20,23 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphopt
 from graphopt import GraphoptError, Pipeline, Program
-from graphopt.exchange import workload as workload_module
-from graphopt.exchange.advice import MOST_RANKS, SHARE, faster_below, faster_up_to, plan_exchange
-from graphopt.exchange.compressing import LowRank, Sparse
-from graphopt.exchange.link import Link, format_bandwidth, parse_bandwidth, parse_latency
-from graphopt.exchange.predict import WAYS, Prediction, predict, predict_workload
-from graphopt.exchange.timeline import Message, simulate
-from graphopt.exchange.volume import (
+from graphopt.ir.ops.sparse import packed_bytes
+from graphopt.passes import DataParallel, DeepGradientCompression, LocalSGD
+from graphopt.passes.compress_gradients import CompressGradients
+from graphopt.rewriting.distributed.prediction import workload as workload_module
+from graphopt.rewriting.distributed.prediction.advice import (
+    MOST_RANKS,
+    SHARE,
+    faster_below,
+    faster_up_to,
+    plan_exchange,
+)
+from graphopt.rewriting.distributed.prediction.compressed import LowRank, Sparse
+from graphopt.rewriting.distributed.prediction.link import Link, format_bandwidth, parse_bandwidth, parse_latency
+from graphopt.rewriting.distributed.prediction.predict import WAYS, Prediction, predict, predict_workload
+from graphopt.rewriting.distributed.prediction.step_timeline import Message, simulate
+from graphopt.rewriting.distributed.prediction.strategies import Dense, Local, Sharded, Way
+from graphopt.rewriting.distributed.prediction.volume import (
     Volume,
     all_gather,
     all_reduce,
@@ -35,12 +45,8 @@ from graphopt.exchange.volume import (
     pays_sparse,
     reduce_scatter,
 )
-from graphopt.exchange.ways import Dense, Local, Sharded, Way
-from graphopt.exchange.workload import Rates, Workload, workload_of
-from graphopt.ops.sparse import packed_bytes
-from graphopt.passes import DataParallel, DeepGradientCompression, LocalSGD
-from graphopt.passes.compress_gradients import CompressGradients
-from graphopt.runtime.agreement import collective_plan
+from graphopt.rewriting.distributed.prediction.workload import Rates, Workload, workload_of
+from graphopt.runtime.ranks.agreement import collective_plan
 from tests.costs import use_folder
 from tests.exchanging import CPU, gradient, links, plain_step, step_with, wide, workload, workloads
 from tests.support import captured
@@ -300,7 +306,7 @@ def test_gradients_are_ready_as_backward_makes_them() -> None:
 
 
 def graphopt_seconds(program: Program) -> list[float]:
-    from graphopt.analysis.cost import PROFILES, op_seconds
+    from graphopt.analysis.costs.cost import PROFILES, op_seconds
 
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     return op_seconds(calls, method="roofline", profile=PROFILES[COST])

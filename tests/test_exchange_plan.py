@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from graphopt.exchange.advice import plan_exchange
-from graphopt.exchange.link import Link
-from graphopt.exchange.workload import Rates, workload_of
-from graphopt.report.exchange import exchange_json, exchange_text
+from graphopt.report.text.exchange_table import exchange_json, exchange_text
+from graphopt.rewriting.distributed.prediction.advice import plan_exchange
+from graphopt.rewriting.distributed.prediction.link import Link
+from graphopt.rewriting.distributed.prediction.workload import Rates, workload_of
 from tests.command import RECOMPUTE, Command, Outcome, target
 from tests.exchanging import plain_step, wide, workload
 from tests.support import mean_square

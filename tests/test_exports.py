@@ -16,12 +16,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphopt
 from graphopt import GraphoptError, Pipeline, Program
-from graphopt.analysis.cost import cost_report
-from graphopt.ops import schema
+from graphopt.analysis.costs.cost import cost_report
+from graphopt.ir.ops import schema
+from graphopt.ir.program import info
 from graphopt.passes import DataParallel, Recompute
-from graphopt.program import info
-from graphopt.report.exports import EXPORTS, export
-from graphopt.report.perfetto import LANES, to_perfetto
+from graphopt.report.formats.exports import EXPORTS, export
+from graphopt.report.formats.perfetto import LANES, to_perfetto
 from tests.hostile import ATTACK, LONG, TURNED, hostile
 from tests.offloading import ROWS, layers, off
 from tests.support import captured, mean_square
@@ -87,7 +87,7 @@ def test_one_slice_for_each_call_as_long_as_the_cost_model_says(stepping: Progra
     trace = to_perfetto(stepping, cost=COST)
     found = of(trace, "X")
     assert [event["args"]["node"] for event in found] == [node.name for node in calls(stepping)]
-    costs = graphopt.budget.costs_of(stepping.memory(), COST)
+    costs = graphopt.rewriting.memory.budget.costs_of(stepping.memory(), COST)
     assert [event["dur"] for event in found] == [round(seconds * 1e6, 3) for seconds in costs.seconds]
     for event, node in zip(found, calls(stepping), strict=True):
         known = info(node)
@@ -160,9 +160,9 @@ def test_arrows_go_from_what_is_started_to_what_waits(exchanging: Program, offlo
 
 def test_seconds_can_be_given_and_have_to_fit(stepping: Program) -> None:
     nodes = stepping.memory().nodes
-    costs = cost_report(nodes, method="roofline", profile=graphopt.analysis.cost.PROFILES[COST])
+    costs = cost_report(nodes, method="roofline", profile=graphopt.analysis.costs.cost.PROFILES[COST])
     assert to_perfetto(stepping, costs=costs)["traceEvents"] == to_perfetto(stepping, cost=COST)["traceEvents"]
-    fewer = cost_report(nodes[:-1], method="roofline", profile=graphopt.analysis.cost.PROFILES[COST])
+    fewer = cost_report(nodes[:-1], method="roofline", profile=graphopt.analysis.costs.cost.PROFILES[COST])
     with pytest.raises(GraphoptError, match=f"seconds of {len(nodes) - 1} calls, and the program has {len(nodes)}"):
         to_perfetto(stepping, costs=fewer)
     with pytest.raises(GraphoptError, match=r"no cost model 'a100'"):

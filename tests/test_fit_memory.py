@@ -18,17 +18,17 @@ from torch import nn
 
 import graphopt
 from graphopt import Phase, Program
-from graphopt.analysis import cost
-from graphopt.budget import costs_of, infeasible
-from graphopt.fitting import Fitted, Fitting
-from graphopt.moving import host_lanes
+from graphopt.analysis.costs import cost
+from graphopt.ir.ops.values import format_bytes
+from graphopt.ir.program import OutputSpec, info
+from graphopt.ir.verify import verify
 from graphopt.passes import Recompute
 from graphopt.planning import Simulated
-from graphopt.program import OutputSpec, info
-from graphopt.report.frontier import frontier_report
-from graphopt.report.plan import summary_lines
-from graphopt.values import format_bytes
-from graphopt.verify import verify
+from graphopt.report.text.frontier_table import frontier_report
+from graphopt.rewriting.memory.budget import costs_of, infeasible
+from graphopt.rewriting.memory.fit import Fitted, Fitting
+from graphopt.rewriting.memory.summary import summary_lines
+from graphopt.rewriting.memory.transfer_insertion import host_lanes
 from tests.budgets import IMAGES, ROWS, TOKENS, budgets_of, conv, fit, smallest_of
 from tests.fitting import applied, drop_in_peak, frontiers_searched_once, step_peaks, wide
 from tests.support import (

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import graphopt
-from graphopt import moving
-from graphopt.ops import transfer
-from graphopt.runtime import transfers
+from graphopt.ir.ops import transfer, transfers
+from graphopt.rewriting.memory import transfer_insertion as moving
 from tests.budgets import fit
 from tests.fitting import applied, attempt, frontiers_searched_once, wide
 from tests.support import assert_same_training, captured, identical, mean_square, peaks, results

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 import graphopt
-from graphopt import GraphoptError, Pipeline, freememory
-from graphopt.analysis import cost
-from graphopt.budget import BudgetError
+from graphopt import GraphoptError, Pipeline
+from graphopt.analysis.costs import cost
 from graphopt.errors import PassError, PipelineError
 from graphopt.passes import FitMemory
+from graphopt.rewriting.memory import free_memory as freememory
+from graphopt.rewriting.memory.budget import BudgetError
 from tests.budgets import ROWS, fit, smallest_of
 from tests.fitting import applied, attempt, frontiers_searched_once, structure, told, wide
 from tests.support import Net, captured, peaks

@@ -15,12 +15,12 @@ from torch import fx, nn
 
 import graphopt
 from graphopt import Changed, Pass, PassError, Phase, Pipeline, Program, TrainStep, VerifyError
-from graphopt.analysis.problem import planning_problem
-from graphopt.ops import foreach, schema
+from graphopt.ir.ops import foreach, schema
+from graphopt.ir.program import Stage, info
+from graphopt.ir.verify import verify
 from graphopt.passes import FitMemory, FuseUpdate, Recompute
-from graphopt.program import Stage, info
-from graphopt.report.layout import lay_out
-from graphopt.verify import verify
+from graphopt.report.pictures.layout import lay_out
+from graphopt.rewriting.memory.planning_problem import planning_problem
 from tests.running import Compiler
 from tests.support import (
     Blocks,

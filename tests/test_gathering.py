@@ -10,14 +10,14 @@ from torch import fx, nn
 
 import graphopt
 from graphopt import Phase
-from graphopt.ops import schema
-from graphopt.ops.collectives import ALL_GATHER, ALL_REDUCE, WAIT
-from graphopt.runtime.functional import gather_one_at_a_time
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, WAIT
+from graphopt.runtime.compile.functional import gather_one_at_a_time
 from tests.ranks import run_ranks
 from tests.support import mean_square
 
 SCRIPT = """
-from graphopt.ops.collectives import ALL_GATHER, WAIT
+from graphopt.ir.ops.collectives import ALL_GATHER, WAIT
 
 group, wrong = dist.group.WORLD.group_name, 0
 for step in range(500):

@@ -14,10 +14,10 @@ from torch import nn
 
 import graphopt
 from graphopt import Changed, GraphoptError, Pass, Phase, Program
-from graphopt.held import Held
-from graphopt.pipeline import Numerics, PassStage
-from graphopt.program import InputSpec, info
-from graphopt.runtime.held import HeldStore
+from graphopt.ir.program import InputSpec, info
+from graphopt.ir.state import Held
+from graphopt.rewriting.pipeline import Numerics, PassStage
+from graphopt.runtime.state_store import HeldStore
 from tests.running import Compiler, X, network, same, sgd
 from tests.support import mean_square
 

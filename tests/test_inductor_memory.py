@@ -15,10 +15,10 @@ from torch import fx, nn
 
 import graphopt
 from graphopt import Program, _torch
-from graphopt.capture.structure import flatten
+from graphopt.capture.flatten import flatten
 from graphopt.passes import FitMemory, Offload, Recompute
-from graphopt.runtime import inductor
 from graphopt.runtime.binding import Binding
+from graphopt.runtime.compile import inductor
 from tests.support import Blocks, Net, identical, mean_square, next_token
 
 TOKENS = torch.randint(0, 11, (8, 64), generator=torch.Generator().manual_seed(0))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphopt import Program, measure_peak, optimize_step
-from graphopt.ops import schema
+from graphopt.ir.ops import schema
 from graphopt.passes import FuseUpdate
 from tests.fitting import wide
 from tests.support import OPTIMIZERS, mean_square

@@ -17,13 +17,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphopt
 from graphopt import GraphoptError, Pipeline, PipelineError
-from graphopt.clock import Clock
-from graphopt.exchange.local import LOCAL, SYNCHRONOUS
-from graphopt.ops.collectives import ALL_REDUCE, BROADCAST
+from graphopt.ir.ops.collectives import ALL_REDUCE, BROADCAST
+from graphopt.ir.program import info
 from graphopt.passes import AdaptiveLocalSGD, DataParallel, LocalSGD
-from graphopt.pipeline import find_pass
-from graphopt.program import info
-from graphopt.spec import parse_passes
+from graphopt.rewriting.clock import Clock
+from graphopt.rewriting.distributed.local_steps import LOCAL, SYNCHRONOUS
+from graphopt.rewriting.pipeline import find_pass
+from graphopt.rewriting.spec import parse_passes
 from tests.ranks import run_ranks
 
 # --- the schedule ----------------------------------------------------------------------------------------------------

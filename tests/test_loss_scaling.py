@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphopt import GraphoptError, Pipeline, PipelineError
-from graphopt.ops import scale as ops
+from graphopt.ir.ops import scale as ops
 from graphopt.passes import ScaleLoss
-from graphopt.precision.scaling import BAD, GOOD, SCALE, SKIPPED, LossScaling, counters
+from graphopt.rewriting.precision.scaling import BAD, GOOD, SCALE, SKIPPED, LossScaling, counters
 
 SMALLEST = 2.0**-126
 LEGACY = {"init_loss_scaling": 2.0**15, "incr_every_n_steps": 1000, "decr_every_n_nan_or_inf": 2, "incr_ratio": 2.0,

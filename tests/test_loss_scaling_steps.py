@@ -16,10 +16,10 @@ from torch import nn
 
 import graphopt
 from graphopt import GraphoptError, PassError, Phase, Pipeline, Program, TrainStep
-from graphopt.ops import schema
+from graphopt.ir.ops import schema
+from graphopt.ir.program import InputSpec, info
 from graphopt.passes import FitMemory, FuseUpdate, Offload, Recompute, ScaleLoss
-from graphopt.precision.scaling import FOUND_INF, GOOD, SCALE, SKIPPED, checked_gradients
-from graphopt.program import InputSpec, info
+from graphopt.rewriting.precision.scaling import FOUND_INF, GOOD, SCALE, SKIPPED, checked_gradients
 from tests.ranks import run_ranks
 from tests.running import Compiler
 from tests.scaling import NAMES, Fragile, batch, batches, eager, loss_of

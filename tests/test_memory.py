@@ -13,8 +13,8 @@ from torch import nn
 
 import graphopt
 from graphopt import GraphoptError, Pass, Pipeline, measure_peak
+from graphopt.ir.program import info
 from graphopt.passes import Recompute
-from graphopt.program import info
 from tests.running import gradients, network
 from tests.support import Blocks, Net, captured, mean_square, next_token, peaks, rewritten
 

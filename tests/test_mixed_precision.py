@@ -14,10 +14,10 @@ from torch import nn
 import graphopt
 from graphopt import Phase, Pipeline
 from graphopt.errors import GraphoptError, PassError
+from graphopt.ir.program import info
 from graphopt.passes import MixedPrecision
-from graphopt.precision import parameter_casts
-from graphopt.precision.casts import is_cast
-from graphopt.program import info
+from graphopt.rewriting.precision import parameter_casts
+from graphopt.rewriting.precision.casts import is_cast
 from tests.casting import (
     LOW,
     assert_same_as_under_autocast,

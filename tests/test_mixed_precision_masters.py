@@ -10,9 +10,9 @@ from torch import nn
 
 import graphopt
 from examples.models import GPT, GPTConfig, next_token_loss
+from graphopt.ir.program import Phase, info
 from graphopt.passes import ClipGradients, FuseUpdate, MixedPrecision, Recompute
-from graphopt.precision.masters import COPIES
-from graphopt.program import Phase, info
+from graphopt.rewriting.precision.master_weights import COPIES
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

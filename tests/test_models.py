@@ -14,8 +14,8 @@ from torch import nn
 
 import graphopt
 from graphopt import Pass, Phase, TrainStep
+from graphopt.ir.program import info
 from graphopt.passes import Recompute
-from graphopt.program import info
 from tests.support import Training, assert_same, identical, ops, results, train
 from tests.zoo import GROUPED, VOCABULARY, ZOO, Batch, Entry, own_loss
 

@@ -19,10 +19,10 @@ from torch import fx, nn
 
 import graphopt
 from graphopt import Pipeline, Program
+from graphopt.ir.ops.values import format_bytes
 from graphopt.passes import Recompute
 from graphopt.report.notebook import Frame, Records, records_html
 from graphopt.report.page import page_of_snapshots
-from graphopt.values import format_bytes
 from tests.hostile import ATTACK, LONG, assert_only_text, hostile
 from tests.support import captured, mean_square
 

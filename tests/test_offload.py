@@ -12,11 +12,10 @@ from torch import nn
 
 import graphopt
 from graphopt import Phase, Policy, measure_peak
-from graphopt.ops import schema, transfer
+from graphopt.ir.ops import schema, transfer, transfers
+from graphopt.ir.program import info
+from graphopt.ir.verify import verify
 from graphopt.passes import Offload, Recompute
-from graphopt.program import info
-from graphopt.runtime import transfers
-from graphopt.verify import verify
 from tests.fitting import applied, calls, step_peaks
 from tests.offloading import ROWS, layers, moved, nothing_held_afterwards, off
 from tests.support import OPTIMIZERS, Net, assert_same_training, captured, identical, mean_square, peaks, results

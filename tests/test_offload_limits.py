@@ -16,8 +16,8 @@ from torch import nn
 
 import graphopt
 from graphopt import GraphoptError
+from graphopt.ir.ops import transfers
 from graphopt.passes import Offload
-from graphopt.runtime import transfers
 from tests.fitting import applied, attempt, held_bytes
 from tests.offloading import ROWS, layers, nothing_held_afterwards, off
 from tests.support import OPTIMIZERS, captured, identical, mean_square

@@ -11,9 +11,9 @@ from torch import nn
 
 from graphopt import GraphoptError, Phase, Pipeline, Program
 from graphopt.errors import PassError
+from graphopt.ir.program import info
 from graphopt.passes import FitMemory, Offload
-from graphopt.pipeline import PassRecord
-from graphopt.program import info
+from graphopt.rewriting.pipeline import PassRecord
 from tests.fitting import applied, attempt, structure
 from tests.offloading import ROWS, layers, nothing_held_afterwards, off
 from tests.support import captured

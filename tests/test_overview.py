@@ -19,8 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import graphopt
 from graphopt import Changed, FxPass, Pass, Pipeline, Program
 from graphopt.passes import DataParallel, MixedPrecision, Offload, Recompute
-from graphopt.pipeline import Numerics, PassStage
-from graphopt.report.overview import overview_spans, overview_text
+from graphopt.report.console.overview import overview_spans, overview_text
+from graphopt.rewriting.pipeline import Numerics, PassStage
 from tests.hostile import STEERING, assert_steers_nothing, hostile
 from tests.support import mean_square
 from tests.test_terminal import Terminal
@@ -76,7 +76,7 @@ def test_the_peaks_are_those_of_the_records_and_of_the_program() -> None:
     step = step_of(Recompute(("a", "b"))).prepare(X)
     (record,) = step.records
     text = overview_text(step._pipeline.passes, step.records, step.program)
-    size = graphopt.values.format_bytes
+    size = graphopt.ir.ops.values.format_bytes
     assert record.peak_before is not None
     assert record.peak_after is not None
     assert f"joint stage {size(record.peak_before)} -> {size(record.peak_after)}" in text
@@ -130,7 +130,7 @@ def test_what_is_exchanged_is_counted() -> None:
     step = step_of(DataParallel(first_bucket_mb=0, bucket_mb=0)).prepare(X)
     text = overview_text(step._pipeline.passes, step.records, step.program)
     size = sum(parameter.numel() * 4 for parameter in net.parameters())
-    assert f"this rank puts {graphopt.values.format_bytes(size)} per step into collectives: 6 all_reduce" in text
+    assert f"this rank puts {graphopt.ir.ops.values.format_bytes(size)} per step into collectives: 6 all_reduce" in text
 
 
 def test_long_values_are_cut_and_names_are_only_text() -> None:
@@ -138,7 +138,7 @@ def test_long_values_are_cut_and_names_are_only_text() -> None:
     lines = list(overview_spans(passes, [], hostile()))
     assert max(len(text) for line in lines[1:] for text, _ in line) < 200
     stream = Terminal()
-    graphopt.report.terminal.write_spans(lines, stream)
+    graphopt.report.console.terminal.write_spans(lines, stream)
     assert_steers_nothing(stream.getvalue())
 
 

@@ -15,10 +15,10 @@ from torch import nn
 
 import graphopt
 from graphopt import _torch
-from graphopt.ops.dropout import dropout_mask, masked_dropout
-from graphopt.ops.softmax import safe_softmax, safe_softmax_
+from graphopt.ir.ops.dropout import dropout_mask, masked_dropout
+from graphopt.ir.ops.softmax import safe_softmax, safe_softmax_
+from graphopt.ir.program import Phase, Program, info
 from graphopt.passes import FitMemory, Recompute
-from graphopt.program import Phase, Program, info
 from tests.support import captured, identical
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

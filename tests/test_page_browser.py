@@ -13,10 +13,10 @@ from torch import nn
 import graphopt
 from graphopt import Phase, Pipeline, Program
 from graphopt.capture import CaptureSession
-from graphopt.program import info
+from graphopt.ir.ops.values import format_bytes, type_text
+from graphopt.ir.program import info
 from graphopt.report.page import MeasuredPeaks, Story, page_of_story, story_of_snapshots
 from graphopt.runtime.rewrite import rewrite
-from graphopt.values import format_bytes, type_text
 from tests.browser import SIZES, Opened, chromium, opened
 from tests.support import Blocks, next_token
 

@@ -28,7 +28,7 @@ from graphopt.report.page.records import runs
 from graphopt.report.page.sheet import merge_orders, set_out
 from graphopt.report.page.story import WITHOUT_PASSES, Story, story_of_program
 from graphopt.report.page.tree import Item
-from graphopt.report.visits import Placement
+from graphopt.report.pictures.visits import Placement
 from graphopt.runtime.rewrite import Rewritten, rewrite
 from tests.support import Blocks, captured, next_token, recomputed
 

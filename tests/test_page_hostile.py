@@ -13,7 +13,7 @@ from playwright.sync_api import Browser
 from torch import nn
 
 from graphopt import Program
-from graphopt.program import info, set_info
+from graphopt.ir.program import info, set_info
 from graphopt.report.page import page_of_program, page_of_story
 from graphopt.report.page.story import Snapshot, Story
 from tests.browser import Opened, chromium, opened

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 from graphopt import GraphoptError, PassError, Pipeline, PipelineError, Program
-from graphopt.groups import Group
-from graphopt.ops import schema
-from graphopt.ops.collectives import ALL_GATHER, workspace_bytes
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.collectives import ALL_GATHER, workspace_bytes
+from graphopt.ir.ops.groups import Group
+from graphopt.ir.program import Phase, Policy, info
 from graphopt.passes import PartitionCheckpoints, Recompute
 from graphopt.passes.partition_checkpoints import _insert
-from graphopt.program import Phase, Policy, info
 from tests.ranks import run_ranks
 from tests.support import Net, captured, ops, recomputed
 
@@ -28,9 +28,9 @@ SCRIPT = """
 import dataclasses
 from torch import nn
 from graphopt import Changed, GraphoptError, PassError, Pipeline, measure_peak
-from graphopt.groups import find_group
-from graphopt.ops.collectives import ALL_GATHER, WAIT
-from graphopt.ops import contiguous
+from graphopt.ir.ops.groups import find_group
+from graphopt.ir.ops.collectives import ALL_GATHER, WAIT
+from graphopt.ir.ops import contiguous
 from graphopt.passes import ContiguousCheckpoints, Offload, PartitionCheckpoints, Recompute
 from graphopt.passes.partition_checkpoints import _insert
 from tests.support import Blocks, Net, Plain, assert_same_training, captured, identical, mean_square, next_token, peaks

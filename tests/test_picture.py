@@ -15,13 +15,13 @@ from torch import fx, nn
 
 import graphopt
 from graphopt import Phase, Program, _torch
-from graphopt.ops import schema
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.values import format_bytes
+from graphopt.ir.program import InputSpec, NodeInfo, OutputSpec, info, set_info
 from graphopt.passes import Recompute
-from graphopt.program import InputSpec, NodeInfo, OutputSpec, info, set_info
-from graphopt.report.dot import to_dot
-from graphopt.report.layout import MAX_ROWS, Edge, Lane, Layout, lay_out
-from graphopt.report.picture import to_svg
-from graphopt.values import format_bytes
+from graphopt.report.formats.dot import to_dot
+from graphopt.report.pictures.layout import MAX_ROWS, Edge, Lane, Layout, lay_out
+from graphopt.report.pictures.picture import to_svg
 from tests.support import Blocks, captured, mean_square, next_token
 
 LAYERS = 4

@@ -15,9 +15,9 @@ from torch import nn
 
 import graphopt
 from graphopt import Changed, Pass, PassError, Phase, Pipeline, PipelineError, Program
-from graphopt.instruments import LogPasses, Snapshots
 from graphopt.passes import Recompute
-from graphopt.pipeline import PassRecord, available_passes, find_pass
+from graphopt.rewriting.instruments import LogPasses, Snapshots
+from graphopt.rewriting.pipeline import PassRecord, available_passes, find_pass
 from tests.support import Net, Plain, captured
 
 
@@ -130,7 +130,7 @@ def run_with_plugin(folder: Path, entries: str, code: str) -> subprocess.Complet
 
 def test_a_plugin_brings_a_pass_by_its_entry_point(tmp_path: Path) -> None:
     code = (
-        "from graphopt.pipeline import Pipeline, available_passes\n"
+        "from graphopt.rewriting.pipeline import Pipeline, available_passes\n"
         "print(Pipeline('mine{level=4}'), list(available_passes()))"
     )
     done = run_with_plugin(tmp_path, "mine = plugin:Mine", code)
@@ -140,13 +140,13 @@ def test_a_plugin_brings_a_pass_by_its_entry_point(tmp_path: Path) -> None:
 WRONG_ENTRIES = {
     "missing = plugin:absent": "plugin:absent",
     "absent = absent_module:Mine": "absent_module:Mine",
-    "other = plugin:dataclass": "not a subclass of graphopt.pipeline.Pass",
+    "other = plugin:dataclass": "not a subclass of graphopt.rewriting.pipeline.Pass",
     "yours = plugin:Mine": "registered as 'yours' but calls itself 'mine'",
 }
 
 FIND_ALL = """
 from graphopt import PipelineError
-from graphopt.pipeline import find_pass
+from graphopt.rewriting.pipeline import find_pass
 for name in {names}:
     try:
         find_pass(name)

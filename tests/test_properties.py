@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 import graphopt
 from graphopt import Pipeline, Program
+from graphopt.ir.program import OutputSpec
+from graphopt.ir.verify import verify
 from graphopt.passes import Recompute
-from graphopt.pipeline import PassRecord
-from graphopt.program import OutputSpec
-from graphopt.verify import verify
+from graphopt.rewriting.pipeline import PassRecord
 from tests.support import captured, identical, peaks, results
 
 ROWS, D = 24, 8

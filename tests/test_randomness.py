@@ -15,7 +15,7 @@ from torch import nn
 import graphopt
 from graphopt import GraphoptError
 from graphopt.passes import Recompute
-from graphopt.randomness import MODEL_PARALLEL, REPLICATED, RandomStreams
+from graphopt.runtime.random_streams import MODEL_PARALLEL, REPLICATED, RandomStreams
 from tests.support import Blocks, next_token
 
 

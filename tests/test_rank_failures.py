@@ -20,10 +20,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import graphopt
 from graphopt import GraphoptError
 from graphopt.passes import DataParallel
-from graphopt.runtime.culprits import judge
-from graphopt.runtime.heartbeat import Here, heartbeat, patience
-from graphopt.runtime.places import follow, place_of
-from graphopt.runtime.reports import Report, Verdict, publish, published, read_reports
+from graphopt.runtime.ranks.diagnosis import judge
+from graphopt.runtime.ranks.heartbeat import Here, heartbeat, patience
+from graphopt.runtime.ranks.messages import Report, Verdict, publish, published, read_reports
+from graphopt.runtime.ranks.places import follow, place_of
 from tests.failing import FailAt, Outcome, Task, free_address, resumed, run_tasks
 
 # --- who is at fault -------------------------------------------------------------------------------------------------

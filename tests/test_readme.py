@@ -14,11 +14,12 @@ from typing import ClassVar, final
 import pytest
 import torch
 
-from graphopt import Changed, Pass, Phase, Pipeline, Program, cli
+from graphopt import Changed, Pass, Phase, Pipeline, Program
+from graphopt.cli import main as cli
 from graphopt.errors import GraphoptError
-from graphopt.pipeline import Numerics, available_passes
-from graphopt.program import Stage
+from graphopt.ir.program import Stage
 from graphopt.report import readme
+from graphopt.rewriting.pipeline import Numerics, available_passes
 from tests.command import Idle, Nothing
 from tests.support import Blocks, captured, next_token, results
 

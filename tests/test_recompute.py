@@ -10,8 +10,8 @@ from torch import nn
 
 import graphopt
 from graphopt import PassError, Phase, Pipeline, Policy
+from graphopt.ir.program import info
 from graphopt.passes import Recompute
-from graphopt.program import info
 from tests.support import (
     Blocks,
     Net,

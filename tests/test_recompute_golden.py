@@ -17,8 +17,8 @@ from torch import nn
 
 import graphopt
 from graphopt import PassError, Phase, Program
+from graphopt.ir.program import OutputSpec, info
 from graphopt.passes import Recompute
-from graphopt.program import OutputSpec, info
 from tests.support import assert_same_training, captured, ops, results, rewritten, saved
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)

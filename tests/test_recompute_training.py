@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import graphopt
 from graphopt import Phase, Pipeline
+from graphopt.ir.program import info
 from graphopt.passes import Recompute
-from graphopt.program import info
 from tests.support import Blocks, Net, assert_same_training, captured, mean_square, next_token, ops
 
 TOKENS = torch.arange(12).reshape(2, 6) % 11

@@ -11,9 +11,9 @@ from expecttest import assert_expected_inline
 
 import graphopt
 from graphopt import Phase, Policy
-from graphopt.report.diff import _merge, _Side
-from graphopt.report.text import ends_of_life
-from graphopt.values import format_bytes
+from graphopt.ir.ops.values import format_bytes
+from graphopt.ir.text import ends_of_life
+from graphopt.report.text.diff import _merge, _Side
 from tests.reporting import Drop, Net, Tiny, joint, plain
 from tests.support import recomputed
 

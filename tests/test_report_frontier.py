@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graphopt
+from graphopt.ir.ops.values import format_seconds
 from graphopt.planning import Problem, simulate
 from graphopt.planning.frontier import Frontier
 from graphopt.planning.planner import find_frontier
 from graphopt.planning.schedule import Scheduler
-from graphopt.report.chart import BudgetMark, frontier_svg
-from graphopt.report.frontier import FrontierPoint, FrontierReport
-from graphopt.values import format_seconds
+from graphopt.report.pictures.frontier_chart import BudgetMark, frontier_svg
+from graphopt.report.text.frontier_table import FrontierPoint, FrontierReport
 from tests.planning_graphs import chain, problems
 
 SVG = "{http://www.w3.org/2000/svg}"

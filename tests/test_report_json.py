@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import graphopt
 from graphopt import GraphoptError, Phase, Program
+from graphopt.ir.program import NodeInfo, set_info
+from graphopt.ir.serialization import SCHEMA_VERSION
 from graphopt.passes.recompute import Recompute
-from graphopt.pipeline import Pipeline
-from graphopt.program import NodeInfo, set_info
-from graphopt.report.json import SCHEMA_VERSION
+from graphopt.rewriting.pipeline import Pipeline
 from tests.support import mean_square
 
 STAGES = ("forward", "joint", "step")

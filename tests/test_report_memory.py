@@ -12,9 +12,9 @@ from torch import fx, nn
 
 import graphopt
 from graphopt import GraphoptError, Program
-from graphopt.program import info
-from graphopt.report.memory import memory_json, memory_text
-from graphopt.report.tables import tensors_json, tensors_table
+from graphopt.ir.program import info
+from graphopt.report.text.memory_table import memory_json, memory_text
+from graphopt.report.text.tensor_table import tensors_json, tensors_table
 from tests.reporting import Net, Tiny, joint, total, without_line_numbers
 from tests.support import recomputed
 

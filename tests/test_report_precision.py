@@ -9,12 +9,12 @@ from torch import nn
 
 from graphopt import Pass, Pipeline, Program
 from graphopt.capture import CaptureSession
-from graphopt.commands.programs import before_passes
-from graphopt.held import Held
+from graphopt.cli.programs import before_passes
+from graphopt.ir.state import Held
 from graphopt.passes import Recompute
 from graphopt.passes.mixed_precision import MixedPrecision
 from graphopt.passes.scale_loss import ScaleLoss
-from graphopt.report.precision import (
+from graphopt.report.text.precision_table import (
     LEVELS,
     bytes_by_category,
     changes_precision,

@@ -12,8 +12,8 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import graphopt
-from graphopt.report.text import ends_of_life, is_bare
-from graphopt.values import tensors_of
+from graphopt.ir.ops.values import tensors_of
+from graphopt.ir.text import ends_of_life, is_bare
 from tests.reporting import Block, Drop, Net, Tiny, joint, plain, total
 from tests.support import recomputed
 

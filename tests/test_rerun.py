@@ -13,11 +13,11 @@ from torch import nn
 
 import graphopt
 from graphopt import Phase, Policy, Program
-from graphopt.ops import schema
+from graphopt.ir.ops import schema
+from graphopt.ir.program import OutputSpec, info
+from graphopt.ir.verify import verify
 from graphopt.planning.problem import simulate
-from graphopt.program import OutputSpec, info
-from graphopt.rerun import Again, Rerun, rerun
-from graphopt.verify import verify
+from graphopt.rewriting.memory.recompute_plan import Again, Rerun, rerun
 from tests.fitting import RandomPlan, RunAgain, calls, planned, random_plan, structure, unplanned, wide
 from tests.support import (
     Net,

@@ -10,12 +10,12 @@ import torch
 
 import graphopt
 from graphopt import Program
-from graphopt.moving import Move, move
+from graphopt.ir.ops import transfers
+from graphopt.ir.ops.transfers.freelist import aligned
+from graphopt.ir.ops.values import storage_bytes
 from graphopt.passes import FitMemory, Offload, Recompute
-from graphopt.runtime import transfers
-from graphopt.runtime.reservation import host_bytes, reserve_host
-from graphopt.runtime.transfers.freelist import aligned
-from graphopt.values import storage_bytes
+from graphopt.rewriting.memory.transfer_insertion import Move, move
+from graphopt.runtime.reserve import host_bytes, reserve_host
 from tests.fitting import applied, attempt, calls
 from tests.offloading import ROWS, layers, off
 from tests.support import OPTIMIZERS, captured, mean_square, results

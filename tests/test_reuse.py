@@ -15,12 +15,12 @@ from torch.nn import functional
 
 import graphopt
 from graphopt import Pass, Phase, Program, measure_peak
-from graphopt.analysis.reuse import apply_reuse, reused_operands
-from graphopt.ops import schema
-from graphopt.ops.collectives import ALL_GATHER, WAIT
-from graphopt.ops.inplace import FUNCTIONAL, IN_PLACE, as_functional, as_in_place
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.collectives import ALL_GATHER, WAIT
+from graphopt.ir.ops.inplace import FUNCTIONAL, IN_PLACE, as_functional, as_in_place
+from graphopt.ir.program import info
+from graphopt.ir.reuse import apply_reuse, reused_operands
 from graphopt.passes import Recompute
-from graphopt.program import info
 from graphopt.runtime.binding import Binding
 from tests.running import X, network, same
 from tests.support import Blocks, assert_same_training, captured, mean_square, next_token, rewritten

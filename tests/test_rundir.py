@@ -14,8 +14,8 @@ from torch import nn
 
 import graphopt
 from graphopt import PassError, Program
+from graphopt.ir.serialization import SCHEMA_VERSION
 from graphopt.passes import Recompute
-from graphopt.report.json import SCHEMA_VERSION
 from tests.support import Net
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)

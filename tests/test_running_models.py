@@ -15,9 +15,9 @@ from torch import nn
 
 import graphopt
 from graphopt import CaptureError, Changed, Pass, Phase, Program, VerifyError
+from graphopt.ir.program import Stage
 from graphopt.passes import Recompute
-from graphopt.pipeline import Numerics
-from graphopt.program import Stage
+from graphopt.rewriting.pipeline import Numerics
 from tests.running import X, adamw, gradients, network, same, sgd
 from tests.support import Net, Training, assert_same, assert_same_training, mean_square
 

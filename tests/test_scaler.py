@@ -16,7 +16,7 @@ from torch import nn
 import graphopt
 from graphopt import GraphoptError, PipelineError
 from graphopt.passes import ClipGradients, Offload, Recompute, ScaleLoss
-from graphopt.precision.scaling import SCALE, SKIPPED, LossScaling, checked_gradients
+from graphopt.rewriting.precision.scaling import SCALE, SKIPPED, LossScaling, checked_gradients
 from graphopt.runtime.scaler import Scaler
 from tests.running import Compiler
 from tests.scaling import Fragile, batch, batches, loss_of

@@ -15,10 +15,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphopt
 from graphopt import Pipeline, Program, TrainStep
-from graphopt.exchange import scattered
-from graphopt.ops.sparse import sum_entries, sum_sparse
+from graphopt.ir.ops.sparse import sum_entries, sum_sparse
 from graphopt.passes import DataParallel, DeepGradientCompression, FuseUpdate, Recompute, ScaleLoss
-from graphopt.pipeline import Changed
+from graphopt.rewriting.distributed import sparse_update as scattered
+from graphopt.rewriting.pipeline import Changed
 from tests.support import mean_square
 
 RATE = 0.125  # a power of two: products with it are exact, so that an element's place in a kernel does not matter

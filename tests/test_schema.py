@@ -11,14 +11,14 @@ from torch import fx, nn
 
 import graphopt
 from graphopt import Phase, Program
-from graphopt.analysis.cost import cost_report
+from graphopt.analysis.costs.cost import cost_report
 from graphopt.errors import PassError
-from graphopt.fitting import Fitting
-from graphopt.moving import host_lanes
-from graphopt.ops import schema
-from graphopt.ops.collectives import ALL_GATHER, WAIT
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.collectives import ALL_GATHER, WAIT
+from graphopt.ir.program import Policy, info
 from graphopt.passes import Offload, PartitionCheckpoints, Recompute
-from graphopt.program import Policy, info
+from graphopt.rewriting.memory.fit import Fitting
+from graphopt.rewriting.memory.transfer_insertion import host_lanes
 from tests.fitting import applied, attempt, calls
 from tests.support import Net, captured
 

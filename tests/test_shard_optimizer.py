@@ -18,13 +18,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphopt
 from graphopt import GraphoptError, PassError, Pipeline, PipelineError
-from graphopt.exchange.shards import consolidate, split
-from graphopt.ops.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, WAIT
+from graphopt.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, WAIT
+from graphopt.ir.program import Stage
 from graphopt.passes import ClipGradients, DataParallel, FuseUpdate, LocalSGD
 from graphopt.passes.shard_optimizer import ShardOptimizer
-from graphopt.pipeline import Numerics
-from graphopt.program import Stage
-from graphopt.shards import check_dense, shard_of, shard_state
+from graphopt.rewriting.distributed.sharded_state import consolidate, split
+from graphopt.rewriting.pipeline import Numerics
+from graphopt.rewriting.shards import check_dense, shard_of, shard_state
 from tests.ranks import run_ranks
 from tests.support import OPTIMIZERS
 
@@ -285,7 +285,7 @@ import copy
 from torch import nn
 import graphopt
 from graphopt import GraphoptError
-from graphopt.exchange.shards import consolidate, split
+from graphopt.rewriting.distributed.sharded_state import consolidate, split
 from graphopt.passes import ClipGradients, DataParallel, FuseUpdate, MixedPrecision
 from graphopt.passes.shard_optimizer import ShardOptimizer
 

@@ -12,10 +12,10 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphopt import GraphoptError
-from graphopt.ops import residual, schema
-from graphopt.ops.residual import accumulate_, clear_at_, keep_rest_
-from graphopt.ops.selection import select
-from graphopt.ops.sparse import pack, packed_bytes, sum_entries, sum_sparse, to_wire, unpack
+from graphopt.ir.ops import residual, schema
+from graphopt.ir.ops.residual import accumulate_, clear_at_, keep_rest_
+from graphopt.ir.ops.selection import select
+from graphopt.ir.ops.sparse import pack, packed_bytes, sum_entries, sum_sparse, to_wire, unpack
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIRES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

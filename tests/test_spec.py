@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from graphopt import Pass, PipelineError
 from graphopt.passes import Recompute
-from graphopt.spec import format_pass, option_fields, parse_passes
+from graphopt.rewriting.spec import format_pass, option_fields, parse_passes
 from tests.support import Plain
 
 

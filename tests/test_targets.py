@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphopt import GraphoptError
-from graphopt.targets import Target, load_target
+from graphopt.cli.target import Target, load_target
 
 FILE = Path(__file__).parent / "targets.py"
 ZOO = """

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from graphopt.errors import GraphoptError
-from graphopt.report import terminal
+from graphopt.report.console import terminal
 
 
 class Terminal(io.StringIO):

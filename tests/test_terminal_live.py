@@ -18,17 +18,17 @@ from torch import nn
 import graphopt
 from graphopt import GraphoptError, Pipeline, Program
 from graphopt.capture import CaptureSession
-from graphopt.cli import main
+from graphopt.cli.main import main
 from graphopt.passes import FitMemory, Recompute
-from graphopt.report import terminal
-from graphopt.report.after_each import after_each_lines, marked_lines
-from graphopt.report.candidates import candidates_text
-from graphopt.report.memory import memory_spans, memory_text
-from graphopt.report.memory_chart import category_style, chart
-from graphopt.report.progress import ShowPasses, measuring, progress_bar, searching
-from graphopt.report.snapshots import snapshots_text
-from graphopt.report.stacking import CATEGORY_STYLES
-from graphopt.report.tables import tensors_table
+from graphopt.report.console import terminal
+from graphopt.report.console.progress import ShowPasses, measuring, progress_bar, searching
+from graphopt.report.text.after_each_pass import after_each_lines, marked_lines
+from graphopt.report.text.candidate_table import candidates_text
+from graphopt.report.text.memory_bands import CATEGORY_STYLES
+from graphopt.report.text.memory_chart import category_style, chart
+from graphopt.report.text.memory_table import memory_spans, memory_text
+from graphopt.report.text.snapshots import snapshots_text
+from graphopt.report.text.tensor_table import tensors_table
 from graphopt.runtime.rewrite import Rewritten, rewrite
 from tests.command import RECOMPUTE, Double, target
 from tests.hostile import NAMES, STEERING, assert_steers_nothing, hostile
@@ -179,7 +179,7 @@ def test_the_highest_column_is_full(program: Program) -> None:
 
 
 def memory_label(timeline: graphopt.analysis.liveness.MemoryTimeline) -> str:
-    return graphopt.values.format_bytes(timeline.peak_bytes)
+    return graphopt.ir.ops.values.format_bytes(timeline.peak_bytes)
 
 
 def test_memory_on_a_terminal(make_screen: Callable[[], Terminal]) -> None:

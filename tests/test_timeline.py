@@ -15,9 +15,9 @@ from torch import fx, nn
 import graphopt
 from graphopt import Program
 from graphopt.analysis.liveness import MemoryTimeline
-from graphopt.report.stacking import CATEGORY_STYLES, HATCHES, bytes_by_category, columns, highest, sections
-from graphopt.report.timeline import timeline_svg
-from graphopt.values import format_bytes
+from graphopt.ir.ops.values import format_bytes
+from graphopt.report.pictures.memory_timeline import timeline_svg
+from graphopt.report.text.memory_bands import CATEGORY_STYLES, HATCHES, bytes_by_category, columns, highest, sections
 from tests.hostile import NAMES, hostile
 from tests.support import Blocks, captured, next_token, recomputed
 
@@ -99,7 +99,7 @@ def test_columns_hold_every_call_once_and_the_highest_is_among_them(width: int, 
     graph = fx.Graph()
     nodes = [graph.placeholder(f"x{number}") for number in range(len(sizes))]
     for node in nodes:
-        node.meta["graphopt"] = graphopt.program.NodeInfo(graphopt.Phase.FORWARD)
+        node.meta["graphopt"] = graphopt.ir.program.NodeInfo(graphopt.Phase.FORWARD)
     timeline = MemoryTimeline(nodes, sizes, 0, [], [0] * len(sizes), {})
     (part,) = sections(timeline)
     found = columns(part, width)

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 import graphopt
 from graphopt import GraphoptError
-from graphopt.ops import transfer
-from graphopt.runtime import transfers
+from graphopt.ir.ops import transfer, transfers
 from tests.transferring import (
     TIERS,
     back,

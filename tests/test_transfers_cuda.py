@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from graphopt import GraphoptError
-from graphopt.runtime import transfers
-from graphopt.runtime.transfers import Engine, cuda
-from graphopt.runtime.transfers.disk import DiskFile
-from graphopt.runtime.transfers.lanes import Settled
-from graphopt.runtime.transfers.slab import HostSlab
-from graphopt.runtime.transfers.worker import Worker
+from graphopt.ir.ops import transfers
+from graphopt.ir.ops.transfers import Engine, cuda
+from graphopt.ir.ops.transfers.disk import DiskFile
+from graphopt.ir.ops.transfers.lanes import Settled
+from graphopt.ir.ops.transfers.slab import HostSlab
+from graphopt.ir.ops.transfers.worker import Worker
 from tests.transferring import TIERS, back, engine_in, held, held_bytes, round_trip, started
 
 HERE = torch.device("cpu")

@@ -18,9 +18,8 @@ import pytest
 import torch
 
 from graphopt import GraphoptError
-from graphopt.ops import transfer
-from graphopt.runtime import transfers
-from graphopt.runtime.transfers.worker import Worker
+from graphopt.ir.ops import transfer, transfers
+from graphopt.ir.ops.transfers.worker import Worker
 from tests.transferring import back, engine_in, engine_of, gated, held, held_bytes, round_trip
 
 MIB = 1024**2

@@ -17,7 +17,7 @@ START = """
 import os, resource, signal, sys, threading
 import torch
 from graphopt import GraphoptError
-from graphopt.ops import transfer
+from graphopt.ir.ops import transfer
 from graphopt.runtime import transfers
 from tests.transferring import back, gated, held, round_trip, started
 

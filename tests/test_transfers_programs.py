@@ -11,9 +11,8 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphopt
-from graphopt.capture.structure import flatten
-from graphopt.ops import schema, transfer
-from graphopt.runtime import transfers
+from graphopt.capture.flatten import flatten
+from graphopt.ir.ops import schema, transfer, transfers
 from graphopt.runtime.binding import Binding
 from tests.support import Blocks, captured, identical, next_token, results
 from tests.transferring import TIERS, back, engine_in, held, move_activations, round_trip, started

@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphopt import GraphoptError
-from graphopt.ops import transfer
-from graphopt.runtime import transfers
-from graphopt.runtime.transfers.freelist import ALIGNMENT, FreeList, aligned, slab_bytes
-from graphopt.runtime.transfers.hostmemory import available_host_bytes
-from graphopt.runtime.transfers.slab import HostSlab
+from graphopt.ir.ops import transfer, transfers
+from graphopt.ir.ops.transfers.freelist import ALIGNMENT, FreeList, aligned, slab_bytes
+from graphopt.ir.ops.transfers.hostmemory import available_host_bytes
+from graphopt.ir.ops.transfers.slab import HostSlab
 from tests.transferring import back, engine_in, engine_of, held, held_bytes, round_trip
 
 MIB = 1024**2

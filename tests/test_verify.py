@@ -12,9 +12,9 @@ from torch import nn
 
 import graphopt
 from graphopt import Changed, Pass, Phase, Pipeline, Program, VerifyError
+from graphopt.ir.program import NodeInfo, OutputSpec, Stage, set_info
+from graphopt.ir.verify import INVARIANTS, verify
 from graphopt.passes import Recompute
-from graphopt.program import NodeInfo, OutputSpec, Stage, set_info
-from graphopt.verify import INVARIANTS, verify
 from tests.support import Net, captured
 
 aten = torch.ops.aten

@@ -14,13 +14,12 @@ import torch
 from torch import fx
 
 from graphopt import Phase, Program
-from graphopt.ops import schema, transfer
-from graphopt.program import info
-from graphopt.runtime import transfers
-from graphopt.runtime.transfers import Engine
-from graphopt.runtime.transfers.disk import DiskSpace
-from graphopt.runtime.transfers.slab import HostSpace
-from graphopt.values import storage_bytes
+from graphopt.ir.ops import schema, transfer, transfers
+from graphopt.ir.ops.transfers import Engine
+from graphopt.ir.ops.transfers.disk import DiskSpace
+from graphopt.ir.ops.transfers.slab import HostSpace
+from graphopt.ir.ops.values import storage_bytes
+from graphopt.ir.program import info
 
 TIERS = transfers.TIERS
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import fx
 
-from graphopt.analysis.reuse import reused_operands
-from graphopt.analysis.temporaries import Usage, measured_usage
-from graphopt.ops import schema
-from graphopt.program import Phase, Program, info
-from graphopt.values import format_bytes, storage_bytes, tensors_of
+from graphopt.analysis.workspace import Usage, measured_usage
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.values import format_bytes, storage_bytes, tensors_of
+from graphopt.ir.program import Phase, Program, info
+from graphopt.ir.reuse import reused_operands
 
 __all__ = ["LiveTensor", "MemoryTimeline", "Storage", "simulate", "storages_of"]
 
@@ -154,7 +154,7 @@ class MemoryTimeline:
             before: of the program before passes, drawn over it as a line.
             title: what stands above the chart.
         """
-        from graphopt.report.timeline import timeline_svg
+        from graphopt.report.pictures.memory_timeline import timeline_svg
 
         return timeline_svg(self, before=before, title=title)
 

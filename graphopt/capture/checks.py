@@ -7,8 +7,8 @@ from torch import fx, nn
 
 from graphopt import _torch
 from graphopt.errors import CaptureError, GraphoptError
-from graphopt.ops import schema
-from graphopt.values import tensors_of
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.values import tensors_of
 
 __all__ = ["refuse_coupling", "refuse_hooks", "refuse_wrapped"]
 

@@ -16,15 +16,15 @@ import torch
 from torch import fx, nn
 
 from graphopt import _torch
-from graphopt.capture.known import answered
-from graphopt.capture.precision import plain_precision
+from graphopt.capture.flatten import Structure, flatten
 from graphopt.capture.regions import REGION_KEY, observe
-from graphopt.capture.source import source_line, user_frame
-from graphopt.capture.structure import Structure, flatten
+from graphopt.capture.source_lines import source_line, user_frame
+from graphopt.capture.transformers import answered
 from graphopt.errors import CaptureError
-from graphopt.names import NAMES_KEY, identifier
-from graphopt.ops.schema import op_name
-from graphopt.program import InputSpec, NodeInfo, OutputSpec, Phase, Program, info, set_info
+from graphopt.ir.autocast import plain_precision
+from graphopt.ir.names import NAMES_KEY, identifier
+from graphopt.ir.ops.schema import op_name
+from graphopt.ir.program import InputSpec, NodeInfo, OutputSpec, Phase, Program, info, set_info
 
 __all__ = ["ForwardCapture", "capture_forward"]
 

@@ -13,12 +13,12 @@ from torch import fx, nn
 from torch.fx import traceback
 
 from graphopt import _torch
-from graphopt.capture.own_ops import use_own_ops
-from graphopt.capture.source import user_frame
+from graphopt.capture.replace_ops import use_own_ops
+from graphopt.capture.source_lines import user_frame
 from graphopt.errors import CaptureError
-from graphopt.ops import schema
-from graphopt.program import InputSpec, NodeInfo, OutputSpec, Phase, Program, info, set_info
-from graphopt.rematerialize import rematerialize
+from graphopt.ir.ops import schema
+from graphopt.ir.program import InputSpec, NodeInfo, OutputSpec, Phase, Program, info, set_info
+from graphopt.rewriting.memory.rematerialize import rematerialize
 
 __all__ = ["JointCapture", "capture_joint"]
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from graphopt import _torch
-from graphopt.capture.source import user_frame
+from graphopt.capture.source_lines import user_frame
 from graphopt.errors import CaptureError
-from graphopt.names import add_name
+from graphopt.ir.names import add_name
 
 __all__ = ["REGION_KEY", "observe"]
 

@@ -11,11 +11,11 @@ from torch import nn
 from graphopt.capture.checks import refuse_wrapped
 from graphopt.capture.forward import ForwardCapture, capture_forward
 from graphopt.capture.joint import JointCapture, capture_joint
-from graphopt.capture.precision import plain_precision, under_autocast
-from graphopt.capture.update import append_update, trace_optimizer
+from graphopt.capture.step import append_update, trace_optimizer
 from graphopt.errors import CaptureError
-from graphopt.program import Program, Stage
-from graphopt.shards import Shards
+from graphopt.ir.autocast import plain_precision, under_autocast
+from graphopt.ir.program import Program, Stage
+from graphopt.rewriting.shards import Shards
 
 __all__ = ["CaptureSession", "capture"]
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from graphopt.planning.copies import Copy, Window, schedule_copies
+from graphopt.planning.local_search import Lives
 from graphopt.planning.problem import Simulated
 from graphopt.planning.schedule import Scheduler
-from graphopt.planning.search import Lives
-from graphopt.planning.transfers import Copy, Window, schedule_copies
 
 __all__ = ["Away", "Lanes", "Moved", "moved_away"]
 

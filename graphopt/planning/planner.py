@@ -10,12 +10,12 @@ from random import Random
 from graphopt.planning.chain import chain_plans
 from graphopt.planning.cuts import CutNetwork, priced_cuts
 from graphopt.planning.frontier import Frontier, Point
+from graphopt.planning.local_search import Explorer
 from graphopt.planning.lowersets import lower_set_plans
 from graphopt.planning.milp import optimum
 from graphopt.planning.problem import Problem, Simulated, simulate
-from graphopt.planning.roles import Roles, find_roles
+from graphopt.planning.repeats import Roles, find_roles
 from graphopt.planning.schedule import Drops, Scheduler
-from graphopt.planning.search import Explorer
 from graphopt.planning.segments import square_root_segments
 
 __all__ = ["InfeasibleError", "find_frontier", "plan"]

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from graphopt.analysis.liveness import MemoryTimeline
-from graphopt.pipeline import PassRecord
-from graphopt.program import Phase, Program
-from graphopt.report.characters import safe
-from graphopt.report.terminal import write
-from graphopt.report.timeline import timeline_svg
-from graphopt.values import format_bytes
+from graphopt.ir.ops.values import format_bytes
+from graphopt.ir.program import Phase, Program
+from graphopt.report.console.escape import safe
+from graphopt.report.console.terminal import write
+from graphopt.report.pictures.memory_timeline import timeline_svg
+from graphopt.rewriting.pipeline import PassRecord
 
 __all__ = ["Frame", "Records", "program_html", "records_html", "rewritten_html", "show_page", "timeline_html"]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphopt.errors import GraphoptError
-from graphopt.report.catalogue import passes_json
+from graphopt.report.text.pass_table import passes_json
 
 if TYPE_CHECKING:
-    from graphopt.pipeline import Pass
+    from graphopt.rewriting.pipeline import Pass
 
 __all__ = ["main", "passes_table", "replace_table"]
 
@@ -63,7 +63,7 @@ def replace_table(text: str, table: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check or write the table of the built-in passes; returns 1 where a check finds another one."""
-    from graphopt.pipeline import available_passes
+    from graphopt.rewriting.pipeline import available_passes
 
     parser = argparse.ArgumentParser(prog="python -m graphopt.report.readme", description=__doc__)
     action = parser.add_mutually_exclusive_group(required=True)

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from graphopt.errors import GraphoptError
-from graphopt.names import identifier
-from graphopt.program import InputSpec, OutputSpec, Phase, Program, info
+from graphopt.ir.names import identifier
+from graphopt.ir.program import InputSpec, OutputSpec, Phase, Program, info
 
 __all__ = ["accumulate_gradients", "scale_seed"]
 

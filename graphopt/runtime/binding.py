@@ -11,8 +11,8 @@ import torch
 from torch import fx, nn
 
 from graphopt.errors import GraphoptError
-from graphopt.program import InputSpec, Program
-from graphopt.runtime.held import HeldStore
+from graphopt.ir.program import InputSpec, Program
+from graphopt.runtime.state_store import HeldStore
 
 __all__ = ["Binding", "tensor_getter"]
 

@@ -14,27 +14,27 @@ from torch import fx, nn
 
 from graphopt.capture import CaptureSession
 from graphopt.capture.checks import refuse_wrapped
-from graphopt.capture.precision import plain_precision
-from graphopt.capture.structure import Structure, flatten
+from graphopt.capture.flatten import Structure, flatten
 from graphopt.errors import CaptureError, GraphoptError, PipelineError
-from graphopt.pipeline import Pass, Pipeline
-from graphopt.precision.scaling import CheckedGradients, checked_gradients
-from graphopt.program import Program
-from graphopt.report.characters import safe
+from graphopt.ir.autocast import plain_precision
+from graphopt.ir.program import Program
+from graphopt.report.console.escape import safe
+from graphopt.report.console.overview import announce
 from graphopt.report.notebook import Records, rewritten_html
-from graphopt.report.overview import announce
-from graphopt.runtime.agreement import Agreement
-from graphopt.runtime.backend import Backend, Boxed, check_backend, compile_module
+from graphopt.rewriting.pipeline import Pass, Pipeline
+from graphopt.rewriting.precision.scaling import CheckedGradients, checked_gradients
 from graphopt.runtime.binding import tensor_getter
-from graphopt.runtime.compare import check_numerics
-from graphopt.runtime.entries import Entries, SizeRule, size_rules
-from graphopt.runtime.held import HeldStore
-from graphopt.runtime.partition import bind_held, partition
-from graphopt.runtime.reservation import reserve_host
+from graphopt.runtime.captures import Entries, SizeRule, size_rules
+from graphopt.runtime.check_numerics import check_numerics
+from graphopt.runtime.compile.backend import Backend, Boxed, check_backend, compile_module
+from graphopt.runtime.compile.partition import bind_held, partition
+from graphopt.runtime.missing_gradients import TangentFilter
+from graphopt.runtime.ranks.agreement import Agreement
+from graphopt.runtime.ranks.watch import StepWatch
+from graphopt.runtime.reserve import reserve_host
 from graphopt.runtime.rewrite import Rewritten, Verify, rewrite
 from graphopt.runtime.signature import signature
-from graphopt.runtime.tangents import TangentFilter
-from graphopt.runtime.watch import StepWatch
+from graphopt.runtime.state_store import HeldStore
 
 __all__ = ["Optimized", "optimize"]
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from graphopt.capture import CaptureSession
-from graphopt.instruments import Instrument, LogPasses, Snapshots
-from graphopt.pipeline import PassRecord, Pipeline
-from graphopt.program import Program, Stage
-from graphopt.report.progress import ShowPasses
-from graphopt.report.rundir import DumpDirectory
-from graphopt.report.terminal import working
-from graphopt.shards import Shards
+from graphopt.ir.program import Program, Stage
+from graphopt.report.console.progress import ShowPasses
+from graphopt.report.console.terminal import working
+from graphopt.rewriting.dump import DumpDirectory
+from graphopt.rewriting.instruments import Instrument, LogPasses, Snapshots
+from graphopt.rewriting.pipeline import PassRecord, Pipeline
+from graphopt.rewriting.shards import Shards
 
 __all__ = ["Rewritten", "Verify", "rewrite"]
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from graphopt.errors import GraphoptError
-from graphopt.ops import scale as ops
-from graphopt.precision.scaling import BAD, GOOD, SCALE, CheckedGradients, LossScaling, counters
-from graphopt.precision.scaling import scaling_of as settings_of
+from graphopt.ir.ops import scale as ops
+from graphopt.rewriting.precision.scaling import BAD, GOOD, SCALE, CheckedGradients, LossScaling, counters
+from graphopt.rewriting.precision.scaling import scaling_of as settings_of
 from graphopt.runtime.module import Optimized
-from graphopt.runtime.skips import SkipWatch
+from graphopt.runtime.skipped_steps import SkipWatch
 
 __all__ = ["Scaler", "scaler"]
 

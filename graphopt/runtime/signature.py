@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphopt.capture.precision import autocast_state
-from graphopt.capture.structure import Structure
+from graphopt.capture.flatten import Structure
+from graphopt.ir.autocast import autocast_state
 
 __all__ = ["signature"]
 

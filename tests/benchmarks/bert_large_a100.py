@@ -31,14 +31,14 @@ from rich.progress import Progress
 from torch import nn
 
 from graphopt import Pipeline, Program
-from graphopt.analysis import temporaries
-from graphopt.analysis.cost import PROFILES, DeviceProfile, cost_report
+from graphopt.analysis import workspace as temporaries
+from graphopt.analysis.costs.cost import PROFILES, DeviceProfile, cost_report
 from graphopt.capture import CaptureSession
-from graphopt.fitting import Fitting
-from graphopt.moving import host_lanes
+from graphopt.ir.ops.values import format_bytes, parse_bytes
 from graphopt.passes import MixedPrecision
+from graphopt.rewriting.memory.fit import Fitting
+from graphopt.rewriting.memory.transfer_insertion import host_lanes
 from graphopt.runtime.rewrite import rewrite
-from graphopt.values import format_bytes, parse_bytes
 
 VOCABULARY, WIDTH, HEADS, TOKENS, MASKED = 30522, 1024, 16, 512, 80
 MOMENTS = 8

@@ -10,8 +10,9 @@ warm-up over the published sparsities, and is then run without each of its corre
 it is gradient dropping (error feedback, momentum behind the exchange). Local SGD averages every so many steps.
 
 Figures are medians over the seeds, with the spread (largest minus smallest) behind ±. Bytes are those of the model in
-``graphopt.exchange.volume``'s terms: 2 (N - 1) / N of what is summed, (N - 1) times what each rank gathers. With
-``--rate`` every rank sits behind a link of that rate, as in ``exchange.py``; steps per second are those of such links.
+``graphopt.rewriting.distributed.prediction.volume``'s terms: 2 (N - 1) / N of what is summed, (N - 1) times what each
+rank gathers. With ``--rate`` every rank sits behind a link of that rate, as in ``exchange.py``; steps per second are
+those of such links.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ from network import Network, NetworkError, network
 from torch import nn
 
 import graphopt
-from graphopt.clock import Clock
-from graphopt.ops.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST
+from graphopt.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST
+from graphopt.ir.ops.values import storage_bytes
 from graphopt.passes import AdaptiveLocalSGD, DataParallel, DeepGradientCompression, LocalSGD
-from graphopt.values import storage_bytes
+from graphopt.rewriting.clock import Clock
 
 MODELS = example_models()
 TEXT = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "text.py"))

@@ -25,13 +25,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 
 import graphopt
-from graphopt.exchange.compressing import LowRank, Sparse
-from graphopt.exchange.link import Link
-from graphopt.exchange.measure import measure_link
-from graphopt.exchange.predict import predict_workload
-from graphopt.exchange.ways import Dense, Local, Sharded, Way
-from graphopt.exchange.workload import Workload, workload_of
-from graphopt.groups import find_group
+from graphopt.ir.ops.groups import find_group
 from graphopt.passes import (
     CompressGradients,
     DataParallel,
@@ -39,6 +33,12 @@ from graphopt.passes import (
     LocalSGD,
     ShardOptimizer,
 )
+from graphopt.rewriting.distributed.prediction.compressed import LowRank, Sparse
+from graphopt.rewriting.distributed.prediction.link import Link
+from graphopt.rewriting.distributed.prediction.measured_link import measure_link
+from graphopt.rewriting.distributed.prediction.predict import predict_workload
+from graphopt.rewriting.distributed.prediction.strategies import Dense, Local, Sharded, Way
+from graphopt.rewriting.distributed.prediction.workload import Workload, workload_of
 
 models = example_models()
 Step = Callable[[], Any]

@@ -17,10 +17,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import graphopt
-from graphopt.budget import BudgetError
 from graphopt.errors import GraphoptError
-from graphopt.names import match_names
+from graphopt.ir.names import match_names
 from graphopt.passes import FitMemory
+from graphopt.rewriting.memory.budget import BudgetError
 
 TORCH_BUDGETS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
 QUICK_BUDGETS = (1.0, 0.4)

@@ -25,9 +25,9 @@ from torch import fx
 import graphopt
 from graphopt import Phase, _torch
 from graphopt.capture import CaptureSession
-from graphopt.pipeline import Pipeline
-from graphopt.program import InputSpec, NodeInfo, OutputSpec, set_info
+from graphopt.ir.program import InputSpec, NodeInfo, OutputSpec, set_info
 from graphopt.report.page import Story, page_of_story, story_of_program, story_of_snapshots
+from graphopt.rewriting.pipeline import Pipeline
 from graphopt.runtime.rewrite import Rewritten, rewrite
 
 models = example_models()

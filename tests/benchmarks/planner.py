@@ -24,12 +24,12 @@ import torch
 from harness import example_models, make_table, parser, show
 
 import graphopt
-from graphopt.analysis.cost import PROFILES, cost_report
-from graphopt.analysis.problem import planning_problem
+from graphopt.analysis.costs.cost import PROFILES, cost_report
 from graphopt.planning import Plan, Problem, simulate
 from graphopt.planning.milp import optimum, smallest_peak
 from graphopt.planning.planner import InfeasibleError, find_frontier, plan
 from graphopt.planning.schedule import Scheduler
+from graphopt.rewriting.memory.planning_problem import planning_problem
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 

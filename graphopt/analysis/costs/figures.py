@@ -176,8 +176,8 @@ def device_here(device: torch.device | str) -> torch.device:
     cuda = torch.cuda.device_count() if place.type == "cuda" and torch.cuda.is_available() else 0
     if place.type != "cpu" and (place.index or 0) >= cuda:
         raise GraphoptError(
-            f"nothing can be measured on {str(place)!r} here: only this machine's cpu and cuda devices can be; "
-            "give the profile of the device instead (graphopt.analysis.cost.PROFILES, or a DeviceProfile of your own)"
+            f"nothing can be measured on {str(place)!r} here: only this machine's cpu and cuda devices can be; give "
+            "the profile of the device instead (graphopt.analysis.costs.cost.PROFILES, or a DeviceProfile of your own)"
         )
     return place
 

@@ -13,8 +13,8 @@ import torch
 from graphopt.analysis.costs.bandwidth import COPIES, COPY_BYTES, link_bandwidth
 from graphopt.analysis.costs.figures import device_here, device_name, figures_of
 from graphopt.analysis.costs.timing import median_seconds
-from graphopt.capture.precision import plain_precision
 from graphopt.errors import GraphoptError
+from graphopt.ir.autocast import plain_precision
 
 __all__ = ["EFFICIENCY", "PROFILES", "DeviceProfile", "profile_of"]
 

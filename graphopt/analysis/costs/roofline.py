@@ -17,11 +17,11 @@ from torch import fx
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from graphopt import _torch
+from graphopt.analysis.costs.isolated_call import call_tensors, real_call, sizes
 from graphopt.analysis.costs.profiles import DeviceProfile
-from graphopt.analysis.running import call_tensors, real_call, sizes
-from graphopt.ops import schema
-from graphopt.program import Phase, info
-from graphopt.values import tensors_of
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.values import tensors_of
+from graphopt.ir.program import Phase, info
 
 __all__ = ["call_device", "flops_of", "moved_bytes", "roofline_seconds"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphopt.analysis.running import prepare
+from graphopt.analysis.costs.isolated_call import prepare
 
 __all__ = ["measured_seconds", "median_seconds"]
 
@@ -39,7 +39,7 @@ def measured_seconds(node: fx.Node, device: torch.device) -> float:
     values that fails takes the whole process with it. Whole numbers are 0, masks are False.
 
     Args:
-        node: a call for which ``graphopt.analysis.running.refusal`` is empty; the op's own errors come through.
+        node: a call for which ``isolated_call.refusal`` is empty; the op's own errors come through.
         device: where it runs.
     """
     target, args, kwargs = prepare(node, _uniform)

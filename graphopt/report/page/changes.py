@@ -6,8 +6,8 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from graphopt.report.diff import diff
 from graphopt.report.page.story import WITHOUT_PASSES, Story
+from graphopt.report.text.diff import diff
 
 __all__ = ["MAX_LINES", "MAX_WIDTH", "TextDiff", "text_diffs"]
 

@@ -8,18 +8,18 @@ from typing import Any
 from torch import fx
 
 from graphopt.analysis.liveness import MemoryTimeline, Storage, storages_of
-from graphopt.program import Phase
+from graphopt.ir.program import Phase
 from graphopt.report.page.changes import text_diffs
 from graphopt.report.page.kept import activations, activations_json, kept_storages
 from graphopt.report.page.lineage import Difference, Lineage, follow
-from graphopt.report.page.passes import passes_json, sentence
+from graphopt.report.page.pass_rows import passes_json, sentence
 from graphopt.report.page.records import PHASES, REFERENCE, Records, Strings, runs
 from graphopt.report.page.sheet import LANES, Sheet, set_out
 from graphopt.report.page.story import Story
-from graphopt.report.page.timeline import timeline_json
+from graphopt.report.page.timeline_columns import timeline_json
 from graphopt.report.page.tree import Item
-from graphopt.report.rundir import environment
-from graphopt.report.visits import Placement
+from graphopt.report.pictures.visits import Placement
+from graphopt.rewriting.dump import environment
 
 __all__ = ["PAGE_SCHEMA", "page_data"]
 

@@ -10,12 +10,12 @@ from typing import Any
 from torch import fx
 
 from graphopt.analysis.liveness import MemoryTimeline, Storage
-from graphopt.ops import schema
-from graphopt.program import Phase, info
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.values import tensors_of, type_text
+from graphopt.ir.program import Phase, info
+from graphopt.ir.text import short_source
 from graphopt.report.page.sheet import merge_orders
-from graphopt.report.text import short_source
-from graphopt.report.visits import Placement
-from graphopt.values import tensors_of, type_text
+from graphopt.report.pictures.visits import Placement
 
 __all__ = ["Activation", "activations", "activations_json", "kept_storages"]
 

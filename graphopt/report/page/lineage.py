@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from graphopt.program import Program, info
-from graphopt.report.text import Writer
+from graphopt.ir.program import Program, info
+from graphopt.ir.text import Writer
 
 __all__ = ["Difference", "Lineage", "follow"]
 

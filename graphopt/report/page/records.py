@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from graphopt.analysis.running import real_call
-from graphopt.ops import schema
-from graphopt.program import Phase, Program, info
+from graphopt.analysis.costs.isolated_call import real_call
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.values import storage_bytes, tensors_of, type_text
+from graphopt.ir.program import Phase, Program, info
+from graphopt.ir.text import Writer
 from graphopt.report.page.sheet import Place
-from graphopt.report.text import Writer
-from graphopt.values import storage_bytes, tensors_of, type_text
 
 __all__ = ["PHASES", "REFERENCE", "Records", "Strings", "runs"]
 

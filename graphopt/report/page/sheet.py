@@ -14,10 +14,10 @@ from typing import NamedTuple, TypeVar
 
 from torch import fx
 
-from graphopt.program import Phase, Program
+from graphopt.ir.program import Phase, Program
 from graphopt.report.page.lineage import Lineage
 from graphopt.report.page.tree import Item, module_tree
-from graphopt.report.visits import Lane, Placement, Visit, merge_visits
+from graphopt.report.pictures.visits import Lane, Placement, Visit, merge_visits
 
 __all__ = ["LANES", "Place", "Sheet", "merge_orders", "set_out"]
 

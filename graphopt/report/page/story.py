@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from graphopt.errors import GraphoptError
-from graphopt.program import Program
+from graphopt.ir.program import Program
 
 if TYPE_CHECKING:
-    from graphopt.pipeline import PassRecord
+    from graphopt.rewriting.pipeline import PassRecord
 
 __all__ = ["WITHOUT_PASSES", "MeasuredPeaks", "Snapshot", "Story", "story_of_program", "story_of_snapshots"]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from graphopt.report.visits import Placement, Visit
+from graphopt.report.pictures.visits import Placement, Visit
 
 __all__ = ["Item", "module_tree"]
 

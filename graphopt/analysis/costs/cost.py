@@ -1,0 +1,244 @@
+"""The cost model: seconds of every call of a program, measured on this machine or estimated by the roofline.
+
+Planners weigh bytes against these seconds and against the bandwidth of the links to the host and to the disk. Each
+distinct call (op, shapes, strides, dtypes, device, other arguments, number of threads) is run by itself a few times,
+and the figures are kept in a file (see `cache_folder`): a second program of the same shapes costs nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import fx
+
+from graphopt.analysis.costs.bandwidth import Tier, link_bandwidth
+from graphopt.analysis.costs.figures import Figures, cache_folder, figures_of
+from graphopt.analysis.costs.isolated_call import LARGEST_CALL, call_bytes, call_key, call_tensors, refusal
+from graphopt.analysis.costs.profiles import EFFICIENCY, PROFILES, DeviceProfile, profile_of
+from graphopt.analysis.costs.roofline import call_device, flops_of, moved_bytes, roofline_seconds
+from graphopt.analysis.costs.timing import measured_seconds
+from graphopt.errors import GraphoptError
+from graphopt.ir.autocast import plain_precision
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.values import format_bytes
+
+__all__ = [
+    "EFFICIENCY",
+    "PROFILES",
+    "CostReport",
+    "DeviceProfile",
+    "Method",
+    "Tier",
+    "cache_folder",
+    "cost_report",
+    "flops_of",
+    "link_bandwidth",
+    "moved_bytes",
+    "op_seconds",
+    "profile_of",
+    "roofline_seconds",
+]
+
+logger = logging.getLogger("graphopt")
+
+Method = Literal["measured", "roofline"]
+
+
+@dataclass(frozen=True, slots=True)
+class CostReport:
+    """What calls cost, and how that is known. The four counts add up to the number of calls.
+
+    Attributes:
+        seconds: of each call, in the order given.
+        measured: how many of them were measured now (``runs`` distinct ones, each run a few times).
+        cached: how many were measured before.
+        estimated: how many the roofline stands for.
+        free: how many take no time: inputs, outputs, views, elements of tuples, sizes.
+        runs: distinct calls that were measured now.
+        reasons: for each op that the roofline stands for although measuring was asked for, why.
+    """
+
+    seconds: tuple[float, ...]
+    measured: int
+    cached: int
+    estimated: int
+    free: int
+    runs: int = 0
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        text = (
+            f"{sum(self.seconds):.4g} s in {len(self.seconds)} calls: {self.measured} measured ({self.runs} distinct), "
+            f"{self.cached} from the cache, {self.estimated} by the roofline, {self.free} free"
+        )
+        return "\n".join([text, *(f"by the roofline: {op}: {reason}" for op, reason in self.reasons.items())])
+
+
+def op_seconds(
+    calls: Iterable[fx.Node], *, method: Method = "measured", profile: DeviceProfile | None = None,
+    progress: Callable[[int, int], None] | None = None, cache: bool = True,
+) -> list[float]:  # fmt: skip
+    """Seconds of each call of a program; ``cost_report`` gives the same with how it is known."""
+    return list(cost_report(calls, method=method, profile=profile, progress=progress, cache=cache).seconds)
+
+
+def cost_report(
+    calls: Iterable[fx.Node], *, method: Method = "measured", profile: DeviceProfile | None = None,
+    progress: Callable[[int, int], None] | None = None, cache: bool = True,
+) -> CostReport:  # fmt: skip
+    """Seconds of each call of a program, on its device with nothing else running, by itself.
+
+    Inputs, views and elements of tuples take none. With ``measured``, the roofline stands for what cannot be run by
+    itself: collectives, ops that write to their arguments, transfers, calls of more than 2 GiB, ops that refuse made-up
+    data, devices that are not here. Each such op is logged, and is in the report. Random-number generators and
+    autocast are as before, and no memory stays allocated.
+
+    Args:
+        calls: nodes of a program; symbolic sizes are taken by their example.
+        method: ``measured``, or ``roofline``, which runs nothing of the program.
+        profile: what the device can do, for the roofline; by default that of the device here (``profile_of``).
+        progress: called with (distinct calls measured, distinct calls to measure) after each of them.
+        cache: use figures measured before, and keep new ones.
+
+    Raises:
+        GraphoptError: for an unknown method; for a device that is not here, without ``profile``.
+    """
+    if method not in ("measured", "roofline"):
+        raise GraphoptError(f"there is no method {method!r} of costs: it is 'measured' or 'roofline'")
+    nodes = list(calls)
+    paid = [node for node in nodes if not _is_free(node)]
+    estimate = _Roofline(profile, cache)
+    found = _Measurements(cache)
+    if method == "measured":
+        with plain_precision():
+            found.run(dict.fromkeys(paid), progress)
+    seconds = {node: found.seconds[node] if node in found.seconds else estimate(node) for node in paid}
+    measured = sum(node in found.new for node in paid)
+    known = sum(node in found.seconds for node in paid)
+    return CostReport(
+        tuple(seconds.get(node, 0.0) for node in nodes), measured, known - measured, len(paid) - known,
+        len(nodes) - len(paid), found.runs, found.reasons,
+    )  # fmt: skip
+
+
+def _is_free(node: fx.Node) -> bool:
+    if node.op != "call_function" or node.target is operator.getitem or schema.hands_on(node):
+        return True
+    return not call_tensors(node)
+
+
+def _refusal(node: fx.Node) -> str:
+    """Why a call is not measured; empty where it is."""
+    reason = refusal(node)
+    if reason:
+        return reason
+    for kind in {tensor.device.type for tensor in call_tensors(node)} - {"cpu"}:
+        if kind != "cuda" or not torch.cuda.is_available():
+            return f"there is no {kind} device here"
+    size = call_bytes(node)
+    return f"the call takes {format_bytes(size)}" if size > LARGEST_CALL else ""
+
+
+class _Measurements:
+    """Seconds of calls that can be run, looked up or measured.
+
+    Attributes:
+        seconds: of each call whose time is known.
+        new: the calls whose time was measured now.
+        runs: how many distinct calls were measured now.
+        reasons: why ops were not measured.
+    """
+
+    def __init__(self, cache: bool) -> None:
+        self.seconds: dict[fx.Node, float] = {}
+        self.new: set[fx.Node] = set()
+        self.runs = 0
+        self.reasons: dict[str, str] = {}
+        self._cache = cache
+        self._figures: dict[torch.device, Figures] = {}
+
+    def run(self, calls: Iterable[fx.Node], progress: Callable[[int, int], None] | None) -> None:
+        """Look up every call, and measure those that are not known."""
+        alike: dict[str, list[fx.Node]] = {}
+        for node in calls:
+            reason = _refusal(node)
+            if reason:
+                self._refuse(node, reason)
+            else:
+                alike.setdefault(call_key(node), []).append(node)
+        missing = {key: nodes for key, nodes in alike.items() if not self._look_up(key, nodes)}
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(missing.values())):
+                for done, (key, nodes) in enumerate(missing.items(), 1):
+                    self._measure(key, nodes)
+                    if progress is not None:
+                        progress(done, len(missing))
+        finally:
+            for figures in self._figures.values():
+                figures.save()
+
+    def _look_up(self, key: str, nodes: list[fx.Node]) -> bool:
+        found = self._figures_of(nodes[0]).get("seconds", key)
+        if found is not None:
+            self.seconds.update(dict.fromkeys(nodes, found))
+        return found is not None
+
+    def _measure(self, key: str, nodes: list[fx.Node]) -> None:
+        try:
+            found = measured_seconds(nodes[0], call_device(nodes[0]))
+        except Exception as error:  # checks of values refuse made-up data; the device may be full
+            self._refuse(nodes[0], str(error).splitlines()[0] if str(error) else type(error).__name__)
+            return
+        self._figures_of(nodes[0]).put("seconds", key, found)
+        self.seconds.update(dict.fromkeys(nodes, found))
+        self.new.update(nodes)
+        self.runs += 1
+
+    def _refuse(self, node: fx.Node, reason: str) -> None:
+        op = schema.op_name(node)
+        if op not in self.reasons:
+            logger.info("the time of %s is estimated, not measured: %s", op, reason)
+            self.reasons[op] = reason
+
+    def _figures_of(self, node: fx.Node) -> Figures:
+        device = call_device(node)
+        if device not in self._figures:
+            self._figures[device] = figures_of(device, cache=self._cache)
+        return self._figures[device]
+
+
+def _cuda_devices(groups: Iterable[list[fx.Node]]) -> list[int]:
+    """The CUDA devices whose generators may be used while calls are measured."""
+    devices = {tensor.device for nodes in groups for tensor in call_tensors(nodes[0])}
+    return sorted({torch.cuda.current_device() if d.index is None else d.index for d in devices if d.type == "cuda"})
+
+
+class _Roofline:
+    """Estimates of calls; those of equal calls are made once."""
+
+    def __init__(self, profile: DeviceProfile | None, cache: bool) -> None:
+        self._profile = profile
+        self._cache = cache
+        self._profiles: dict[torch.device, DeviceProfile] = {}
+        self._known: dict[str, float] = {}
+
+    def __call__(self, node: fx.Node) -> float:
+        key = call_key(node)
+        if not key:
+            return roofline_seconds(node, self._profile_for(node))
+        if key not in self._known:
+            self._known[key] = roofline_seconds(node, self._profile_for(node))
+        return self._known[key]
+
+    def _profile_for(self, node: fx.Node) -> DeviceProfile:
+        if self._profile is not None:
+            return self._profile
+        device = call_device(node)
+        if device not in self._profiles:
+            self._profiles[device] = profile_of(device, cache=self._cache)
+        return self._profiles[device]

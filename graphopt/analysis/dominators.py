@@ -1,0 +1,109 @@
+"""The program as a graph in the mathematician's sense: dependencies, and the tensors that cut it in two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import networkx as nx
+import torch
+from torch import fx
+
+from graphopt.analysis.liveness import storages_of
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.values import storage_bytes
+from graphopt.ir.program import Phase, Program, info
+
+__all__ = ["Candidate", "checkpoint_candidates", "trained_forward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A tensor through which all of the network's data passes.
+
+    Attributes:
+        name: its best name.
+        node: the node's name.
+        bytes: what keeping it costs.
+        saves: bytes that need not be kept from the previous candidate up to this one when both are checkpoints.
+        source: the user's line that makes it.
+    """
+
+    name: str
+    node: str
+    bytes: int
+    saves: int
+    source: str
+
+
+def trained_forward(program: Program) -> set[fx.Node]:
+    """The forward calls on the data's way: they depend on an input and on something that gets a gradient.
+
+    Masks and positions do not (no gradient), nor do transposed or cast weights (no data).
+    """
+    data = {node for node, _ in program.inputs_of("input")}
+    trained = {node for node, _ in program.inputs_of("parameter")}
+    trained |= {
+        n for n, s in program.inputs_of("input") if s.target in {o.target for _, o in program.outputs_of("gradient")}
+    }
+    for node in program.phase_nodes(Phase.FORWARD):
+        for found in (data, trained):
+            if found.intersection(node.all_input_nodes):
+                found.add(node)
+    return {node for node in data & trained if node.op != "placeholder"}
+
+
+def checkpoint_candidates(program: Program) -> list[Candidate]:
+    """The dominators of forward's result: tensors that every path from the inputs passes, in program order."""
+    trained = trained_forward(program)
+    graph: nx.DiGraph[object] = nx.DiGraph()
+    for node in program.phase_nodes(Phase.FORWARD):
+        if node not in trained:
+            continue
+        sources = [source for source in node.all_input_nodes if source in trained]
+        graph.add_edges_from((source, node) for source in sources)
+        if not sources:
+            graph.add_edge("source", node)
+        if any(user.op == "output" for user in node.users):
+            graph.add_edge(node, "sink")
+    if "sink" not in graph:
+        return []
+    above = nx.immediate_dominators(graph, "source")
+    chain, current = [], above.get("sink")
+    while isinstance(current, fx.Node):
+        chain.append(current)
+        current = above[current]
+    return _describe(program, [node for node in reversed(chain) if isinstance(node.meta.get("val"), torch.Tensor)])
+
+
+def _unawaited(node: fx.Node) -> bool:
+    """Whether a collective has only started when a node has run: its data is there behind the wait."""
+    return schema.is_collective(node) and not schema.aliased_inputs(node)
+
+
+def _describe(program: Program, chain: list[fx.Node]) -> list[Candidate]:
+    """One candidate per storage, with the bytes that live from forward into backward between it and the last one."""
+    calls = [n for n in program.graph.nodes if n.op not in ("placeholder", "output")]
+    position = {node: index for index, node in enumerate(calls)}
+    forward_end = max((position[n] for n in program.phase_nodes(Phase.FORWARD)), default=0)
+    _, refers = storages_of(program, forward_in_place=False)
+    kept = sorted(
+        {
+            (s.first, s.bytes, id(s))
+            for node in program.phase_nodes(Phase.FORWARD)
+            for s in refers[node]
+            if not s.is_input and s.last > forward_end
+        }
+    )
+    found: list[Candidate] = []
+    start, seen = -1, set[fx.Node]()
+    for node in chain:
+        root = schema.storage_root(node)
+        if root in seen or root.op == "placeholder" or _unawaited(root):
+            continue
+        seen.add(root)
+        inside = sum(size for first, size, _ in kept if start < first < position[root])
+        size = storage_bytes(root.meta["val"]) if isinstance(root.meta.get("val"), torch.Tensor) else 0
+        names = info(node).names
+        found.append(Candidate(names[0] if names else node.name, node.name, size, inside, info(node).source))
+        start = position[root]
+    return found

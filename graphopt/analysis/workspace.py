@@ -1,0 +1,155 @@
+"""What ops allocate for themselves while they run: measured, once per op and shapes, on inputs of zeros.
+
+Kernels reorder layouts, build masks and keep partial sums; no schema tells how much. Each distinct call of a program is
+therefore run once by itself, within limits, while the allocator is watched. The random-number generators are left as
+they were.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _torch
+from graphopt.analysis.costs.isolated_call import LARGEST_CALL, call_bytes, call_key, call_tensors, prepare, sizes
+from graphopt.ir.autocast import plain_precision
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.collectives import workspace_bytes
+from graphopt.ir.ops.values import storage_bytes, tensors_of
+
+__all__ = ["Usage", "measured_usage"]
+
+logger = logging.getLogger("graphopt")
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a call allocates.
+
+    Attributes:
+        temporary: bytes that it allocates and frees again while it runs, beyond its results.
+        results: bytes of the storages of its results, in order; some ops leave theirs larger than the result
+            (``mse_loss`` reduces in place); None where they are not measured, and for calls that write in place.
+    """
+
+    temporary: int = 0
+    results: tuple[int, ...] | None = None
+
+
+_MARK = "measured call "
+"""How the marks in a profile begin; no op is called so."""
+
+_measured: dict[str, Usage] = {}
+
+
+def measured_usage(nodes: Iterable[fx.Node]) -> list[Usage]:
+    """What each call allocates; 0 for calls on a device that is not here."""
+    calls = list(nodes)
+    keys = [call_key(node) or _writing_key(node) for node in calls]
+    missing = {key: node for key, node in zip(keys, calls, strict=True) if key and key not in _measured}
+    if missing:
+        with plain_precision():
+            _measure(missing)
+    return [_usage(key, node) for key, node in zip(keys, calls, strict=True)]
+
+
+def _writing_key(node: fx.Node) -> str:
+    """Equal for in-place calls that allocate alike; empty for other calls.
+
+    Such a call writes to the zeros that it is measured on. It allocates where it wraps a number in a tensor
+    (``_foreach_add_(steps, 1)``), converts an argument, or falls back to ops that are not in place.
+    """
+    if not schema.mutated_inputs(node) or schema.is_collective(node):
+        return ""
+    described = _torch.map_aggregate(
+        (node.args, node.kwargs), lambda a: _described(a.meta.get("val")) if isinstance(a, fx.Node) else a
+    )
+    return f"{node.target}{described}{torch.get_num_threads()}"
+
+
+def _described(value: Any) -> Any:
+    def tensor(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return str(leaf)
+        return sizes(leaf.shape), sizes(leaf.stride()), leaf.dtype, str(leaf.device)
+
+    return _torch.pytree.tree_map(tensor, value)
+
+
+def _usage(key: str, node: fx.Node) -> Usage:
+    if schema.is_collective(node):
+        return Usage(workspace_bytes(node))
+    found = _measured.get(key, Usage())
+    if schema.mutated_inputs(node):
+        return replace(found, results=None)
+    if node.target is _torch.run_with_rng_state:
+        return replace(found, temporary=found.temporary + _generator_state(node))
+    if node.target is _torch.run_and_save_rng_state:
+        return replace(found, results=None)
+    return found
+
+
+def _generator_state(node: fx.Node) -> int:
+    """A replayed random op puts the present generator state aside while it runs."""
+    state: Any = node.args[0]
+    return storage_bytes(state.meta["val"])
+
+
+def _measure(missing: dict[str, fx.Node]) -> None:
+    cpu: dict[str, fx.Node] = {}
+    for key, node in missing.items():
+        _measured[key] = Usage()
+        size = call_bytes(node)
+        devices = {t.device.type for t in call_tensors(node)}
+        if size > LARGEST_CALL:
+            logger.info("not measuring the temporaries of %s: the call takes %d bytes", node.name, size)
+        elif devices == {"cpu"}:
+            cpu[key] = node
+        elif devices == {"cuda"} and torch.cuda.is_available():
+            _measured[key] = _measure_cuda(node)
+    if cpu:
+        _measured.update(_measure_cpu(cpu))
+
+
+def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(count, dtype=dtype, device=device)
+
+
+def _measure_cpu(nodes: dict[str, fx.Node]) -> dict[str, Usage]:
+    """Run every call in one profile, and read the allocator's events between its marks."""
+    done: list[str] = []
+    results: list[tuple[int, ...]] = []
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), _torch.profile_memory() as profile:
+        for key, node in nodes.items():
+            try:
+                target, args, kwargs = prepare(node, _zeros)
+                with torch.profiler.record_function(f"{_MARK}{len(done)}"):
+                    result = target(*args, **kwargs)
+                results.append(tuple(t.untyped_storage().nbytes() for t in tensors_of(result)))
+                del result, args, kwargs
+                done.append(key)
+            except Exception as error:  # data-dependent checks refuse zeros; what the op needs stays unknown
+                logger.info("the temporaries of %s are not known: %s", node.name, error)
+    peaks = _torch.peaks_between_marks(profile, _MARK)
+    return {key: Usage(peaks.get(index, 0), results[index]) for index, key in enumerate(done)}
+
+
+def _measure_cuda(node: fx.Node) -> Usage:
+    try:
+        with torch.random.fork_rng(), torch.no_grad():
+            target, args, kwargs = prepare(node, _zeros)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            result = target(*args, **kwargs)
+            torch.cuda.synchronize()
+            peak, end = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+            del result
+    except Exception as error:
+        logger.info("the temporaries of %s are not known: %s", node.name, error)
+        return Usage()
+    return Usage(peak - end)

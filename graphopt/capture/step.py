@@ -1,0 +1,381 @@
+"""Joint program + torch.optim object → step program: the update, traced from the optimizer itself."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _torch
+from graphopt.capture.checks import refuse_coupling, refuse_hooks
+from graphopt.capture.source_lines import user_frame
+from graphopt.errors import CaptureError
+from graphopt.ir.names import identifier
+from graphopt.ir.program import InputSpec, NodeInfo, OutputSpec, Phase, Program, set_info
+from graphopt.rewriting.shards import Shards, check_dense, holds_elements
+
+__all__ = ["UpdateTrace", "append_update", "hyperparameters", "trace_optimizer"]
+
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+
+
+@dataclass
+class UpdateTrace:
+    """One call of ``optimizer.step()`` as a graph of in-place ops.
+
+    Attributes:
+        graph: placeholders for ``inputs``; returns the state tensors that the call created.
+        inputs: what each placeholder is: parameter, gradient, state or hyperparameter.
+        created: the state that the call creates, aligned with what the graph returns; empty once all of it exists.
+        constants: tensors that the update makes from Python numbers, by the name under which the graph gets them.
+        shards: the part of each parameter and gradient that the graph works on, as a flat tensor; None for all of it.
+    """
+
+    graph: fx.Graph
+    inputs: list[InputSpec]
+    created: list[InputSpec]
+    constants: dict[str, torch.Tensor]
+    shards: Shards | None = None
+
+
+def state_target(parameter: str, key: str) -> str:
+    """How a piece of optimizer state is called: ``layers.0.weight/exp_avg``."""
+    return f"{parameter}/{key}"
+
+
+def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    """Everything of the parameter groups that is traced as a constant: all but parameters and learning rates.
+
+    A change of it needs a new trace.
+    """
+    return tuple(
+        (len(group["params"]), *((k, v) for k, v in sorted(group.items()) if k not in ("params", "lr", "initial_lr")))
+        for group in optimizer.param_groups
+    )
+
+
+def trace_optimizer(
+    optimizer: torch.optim.Optimizer, trained: Mapping[str, torch.Tensor], *, first: bool, mode: Any,
+    shards: Shards | None = None,
+) -> UpdateTrace:  # fmt: skip
+    """Trace one ``optimizer.step()`` on fake copies of the parameters; the optimizer itself is not touched.
+
+    Args:
+        optimizer: any ``torch.optim`` optimizer; implementation flags (``fused``, ``foreach``) that the user set are
+            followed, and where none is set the fused implementation is taken for those that have one.
+        trained: the parameters that get a gradient, by name, in gradient order.
+        first: trace the call that creates the state, or (False) any later one.
+        mode: the fake mode in which to build example values.
+        shards: the part of each parameter that is updated; state is then for these elements only.
+
+    Raises:
+        CaptureError: where the optimizer cannot be traced; it then works in drop-in mode.
+        GraphoptError: where it cannot be sharded.
+    """
+    refuse_hooks(optimizer)
+    names = {id(parameter): name for name, parameter in trained.items()}
+    groups = [
+        (index, [p for p in group["params"] if id(p) in names]) for index, group in enumerate(optimizer.param_groups)
+    ]
+    owned = {id(p) for _, members in groups for p in members}
+    if not owned:
+        raise CaptureError(
+            "the optimizer holds none of the parameters that get a gradient: was it made before the model was replaced "
+            "or moved? make it from model.parameters()"
+        )
+    order = [n for n, p in trained.items() if id(p) in owned]
+    for name in order if shards is not None else ():
+        check_dense(name, trained[name])
+    try:
+        found = _Tracer(optimizer, order, trained, names, mode, shards).run(first)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"{type(optimizer).__name__} cannot be traced into the program: {_reason(error)}\n"
+            f"  where: {user_frame(error.__traceback__, also=('torch/optim/',))}\n"
+            "  what to do: the update must not branch on values (try fused=True, foreach=True or capturable=True where "
+            "the optimizer has them), or keep your loop and use graphopt.optimize, which works with any optimizer"
+        ) from error
+    if shards is not None:
+        refuse_coupling(optimizer, found.graph)
+    return found
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).splitlines()[0] if str(error) else repr(error)
+    if "_local_scalar_dense" in text or "data-dependent" in text:
+        return "it reads a tensor's value as a Python number (.item()) while it updates, and a program has no values"
+    if "closure" in text:
+        return "its step needs a closure that evaluates the model again"
+    return text
+
+
+class _Tracer:
+    """Builds a stand-in optimizer over fake tensors and traces its step."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, order: list[str], trained: Mapping[str, torch.Tensor],
+        names: dict[int, str], mode: Any, shards: Shards | None,
+    ) -> None:  # fmt: skip
+        self._optimizer = optimizer
+        self._order = order
+        self._names = names
+        self._mode = mode
+        self._shards = shards
+        with mode:
+            self._fake = {n: self._example(n, trained[n]) for n in order}
+            self._gradients = {n: self._example(n, trained[n]) for n in order}
+            self._rates = [self._rate(index, group) for index, group in enumerate(optimizer.param_groups)]
+
+    def _example(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """A fake tensor like a parameter, its gradient or its state, or like this rank's shard of it."""
+        if self._shards is None:
+            return _fake_like(value)  # type: ignore[no-any-return]
+        return torch.empty(self._shards[name][1], dtype=value.dtype, device=value.device)
+
+    def _rate(self, index: int, group: Mapping[str, Any]) -> Any:
+        """What stands for a learning rate: a float64 tensor for fused kernels, otherwise a float that stays an input.
+
+        (Fused kernels round a float32 rate differently from the Python float that eager gives them.)
+        """
+        rate = group["lr"]
+        if isinstance(rate, torch.Tensor):
+            return _fake_like(rate)
+        if {**group, **self._implementation(group)}.get("fused"):
+            return torch.empty((), dtype=torch.float64)
+        return _torch.symbolic_float(f"lr{index}", float(rate))
+
+    def run(self, first: bool) -> UpdateTrace:
+        state = self._existing_state() if first else self._state_after_first()
+        keys = [(n, k) for n in self._order for k, v in state.get(n, {}).items() if isinstance(v, torch.Tensor)]
+        inputs = [*self._fake.values(), *self._gradients.values(), *(state[n][k] for n, k in keys), *self._rates]
+        made: list[InputSpec] = []
+
+        def step(flat: list[Any]) -> list[torch.Tensor]:
+            supply = iter(flat)
+            parameters = {n: next(supply) for n in self._order}
+            gradients = {n: next(supply) for n in self._order}
+            held = {n: dict(state.get(n, {})) for n in self._order}
+            for n, k in keys:
+                held[n][k] = next(supply)
+            rates = [next(supply) for _ in self._rates]
+            shadow = self._shadow(parameters, gradients, held, rates)
+            _torch.unwrapped_step(shadow)()
+            self._refuse_counting(state, {n: shadow.state.get(p, {}) for n, p in parameters.items()})
+            made.clear()
+            results = []
+            for n in self._order:
+                for k, v in shadow.state.get(parameters[n], {}).items():
+                    if isinstance(v, torch.Tensor) and (n, k) not in keys:
+                        made.append(InputSpec("state", state_target(n, k)))
+                        results.append(v)
+            return results
+
+        module = _torch.trace_update(step, inputs)
+        specs = [
+            *(InputSpec("parameter", n) for n in self._order),
+            *(InputSpec("gradient", n) for n in self._order),
+            *(InputSpec("state", state_target(n, k)) for n, k in keys),
+            *(InputSpec("hyperparameter", f"lr[{i}]") for i in range(len(self._rates))),
+        ]
+        constants = {str(n.target): getattr(module, str(n.target)) for n in module.graph.find_nodes(op="get_attr")}
+        return UpdateTrace(module.graph, specs, list(made), constants, self._shards)
+
+    def _refuse_counting(self, before: Mapping[str, dict[str, Any]], after: Mapping[str, dict[str, Any]]) -> None:
+        """Numbers that the optimizer keeps in Python and changes at every step cannot be part of a static program."""
+        for name, state in after.items():
+            for key, value in state.items():
+                old = before.get(name, {}).get(key)
+                if old is not None and not isinstance(value, torch.Tensor) and value != old:
+                    raise CaptureError(
+                        f"{type(self._optimizer).__name__} keeps {key!r} as a Python {type(value).__name__} that "
+                        "changes at every step, so that its update cannot be one static program: keep it in a tensor, "
+                        "or keep "
+                        "your loop and use graphopt.optimize, which works with any optimizer"
+                    )
+
+    def _existing_state(self) -> dict[str, dict[str, Any]]:
+        """The optimizer's present state with fake tensors, by parameter name."""
+        found: dict[str, dict[str, Any]] = {}
+        with self._mode:
+            for parameter, state in self._optimizer.state.items():
+                name = self._names.get(id(parameter))
+                if name in self._fake:
+                    found[name] = {
+                        key: self._example(name, value) if holds_elements(key, value, parameter) else _fake_like(value)
+                        for key, value in state.items()
+                    }
+        return found
+
+    def _state_after_first(self) -> dict[str, dict[str, Any]]:
+        """What the first step would leave, found by running it on fake tensors."""
+        with self._mode:
+            parameters = {n: torch.empty_like(p) for n, p in self._fake.items()}
+            gradients = {n: torch.empty_like(p) for n, p in self._fake.items()}
+            shadow = self._shadow(parameters, gradients, {}, self._rates)
+            self._initial(shadow, parameters)
+            _torch.unwrapped_step(shadow)()
+        return {n: dict(shadow.state.get(p, {})) for n, p in parameters.items()}
+
+    def _initial(self, shadow: torch.optim.Optimizer, parameters: dict[str, torch.Tensor]) -> None:
+        """State that the constructor made (Adagrad) exists before the first step."""
+        for name, state in self._existing_state().items():
+            shadow.state[parameters[name]] = dict(state)
+
+    def _shadow(
+        self, parameters: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor],
+        state: Mapping[str, dict[str, Any]], rates: list[torch.Tensor],
+    ) -> torch.optim.Optimizer:  # fmt: skip
+        shadow = copy.copy(self._optimizer)
+        for name in ("step", "zero_grad"):
+            shadow.__dict__.pop(name, None)
+        shadow.state = defaultdict(dict)
+        shadow.param_groups = []
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            members = [parameters[self._names[id(p)]] for p in group["params"] if self._names.get(id(p)) in parameters]
+            shadow.param_groups.append({**group, **self._implementation(group), "params": members, "lr": rate})
+        for name, parameter in parameters.items():
+            parameter.grad = gradients[name]
+            if state.get(name):
+                shadow.state[parameter] = state[name]
+        return shadow
+
+    def _skips_elements(self, group: Mapping[str, Any]) -> bool:
+        """Whether the fused kernel leaves elements as they are: torch's SGD does for 16-bit parameters on a CPU."""
+        return isinstance(self._optimizer, torch.optim.SGD) and any(
+            parameter.device.type == "cpu" and parameter.element_size() == 2 for parameter in group["params"]
+        )
+
+    def _implementation(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Which of the optimizer's own implementations to trace, where the user left the choice open."""
+        chosen = group.get("fused") or group.get("foreach") or group.get("capturable")
+        undecided = group.get("fused") is None and group.get("foreach") is None
+        if chosen or group.get("differentiable") or not undecided:
+            return {}
+        usable = isinstance(self._optimizer, _FUSED) and not group.get("maximize", False) and "fused" in group
+        if usable and not self._skips_elements(group):
+            return {"fused": True}
+        return {"foreach": True} if "foreach" in group else {}
+
+
+def _fake_like(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def append_update(program: Program, trace: UpdateTrace) -> Program:
+    """A step program: ``program`` (stage joint, with a loss) followed by the traced update of its parameters.
+
+    Gradients become inner values; state and learning rates become inputs; created state becomes outputs.
+    """
+    step = program.copy()
+    step.stage, step.lower = "step", None
+    _match_layouts(step)
+    gradients = {spec.target: value for value, spec in step.outputs_of("gradient")}
+    parameters = {spec.target: node for node, spec in step.inputs_of("parameter")}
+    mapping: dict[fx.Node, fx.Node] = {}
+    placeholders = list(trace.graph.find_nodes(op="placeholder"))
+    for node, spec in zip(placeholders, trace.inputs, strict=True):
+        if spec.role in ("parameter", "gradient"):
+            whole = parameters if spec.role == "parameter" else gradients
+            mapping[node] = _part(step, whole[spec.target], spec.target, trace.shards)
+        else:
+            mapping[node] = step.add_input(identifier(spec.target), node.meta["val"], spec)
+    created: list[Any] = []
+    output = step.output_node
+    modules = _modules_of(trace, placeholders)
+    for node in trace.graph.nodes:
+        if node.op == "placeholder":
+            continue
+        if node.op == "get_attr":
+            mapping[node] = _add_constant(step, f"update{node.target}", trace.constants[str(node.target)])
+            continue
+        if node.op == "output":
+            created = [mapping[v] for v in _torch.pytree.tree_leaves(node.args[0])]
+            continue
+        with step.graph.inserting_before(output):
+            new = step.graph.node_copy(node, lambda n: mapping[n])
+        new.meta = {"val": node.meta.get("val")}
+        set_info(new, NodeInfo(Phase.UPDATE, module=modules.get(node, ""), origin="optimizer.step"))
+        mapping[node] = new
+    kept = [
+        (value, spec) for value, spec in zip(step.output_values, step.outputs, strict=True)
+        if spec.role in ("loss", "output") or (spec.role == "gradient" and spec.target not in parameters)
+    ]  # fmt: skip
+    extra = [(value, OutputSpec("state", spec.target)) for value, spec in zip(created, trace.created, strict=True)]
+    step.set_outputs([v for v, _ in kept + extra], [s for _, s in kept + extra])
+    step.erase_dead()
+    _drop_unused_inputs(step)
+    return step
+
+
+def _part(program: Program, whole: fx.Node, name: str, shards: Shards | None) -> fx.Node:
+    """What the update gets of a parameter or of its gradient, which have the same layout: all, or a shard of both."""
+    if shards is None:
+        return whole
+    first, length = shards[name]
+    common: dict[str, Any] = {"before": program.output_node, "phase": Phase.UPDATE, "origin": "optimizer.step"}
+    flat = program.insert(torch.ops.aten.as_strided.default, (whole, [whole.meta["val"].numel()], [1]), **common)
+    return program.insert(torch.ops.aten.slice.Tensor, (flat, 0, first, first + length), **common)
+
+
+def _match_layouts(program: Program) -> None:
+    """Give each gradient its parameter's strides, as autograd does when it accumulates into ``.grad``.
+
+    Fused kernels walk parameter, gradient and state by address.
+    """
+    parameters = {spec.target: node for node, spec in program.inputs_of("parameter")}
+    values = list(program.output_values)
+    for index, (value, spec) in enumerate(zip(values, program.outputs, strict=True)):
+        if spec.role != "gradient" or spec.target not in parameters or not isinstance(value, fx.Node):
+            continue
+        mine, wanted = value.meta["val"], parameters[spec.target].meta["val"]
+        if mine.stride() == wanted.stride():
+            continue
+        common: dict[str, Any] = {"after": value, "phase": Phase.BACKWARD, "like": value, "origin": "gradient layout"}
+        if wanted.is_contiguous():
+            options = {"memory_format": torch.contiguous_format}
+            values[index] = program.insert(torch.ops.aten.clone.default, (value,), options, **common)
+        else:
+            common.pop("after")
+            empty = program.insert(
+                torch.ops.aten.empty_strided.default, (list(wanted.shape), list(wanted.stride())),
+                {"dtype": wanted.dtype, "device": wanted.device}, after=value, **common,
+            )  # fmt: skip
+            values[index] = program.insert(torch.ops.aten.copy.default, (empty, value), after=empty, **common)
+        program.hand_over_name(f"{spec.target}~", value, values[index])
+    program.set_outputs(values, program.outputs)
+
+
+def _add_constant(program: Program, name: str, tensor: torch.Tensor) -> fx.Node:
+    value = program.fake_mode.from_tensor(tensor)
+    node = program.add_input(name, value, InputSpec("constant", name))
+    program.constants[node.name] = tensor
+    return node
+
+
+def _modules_of(trace: UpdateTrace, placeholders: list[fx.Node]) -> dict[fx.Node, str]:
+    """The module of the one parameter that an update op works for; '' where it works for many."""
+    owner: dict[fx.Node, set[str]] = {}
+    for node, spec in zip(placeholders, trace.inputs, strict=True):
+        owner[node] = {spec.target.split("/")[0].rpartition(".")[0]} if spec.role != "hyperparameter" else set()
+    for node in trace.graph.nodes:
+        if node not in owner:
+            owner[node] = set().union(*(owner[source] for source in node.all_input_nodes))
+    return {node: next(iter(modules)) for node, modules in owner.items() if len(modules) == 1}
+
+
+def _drop_unused_inputs(program: Program) -> None:
+    """Forget learning rates of groups that have no trained parameter."""
+    pairs = list(zip(program.placeholders, program.inputs, strict=True))
+    for node, spec in pairs:
+        if spec.role in ("hyperparameter", "state") and not node.users:
+            program.graph.erase_node(node)
+            program.inputs.remove(spec)

@@ -1,0 +1,112 @@
+"""What commands write: to stdout or a file, as text or as data, and what the passes did."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from graphopt.errors import GraphoptError
+from graphopt.ir.program import Program
+from graphopt.report.console import terminal
+from graphopt.report.text.snapshots import record_lines
+from graphopt.runtime.rewrite import Rewritten
+
+__all__ = [
+    "JSON_SCHEMA",
+    "check_output",
+    "format_of",
+    "json_data",
+    "output_arguments",
+    "print_json",
+    "print_text",
+    "program_title",
+    "records_text",
+    "report_passes",
+    "two_formats",
+    "write_output",
+]
+
+JSON_SCHEMA = 1
+"""Of what ``--json`` prints: it grows by one when a key goes away or changes its meaning, not for a new key."""
+
+
+def output_arguments(parser: argparse.ArgumentParser, formats: Sequence[str]) -> None:
+    """Add ``--format``, with text as its default, and ``--output``."""
+    parser.add_argument("--format", choices=formats, help="default: text")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write to FILE (default: stdout)")
+
+
+def format_of(options: argparse.Namespace) -> str:
+    """The format that ``--format`` and ``--json`` ask for."""
+    return options.format or ("json" if options.json else "text")
+
+
+def two_formats(options: argparse.Namespace) -> str:
+    """What is wrong where ``--json`` and ``--format`` disagree; empty where they do not."""
+    form = format_of(options)
+    if options.json and form != "json":
+        return f"--json and --format {form} ask for two formats: give one of them"
+    return ""
+
+
+def check_output(options: argparse.Namespace) -> None:
+    """Refuse a file in a folder that does not exist, before there is work to lose.
+
+    Raises:
+        GraphoptError: with the folder.
+    """
+    if options.output is not None and not options.output.parent.is_dir():
+        raise GraphoptError(f"cannot write {options.output}: there is no folder {options.output.parent}")
+
+
+def write_output(options: argparse.Namespace, text: str) -> None:
+    """Write to the file of ``--output`` and say so on stderr, or to stdout.
+
+    Raises:
+        GraphoptError: where the file cannot be written.
+    """
+    path = options.output
+    if path is None:
+        print_text(text)
+        return
+    try:
+        path.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise GraphoptError(f"cannot write {path}: {error.strerror or error}") from error
+    terminal.write(f"wrote {path} ({path.stat().st_size} bytes)", sys.stderr)
+
+
+def print_text(*pieces: str) -> None:
+    """Write what is not empty to stdout, with colours where it is a terminal."""
+    terminal.write("\n".join(piece for piece in pieces if piece), sys.stdout, style=terminal.line_style)
+
+
+def json_data(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What a command says to machines: the number of its form, ``schema``, and the data, which may have its own."""
+    return {"schema": JSON_SCHEMA, **data}
+
+
+def print_json(data: Mapping[str, Any]) -> None:
+    """Write data with the number of its form to stdout."""
+    terminal.write(json.dumps(json_data(data), indent=2), sys.stdout)
+
+
+def program_title(program: Program) -> dict[str, str]:
+    """What data of a program begins with."""
+    return {"title": program.title, "stage": program.stage}
+
+
+def records_text(rewritten: Rewritten) -> str:
+    """What the passes did, as comments."""
+    return "\n".join(f"# {line}" for record in rewritten.records for line in record_lines(record))
+
+
+def report_passes(rewritten: Rewritten) -> None:
+    """What the passes did, on stderr; those that did nothing are in the warnings."""
+    for record in rewritten.records:
+        if record.changed:
+            terminal.write("\n".join(record_lines(record)), sys.stderr)

@@ -1,0 +1,266 @@
+"""What the command line looks at: a factory in the user's code that gives a model and a batch to capture it with."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from graphopt.capture import CaptureSession
+from graphopt.capture.source_lines import user_frame
+from graphopt.errors import GraphoptError, did_you_mean
+from graphopt.ir.program import Stage
+
+__all__ = ["Target", "load_target"]
+
+T = TypeVar("T")
+
+_KEYS = ("model", "example_inputs", "kwargs", "loss", "optimizer", "dynamic_shapes")
+_RETURNS = f"(model, example_inputs), or a dict with the keys {', '.join(_KEYS)} (all but model optional)"
+_SHOWN_TEXT = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a factory returned, checked.
+
+    Attributes:
+        text: how the user wrote it: ``pkg.module:factory`` or ``path/file.py:factory``.
+        model: the bare module.
+        args: positional example inputs.
+        kwargs: keyword example inputs.
+        loss: ``loss(model, *batch)``; ``True`` where the model's own result is or has the loss; None for no loss.
+        optimizer: whose update ends the step, or None.
+        dynamic_shapes: as for ``torch.export.export``.
+    """
+
+    text: str
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    loss: Callable[..., torch.Tensor] | bool | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    dynamic_shapes: Any = None
+
+    @property
+    def last_stage(self) -> Stage:
+        """The last stage that the target allows: ``step`` with an optimizer, ``joint`` without."""
+        return "joint" if self.optimizer is None else "step"
+
+    def session(self) -> CaptureSession:
+        """A capture of the model on its example inputs.
+
+        Raises:
+            CaptureError: where the model or its loss cannot be captured.
+        """
+        return CaptureSession(
+            self.model, self.args, self.kwargs, loss=self.loss, optimizer=self.optimizer,
+            dynamic_shapes=self.dynamic_shapes,
+        )  # fmt: skip
+
+
+def load_target(text: str) -> Target:
+    """Import the module or file that ``text`` names, call its factory, and check what it returns.
+
+    The working directory (for a module) or the file's folder (for a file) is put on ``sys.path``, as ``python`` does.
+
+    Args:
+        text: ``pkg.module:factory`` or ``path/file.py:factory``; the factory takes no arguments and returns
+            ``(model, example_inputs)`` or a dict with ``model``, ``example_inputs``, ``kwargs``, ``loss``,
+            ``optimizer`` and ``dynamic_shapes``.
+
+    Raises:
+        GraphoptError: for text of another form; a file, module or name that is not there; code that raises, with its
+            line; a result of another form.
+    """
+    place, colon, attribute = text.rpartition(":")
+    if not (colon and place and attribute):
+        raise GraphoptError(
+            f"{text!r} names no factory: write pkg.module:factory or path/file.py:factory, where factory is a function "
+            f"without arguments that returns {_RETURNS}"
+        )
+    is_file = place.endswith(".py") or "/" in place or "\\" in place
+    module = _load_file(Path(place)) if is_file else _load_module(place)
+    factory = _attribute(module, attribute, place)
+    _check_callable(factory, text)
+    return _checked(_user_code(f"{text} ", factory), text)
+
+
+# --- finding the factory ---------------------------------------------------------------------------------------------
+
+
+def _importable(folder: Path) -> None:
+    path = str(folder.resolve())
+    if path not in sys.path:
+        sys.path.insert(0, path)
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        files = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        hint = did_you_mean(path.name, files) or f"the working directory is {Path.cwd()}"
+        raise GraphoptError(f"there is no file {str(path)!r}; {hint}")
+    _importable(path.parent)
+    name = f"graphopt_target_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    if spec is None or spec.loader is None:
+        raise GraphoptError(f"{str(path)!r} is no Python file: its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    loader = spec.loader
+    _user_code(f"importing {path} ", lambda: loader.exec_module(module))
+    return module
+
+
+def _load_module(name: str) -> ModuleType:
+    _importable(Path.cwd())
+    importlib.invalidate_caches()
+    try:
+        return _user_code(f"importing {name} ", lambda: importlib.import_module(name))
+    except GraphoptError as error:
+        cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError) and cause.name and f"{name}.".startswith(f"{cause.name}."):
+            raise GraphoptError(f"there is no module {cause.name!r}; {_near_modules(cause.name)}") from cause
+        raise
+
+
+def _near_modules(name: str) -> str:
+    parent = name.rpartition(".")[0]
+    folders = getattr(sys.modules.get(parent), "__path__", None) if parent else [str(Path.cwd())]
+    if folders is None:
+        return f"{parent!r} is a module, not a package"
+    near = did_you_mean(name, [f"{parent}.{found.name}".lstrip(".") for found in pkgutil.iter_modules(folders)])
+    return near or f"modules are looked for in {', '.join(map(str, folders))} and among the installed packages"
+
+
+def _attribute(module: ModuleType, name: str, place: str) -> Any:
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            known = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
+            hint = did_you_mean(part, known) or f"it defines {', '.join(known[:8]) or 'no functions'}"
+            raise GraphoptError(f"{place} has no {name!r}; {hint}")
+        found = getattr(found, part)
+    return found
+
+
+# --- running the user's code -----------------------------------------------------------------------------------------
+
+
+def _check_callable(factory: Any, text: str) -> None:
+    if not callable(factory):
+        raise GraphoptError(
+            f"{text} is {_kind(factory)}, not a function: name a function without arguments that returns {_RETURNS}"
+        )
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise GraphoptError(
+            f"{text} cannot be called without arguments ({error}): give its parameters defaults, or name a function "
+            "that calls it"
+        ) from error
+    except ValueError:  # a callable whose signature Python does not know
+        return
+
+
+def _user_code(what: str, action: Callable[[], T]) -> T:
+    try:
+        return action()
+    except (Exception, SystemExit) as error:
+        advice = ""
+        if isinstance(error, SystemExit):
+            advice = '\n  what to do: keep what runs as a script under if __name__ == "__main__":'
+        failure = GraphoptError(f"{what}raised {type(error).__name__}: {error}\n  where: {_user_line(error)}{advice}")
+        for note in getattr(error, "__notes__", ()):
+            failure.add_note(note)
+        raise failure from error
+
+
+def _user_line(error: BaseException) -> str:
+    """``file:line in function: code`` of the innermost line that is not an installed package's."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
+    installed = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib"))
+    own = str(Path(__file__).parent)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((*installed, own, "<")):
+            return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+    return user_frame(error.__traceback__)
+
+
+# --- checking what it returns ----------------------------------------------------------------------------------------
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)} ({', '.join(type(item).__name__ for item in value)})"
+    text = repr(value)
+    return f"{type(value).__name__} {text}" if len(text) <= _SHOWN_TEXT and "\n" not in text else type(value).__name__
+
+
+def _checked(value: Any, text: str) -> Target:
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        value = {"model": value[0], "example_inputs": value[1]}
+    if not isinstance(value, Mapping):
+        raise GraphoptError(f"{text} returned {_kind(value)}; a factory returns {_RETURNS}")
+    problems = []
+    for key in value:
+        if key not in _KEYS:
+            hint = did_you_mean(str(key), _KEYS) or f"known keys: {', '.join(_KEYS)}"
+            problems.append(f"unknown key {key!r}; {hint}")
+    given = {key: value.get(key) for key in _KEYS}
+    problems += [f"{key!r} {message}" for key in _KEYS if (message := _problem(key, given[key]))]
+    if problems:
+        raise GraphoptError("\n  ".join([f"what {text} returned is not right:", *problems]))
+    model, args = given["model"], given["example_inputs"]
+    assert isinstance(model, nn.Module)
+    return Target(
+        text=text,
+        model=model,
+        args=() if args is None else (args,) if isinstance(args, torch.Tensor) else tuple(args),
+        kwargs=given["kwargs"] or {},
+        loss=given["loss"] or None,
+        optimizer=given["optimizer"],
+        dynamic_shapes=given["dynamic_shapes"],
+    )
+
+
+def _problem(key: str, value: Any) -> str:
+    """What is wrong with the value of ``key``; empty where nothing is."""
+    if key == "model":
+        return _model_problem(value)
+    if value is None or key == "dynamic_shapes":
+        return ""
+    if key == "example_inputs" and isinstance(value, Mapping):
+        return "is a dict: return a dict with keyword inputs under the key 'kwargs' and positional ones as a tuple"
+    by_name = isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+    wanted, fits = {
+        "example_inputs": ("a tuple of the positional inputs", isinstance(value, (tuple, list, torch.Tensor))),
+        "kwargs": ("a dict of the keyword inputs", by_name),
+        "loss": ("loss(model, *batch), or True where the model returns it", callable(value) or isinstance(value, bool)),
+        "optimizer": ("a torch.optim optimizer over model.parameters()", isinstance(value, torch.optim.Optimizer)),
+    }[key]
+    return "" if fits else f"is {_kind(value)}, and must be {wanted}"
+
+
+def _model_problem(value: Any) -> str:
+    if value is None:
+        return "is missing"
+    if isinstance(value, nn.Module):
+        return ""
+    advice = ": call it" if isinstance(value, type) and issubclass(value, nn.Module) else ""
+    return f"is {_kind(value)}, and must be an nn.Module{advice}"

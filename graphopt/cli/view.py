@@ -1,0 +1,73 @@
+"""``graphopt view``: everything that passes make of a program as one page to look at in a browser."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+import sys
+import webbrowser
+from pathlib import Path
+
+from graphopt.cli.output import check_output, print_json, program_title, report_passes, write_output
+from graphopt.cli.programs import program_arguments, rewritten_program
+from graphopt.report.console import terminal
+from graphopt.report.page import page_of_rewritten
+from graphopt.report.text.snapshots import records_json
+from graphopt.rewriting.pipeline import Pipeline
+
+__all__ = ["view", "view_arguments", "view_command"]
+
+_FILE = Path("graphopt.html")
+
+_EPILOG = """\
+The page needs no network and nothing beside itself: it can be opened from a folder, sent, or attached to an issue.
+Bytes on it are predicted, the seconds that passes took are measured. Names, shapes and source lines of the model are on
+it, no values of tensors.
+
+example:
+  graphopt view examples/train_gpt.py:factory --passes "recompute{checkpoints=blocks.*}" -o step.html --open
+"""
+
+
+def view_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command, and an example."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    program_arguments(parser)
+    parser.add_argument(
+        "-o", "--output", type=Path, default=_FILE, metavar="FILE", help=f"write to FILE (default: {_FILE})"
+    )
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+
+
+def view_command(options: argparse.Namespace) -> str:
+    """The command line that makes the page of a command's target, passes and stage again."""
+    words = ["graphopt", "view", options.target]
+    if options.passes:
+        words += ["--passes", options.passes]
+    if options.stage:
+        words += ["--stage", options.stage]
+    return shlex.join(words)
+
+
+def view(options: argparse.Namespace) -> None:
+    """Run the command.
+
+    Raises:
+        GraphoptError: for a target or passes that are wrong, or a file that cannot be written.
+    """
+    check_output(options)
+    pipeline = Pipeline(options.passes)
+    rewritten = rewritten_program(options, pipeline)
+    report_passes(rewritten)
+    # tracing the optimizer once more, for the program without passes, may let the user's code print again
+    with contextlib.redirect_stdout(sys.stderr):
+        page = page_of_rewritten(rewritten, pipeline=str(pipeline), command=view_command(options))
+    write_output(options, page)
+    if options.json:
+        size = options.output.stat().st_size
+        passes = records_json(rewritten.records)
+        print_json({**program_title(rewritten.program), "file": str(options.output), "bytes": size, "passes": passes})
+    if options.open and not webbrowser.open(options.output.resolve().as_uri()):
+        terminal.write(f"warning: there is no browser here; open {options.output} yourself", sys.stderr)

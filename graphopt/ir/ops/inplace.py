@@ -1,0 +1,107 @@
+"""Ops that can write their result where an argument was, to the same bits: pointwise ones, and softmax.
+
+Ops with a name of their own for it (``relu_``) overwrite their first argument. Others take the result, which may be an
+argument of theirs (``gelu_backward`` by ``grad_input``): their kernels read an element before they write it. On a CPU,
+torch's kernels of softmax over the last dimension, and of its backward, go row by row, and have reduced a row before
+they write it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt.ir.ops.softmax import safe_softmax, safe_softmax_
+
+__all__ = ["FUNCTIONAL", "IN_PLACE", "InPlace", "as_functional", "as_in_place", "in_place"]
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class InPlace:
+    """How a call of an op is written in place.
+
+    Attributes:
+        target: the op that writes.
+        operands: positions of the arguments that it may overwrite.
+        out: the keyword by which it takes the result; empty where it overwrites its first argument.
+        keywords: whether calls with keywords (``alpha``, ``rounding_mode``) can be written so.
+        dimension: position of the argument that names a dimension, where only calls over the last one, of contiguous
+            tensors on a CPU, can be written so.
+    """
+
+    target: Any
+    operands: tuple[int, ...] = (0,)
+    out: str = ""
+    keywords: bool = False
+    dimension: int | None = None
+
+
+IN_PLACE: dict[Any, InPlace] = {
+    _aten.add.Tensor: InPlace(_aten.add_.Tensor, (0, 1)),
+    _aten.mul.Tensor: InPlace(_aten.mul_.Tensor, (0, 1)),
+    _aten.sub.Tensor: InPlace(_aten.sub_.Tensor),
+    _aten.div.Tensor: InPlace(_aten.div_.Tensor),
+    _aten.add.Scalar: InPlace(_aten.add_.Scalar),
+    _aten.mul.Scalar: InPlace(_aten.mul_.Scalar),
+    _aten.sub.Scalar: InPlace(_aten.sub_.Scalar),
+    _aten.div.Scalar: InPlace(_aten.div_.Scalar),
+    _aten.pow.Tensor_Scalar: InPlace(_aten.pow_.Scalar),
+    **{
+        getattr(_aten, name).default: InPlace(getattr(_aten, f"{name}_").default)
+        for name in (
+            "abs", "cos", "exp", "log", "neg", "reciprocal", "relu", "rsqrt", "sigmoid", "silu", "sin", "sqrt", "tanh",
+        )
+    },
+    **{
+        getattr(_aten, name).default: InPlace(getattr(_aten, name).grad_input, (0, 1), "grad_input", keywords=True)
+        for name in ("gelu_backward", "sigmoid_backward", "silu_backward", "tanh_backward", "threshold_backward")
+    },
+    _aten._softmax.default: InPlace(_aten._softmax.out, out="out", dimension=1),
+    _aten._log_softmax.default: InPlace(_aten._log_softmax.out, out="out", dimension=1),
+    safe_softmax: InPlace(safe_softmax_, dimension=1),
+    _aten._softmax_backward_data.default: InPlace(
+        _aten._softmax_backward_data.out, (0, 1), "grad_input", dimension=2
+    ),
+    _aten._log_softmax_backward_data.default: InPlace(
+        _aten._log_softmax_backward_data.out, (0, 1), "out", dimension=2
+    ),
+}  # fmt: skip
+"""By op, how its calls are written in place."""
+
+FUNCTIONAL: dict[Any, Any] = {form.target: op for op, form in IN_PLACE.items()}
+"""By op that writes, the one that returns a new tensor."""
+
+
+def in_place(node: fx.Node) -> InPlace | None:
+    """How a call is written in place; None where it cannot be."""
+    form = IN_PLACE.get(node.target) if node.op == "call_function" else None
+    if form is None or (node.kwargs and not form.keywords):
+        return None
+    if form.dimension is not None:
+        first, dimension = node.args[0].meta["val"], node.args[form.dimension]  # type: ignore[union-attr]
+        last = dimension in (-1, first.dim() - 1)
+        if not (last and first.device.type == "cpu" and first.is_contiguous()):
+            return None
+    return form
+
+
+def as_in_place(node: fx.Node, operand: fx.Node) -> None:
+    """Let a call of an op of ``IN_PLACE`` overwrite ``operand``, one of the arguments that it may overwrite."""
+    form = IN_PLACE[node.target]
+    if form.out:
+        node.kwargs = {**node.kwargs, form.out: operand}
+    elif node.args[0] is not operand:
+        node.args = (operand, node.args[0])  # the ops that may overwrite their second argument commute
+    node.target = form.target
+
+
+def as_functional(node: fx.Node) -> None:
+    """Let a call that ``as_in_place`` made return a new tensor again."""
+    functional = FUNCTIONAL[node.target]
+    node.kwargs = {key: value for key, value in node.kwargs.items() if key != IN_PLACE[functional].out}
+    node.target = functional

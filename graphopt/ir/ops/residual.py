@@ -1,0 +1,217 @@
+"""The ops on what a rank has not sent yet: add a gradient to it, take away what is sent.
+
+``graphopt.ir.ops.sparse`` says how they make a step.
+
+Source: Lin et al., Deep Gradient Compression, ICLR 2018 (arXiv 1712.01887), sections 3.1 and 3.2.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from graphopt.ir.ops.define import define, described, require
+from graphopt.ir.ops.values import is_dense
+
+__all__ = ["accumulate_", "clear_at_", "keep_rest_"]
+
+_PIECE = {"cpu": 1 << 17, "cuda": 1 << 22}
+"""Elements that are accumulated at a time: what the cache of a CPU's thread holds, and what keeps a GPU busy."""
+
+
+# --- accumulating ----------------------------------------------------------------------------------------------------
+
+
+def _accumulate(
+    gradient: torch.Tensor,
+    u: torch.Tensor | None,
+    v: torch.Tensor,
+    momentum: float,
+    nesterov: bool,
+    scale: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    parameter: torch.Tensor | None = None,
+    weight_decay: float = 0.0,
+) -> None:
+    """Accumulate where ``keep`` can be read without waiting."""
+    _check_accumulate(gradient, u, v, momentum, nesterov, scale, keep, parameter, weight_decay)
+    decay = None if parameter is None or not weight_decay else (parameter, weight_decay)
+    _accumulate_pieces(gradient, u, v, (momentum, nesterov), scale, keep is None or bool(keep.item()), decay)
+
+
+def _accumulate_unread(
+    gradient: torch.Tensor,
+    u: torch.Tensor | None,
+    v: torch.Tensor,
+    momentum: float,
+    nesterov: bool,
+    scale: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    parameter: torch.Tensor | None = None,
+    weight_decay: float = 0.0,
+) -> None:
+    """Accumulate where reading ``keep`` would wait for the device."""
+    _check_accumulate(gradient, u, v, momentum, nesterov, scale, keep, parameter, weight_decay)
+    decay = None if parameter is None or not weight_decay else (parameter, weight_decay)
+    _accumulate_pieces(
+        gradient, u, v, (momentum, nesterov), scale, True if keep is None else keep.reshape(()) != 0, decay
+    )
+
+
+def _accumulate_pieces(
+    gradient: torch.Tensor,
+    u: torch.Tensor | None,
+    v: torch.Tensor,
+    rule: tuple[float, bool],
+    scale: torch.Tensor | None,
+    keep: torch.Tensor | bool,
+    decay: tuple[torch.Tensor, float] | None,
+) -> None:
+    """Accumulate piece by piece: a CPU reads and writes each piece once, and nothing of full size is allocated."""
+    flat = _in_memory_order(gradient, gradient)
+    decayed = None if decay is None else _in_memory_order(decay[0], gradient)
+    size = _PIECE[v.device.type] * (torch.get_num_threads() if v.device.type == "cpu" else 1)
+    changed = flat.dtype is not v.dtype or scale is not None or decayed is not None
+    scratch = v.new_empty(min(size, v.numel()) if changed else 0)  # whatever keep says: memory is the same every step
+    if keep is False:
+        return
+    for start in range(0, v.numel(), size):
+        part = slice(start, start + size)
+        g = scratch[: flat[part].numel()].copy_(flat[part]) if changed else flat[part]
+        if scale is not None:
+            g.mul_(scale.reshape(()))
+        if decay is not None and decayed is not None:
+            g.add_(decayed[part], alpha=decay[1])
+        _add(g, None if u is None else u[part], v[part], rule, keep)
+
+
+def _add(
+    g: torch.Tensor, u: torch.Tensor | None, v: torch.Tensor, rule: tuple[float, bool], keep: torch.Tensor | bool
+) -> None:
+    """Add one piece of a gradient; where ``keep`` is a tensor that holds False, put back what was there."""
+    momentum, nesterov = rule
+    written = [x for x in (u, v) if x is not None] if isinstance(keep, torch.Tensor) else []
+    before = [x.clone() for x in written]
+    if u is None:
+        v.add_(g)
+    elif nesterov:
+        u.add_(g).mul_(momentum)
+        v.add_(u).add_(g)
+    else:
+        torch.add(g, u, alpha=momentum, out=u)
+        v.add_(u)
+    for x, old in zip(written, before, strict=True):
+        assert isinstance(keep, torch.Tensor)
+        torch.where(keep, x, old, out=x)
+
+
+def _in_memory_order(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The elements of ``x``, flat, in the order in which ``like`` has them in memory; a view where that is possible."""
+    if not is_dense(like):
+        return x.reshape(-1)
+    if x.stride() != like.stride():
+        x = torch.empty_like(like, dtype=x.dtype).copy_(x)
+    return x.as_strided([x.numel()], [1])
+
+
+def _check_accumulate(
+    gradient: torch.Tensor,
+    u: torch.Tensor | None,
+    v: torch.Tensor,
+    momentum: float,
+    nesterov: bool,
+    scale: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    parameter: torch.Tensor | None = None,
+    weight_decay: float = 0.0,
+) -> None:
+    require(
+        gradient.is_floating_point(), "accumulate_", f"the gradient must be real floating-point, not {gradient.dtype}"
+    )
+    dtype = torch.float64 if gradient.dtype is torch.float64 else torch.float32
+    for name, kept in (("u", u), ("v", v)):
+        require(
+            kept is None or (kept.dim() == 1 and kept.numel() == gradient.numel() and kept.dtype is dtype),
+            "accumulate_",
+            f"for a gradient of {gradient.numel()} elements and {gradient.dtype}, {name} must be flat, of as many "
+            f"elements and {dtype}, not {described(kept)}",
+        )
+    for name, single in (("scale", scale), ("keep", keep)):
+        require(
+            single is None or single.numel() == 1, "accumulate_", f"{name} must be one element, not {described(single)}"
+        )
+    require(
+        parameter is None or parameter.shape == gradient.shape,
+        "accumulate_",
+        f"the parameter must have the gradient's shape {list(gradient.shape)}, not be {described(parameter)}",
+    )
+
+
+# --- at indices ------------------------------------------------------------------------------------------------------
+
+
+def _clear_at(x: torch.Tensor, indices: torch.Tensor) -> None:
+    _check_indices("clear_at_", x, indices)
+    x.index_fill_(0, indices.long(), 0.0)
+
+
+def _keep_rest(v: torch.Tensor, indices: torch.Tensor, sent: torch.Tensor) -> None:
+    _check_keep_rest(v, indices, sent)
+    v.index_add_(0, indices, sent.to(v.dtype), alpha=-1)
+
+
+def _check_indices(op: str, x: torch.Tensor, indices: torch.Tensor) -> None:
+    require(x.dim() == 1, op, f"the tensor to write to must be flat, not {described(x)}")
+    require(
+        indices.dim() == 1 and indices.dtype is torch.int32,
+        op,
+        f"indices must be flat and torch.int32, not {described(indices)}",
+    )
+
+
+def _check_keep_rest(v: torch.Tensor, indices: torch.Tensor, sent: torch.Tensor) -> None:
+    _check_indices("keep_rest_", v, indices)
+    require(
+        sent.shape == indices.shape and sent.is_floating_point(),
+        "keep_rest_",
+        f"for {indices.numel()} indices, what was sent must be as many numbers, not {described(sent)}",
+    )
+
+
+accumulate_ = define(
+    "accumulate_(Tensor gradient, Tensor(a!)? u, Tensor(b!) v, float momentum, bool nesterov, Tensor? scale=None, "
+    "Tensor? keep=None, Tensor? parameter=None, float weight_decay=0.0) -> ()",
+    _accumulate,
+    _check_accumulate,
+    _accumulate_unread,
+)
+"""``accumulate_(gradient, Tensor(a!)? u, Tensor(b!) v, momentum, nesterov, scale?, keep?, parameter?, weight_decay)``.
+
+Add a gradient to what this rank has not sent yet. With ``g = scale * gradient + weight_decay * parameter``:
+
+* momentum correction: ``u = momentum * u + g; v = v + u``;
+* with ``nesterov``: ``u = momentum * (u + g); v = v + u + g``;
+* with ``u`` None (error feedback): ``v = v + g``.
+
+Args:
+    gradient: of any floating-point dtype and any strides; its elements are taken in the order of its memory where that
+        holds them without gaps (a transposed or channels-last gradient as it lies), else in the order of its shape.
+    u: momentum; None for error feedback.
+    v: the residual. Both flat, of ``gradient.numel()`` elements, float64 for a float64 gradient, else float32.
+    momentum: its factor; not read where ``u`` is None.
+    nesterov: as above.
+    scale: one element: 1 / loss scale, or the factor of local clipping. None for 1.
+    keep: one element; where it is 0, ``u`` and ``v`` stay as they are to the bit, whatever the gradient holds.
+    parameter: of the gradient's shape; taken in the gradient's order. For weight decay within the residual.
+    weight_decay: its factor.
+"""
+
+clear_at_ = define("clear_at_(Tensor(a!) x, Tensor indices) -> ()", _clear_at, partial(_check_indices, "clear_at_"))
+"""``clear_at_(Tensor(a!) x, Tensor indices) -> ()``: write 0 at the indices (int32) of a flat tensor."""
+
+keep_rest_ = define("keep_rest_(Tensor(a!) v, Tensor indices, Tensor sent) -> ()", _keep_rest, _check_keep_rest)
+"""``keep_rest_(Tensor(a!) v, Tensor indices, Tensor sent) -> ()``: subtract from the residual what was sent.
+
+Leaves what rounding took away, and exactly 0 where ``sent`` is ``v[indices]``. ``indices`` are distinct and int32.
+"""

@@ -1,0 +1,488 @@
+"""The program: one flat FX graph of a training step, with what every input, output and node is."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import fx
+
+from graphopt import _torch
+from graphopt.errors import GraphoptError
+from graphopt.ir.names import identifier, match_names
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.values import storage_bytes, tensors_of
+from graphopt.ir.state import Held
+
+if TYPE_CHECKING:
+    from graphopt.analysis.dominators import Candidate
+    from graphopt.analysis.liveness import MemoryTimeline
+
+__all__ = ["InputSpec", "NodeInfo", "OutputSpec", "Phase", "Policy", "Program", "Stage", "TensorInfo", "info"]
+
+Stage = Literal["forward", "joint", "step"]
+
+_INFO = "graphopt"
+
+
+class Phase(enum.StrEnum):
+    """When in a step a node runs, and what for."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECOMPUTE = "recompute"
+    TRANSFER = "transfer"
+    SYNC = "sync"
+    UPDATE = "update"
+
+
+class Policy(enum.StrEnum):
+    """What planners decide about a forward value that backward reads; torch's own words."""
+
+    MUST_SAVE = "MUST_SAVE"
+    MUST_RECOMPUTE = "MUST_RECOMPUTE"
+    MUST_CPU_OFFLOAD = "MUST_CPU_OFFLOAD"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """What graphopt knows of a node beyond its op and its value. Immutable, so copies of nodes never share changes."""
+
+    phase: Phase
+    module: str = ""
+    names: tuple[str, ...] = ()
+    source: str = ""
+    origin: str = "capture"
+    policy: Policy | None = None
+    region: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """What a placeholder stands for.
+
+    ``role`` is parameter, buffer, constant, input, tangent, gradient (an accumulator), state (of the optimizer),
+    hyperparameter or held (by passes, across steps); ``target`` names it (``layers.0.weight``, ``args[0]``,
+    ``layers.0.weight/exp_avg``, ``lr[0]``, ``loss-scale/scale``).
+    """
+
+    role: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSpec:
+    """What an output value is: ``role`` is output, loss, gradient, mutation or state; ``target`` names it."""
+
+    role: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One named tensor of a program. ``bytes`` counts its storage, 0 for a view of another tensor's storage."""
+
+    name: str
+    node: str
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+    bytes: int
+    phase: Phase
+    module: str
+    source: str
+    role: str
+    saved: bool
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, _torch.FakeTensor)
+
+
+def info(node: fx.Node) -> NodeInfo:
+    """The ``NodeInfo`` of a node of a program."""
+    found = node.meta.get(_INFO)
+    if found is None:
+        raise GraphoptError(
+            f"node {node.name!r} ({node.format_node()}) has no phase or module: it was added to the graph directly; "
+            "add nodes with Program.insert, which fills in what passes, printers and the memory model need"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def set_info(node: fx.Node, value: NodeInfo) -> None:
+    """Replace what is known of a node."""
+    node.meta[_INFO] = value
+
+
+@dataclass(slots=True)
+class Program:
+    """A training step, or a part of one, as a flat graph.
+
+    Attributes:
+        graph: placeholders (all tensors and numbers come in by reference), calls, one output holding a tuple.
+        stage: ``forward`` (what torch.export gives), ``joint`` (forward and backward, functional aten) or ``step``
+            (plus the optimizer's in-place update).
+        inputs: what each placeholder is, in order.
+        outputs: what each output value is, in order.
+        constants: tensors the model made itself, by placeholder name.
+        attributes: sub-graphs that a forward program's higher-order ops refer to.
+        title: whose program this is (a model's class name), for people.
+        lower: makes the next stage's program out of this one; None on the last stage or after loading from a file.
+        history: the passes applied so far, as text.
+        held: what passes keep across runs, by the target of its input (``add_held``).
+        forms: which of their programs passes want where they have several, by the name of the pass (``Pass.form``).
+        numbers: what passes have found once and go on with, by ``pass/what``: those of the step's clock, which are
+            saved with its state. Shared by copies.
+        compiled: whether a compiler makes the code that runs. It chooses itself what it overwrites: only sums of
+            gradients are taken in place before it.
+    """
+
+    graph: fx.Graph
+    stage: Stage
+    inputs: list[InputSpec]
+    outputs: list[OutputSpec]
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    attributes: dict[str, fx.GraphModule] = field(default_factory=dict)
+    title: str = ""
+    lower: Callable[[Program], Program] | None = None
+    history: tuple[str, ...] = ()
+    held: dict[str, Held] = field(default_factory=dict)
+    forms: Mapping[str, str] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
+    compiled: bool = False
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """All nodes, in the order they run."""
+        return list(self.graph.nodes)
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """The inputs, in calling order; ``inputs`` says what each is."""
+        return list(self.graph.find_nodes(op="placeholder"))
+
+    @property
+    def output_node(self) -> fx.Node:
+        """The node that returns."""
+        (node,) = self.graph.find_nodes(op="output")
+        assert isinstance(node, fx.Node)
+        return node
+
+    @property
+    def output_values(self) -> tuple[Any, ...]:
+        """The returned values (nodes, numbers or None), aligned with ``outputs``."""
+        return tuple(self.output_node.args[0])  # type: ignore[arg-type]
+
+    def inputs_of(self, *roles: str) -> list[tuple[fx.Node, InputSpec]]:
+        """The placeholders that play one of ``roles``."""
+        return [(n, s) for n, s in zip(self.placeholders, self.inputs, strict=True) if s.role in roles]
+
+    def outputs_of(self, *roles: str) -> list[tuple[Any, OutputSpec]]:
+        """The output values that play one of ``roles``."""
+        return [(v, s) for v, s in zip(self.output_values, self.outputs, strict=True) if s.role in roles]
+
+    def phase_nodes(self, *phases: Phase) -> Iterator[fx.Node]:
+        """The calls of the given phases, in order."""
+        for node in self.graph.nodes:
+            if node.op not in ("placeholder", "output") and info(node).phase in phases:
+                yield node
+
+    def names(self) -> dict[str, fx.Node]:
+        """Every name of every tensor, to its node. A node can have several names; a name belongs to one node."""
+        return {name: node for node in self.graph.nodes if node.op != "output" for name in info(node).names}
+
+    def find(self, *patterns: str) -> dict[str, fx.Node]:
+        """The nodes that names or globs stand for.
+
+        Raises:
+            GraphoptError: for a pattern that matches nothing, with the nearest names.
+        """
+        return match_names(patterns, self.names())
+
+    @property
+    def tensors(self) -> list[TensorInfo]:
+        """Every named tensor with shape, dtype, bytes, phase, module and source line, in program order."""
+        roles = {node.name: spec.role for node, spec in zip(self.placeholders, self.inputs, strict=True)}
+        found = []
+        for node in self.graph.nodes:
+            value = node.meta.get("val")
+            if node.op == "output" or not isinstance(value, torch.Tensor):
+                continue
+            known = info(node)
+            size = 0 if schema.aliased_inputs(schema.maker(node)) else storage_bytes(value)
+            saved = known.phase is Phase.FORWARD and any(
+                user.op != "output" and info(user).phase is not Phase.FORWARD for user in node.users
+            )
+            found += [
+                TensorInfo(
+                    name, node.name, tuple(value.shape), value.dtype, size, known.phase, known.module, known.source,
+                    roles.get(node.name, "activation" if known.phase is Phase.FORWARD else known.phase.value), saved,
+                )
+                for name in known.names or (node.name,)
+            ]  # fmt: skip
+        return found
+
+    def memory(self, *, measure: bool = True) -> MemoryTimeline:
+        """The byte-exact timeline of this program as it runs; see ``graphopt.analysis.liveness``.
+
+        Args:
+            measure: run each distinct op once on zeros to learn what it allocates for itself; False runs nothing.
+        """
+        from graphopt.analysis.liveness import simulate
+
+        return simulate(self, measure=measure)
+
+    def checkpoint_candidates(self) -> list[Candidate]:
+        """The forward tensors that separate the network in two, with the bytes that checkpointing there saves."""
+        from graphopt.analysis.dominators import checkpoint_candidates
+
+        return checkpoint_candidates(self)
+
+    # --- rewriting ---------------------------------------------------------------------------------------------------
+
+    @property
+    def fake_mode(self) -> _torch.FakeTensorMode:
+        """The mode that this program's example values live in."""
+        for node in self.graph.nodes:
+            for tensor in tensors_of(node.meta.get("val")):
+                if isinstance(tensor, _torch.FakeTensor):
+                    return tensor.fake_mode
+        return _torch.FakeTensorMode(allow_non_fake_inputs=True)
+
+    def insert(
+        self,
+        target: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        before: fx.Node | None = None,
+        after: fx.Node | None = None,
+        phase: Phase,
+        origin: str,
+        like: fx.Node | None = None,
+        names: tuple[str, ...] = (),
+        hint: str | None = None,
+    ) -> fx.Node:
+        """Add a call; the one way in which passes add nodes.
+
+        The value (shape, dtype, device) is computed from the arguments' values, so nothing about it can be stale.
+
+        Args:
+            target: an op overload, ``operator.getitem``, or a higher-order op.
+            args: positional arguments; nodes of this graph stand for their values.
+            kwargs: keyword arguments.
+            before: put the call before this node; exactly one of ``before`` and ``after`` is given.
+            after: put the call after this node.
+            phase: when it runs.
+            origin: who made it and why, for people: ``"recompute: blocks.0"``.
+            like: a node whose module path and source line the new one carries.
+            names: names under which users can find the result.
+            hint: the wished name of the node itself.
+
+        Raises:
+            GraphoptError: where the op refuses these arguments.
+        """
+        if (before is None) == (after is None):
+            raise GraphoptError("Program.insert needs exactly one of before= and after=")
+        place = self.graph.inserting_before(before) if before is not None else self.graph.inserting_after(after)
+        with place:
+            node = self.graph.create_node("call_function", target, tuple(args), kwargs or {}, name=hint)
+        try:
+            node.meta["val"] = self.propagate(node)
+        except Exception as error:
+            self.graph.erase_node(node)
+            raise GraphoptError(f"{origin}: {target} refuses the arguments {args}, {kwargs or {}}: {error}") from error
+        base = info(like) if like is not None else NodeInfo(phase)
+        set_info(node, replace(base, phase=phase, origin=origin, names=names, policy=None, region=None))
+        if like is not None and "stack_trace" in like.meta:
+            node.meta["stack_trace"] = like.meta["stack_trace"]
+        return node
+
+    def propagate(self, node: fx.Node) -> Any:
+        """The value of a call, computed from its arguments' values without data."""
+        args, kwargs = _torch.map_aggregate(
+            (node.args, node.kwargs), lambda a: a.meta["val"] if isinstance(a, fx.Node) else a
+        )
+        mode = self.fake_mode
+        with mode, torch.no_grad():
+            value = node.target(*args, **kwargs)  # type: ignore[operator]
+        return _torch.pytree.tree_map(lambda v: mode.from_tensor(v, static_shapes=True) if _is_real(v) else v, value)
+
+    def set_outputs(self, values: Iterable[Any], specs: Iterable[OutputSpec]) -> None:
+        """Replace what the program returns."""
+        self.outputs = list(specs)
+        self.output_node.args = (tuple(values),)
+        if len(self.output_values) != len(self.outputs):
+            raise GraphoptError(f"{len(self.output_values)} output values and {len(self.outputs)} descriptions of them")
+
+    def add_input(self, name: str, value: Any, spec: InputSpec) -> fx.Node:
+        """Append a placeholder whose values look like ``value`` (a fake tensor of the program's mode)."""
+        last = self.placeholders[-1] if self.inputs else None
+        place = self.graph.inserting_after(last) if last else self.graph.inserting_before(next(iter(self.graph.nodes)))
+        with place:
+            node = self.graph.placeholder(name)
+        node.meta["val"] = value
+        set_info(node, NodeInfo(Phase.FORWARD, names=(spec.target,), origin=spec.role))
+        self.inputs.append(spec)
+        return node
+
+    def add_held(self, target: str, held: Held) -> fx.Node:
+        """The input for a tensor that lives across runs, which ops may change in place; added where it is new.
+
+        Args:
+            target: what it is called, ``owner/what``; the same tensor in every program of one step or model.
+            held: its shape, dtype, device, and how it starts.
+
+        Raises:
+            GraphoptError: where the program holds another tensor under this name.
+        """
+        known = self.held.get(target)
+        if known is None:
+            self.held[target] = held
+            with self.fake_mode:
+                value = torch.empty(held.shape, dtype=held.dtype, device=held.device)
+            return self.add_input(identifier(target), value, InputSpec("held", target))
+        if known != held:
+            raise GraphoptError(f"{target!r} is held as {known}, and cannot be {held} as well: choose another name")
+        return next(node for node, spec in self.inputs_of("held") if spec.target == target)
+
+    def erase_dead(self) -> int:
+        """Remove calls whose results nothing uses and that have no effect; returns how many."""
+        erased = 0
+        for node in reversed(self.graph.nodes):
+            if node.op in ("call_function", "get_attr") and not node.users and not schema.has_effect(node):
+                self.graph.erase_node(node)
+                erased += 1
+        return erased
+
+    def hand_over_name(self, name: str, old: fx.Node, new: fx.Node) -> None:
+        """Let a name that a node has stand for another one, which takes its place."""
+        if name in info(old).names:
+            set_info(old, replace(info(old), names=tuple(known for known in info(old).names if known != name)))
+            set_info(new, replace(info(new), names=(*info(new).names, name)))
+
+    def set_policy(self, nodes: Iterable[fx.Node], policy: Policy) -> None:
+        """Record a decision about forward values."""
+        for node in nodes:
+            set_info(node, replace(info(node), policy=policy))
+
+    def copy(self) -> Program:
+        """An independent copy that shares no nodes with this one (example values are shared, they never change)."""
+        graph = fx.Graph()
+        mapping: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.nodes:
+            mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+        return replace(
+            self, graph=graph, inputs=list(self.inputs), outputs=list(self.outputs),
+            constants=dict(self.constants), attributes=dict(self.attributes), held=dict(self.held),
+        )  # fmt: skip
+
+    def to_graph_module(self) -> fx.GraphModule:
+        """A GraphModule with the boxed calling convention: ``module.forward(list_of_inputs)`` empties the list.
+
+        Calls are taken in place where an operand dies in them, as the memory model assumes (``analysis.reuse``).
+        """
+        from graphopt.ir.reuse import apply_reuse
+
+        copy = self.copy()
+        apply_reuse(copy)
+        copy.graph.set_codegen(_torch.BoxedCodeGen())
+        return fx.GraphModule(dict(self.attributes), copy.graph, class_name=f"Graphopt{self.stage.title()}")
+
+    # --- showing -----------------------------------------------------------------------------------------------------
+
+    def to_text(self) -> str:
+        """The program for people: types, phases, modules, provenance and explicit ends of life."""
+        from graphopt.ir.text import to_text
+
+        return to_text(self)
+
+    def to_python(self) -> str:
+        """The program as Python source that runs: ``step(args)`` over torch.ops; it empties the list it is given."""
+        from graphopt.report.formats.python import to_python
+
+        return to_python(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """A versioned, pickle-free description that ``Program.from_json`` turns back into a program."""
+        from graphopt.ir.serialization import to_json
+
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Program:
+        """The program that ``to_json`` described; it can be read, rewritten and run, but not lowered further."""
+        from graphopt.ir.serialization import from_json
+
+        return from_json(data)
+
+    def to_dot(self) -> str:
+        """The graph in Graphviz' language, grouped by phase and module."""
+        from graphopt.report.formats.dot import to_dot
+
+        return to_dot(self)
+
+    def to_svg(self, *, fold: bool = True) -> str:
+        """The U-shaped picture: forward down the left, backward up the right, one row per module.
+
+        Args:
+            fold: draw identical repeated blocks once, and modules rather than ops.
+        """
+        from graphopt.report.pictures.picture import to_svg
+
+        return to_svg(self, fold)
+
+    def to_html(self) -> str:
+        """The program as one interactive page that needs no network: memory, the U-shaped picture, activations.
+
+        ``graphopt.report.page.page_of_snapshots`` makes a page of everything that passes did to a program.
+        """
+        from graphopt.report.page import page_of_program
+
+        return page_of_program(self)
+
+    def diff(self, other: Program) -> str:
+        """What differs between this program and a later one, node by node, as a unified diff."""
+        from graphopt.report.text.diff import diff
+
+        return diff(self, other)
+
+    def to_perfetto(self, *, cost: str = "roofline") -> dict[str, Any]:
+        """One run as predicted, as a trace that ui.perfetto.dev opens (write it as JSON); see ``report.perfetto``.
+
+        Args:
+            cost: where seconds come from: ``roofline``, ``measured``, or the name of a device.
+        """
+        from graphopt.report.formats.perfetto import to_perfetto
+
+        return to_perfetto(self, cost=cost)
+
+    def to_model_explorer(self) -> dict[str, Any]:
+        """The graph as a collection that Model Explorer opens (write it as JSON)."""
+        from graphopt.report.formats.model_explorer import to_model_explorer
+
+        return to_model_explorer(self)
+
+    def show(self) -> Any:
+        """Open ``to_html`` in the browser, or give what a notebook shows as the interactive page.
+
+        Returns:
+            the file, which is in the folder of temporary files; in a notebook the frame.
+        """
+        from graphopt.report.notebook import show_page
+
+        return show_page(self.to_html(), self.title)
+
+    def _repr_html_(self) -> str:
+        from graphopt.report.notebook import program_html
+
+        return program_html(self)
+
+    def __repr__(self) -> str:
+        name = f" of {self.title}" if self.title else ""
+        return f"<Program{name}: {self.stage} stage, {len(self.graph.nodes)} nodes, {len(self.inputs)} inputs>"

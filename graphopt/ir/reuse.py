@@ -1,0 +1,115 @@
+"""Calls that can be taken in place, as eager autograd does when it accumulates gradients.
+
+A program is functional: ``add`` makes a third tensor. Where an operand dies in a sum, a product, an activation, a
+softmax or the backward of one, the generated code writes the result over it, and the memory model counts it so. Neither
+inputs, nor what forward hands to backward (which may run twice), nor what a transfer or a collective still reads is
+overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from graphopt import _torch
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.inplace import InPlace, as_in_place, in_place
+from graphopt.ir.ops.values import storage_bytes
+from graphopt.ir.program import Phase, Program, info
+
+__all__ = ["apply_reuse", "overwritable_in_forward", "reused_operands"]
+
+_ADD = torch.ops.aten.add.Tensor
+_BEHIND_FORWARD = (Phase.BACKWARD, Phase.RECOMPUTE)
+
+
+def reused_operands(program: Program, *, in_forward: bool = True) -> dict[fx.Node, fx.Node]:
+    """For each call that can be taken in place, the operand that it may overwrite.
+
+    Args:
+        program: of any stage.
+        in_forward: whether calls of forward are among them; without, forward's values keep storages of their own, as
+            they must where some of them are to be made again.
+    """
+    root, last = _lives(program)
+    position = {node: index for index, node in enumerate(program.graph.nodes)}
+    phases = (Phase.FORWARD, *_BEHIND_FORWARD) if in_forward and not program.compiled else _BEHIND_FORWARD
+    found: dict[fx.Node, fx.Node] = {}
+    for node in program.graph.nodes:
+        form = in_place(node)
+        if form is None or info(node).phase not in phases or (program.compiled and node.target is not _ADD):
+            continue
+        dying = [a for a in _operands(node, form) if last[root[a]] == position[node]]
+        operand = next((a for a in dying if _may_overwrite(node, a, root)), None)
+        if operand is not None:
+            found[node] = operand
+    return found
+
+
+def overwritable_in_forward(program: Program) -> dict[fx.Node, list[fx.Node]]:
+    """For each call of forward that can be taken in place, the operands that it may overwrite once they die in it."""
+    if program.compiled:
+        return {}
+    root, _ = _lives(program)
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in program.phase_nodes(Phase.FORWARD):
+        form = in_place(node)
+        if form is not None:
+            found[node] = [a for a in _operands(node, form) if _may_overwrite(node, a, root)]
+    return found
+
+
+def _operands(node: fx.Node, form: InPlace) -> list[fx.Node]:
+    arguments = [node.args[n] for n in form.operands if n < len(node.args)]
+    return [argument for argument in arguments if isinstance(argument, fx.Node)]
+
+
+def _lives(program: Program) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, int]]:
+    """The node that stands for the memory behind each value, and the position of the last call that reads it."""
+    position = {node: index for index, node in enumerate(program.graph.nodes)}
+    root: dict[fx.Node, fx.Node] = {}
+    last: dict[fx.Node, int] = {}
+    elements: dict[tuple[object, object], fx.Node] = {}
+    for node in program.graph.nodes:
+        if schema.is_own_tensor(node):
+            root[node] = elements.setdefault(node.args, node)
+        else:
+            sources = schema.aliased_inputs(node) if node.op == "call_function" else []
+            root[node] = root[sources[0]] if sources else node
+        reads = [position[node], *(position[user] for user in node.users)]
+        reads += [position[wait] for user in node.users if schema.is_collective(user) for wait in user.users]
+        last[root[node]] = max(last.get(root[node], -1), *reads)
+    return root, last
+
+
+def _may_overwrite(node: fx.Node, operand: fx.Node, root: Mapping[fx.Node, fx.Node]) -> bool:
+    """Whether an operand is a whole tensor of the program's own and of the call's phase, laid out as the result is."""
+    base = root[operand]
+    if operand.op != "call_function" or base.op != "call_function" or info(node).phase is not info(base).phase:
+        return False
+    if base in (root[a] for a in node.all_input_nodes if a is not operand):
+        return False
+    if not isinstance(schema.maker(base).target, _torch.OpOverload):
+        return False  # what other calls return may be what they were given
+    mine, result, whole = operand.meta.get("val"), node.meta.get("val"), base.meta.get("val")
+    if not (isinstance(mine, torch.Tensor) and isinstance(result, torch.Tensor) and isinstance(whole, torch.Tensor)):
+        return False
+    if mine.dtype != result.dtype or tuple(mine.shape) != tuple(result.shape) or mine.stride() != result.stride():
+        return False
+    return storage_bytes(whole) == storage_bytes(result) == _dense_bytes(mine)
+
+
+def _dense_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the elements alone; equal to the storage's where no element is shared or skipped."""
+    count = tensor.element_size()
+    for size in tensor.shape:
+        count *= _torch.size_hint(size)
+    return count
+
+
+def apply_reuse(program: Program) -> None:
+    """Write the calls of ``reused_operands`` in place; for a copy that is about to be compiled."""
+    for node, operand in reused_operands(program).items():
+        as_in_place(node, operand)

@@ -1,0 +1,1 @@
+"""Programs in other formats, by name; third parties add theirs through the entry point group ``graphopt.formats``."""

@@ -1,0 +1,188 @@
+"""A program as a trace for Perfetto: lanes of calls over predicted time, and memory by category.
+
+The format is Chrome's trace events as JSON (ui.perfetto.dev and chrome://tracing open it): complete events for calls,
+counters for bytes, flows from what is started to where it is waited for. Times are microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import fx
+
+import graphopt
+from graphopt.analysis.costs.cost import CostReport
+from graphopt.analysis.liveness import MemoryTimeline
+from graphopt.errors import GraphoptError
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.values import type_text
+from graphopt.ir.program import Program, info
+from graphopt.ir.text import Writer
+from graphopt.report.text.memory_bands import bytes_by_category
+from graphopt.rewriting.memory.budget import check_cost, costs_of
+
+__all__ = ["to_perfetto"]
+
+COMPUTE, NETWORK, AWAY, BACK = "compute", "network", "host link, away", "host link, back"
+LANES = (COMPUTE, NETWORK, AWAY, BACK)
+"""The lanes of a trace, from the top. Copies away and back share nothing: links carry both ways at once."""
+
+_PROCESS = 1
+_STARTS = {"graphopt::offload": AWAY, "graphopt::prefetch": BACK}
+_WAITS = ("graphopt::offload_wait", "graphopt::prefetch_wait")
+
+
+def to_perfetto(program: Program, *, cost: str = "roofline", costs: CostReport | None = None) -> dict[str, Any]:
+    """The trace of one run, as predicted: one slice for each call, in the order of the program.
+
+    Calls run one after the other on the lane ``compute``, each as long as the cost model says. Collectives and copies
+    run beside it on lanes of their own, each kind in the order in which they are started, and the call that waits for
+    one lasts until that one is done. What is known of a call (type, phase, module, source line, who made it) is among
+    its arguments.
+
+    Args:
+        program: of any stage.
+        cost: where seconds come from: ``roofline`` (runs nothing of the program), ``measured``, or the name of a device
+            (``graphopt.rewriting.memory.budget.COSTS``).
+        costs: seconds of the program's calls that are known already, in place of ``cost``.
+
+    Returns:
+        plain data, to be written as JSON. All times and bytes are predicted.
+
+    Raises:
+        GraphoptError: for an unknown cost model, and for ``costs`` of another program.
+    """
+    check_cost(cost)
+    memory = program.memory()
+    known = costs if costs is not None else costs_of(memory, cost)
+    if len(known.seconds) != len(memory.nodes):
+        raise GraphoptError(
+            f"costs holds seconds of {len(known.seconds)} calls, and the program has {len(memory.nodes)}: make it with "
+            "cost_report(program.memory().nodes)"
+        )
+    title = f"{program.title or 'program'}, {program.stage} stage"
+    events = [*_named(title), *_Run(memory, known.seconds).events()]
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "title": title,
+            "passes": ", ".join(program.history),
+            "times": f"predicted: {str(known).splitlines()[0]}",
+            "graphopt": graphopt.__version__,
+        },
+    }
+
+
+def _named(title: str) -> Iterator[dict[str, Any]]:
+    yield _about("process_name", 0, name=title)
+    for lane, name in enumerate(LANES, 1):
+        yield _about("thread_name", lane, name=name)
+        yield _about("thread_sort_index", lane, sort_index=lane)
+
+
+def _about(what: str, lane: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": _PROCESS, "tid": lane, "args": args}
+
+
+class _Run:
+    """One run of a program on its lanes; times are seconds from its beginning."""
+
+    def __init__(self, memory: MemoryTimeline, seconds: Sequence[float]) -> None:
+        self._memory, self._seconds = memory, seconds
+        self._categories = bytes_by_category(memory)
+        self._free: dict[str, float] = dict.fromkeys(LANES, 0.0)
+        self._done: dict[fx.Node, float] = {}
+        self._flows: dict[fx.Node, int] = {}
+        self._counted: dict[str, int] | None = None
+        self._writer = Writer()
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Everything that happens, in the order of the program."""
+        for position, (node, seconds) in enumerate(zip(self._memory.nodes, self._seconds, strict=True)):
+            yield from self._counters(position)
+            lane = _lane(node)
+            started = _awaited(node) if lane == COMPUTE else None
+            if lane != COMPUTE:
+                yield from self._beside(node, lane, seconds)
+            elif started in self._done:
+                yield from self._wait(node, started, seconds)
+            else:
+                yield self._slice(node, COMPUTE, self._free[COMPUTE], seconds)
+                self._free[COMPUTE] += seconds
+
+    def _beside(self, node: fx.Node, lane: str, seconds: float) -> Iterator[dict[str, Any]]:
+        """Something started now that runs on its own."""
+        start = max(self._free[lane], self._free[COMPUTE])
+        yield self._slice(node, lane, start, seconds)
+        self._free[lane] = self._done[node] = start + seconds
+        self._flows[node] = len(self._flows) + 1
+        yield self._flow(node, "s", lane, start)
+
+    def _wait(self, node: fx.Node, started: fx.Node, seconds: float) -> Iterator[dict[str, Any]]:
+        """The computation goes on when what was started is done."""
+        start = self._free[COMPUTE]
+        waiting = max(self._done[started] - start, 0.0)
+        yield self._slice(node, COMPUTE, start, waiting + seconds)
+        self._free[COMPUTE] = start + waiting + seconds
+        yield self._flow(started, "f", COMPUTE, start)
+
+    def _slice(self, node: fx.Node, lane: str, start: float, seconds: float) -> dict[str, Any]:
+        known = info(node)
+        opening, arguments, closing = self._writer.call(node)
+        about = {
+            "node": node.name,
+            "type": type_text(node.meta.get("val")),
+            "phase": known.phase.value,
+            "module": known.module,
+            "names": ", ".join(known.names),
+            "source": known.source,
+            "made by": known.origin,
+            "call": f"{opening}{', '.join(arguments)}{closing}",
+        }
+        return {
+            "ph": "X", "name": schema.op_name(node), "cat": known.phase.value, "pid": _PROCESS,
+            "tid": LANES.index(lane) + 1, "ts": _microseconds(start), "dur": _microseconds(seconds),
+            "args": {key: value for key, value in about.items() if value},
+        }  # fmt: skip
+
+    def _flow(self, started: fx.Node, which: str, lane: str, at: float) -> dict[str, Any]:
+        event = {
+            "ph": which, "name": "waits for", "cat": "wait", "id": self._flows[started], "pid": _PROCESS,
+            "tid": LANES.index(lane) + 1, "ts": _microseconds(at),
+        }  # fmt: skip
+        return {**event, "bp": "e"} if which == "f" else event
+
+    def _counters(self, position: int) -> Iterator[dict[str, Any]]:
+        """The bytes by category, where they are not what they were."""
+        now = {name: sizes[position] for name, sizes in self._categories.items()}
+        if now and now != self._counted:
+            self._counted = now
+            at = _microseconds(self._free[COMPUTE])
+            yield {"ph": "C", "name": "memory (bytes)", "pid": _PROCESS, "tid": 0, "ts": at, "args": now}
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+def _op(node: fx.Node) -> str:
+    found = getattr(node.target, "_schema", None)
+    return str(found.name) if found is not None else ""
+
+
+def _lane(node: fx.Node) -> str:
+    """Where a call runs; waits stand on the lane of computation."""
+    if schema.is_collective(node) and not schema.hands_on(node):
+        return NETWORK
+    return _STARTS.get(_op(node), COMPUTE)
+
+
+def _awaited(node: fx.Node) -> fx.Node | None:
+    """What a call waits for, seen through elements of tuples; None for one that does not wait."""
+    waits = _op(node) in _WAITS or (schema.is_collective(node) and schema.hands_on(node))
+    if not waits or not node.args:
+        return None
+    source = node.args[0]
+    return schema.maker(source) if isinstance(source, fx.Node) else None

@@ -1,0 +1,97 @@
+"""What the table of passes and the sentence above it say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graphopt.errors import PipelineError
+from graphopt.ir.ops.values import format_bytes
+from graphopt.ir.program import Program
+from graphopt.report.page.story import Story
+from graphopt.rewriting.pipeline import PassRecord, find_pass
+from graphopt.rewriting.spec import option_fields, parse_passes
+
+__all__ = ["passes_json", "sentence"]
+
+
+def passes_json(records: list[PassRecord]) -> list[dict[str, Any]]:
+    """One row for each pass that ran; bytes are predicted, seconds measured."""
+    return [
+        {
+            "name": record.name,
+            "spec": record.spec,
+            "options": _options(record.spec),
+            "stage": record.stage,
+            "numerics": record.numerics,
+            "done": bool(record.changed),
+            "changed": str(record.changed),
+            "nodes": [record.nodes_before, record.nodes_after],
+            "peaks": [record.peak_before, record.peak_after],
+            "seconds": record.seconds,
+            "lines": list(record.changed.lines),
+            "tensors": list(record.changed.tensors),
+        }
+        for record in records
+    ]
+
+
+def _options(spec: str) -> list[list[Any]]:
+    """Every option in force as ``[name, value, whether it is the default]``; none of a pass that is not registered."""
+    try:
+        (current,) = parse_passes(spec, find_pass)
+    except (PipelineError, ValueError, TypeError):
+        return []
+    rows = []
+    for option in option_fields(type(current)):
+        value = getattr(current, option.field)
+        shown = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        rows.append([option.name, shown, not option.required and value == option.default])
+    return rows
+
+
+def sentence(story: Story, peaks: tuple[int, int] | None) -> str:
+    """One sentence that sums the run up: model, stage, calls, passes, and the peak before and after.
+
+    Args:
+        story: what the page shows.
+        peaks: predicted peaks in bytes, before and after; None for a forward program, whose bytes mean little.
+    """
+    program = story.snapshots[story.after].program
+    what = {"forward": "the forward pass", "joint": "forward and backward", "step": "a whole training step"}
+    parts = [
+        f"{program.title or 'A program'}: {what[program.stage]} ({program.stage} stage) in {_calls(program):,} calls"
+    ]
+    done = list(dict.fromkeys(record.name for record in story.records if record.changed))
+    idle = list(dict.fromkeys(record.name for record in story.records if record.name not in done))
+    if done:
+        parts.append(f"rewritten by {_listed(done)}")
+    if idle:
+        parts.append(f"{_listed(idle)} changed nothing")
+    if not story.records:
+        parts.append(f"after {', '.join(program.history)}" if program.history else "as captured, without passes")
+    if peaks is not None:
+        parts.append(_peak(story, peaks))
+    return "; ".join(parts) + "."
+
+
+def _calls(program: Program) -> int:
+    return sum(node.op not in ("placeholder", "output") for node in program.graph.nodes)
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _peak(story: Story, peaks: tuple[int, int]) -> str:
+    before, after = peaks
+    changed = f" → {format_bytes(after)}" if before != after else ""
+    share = f" ({after / before - 1:+.1%})" if before and before != after else ""
+    told = f"predicted peak {format_bytes(before)}{changed}{share}"
+    measured = [
+        f"{what} {format_bytes(size)}"
+        for what, size in (("before", story.measured.before), ("after", story.measured.after))
+        if size is not None
+    ]
+    return told + (
+        f"; measured above what is resident: {', '.join(measured)}" if measured else "; no peak was measured"
+    )

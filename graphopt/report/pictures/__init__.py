@@ -1,0 +1,1 @@
+"""Programs, memory timelines and frontiers as SVG."""

@@ -1,0 +1,1 @@
+"""Tables and differences as text."""

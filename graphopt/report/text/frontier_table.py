@@ -1,0 +1,179 @@
+"""The trade between peak bytes and time that the planner found for a program, as a table and as data."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import asdict, dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+import graphopt
+from graphopt.analysis.costs.cost import CostReport
+from graphopt.ir.ops.values import format_bytes, format_seconds
+from graphopt.planning import Simulated
+from graphopt.report.text.tensor_table import aligned
+from graphopt.rewriting.memory.fit import Fitted, Fitting
+
+__all__ = ["SCHEMA_VERSION", "FrontierPoint", "FrontierReport", "fitted_point", "frontier_report"]
+
+SCHEMA_VERSION = 1
+"""Of ``FrontierReport.to_json``."""
+
+_CUT_SHORT = {
+    "time limit": "the search ended at its time limit: with more time, lower peaks and faster plans may be found",
+    "interrupted": "the search was interrupted: these are the best plans found until then",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FrontierPoint:
+    """One plan, next to the program as it is.
+
+    Attributes:
+        peak_bytes: the most bytes alive at once.
+        extra_seconds: on top of the program as it is: what runs again, and waiting for copies.
+        ratio: its time over that of the program as it is, 1 or more.
+        runs_again: how many runs of ops it adds.
+    """
+
+    peak_bytes: int
+    extra_seconds: float
+    ratio: float
+    runs_again: int
+
+
+@dataclass(frozen=True, slots=True)
+class FrontierReport:
+    """What is known of a program's trade between bytes and time.
+
+    Attributes:
+        title: of the program.
+        stage: ``joint`` or ``step``.
+        passes: the text of the passes that ran before.
+        plain_bytes: the peak of the program as it is.
+        resident_bytes: what is there all the time: parameters, optimizer state, inputs.
+        seconds: of the program's calls, each run once.
+        cost: the cost model's name: ``measured``, ``roofline``, or a device's.
+        costs: how the seconds of its calls are known, in words, line by line.
+        cut_short: ``time limit`` or ``interrupted`` where the search ended early; else empty.
+        smallest_bytes: the smallest peak that was found; below that of every point where moving tensors to the host
+            lowers it further.
+        points: plans that run ops again, of which none is better in both bytes and time, from few bytes to many; one at
+            least.
+    """
+
+    title: str
+    stage: str
+    passes: tuple[str, ...]
+    plain_bytes: int
+    resident_bytes: int
+    seconds: float
+    cost: str
+    costs: str
+    cut_short: str
+    smallest_bytes: int
+    points: tuple[FrontierPoint, ...]
+
+    @property
+    def remark(self) -> str:
+        """A sentence about a search that ended early; empty after a whole one."""
+        return _CUT_SHORT.get(self.cut_short, "")
+
+    def within(self, budget: int) -> FrontierPoint | None:
+        """The fastest plan whose peak is at most ``budget`` bytes, or None."""
+        place = bisect_right(self.points, budget, key=attrgetter("peak_bytes"))
+        return self.points[place - 1] if place else None
+
+    def spread(self, most: int) -> list[FrontierPoint]:
+        """The plans for ``most`` budgets (2 at least), evenly spread from the smallest peak to the largest."""
+        low, high = self.points[0].peak_bytes, self.points[-1].peak_bytes
+        budgets = [low + (high - low) * number // (most - 1) for number in range(most)]
+        return list(dict.fromkeys(point for point in map(self.within, budgets) if point is not None))
+
+    def to_text(self, most: int = 16) -> str:
+        """The peaks, and a table of up to ``most`` plans; bytes in powers of ten."""
+        share = f"{format_bytes(self.resident_bytes)} of it parameters, optimizer state and inputs"
+        first, *more = self.costs.splitlines() or [""]
+        moved = ", with tensors moved to the host" if self.smallest_bytes < self.points[0].peak_bytes else ""
+        lines = [
+            f"{self.title or 'program'}, {self.stage} stage; passes: {', '.join(self.passes) or 'none'}",
+            f"peak as it is        {format_bytes(self.plain_bytes)} ({self.plain_bytes} bytes), {share}",
+            f"smallest peak found  {format_bytes(self.smallest_bytes)} ({self.smallest_bytes} bytes){moved}",
+            f"time as it is        {first}",
+            *(f"{'':21}{line}" for line in more),
+        ]
+        lines += [self.remark] if self.remark else []
+        return "\n".join([*lines, "", *self._table(most)]) + "\n"
+
+    def _table(self, most: int) -> list[str]:
+        shown = self.spread(most)
+        rows = [
+            (
+                format_bytes(point.peak_bytes), str(point.peak_bytes), _share(point.peak_bytes, self.plain_bytes),
+                format_seconds(point.extra_seconds), f"{point.ratio - 1:.1%}", str(point.runs_again),
+            )
+            for point in shown
+        ]  # fmt: skip
+        head = ("peak", "bytes", "of the peak", "run again", "of the step", "ops run again")
+        rest = len(self.points) - len(shown)
+        more = [f"and {rest} more plans between these"] if rest else []
+        return [*aligned([head, *rows], right=range(len(head))), *more]
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain data, every plan included; sizes in bytes, times in seconds."""
+        return {
+            "schema": SCHEMA_VERSION,
+            "versions": {"graphopt": graphopt.__version__, "torch": str(torch.__version__)},
+            "title": self.title,
+            "stage": self.stage,
+            "passes": list(self.passes),
+            "plain": {
+                "peak_bytes": self.plain_bytes, "resident_bytes": self.resident_bytes, "seconds": self.seconds,
+            },
+            "smallest_peak_bytes": self.smallest_bytes,
+            "cost": self.cost,
+            "costs": self.costs,
+            "cut_short": self.cut_short,
+            "frontier": [asdict(point) for point in self.points],
+        }  # fmt: skip
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "100.0%"
+
+
+def frontier_report(fitting: Fitting, cost: str, costs: CostReport) -> FrontierReport:
+    """What the search of ``fitting`` found.
+
+    Args:
+        fitting: of the program.
+        cost: the name of the cost model that gave its seconds.
+        costs: those seconds, and how they are known.
+    """
+    simulated = [(point.peak, fitting.simulate(point)) for point in fitting.frontier]
+    return FrontierReport(
+        title=fitting.program.title,
+        stage=fitting.program.stage,
+        passes=fitting.program.history,
+        plain_bytes=fitting.memory.peak_bytes,
+        resident_bytes=fitting.memory.resident_bytes,
+        seconds=fitting.seconds,
+        cost=cost,
+        costs=str(costs),
+        cut_short=fitting.frontier.cut_short,
+        smallest_bytes=fitting.smallest().peak_bytes,
+        points=tuple(_point(fitting, peak, plan, plan.again) for peak, plan in simulated),
+    )
+
+
+def fitted_point(fitting: Fitting, fitted: Fitted) -> FrontierPoint:
+    """A plan that was made for a budget, as a point beside those of the frontier."""
+    return _point(fitting, fitted.peak_bytes, fitted.simulated, fitted.seconds)
+
+
+def _point(fitting: Fitting, peak: int, simulated: Simulated, extra: float) -> FrontierPoint:
+    extra = max(extra, 0.0)
+    ratio = 1.0 + extra / fitting.seconds if fitting.seconds else 1.0
+    return FrontierPoint(peak, extra, ratio, len(simulated.plan.repeats()))

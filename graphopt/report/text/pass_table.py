@@ -1,0 +1,94 @@
+"""The installed passes as text and as data: options, stage, numerics, order and documentation."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from graphopt.rewriting.spec import OptionField, option_fields
+
+if TYPE_CHECKING:
+    from graphopt.rewriting.pipeline import Pass
+
+__all__ = ["passes_json", "passes_text"]
+
+
+def passes_text(passes: Iterable[type[Pass]], *, whole: bool = False) -> str:
+    """A block for each pass: summary, stage and numerics, options with types and defaults, order constraints.
+
+    Args:
+        passes: pass classes.
+        whole: the whole docstring in place of its first line.
+    """
+    return "\n\n".join("\n".join(_block(cls, whole)) for cls in passes)
+
+
+def _block(cls: type[Pass], whole: bool) -> list[str]:
+    doc = inspect.getdoc(cls) or ""
+    shown = doc.splitlines() if whole else doc.splitlines()[:1]
+    options = option_fields(cls)
+    return [
+        cls.name,
+        *(f"  {line}".rstrip() for line in shown),
+        *([""] if whole else []),
+        f"  stage: {cls.stage}; numerics: {cls.numerics}",
+        *(f"  option {_option(option)}" for option in options),
+        *([] if options else ["  no options"]),
+        *(f"  {constraint}" for constraint in _constraints(cls)),
+        f"  from {cls.__module__}.{cls.__qualname__}",
+    ]
+
+
+def _option(option: OptionField) -> str:
+    default = "required" if option.required else f"default {_default_text(option.default)}"
+    return f"{option.name}: {_type_text(option.type)}, {default}"
+
+
+def _type_text(kind: Any) -> str:
+    """``int``, ``tuple[str, ...]``, ``int | None``, ``Literal['a', 'b']``."""
+    if isinstance(kind, type) and not hasattr(kind, "__origin__"):
+        return kind.__name__
+    return str(kind).replace("typing.", "")
+
+
+def _default_text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(_default_text, value)) or "empty"
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if value != "" else '""'
+
+
+def _constraints(cls: type[Pass]) -> list[str]:
+    words = {"after": "runs after", "requires": "requires", "conflicts": "conflicts with"}
+    found = [f"{text} {', '.join(getattr(cls, key))}" for key, text in words.items() if getattr(cls, key)]
+    return [*found, "changes inputs or outputs of the program"] if cls.changes_signature else found
+
+
+def passes_json(passes: Iterable[type[Pass]]) -> list[dict[str, Any]]:
+    """The same as plain data, with whole docstrings."""
+    return [
+        {
+            "name": cls.name,
+            "summary": (inspect.getdoc(cls) or "").partition("\n")[0],
+            "doc": inspect.getdoc(cls) or "",
+            "stage": cls.stage,
+            "numerics": cls.numerics,
+            "options": [
+                {
+                    "name": option.name,
+                    "type": _type_text(option.type),
+                    "required": option.required,
+                    "default": option.default,
+                }
+                for option in option_fields(cls)
+            ],
+            "after": list(cls.after),
+            "requires": list(cls.requires),
+            "conflicts": list(cls.conflicts),
+            "changes_signature": cls.changes_signature,
+            "class": f"{cls.__module__}.{cls.__qualname__}",
+        }
+        for cls in passes
+    ]

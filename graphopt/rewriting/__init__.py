@@ -1,0 +1,1 @@
+"""What a pass is, and what passes are built from."""

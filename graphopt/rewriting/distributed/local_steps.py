@@ -1,0 +1,132 @@
+"""Local steps: what LocalSGD and AdaptiveLocalSGD have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from graphopt.errors import GraphoptError
+from graphopt.ir.ops.collectives import ALL_REDUCE
+from graphopt.ir.ops.groups import Group, find_group
+from graphopt.ir.ops.values import format_bytes, storage_bytes
+from graphopt.ir.program import Phase, Program, info
+from graphopt.ir.state import Held
+from graphopt.rewriting.distributed.flat_exchange import read_parts, start_exchange
+from graphopt.rewriting.distributed.parameter_average import average_now, average_parameters
+from graphopt.rewriting.distributed.remove_all_reduce import (
+    agree_on_skipping,
+    dissolve,
+    dissolve_buffers,
+    one_group,
+    reductions,
+)
+from graphopt.rewriting.pipeline import Changed
+
+__all__ = ["LOCAL", "SYNCHRONOUS", "average_model", "check_steps", "hold_mean_loss", "run_locally"]
+
+SYNCHRONOUS = "synchronous"
+"""The form in which gradients are exchanged at every step."""
+LOCAL = "local"
+"""The form in which nothing is exchanged but whether to skip."""
+
+
+def check_steps(begin_step: int, last_step: int | None) -> None:
+    """Raise for numbers of updates that are none.
+
+    Args:
+        begin_step: updates before the first local one.
+        last_step: number of the last update, counted from 0; None where it is not known.
+
+    Raises:
+        GraphoptError: naming the option.
+    """
+    if begin_step < 0:
+        raise GraphoptError(f"begin_step is a number of updates of at least 0, got {begin_step}")
+    if last_step is not None and last_step < 0:
+        raise GraphoptError(f"last_step is the number of an update, counted from 0, got {last_step}")
+
+
+def run_locally(program: Program, *, average: bool, state: bool, origin: str) -> tuple[Changed, Group | None]:
+    """Take the gradient exchange out of a step program, and average parameters behind its update or not.
+
+    Args:
+        program: of stage step, with the exchange of ``DataParallel``.
+        average: whether parameters are averaged at the end of the step.
+        state: whether the optimizer's state is averaged with them.
+        origin: the pass that asks.
+
+    Returns:
+        what was done, and the ranks; no ranks where there is no exchange in the program.
+    """
+    found = reductions(program)
+    if not found:
+        return Changed(reason="no gradients are exchanged in this program: one process, or nothing is trained"), None
+    group = one_group(found, origin)
+    limit = max(storage_bytes(reduction.start.meta["val"]) for reduction in found)
+    count = sum(len(reduction.members) for reduction in found)
+    dissolve(program, found, origin)
+    agree_on_skipping(program, group, origin)
+    counts = {"gradients kept local": count}
+    if not average:
+        dissolve_buffers(program)
+        return Changed(counts, lines=("nothing is exchanged in this step",)), group
+    names = average_parameters(program, group, limit=limit, state=state, origin=origin)
+    total = sum(_bytes(program, name) for name in names)
+    line = f"{len(names)} tensors are averaged over {group.size} ranks: {format_bytes(total)} per averaging and rank"
+    return Changed(counts | {"tensors averaged": len(names)}, lines=(line,)), group
+
+
+def _bytes(program: Program, name: str) -> int:
+    named: dict[str, fx.Node] = {spec.target: node for node, spec in program.inputs_of("parameter", "state")}
+    return storage_bytes(named[name].meta["val"]) if name in named else 0
+
+
+def average_model(program: Program, model: nn.Module, optimizer: torch.optim.Optimizer, *, origin: str) -> None:
+    """Average now what a program averages behind its update; all ranks have to call it.
+
+    Args:
+        program: as ``run_locally`` has made it, with averaging; nothing is done where it averages nothing.
+        model: whose parameters are averaged.
+        optimizer: whose state is averaged where the program averages it.
+        origin: the pass whose averaging it is.
+    """
+    starts = [
+        node for node in program.graph.find_nodes(op="call_function", target=ALL_REDUCE)
+        if info(node).origin.startswith(f"{origin}: ")
+    ]  # fmt: skip
+    tensors = []
+    for node, spec in program.inputs_of("parameter", "state"):
+        if any(_renews(user, node) for user in node.users):
+            name, _, key = spec.target.partition("/")
+            parameter = model.get_parameter(name)
+            tensors.append(optimizer.state[parameter][key] if key else parameter)
+    if starts and tensors:
+        limit = max(storage_bytes(start.meta["val"]) for start in starts)
+        average_now(tensors, find_group(str(starts[-1].args[2])), limit)
+
+
+def hold_mean_loss(program: Program, group: Group, target: str, *, origin: str) -> None:
+    """Keep the mean of the ranks' losses in a held tensor of one element, float32.
+
+    Args:
+        program: of stage step.
+        group: the ranks.
+        target: what the held tensor is called.
+        origin: whose nodes they are.
+    """
+    ((loss, _),) = program.outputs_of("loss")
+    common: dict[str, Any] = {"before": program.output_node, "phase": Phase.SYNC, "origin": f"{origin}: the mean loss"}
+    held = program.add_held(target, Held((1,), torch.float32, loss.meta["val"].device))
+    own = program.insert(torch.ops.aten._to_copy.default, (loss,), {"dtype": torch.float32}, **common)
+    own = program.insert(torch.ops.aten.view.default, (own, [1]), **common)
+    start = start_exchange(program, [own], program.output_node, group, "mean", f"{origin}: the mean loss")
+    (mean,) = read_parts(program, start, [own], program.output_node, origin)
+    program.insert(torch.ops.aten.copy_.default, (held, mean), **common)
+
+
+def _renews(user: fx.Node, node: fx.Node) -> bool:
+    """Whether a call writes what ranks have exchanged to an input."""
+    writes = user.target is torch.ops.aten.copy_.default and user.args[0] is node
+    return writes and info(user).phase is Phase.SYNC

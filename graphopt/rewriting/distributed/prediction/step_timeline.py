@@ -1,0 +1,117 @@
+"""One training step with its exchanges, simulated: a lane that computes, and a lane that transfers.
+
+The computing lane runs forward, backward and the work around each exchange (copying into a bucket, selecting) in order.
+The network lane runs one message after the other, in the order in which they become ready. Computation waits for a
+message only at the end of backward, before the update reads it. All ranks do the same at the same time, so that one of
+them stands for any number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphopt.rewriting.distributed.prediction.link import Link
+from graphopt.rewriting.distributed.prediction.volume import Volume
+
+__all__ = ["Message", "Timeline", "simulate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Something exchanged in one go.
+
+    Attributes:
+        volume: what crosses the link.
+        ready: seconds of the step's own computation before it can start; not read of what is sent after the update.
+        before: seconds of work on the computing lane that make it: copies, selection.
+        after: seconds of work on its result.
+    """
+
+    volume: Volume
+    ready: float = 0.0
+    before: float = 0.0
+    after: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A step as simulated; all figures in seconds.
+
+    Attributes:
+        step: from the beginning of forward to the end of the update and of what is exchanged after it.
+        compute: of the step's own computation.
+        work: of the work around exchanges.
+        alone: that the exchanges would take with nothing else running.
+        exposed: for which computation waits for the network.
+        spans: when each message is on the network: start and end, in the order in which they start.
+    """
+
+    step: float
+    compute: float
+    work: float
+    alone: float
+    exposed: float
+    spans: tuple[tuple[float, float], ...]
+
+
+def simulate(
+    messages: Sequence[Message],
+    link: Link,
+    ranks: int,
+    *,
+    backward: float,
+    update: float = 0.0,
+    second: Sequence[Message] = (),
+    late: Sequence[Message] = (),
+) -> Timeline:
+    """Run a step.
+
+    Args:
+        messages: started beside backward, in any order.
+        link: of each rank.
+        ranks: that take part.
+        backward: seconds from the beginning of forward to the end of backward.
+        update: seconds of the update, which needs all messages.
+        second: made of what has arrived, and started in front of the update (second factors).
+        late: messages started one after the other behind the update (parameters).
+    """
+    ordered = sorted(messages, key=lambda message: message.ready)
+    spans: list[tuple[float, float]] = []
+    shift = free = 0.0
+    for message in ordered:
+        shift += message.before
+        free = _send(message, max(message.ready + shift, free), link, ranks, spans)
+    now, exposed = _wait(ordered, spans, backward + shift)
+    for message in second:
+        now += message.before
+        free = _send(message, max(now, free), link, ranks, spans)
+    now, waited = _wait(second, spans[len(ordered) :], now)
+    now, exposed = now + update, exposed + waited
+    for message in late:
+        exposed += message.volume.seconds(link, ranks)
+        now = _send(message, now + message.before, link, ranks, spans) + message.after
+    everything = [*ordered, *second, *late]
+    return Timeline(
+        step=now,
+        compute=backward + update,
+        work=sum(message.before + message.after for message in everything),
+        alone=sum(message.volume.seconds(link, ranks) for message in everything),
+        exposed=exposed,
+        spans=tuple(spans),
+    )
+
+
+def _wait(messages: Sequence[Message], spans: Sequence[tuple[float, float]], now: float) -> tuple[float, float]:
+    """Wait for messages in turn and work on each: the time then, and how much of it was waiting."""
+    exposed = 0.0
+    for message, (_, end) in zip(messages, spans, strict=True):
+        exposed += max(end - now, 0.0)
+        now = max(now, end) + message.after
+    return now, exposed
+
+
+def _send(message: Message, start: float, link: Link, ranks: int, spans: list[tuple[float, float]]) -> float:
+    end = start + message.volume.seconds(link, ranks)
+    spans.append((start, end))
+    return end

@@ -1,0 +1,266 @@
+"""Ways to exchange gradients as they are, or parameters; and the messages that each of them sends."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from graphopt.errors import GraphoptError
+from graphopt.rewriting.distributed.buckets import Item, pack
+from graphopt.rewriting.distributed.prediction import volume
+from graphopt.rewriting.distributed.prediction.step_timeline import Message
+from graphopt.rewriting.distributed.prediction.volume import Gradient, Volume
+from graphopt.rewriting.distributed.prediction.workload import Workload
+
+__all__ = ["Dense", "Local", "Messages", "Sharded", "Way", "buffer_messages", "dense_message", "ready_of"]
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """What a way sends.
+
+    Attributes:
+        beside: started beside backward.
+        second: started in front of the update, made of what has arrived by then.
+        late: started behind the update.
+        period: how many steps one exchange serves.
+        update: the share of the update that each rank runs.
+        kept_dense: the gradients that a compressing way sends as they are.
+    """
+
+    beside: tuple[Message, ...] = ()
+    second: tuple[Message, ...] = ()
+    late: tuple[Message, ...] = ()
+    period: int = 1
+    update: float = 1.0
+    kept_dense: tuple[Gradient, ...] = ()
+
+    @property
+    def volume(self) -> Volume:
+        """All messages of one exchange together."""
+        return sum((message.volume for message in (*self.beside, *self.second, *self.late)), Volume())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way(abc.ABC):
+    """A way to exchange gradients; subclasses are frozen dataclasses.
+
+    Class attributes:
+        drop_in: whether its pass takes a drop-in model; else it needs a whole step.
+
+    Args:
+        bucket_mb: gradients travel in buckets; each is closed by the gradient that takes it to so many MiB. With 0 each
+            gradient travels on its own.
+        first_bucket_mb: the same of the first bucket.
+    """
+
+    drop_in: ClassVar[bool] = False
+
+    bucket_mb: float = 32.0
+    first_bucket_mb: float = 1.0
+
+    @property
+    @abc.abstractmethod
+    def label(self) -> str:
+        """What it is called in a table."""
+
+    @property
+    @abc.abstractmethod
+    def by(self) -> str:
+        """The pass that does it, as a user writes it."""
+
+    @property
+    @abc.abstractmethod
+    def effect(self) -> str:
+        """What it does to training, in a sentence."""
+
+    @abc.abstractmethod
+    def messages(self, workload: Workload, ranks: int) -> Messages:
+        """What is sent in a step of ``workload`` with so many ranks."""
+
+    def buckets(self, gradients: Sequence[Gradient]) -> list[list[Gradient]]:
+        """Gradients in buckets, as ``DataParallel`` packs them."""
+        return packed(gradients, int(self.bucket_mb * _MIB), int(self.first_bucket_mb * _MIB))
+
+    def widest(self, workload: Workload) -> int:
+        """Bytes of the largest bucket of gradients as they are; passes that pack again take it as their limit."""
+        return max(sum(gradient.bytes for gradient in bucket) for bucket in self.buckets(workload.gradients))
+
+
+@dataclass(frozen=True)
+class Dense(Way):
+    """All-reduces of all elements, as ``DataParallel`` starts them.
+
+    Args:
+        wire: the dtype in which floating-point elements travel where it is smaller; None for their own.
+    """
+
+    drop_in: ClassVar[bool] = True
+
+    wire: torch.dtype | None = None
+
+    @property
+    def label(self) -> str:
+        """See the base class."""
+        if self.wire is not None:
+            return str(self.wire).removeprefix("torch.")
+        return "dense, fused" if self.bucket_mb else "dense, per tensor"
+
+    @property
+    def by(self) -> str:
+        """See the base class."""
+        if self.wire is not None:
+            return f'CompressGradients("{_SHORT.get(self.wire, self.label)}")'
+        return "DataParallel()" if self.bucket_mb else "DataParallel(bucket_mb=0)"
+
+    @property
+    def effect(self) -> str:
+        """See the base class."""
+        if self.wire is not None:
+            return f"gradients are rounded to {self.label} before they are added up"
+        return "every rank gets the mean of all gradients, as with one process and all batches"
+
+    def messages(self, workload: Workload, ranks: int) -> Messages:
+        """See the base class."""
+        beside = [dense_message(group, workload, ranks, self.wire) for group in self.buckets(workload.gradients)]
+        return Messages((*buffer_messages(workload, ranks), *beside))
+
+
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True)
+class Sharded(Way):
+    """Each rank gets a piece of the summed gradients, updates its piece of the parameters and gives it to the others.
+
+    ``ShardOptimizer``: stage 1 of Rajbhandari et al., "ZeRO", SC 2020 (arXiv 1910.02054). The bytes are those of dense
+    exchange; the half of them that follows the update cannot be hidden, but each rank runs a part of the update only.
+    On a CPU the gradients travel by an all-to-all, since gloo makes a reduce-scatter of an all-reduce (torch 2.13).
+    """
+
+    @property
+    def label(self) -> str:
+        """See the base class."""
+        return "sharded update"
+
+    @property
+    def by(self) -> str:
+        """See the base class."""
+        return "ShardOptimizer()"
+
+    @property
+    def effect(self) -> str:
+        """See the base class."""
+        return "every rank holds the optimizer's state of its piece only; training is that of dense exchange"
+
+    def messages(self, workload: Workload, ranks: int) -> Messages:
+        """See the base class."""
+        copy = workload.rates.copy
+        beside, late = buffer_messages(workload, ranks), []
+        for group in self.buckets(workload.gradients):
+            size, values = sum(g.bytes for g in group), sum(g.parameter_bytes for g in group)
+            scatter = volume.all_to_all if group[0].device.type == "cpu" else volume.reduce_scatter
+            beside.append(Message(scatter(size, ranks), ready_of(group), before=4 * size * copy))
+            late.append(Message(volume.all_gather(values / ranks, ranks), after=2 * values * copy))
+        return Messages(tuple(beside), tuple(late), update=1.0 / ranks)
+
+
+@dataclass(frozen=True)
+class Local(Way):
+    """Every rank trains on its own; parameters become their mean after every ``k_steps`` steps, as by ``LocalSGD``.
+
+    They travel behind the update, in buckets as large as the largest of the gradients' and in the order of the
+    program's parameters; buffers that forward updates travel in the same steps.
+
+    Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019 (arXiv 1805.09767).
+
+    Args:
+        k_steps: 1 or more.
+    """
+
+    k_steps: int = 8
+
+    def __post_init__(self) -> None:
+        if self.k_steps < 1:
+            raise GraphoptError(f"k_steps is a number of steps of at least 1, got {self.k_steps}")
+
+    @property
+    def label(self) -> str:
+        """See the base class."""
+        return f"local SGD, k = {self.k_steps}"
+
+    @property
+    def by(self) -> str:
+        """See the base class."""
+        return f"LocalSGD(k_steps={self.k_steps})"
+
+    @property
+    def effect(self) -> str:
+        """See the base class."""
+        return "the ranks' parameters differ between averagings, and longer intervals cost accuracy: compare the loss"
+
+    def messages(self, workload: Workload, ranks: int) -> Messages:
+        """See the base class."""
+        copy = workload.rates.copy
+        items = [Item(g.name, g.parameter_bytes, g.order, g.key) for g in workload.gradients]
+        sizes = [bucket.bytes for bucket in pack(items, self.widest(workload))]
+        late = [
+            Message(volume.all_reduce(size, ranks), before=4 * size * copy, after=2 * size * copy) for size in sizes
+        ]
+        return Messages(tuple(buffer_messages(workload, ranks)), tuple(late), period=self.k_steps)
+
+
+# --- shared ----------------------------------------------------------------------------------------------------------
+
+
+def packed(gradients: Sequence[Gradient], limit: int, first: int | None = None) -> list[list[Gradient]]:
+    """Gradients in buckets, in the order in which they are ready.
+
+    Args:
+        gradients: in any order.
+        limit: bytes that close a bucket.
+        first: bytes that close the first one; None for ``limit``.
+    """
+    items = [Item(gradient.name, gradient.bytes, gradient.place, gradient.key) for gradient in gradients]
+    named = {gradient.name: gradient for gradient in gradients}
+    return [[named[item.name] for item in bucket.items] for bucket in pack(items, limit, first)]
+
+
+def dense_message(
+    group: Sequence[Gradient], workload: Workload, ranks: int, wire: torch.dtype | None = None
+) -> Message:
+    """The all-reduce of a bucket, whose gradients are copied into one tensor, cast where that is smaller, and divided.
+
+    Args:
+        group: the bucket: gradients of one dtype.
+        workload: whose rates hold.
+        ranks: that take part.
+        wire: the dtype in which they travel where it is smaller.
+    """
+    copy, size = workload.rates.copy, sum(gradient.bytes for gradient in group)
+    if wire is None or wire.itemsize >= group[0].dtype.itemsize:
+        return Message(volume.all_reduce(size, ranks), ready_of(group), before=4 * size * copy)
+    sent = sum(gradient.numel for gradient in group) * wire.itemsize
+    # before: copied together, read and written in the smaller dtype, divided; after: read and written as it was
+    return Message(
+        volume.all_reduce(sent, ranks), ready_of(group), before=3 * (size + sent) * copy, after=(size + sent) * copy
+    )
+
+
+def ready_of(group: Sequence[Gradient]) -> float:
+    """When the last of some gradients is final, in seconds of computation."""
+    return max(gradient.ready for gradient in group)
+
+
+def buffer_messages(workload: Workload, ranks: int) -> list[Message]:
+    """What rank 0 gives to the others at the end of forward: the buffers that forward updates."""
+    return [
+        Message(volume.broadcast(size, ranks), workload.forward, before=2 * size * workload.rates.copy)
+        for size in workload.buffers
+    ]

@@ -1,0 +1,333 @@
+"""Sparse exchange in a program: gradients accumulated where they are made, the largest entries exchanged.
+
+For each tensor a rank keeps a residual ``v``, and a momentum ``u`` where momentum is corrected, both float32 (float64
+for float64) across steps. In a program the part of one tensor is::
+
+    total = sum(gradient)                                  # finite, or this gradient is left out
+    graphopt.accumulate_(gradient, u, v, ...)              # behind the gradient, while backward goes on
+    indices, values = graphopt.select(v, k)
+    graphopt.clear_at_(v, indices); graphopt.clear_at_(u, indices)
+    packed = graphopt.pack([indices, ...], [values, ...])  # of all tensors of a bucket
+    gathered = all_gather_into_tensor(packed, ranks, group)
+    ...
+    mean, ... = graphopt.sum_sparse(wait_tensor(gathered), ...)   # in front of the update
+
+Where the update leaves elements without a gradient as they are, it reads the entries that have arrived in place of
+dense means (``graphopt.rewriting.distributed.sparse_update``).
+
+Source: Lin et al., Deep Gradient Compression, ICLR 2018 (arXiv 1712.01887).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt.ir.ops.collectives import ALL_GATHER, WAIT
+from graphopt.ir.ops.groups import Group
+from graphopt.ir.ops.momentum import apply_momentum_
+from graphopt.ir.ops.residual import accumulate_, clear_at_, keep_rest_
+from graphopt.ir.ops.selection import select
+from graphopt.ir.ops.sparse import pack, packed_bytes, sum_sparse, to_wire
+from graphopt.ir.program import Phase, Program
+from graphopt.ir.state import Held
+from graphopt.rewriting.distributed.all_reduce import gradient_readers
+from graphopt.rewriting.distributed.flat_exchange import behind, memory_strides
+from graphopt.rewriting.distributed.sparse_update import reason_for_dense, update_entries, uses_of
+
+__all__ = [
+    "MESSAGE",
+    "WIRE_DTYPES",
+    "Rule",
+    "Sparse",
+    "accumulate_densely",
+    "count_left_out",
+    "entries",
+    "exchange_sparsely",
+    "held_for",
+    "wire_dtype",
+]
+
+aten = torch.ops.aten
+_TINY = 1e-6
+MESSAGE = 2**14
+"""Bytes that close a message of entries: the last one, for which no computation is left to hide behind, stays small."""
+
+WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Dtypes in which values can travel, by the names that options have for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What is accumulated, and how much of it is sent.
+
+    Attributes:
+        sparsity: share of the elements that stay; above 0.
+        momentum: of the correction; None accumulates plain gradients (error feedback).
+        nesterov: Nesterov's form of it.
+        weight_decay: times the parameter is added to the gradient.
+        clip_norm: limit on a gradient's norm on all ranks together; None for none.
+        masking: whether the momentum of what is sent starts again.
+        wire: dtype in which values travel: float32, bfloat16 or float16.
+    """
+
+    sparsity: float
+    momentum: float | None
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+    masking: bool = True
+    wire: str = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse:
+    """One bucket that is exchanged sparsely.
+
+    Attributes:
+        names: of the parameters.
+        counts: entries that each rank sends of each.
+        bytes: that each rank sends.
+        finite: for each, the node that says whether the rank's gradient is finite; empty where loss scaling checks.
+        dense_because: why the update reads dense means; empty where it reads just the entries that arrive.
+    """
+
+    names: tuple[str, ...]
+    counts: tuple[int, ...]
+    bytes: int
+    finite: tuple[fx.Node, ...]
+    dense_because: str
+
+
+def entries(elements: int, sparsity: float) -> int:
+    """How many entries of a tensor are sent: at least 1."""
+    return max(1, math.floor(elements * (1 - sparsity) + 1e-6))
+
+
+def wire_dtype(gradient: torch.dtype, wire: str) -> torch.dtype:
+    """The dtype in which values of a gradient travel: the one asked for, but for float64 not float32."""
+    return torch.float64 if gradient is torch.float64 and wire == "float32" else WIRE_DTYPES[wire]
+
+
+def exchange_sparsely(
+    program: Program, gradients: Mapping[str, fx.Node], rule: Rule, group: Group, origin: str,
+    skip: fx.Node | None = None,
+) -> Sparse:  # fmt: skip
+    """Replace gradients, in what the update reads, by the mean of what the ranks send of their residuals.
+
+    Where few entries arrive and the update only adds to parameters, it reads these entries, and the names of the
+    gradients stay with those of this rank; else dense means get them.
+
+    Args:
+        program: of stage step.
+        gradients: of one dtype and device, by the names of their parameters; one fused exchange.
+        rule: what is sent.
+        group: at least two ranks.
+        origin: the pass that asks.
+        skip: one element, 1 where all ranks skip the update, behind which gradients are accumulated; without it a
+            gradient that is not finite is left out.
+    """
+    position = {node: index for index, node in enumerate(program.graph.nodes)}
+    awaited: list[fx.Node] = [*gradients.values(), *([] if skip is None else [skip])]
+    latest = max(awaited, key=position.__getitem__)
+    build = _Builder(program, rule, group, origin, behind(program, latest))
+    keep = None if skip is None else build.call(aten.eq.Scalar, (skip, 0), hint="keep")
+    readers = {
+        name: [user for user in gradient_readers(node) if position[user] > position[latest]]
+        for name, node in gradients.items()
+    }
+    parts = [build.select(name, node, keep) for name, node in gradients.items()]
+    counts = [part.count for part in parts]
+    wire = build.wire(next(iter(gradients.values())))
+    packed = build.call(pack, ([p.indices for p in parts], [p.values for p in parts], wire), hint="packed")
+    gathered = build.call(ALL_GATHER, (packed, group.size, group.name), hint="all_gather")
+    due = min((reader for found in readers.values() for reader in found), key=position.__getitem__)
+    done = build.call(WAIT, (gathered,), before=due, hint="gathered")
+    uses = [uses_of(program, node, readers[name]) for name, node in gradients.items()]
+    sizes = [node.meta["val"].numel() for node in gradients.values()]
+    dense_because = reason_for_dense(all(uses), group.size, counts, sizes)
+    if not dense_because:
+        update_entries(program, build.sum_of(done, list(gradients.values()), counts, wire), uses, due, origin)
+    else:
+        means = build.means(done, list(gradients.values()), counts, wire, due)
+        for (name, node), mean in zip(gradients.items(), means, strict=True):
+            program.hand_over_name(f"{name}~", node, mean)
+            for reader in readers[name]:
+                reader.replace_input_with(node, mean)
+    finite = tuple(part.finite for part in parts if part.finite is not None)
+    return Sparse(tuple(gradients), tuple(counts), packed_bytes(counts, wire), finite, dense_because)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    indices: fx.Node
+    values: fx.Node
+    count: int
+    finite: fx.Node | None
+
+
+class _Builder:
+    """Inserts the calls of one bucket, all in front of one node."""
+
+    def __init__(self, program: Program, rule: Rule, group: Group, origin: str, before: fx.Node) -> None:
+        self._program = program
+        self._rule = rule
+        self._group = group
+        self._origin = origin
+        self._before = before
+        self._parameters = {spec.target: node for node, spec in program.inputs_of("parameter")}
+
+    def call(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, hint: str | None = None,
+        like: fx.Node | None = None, before: fx.Node | None = None,
+    ) -> fx.Node:  # fmt: skip
+        """One call."""
+        return self._program.insert(
+            target, args, kwargs, before=before or self._before, phase=Phase.SYNC, origin=self._origin, hint=hint,
+            like=like,
+        )  # fmt: skip
+
+    def held(self, what: str, name: str, gradient: fx.Node) -> fx.Node:
+        """A flat tensor that the rank keeps for a parameter."""
+        return held_for(self._program, self._origin, what, name, gradient)
+
+    def wire(self, gradient: fx.Node) -> torch.dtype:
+        """The dtype in which values travel."""
+        return wire_dtype(gradient.meta["val"].dtype, self._rule.wire)
+
+    def select(self, name: str, gradient: fx.Node, keep: fx.Node | None) -> _Part:
+        """Accumulate a gradient, and take from the residual what is sent."""
+        rule = self._rule
+        norm, finite, scale = None, None, None
+        exact = {"dtype": _kept_dtype(gradient.meta["val"])}
+        if rule.clip_norm is not None:
+            norm = self.call(aten.linalg_vector_norm.default, (gradient,), exact, hint="norm", like=gradient)
+            scale = self._clip(norm, rule.clip_norm)
+        if keep is None:
+            total = norm or self.call(aten.sum.default, (gradient,), exact, hint="total", like=gradient)
+            finite = self.call(aten.isfinite.default, (total,), hint="finite")
+        v = self.held("residual", name, gradient)
+        u = None if rule.momentum is None else self.held("momentum", name, gradient)
+        kwargs: dict[str, Any] = {"keep": keep if finite is None else finite}
+        if scale is not None:
+            kwargs["scale"] = scale
+        if rule.weight_decay:
+            kwargs |= {"parameter": self._parameters[name], "weight_decay": rule.weight_decay}
+        self.call(accumulate_, (gradient, u, v, rule.momentum or 0.0, rule.nesterov), kwargs, like=gradient)
+        count = entries(gradient.meta["val"].numel(), rule.sparsity)
+        chosen = self.call(select, (v, count), hint="selected", like=gradient)
+        indices, values = (self.call(operator.getitem, (chosen, place)) for place in (0, 1))
+        return _Part(indices, self._take(u, v, indices, values, keep), count, finite)
+
+    def _clip(self, norm: fx.Node, limit: float) -> fx.Node:
+        """The factor that limits the norm of one rank's gradient: that of the mean of N is smaller by their root."""
+        local = self.call(aten.add.Tensor, (norm, _TINY))
+        local = self.call(aten.reciprocal.default, (local,))
+        local = self.call(aten.mul.Tensor, (local, limit * self._group.size**-0.5))
+        return self.call(aten.clamp.default, (local, None, 1.0), hint="clip")
+
+    def _take(self, u: fx.Node | None, v: fx.Node, indices: fx.Node, values: fx.Node, keep: fx.Node | None) -> fx.Node:
+        """Take what is sent from the residual, and from the momentum where it is masked; nothing in a skipped step."""
+        sent = values
+        if self.wire(v) is not v.meta["val"].dtype:
+            sent = self.call(to_wire, (values, self.wire(v)), hint="sent")
+        if keep is not None:
+            taken = self.call(aten.mul.Tensor, (sent, keep), hint="taken")
+            self.call(keep_rest_, (v, indices, taken))
+        elif sent is values:
+            self.call(clear_at_, (v, indices))
+        else:
+            self.call(keep_rest_, (v, indices, sent))
+        if u is not None and self._rule.masking:
+            if keep is None:
+                self.call(clear_at_, (u, indices))
+            else:
+                masked = self.call(aten.index.Tensor, (u, [indices]))
+                masked = self.call(aten.mul.Tensor, (masked, keep), hint="masked")
+                self.call(keep_rest_, (u, indices, masked))
+        return sent
+
+    def sum_of(
+        self, done: fx.Node, gradients: Sequence[fx.Node], counts: list[int], wire: torch.dtype
+    ) -> tuple[Any, ...]:
+        """The arguments of ``graphopt.sum_entries`` and ``graphopt.sum_sparse`` for the mean over the ranks."""
+        values = [node.meta["val"] for node in gradients]
+        sizes = [value.numel() for value in values]
+        return (done, self._group.size, counts, sizes, wire, values[0].dtype, 1.0 / self._group.size)
+
+    def means(
+        self, done: fx.Node, gradients: Sequence[fx.Node], counts: list[int], wire: torch.dtype, due: fx.Node
+    ) -> list[fx.Node]:
+        """Dense means, added up in the order of the ranks, and shaped like the gradients."""
+        sums = self.call(sum_sparse, self.sum_of(done, gradients, counts, wire), before=due, hint="sums")
+        means = []
+        for place, node in enumerate(gradients):
+            flat = self.call(operator.getitem, (sums, place), before=due)
+            layout = (flat, list(node.meta["val"].shape), list(memory_strides(node.meta["val"])))
+            means.append(self.call(aten.as_strided.default, layout, before=due, like=node))
+        return means
+
+
+def held_for(program: Program, origin: str, what: str, name: str, gradient: fx.Node) -> fx.Node:
+    """A flat tensor that a rank keeps for a parameter, in float32 or float64, in the order of the gradient's memory."""
+    value = gradient.meta["val"]
+    held = Held((value.numel(),), _kept_dtype(value), value.device, local=True)
+    return program.add_held(f"{origin}/{what}/{name}", held)
+
+
+def _kept_dtype(gradient: torch.Tensor) -> torch.dtype:
+    return torch.float64 if gradient.dtype is torch.float64 else torch.float32
+
+
+def accumulate_densely(
+    program: Program, gradients: Mapping[str, fx.Node], rule: Rule, before: fx.Node, origin: str,
+    skip: fx.Node | None = None,
+) -> None:  # fmt: skip
+    """Apply the momentum of sparse exchange to gradients that all ranks share, in place.
+
+    Args:
+        program: of stage step.
+        gradients: means over the ranks, which may be written to, by the names of their parameters.
+        rule: whose momentum and weight decay.
+        before: the first call that reads the result.
+        origin: the pass that asks.
+        skip: one element, 1 where the update is skipped.
+    """
+    assert rule.momentum is not None
+    common: dict[str, Any] = {"before": before, "phase": Phase.UPDATE, "origin": f"{origin}: momentum"}
+    parameters = {spec.target: node for node, spec in program.inputs_of("parameter")}
+    options: dict[str, Any] = {}
+    if skip is not None:
+        options["keep"] = program.insert(aten.eq.Scalar, (skip, 0), hint="keep", **common)
+    for name, node in gradients.items():
+        value = node.meta["val"]
+        flat = held_for(program, origin, "momentum", name, node)
+        layout = (flat, list(value.shape), list(memory_strides(value)))
+        u = program.insert(aten.as_strided.default, layout, like=node, **common)
+        decay = {"parameter": parameters[name], "weight_decay": rule.weight_decay} if rule.weight_decay else {}
+        arguments = (node, u, rule.momentum, rule.nesterov)
+        program.insert(apply_momentum_, arguments, {**options, **decay}, like=node, **common)
+
+
+def count_left_out(program: Program, finite: Sequence[fx.Node], target: str, origin: str) -> None:
+    """Add to a held count how many gradients of a step are left out because they are not finite.
+
+    Args:
+        program: of stage step.
+        finite: from ``Sparse``.
+        target: what the held tensor is called: int64, one element.
+        origin: the pass that asks.
+    """
+    common: dict[str, Any] = {"before": program.output_node, "phase": Phase.SYNC, "origin": f"{origin}: left out"}
+    device = finite[0].meta["val"].device
+    count = program.add_held(target, Held((), torch.int64, device, local=True))
+    flags = program.insert(aten.stack.default, (list(finite),), **common)
+    flags = program.insert(aten.logical_not.default, (flags,), **common)
+    total = program.insert(aten.sum.default, (flags,), **common)
+    program.insert(aten.add_.Tensor, (count, total), **common)

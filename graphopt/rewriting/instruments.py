@@ -1,0 +1,67 @@
+"""Observers of a pipeline: what runs before and after each pass without being part of it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+from graphopt.ir.program import Program
+
+if TYPE_CHECKING:
+    from graphopt.rewriting.pipeline import Pass, PassRecord
+
+__all__ = ["Instrument", "LogPasses", "Snapshots"]
+
+logger = logging.getLogger("graphopt")
+
+
+class Instrument(Protocol):
+    """What the pipeline calls around each pass."""
+
+    def before_pass(self, current: Pass, program: Program) -> None:
+        """``program`` is about to be rewritten by ``current``."""
+
+    def after_pass(self, current: Pass, program: Program, record: PassRecord) -> None:
+        """``program`` has been rewritten and verified."""
+
+    def failed_pass(self, current: Pass, before: Program, error: Exception) -> None:
+        """``current`` failed; ``before`` is the program as it was given to it."""
+
+
+class LogPasses:
+    """One line per pass on the logger ``graphopt``, at INFO; lines of passes that did nothing at WARNING."""
+
+    def before_pass(self, current: Pass, program: Program) -> None:
+        """Say at DEBUG that the pass starts."""
+        logger.debug("running %s on %r", current, program)
+
+    def after_pass(self, current: Pass, program: Program, record: PassRecord) -> None:
+        """Say what the pass did."""
+        logger.log(logging.INFO if record.changed else logging.WARNING, "%s", record)
+        for line in record.changed.lines:
+            logger.info("  %s", line)
+
+    def failed_pass(self, current: Pass, before: Program, error: Exception) -> None:
+        """Say that the pass failed."""
+        logger.error("%s failed: %s", current, error)
+
+
+class Snapshots:
+    """Keeps the program after each pass: ``snapshots[0]`` is what was captured, the last one what runs."""
+
+    def __init__(self) -> None:
+        self.programs: list[tuple[str, Program]] = []
+
+    def record(self, label: str, program: Program) -> None:
+        """Keep a copy of ``program`` under ``label``."""
+        self.programs.append((label, program.copy()))
+
+    def before_pass(self, current: Pass, program: Program) -> None:
+        """Nothing: the program before a pass is the one after the last."""
+
+    def after_pass(self, current: Pass, program: Program, record: PassRecord) -> None:
+        """Keep the rewritten program."""
+        self.record(record.spec, program)
+
+    def failed_pass(self, current: Pass, before: Program, error: Exception) -> None:
+        """Nothing: the error names the pass."""

@@ -1,0 +1,1 @@
+"""Recomputation, offload, and fitting a program into a number of bytes."""

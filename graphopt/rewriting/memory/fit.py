@@ -1,0 +1,219 @@
+"""Fitting a program into a number of bytes: from a program to the planner's frontier, and from a plan to a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from graphopt.analysis.liveness import MemoryTimeline
+from graphopt.ir.program import Program
+from graphopt.planning import Simulated
+from graphopt.planning.frontier import Frontier, Point
+from graphopt.planning.offloading import Away, Lanes, Moved, moved_away
+from graphopt.planning.planner import find_frontier
+from graphopt.planning.schedule import Scheduler
+from graphopt.rewriting.memory.planning_problem import PlanningProblem, planning_problem
+from graphopt.rewriting.memory.recompute_plan import Again, Rerun, rerun
+from graphopt.rewriting.memory.transfer_insertion import Move, move
+
+__all__ = ["Fitted", "Fitting"]
+
+_TRIALS = 24
+"""How many plans of a frontier are tried with values moved away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A plan for a program.
+
+    Attributes:
+        simulated: what the planner expects of it.
+        peak_bytes: the peak of the rewritten program, by its own memory timeline.
+        away: the values that wait elsewhere, and when.
+        late: seconds for which the computation waits for copies.
+    """
+
+    simulated: Simulated
+    peak_bytes: int
+    away: tuple[Away, ...] = ()
+    late: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds on top of the program as it is: what runs again, and waiting for copies."""
+        return self.simulated.again + self.late
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A plan that could be taken: what it is expected to take in bytes, and in seconds on top of the program's own."""
+
+    peak: int
+    seconds: float
+    plan: Point | Moved
+
+
+class Fitting:
+    """The trade between peak bytes and seconds for one program.
+
+    Args:
+        program: of stage joint or step; it is only read.
+        memory: its timeline.
+        seconds: of each call, in the order of ``memory.nodes``.
+        time_limit: seconds after which the search begins no further work; None for no limit.
+        progress: called with the share of the search that is done, and the frontier so far.
+        lanes: gives what copies can do, where values may be moved away; None where they may not.
+        tier: where to: ``host`` or ``disk``.
+        recompute: whether operations may run again.
+        interruptible: take an interruption from the keyboard as the end of the search, and go on with what it found.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        memory: MemoryTimeline,
+        seconds: Sequence[float],
+        *,
+        time_limit: float | None = None,
+        progress: Callable[[float, Frontier], None] | None = None,
+        lanes: Callable[[PlanningProblem], Lanes] | None = None,
+        tier: str = "host",
+        recompute: bool = True,
+        interruptible: bool = False,
+    ) -> None:
+        self.program = program
+        self.memory = memory
+        self.planning: PlanningProblem = planning_problem(program, seconds)
+        self.scheduler = Scheduler(self.planning.problem)
+        self.lanes = None if lanes is None else lanes(self.planning)
+        self.tier = tier
+        self._moved: list[Moved] | None = None
+        self._smallest: Fitted | None = None
+        if recompute:
+            self.frontier = find_frontier(
+                self.planning.problem, time_limit=time_limit, progress=progress, interruptible=interruptible
+            )
+        else:
+            self.frontier = Frontier()
+            self.frontier.offer(frozenset(), self.scheduler.evaluate(frozenset()))
+
+    @property
+    def seconds(self) -> float:
+        """How long the program's calls take, each run once."""
+        return self.planning.problem.seconds
+
+    def simulate(self, point: Point) -> Simulated:
+        """The plan behind a point of the frontier."""
+        return self.scheduler.evaluate(point.drops)
+
+    def within(self, budget: int) -> Fitted | None:
+        """The fastest plan whose rewritten program peaks at ``budget`` bytes or less; None where there is none.
+
+        The rewritten program's own timeline decides: where it is above what the planner expected, the next best plan is
+        taken. More bytes never get a slower plan, since what there is to choose from does not depend on the budget.
+        """
+        for choice in sorted(self._choices(), key=lambda choice: choice.seconds):
+            if choice.peak <= budget:
+                fitted = self._fitted(choice)
+                if fitted.peak_bytes <= budget:
+                    return fitted
+        smallest = self.smallest()
+        return smallest if smallest.peak_bytes <= budget else None
+
+    def check(self, point: Point) -> Fitted:
+        """A plan with the peak of the program that comes of it."""
+        return self._fitted(_Choice(point.peak, point.again, point))
+
+    def smallest(self) -> Fitted:
+        """The plan with the lowest peak that was found; of several, the fastest."""
+        if self._smallest is None:
+            choices = sorted(self._choices(), key=lambda choice: (choice.peak, choice.seconds))
+            best = self._fitted(choices[0])
+            for choice in choices[1:]:
+                if choice.peak >= best.peak_bytes:
+                    break
+                best = min(best, self._fitted(choice), key=lambda fitted: fitted.peak_bytes)
+            self._smallest = best
+        return self._smallest
+
+    def _choices(self) -> list[_Choice]:
+        """The plans of the frontier as they are, and some of them with values moved away."""
+        points = list(self.frontier)
+        found = [_Choice(point.peak, point.again, point) for point in points]
+        if self.lanes is not None and self.lanes.room and self._moved is None:
+            stride = max(1, -(-len(points) // _TRIALS))
+            plans = [self.simulate(point) for point in {id(p): p for p in (*points[::stride], points[-1])}.values()]
+            self._moved = [moved for plan in plans for moved in moved_away(self.scheduler, plan, self.lanes)]
+        for moved in self._moved or ():
+            found.append(_Choice(moved.peak, moved.simulated.again + moved.late, moved))
+        return found
+
+    def _fitted(self, choice: _Choice) -> Fitted:
+        if isinstance(choice.plan, Point):
+            return self._checked(self.simulate(choice.plan), (), 0.0)
+        return self._checked(choice.plan.simulated, choice.plan.away, choice.plan.late)
+
+    def _checked(self, simulated: Simulated, away: tuple[Away, ...], late: float) -> Fitted:
+        copy = self.program.copy()
+        self.apply(copy, Fitted(simulated, 0, away, late), origin="")
+        copy.erase_dead()
+        return Fitted(simulated, copy.memory().peak_bytes, away, late)
+
+    def apply(self, program: Program, fitted: Fitted, *, origin: str) -> Rerun:
+        """Rewrite a program (this one, or a copy of it) as a plan says."""
+        named = {node.name: node for node in program.graph.nodes}
+        done, calls = self._rerun(program, named, fitted.simulated, origin)
+        moves = []
+        for item in fitted.away:
+            copy, window = item.copy, item.window
+            original = named[self.planning.makers[item.value].name]
+            maker = done.replaced.get(original) or original
+            places = (window.freed, window.fetched, copy.needed)
+            moves.append(Move(maker, maker, *(_from(calls, place) for place in places)))
+        if moves:
+            assert self.lanes is not None
+            move(program, moves, self.tier, origin=origin)
+        return done
+
+    def _rerun(
+        self, program: Program, named: Mapping[str, fx.Node], simulated: Simulated, origin: str
+    ) -> tuple[Rerun, list[fx.Node | None]]:
+        """Insert what runs again; also returns the call of every step."""
+        nodes = [named[node.name] if node is not None else None for node in self.planning.nodes]
+        runs: list[Again] = []
+        waiting: list[fx.Node] = []
+        upcoming = 0
+        for step in simulated.plan.steps:
+            node = nodes[step]
+            if step != upcoming:
+                assert node is not None
+                waiting.append(node)
+                continue
+            upcoming += 1
+            if node is not None:
+                runs += [Again(again, node, origin) for again in waiting]
+                waiting.clear()
+        done = rerun(program, runs)
+        return done, self._calls(simulated, nodes, done)
+
+    def _calls(self, simulated: Simulated, nodes: Sequence[fx.Node | None], done: Rerun) -> list[fx.Node | None]:
+        """The call of every step in a program that has been rewritten."""
+        clones = {node: iter(made) for node, made in done.clones.items()}
+        found: list[fx.Node | None] = []
+        upcoming = 0
+        for step in simulated.plan.steps:
+            node = nodes[step]
+            if step == upcoming:
+                upcoming += 1
+                found.append(node if node is None else done.first(node))
+            else:
+                assert node is not None
+                found.append(next(clones[done.replaced.get(node, node)]))
+        return found
+
+
+def _from(calls: Sequence[fx.Node | None], place: int) -> fx.Node:
+    """The call of a step, or of the next one that is a call."""
+    return next(node for node in calls[place:] if node is not None)

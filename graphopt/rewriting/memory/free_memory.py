@@ -1,0 +1,43 @@
+"""How much room there is: on a device, on the host, on the disk of the transfers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+
+import torch
+
+from graphopt.errors import GraphoptError
+from graphopt.ir.ops.transfers import available_host_bytes
+
+__all__ = ["free_bytes", "free_disk_bytes", "free_host_bytes"]
+
+
+def free_host_bytes() -> int | None:
+    """Bytes of memory that can be had on this machine; None where the system does not say."""
+    return available_host_bytes()
+
+
+def free_disk_bytes() -> int:
+    """Bytes that are free where offloaded tensors go on disk."""
+    return shutil.disk_usage(os.environ.get("GRAPHOPT_DISK") or tempfile.gettempdir()).free
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that could be allocated on a device now.
+
+    On CUDA that is what its driver and torch's cache have free, on a CPU what the system and this process's limits
+    leave.
+
+    Raises:
+        GraphoptError: for another kind of device.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    if device.type == "cpu":
+        found = free_host_bytes()
+        if found is not None:
+            return found
+    raise GraphoptError(f"it is not known how much memory is free on {device}: give the budget in bytes")

@@ -1,0 +1,132 @@
+"""Running a call a second time: which calls may, and clones of them that give the same values to the last bit."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from graphopt import _torch
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.batch_norm import without_statistics
+from graphopt.ir.program import Phase, Program, info, set_info
+
+__all__ = ["can_recompute", "clone_call", "is_replayable", "save_generator", "sources", "stale_values"]
+
+
+def can_recompute(node: fx.Node) -> bool:
+    """Whether a forward node may run a second time: no collectives, no writes, no effects (random ops are replayed)."""
+    if node.op != "call_function" or schema.is_collective(node) or schema.mutated_inputs(node):
+        return False
+    if node.target is operator.getitem:
+        return True
+    return isinstance(node.target, _torch.OpOverload) and (schema.is_random(node) or not schema.has_effect(node))
+
+
+def stale_values(program: Program) -> set[fx.Node]:
+    """Placeholders that forward writes to, and views of them: reading them again would read other values."""
+    pending = [
+        target
+        for node in program.phase_nodes(Phase.FORWARD)
+        if node.op == "call_function"
+        for target in schema.mutated_inputs(node)
+    ]
+    found = set(pending)
+    while pending:
+        for user in pending.pop().users:
+            if user.op == "call_function" and schema.is_view(user) and user not in found:
+                found.add(user)
+                pending.append(user)
+    return found
+
+
+def is_replayable(node: fx.Node) -> bool:
+    """Whether a node is the result half of an op that saved its generator state."""
+    if node.target is not operator.getitem or node.args[1] != 1:
+        return False
+    source = node.args[0]
+    return isinstance(source, fx.Node) and source.target is _torch.run_and_save_rng_state
+
+
+def sources(node: fx.Node) -> list[fx.Node]:
+    """What running a node again needs."""
+    if is_replayable(node):
+        return node.args[0].all_input_nodes  # type: ignore[union-attr]
+    pure = without_statistics(node)
+    if pure is None:
+        return node.all_input_nodes
+    return [argument for argument in pure[1] if isinstance(argument, fx.Node)]
+
+
+def save_generator(program: Program, node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Let a random op save the generator's state before it runs.
+
+    Returns:
+        The node that now holds its result, and the node of the saved state.
+    """
+    known = info(node)
+    common: dict[str, Any] = {
+        "phase": Phase.FORWARD,
+        "like": node,
+        "origin": "keeps the generator's state for a replay",
+    }
+    both = program.insert(
+        _torch.run_and_save_rng_state, (node.target, *node.args), dict(node.kwargs), before=node,
+        hint=f"{node.name}_random", **common,
+    )  # fmt: skip
+    state = program.insert(operator.getitem, (both, 0), before=node, hint=f"{node.name}_state", **common)
+    result = program.insert(operator.getitem, (both, 1), before=node, hint=f"{node.name}_result", **common)
+    result.meta["val"] = node.meta["val"]
+    set_info(result, replace(info(result), names=known.names, region=known.region))
+    node.replace_all_uses_with(result)
+    program.graph.erase_node(node)
+    return result, state
+
+
+def clone_call(
+    program: Program,
+    node: fx.Node,
+    before: fx.Node,
+    current: Callable[[fx.Node], fx.Node],
+    *,
+    origin: str,
+    phase: Phase = Phase.RECOMPUTE,
+    number: int = 1,
+) -> fx.Node:
+    """Insert a clone of a call that gives the same values.
+
+    A random op draws from the state that it saved (``save_generator``); BatchNorm leaves its statistics alone.
+
+    Args:
+        program: rewritten in place.
+        node: the call.
+        before: where the clone goes.
+        current: which node the clone reads instead of an argument of the original.
+        origin: provenance, for people.
+        phase: of the clone.
+        number: which clone of this call it is; its names get as many primes.
+    """
+    pure = without_statistics(node)
+    with program.graph.inserting_before(before):
+        if is_replayable(node):
+            both: Any = node.args[0]
+            state = next(user for user in both.users if user.args[1] == 0)
+            args, kwargs = _torch.map_aggregate(
+                ((state, *both.args), both.kwargs), lambda a: current(a) if isinstance(a, fx.Node) else a
+            )
+            clone = program.graph.call_function(_torch.run_with_rng_state, args, kwargs)
+        elif pure is not None:
+            args = tuple(current(a) if isinstance(a, fx.Node) else a for a in pure[1])
+            clone = program.graph.call_function(pure[0], args)
+        else:
+            clone = program.graph.node_copy(node, current)
+    clone.meta = {key: value for key, value in node.meta.items() if key in ("val", "stack_trace")}
+    if pure is not None:
+        clone.meta["val"] = tuple(node.meta["val"][: pure[2]])
+    known = info(node)
+    names = tuple(name + "'" * number for name in known.names)
+    set_info(clone, replace(known, phase=phase, names=names, origin=origin, policy=None, region=None))
+    return clone

@@ -1,0 +1,159 @@
+"""What a plan does with each tensor: kept, computed again or moved, with bytes and seconds, equal layers folded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from graphopt.analysis.costs.cost import CostReport
+from graphopt.ir.ops.values import format_bytes, format_seconds
+from graphopt.ir.program import info
+from graphopt.ir.text import short_source
+from graphopt.planning import Simulated
+from graphopt.planning.problem import lifetimes
+from graphopt.report.text.tensor_table import aligned
+from graphopt.rewriting.memory.fit import Fitted, Fitting
+
+__all__ = ["Decision", "away_lines", "decisions", "plan_lines", "summary_lines"]
+
+_NUMBER = re.compile(r"(?<![A-Za-z_0-9])\d+(?![A-Za-z_0-9])")
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What is done with one tensor of forward that backward needs.
+
+    Attributes:
+        name: of the tensor.
+        action: ``kept`` or ``run again``.
+        times: how often it is made again.
+        bytes: of its storage.
+        seconds: that making it again takes, each time.
+        reason: why.
+        source: the line that made it.
+    """
+
+    name: str
+    action: str
+    times: int
+    bytes: int
+    seconds: float
+    reason: str
+    source: str
+
+
+def decisions(fitting: Fitting, simulated: Simulated) -> list[Decision]:
+    """For every tensor of forward that lives on in backward, or would without the plan: what is done with it."""
+    problem = fitting.planning.problem
+    plain = _crossing(fitting, fitting.scheduler.evaluate(frozenset()))
+    planned = _crossing(fitting, simulated)
+    makers = problem.makers
+    runs: dict[int, int] = {}
+    for step in simulated.plan.repeats():
+        runs[step] = runs.get(step, 0) + 1
+    found = []
+    for value, size in enumerate(problem.sizes):
+        maker = makers[value]
+        times = runs.get(maker, 0)
+        if not size or maker >= problem.boundary or (value not in planned and not (times and value in plain)):
+            continue
+        seconds = problem.operations[maker].seconds
+        droppable = fitting.scheduler.droppable[value]
+        action = "kept" if value in planned and not times else "run again"
+        node = fitting.planning.makers[value]
+        found.append(
+            Decision(
+                problem.names[value], action, times, size, seconds, _reason(action, times, droppable, value in plain),
+                short_source(info(node).source),
+            )
+        )  # fmt: skip
+    return found
+
+
+def _reason(action: str, times: int, droppable: bool, plain: bool) -> str:
+    if action == "run again":
+        return "cheaper than keeping it" if times == 1 else "too large to keep until its last use"
+    if not droppable:
+        return "it may not run again"
+    return "dropping it is not worth its time" if plain else "what runs again starts from it"
+
+
+def _crossing(fitting: Fitting, simulated: Simulated) -> set[int]:
+    """The values that are alive when backward begins, and read after that."""
+    problem = fitting.planning.problem
+    steps = simulated.plan.steps
+    start = steps.index(problem.boundary) if problem.boundary < len(problem.operations) else len(steps)
+    return {value for value, first, last in lifetimes(problem, steps) if first < start <= last}
+
+
+def summary_lines(fitting: Fitting, fitted: Fitted, budget: int, costs: CostReport) -> list[str]:
+    """What a plan within ``budget`` bytes takes, in bytes and in seconds, next to the program as it is."""
+    share = fitted.seconds / fitting.seconds if fitting.seconds else 0.0
+    how = "measured" if costs.measured or costs.cached else "roofline"
+    peak = (
+        f"peak {format_bytes(fitted.peak_bytes)} of {format_bytes(budget)} allowed; the program as it is takes "
+        f"{format_bytes(fitting.memory.peak_bytes)}; the smallest peak found is "
+        f"{format_bytes(fitting.smallest().peak_bytes)}"
+    )
+    time = (
+        f"what runs again takes {format_seconds(fitted.simulated.again)} on top of {format_seconds(fitting.seconds)}"
+        f"{f', waiting for copies {format_seconds(fitted.late)}' if fitted.away else ''}: {share:.1%} more ({how})"
+    )
+    return [peak, time]
+
+
+def away_lines(fitting: Fitting, fitted: Fitted) -> list[str]:
+    """The tensors that wait elsewhere, with the seconds that their copies have on the way back."""
+    if not fitted.away:
+        return []
+    problem, steps = fitting.planning.problem, fitted.simulated.plan.steps
+    total = sum(item.copy.bytes for item in fitted.away)
+    rows = [("offloaded", "bytes", "fetched before its next use")]
+    for item in sorted(fitted.away, key=lambda item: -item.copy.bytes):
+        ahead = steps[item.window.fetched : item.copy.needed]
+        time = sum(problem.operations[step].seconds for step in ahead)
+        rows.append(
+            (problem.names[item.value], format_bytes(item.copy.bytes), f"{len(ahead)} ops, {format_seconds(time)}")
+        )
+    return [f"{format_bytes(total)} in {len(fitted.away)} tensors wait on the {fitting.tier}", *aligned(rows)]
+
+
+@dataclass(slots=True)
+class _Row:
+    names: list[str]
+    decision: Decision
+
+
+def plan_lines(fitting: Fitting, simulated: Simulated, *, most: int = 24) -> list[str]:
+    """The decisions as a table, largest first; tensors of equal layers share a row."""
+    rows = _folded(decisions(fitting, simulated))
+    rows.sort(key=lambda row: (row.decision.action, -row.decision.bytes * len(row.names)))
+    shown = []
+    for action in ("kept", "run again"):
+        of_action = [row for row in rows if row.decision.action == action]
+        shown += [_cells(row) for row in of_action[:most]]
+        if len(of_action) > most:
+            rest = of_action[most:]
+            total = sum(row.decision.bytes * len(row.names) for row in rest)
+            shown.append((action, f"and {sum(len(row.names) for row in rest)} more", format_bytes(total), "", "", ""))
+    return aligned([("action", "tensor", "bytes", "again", "reason", "source"), *shown]) if shown else []
+
+
+def _cells(row: _Row) -> tuple[str, ...]:
+    decision, count = row.decision, len(row.names)
+    name = row.names[0] if count == 1 else f"{_NUMBER.sub('*', row.names[0])} × {count}"
+    size = format_bytes(decision.bytes) if count == 1 else f"{count} × {format_bytes(decision.bytes)}"
+    times = f"{decision.times} × " if decision.times > 1 else ""
+    again = f"{times}{format_seconds(decision.seconds)}" if decision.times else ""
+    return decision.action, name, size, again, decision.reason, decision.source
+
+
+def _folded(found: Iterable[Decision]) -> list[_Row]:
+    rows: dict[tuple[object, ...], _Row] = {}
+    for decision in found:
+        pattern = _NUMBER.sub("*", re.sub(r"_\d+", "_*", decision.name))
+        key = (pattern, decision.action, decision.times, decision.bytes, decision.reason)
+        row = rows.setdefault(key, _Row([], decision))
+        row.names.append(decision.name)
+    return list(rows.values())

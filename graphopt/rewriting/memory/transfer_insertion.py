@@ -1,0 +1,131 @@
+"""Inserting transfers: a tensor is copied away after it is made, freed, and brought back before it is read again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt.analysis.costs.cost import link_bandwidth
+from graphopt.ir.ops import schema, transfer
+from graphopt.ir.ops.values import storage_bytes
+from graphopt.ir.program import Phase, Policy, Program, info
+from graphopt.planning.offloading import Lanes
+from graphopt.rewriting.memory.free_memory import free_host_bytes
+from graphopt.rewriting.memory.planning_problem import PlanningProblem
+from graphopt.rewriting.memory.recompute_plan import Again, rerun
+
+__all__ = ["Move", "host_lanes", "movable", "move"]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One tensor that goes away and comes back.
+
+    Attributes:
+        node: the call that made it (or the ``getitem`` of its result), which owns its storage.
+        after: the call behind which its copy away starts.
+        freed_before: the call before which that copy is waited for.
+        fetched_before: the call before which the copy back starts.
+        needed_before: the first call that reads what came back.
+    """
+
+    node: fx.Node
+    after: fx.Node
+    freed_before: fx.Node
+    fetched_before: fx.Node
+    needed_before: fx.Node
+
+
+def movable(node: fx.Node) -> str:
+    """Why a tensor cannot be moved; empty where it can."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return "it is not a tensor"
+    if any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride())):
+        return "its size varies from call to call"
+    if value.layout is not torch.strided or value.is_conj() or value.is_neg():
+        return "it is not a plain dense tensor"
+    if schema.is_collective(schema.maker(node)):
+        return "a collective makes it, and a copy that starts behind the call would not wait for its data"
+    return ""
+
+
+def move(program: Program, moves: Sequence[Move], tier: str, *, origin: str) -> None:
+    """Insert the transfers and let everything from ``needed_before`` on read what came back.
+
+    Views are made anew on it; size, strides and offset are those of the original.
+
+    Args:
+        program: a joint or step program, rewritten in place.
+        moves: in any order.
+        tier: ``host`` or ``disk``.
+        origin: provenance, for people.
+    """
+    returned: list[Again] = []
+    for item in moves:
+        returned.append(Again(item.node, item.needed_before, origin, _insert(program, item, tier, origin)))
+    rerun(program, returned)
+    program.set_policy([item.node for item in moves], Policy.MUST_CPU_OFFLOAD)
+
+
+def _insert(program: Program, item: Move, tier: str, origin: str) -> fx.Node:
+    node, known = item.node, info(item.node)
+    name = known.names[0] if known.names else node.name
+    value = node.meta["val"]
+    elements = storage_bytes(value) // value.element_size()
+
+    common: dict[str, Any] = {"phase": Phase.TRANSFER, "origin": f"{origin}: {name}", "like": node}
+    handle = program.insert(transfer.offload, (node, tier), after=item.after, hint=f"{node.name}_offload", **common)
+    freed_before = _within_forward(program, item.freed_before)
+    held = program.insert(
+        transfer.offload_wait, (handle, node), before=freed_before, hint=f"{node.name}_offloaded", **common
+    )
+    layout = (list(value.shape), list(value.stride()), 0, elements, value.dtype, value.device)
+    fetched = program.insert(
+        transfer.prefetch, (held, *layout), before=item.fetched_before, hint=f"{node.name}_prefetch", **common
+    )
+    return program.insert(
+        transfer.prefetch_wait, (fetched, held), before=item.needed_before, hint=f"{node.name}_prefetched", **common
+    )
+
+
+def _within_forward(program: Program, place: fx.Node) -> fx.Node:
+    """Where a copy away is waited for: no later than forward ends, where forward and backward run apart.
+
+    Backward can begin with views, which are no operations of the planner: a place before its first operation may stand
+    behind them, in the other half.
+    """
+    if not program.inputs_of("tangent") or info(place).phase is Phase.FORWARD:
+        return place
+    early = (Phase.FORWARD, Phase.TRANSFER)
+    first = next((node for node in program.phase_nodes(*Phase) if info(node).phase not in early), place)
+    order = list(program.graph.nodes)
+    return first if order.index(first) < order.index(place) else place
+
+
+def host_lanes(
+    planning: PlanningProblem, room: int | None, *, rate: float | None = None, smallest: int = 1_000_000
+) -> Lanes:
+    """What copies to the host can do for a program's values.
+
+    Args:
+        planning: the program's problem.
+        room: bytes that may be on the host at once; None for what is free there, or for nothing where the values live
+            on the CPU: its memory is the host's.
+        rate: bytes per second each way; measured on this machine by default.
+        smallest: values of fewer bytes stay.
+    """
+    devices = {node.meta["val"].device for node in planning.makers if isinstance(node.meta.get("val"), torch.Tensor)}
+    if room is None:
+        on_host = any(device.type == "cpu" for device in devices)
+        room = 0 if on_host else (free_host_bytes() or 0) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    can_move = [not movable(node) for node in planning.makers]
+    parted = any(storage.owner.op == "placeholder" for storage in planning.storages)
+    if rate is None:
+        rate = min((link_bandwidth(device, "host") for device in devices), default=1.0) if room else 1.0
+    return Lanes(rate, rate, room, smallest, can_move, parted)

@@ -1,0 +1,167 @@
+"""Regions of a forward program: bodies that run under autocast or without gradients, and values across them."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _torch
+from graphopt.ir.ops import schema
+from graphopt.ir.program import NodeInfo, Phase, Program, info, set_info
+from graphopt.rewriting.precision.casts import ORIGIN
+from graphopt.rewriting.precision.levels import example_arguments, refused, tensor_nodes
+
+__all__ = [
+    "Parts",
+    "autocast_of",
+    "body_of",
+    "body_results",
+    "evaluate",
+    "parts",
+    "put_body",
+    "put_under_autocast",
+]
+
+
+@contextlib.contextmanager
+def autocast_of(node: fx.Node) -> Iterator[None]:
+    """The autocast that a region of the model's own runs under."""
+    device, dtype, enabled, *_ = node.args
+    with _autocast_set(str(device), dtype, bool(enabled)):
+        yield
+
+
+@contextlib.contextmanager
+def _autocast_set(device: str, dtype: Any, enabled: bool) -> Iterator[None]:
+    saved = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    torch.set_autocast_enabled(device, enabled)
+    torch.set_autocast_dtype(device, dtype if dtype is not None else saved[1])
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, saved[0])
+        torch.set_autocast_dtype(device, saved[1])
+
+
+def evaluate(program: Program, node: fx.Node) -> Any:
+    """The value of a call, computed from its arguments' values without data.
+
+    Raises:
+        GraphoptError: where the op refuses them, with its module and source line, and what to do.
+    """
+    target = node.target
+    try:
+        if isinstance(target, type(_torch.custom_function)):
+            key, *args = node.args
+            values: list[Any] = [a.meta["val"] if isinstance(a, fx.Node) else a for a in args]
+            with program.fake_mode, torch.no_grad():
+                return target.original(str(key), *values)
+        return program.propagate(node)
+    except Exception as error:
+        raise refused(node, error) from error
+
+
+def body_of(program: Program, node: fx.Node, place: int) -> tuple[Program, list[fx.Node]]:
+    """A copy of the body that a region runs, as a program, and what stands for its inputs outside.
+
+    Args:
+        program: where the region is.
+        node: the call of the region.
+        place: the number of the argument that names the body; the inputs follow it.
+    """
+    name, *inputs = node.args[place:]
+    assert isinstance(name, fx.Node)
+    body = program.attributes[str(name.target)]
+    inner = Program(
+        body.graph, "forward", [], [],
+        attributes={n: c for n, c in body.named_children() if isinstance(c, fx.GraphModule)},
+    ).copy()  # fmt: skip
+    return inner, inputs  # type: ignore[return-value]
+
+
+def put_body(program: Program, node: fx.Node, place: int, inner: Program) -> None:
+    """Let a region run a rewritten body."""
+    name = node.args[place]
+    assert isinstance(name, fx.Node)
+    program.attributes[str(name.target)] = fx.GraphModule(dict(inner.attributes), inner.graph)
+
+
+def body_results(inner: Program) -> tuple[Any, ...]:
+    """The values that a body returns, without data."""
+    results = _torch.map_aggregate(inner.output_values, lambda a: a.meta["val"] if isinstance(a, fx.Node) else a)
+    return tuple(results)
+
+
+def put_under_autocast(program: Program, node: fx.Node, device: str, dtype: torch.dtype) -> fx.Node:
+    """Let one call run inside of a region under autocast, as eager PyTorch would run it; returns what stands for it."""
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    for source in node.all_input_nodes:
+        mapping[source] = inside = graph.placeholder(source.name)
+        inside.meta["val"] = source.meta["val"]
+        set_info(inside, NodeInfo(Phase.FORWARD))
+    call = graph.node_copy(node, lambda n: mapping[n])
+    graph.output((call,))
+    inner = Program(graph, "forward", [], [])
+    with _autocast_set(device, dtype, True):
+        call.meta["val"] = evaluate(inner, call)
+    name = next(n for n in (f"autocast_{i}" for i in range(10**6)) if n not in program.attributes)
+    program.attributes[name] = fx.GraphModule({}, graph)
+    return _call_region(program, node, name, (device, dtype, True, True), call.meta["val"])
+
+
+def _call_region(program: Program, node: fx.Node, name: str, settings: tuple[Any, ...], value: Any) -> fx.Node:
+    known = info(node)
+    origin = f"{ORIGIN}: {node.target} as under autocast"
+    described = NodeInfo(Phase.FORWARD, known.module, source=known.source, origin=origin, region=known.region)
+    with program.graph.inserting_before(node):
+        body = program.graph.get_attr(name)
+        region = program.graph.call_function(
+            torch.ops.higher_order.wrap_with_autocast, (*settings, body, *node.all_input_nodes)
+        )
+        result = program.graph.call_function(operator.getitem, (region, 0))
+    region.meta["val"], result.meta["val"] = (value,), value
+    for new in (body, region, result):
+        set_info(new, described)
+    set_info(result, replace(described, names=known.names))
+    return result
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a composite op is made of.
+
+    Attributes:
+        calls: the ops, in order, as nodes of a graph of their own.
+        inputs: for each placeholder of that graph the node outside that it stands for.
+        result: the node of that graph that is the op's result.
+    """
+
+    calls: list[fx.Node]
+    inputs: dict[fx.Node, fx.Node]
+    result: fx.Node
+
+
+def parts(program: Program, node: fx.Node, dtype: torch.dtype) -> Parts | None:
+    """A composite op one level down, as C++ writes it under autocast; None where it has no single tensor as result."""
+    assert isinstance(node.target, _torch.OpOverload)
+    sources = tensor_nodes(node)
+    with program.fake_mode, _autocast_set(sources[0].meta["val"].device.type, dtype, True):
+        graph, numbers = _torch.parts_of(node.target, *example_arguments(node))
+    placeholders = list(graph.find_nodes(op="placeholder"))
+    inputs: dict[fx.Node, fx.Node] = {}
+    for number, source in zip(numbers, sources, strict=True):
+        inputs.setdefault(placeholders[number], source)
+    (end,) = graph.find_nodes(op="output")
+    (result, *others) = _torch.pytree.tree_leaves(end.args)
+    single = isinstance(result, fx.Node) and not others and isinstance(node.meta["val"], torch.Tensor)
+    if not single or any(n.op == "get_attr" for n in graph.nodes):
+        return None
+    calls = [n for n in graph.nodes if n.op == "call_function" and (n.users or schema.mutated_inputs(n))]
+    return Parts(calls, inputs, result)

@@ -1,0 +1,80 @@
+"""An optimizer's update that can be skipped on the device, without asking the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _torch
+from graphopt.ir.gradients import base_of, update_calls
+from graphopt.ir.ops import scale as ops
+from graphopt.ir.ops import schema
+from graphopt.ir.program import Phase, Program
+
+__all__ = ["make_conditional"]
+
+_COUNT = torch.ops.aten._foreach_add_.Scalar
+_UNCOUNT = torch.ops.aten._foreach_sub_.List
+
+
+def make_conditional(program: Program, found_inf: fx.Node, origin: str) -> int:
+    """Let the update of a step program leave parameters and optimizer state as they are where ``found_inf`` is not 0.
+
+    Fused ops take ``found_inf`` themselves, and their step counts are counted back, as in torch's optimizers. What
+    other calls write is copied before and put back. State that the update creates is not covered: whoever runs the
+    program throws it away after a skipped step.
+
+    Args:
+        program: of stage step.
+        found_inf: a tensor of one element, float32, 0 or 1, made before the optimizer's first call.
+        origin: the pass that asks, for people.
+
+    Returns:
+        How many tensors are copied.
+    """
+    calls = update_calls(program)
+    fused = [node for node in calls if _takes_found_inf(node)]
+    counts = {step for node in fused for step in _argument(node, "state_steps")}
+    for node in fused:
+        node.kwargs = {**node.kwargs, "found_inf": found_inf}
+    lasting = {node for node, _ in program.inputs_of("parameter", "state")}
+    counted: dict[fx.Node, None] = {}
+    kept: dict[fx.Node, None] = {}
+    for node in calls:
+        if node in fused:
+            continue
+        written = [base for base in map(base_of, schema.mutated_inputs(node)) if base in lasting]
+        by_one = node.target is _COUNT and node.args[1] == 1 and counts.issuperset(written)
+        (counted if by_one else kept).update(dict.fromkeys(written))
+    end: dict[str, Any] = {"before": program.output_node, "phase": Phase.UPDATE, "origin": f"{origin}: a skipped step"}
+    both = [node for node in counted if node not in kept]
+    if both:
+        program.insert(_UNCOUNT, (both, [found_inf] * len(both)), **end)
+    if kept:
+        before = [_keep(program, node, origin) for node in kept]
+        program.insert(ops.put_back_, (list(kept), before, found_inf), **end)
+    return len(kept)
+
+
+def _takes_found_inf(node: fx.Node) -> bool:
+    return isinstance(node.target, _torch.OpOverload) and any(
+        argument.name == "found_inf" for argument in node.target._schema.arguments
+    )
+
+
+def _argument(node: fx.Node, name: str) -> list[fx.Node]:
+    """The nodes in an argument of a call, by its name in the schema."""
+    assert isinstance(node.target, _torch.OpOverload)
+    names = [argument.name for argument in node.target._schema.arguments]
+    index = names.index(name) if name in names else len(node.args)
+    value: Any = node.args[index] if index < len(node.args) else node.kwargs.get(name, ())
+    return [item for item in value if isinstance(item, fx.Node)]
+
+
+def _keep(program: Program, node: fx.Node, origin: str) -> fx.Node:
+    return program.insert(
+        torch.ops.aten.clone.default, (node,), before=update_calls(program)[0], phase=Phase.UPDATE,
+        origin=f"{origin}: kept for a skipped step",
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Running a program and what passes make of it side by side: errors, and the smallest set of ops to blame."""

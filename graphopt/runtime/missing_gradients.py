@@ -1,0 +1,98 @@
+"""Outputs that a user's loss leaves out: their parameters get no gradient, instead of one of zeros.
+
+torch's compiled functions take a missing tangent for zeros, and optimizers treat zeros and no gradient differently
+(weight decay, momentum). Where a program has several outputs, each call notes which of them a gradient reaches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _torch
+from graphopt.ir.program import Program
+
+__all__ = ["TangentFilter"]
+
+
+class _Mark(torch.autograd.Function):
+    """The identity; its backward, which runs only where a gradient arrives, notes the output's number."""
+
+    @staticmethod
+    def forward(ctx: Any, reached: set[int], number: int, output: torch.Tensor) -> torch.Tensor:
+        ctx.note = (reached, number)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        reached, number = ctx.note
+        reached.add(number)
+        return None, None, *gradients
+
+
+class _Drop(torch.autograd.Function):
+    """Views of tensors; its backward passes on only the gradients that some noted output contributed to."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, reached: set[int], sources: tuple[frozenset[int], ...], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.note = (reached, sources)
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        reached, sources = ctx.note
+        kept = (g if needs & reached else None for g, needs in zip(gradients, sources, strict=True))
+        return None, None, *kept
+
+
+class TangentFilter:
+    """Which outputs' tangents each gradient of a joint program depends on, applied to single calls.
+
+    Args:
+        program: of stage joint with tangents.
+        held: the names of the parameters and buffers that the compiled function takes first, in order.
+    """
+
+    def __init__(self, program: Program, held: list[str]) -> None:
+        outputs = [spec.target for _, spec in program.outputs_of("output")]
+        tangents = [node for node, _ in program.inputs_of("tangent")]
+        reach: dict[fx.Node, frozenset[int]] = {node: frozenset([number]) for number, node in enumerate(tangents)}
+        for node in program.graph.nodes:
+            if node.op == "call_function":
+                reach[node] = frozenset().union(*(reach.get(source, frozenset()) for source in node.all_input_nodes))
+        gradients = {
+            spec.target: reach.get(value, frozenset())
+            for value, spec in program.outputs_of("gradient")
+            if isinstance(value, fx.Node)
+        }
+        names = [*held, *(spec.target for _, spec in program.inputs_of("input"))]
+        self._sources = [gradients.get(name) for name in names]
+        self.needed = len(tangents) > 1 and len(outputs) == len(program.outputs_of("output", "base"))
+
+    def before(self, tensors: list[torch.Tensor]) -> tuple[set[int], list[torch.Tensor]]:
+        """The function's arguments with their gradients under control, and where this call's outputs are noted."""
+        reached: set[int] = set()
+        places = [i for i, s in enumerate(self._sources) if s is not None and tensors[i].requires_grad]
+        if not places:
+            return reached, tensors
+        sources = tuple(self._sources[place] or frozenset() for place in places)
+        views = _torch.apply_function(_Drop, reached, sources, *(tensors[place] for place in places))
+        result = list(tensors)
+        for place, view in zip(places, views, strict=True):
+            result[place] = view
+        return reached, result
+
+    def after(self, reached: set[int], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The call's outputs, those with a gradient noting when one reaches them."""
+        number, marked = 0, []
+        for output in outputs:
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output = _torch.apply_function(_Mark, reached, number, output)
+                number += 1
+            marked.append(output)
+        return tuple(marked)

@@ -1,0 +1,179 @@
+"""The tensors behind a program's held inputs: one for each name, shared by everything that runs for one owner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from graphopt.errors import GraphoptError, did_you_mean
+from graphopt.ir.state import Held
+
+__all__ = ["HeldStore"]
+
+
+class HeldStore:
+    """What the passes of one step or one model own across runs.
+
+    A tensor comes into being when the first program that holds it is compiled. What is loaded before waits until then.
+
+    Args:
+        parameter: the parameter of a name, for tensors that start as copies of one.
+    """
+
+    def __init__(self, parameter: Callable[[str], torch.Tensor]) -> None:
+        self._parameter = parameter
+        self._held: dict[str, Held] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._loaded: dict[str, torch.Tensor] = {}
+        self._loaded_local: tuple[str, ...] = ()
+        self._elsewhere: dict[str, HeldStore] = {}
+        self._followed: dict[str, tuple[int, int]] = {}
+
+    def __getitem__(self, target: str) -> torch.Tensor:
+        return self._tensors[target]
+
+    def __contains__(self, target: str) -> bool:
+        return target in self._tensors
+
+    def peek(self, target: str) -> torch.Tensor | None:
+        """The tensor of a name, or what was loaded for it; None before there is either."""
+        found = self._tensors.get(target)
+        return found if found is not None else self._loaded.get(target)
+
+    def require(self, wanted: Mapping[str, Held]) -> None:
+        """Make every tensor that a program holds and that does not exist yet.
+
+        Raises:
+            GraphoptError: where one exists, or was loaded, with another shape or dtype, or on another device.
+        """
+        for target, held in wanted.items():
+            known = self._held.get(target)
+            if known is None:
+                self._tensors[target] = self._create(target, held)
+                self._held[target] = held
+            elif (known.shape, known.dtype, known.device) != (held.shape, held.dtype, held.device):
+                raise GraphoptError(
+                    f"{target!r} is held as {known.dtype} of shape {known.shape} on {known.device}, and a program "
+                    f"wants {held.dtype} of shape {held.shape} on {held.device}: make a new optimized model or step "
+                    "after moving the model or changing its shapes"
+                )
+
+    def _create(self, target: str, held: Held) -> torch.Tensor:
+        elsewhere = self._elsewhere.get(target)
+        if elsewhere is not None:
+            elsewhere.require({target: held})
+            return elsewhere[target]
+        loaded = self._loaded.pop(target, None)
+        if loaded is None:
+            return held.create(self._parameter(held.source) if held.source else None)
+        _check(target, loaded, held)
+        return loaded.to(held.device)
+
+    def refresh(self) -> None:
+        """Copy parameters that were changed or replaced since ``settle`` to the tensors that follow them.
+
+        To be called before a run: ``load_state_dict`` and every other write from outside would else leave the copies
+        as they were.
+        """
+        for target, source in self._sources():
+            if self._followed.get(target) != _state_of(source):
+                self._tensors[target].copy_(source.detach())
+
+    def settle(self) -> None:
+        """Take the parameters as they are for those that the copies follow; to be called after a run."""
+        for target, source in self._sources():
+            self._followed[target] = _state_of(source)
+
+    def _sources(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for target, held in self._held.items():
+            if held.follows:
+                yield target, self._parameter(held.source)
+
+    def share(self, target: str, other: HeldStore) -> None:
+        """Take the tensor of a name from another store.
+
+        Raises:
+            GraphoptError: where this store has one of its own already.
+        """
+        if target in self._tensors:
+            raise GraphoptError(f"{target!r} exists already: share it before the first call of the models")
+        self._elsewhere[target] = other
+
+    # --- saving ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Copies of the tensors that belong into checkpoints, those loaded and not yet used among them."""
+        saved = {target: self._tensors[target] for target, held in self._held.items() if held.saved}
+        return {target: tensor.detach().clone() for target, tensor in {**self._loaded, **saved}.items()}
+
+    def local(self) -> list[str]:
+        """The names of those in ``state_dict`` that differ from rank to rank."""
+        waiting = [target for target in self._loaded_local if target in self._loaded]
+        return waiting + [target for target, held in self._held.items() if held.saved and held.local]
+
+    def load(self, state: Mapping[str, torch.Tensor], local: Sequence[str] = ()) -> None:
+        """Continue from ``state_dict``; tensors that exist keep their place in memory.
+
+        Before the first program is compiled the state is kept, and checked when it is.
+
+        Args:
+            state: by name.
+            local: the names of those that differ from rank to rank.
+
+        Raises:
+            GraphoptError: for names, shapes or dtypes that do not fit; nothing is changed then.
+        """
+        wrong = [name for name, tensor in state.items() if not isinstance(tensor, torch.Tensor)]
+        if wrong:
+            raise GraphoptError(
+                f"held state consists of tensors, and {wrong[0]!r} is a {type(state[wrong[0]]).__name__}"
+            )
+        if not self._held:
+            self._loaded = {name: tensor.detach().clone() for name, tensor in state.items()}
+            self._loaded_local = tuple(local)
+            return
+        known = {target for target, held in self._held.items() if held.saved}
+        _refuse_names(set(state) - known, known - set(state), known)
+        for name, tensor in state.items():
+            _check(name, tensor, self._held[name])
+        for name, tensor in state.items():
+            self._tensors[name].copy_(tensor)
+
+    def put(self, target: str, value: torch.Tensor) -> None:
+        """Set one tensor, or what it will start from."""
+        if target in self._tensors:
+            self._tensors[target].copy_(value)
+        else:
+            self._loaded[target] = value.detach().clone()
+
+    def check_loaded(self) -> None:
+        """Raise where something loaded before the first capture belongs to no tensor of the captured programs."""
+        if self._loaded:
+            names, self._loaded = set(self._loaded), {}
+            _refuse_names(names, (), [target for target, held in self._held.items() if held.saved])
+
+
+def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Another one after every write, and for every other tensor."""
+    return tensor.data_ptr(), tensor._version
+
+
+def _check(name: str, tensor: torch.Tensor, held: Held) -> None:
+    if tuple(tensor.shape) != held.shape or tensor.dtype != held.dtype:
+        raise GraphoptError(
+            f"the loaded state of {name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {held.dtype} "
+            f"of shape {held.shape}: is it of another model, or of other options of a pass?"
+        )
+
+
+def _refuse_names(unknown: Iterable[str], missing: Iterable[str], known: Iterable[str]) -> None:
+    problems = [
+        f"{name!r} is held by no pass here; {did_you_mean(name, known)}".rstrip("; ") for name in sorted(unknown)
+    ]
+    problems += [f"{name!r} is missing" for name in sorted(missing)]
+    if problems:
+        raise GraphoptError(
+            "the held state does not fit; give the same passes, with the same options, as when it was saved:\n  "
+            + "\n  ".join(problems)
+        )
