@@ -6,24 +6,33 @@ from graphopt.analysis.measured_peak import MeasuredPeak, measure_peak
 from graphopt.capture import capture
 from graphopt.errors import CaptureError, GraphoptError, PassError, PipelineError, RankError, VerifyError
 from graphopt.ir import ops
+from graphopt.ir.formats import Format, available_formats, register_format
 from graphopt.ir.names import name
-from graphopt.ir.program import Phase, Policy, Program
+from graphopt.ir.node import Phase, Policy
+from graphopt.ir.program import Program
+from graphopt.ir.version import VERSION
+from graphopt.report.register import register
 from graphopt.rewriting import configs
 from graphopt.rewriting.distributed import sharded_state
 from graphopt.rewriting.fx_pass import FxPass
-from graphopt.rewriting.pipeline import Changed, Pass, Pipeline
+from graphopt.rewriting.pass_ import Changed, Pass
+from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.precision.devices import fast_dtype
+from graphopt.rewriting.training_pass import TrainingPass
 from graphopt.runtime.module import optimize
 from graphopt.runtime.random_streams import RandomStreams
 from graphopt.runtime.scaler import scaler
 from graphopt.runtime.state_dict import redistribute
 from graphopt.runtime.train_step import TrainStep, optimize_step
 
-__version__ = "0.1.0"
+__version__ = VERSION
+
+register()
 
 __all__ = [
     "CaptureError",
     "Changed",
+    "Format",
     "FxPass",
     "GraphoptError",
     "MeasuredPeak",
@@ -37,8 +46,10 @@ __all__ = [
     "RandomStreams",
     "RankError",
     "TrainStep",
+    "TrainingPass",
     "VerifyError",
     "__version__",
+    "available_formats",
     "capture",
     "configs",
     "fast_dtype",
@@ -48,6 +59,7 @@ __all__ = [
     "optimize",
     "optimize_step",
     "redistribute",
+    "register_format",
     "scaler",
     "sharded_state",
 ]

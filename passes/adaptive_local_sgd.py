@@ -20,7 +20,8 @@ from graphopt.rewriting.distributed.local_steps import (
     hold_mean_loss,
     run_locally,
 )
-from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
+from graphopt.rewriting.pass_ import Changed, Numerics, PassStage
+from graphopt.rewriting.training_pass import TrainingPass
 
 __all__ = ["AdaptiveLocalSGD"]
 
@@ -33,7 +34,7 @@ _FIRST_RATE = "adaptive-local-sgd/first rate"
 
 @final
 @dataclass(frozen=True)
-class AdaptiveLocalSGD(Pass):
+class AdaptiveLocalSGD(TrainingPass):
     """Local SGD (see ``LocalSGD``) that averages rarely while the loss is high, and more often as it falls.
 
     Update ``begin_step`` is the first of an interval of ``init_k_steps``. At the averaging step that ends an interval
@@ -90,7 +91,7 @@ class AdaptiveLocalSGD(Pass):
         done = clock.steps - 1
         if done < self.begin_step or done < clock.numbers.get(_DUE, self.begin_step + self.init_k_steps - 1):
             return
-        loss, rate = clock.held(_LOSS).item(), clock.rates()[0]
+        loss, rate = clock.state(_LOSS).item(), clock.rates()[0]
         first_loss = clock.numbers.setdefault(_FIRST_LOSS, loss)
         first_rate = clock.numbers.setdefault(_FIRST_RATE, rate)
         interval = int(clock.numbers.get(_INTERVAL, self.init_k_steps))
@@ -108,7 +109,7 @@ class AdaptiveLocalSGD(Pass):
 
     def apply(self, program: Program) -> Changed:
         """See the class; rewrites a step program."""
-        form = program.forms.get(self.name, "")
+        form = program.context.forms.get(self.name, "")
         if form == SYNCHRONOUS:
             return Changed(reason=f"gradients are exchanged until step {self.begin_step}")
         changed, group = run_locally(program, average=form != LOCAL, state=self.average_state, origin=self.name)

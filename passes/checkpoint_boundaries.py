@@ -10,9 +10,10 @@ import torch
 from torch import fx
 
 from graphopt.errors import GraphoptError
+from graphopt.ir.node import Phase, Policy, info, value_of
 from graphopt.ir.ops.boundary import boundary
-from graphopt.ir.program import Phase, Policy, Program, info
-from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
+from graphopt.ir.program import Program
+from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
 __all__ = ["CheckpointBoundaries"]
 
@@ -104,14 +105,14 @@ def _checkpoints(program: Program) -> dict[str, fx.Node]:
 
 
 def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
+    return isinstance(value_of(node), torch.Tensor)
 
 
 def _tensor_read_by(node: fx.Node) -> fx.Node | None:
     """A tensor that is there when a call runs; one on its device, not a generator's state, which is on the host."""
     tensors = [source for source in node.all_input_nodes if _is_tensor(source)]
     return next(
-        (source for source in tensors if source.meta["val"].device.type != "cpu"), tensors[0] if tensors else None
+        (source for source in tensors if value_of(source).device.type != "cpu"), tensors[0] if tensors else None
     )
 
 

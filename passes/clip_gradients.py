@@ -13,8 +13,9 @@ from torch import fx
 
 from graphopt.errors import GraphoptError
 from graphopt.ir.gradients import all_gradients_made, gradient_owners, in_own_storage, update_gradients
-from graphopt.ir.program import Phase, Program
-from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
+from graphopt.ir.node import Phase, value_of
+from graphopt.ir.program import Program
+from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
 __all__ = ["ClipGradients"]
 
@@ -73,10 +74,10 @@ class ClipGradients(Pass):
         gradients = in_own_storage(program, update_gradients(program), _ORIGIN)
         if not gradients:
             return Changed(reason="the update reads no gradients")
-        odd = next((node for node in gradients if not node.meta["val"].is_floating_point()), None)
+        odd = next((node for node in gradients if not value_of(node).is_floating_point()), None)
         if odd is not None:
-            raise GraphoptError(f"clip-gradients: {odd.name} is a gradient of dtype {odd.meta['val'].dtype}")
-        devices = sorted({str(node.meta["val"].device) for node in gradients})
+            raise GraphoptError(f"clip-gradients: {odd.name} is a gradient of dtype {value_of(odd).dtype}")
+        devices = sorted({str(value_of(node).device) for node in gradients})
         if len(devices) > 1:
             raise GraphoptError(f"clip-gradients: gradients on {', '.join(devices)}; all must lie on one device")
         if self.max_value is not None:
@@ -95,7 +96,7 @@ class ClipGradients(Pass):
         places.sort(key=lambda item: item[0])
         norms: dict[fx.Node, fx.Node] = {}
         for group in _by_dtype(gradients):
-            low = group[0].meta["val"].dtype in (torch.float16, torch.bfloat16)
+            low = value_of(group[0]).dtype in (torch.float16, torch.bfloat16)
             options = {"dtype": torch.float32} if low else {}
             made = _insert(program, _aten._foreach_norm.Scalar, (group, self.norm_type), options)
             norms |= {g: _insert(program, operator.getitem, (made, i)) for i, g in enumerate(group)}
@@ -117,5 +118,5 @@ def _insert(program: Program, target: Any, args: tuple[Any, ...], kwargs: dict[s
 def _by_dtype(gradients: Sequence[fx.Node]) -> list[list[fx.Node]]:
     groups: dict[torch.dtype, list[fx.Node]] = {}
     for gradient in gradients:
-        groups.setdefault(gradient.meta["val"].dtype, []).append(gradient)
+        groups.setdefault(value_of(gradient).dtype, []).append(gradient)
     return list(groups.values())

@@ -10,9 +10,11 @@ import torch
 from torch import fx
 
 from graphopt.errors import GraphoptError, did_you_mean
+from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.collectives import ALL_REDUCE, WAIT
+from graphopt.ir.ops.scale import FOUND_INF
 from graphopt.ir.ops.values import format_bytes, storage_bytes
-from graphopt.ir.program import Phase, Program, info
+from graphopt.ir.program import Program
 from graphopt.rewriting.clock import Clock
 from graphopt.rewriting.distributed.all_reduce import exchange_gradients
 from graphopt.rewriting.distributed.low_rank_exchange import Factors, Settings, exchange_low_rank, factors_of
@@ -23,8 +25,8 @@ from graphopt.rewriting.distributed.remove_all_reduce import (
     one_group,
     reductions,
 )
-from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
-from graphopt.rewriting.precision.scaling import FOUND_INF
+from graphopt.rewriting.pass_ import Changed, Numerics, PassStage
+from graphopt.rewriting.training_pass import TrainingPass
 
 __all__ = ["CompressGradients"]
 
@@ -40,7 +42,7 @@ _OF_POWERSGD = {
 
 @final
 @dataclass(frozen=True, init=False)
-class CompressGradients(Pass):
+class CompressGradients(TrainingPass):
     """Let the gradients that ``DataParallel`` exchanges travel in 16 bits, or as factors of low rank.
 
     ``bf16`` and ``fp16`` cast each bucket, divide it by the number of ranks, add up in that dtype and cast back, as
@@ -150,10 +152,10 @@ class CompressGradients(Pass):
 
     def _cast(self, program: Program, found: Sequence[Reduction]) -> Changed:
         wire = _CASTS[self.how]
-        wide = [reduction for reduction in found if reduction.start.meta["val"].element_size() > wire.itemsize]
+        wide = [reduction for reduction in found if value_of(reduction.start).element_size() > wire.itemsize]
         if not wide:
             return Changed(reason="the gradients travel in 16 bits already")
-        was = sum(storage_bytes(reduction.start.meta["val"]) for reduction in found)
+        was = sum(storage_bytes(value_of(reduction.start)) for reduction in found)
         for reduction in wide:
             self._narrow(program, reduction, wire)
         now = was - sum(_saved(reduction, wire) for reduction in wide)
@@ -169,7 +171,7 @@ class CompressGradients(Pass):
         divided, group = start.args[0], reduction.group
         assert isinstance(divided, fx.Node)
         (done,) = start.users
-        dtype = start.meta["val"].dtype
+        dtype = value_of(start).dtype
         common: dict[str, Any] = {"phase": Phase.SYNC, "origin": f"{self.name}: {self.how}", "like": start}
         low = program.insert(aten._to_copy.default, (divided.args[0],), {"dtype": wire}, before=start, **common)
         low = program.insert(aten.div_.Scalar, (low, group.size), before=start, **common)
@@ -183,20 +185,20 @@ class CompressGradients(Pass):
     # --- as factors --------------------------------------------------------------------------------------------------
 
     def _low_rank(self, program: Program, found: Sequence[Reduction]) -> Changed:
-        if program.forms.get(self.name, "") == _DENSE:
+        if program.context.forms.get(self.name, "") == _DENSE:
             return Changed(reason=f"gradients are exchanged densely until step {self.start_step}")
         settings = Settings(
             self.rank, self.min_compression_rate, self.seed, self.error_feedback, self.warm_start
         )  # fmt: skip
         chosen = {
-            member.name: factors_of(member.gradient.meta["val"], settings)
+            member.name: factors_of(value_of(member.gradient), settings)
             for reduction in found for member in reduction.members
         }  # fmt: skip
         if not any(chosen.values()):
             return Changed(reason="every gradient has about as few elements as its factors would have")
         group = one_group(found, self.name)
-        was = sum(storage_bytes(reduction.start.meta["val"]) for reduction in found)
-        limit = max(storage_bytes(reduction.start.meta["val"]) for reduction in found)
+        was = sum(storage_bytes(value_of(reduction.start)) for reduction in found)
+        limit = max(storage_bytes(value_of(reduction.start)) for reduction in found)
         gradients = dissolve(program, found, self.name)
         skip = agree_on_skipping(program, group, self.name) if FOUND_INF in program.names() else None
         buckets = [
@@ -208,7 +210,7 @@ class CompressGradients(Pass):
         exchange_gradients(
             program, dense, dict.fromkeys(dense, group), limit=limit, first=None, origin=self.name, after=skip
         )
-        now = sum(_travels(gradients[name].meta["val"], factors) for name, factors in chosen.items())
+        now = sum(_travels(value_of(gradients[name]), factors) for name, factors in chosen.items())
         names = tuple(name for name, factors in chosen.items() if factors)
         summary = (
             f"{len(names)} of {len(chosen)} gradients travel as factors of rank {self.rank}: {format_bytes(was)} -> "
@@ -221,8 +223,8 @@ class CompressGradients(Pass):
 
 def _saved(reduction: Reduction, wire: torch.dtype) -> int:
     """Bytes that do not travel once a bucket is cast."""
-    elements = sum(int(member.gradient.meta["val"].numel()) for member in reduction.members)
-    size: int = reduction.members[0].gradient.meta["val"].element_size()
+    elements = sum(int(value_of(member.gradient).numel()) for member in reduction.members)
+    size: int = value_of(reduction.members[0].gradient).element_size()
     return elements * (size - wire.itemsize)
 
 

@@ -9,12 +9,13 @@ from typing import Any, ClassVar, final
 import torch
 from torch import fx
 
+from graphopt.ir.node import Phase, Policy, info, set_info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.contiguous import block, store
 from graphopt.ir.ops.values import format_bytes, storage_bytes, type_text
-from graphopt.ir.program import Phase, Policy, Program, info, set_info
+from graphopt.ir.program import Program
 from graphopt.rewriting.memory.transfer_insertion import movable
-from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
+from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
 __all__ = ["ContiguousCheckpoints"]
 
@@ -78,7 +79,7 @@ def _choose(program: Program) -> tuple[list[list[fx.Node]], list[str]]:
             if reason:
                 left.append(f"{_name(node)} stays as it is: {reason}")
             else:
-                value = node.meta["val"]
+                value = value_of(node)
                 alike.setdefault((value.dtype, value.device, tuple(value.shape), value.stride()), []).append(node)
     left += [f"{_name(group[0])} stays as it is: no other is like it" for group in alike.values() if len(group) == 1]
     return [group for group in alike.values() if len(group) > 1], left
@@ -89,7 +90,7 @@ def _refusal(node: fx.Node) -> str:
     reason = movable(node)
     if reason:
         return reason
-    value = node.meta["val"]
+    value = value_of(node)
     seen = (node, *schema.readers(node))
     if not value.numel() or storage_bytes(value) != value.numel() * value.element_size():
         return "its elements do not fill its memory"
@@ -111,7 +112,7 @@ def _counts_from_start(node: fx.Node) -> bool:
 
 def _store(program: Program, group: Sequence[fx.Node], number: int) -> str:
     """Give checkpoints of one shape a block; returns what there is to say about it."""
-    value = group[0].meta["val"]
+    value = value_of(group[0])
     size = value.element_size()
     step = -(-storage_bytes(value) // _alignment(value)) * _alignment(value) // size
     elements = step * (len(group) - 1) + value.numel()

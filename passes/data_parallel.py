@@ -12,12 +12,14 @@ from torch import nn
 
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.names import match_names
+from graphopt.ir.node import Phase, value_of
 from graphopt.ir.ops.collectives import WAIT
 from graphopt.ir.ops.groups import Group, find_group
 from graphopt.ir.ops.values import format_bytes, storage_bytes
-from graphopt.ir.program import Phase, Program
+from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.all_reduce import Exchange, exchange_buffers, exchange_gradients, final_gradients
-from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
+from graphopt.rewriting.pass_ import Changed, Numerics, PassStage
+from graphopt.rewriting.training_pass import TrainingPass
 
 __all__ = ["DataParallel"]
 
@@ -33,7 +35,7 @@ _BUFFERS = {
 
 @final
 @dataclass(frozen=True)
-class DataParallel(Pass):
+class DataParallel(TrainingPass):
     """Replace each parameter's gradient by its mean over the ranks of a group.
 
     Gradients are packed into buckets in the order in which backward makes them final; a bucket's all-reduce starts as
@@ -136,11 +138,11 @@ class DataParallel(Pass):
 
 
 def _report(done: list[Exchange], count: int) -> Changed:
-    total = sum(storage_bytes(exchange.start.meta["val"]) for exchange in done)
+    total = sum(storage_bytes(value_of(exchange.start)) for exchange in done)
     groups = {exchange.group.name: exchange.group for exchange in done}
     over = " and ".join(f"the {group.size} ranks of the group {name!r}" for name, group in groups.items())
     line = f"{count} all-reduces -> {len(done)}: {format_bytes(total)} per step and rank over {over}"
-    sizes = ", ".join(format_bytes(storage_bytes(exchange.start.meta["val"])) for exchange in done)
+    sizes = ", ".join(format_bytes(storage_bytes(value_of(exchange.start))) for exchange in done)
     return Changed(
         counts={"gradients exchanged": count, "all-reduces": len(done)},
         lines=(line, f"buckets in the order in which they start: {sizes}"),

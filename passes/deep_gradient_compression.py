@@ -14,10 +14,12 @@ from torch import fx
 
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.gradients import all_gradients_made
+from graphopt.ir.node import info, value_of
 from graphopt.ir.ops.groups import Group
+from graphopt.ir.ops.scale import FOUND_INF
 from graphopt.ir.ops.sparse import LARGEST, packed_bytes
 from graphopt.ir.ops.values import format_bytes, storage_bytes
-from graphopt.ir.program import Program, info
+from graphopt.ir.program import Program
 from graphopt.rewriting.clock import Clock
 from graphopt.rewriting.distributed.all_reduce import exchange_gradients
 from graphopt.rewriting.distributed.buckets import Item, pack
@@ -42,8 +44,8 @@ from graphopt.rewriting.distributed.sparse_exchange import (
 from graphopt.rewriting.distributed.sparse_or_dense import Speeds, check_bandwidth, speeds_of
 from graphopt.rewriting.distributed.sparse_update import adds_gradients
 from graphopt.rewriting.distributed.sparsity_schedule import Rampup
-from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
-from graphopt.rewriting.precision.scaling import FOUND_INF
+from graphopt.rewriting.pass_ import Changed, Numerics, PassStage
+from graphopt.rewriting.training_pass import TrainingPass
 
 __all__ = ["DeepGradientCompression"]
 
@@ -60,7 +62,7 @@ _CORRECTIONS = ("momentum", "feedback")
 
 @final
 @dataclass(frozen=True)
-class DeepGradientCompression(Pass):
+class DeepGradientCompression(TrainingPass):
     """Exchange the entries of largest magnitude in place of whole gradients; what is not sent is kept, and added to.
 
     Replaces all-reduces of ``DataParallel``. Each rank accumulates its gradients, sends the ``1 - sparsity`` largest
@@ -181,7 +183,7 @@ class DeepGradientCompression(Pass):
     def advance(self, clock: Clock) -> None:
         """Warn of gradients that were left out; on a device that has to be waited for, at every 100th step."""
         try:
-            count = clock.held(_LEFT_OUT)
+            count = clock.state(_LEFT_OUT)
         except KeyError:
             return
         if count.device.type != "cpu" and clock.steps % _LOOK:
@@ -200,7 +202,7 @@ class DeepGradientCompression(Pass):
         found = reductions(program)
         if not found:
             return Changed(reason="no gradients are exchanged in this program: there is one process")
-        if any(spec.target.startswith(f"{self.name}/") for _, spec in program.inputs_of("held")):
+        if any(spec.target.startswith(f"{self.name}/") for _, spec in program.inputs_of("pass_state")):
             return Changed(reason="the gradients of this program are compressed already")
         sparsity = self._sparsity(program)
         if self.correction == "momentum":
@@ -215,7 +217,7 @@ class DeepGradientCompression(Pass):
         chosen = self._choose(found, sparsity, speeds)
         if all(chosen.values()):
             return self._dense(program, found, skipping, chosen, speeds)
-        limits = [storage_bytes(reduction.start.meta["val"]) for reduction in found]
+        limits = [storage_bytes(value_of(reduction.start)) for reduction in found]
         gradients = dissolve(program, found, self.name)
         skip = agree_on_skipping(program, group, self.name) if skipping else None
         rule = self._rule(sparsity)
@@ -240,7 +242,7 @@ class DeepGradientCompression(Pass):
         return self._report(done, chosen, gradients, sparsity, group, speeds)
 
     def _sparsity(self, program: Program) -> float:
-        form = program.forms.get(self.name, "")
+        form = program.context.forms.get(self.name, "")
         if form == _DENSE:
             return 0.0
         return next((share for share in self.sparsity if form == _form_of(share)), self.sparsity[-1])
@@ -264,14 +266,14 @@ class DeepGradientCompression(Pass):
         """What is compared beside bytes; None for nothing."""
         if self.bandwidth is None:
             return None
-        device = found[0].members[0].gradient.meta["val"].device
-        speeds = speeds_of(group, device, self.bandwidth, program.numbers)
+        device = value_of(found[0].members[0].gradient).device
+        speeds = speeds_of(group, device, self.bandwidth, program.context.numbers)
         return replace(speeds, adds=adds_gradients(program))
 
     def _choose(self, found: list[Reduction], sparsity: float, speeds: Speeds | None) -> dict[str, str]:
         """Why each tensor stays dense; "" for those that are exchanged sparsely."""
         return {
-            member.name: self._reason(member.gradient.meta["val"], sparsity, reduction.group.size, speeds)
+            member.name: self._reason(value_of(member.gradient), sparsity, reduction.group.size, speeds)
             for reduction in found for member in reduction.members
         }  # fmt: skip
 
@@ -314,7 +316,7 @@ class DeepGradientCompression(Pass):
 
     def _starts(self, gradients: Mapping[str, fx.Node], ranks: int, speeds: Speeds | None) -> Iterator[str]:
         """When each sparsity begins, and whether it is high enough for any tensor."""
-        values = [node.meta["val"] for node in gradients.values()]
+        values = [value_of(node) for node in gradients.values()]
         for step, share in self.rampup.starts():
             sparse = bool(share) and any(not self._reason(value, share, ranks, speeds) for value in values)
             yield f"{share:g} from step {step}" + ("" if sparse else " (dense)")
@@ -325,7 +327,7 @@ class DeepGradientCompression(Pass):
     ) -> Changed:  # fmt: skip
         sent = sum(sparse.bytes for sparse in done)
         names = tuple(name for sparse in done for name in sparse.names)
-        whole = sum(storage_bytes(gradients[name].meta["val"]) for name in names)
+        whole = sum(storage_bytes(value_of(gradients[name])) for name in names)
         starts = ", ".join(self._starts(gradients, group.size, speeds))
         summary = (
             f"{len(names)} of {len(chosen)} gradients are exchanged sparsely over the {group.size} ranks of the group "
@@ -333,7 +335,7 @@ class DeepGradientCompression(Pass):
         )
         times: dict[str, str] = {}
         if speeds is not None:
-            values = {name: gradients[name].meta["val"] for name in names}
+            values = {name: value_of(gradients[name]) for name in names}
             times = {
                 name: speeds.why_sparse(value, sparsity, wire_dtype(value.dtype, self.wire), group.size)
                 for name, value in values.items()
@@ -366,7 +368,7 @@ def _messages(gradients: Mapping[str, fx.Node], rule: Rule) -> Iterator[dict[str
     """The gradients of a bucket whose entries travel together: of one dtype and device, in the order of the bucket."""
     items = []
     for place, (name, node) in enumerate(gradients.items()):
-        value = node.meta["val"]
+        value = value_of(node)
         sent = packed_bytes([entries(value.numel(), rule.sparsity)], wire_dtype(value.dtype, rule.wire))
         items.append(Item(name, sent, place, (value.dtype, value.device)))
     for message in pack(items, MESSAGE):

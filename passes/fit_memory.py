@@ -6,25 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from graphopt.analysis.costs.cost import PROFILES
+from graphopt.analysis.costs.cost import PROFILES, check_cost, costs_of
 from graphopt.errors import GraphoptError, did_you_mean
+from graphopt.ir.node import Phase, info
 from graphopt.ir.ops.values import parse_bytes
-from graphopt.ir.program import Phase, Program, info
+from graphopt.ir.program import Program
 from graphopt.planning.offloading import Lanes
-from graphopt.report.console.progress import measuring, searching
-from graphopt.rewriting.memory.budget import (
-    budget_bytes,
-    check_budget,
-    check_cost,
-    costs_of,
-    infeasible,
-    within_already,
-)
+from graphopt.rewriting.memory.budget import budget_bytes, check_budget, infeasible, within_already
 from graphopt.rewriting.memory.fit import Fitting
 from graphopt.rewriting.memory.planning_problem import PlanningProblem
 from graphopt.rewriting.memory.summary import away_lines, plan_lines, summary_lines
 from graphopt.rewriting.memory.transfer_insertion import host_lanes
-from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
+from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
+from graphopt.rewriting.progress import measuring, searching
 
 __all__ = ["FitMemory"]
 

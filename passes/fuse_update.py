@@ -10,11 +10,13 @@ from typing import ClassVar, final
 import torch
 from torch import fx
 
-from graphopt.analysis.liveness import MemoryTimeline, Storage, storages_of
+from graphopt.analysis.liveness import storages_of
+from graphopt.ir.node import Phase, info, set_info, value_of
 from graphopt.ir.ops import foreach, schema
 from graphopt.ir.ops.values import format_bytes, storage_bytes, tensors_of
-from graphopt.ir.program import Phase, Program, info, set_info
-from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
+from graphopt.ir.program import Program
+from graphopt.ir.timeline import MemoryTimeline, Storage
+from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
 __all__ = ["FuseUpdate"]
 
@@ -203,7 +205,7 @@ def _sharing(program: Program) -> str:
     written = {_base(target) for node in program.phase_nodes(Phase.UPDATE) for target in schema.mutated_inputs(node)}
     found: dict[torch.UntypedStorage, tuple[fx.Node, str]] = {}
     for node, spec in zip(program.placeholders, program.inputs, strict=True):
-        for tensor in tensors_of(node.meta.get("val")):
+        for tensor in tensors_of(value_of(node)):
             other, name = found.setdefault(tensor.untyped_storage(), (node, spec.target))
             if other is not node and {other, node} & written:
                 return f"{name} and {spec.target} share memory, so that updating one early would change the other"
@@ -240,7 +242,7 @@ def _is_gradient(node: fx.Node) -> bool:
     """Whether a value that an update reads is a gradient, not a number for all (a loss, a flag, a scale)."""
     if node.op != "call_function" or info(node).phase in (Phase.FORWARD, Phase.UPDATE):
         return False
-    value = node.meta.get("val")
+    value = value_of(node)
     if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
         return False  # indices, say
     return storage_bytes(value) > value.element_size()

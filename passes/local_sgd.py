@@ -12,14 +12,15 @@ from graphopt.errors import GraphoptError
 from graphopt.ir.program import Program
 from graphopt.rewriting.clock import Clock
 from graphopt.rewriting.distributed.local_steps import LOCAL, SYNCHRONOUS, average_model, check_steps, run_locally
-from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
+from graphopt.rewriting.pass_ import Changed, Numerics, PassStage
+from graphopt.rewriting.training_pass import TrainingPass
 
 __all__ = ["LocalSGD"]
 
 
 @final
 @dataclass(frozen=True)
-class LocalSGD(Pass):
+class LocalSGD(TrainingPass):
     """Exchange parameters at every ``k_steps``-th step in place of gradients at every step.
 
     Until ``begin_step`` gradients are exchanged as ``DataParallel`` says (post-local SGD). From then on each rank
@@ -73,7 +74,7 @@ class LocalSGD(Pass):
 
     def apply(self, program: Program) -> Changed:
         """See the class; rewrites a step program."""
-        form = program.forms.get(self.name, "")
+        form = program.context.forms.get(self.name, "")
         if form == SYNCHRONOUS:
             return Changed(reason=f"gradients are exchanged until step {self.begin_step}")
         changed, _ = run_locally(program, average=form != LOCAL, state=self.average_state, origin=self.name)

@@ -12,10 +12,11 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.errors import GraphoptError, did_you_mean
+from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import DTYPE_NAMES
 from graphopt.ir.program import Program
-from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
+from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 from graphopt.rewriting.precision.autocast_rules import LOW_DTYPES, Autocast, tensor_leaves
 from graphopt.rewriting.precision.cast_insertion import Rewriter
 from graphopt.rewriting.precision.casts import cancel_casts, is_cast, merge_casts, repeat_casts
@@ -111,7 +112,7 @@ class MixedPrecision(LossScaleOptions, Pass):
         return self.settings() if scales else None
 
     def concerns(self, program: Program) -> bool:
-        """At the step stage only where copies are held or the loss is scaled."""
+        """At the step stage only where copies are kept or the loss is scaled."""
         return program.stage != "step" or self.level == "O2" or self.scaling is not None
 
     def apply(self, program: Program) -> Changed:
@@ -157,8 +158,8 @@ class MixedPrecision(LossScaleOptions, Pass):
             counts["gradients checked"], kept = check_and_update(program, self.scaling, self.name)
             counts |= {"tensors kept for a skipped step": kept} if kept else {}
         if self.level == "O2":
-            held = hold_copies(program, self.name)
-            counts["low-precision copies held"] = len(held)
+            copies = hold_copies(program, self.name)
+            counts["low-precision copies held"] = len(copies)
         return Changed(counts, reason="no parameter is cast")
 
 
@@ -180,7 +181,7 @@ def _by_precision(program: Program, low: torch.dtype) -> tuple[Counter[str], Cou
     for node in _calls(program):
         if not isinstance(node.target, _torch.OpOverload) or is_cast(node) or schema.is_view(node):
             continue
-        dtypes = {tensor.dtype for tensor in tensor_leaves(node.meta.get("val"))}
+        dtypes = {tensor.dtype for tensor in tensor_leaves(value_of(node))}
         if low in dtypes:
             lower[schema.op_name(node)] += 1
         elif torch.float32 in dtypes:

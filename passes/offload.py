@@ -9,17 +9,18 @@ from typing import ClassVar, final
 from torch import fx
 
 from graphopt.analysis.costs.cost import cost_report, link_bandwidth
-from graphopt.analysis.liveness import MemoryTimeline
 from graphopt.errors import GraphoptError, did_you_mean
+from graphopt.ir.node import Phase, Policy, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import format_bytes
-from graphopt.ir.program import Phase, Policy, Program, info
+from graphopt.ir.program import Program
+from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning.copies import Copy, Window, schedule_copies
-from graphopt.report.console.progress import measuring
 from graphopt.rewriting.memory.free_memory import free_disk_bytes, free_host_bytes
 from graphopt.rewriting.memory.planning_problem import PlanningProblem, planning_problem
 from graphopt.rewriting.memory.transfer_insertion import Move, movable, move
-from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
+from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
+from graphopt.rewriting.progress import measuring
 
 __all__ = ["Offload"]
 
@@ -188,7 +189,7 @@ class _Plan:
             for value, span in zip(chosen, spans, strict=True)
             if span is not None
         ]
-        devices = {planning.makers[value].meta["val"].device for value in chosen}
+        devices = {value_of(planning.makers[value]).device for value in chosen}
         self._rate = min(link_bandwidth(device, options.tier) for device in devices)  # type: ignore[arg-type]
         drop_in = bool(program.inputs_of("tangent"))
         seconds, alive = [operation.seconds for operation in problem.operations], self._alive(memory)

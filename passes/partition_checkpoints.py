@@ -10,15 +10,16 @@ import torch
 from torch import fx
 
 from graphopt.errors import GraphoptError
+from graphopt.ir.node import Phase, Policy, info, set_info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.collectives import ALL_GATHER, WAIT
 from graphopt.ir.ops.groups import Group, find_group
 from graphopt.ir.ops.same_on_all_ranks import same_on_all_ranks
 from graphopt.ir.ops.values import format_bytes, storage_bytes, type_text
-from graphopt.ir.program import Phase, Policy, Program, info, set_info
+from graphopt.ir.program import Program
 from graphopt.rewriting.memory.recompute_plan import Again, rerun
 from graphopt.rewriting.memory.transfer_insertion import movable
-from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
+from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
 __all__ = ["PartitionCheckpoints"]
 
@@ -77,7 +78,7 @@ class PartitionCheckpoints(Pass):
             return Changed(reason=f"the group {group.name!r} has one process, which keeps its checkpoints whole")
         chosen, left = self._choose(program)
         changed = self._partition(program, chosen, left, group) if chosen else Changed(reason=_no_checkpoints(left))
-        plan = [f"{item.name} {type_text(item.node.meta['val'])}" for item in chosen] + [f"check={self.check}"]
+        plan = [f"{item.name} {type_text(value_of(item.node))}" for item in chosen] + [f"check={self.check}"]
         group.agree(plan if changed else [], _ORIGIN)
         return changed
 
@@ -104,7 +105,7 @@ class PartitionCheckpoints(Pass):
         reason = movable(node)
         if reason:
             return reason
-        value = node.meta["val"]
+        value = value_of(node)
         if not value.is_floating_point():
             return f"it holds no floating-point numbers, but {value.dtype}"
         if storage_bytes(value) < self.min_bytes:
@@ -119,7 +120,7 @@ class PartitionCheckpoints(Pass):
         named = {node.name: node for node in trial.graph.nodes}
         _insert(trial, [item.within(named) for item in chosen], group, check=self.check)
         trial.erase_dead()
-        total = sum(storage_bytes(item.node.meta["val"]) for item in chosen)
+        total = sum(storage_bytes(value_of(item.node)) for item in chosen)
         if trial.memory().peak_bytes >= before.peak_bytes:
             where = (info(before.peak_at).names or (before.peak_at.name,))[0]
             return Changed(
@@ -166,7 +167,7 @@ def _insert(program: Program, chosen: Sequence[_Checkpoint], group: Group, *, ch
                 same_on_all_ranks, (item.node, item.name, group.name), after=item.last,
                 phase=Phase.FORWARD, like=item.node, origin=f"{_ORIGIN}: {item.name}",
             )  # fmt: skip
-        kept += storage_bytes(part.meta["val"])
+        kept += storage_bytes(value_of(part))
         gathered = _gather(program, item, part, group)
         returned.append(Again(item.node, item.first, f"{_ORIGIN}: {item.name}", gathered))
         set_info(item.node, replace(info(item.node), policy=None))
@@ -193,7 +194,7 @@ def _cut(program: Program, item: _Checkpoint, group: Group) -> fx.Node:
 
 def _gather(program: Program, item: _Checkpoint, part: fx.Node, group: Group) -> fx.Node:
     """The whole checkpoint again, in front of its first reader after forward, with its size and strides."""
-    value = item.node.meta["val"]
+    value = value_of(item.node)
     common: dict[str, Any] = {
         "before": item.first, "phase": Phase.SYNC, "like": item.node, "origin": f"{_ORIGIN}: {item.name}",
     }  # fmt: skip
@@ -206,5 +207,5 @@ def _gather(program: Program, item: _Checkpoint, part: fx.Node, group: Group) ->
 
 def _elements(node: fx.Node) -> int:
     """How many elements the storage of a tensor has."""
-    value = node.meta["val"]
+    value = value_of(node)
     return storage_bytes(value) // int(value.element_size())

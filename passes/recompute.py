@@ -12,13 +12,14 @@ import torch
 from torch import fx
 
 from graphopt.errors import GraphoptError
+from graphopt.ir.node import Phase, Policy, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.dropout import masked_dropout
 from graphopt.ir.ops.values import format_bytes, storage_bytes
-from graphopt.ir.program import Phase, Policy, Program, info
+from graphopt.ir.program import Program
 from graphopt.rewriting.memory.rematerialize import Rematerialized, rematerialize
 from graphopt.rewriting.memory.replay import can_recompute
-from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
+from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
 __all__ = ["Recompute"]
 
@@ -106,7 +107,7 @@ def _refused(done: Rematerialized) -> list[str]:
 
 
 def _bytes(node: fx.Node) -> str:
-    value = node.meta.get("val")
+    value = value_of(node)
     return format_bytes(storage_bytes(value)) if isinstance(value, torch.Tensor) else "several tensors"
 
 
@@ -139,7 +140,7 @@ class _Plan:
         crossing = {schema.storage_root(node) for node in forward if can_recompute(node) and self._crosses(node)}
         crossing = {node for node in crossing if node.op != "placeholder" and node not in kept}
         self.crossing = sorted(
-            (node for node in crossing if isinstance(node.meta.get("val"), torch.Tensor)), key=self._order.__getitem__
+            (node for node in crossing if isinstance(value_of(node), torch.Tensor)), key=self._order.__getitem__
         )
         self.kept_roots = [root for root in roots if root.op != "placeholder"]
         self.recomputed = [
@@ -173,7 +174,7 @@ class _Plan:
 
     def report(self) -> list[str]:
         """What crosses a segment's border and is kept, largest first."""
-        rows = sorted(((storage_bytes(n.meta["val"]), n) for n in self.crossing), key=lambda row: -row[0])
+        rows = sorted(((storage_bytes(value_of(n)), n) for n in self.crossing), key=lambda row: -row[0])
         lines = []
         if rows:
             total = sum(size for size, _ in rows)

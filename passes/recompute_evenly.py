@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from graphopt.analysis.dominators import Candidate
 from graphopt.errors import GraphoptError
-from graphopt.ir.program import Phase, Program, info
-from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage, find_pass
+from graphopt.ir.node import Candidate, Phase, info
+from graphopt.ir.program import Program
+from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
+from graphopt.rewriting.registry import find_pass
 
 __all__ = ["RecomputeEvenly"]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from graphopt.ir.program import Program
-from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
+from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 from graphopt.rewriting.precision.options import LossScaleOptions
 from graphopt.rewriting.precision.scaling import LossScaling, check_and_update, scale_backward
 

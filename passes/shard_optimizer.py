@@ -9,14 +9,16 @@ from typing import ClassVar, final
 import torch
 
 from graphopt.errors import GraphoptError
+from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.groups import Group, find_group
 from graphopt.ir.ops.values import format_bytes, storage_bytes
-from graphopt.ir.program import Phase, Program, info
+from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.all_reduce import final_gradients
 from graphopt.rewriting.distributed.remove_all_reduce import Reduction, agree_on_skipping, one_group, reductions
 from graphopt.rewriting.distributed.sharded_update import agree_on_norms, gather_parameters, scatter_gradients
-from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
+from graphopt.rewriting.pass_ import Changed, Numerics, PassStage
 from graphopt.rewriting.shards import Shards, shard_of
+from graphopt.rewriting.training_pass import TrainingPass
 
 __all__ = ["ShardOptimizer"]
 
@@ -25,7 +27,7 @@ aten = torch.ops.aten
 
 @final
 @dataclass(frozen=True)
-class ShardOptimizer(Pass):
+class ShardOptimizer(TrainingPass):
     """Divide the optimizer's update, and the memory of its state, by the number of ranks.
 
     Stage 1 of ZeRO. Of N ranks each updates an Nth of every parameter (of its elements, in the order of memory) and
@@ -80,7 +82,7 @@ class ShardOptimizer(Pass):
         found = reductions(program)
         self._check(program, found, group)
         buckets = [[member.name for member in reduction.members] for reduction in found]
-        sent = sum(storage_bytes(reduction.start.meta["val"]) for reduction in found)
+        sent = sum(storage_bytes(value_of(reduction.start)) for reduction in found)
         scatter_gradients(program, found, group, self.name)
         agree_on_norms(program, group, self.name)
         agree_on_skipping(program, group, self.name)
@@ -100,7 +102,7 @@ class ShardOptimizer(Pass):
                 f"the gradient of {alone[0]!r} is not exchanged, so that its update cannot be sharded: let "
                 "data-parallel exchange all gradients over one group, or leave shard-optimizer out"
             )
-        whole = [m.name for r in found for m in r.members if not _has_shard(m.part.meta["val"].numel(), m.part.users)]
+        whole = [m.name for r in found for m in r.members if not _has_shard(value_of(m.part).numel(), m.part.users)]
         if whole:
             raise GraphoptError(
                 f"the update of {whole[0]!r} in this program is that of all of its elements: give shard-optimizer to "
@@ -114,8 +116,8 @@ def _has_shard(elements: int, readers: Mapping[torch.fx.Node, None]) -> bool:
 
 def _report(program: Program, buckets: Sequence[Sequence[str]], sent: int, group: Group) -> Changed:
     count = sum(len(names) for names in buckets)
-    state = [(node.meta["val"], spec.target) for node, spec in program.inputs_of("state")]
-    elements = {spec.target: node.meta["val"].numel() for node, spec in program.inputs_of("parameter")}
+    state = [(value_of(node), spec.target) for node, spec in program.inputs_of("state")]
+    elements = {spec.target: value_of(node).numel() for node, spec in program.inputs_of("parameter")}
     kept = sum(storage_bytes(value) for value, _ in state)
     whole = sum(
         elements[target.rsplit("/", 1)[0]] * value.element_size() if value.dim() else storage_bytes(value)

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import networkx as nx
 import torch
 from torch import fx
 
 from graphopt.analysis.liveness import storages_of
+from graphopt.ir.node import Candidate, Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import storage_bytes
-from graphopt.ir.program import Phase, Program, info
+from graphopt.ir.program import Program
 
-__all__ = ["Candidate", "checkpoint_candidates", "trained_forward"]
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A tensor through which all of the network's data passes.
-
-    Attributes:
-        name: its best name.
-        node: the node's name.
-        bytes: what keeping it costs.
-        saves: bytes that need not be kept from the previous candidate up to this one when both are checkpoints.
-        source: the user's line that makes it.
-    """
-
-    name: str
-    node: str
-    bytes: int
-    saves: int
-    source: str
+__all__ = ["checkpoint_candidates", "trained_forward"]
 
 
 def trained_forward(program: Program) -> set[fx.Node]:
@@ -72,7 +52,7 @@ def checkpoint_candidates(program: Program) -> list[Candidate]:
     while isinstance(current, fx.Node):
         chain.append(current)
         current = above[current]
-    return _describe(program, [node for node in reversed(chain) if isinstance(node.meta.get("val"), torch.Tensor)])
+    return _describe(program, [node for node in reversed(chain) if isinstance(value_of(node), torch.Tensor)])
 
 
 def _unawaited(node: fx.Node) -> bool:
@@ -102,7 +82,7 @@ def _describe(program: Program, chain: list[fx.Node]) -> list[Candidate]:
             continue
         seen.add(root)
         inside = sum(size for first, size, _ in kept if start < first < position[root])
-        size = storage_bytes(root.meta["val"]) if isinstance(root.meta.get("val"), torch.Tensor) else 0
+        size = storage_bytes(value_of(root)) if isinstance(value_of(root), torch.Tensor) else 0
         names = info(node).names
         found.append(Candidate(names[0] if names else node.name, node.name, size, inside, info(node).source))
         start = position[root]

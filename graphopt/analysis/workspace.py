@@ -18,6 +18,7 @@ from torch import fx
 from graphopt import _torch
 from graphopt.analysis.costs.isolated_call import LARGEST_CALL, call_bytes, call_key, call_tensors, prepare, sizes
 from graphopt.ir.autocast import plain_precision
+from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.collectives import workspace_bytes
 from graphopt.ir.ops.values import storage_bytes, tensors_of
@@ -67,7 +68,7 @@ def _writing_key(node: fx.Node) -> str:
     if not schema.mutated_inputs(node) or schema.is_collective(node):
         return ""
     described = _torch.map_aggregate(
-        (node.args, node.kwargs), lambda a: _described(a.meta.get("val")) if isinstance(a, fx.Node) else a
+        (node.args, node.kwargs), lambda a: _described(value_of(a)) if isinstance(a, fx.Node) else a
     )
     return f"{node.target}{described}{torch.get_num_threads()}"
 
@@ -97,7 +98,7 @@ def _usage(key: str, node: fx.Node) -> Usage:
 def _generator_state(node: fx.Node) -> int:
     """A replayed random op puts the present generator state aside while it runs."""
     state: Any = node.args[0]
-    return storage_bytes(state.meta["val"])
+    return storage_bytes(value_of(state))
 
 
 def _measure(missing: dict[str, fx.Node]) -> None:

@@ -7,6 +7,7 @@ from torch import fx, nn
 
 from graphopt import _torch
 from graphopt.errors import CaptureError, GraphoptError
+from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import tensors_of
 
@@ -65,7 +66,7 @@ def refuse_coupling(optimizer: torch.optim.Optimizer, graph: fx.Graph) -> None:
         listed = name.startswith(("_foreach_", "_fused_")) and name not in _NORMS
         if listed or torch.Tag.pointwise in node.target.tags:
             continue
-        if any(tensor.dim() > 0 for source in node.all_input_nodes for tensor in tensors_of(source.meta.get("val"))):
+        if any(tensor.dim() > 0 for source in node.all_input_nodes for tensor in tensors_of(value_of(source))):
             raise GraphoptError(
                 f"{type(optimizer).__name__} cannot be sharded: its update of an element depends on other elements of "
                 f"the parameter ({name}); use an optimizer that works element by element (SGD, Adam, AdamW, Adagrad, "

@@ -23,8 +23,9 @@ from graphopt.capture.transformers import answered
 from graphopt.errors import CaptureError
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.names import NAMES_KEY, identifier
+from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, info, set_info, set_value, value_of
 from graphopt.ir.ops.schema import op_name
-from graphopt.ir.program import InputSpec, NodeInfo, OutputSpec, Phase, Program, info, set_info
+from graphopt.ir.program import Program
 
 __all__ = ["ForwardCapture", "capture_forward"]
 
@@ -264,7 +265,7 @@ def _to_program(exported: Any, returned: Structure, inputs: Structure, scalar_lo
 
 def _check_loss(values: list[Any], structure: Structure) -> OutputSpec:
     value = values[0] if len(values) == 1 and structure.is_tensor == (True,) else None
-    shape = tuple(value.meta["val"].shape) if isinstance(value, fx.Node) else None
+    shape = tuple(value_of(value).shape) if isinstance(value, fx.Node) else None
     if not isinstance(value, fx.Node) or any(size != 1 for size in shape or ()):
         found = f"a tensor of shape {shape}" if shape is not None else f"{len(values)} tensors"
         raise CaptureError(
@@ -284,7 +285,7 @@ def _placeholder(
         )
     target = next(paths) if role == "input" else spec.target.removeprefix("model.")
     new = graph.placeholder(identifier(target))
-    new.meta["val"] = node.meta["val"]
+    set_value(new, value_of(node))
     if role == "constant":
         constants[new.name] = exported.constants[spec.target]
     extra = node.meta.get(NAMES_KEY, ())
@@ -330,7 +331,7 @@ def _node_info(node: fx.Node, namer: _OpNames) -> NodeInfo:
     stack = [entry for entry in node.meta.get("nn_module_stack", {}).values() if not entry[0].startswith("_empty_")]
     module = re.sub(r"@\d+", "", stack[-1][0]) if stack else ""
     module = module.removeprefix("model.") if module != "model" else ""
-    tensor = isinstance(node.meta.get("val"), torch.Tensor)
+    tensor = isinstance(value_of(node), torch.Tensor)
     names = (*reversed(node.meta.get(NAMES_KEY, ())), namer.next(module, op_name(node))) if tensor else ()
     return NodeInfo(
         Phase.FORWARD, module, names, source_line(node.meta.get("stack_trace")), region=node.meta.get(REGION_KEY)

@@ -16,8 +16,9 @@ from graphopt import _torch
 from graphopt.capture.replace_ops import use_own_ops
 from graphopt.capture.source_lines import user_frame
 from graphopt.errors import CaptureError
+from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, info, set_info, set_value, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.program import InputSpec, NodeInfo, OutputSpec, Phase, Program, info, set_info
+from graphopt.ir.program import Program
 from graphopt.rewriting.memory.rematerialize import rematerialize
 
 __all__ = ["JointCapture", "capture_joint"]
@@ -47,12 +48,12 @@ class JointCapture:
     Attributes:
         program: what passes rewrite.
         trace: compiles the two halves of a rewritten program into a differentiable callable.
-        held: the parameters, buffers and constants that this callable takes first, in order.
+        inputs: the parameters, buffers and constants that this callable takes first, in order.
     """
 
     program: Program
     trace: _torch.JointTrace
-    held: list[InputSpec]
+    inputs: list[InputSpec]
 
 
 class _Runner(nn.Module):
@@ -61,7 +62,7 @@ class _Runner(nn.Module):
     def __init__(self, program: Program, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
         self._module = [_as_module(program)]
-        self._held: dict[str, str] = {}
+        self._inputs: dict[str, str] = {}
         self.holder: dict[str, InputSpec] = {}
         known: dict[int, str] = {}
         for node, spec in zip(program.placeholders, program.inputs, strict=True):
@@ -69,7 +70,7 @@ class _Runner(nn.Module):
                 continue
             tensor = program.constants[node.name] if spec.role == "constant" else tensors[spec.target]
             key = known.setdefault(id(tensor), f"t{len(known)}")
-            self._held[node.name] = key
+            self._inputs[node.name] = key
             if key in self.holder:
                 continue
             self.holder[key] = spec
@@ -82,7 +83,7 @@ class _Runner(nn.Module):
         supply = iter(inputs)
         module = self._module[0]
         values = [
-            getattr(self, self._held[node.name]) if node.name in self._held else next(supply)
+            getattr(self, self._inputs[node.name]) if node.name in self._inputs else next(supply)
             for node in module.graph.find_nodes(op="placeholder")
         ]
         with traceback.preserve_node_meta():
@@ -174,11 +175,11 @@ def capture_joint(forward: Program, tensors: dict[str, torch.Tensor], examples: 
     """
     runner = _Runner(forward, tensors)
     dynamic = any(
-        isinstance(size, torch.SymInt) for node, _ in forward.inputs_of("input") for size in node.meta["val"].shape
+        isinstance(size, torch.SymInt) for node, _ in forward.inputs_of("input") for size in value_of(node).shape
     )
     args: list[torch.Tensor] = examples
     if dynamic:
-        args = [node.meta["val"] for node, _ in forward.inputs_of("input")]
+        args = [value_of(node) for node, _ in forward.inputs_of("input")]
         for fake, real in zip(args, examples, strict=True):
             fake.requires_grad_(real.requires_grad)
     try:
@@ -227,7 +228,7 @@ class _Builder:
         self._graph.output(tuple(values))
         program = Program(
             self._graph, "joint", self._specs, outputs, self._constants, {}, self._forward.title,
-            history=self._forward.history,
+            context=self._forward.context,
         )  # fmt: skip
         use_own_ops(program)
         self._name_values(program)
@@ -248,9 +249,9 @@ class _Builder:
             name, spec = f"tangents_{len(self._specs)}", InputSpec("tangent", f"tangent[{role.target}]")
         else:
             spec = self._runner.holder[str(role.target)]
-            name = next(n for n, key in self._runner._held.items() if key == role.target)
+            name = next(n for n, key in self._runner._inputs.items() if key == role.target)
         new = self._graph.placeholder(name)
-        new.meta["val"] = node.meta["val"]
+        set_value(new, value_of(node))
         new.meta[_HOLDS] = node.meta.get(_HOLDS, ())
         phase = Phase.BACKWARD if role.kind == "tangent" else Phase.FORWARD
         names = self._known[name].names if name in self._known else (spec.target,)
@@ -295,7 +296,7 @@ class _Builder:
         first = next(iter(self._graph.nodes))
         with self._graph.inserting_before(first):
             new = self._graph.placeholder(str(node.target))
-        new.meta["val"] = node.meta.get("val", value)
+        set_value(new, node.meta.get("val", value))
         self._constants[new.name] = value
         set_info(new, NodeInfo(Phase.FORWARD, names=(new.name,), origin="constant"))
         self._specs.insert(0, InputSpec("constant", new.name))
@@ -324,9 +325,10 @@ class _Builder:
             if node.op == "output":
                 continue
             known = info(node)
-            held = [name for mark in node.meta.pop(_HOLDS, ()) for name in self._known[mark].names if "::" not in name]
-            names = [*known.names, *(name for name in dict.fromkeys(held) if name not in known.names)]
-            value = node.meta.get("val")
+            marks = node.meta.pop(_HOLDS, ())
+            marked = [name for mark in marks for name in self._known[mark].names if "::" not in name]
+            names = [*known.names, *(name for name in dict.fromkeys(marked) if name not in known.names)]
+            value = value_of(node)
             if node.op == "call_function" and isinstance(value, torch.Tensor) and not schema.mutated_inputs(node):
                 names.append(_op_name(node, ops))
             set_info(node, replace(known, names=tuple(names)))
@@ -350,7 +352,7 @@ def _seed_backward(program: Program) -> None:
     (node, spec), *others = program.inputs_of("tangent")
     assert not others
     first = next(program.phase_nodes(Phase.BACKWARD), program.output_node)
-    value = node.meta["val"]
+    value = value_of(node)
     seed = program.insert(
         torch.ops.aten.full.default, (list(value.shape), 1.0),
         {"dtype": value.dtype, "device": value.device, "pin_memory": False},

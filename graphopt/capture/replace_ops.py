@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphopt.ir.node import info, value_of
 from graphopt.ir.ops.dropout import dropout_mask, masked_dropout
 from graphopt.ir.ops.softmax import safe_softmax
-from graphopt.ir.program import Program, info
+from graphopt.ir.program import Program
 
 __all__ = ["use_own_ops"]
 
@@ -43,8 +44,8 @@ def use_own_ops(program: Program) -> None:
 
 def _is_plain(softmax: fx.Node) -> bool:
     """Whether a softmax keeps the dtype of a contiguous tensor on a CPU."""
-    x: torch.Tensor = softmax.args[0].meta["val"]  # type: ignore[union-attr]
-    result: torch.Tensor = softmax.meta["val"]
+    x: torch.Tensor = value_of(softmax.args[0])  # type: ignore[arg-type]
+    result: torch.Tensor = value_of(softmax)
     return x.device.type == "cpu" and x.is_contiguous() and x.dtype == result.dtype
 
 
@@ -72,14 +73,14 @@ def _put_zeros(program: Program, dropout: fx.Node) -> None:
 def _can_be_parted(dropout: fx.Node) -> bool:
     p: Any = dropout.args[1]
     train: Any = dropout.args[2]
-    mask: torch.Tensor = dropout.meta["val"][1]
+    mask: torch.Tensor = value_of(dropout)[1]
     elements = all(user.target is operator.getitem for user in dropout.users)
     return elements and mask.device.type == "cpu" and p < 1 and train is not False
 
 
 def _part(program: Program, dropout: fx.Node) -> None:
     x, p = dropout.args[:2]
-    value = dropout.meta["val"][1]
+    value = value_of(dropout)[1]
     size = [_known(program, dropout, _aten.sym_size.int, d, number) for d, number in enumerate(value.shape)]
     stride = [_known(program, dropout, _aten.sym_stride.int, d, number) for d, number in enumerate(value.stride())]
     mask = _call(program, dropout, dropout_mask, (size, stride, p), {"device": value.device})
@@ -102,6 +103,6 @@ def _call(program: Program, node: fx.Node, op: Any, args: Any, kwargs: dict[str,
 
 def _hand_over(program: Program, old: fx.Node, new: fx.Node) -> None:
     """Let a call take another one's place, with all that is noted on it."""
-    new.meta = {**old.meta, "val": new.meta["val"]}
+    new.meta = {**old.meta, "val": value_of(new)}
     old.replace_all_uses_with(new)
     program.graph.erase_node(old)

@@ -14,7 +14,8 @@ from graphopt.capture.joint import JointCapture, capture_joint
 from graphopt.capture.step import append_update, trace_optimizer
 from graphopt.errors import CaptureError
 from graphopt.ir.autocast import plain_precision, under_autocast
-from graphopt.ir.program import Program, Stage
+from graphopt.ir.node import Stage
+from graphopt.ir.program import Program
 from graphopt.rewriting.shards import Shards
 
 __all__ = ["CaptureSession", "capture"]

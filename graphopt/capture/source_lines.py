@@ -9,12 +9,10 @@ from types import TracebackType
 
 import torch
 
-import graphopt
-
 __all__ = ["source_line", "user_frame"]
 
 _TORCH = str(Path(torch.__file__).parent)
-_OWN = str(Path(graphopt.__file__).parent)
+_OWN = str(Path(__file__).parents[1])
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n(?:\s*(?P<code>.+))?')
 
 

@@ -16,7 +16,8 @@ from graphopt.capture.checks import refuse_coupling, refuse_hooks
 from graphopt.capture.source_lines import user_frame
 from graphopt.errors import CaptureError
 from graphopt.ir.names import identifier
-from graphopt.ir.program import InputSpec, NodeInfo, OutputSpec, Phase, Program, set_info
+from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, set_info, value_of
+from graphopt.ir.program import Program
 from graphopt.rewriting.shards import Shards, check_dense, holds_elements
 
 __all__ = ["UpdateTrace", "append_update", "hyperparameters", "trace_optimizer"]
@@ -161,11 +162,11 @@ class _Tracer:
             supply = iter(flat)
             parameters = {n: next(supply) for n in self._order}
             gradients = {n: next(supply) for n in self._order}
-            held = {n: dict(state.get(n, {})) for n in self._order}
+            traced = {n: dict(state.get(n, {})) for n in self._order}
             for n, k in keys:
-                held[n][k] = next(supply)
+                traced[n][k] = next(supply)
             rates = [next(supply) for _ in self._rates]
-            shadow = self._shadow(parameters, gradients, held, rates)
+            shadow = self._shadow(parameters, gradients, traced, rates)
             _torch.unwrapped_step(shadow)()
             self._refuse_counting(state, {n: shadow.state.get(p, {}) for n, p in parameters.items()})
             made.clear()
@@ -287,7 +288,7 @@ def append_update(program: Program, trace: UpdateTrace) -> Program:
             whole = parameters if spec.role == "parameter" else gradients
             mapping[node] = _part(step, whole[spec.target], spec.target, trace.shards)
         else:
-            mapping[node] = step.add_input(identifier(spec.target), node.meta["val"], spec)
+            mapping[node] = step.add_input(identifier(spec.target), value_of(node), spec)
     created: list[Any] = []
     output = step.output_node
     modules = _modules_of(trace, placeholders)
@@ -302,7 +303,7 @@ def append_update(program: Program, trace: UpdateTrace) -> Program:
             continue
         with step.graph.inserting_before(output):
             new = step.graph.node_copy(node, lambda n: mapping[n])
-        new.meta = {"val": node.meta.get("val")}
+        new.meta = {"val": value_of(node)}
         set_info(new, NodeInfo(Phase.UPDATE, module=modules.get(node, ""), origin="optimizer.step"))
         mapping[node] = new
     kept = [
@@ -322,7 +323,7 @@ def _part(program: Program, whole: fx.Node, name: str, shards: Shards | None) ->
         return whole
     first, length = shards[name]
     common: dict[str, Any] = {"before": program.output_node, "phase": Phase.UPDATE, "origin": "optimizer.step"}
-    flat = program.insert(torch.ops.aten.as_strided.default, (whole, [whole.meta["val"].numel()], [1]), **common)
+    flat = program.insert(torch.ops.aten.as_strided.default, (whole, [value_of(whole).numel()], [1]), **common)
     return program.insert(torch.ops.aten.slice.Tensor, (flat, 0, first, first + length), **common)
 
 
@@ -336,7 +337,7 @@ def _match_layouts(program: Program) -> None:
     for index, (value, spec) in enumerate(zip(values, program.outputs, strict=True)):
         if spec.role != "gradient" or spec.target not in parameters or not isinstance(value, fx.Node):
             continue
-        mine, wanted = value.meta["val"], parameters[spec.target].meta["val"]
+        mine, wanted = value_of(value), value_of(parameters[spec.target])
         if mine.stride() == wanted.stride():
             continue
         common: dict[str, Any] = {"after": value, "phase": Phase.BACKWARD, "like": value, "origin": "gradient layout"}

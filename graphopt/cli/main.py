@@ -39,7 +39,8 @@ from graphopt.report.page import page_of_rewritten
 from graphopt.report.text import pass_table as catalogue
 from graphopt.report.text.after_each_pass import after_each_lines
 from graphopt.report.text.snapshots import records_json, snapshots_json, snapshots_text
-from graphopt.rewriting.pipeline import Pipeline, available_passes, find_pass
+from graphopt.rewriting.pipeline import Pipeline
+from graphopt.rewriting.registry import available_passes, find_pass
 
 __all__ = ["main"]
 

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from graphopt.analysis.costs.cost import CostReport
-from graphopt.analysis.liveness import MemoryTimeline
+from graphopt.analysis.costs.cost import COSTS, CostReport, costs_of
 from graphopt.cli.exchange import exchange_arguments, exchange_plan, exchange_problem
 from graphopt.cli.output import (
     check_output,
@@ -28,12 +27,13 @@ from graphopt.cli.programs import passes_argument, rewritten_program, stage_argu
 from graphopt.errors import GraphoptError
 from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
+from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning.frontier import Frontier
 from graphopt.report.console import terminal
 from graphopt.report.console.progress import progress_bar
 from graphopt.report.pictures.frontier_chart import BudgetMark, frontier_svg
 from graphopt.report.text.frontier_table import FrontierPoint, FrontierReport, fitted_point, frontier_report
-from graphopt.rewriting.memory.budget import COSTS, budget_bytes, check_budget, costs_of, infeasible, within_already
+from graphopt.rewriting.memory.budget import budget_bytes, check_budget, infeasible, within_already
 from graphopt.rewriting.memory.fit import Fitted, Fitting
 from graphopt.rewriting.memory.summary import away_lines, decisions, plan_lines, summary_lines
 from graphopt.rewriting.memory.transfer_insertion import host_lanes

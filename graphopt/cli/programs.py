@@ -10,7 +10,8 @@ from typing import get_args
 
 from graphopt.cli.target import Target, load_target
 from graphopt.errors import GraphoptError, PipelineError
-from graphopt.ir.program import Program, Stage
+from graphopt.ir.node import Stage
+from graphopt.ir.program import Program
 from graphopt.report.console import terminal
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.runtime.check_numerics import check_numerics
@@ -79,7 +80,7 @@ def rewritten_program(options: argparse.Namespace, pipeline: Pipeline | None = N
         stage = stage_to_show(options.stage, target, pipeline, options.verify)
         rewritten = rewrite(target.session(), pipeline, until=stage, verify=_VERIFY[options.verify])
         if options.verify == "numerics":
-            check_numerics(rewritten, pipeline)
+            check_numerics(rewritten)
     return rewritten
 
 

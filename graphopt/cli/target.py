@@ -21,7 +21,7 @@ from torch import nn
 from graphopt.capture import CaptureSession
 from graphopt.capture.source_lines import user_frame
 from graphopt.errors import GraphoptError, did_you_mean
-from graphopt.ir.program import Stage
+from graphopt.ir.node import Stage
 
 __all__ = ["Target", "load_target"]
 

@@ -10,7 +10,7 @@ from graphopt.cli.output import print_json, print_text, program_title
 from graphopt.cli.programs import rewritten_program, stage_argument, target_argument
 from graphopt.errors import GraphoptError
 from graphopt.ir.names import match_names
-from graphopt.ir.program import Phase
+from graphopt.ir.node import Phase
 from graphopt.report.console import terminal
 from graphopt.report.text import candidate_table as candidates
 from graphopt.report.text import tensor_table as tables

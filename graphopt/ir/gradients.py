@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from graphopt import _torch
+from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.program import Phase, Program, info
+from graphopt.ir.program import Program
 
 __all__ = [
     "GradientSite",
@@ -25,7 +26,7 @@ __all__ = [
 ]
 
 _UPDATE_ORIGIN = "optimizer.step"
-_GIVEN = ("parameter", "buffer", "constant", "input", "state", "hyperparameter", "held")
+_GIVEN = ("parameter", "buffer", "constant", "input", "state", "hyperparameter", "pass_state")
 _AFTER_FORWARD = (Phase.BACKWARD, Phase.RECOMPUTE, Phase.TRANSFER, Phase.SYNC)
 
 
@@ -74,7 +75,7 @@ def update_gradients(program: Program) -> list[fx.Node]:
     sources = [source for node in update_calls(program) for source in node.all_input_nodes]
     return [
         node for node in dict.fromkeys(sources)
-        if node not in given and node not in update and isinstance(node.meta.get("val"), torch.Tensor)
+        if node not in given and node not in update and isinstance(value_of(node), torch.Tensor)
     ]  # fmt: skip
 
 
@@ -120,10 +121,10 @@ def in_own_storage(
     taken: dict[fx.Node, list[range]] = {}
     found = []
     for gradient in gradients:
-        base, extent = base_of(gradient), _extent(gradient.meta["val"])
+        base, extent = base_of(gradient), _extent(value_of(gradient))
         same = taken.setdefault(base, [])
         shared = any(max(other.start, extent.start) < min(other.stop, extent.stop) for other in same)
-        if shared or base in returned or not _made_by_backward(program, base) or _overlaps(gradient.meta["val"]):
+        if shared or base in returned or not _made_by_backward(program, base) or _overlaps(value_of(gradient)):
             gradient = _copy(program, gradient, origin, before or all_gradients_made(program))
         else:
             same.append(extent)

@@ -2,119 +2,43 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from graphopt import _torch
 from graphopt.errors import GraphoptError
+from graphopt.ir.context import Context
+from graphopt.ir.formats import find_format
+from graphopt.ir.methods import provided
 from graphopt.ir.names import identifier, match_names
+from graphopt.ir.node import (
+    Candidate,
+    InputSpec,
+    NodeInfo,
+    OutputSpec,
+    Phase,
+    Policy,
+    Stage,
+    TensorInfo,
+    info,
+    set_info,
+    set_value,
+    value_of,
+)
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import storage_bytes, tensors_of
-from graphopt.ir.state import Held
+from graphopt.ir.state import PassState
+from graphopt.ir.timeline import MemoryTimeline
 
-if TYPE_CHECKING:
-    from graphopt.analysis.dominators import Candidate
-    from graphopt.analysis.liveness import MemoryTimeline
-
-__all__ = ["InputSpec", "NodeInfo", "OutputSpec", "Phase", "Policy", "Program", "Stage", "TensorInfo", "info"]
-
-Stage = Literal["forward", "joint", "step"]
-
-_INFO = "graphopt"
-
-
-class Phase(enum.StrEnum):
-    """When in a step a node runs, and what for."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    RECOMPUTE = "recompute"
-    TRANSFER = "transfer"
-    SYNC = "sync"
-    UPDATE = "update"
-
-
-class Policy(enum.StrEnum):
-    """What planners decide about a forward value that backward reads; torch's own words."""
-
-    MUST_SAVE = "MUST_SAVE"
-    MUST_RECOMPUTE = "MUST_RECOMPUTE"
-    MUST_CPU_OFFLOAD = "MUST_CPU_OFFLOAD"
-
-
-@dataclass(frozen=True, slots=True)
-class NodeInfo:
-    """What graphopt knows of a node beyond its op and its value. Immutable, so copies of nodes never share changes."""
-
-    phase: Phase
-    module: str = ""
-    names: tuple[str, ...] = ()
-    source: str = ""
-    origin: str = "capture"
-    policy: Policy | None = None
-    region: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class InputSpec:
-    """What a placeholder stands for.
-
-    ``role`` is parameter, buffer, constant, input, tangent, gradient (an accumulator), state (of the optimizer),
-    hyperparameter or held (by passes, across steps); ``target`` names it (``layers.0.weight``, ``args[0]``,
-    ``layers.0.weight/exp_avg``, ``lr[0]``, ``loss-scale/scale``).
-    """
-
-    role: str
-    target: str
-
-
-@dataclass(frozen=True, slots=True)
-class OutputSpec:
-    """What an output value is: ``role`` is output, loss, gradient, mutation or state; ``target`` names it."""
-
-    role: str
-    target: str
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """One named tensor of a program. ``bytes`` counts its storage, 0 for a view of another tensor's storage."""
-
-    name: str
-    node: str
-    shape: tuple[Any, ...]
-    dtype: torch.dtype
-    bytes: int
-    phase: Phase
-    module: str
-    source: str
-    role: str
-    saved: bool
+__all__ = ["Program"]
 
 
 def _is_real(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, _torch.FakeTensor)
-
-
-def info(node: fx.Node) -> NodeInfo:
-    """The ``NodeInfo`` of a node of a program."""
-    found = node.meta.get(_INFO)
-    if found is None:
-        raise GraphoptError(
-            f"node {node.name!r} ({node.format_node()}) has no phase or module: it was added to the graph directly; "
-            "add nodes with Program.insert, which fills in what passes, printers and the memory model need"
-        )
-    return found  # type: ignore[no-any-return]
-
-
-def set_info(node: fx.Node, value: NodeInfo) -> None:
-    """Replace what is known of a node."""
-    node.meta[_INFO] = value
 
 
 @dataclass(slots=True)
@@ -131,13 +55,8 @@ class Program:
         attributes: sub-graphs that a forward program's higher-order ops refer to.
         title: whose program this is (a model's class name), for people.
         lower: makes the next stage's program out of this one; None on the last stage or after loading from a file.
-        history: the passes applied so far, as text.
-        held: what passes keep across runs, by the target of its input (``add_held``).
-        forms: which of their programs passes want where they have several, by the name of the pass (``Pass.form``).
-        numbers: what passes have found once and go on with, by ``pass/what``: those of the step's clock, which are
-            saved with its state. Shared by copies.
-        compiled: whether a compiler makes the code that runs. It chooses itself what it overwrites: only sums of
-            gradients are taken in place before it.
+        pass_state: what passes keep across runs, by the target of its input (``add_state``).
+        context: what it has in common with the programs of other stages: passes so far, forms, numbers.
     """
 
     graph: fx.Graph
@@ -148,13 +67,15 @@ class Program:
     attributes: dict[str, fx.GraphModule] = field(default_factory=dict)
     title: str = ""
     lower: Callable[[Program], Program] | None = None
-    history: tuple[str, ...] = ()
-    held: dict[str, Held] = field(default_factory=dict)
-    forms: Mapping[str, str] = field(default_factory=dict)
-    numbers: dict[str, float] = field(default_factory=dict)
-    compiled: bool = False
+    pass_state: dict[str, PassState] = field(default_factory=dict)
+    context: Context = field(default_factory=Context)
 
     # --- reading -----------------------------------------------------------------------------------------------------
+
+    @property
+    def history(self) -> tuple[str, ...]:
+        """The passes applied so far, as text."""
+        return self.context.history
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -210,7 +131,7 @@ class Program:
         roles = {node.name: spec.role for node, spec in zip(self.placeholders, self.inputs, strict=True)}
         found = []
         for node in self.graph.nodes:
-            value = node.meta.get("val")
+            value = value_of(node)
             if node.op == "output" or not isinstance(value, torch.Tensor):
                 continue
             known = info(node)
@@ -233,15 +154,11 @@ class Program:
         Args:
             measure: run each distinct op once on zeros to learn what it allocates for itself; False runs nothing.
         """
-        from graphopt.analysis.liveness import simulate
-
-        return simulate(self, measure=measure)
+        return cast(MemoryTimeline, provided(Program, "memory")(self, measure=measure))
 
     def checkpoint_candidates(self) -> list[Candidate]:
         """The forward tensors that separate the network in two, with the bytes that checkpointing there saves."""
-        from graphopt.analysis.dominators import checkpoint_candidates
-
-        return checkpoint_candidates(self)
+        return list(provided(Program, "checkpoint_candidates")(self))
 
     # --- rewriting ---------------------------------------------------------------------------------------------------
 
@@ -249,7 +166,7 @@ class Program:
     def fake_mode(self) -> _torch.FakeTensorMode:
         """The mode that this program's example values live in."""
         for node in self.graph.nodes:
-            for tensor in tensors_of(node.meta.get("val")):
+            for tensor in tensors_of(value_of(node)):
                 if isinstance(tensor, _torch.FakeTensor):
                     return tensor.fake_mode
         return _torch.FakeTensorMode(allow_non_fake_inputs=True)
@@ -293,7 +210,7 @@ class Program:
         with place:
             node = self.graph.create_node("call_function", target, tuple(args), kwargs or {}, name=hint)
         try:
-            node.meta["val"] = self.propagate(node)
+            set_value(node, self.propagate(node))
         except Exception as error:
             self.graph.erase_node(node)
             raise GraphoptError(f"{origin}: {target} refuses the arguments {args}, {kwargs or {}}: {error}") from error
@@ -306,7 +223,7 @@ class Program:
     def propagate(self, node: fx.Node) -> Any:
         """The value of a call, computed from its arguments' values without data."""
         args, kwargs = _torch.map_aggregate(
-            (node.args, node.kwargs), lambda a: a.meta["val"] if isinstance(a, fx.Node) else a
+            (node.args, node.kwargs), lambda a: value_of(a) if isinstance(a, fx.Node) else a
         )
         mode = self.fake_mode
         with mode, torch.no_grad():
@@ -326,30 +243,30 @@ class Program:
         place = self.graph.inserting_after(last) if last else self.graph.inserting_before(next(iter(self.graph.nodes)))
         with place:
             node = self.graph.placeholder(name)
-        node.meta["val"] = value
+        set_value(node, value)
         set_info(node, NodeInfo(Phase.FORWARD, names=(spec.target,), origin=spec.role))
         self.inputs.append(spec)
         return node
 
-    def add_held(self, target: str, held: Held) -> fx.Node:
+    def add_state(self, target: str, state: PassState) -> fx.Node:
         """The input for a tensor that lives across runs, which ops may change in place; added where it is new.
 
         Args:
             target: what it is called, ``owner/what``; the same tensor in every program of one step or model.
-            held: its shape, dtype, device, and how it starts.
+            state: its shape, dtype, device, and how it starts.
 
         Raises:
-            GraphoptError: where the program holds another tensor under this name.
+            GraphoptError: where the program keeps another tensor under this name.
         """
-        known = self.held.get(target)
+        known = self.pass_state.get(target)
         if known is None:
-            self.held[target] = held
+            self.pass_state[target] = state
             with self.fake_mode:
-                value = torch.empty(held.shape, dtype=held.dtype, device=held.device)
-            return self.add_input(identifier(target), value, InputSpec("held", target))
-        if known != held:
-            raise GraphoptError(f"{target!r} is held as {known}, and cannot be {held} as well: choose another name")
-        return next(node for node, spec in self.inputs_of("held") if spec.target == target)
+                value = torch.empty(state.shape, dtype=state.dtype, device=state.device)
+            return self.add_input(identifier(target), value, InputSpec("pass_state", target))
+        if known != state:
+            raise GraphoptError(f"{target!r} is kept as {known}, and cannot be {state} as well: choose another name")
+        return next(node for node, spec in self.inputs_of("pass_state") if spec.target == target)
 
     def erase_dead(self) -> int:
         """Remove calls whose results nothing uses and that have no effect; returns how many."""
@@ -379,53 +296,53 @@ class Program:
             mapping[node] = graph.node_copy(node, lambda n: mapping[n])
         return replace(
             self, graph=graph, inputs=list(self.inputs), outputs=list(self.outputs),
-            constants=dict(self.constants), attributes=dict(self.attributes), held=dict(self.held),
+            constants=dict(self.constants), attributes=dict(self.attributes), pass_state=dict(self.pass_state),
         )  # fmt: skip
 
     def to_graph_module(self) -> fx.GraphModule:
         """A GraphModule with the boxed calling convention: ``module.forward(list_of_inputs)`` empties the list.
 
-        Calls are taken in place where an operand dies in them, as the memory model assumes (``analysis.reuse``).
+        Calls are taken in place where an operand dies in them, as the memory model assumes (``graphopt.ir.reuse``).
         """
-        from graphopt.ir.reuse import apply_reuse
-
-        copy = self.copy()
-        apply_reuse(copy)
-        copy.graph.set_codegen(_torch.BoxedCodeGen())
-        return fx.GraphModule(dict(self.attributes), copy.graph, class_name=f"Graphopt{self.stage.title()}")
+        return cast(fx.GraphModule, provided(Program, "to_graph_module")(self))
 
     # --- showing -----------------------------------------------------------------------------------------------------
 
+    def to(self, name: str, **options: Any) -> Any:
+        """The program in the format of a name; the methods below are short for the formats that graphopt has.
+
+        Args:
+            name: a format of ``graphopt.available_formats()``.
+            options: what the format knows.
+
+        Returns:
+            text, or data for JSON.
+
+        Raises:
+            GraphoptError: for an unknown name, with the nearest ones.
+        """
+        return find_format(name).write(self, **options)
+
     def to_text(self) -> str:
         """The program for people: types, phases, modules, provenance and explicit ends of life."""
-        from graphopt.ir.text import to_text
-
-        return to_text(self)
+        return str(self.to("text"))
 
     def to_python(self) -> str:
         """The program as Python source that runs: ``step(args)`` over torch.ops; it empties the list it is given."""
-        from graphopt.report.formats.python import to_python
-
-        return to_python(self)
+        return str(self.to("python"))
 
     def to_json(self) -> dict[str, Any]:
         """A versioned, pickle-free description that ``Program.from_json`` turns back into a program."""
-        from graphopt.ir.serialization import to_json
-
-        return to_json(self)
+        return dict(self.to("json"))
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Program:
         """The program that ``to_json`` described; it can be read, rewritten and run, but not lowered further."""
-        from graphopt.ir.serialization import from_json
-
-        return from_json(data)
+        return cast(Program, provided(Program, "from_json")(data))
 
     def to_dot(self) -> str:
         """The graph in Graphviz' language, grouped by phase and module."""
-        from graphopt.report.formats.dot import to_dot
-
-        return to_dot(self)
+        return str(self.to("dot"))
 
     def to_svg(self, *, fold: bool = True) -> str:
         """The U-shaped picture: forward down the left, backward up the right, one row per module.
@@ -433,40 +350,30 @@ class Program:
         Args:
             fold: draw identical repeated blocks once, and modules rather than ops.
         """
-        from graphopt.report.pictures.picture import to_svg
-
-        return to_svg(self, fold)
+        return str(self.to("svg", fold=fold))
 
     def to_html(self) -> str:
         """The program as one interactive page that needs no network: memory, the U-shaped picture, activations.
 
         ``graphopt.report.page.page_of_snapshots`` makes a page of everything that passes did to a program.
         """
-        from graphopt.report.page import page_of_program
-
-        return page_of_program(self)
-
-    def diff(self, other: Program) -> str:
-        """What differs between this program and a later one, node by node, as a unified diff."""
-        from graphopt.report.text.diff import diff
-
-        return diff(self, other)
+        return str(self.to("html"))
 
     def to_perfetto(self, *, cost: str = "roofline") -> dict[str, Any]:
-        """One run as predicted, as a trace that ui.perfetto.dev opens (write it as JSON); see ``report.perfetto``.
+        """One run as predicted, as a trace that ui.perfetto.dev opens (write it as JSON).
 
         Args:
             cost: where seconds come from: ``roofline``, ``measured``, or the name of a device.
         """
-        from graphopt.report.formats.perfetto import to_perfetto
-
-        return to_perfetto(self, cost=cost)
+        return dict(self.to("perfetto", cost=cost))
 
     def to_model_explorer(self) -> dict[str, Any]:
         """The graph as a collection that Model Explorer opens (write it as JSON)."""
-        from graphopt.report.formats.model_explorer import to_model_explorer
+        return dict(self.to("model-explorer"))
 
-        return to_model_explorer(self)
+    def diff(self, other: Program) -> str:
+        """What differs between this program and a later one, node by node, as a unified diff."""
+        return str(provided(Program, "diff")(self, other))
 
     def show(self) -> Any:
         """Open ``to_html`` in the browser, or give what a notebook shows as the interactive page.
@@ -474,14 +381,10 @@ class Program:
         Returns:
             the file, which is in the folder of temporary files; in a notebook the frame.
         """
-        from graphopt.report.notebook import show_page
-
-        return show_page(self.to_html(), self.title)
+        return provided(Program, "show")(self)
 
     def _repr_html_(self) -> str:
-        from graphopt.report.notebook import program_html
-
-        return program_html(self)
+        return str(provided(Program, "notebook")(self))
 
     def __repr__(self) -> str:
         name = f" of {self.title}" if self.title else ""

@@ -14,10 +14,11 @@ import torch
 from torch import fx
 
 from graphopt import _torch
+from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.inplace import InPlace, as_in_place, in_place
 from graphopt.ir.ops.values import storage_bytes
-from graphopt.ir.program import Phase, Program, info
+from graphopt.ir.program import Program
 
 __all__ = ["apply_reuse", "overwritable_in_forward", "reused_operands"]
 
@@ -35,11 +36,11 @@ def reused_operands(program: Program, *, in_forward: bool = True) -> dict[fx.Nod
     """
     root, last = _lives(program)
     position = {node: index for index, node in enumerate(program.graph.nodes)}
-    phases = (Phase.FORWARD, *_BEHIND_FORWARD) if in_forward and not program.compiled else _BEHIND_FORWARD
+    phases = (Phase.FORWARD, *_BEHIND_FORWARD) if in_forward and not program.context.compiled else _BEHIND_FORWARD
     found: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:
         form = in_place(node)
-        if form is None or info(node).phase not in phases or (program.compiled and node.target is not _ADD):
+        if form is None or info(node).phase not in phases or (program.context.compiled and node.target is not _ADD):
             continue
         dying = [a for a in _operands(node, form) if last[root[a]] == position[node]]
         operand = next((a for a in dying if _may_overwrite(node, a, root)), None)
@@ -50,7 +51,7 @@ def reused_operands(program: Program, *, in_forward: bool = True) -> dict[fx.Nod
 
 def overwritable_in_forward(program: Program) -> dict[fx.Node, list[fx.Node]]:
     """For each call of forward that can be taken in place, the operands that it may overwrite once they die in it."""
-    if program.compiled:
+    if program.context.compiled:
         return {}
     root, _ = _lives(program)
     found: dict[fx.Node, list[fx.Node]] = {}
@@ -93,7 +94,7 @@ def _may_overwrite(node: fx.Node, operand: fx.Node, root: Mapping[fx.Node, fx.No
         return False
     if not isinstance(schema.maker(base).target, _torch.OpOverload):
         return False  # what other calls return may be what they were given
-    mine, result, whole = operand.meta.get("val"), node.meta.get("val"), base.meta.get("val")
+    mine, result, whole = value_of(operand), value_of(node), value_of(base)
     if not (isinstance(mine, torch.Tensor) and isinstance(result, torch.Tensor) and isinstance(whole, torch.Tensor)):
         return False
     if mine.dtype != result.dtype or tuple(mine.shape) != tuple(result.shape) or mine.stride() != result.stride():

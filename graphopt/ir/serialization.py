@@ -15,10 +15,12 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.errors import GraphoptError
+from graphopt.ir.context import Context
+from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, Policy, set_info, set_value, value_of
 from graphopt.ir.ops import register_all
 from graphopt.ir.ops.values import tensors_of
-from graphopt.ir.program import InputSpec, NodeInfo, OutputSpec, Phase, Policy, Program, set_info
-from graphopt.ir.state import Held
+from graphopt.ir.program import Program
+from graphopt.ir.state import PassState
 
 __all__ = ["SCHEMA_VERSION", "from_json", "to_json"]
 
@@ -65,11 +67,11 @@ def to_json(program: Program) -> dict[str, Any]:
         "stage": program.stage,
         "title": program.title,
         "history": list(program.history),
-        "compiled": program.compiled,
+        "compiled": program.context.compiled,
         "inputs": [[spec.role, spec.target] for spec in program.inputs],
         "outputs": [[spec.role, spec.target] for spec in program.outputs],
         "constants": {name: _encode_constant(name, tensor) for name, tensor in program.constants.items()},
-        "held": {target: held.to_json() for target, held in program.held.items()},
+        "pass_state": {target: state.to_json() for target, state in program.pass_state.items()},
         "attributes": _encode_attributes(program.attributes),
         "symbols": _symbols(program),
         "nodes": _encode_graph(program.graph),
@@ -96,9 +98,8 @@ def from_json(data: dict[str, Any]) -> Program:
         constants={name: _decode_constant(value) for name, value in data["constants"].items()},
         attributes=decoder.attributes(data["attributes"]),
         title=data["title"],
-        history=tuple(data["history"]),
-        compiled=data.get("compiled", False),
-        held={target: Held.from_json(held) for target, held in data.get("held", {}).items()},
+        context=Context(history=tuple(data["history"]), compiled=data.get("compiled", False)),
+        pass_state={target: PassState.from_json(state) for target, state in data.get("pass_state", {}).items()},
     )
 
 
@@ -127,7 +128,7 @@ def _encode_node(node: fx.Node) -> dict[str, Any]:
         "target": _encode_target(node.target) if node.op == "call_function" else str(node.target),
         "args": [_encode(arg) for arg in node.args],
         "kwargs": {key: _encode(value) for key, value in node.kwargs.items()},
-        "value": _encode_value(node.meta.get("val"), given=node.op == "placeholder"),
+        "value": _encode_value(value_of(node), given=node.op == "placeholder"),
     }
     if known is not None:
         record |= {
@@ -216,7 +217,7 @@ def _symbols(program: Program) -> dict[str, int]:
     """The symbols that sizes are written with, and their example values."""
     found: dict[str, int] = {}
     for node in program.graph.nodes:
-        for tensor in tensors_of(node.meta.get("val")):
+        for tensor in tensors_of(value_of(node)):
             sizes: list[Any] = list(tensor.shape)
             found |= {str(size): _torch.size_hint(size) for size in sizes if str(size).isidentifier()}
     return found
@@ -293,7 +294,7 @@ class _Decoder:
             node = graph.create_node(record["op"], target, args, kwargs, name=record["name"])
             nodes[record["name"]] = node
             if record["value"] is not None:
-                node.meta["val"] = self._node_value(node, record["value"])
+                set_value(node, self._node_value(node, record["value"]))
             if "phase" in record:
                 set_info(node, _decode_info(record))
         return graph
@@ -377,7 +378,7 @@ def _factors(tree: ast.expr) -> list[ast.expr]:
 def _compute(node: fx.Node) -> Any:
     """The value of a call on sizes that gives a symbolic number or truth value."""
     args, kwargs = _torch.map_aggregate(
-        (node.args, node.kwargs), lambda a: a.meta["val"] if isinstance(a, fx.Node) else a
+        (node.args, node.kwargs), lambda a: value_of(a) if isinstance(a, fx.Node) else a
     )
     return node.target(*args, **kwargs)  # type: ignore[operator]
 

@@ -1,4 +1,4 @@
-"""Held state: what passes keep between steps, beside the model's parameters and the optimizer's state."""
+"""PassState state: what passes keep between steps, beside the model's parameters and the optimizer's state."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 from graphopt.errors import GraphoptError
 
-__all__ = ["Held"]
+__all__ = ["PassState"]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class PassState:
     """One tensor that a program keeps from one run to the next; ops of the program change it in place.
 
     Attributes:
@@ -51,7 +51,7 @@ class Held:
             return torch.full(self.shape, self.fill, dtype=self.dtype, device=self.device)
         if tuple(source.shape) != self.shape:
             raise GraphoptError(
-                f"held state of shape {self.shape} cannot start as a copy of {self.source!r}, whose shape is "
+                f"pass state of shape {self.shape} cannot start as a copy of {self.source!r}, whose shape is "
                 f"{tuple(source.shape)}"
             )
         return source.detach().to(device=self.device, dtype=self.dtype, copy=True)
@@ -70,7 +70,7 @@ class Held:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Held:
+    def from_json(cls, data: Mapping[str, Any]) -> PassState:
         """What ``to_json`` described."""
         return cls(
             shape=tuple(data["shape"]),

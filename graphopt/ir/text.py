@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,23 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.errors import GraphoptError
+from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import format_bytes, tensors_of, type_text
-from graphopt.ir.program import InputSpec, NodeInfo, OutputSpec, Phase, Program, info
+from graphopt.ir.program import Program
 from graphopt.ir.reuse import reused_operands
 
-__all__ = ["Writer", "comment_of", "ends_of_life", "input_line", "output_line", "statement", "subgraph_of", "to_text"]
+__all__ = [
+    "Writer",
+    "aligned",
+    "comment_of",
+    "ends_of_life",
+    "input_line",
+    "output_line",
+    "statement",
+    "subgraph_of",
+    "to_text",
+]
 
 INDENT = "    "
 _WIDTH = 110
@@ -88,7 +99,7 @@ def _peak(program: Program) -> str:
 def _symbols(program: Program) -> dict[str, int]:
     found: dict[str, int] = {}
     for node in program.placeholders:
-        for tensor in tensors_of(node.meta.get("val")):
+        for tensor in tensors_of(value_of(node)):
             found |= {str(size): _torch.size_hint(size) for size in tensor.shape if str(size).isidentifier()}
     return found
 
@@ -107,7 +118,7 @@ def input_line(node: fx.Node, spec: InputSpec, name: str | None = None) -> str:
     known = _known(node) or _UNDESCRIBED
     also = [other for other in known.names if other != spec.target]
     more = f" | also {', '.join(also)}" if also else ""
-    return f"{name or node.name}: {_type(node.meta.get('val')) or 'None'},  # {spec.role} {spec.target}{more}"
+    return f"{name or node.name}: {_type(value_of(node)) or 'None'},  # {spec.role} {spec.target}{more}"
 
 
 def output_line(value: str, spec: OutputSpec) -> str:
@@ -199,7 +210,7 @@ def statement(
 def comment_of(node: fx.Node, known: NodeInfo) -> str:
     """What stands behind a call: type and names, decision, and origin where it is not the capture."""
     given = [name for name in known.names if "::" not in name] or list(known.names[:1])
-    parts = [" ".join(part for part in (_type(node.meta.get("val")), ", ".join(given)) if part)]
+    parts = [" ".join(part for part in (_type(value_of(node)), ", ".join(given)) if part)]
     if known.policy is not None:
         parts.append(known.policy.value)
     if known.origin != "capture":
@@ -231,7 +242,7 @@ def _nested(node: fx.Node, attributes: Mapping[str, Any], writer: Writer) -> lis
         return [f"{writer.names(node)} = attribute({str(node.target)!r})"]
     places = module.graph.find_nodes(op="placeholder")
     output = next(iter(module.graph.find_nodes(op="output")))
-    arguments = ", ".join(f"{place.name}: {_type(place.meta.get('val')) or 'None'}" for place in places)
+    arguments = ", ".join(f"{place.name}: {_type(value_of(place)) or 'None'}" for place in places)
     return [
         f"def {writer.names(node)}({arguments}):",
         *_body(module.graph, dict(module.named_children()), INDENT),
@@ -272,7 +283,7 @@ def ends_of_life(graph: fx.Graph, *, everything: bool = False) -> dict[fx.Node, 
         end = last.get(node) or node
         if node.op in ("output", "get_attr") or end.op in ("output", "placeholder") or is_bare(node):
             continue
-        if everything or (node.op != "placeholder" and tensors_of(node.meta.get("val"))):
+        if everything or (node.op != "placeholder" and tensors_of(value_of(node))):
             ends.setdefault(end, []).append(node)
     return ends
 
@@ -362,3 +373,23 @@ class Writer:
         if callable(value):
             return self.target(value)
         return f"<{type(value).__name__}>"
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Rows of text in columns, two blanks apart; columns that are empty throughout are left out.
+
+    Args:
+        rows: all of one length.
+        right: the columns that are aligned to the right.
+    """
+    if not rows:
+        return []
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.rjust(size) if column in right else cell.ljust(size)
+            for column, (cell, size) in enumerate(zip(row, widths, strict=True))
+            if size
+        ).rstrip()
+        for row in rows
+    ]

@@ -10,13 +10,15 @@ import torch
 from torch import fx
 
 from graphopt import _torch
+from graphopt.ir.node import NodeInfo, Phase, info
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import tensors_of, type_text
-from graphopt.ir.program import NodeInfo, Phase, Program, info
+from graphopt.ir.program import Program
 
 __all__ = ["INVARIANTS", "Invariant", "verify"]
 
 from graphopt.errors import VerifyError
+from graphopt.ir.node import value_of
 
 _AFTER_FORWARD = (Phase.BACKWARD, Phase.RECOMPUTE, Phase.UPDATE)
 _NEW_VALUES = {Phase.UPDATE: (Phase.UPDATE, Phase.SYNC)}
@@ -83,7 +85,7 @@ def _signature(program: Program, before: Program | None) -> Iterator[str]:
         yield f"the outputs changed: {_difference(before.outputs, program.outputs)}"
     for old, new, spec in zip(before.output_values, program.output_values, program.outputs, strict=False):
         if isinstance(old, fx.Node) and isinstance(new, fx.Node):
-            was, now = type_text(old.meta.get("val")), type_text(new.meta.get("val"))
+            was, now = type_text(value_of(old)), type_text(value_of(new))
             if was != now:
                 yield f"the {spec.role} {spec.target!r} was {was} and is {now}"
 
@@ -97,7 +99,7 @@ def _gradients_fit(program: Program, _: Program | None) -> Iterator[str]:
     inputs = {spec.target: node for node, spec in program.inputs_of("parameter", "input")}
     for value, spec in program.outputs_of("gradient"):
         if isinstance(value, fx.Node) and spec.target in inputs:
-            mine, wanted = value.meta["val"], inputs[spec.target].meta["val"]
+            mine, wanted = value_of(value), value_of(inputs[spec.target])
             if mine.shape != wanted.shape or mine.dtype != wanted.dtype:
                 yield f"the gradient of {spec.target!r} is {type_text(mine)}, the tensor itself {type_text(wanted)}"
 
@@ -145,9 +147,9 @@ def _draws(program: Program) -> list[str]:
     found = []
     for node in _calls(program):
         if node.target is _torch.run_and_save_rng_state:
-            found.append(f"{node.args[0]} {_drawn(node.meta['val'][1], node)}")
+            found.append(f"{node.args[0]} {_drawn(value_of(node)[1], node)}")
         elif schema.is_random(node):
-            found.append(f"{node.target} {_drawn(node.meta['val'], node)}")
+            found.append(f"{node.target} {_drawn(value_of(node), node)}")
     return found
 
 
@@ -222,13 +224,13 @@ def _stale_values(program: Program, before: Program | None) -> Iterator[str]:
     """Recompute, without data, the value of every node that a pass touched and of what depends on changed values."""
     known = {} if before is None else {n.name: (n.target, str(n.args), str(n.kwargs)) for n in before.graph.nodes}
     for node in _calls(program):
-        if node.op != "call_function" or isinstance(node.meta.get("val"), (int, float, bool, torch.SymInt)):
+        if node.op != "call_function" or isinstance(value_of(node), (int, float, bool, torch.SymInt)):
             continue
         if before is None or known.get(node.name) == (node.target, str(node.args), str(node.kwargs)):
             continue
         if schema.mutated_inputs(node) or _subgraph(node):
             continue
-        old, new = node.meta["val"], program.propagate(node)
+        old, new = value_of(node), program.propagate(node)
         if _metadata(old) != _metadata(new):
             yield f"{_where(node)} is recorded as {type_text(old)} and computes {type_text(new)}"
 

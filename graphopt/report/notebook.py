@@ -12,13 +12,14 @@ import webbrowser
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from graphopt.analysis.liveness import MemoryTimeline
+from graphopt.ir.node import Phase
 from graphopt.ir.ops.values import format_bytes
-from graphopt.ir.program import Phase, Program
+from graphopt.ir.program import Program
+from graphopt.ir.timeline import MemoryTimeline
 from graphopt.report.console.escape import safe
 from graphopt.report.console.terminal import write
 from graphopt.report.pictures.memory_timeline import timeline_svg
-from graphopt.rewriting.pipeline import PassRecord
+from graphopt.rewriting.pass_ import PassRecord
 
 __all__ = ["Frame", "Records", "program_html", "records_html", "rewritten_html", "show_page", "timeline_html"]
 

@@ -6,13 +6,11 @@ import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from graphopt.errors import GraphoptError
 from graphopt.report.text.pass_table import passes_json
-
-if TYPE_CHECKING:
-    from graphopt.rewriting.pipeline import Pass
+from graphopt.rewriting.pass_ import Pass
 
 __all__ = ["main", "passes_table", "replace_table"]
 
@@ -63,7 +61,7 @@ def replace_table(text: str, table: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check or write the table of the built-in passes; returns 1 where a check finds another one."""
-    from graphopt.rewriting.pipeline import available_passes
+    from graphopt.rewriting.registry import available_passes
 
     parser = argparse.ArgumentParser(prog="python -m graphopt.report.readme", description=__doc__)
     action = parser.add_mutually_exclusive_group(required=True)

@@ -23,11 +23,11 @@ class Clock:
     Attributes:
         steps: updates made so far, those that loss scaling skipped among them; the number of the next one.
         rates: gives the learning rates of the optimizer's parameter groups, as they are now.
-        numbers: by ``pass/what``; saved in ``TrainStep.state_dict``, and shared with programs (``Program.numbers``).
-        held: the tensor that a program holds under a name, for passes that look at one after a step.
+        numbers: by ``pass/what``; saved in ``TrainStep.state_dict``, and shared with programs (``Context.numbers``).
+        state: the pass state of a name, for passes that look at one after a step.
     """
 
     steps: int = 0
     rates: Callable[[], tuple[float, ...]] = tuple
     numbers: dict[str, float] = field(default_factory=dict)
-    held: Callable[[str], torch.Tensor] = _nothing
+    state: Callable[[str], torch.Tensor] = _nothing

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from graphopt.errors import GraphoptError, did_you_mean
-from graphopt.rewriting.pipeline import Pass, find_pass
+from graphopt.rewriting.pass_ import Pass
+from graphopt.rewriting.registry import find_pass
 
 __all__ = ["from_deepspeed", "from_paddle"]
 

@@ -9,15 +9,15 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from graphopt.ir.program import Program
 from graphopt.ir.serialization import SCHEMA_VERSION, to_json
-
-if TYPE_CHECKING:
-    from graphopt.rewriting.pipeline import Pass, PassRecord, Pipeline
+from graphopt.ir.version import VERSION
+from graphopt.rewriting.pass_ import Pass, PassRecord
+from graphopt.rewriting.pipeline import Pipeline
 
 __all__ = ["DumpDirectory", "environment"]
 
@@ -26,10 +26,8 @@ _VARIABLE = "GRAPHOPT_DUMP"
 
 def environment() -> dict[str, str]:
     """What a program was made with."""
-    from graphopt import __version__
-
     return {
-        "graphopt": __version__,
+        "graphopt": VERSION,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -59,12 +57,12 @@ class DumpDirectory:
         self._write_manifest("running", [])
 
     @classmethod
-    def from_environment(cls, session: Any, pipeline: Pipeline) -> DumpDirectory | None:
+    def from_environment(cls, title: str, pipeline: Pipeline) -> DumpDirectory | None:
         """The directory that ``GRAPHOPT_DUMP`` names, or None where it is not set."""
         directory = os.environ.get(_VARIABLE)
         if not directory:
             return None
-        return cls(Path(directory), session.forward.program.title, pipeline)
+        return cls(Path(directory), title, pipeline)
 
     def record(self, label: str, program: Program) -> None:
         """Write one program."""

@@ -9,8 +9,9 @@ from typing import ClassVar, final
 from torch import fx
 
 from graphopt.errors import GraphoptError
-from graphopt.ir.program import InputSpec, NodeInfo, Phase, Program, set_info
-from graphopt.rewriting.pipeline import Changed, Numerics, Pass, PassStage
+from graphopt.ir.node import InputSpec, NodeInfo, Phase, set_info, set_value
+from graphopt.ir.program import Program
+from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
 __all__ = ["FxPass"]
 
@@ -108,4 +109,4 @@ def _describe(program: Program, node: fx.Node, origin: str) -> None:
     module = sources[0].module if sources else ""
     set_info(node, NodeInfo(phase, module, origin=origin, source=sources[0].source if sources else ""))
     if node.op == "call_function":
-        node.meta["val"] = program.propagate(node)
+        set_value(node, program.propagate(node))

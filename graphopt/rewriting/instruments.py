@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 from graphopt.ir.program import Program
+from graphopt.rewriting.pass_ import Pass, PassRecord
 
-if TYPE_CHECKING:
-    from graphopt.rewriting.pipeline import Pass, PassRecord
-
-__all__ = ["Instrument", "LogPasses", "Snapshots"]
+__all__ = ["Instrument", "LogPasses", "ShowPasses", "Snapshots"]
 
 logger = logging.getLogger("graphopt")
 
@@ -65,3 +64,25 @@ class Snapshots:
 
     def failed_pass(self, current: Pass, before: Program, error: Exception) -> None:
         """Nothing: the error names the pass."""
+
+
+class ShowPasses:
+    """Says which pass is running.
+
+    Args:
+        show: is called with the stage and the pass.
+    """
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show = show
+
+    def before_pass(self, current: Pass, program: Program) -> None:
+        """Show the pass that begins."""
+        self._show(f"{program.stage} stage, {current.name}")
+
+    def after_pass(self, current: Pass, program: Program, record: PassRecord) -> None:
+        """Show the stage alone."""
+        self._show(f"{program.stage} stage")
+
+    def failed_pass(self, current: Pass, before: Program, error: Exception) -> None:
+        """Nothing: the error is the user's to read."""

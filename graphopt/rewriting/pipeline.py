@@ -1,239 +1,27 @@
-"""The pass core: what a pass is, how passes are found and ordered, and how a list of them is run."""
+"""A list of passes: how it is ordered, checked and run."""
 
 from __future__ import annotations
 
-import abc
-import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import replace
+from typing import Any, Literal
 
-import torch
-from torch import nn
-
-from graphopt.errors import GraphoptError, PassError, PipelineError, VerifyError, did_you_mean
+from graphopt.errors import GraphoptError, PassError, PipelineError, VerifyError
 from graphopt.ir import verify as verifier
 from graphopt.ir.autocast import plain_precision
+from graphopt.ir.node import Stage
 from graphopt.ir.ops.values import format_bytes
-from graphopt.ir.program import Program, Stage
-from graphopt.rewriting.clock import Clock
+from graphopt.ir.program import Program
+from graphopt.ir.timeline import MemoryTimeline
+from graphopt.rewriting.instruments import Instrument
+from graphopt.rewriting.pass_ import STAGES, Changed, Pass, PassRecord, PassStage
+from graphopt.rewriting.registry import find_pass
 from graphopt.rewriting.shards import Shards
-from graphopt.rewriting.spec import format_pass, parse_passes
+from graphopt.rewriting.spec import parse_passes
+from graphopt.rewriting.training_pass import TrainingPass
 
-if TYPE_CHECKING:
-    from graphopt.analysis.liveness import MemoryTimeline
-    from graphopt.rewriting.instruments import Instrument
-
-__all__ = ["Changed", "Numerics", "Pass", "PassRecord", "PassStage", "Pipeline", "available_passes", "find_pass"]
-
-Numerics = Literal["bitwise", "tolerant", "changes"]
-logger = logging.getLogger("graphopt")
-
-PassStage = Stage | Literal["last"]
-"""Which program a pass rewrites; ``last`` is the one that runs: joint for a drop-in model, step for a whole step."""
-
-STAGES: tuple[PassStage, ...] = ("forward", "joint", "step", "last")
-
-
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """What a pass did. It is falsy where the program is as it was, and then ``reason`` says why.
-
-    Attributes:
-        counts: what was done how often: ``{"recomputed": 204}``.
-        bytes_saved: how much lower the predicted peak is, in bytes (filled in by the pipeline).
-        tensors: names of the tensors that the pass decided about.
-        lines: what a user should read, one line each.
-        reason: why nothing was done, for a pass that did nothing.
-    """
-
-    counts: Mapping[str, int] = field(default_factory=dict)
-    bytes_saved: int = 0
-    tensors: tuple[str, ...] = ()
-    lines: tuple[str, ...] = ()
-    reason: str = ""
-
-    def __bool__(self) -> bool:
-        return any(self.counts.values())
-
-    def __str__(self) -> str:
-        if not self:
-            return f"nothing: {self.reason or 'there was nothing to do'}"
-        return ", ".join(f"{count} {what}" for what, count in self.counts.items())
-
-
-class Pass(abc.ABC):
-    """A rewrite of a program. Subclasses are final frozen dataclasses whose fields are their options.
-
-    Class attributes:
-        name: kebab-case, unique among all installed passes.
-        stage: which program it rewrites: forward, joint, step, or last (the one that runs, joint or step, after all
-            others).
-        also: later stages whose program it rewrites as well; ``apply`` is called once for each (``program.stage`` says
-            which), and what it does at one must not depend on an object's memory of another.
-        numerics: ``bitwise`` (results equal to the last bit), ``tolerant`` (within a tolerance that the docstring
-            states) or ``changes``.
-        after: names of passes that run before this one when both are given.
-        requires: names of passes that must be given too.
-        conflicts: names of passes that must not be given too.
-        changes_signature: whether inputs or outputs of the program may differ afterwards.
-    """
-
-    name: ClassVar[str]
-    stage: ClassVar[PassStage]
-    also: ClassVar[tuple[PassStage, ...]] = ()
-    numerics: ClassVar[Numerics]
-    after: ClassVar[tuple[str, ...]] = ()
-    requires: ClassVar[tuple[str, ...]] = ()
-    conflicts: ClassVar[tuple[str, ...]] = ()
-    changes_signature: ClassVar[bool] = False
-
-    @abc.abstractmethod
-    def apply(self, program: Program) -> Changed:
-        """Rewrite ``program`` in place and say what was done.
-
-        The program given is valid, and the pipeline checks it again afterwards. A pass that cannot help changes
-        nothing and returns ``Changed(reason=...)``. Applying a pass a second time does nothing or raises.
-
-        Raises:
-            GraphoptError: where the options do not fit the program.
-        """
-
-    def prepare(self, model: nn.Module) -> None:
-        """Called once, before the first run of what the pass has rewritten, with the model that it runs on.
-
-        For what has to be so before the first step, such as equal parameters on all ranks. A whole step that goes on
-        from a loaded ``state_dict`` does not call it: each rank has loaded what it needs.
-        """
-        del model
-
-    def form(self, clock: Clock) -> str:
-        """Which of its programs this pass wants for the next update of a whole step; "" is the one of the long run.
-
-        The step compiles a program for each form that comes up. ``apply`` finds it in ``program.forms`` at the stages
-        step and last, where it is absent for the program that is shown. All ranks have to come to the same form.
-        """
-        del clock
-        return ""
-
-    def advance(self, clock: Clock) -> None:
-        """Called after every update of a whole step, to look at what it left and to change ``clock.numbers``."""
-        del clock
-
-    def settle(self, program: Program, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Bring together what this pass lets differ between ranks; ``TrainStep.synchronize`` calls it on all ranks.
-
-        Args:
-            program: of the long run, as this pass and all others have rewritten it.
-            model: whose parameters may be changed.
-            optimizer: whose state may be changed.
-        """
-        del program, model, optimizer
-
-    def shards(self, sizes: Mapping[str, int]) -> Shards | None:
-        """The part of each trained parameter that this rank updates; None, as by default, for all of all.
-
-        Asked before the optimizer is traced, whose state is then for these elements only. The pass sees to it that
-        parameters are whole again behind the update.
-
-        Args:
-            sizes: elements of each trained parameter, by name.
-        """
-        del sizes
-        return None
-
-    def concerns(self, program: Program) -> bool:
-        """Whether there is anything to do for this pass at the stage of ``program``; it is not run where not.
-
-        For passes of several stages, which act in one way in a drop-in program and in another in a whole step.
-        """
-        return True
-
-    def __str__(self) -> str:
-        return format_pass(self)
-
-
-@dataclass(frozen=True, slots=True)
-class PassRecord:
-    """One pass that ran: its text form, what it did and cost, and the program's size and peak around it."""
-
-    name: str
-    spec: str
-    stage: Stage
-    numerics: Numerics
-    changed: Changed
-    seconds: float
-    nodes_before: int
-    nodes_after: int
-    peak_before: int | None
-    peak_after: int | None
-
-    def _repr_html_(self) -> str:
-        from graphopt.report.notebook import records_html
-
-        return records_html([self])
-
-    def __str__(self) -> str:
-        peak = ""
-        if self.peak_before is not None and self.peak_after is not None and self.peak_before != self.peak_after:
-            peak = f"; peak {format_bytes(self.peak_before)} -> {format_bytes(self.peak_after)} (predicted)"
-        return f"{self.spec}: {self.changed}{peak}; {self.seconds:.2f} s"
-
-
-# --- finding passes --------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=1)
-def _registered() -> dict[str, EntryPoint]:
-    found: dict[str, EntryPoint] = {}
-    for entry in entry_points(group="graphopt.passes"):
-        other = found.get(entry.name)
-        if other is not None and other.value != entry.value:
-            owners = " and ".join(f"{e.value} (from {e.dist.name if e.dist else '?'})" for e in (other, entry))
-            raise PipelineError(f"two installed packages register a pass called {entry.name!r}: {owners}; remove one")
-        found[entry.name] = entry
-    return found
-
-
-def find_pass(name: str) -> type[Pass]:
-    """The pass class registered under ``name`` (kebab-case) in the entry-point group ``graphopt.passes``.
-
-    Raises:
-        PipelineError: for an unknown name, with the nearest ones; or where what is registered is not a pass.
-    """
-    entry = _registered().get(name)
-    if entry is None:
-        hint = did_you_mean(name, _registered()) or f"known passes: {', '.join(sorted(_registered()))}"
-        raise PipelineError(f"there is no pass called {name!r}; {hint}")
-    try:
-        cls = entry.load()
-    except Exception as error:
-        owner = entry.dist.name if entry.dist else "an unknown package"
-        raise PipelineError(f"the pass {name!r} ({entry.value}, from {owner}) cannot be imported: {error}") from error
-    if not (isinstance(cls, type) and issubclass(cls, Pass)):
-        raise PipelineError(
-            f"the entry point {entry.value} for {name!r} is not a subclass of graphopt.Pass"
-        )
-    if cls.name != name:
-        raise PipelineError(f"{entry.value} is registered as {name!r} but calls itself {cls.name!r}")
-    return cls
-
-
-def available_passes() -> dict[str, type[Pass]]:
-    """Every installed pass by name, in alphabetical order; one that cannot be imported is left out, and logged."""
-    found: dict[str, type[Pass]] = {}
-    for name in sorted(_registered()):
-        try:
-            found[name] = find_pass(name)
-        except PipelineError as error:
-            logger.error("%s", error)
-    return found
-
-
-# --- running passes --------------------------------------------------------------------------------------------------
+__all__ = ["Pipeline"]
 
 
 class Pipeline:
@@ -258,13 +46,18 @@ class Pipeline:
         """The passes that rewrite the program of one stage, in order."""
         return _sorted_stage([p for p in self.passes if stage in (p.stage, *p.also)])
 
+    @property
+    def training(self) -> list[TrainingPass]:
+        """The passes that act between steps, in order."""
+        return [current for current in self.passes if isinstance(current, TrainingPass)]
+
     def shards(self, sizes: Mapping[str, int]) -> Shards | None:
-        """The part of each trained parameter that this rank updates, as a pass wants it (``Pass.shards``).
+        """The part of each trained parameter that this rank updates, as a pass wants it (``TrainingPass.shards``).
 
         Raises:
             PipelineError: where two passes want to say so.
         """
-        found = {current.name: current.shards(sizes) for current in self.passes}
+        found = {current.name: current.shards(sizes) for current in self.training}
         wanted = {name: shards for name, shards in found.items() if shards is not None}
         if len(wanted) > 1:
             raise PipelineError(f"{' and '.join(wanted)} both shard the update: give one of them")
@@ -312,8 +105,7 @@ class Pipeline:
                 for instrument in instruments:
                     instrument.failed_pass(current, before, error)
                 raise self._failure(current, due, program.stage, error) from error
-            if record.spec not in program.history:  # a pass of several stages is one pass
-                program.history = (*program.history, record.spec)
+            program.context = program.context.after(record.spec)
             records.append(record)
             for instrument in instruments:
                 instrument.after_pass(current, program, record)
@@ -379,6 +171,11 @@ def _ordered(given: Sequence[Any]) -> list[Pass]:
             problems.append(
                 f"$.passes[{index}]: {item!r} is not a pass; wrap a function on a GraphModule in FxPass(...)"
             )
+        elif not isinstance(item, TrainingPass) and (unused := _never_called(item)):
+            problems.append(
+                f"$.passes[{index}]: {type(item).__name__} has {', '.join(unused)}, which only a graphopt.TrainingPass "
+                "is asked for: make that its base class"
+            )
         elif item.name in by_name:
             problems.append(f"$.passes[{index}]: {item.name!r} is given twice; give it once with all its options")
         else:
@@ -396,6 +193,12 @@ def _ordered(given: Sequence[Any]) -> list[Pass]:
     for stage in STAGES:
         _sorted_stage([p for p in ordered if stage in (p.stage, *p.also)])
     return ordered
+
+
+def _never_called(item: Pass) -> list[str]:
+    """The methods of ``TrainingPass`` that a pass has without being one."""
+    wanted = [name for name in vars(TrainingPass) if not name.startswith("_")]
+    return [name for name in wanted if callable(getattr(type(item), name, None))]
 
 
 def _sorted_stage(passes: list[Pass]) -> list[Pass]:

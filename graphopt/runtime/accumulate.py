@@ -10,7 +10,8 @@ from torch import fx
 
 from graphopt.errors import GraphoptError
 from graphopt.ir.names import identifier
-from graphopt.ir.program import InputSpec, OutputSpec, Phase, Program, info
+from graphopt.ir.node import InputSpec, OutputSpec, Phase, info, value_of
+from graphopt.ir.program import Program
 
 __all__ = ["accumulate_gradients", "scale_seed"]
 
@@ -24,12 +25,12 @@ def scale_seed(program: Program, batches: int) -> None:
     seed.args = (shape, 1.0 / batches)
 
 
-def accumulate_gradients(program: Program, held: Collection[str], *, last: bool) -> Program:
+def accumulate_gradients(program: Program, begun: Collection[str], *, last: bool) -> Program:
     """A joint program that adds its gradients to what earlier batches left, in place, as each becomes final.
 
     Args:
         program: of stage joint with a loss.
-        held: the parameters that have an accumulator already; gradients of others are returned and become one.
+        begun: the parameters that have an accumulator already; gradients of others are returned and become one.
         last: return every accumulated gradient (an update follows), also those that this batch does not add to.
     """
     result = program.copy()
@@ -39,13 +40,13 @@ def accumulate_gradients(program: Program, held: Collection[str], *, last: bool)
     added: set[str] = set()
     for value, spec in zip(result.output_values, result.outputs, strict=True):
         mine = spec.role == "gradient" and spec.target in parameters and isinstance(value, fx.Node)
-        if not mine or spec.target not in held:
+        if not mine or spec.target not in begun:
             values.append(value)
             specs.append(spec)
             continue
         total = result.insert(
             torch.ops.aten.add_.Tensor,
-            (_accumulator(result, spec.target, value.meta["val"]), value),
+            (_accumulator(result, spec.target, value_of(value)), value),
             after=value,
             phase=Phase.BACKWARD,
             like=value,
@@ -56,8 +57,8 @@ def accumulate_gradients(program: Program, held: Collection[str], *, last: bool)
         if last:
             values.append(total)
             specs.append(spec)
-    for name in sorted(set(held) - added) if last else ():
-        values.append(_accumulator(result, name, parameters[name].meta["val"]))
+    for name in sorted(set(begun) - added) if last else ():
+        values.append(_accumulator(result, name, value_of(parameters[name])))
         specs.append(OutputSpec("gradient", name))
     result.set_outputs(values, specs)
     return result

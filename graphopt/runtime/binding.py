@@ -1,4 +1,4 @@
-"""Where a program's inputs come from at run time: the model, the optimizer, the batch, what passes hold."""
+"""Where a program's inputs come from at run time: the model, the optimizer, the batch, what passes keep."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from torch import fx, nn
 
 from graphopt.errors import GraphoptError
-from graphopt.ir.program import InputSpec, Program
-from graphopt.runtime.state_store import HeldStore
+from graphopt.ir.node import InputSpec, value_of
+from graphopt.ir.program import Program
+from graphopt.runtime.state_store import StateStore
 
 __all__ = ["Binding", "tensor_getter"]
 
@@ -33,7 +34,7 @@ class Binding:
         model: the source of parameters and buffers.
         optimizer: the source of state and learning rates; None for programs without an update.
         accumulators: the source of accumulated gradients, by parameter name; filled in by the caller.
-        held: the source of what passes own across runs; by default tensors as they are before the first run.
+        store: the source of what passes own across runs; by default tensors as they are before the first run.
     """
 
     def __init__(
@@ -42,13 +43,13 @@ class Binding:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         accumulators: dict[str, torch.Tensor] | None = None,
-        held: HeldStore | None = None,
+        store: StateStore | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._accumulators = accumulators if accumulators is not None else {}
         self._model = model
-        self._held = held or HeldStore(model.get_parameter)
-        self._held.require(program.held)
+        self._store = store or StateStore(model.get_parameter)
+        self._store.require(program.pass_state)
         self._batch: list[torch.Tensor] = []
         order = [spec.target for _, spec in program.inputs_of("input")]
         self._getters = [
@@ -75,12 +76,12 @@ class Binding:
             return lambda: self._batch[index]
         if spec.role == "gradient":
             return lambda: self._accumulators[spec.target]
-        if spec.role == "held":
-            return lambda: self._held[spec.target]
+        if spec.role == "pass_state":
+            return lambda: self._store[spec.target]
         if spec.role == "state":
-            return self._state_getter(spec.target, tuple(node.meta["val"].shape))
+            return self._state_getter(spec.target, tuple(value_of(node).shape))
         if spec.role == "hyperparameter":
-            return self._rate_getter(int(spec.target[len("lr[") : -1]), isinstance(node.meta["val"], torch.Tensor))
+            return self._rate_getter(int(spec.target[len("lr[") : -1]), isinstance(value_of(node), torch.Tensor))
         raise GraphoptError(f"the input {spec.target!r} plays the role {spec.role!r}, which nothing supplies")
 
     def _state_getter(self, target: str, shape: tuple[Any, ...]) -> Callable[[], torch.Tensor]:

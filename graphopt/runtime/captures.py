@@ -5,27 +5,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from graphopt import _torch
 from graphopt.errors import GraphoptError
+from graphopt.ir.node import value_of
 from graphopt.ir.program import Program
 
-__all__ = ["Entries", "HasProgram", "SizeRule", "size_rules"]
+__all__ = ["Captures", "HasRules", "SizeRule", "size_rules"]
 
 logger = logging.getLogger("graphopt")
 _MANY = 8
 
 
-class HasProgram(Protocol):
+class HasRules(Protocol):
     """What is kept per signature."""
 
     rules: list[SizeRule]
 
 
-E = TypeVar("E", bound=HasProgram)
+E = TypeVar("E", bound=HasRules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ def size_rules(program: Program) -> list[SizeRule]:
     rules: list[SizeRule] = []
     dynamic = False
     for index, (node, spec) in enumerate(program.inputs_of("input")):
-        for dim, size in enumerate(node.meta["val"].shape):
+        for dim, size in enumerate(value_of(node).shape):
             if isinstance(size, torch.SymInt):
                 dynamic = True
                 low, high = _torch.size_range(size)
@@ -83,8 +84,8 @@ def _fits(rules: list[SizeRule], tensors: list[torch.Tensor]) -> bool:
 
 
 @dataclass
-class Entries(Generic[E]):
-    """Keeps one entry per signature, and says when captures pile up."""
+class Captures(Generic[E]):
+    """Keeps one capture per signature, and says when captures pile up."""
 
     _found: dict[Hashable, list[E]] = field(default_factory=dict)
     latest: E | None = None
@@ -116,7 +117,3 @@ class Entries(Generic[E]):
         """Forget every entry."""
         self._found.clear()
         self.latest = None
-
-    def key(self, full: Callable[[bool], tuple[Any, ...]], dynamic: bool) -> Hashable:
-        """The dictionary key of a call: sizes count only where nothing may vary."""
-        return full(not dynamic)

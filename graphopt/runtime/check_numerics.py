@@ -12,8 +12,8 @@ from torch import fx
 from graphopt import _torch
 from graphopt.errors import VerifyError
 from graphopt.ir.autocast import plain_precision
-from graphopt.ir.program import OutputSpec, Program
-from graphopt.rewriting.pipeline import Pipeline
+from graphopt.ir.node import OutputSpec, value_of
+from graphopt.ir.program import Program
 from graphopt.runtime.binding import Binding
 from graphopt.runtime.rewrite import Rewritten
 
@@ -31,7 +31,7 @@ def run_once(program: Program, inputs: list[Any], seed: int = 0) -> tuple[Any, .
         return tuple(program.to_graph_module().forward(copies))
 
 
-def check_numerics(rewritten: Rewritten, pipeline: Pipeline) -> None:
+def check_numerics(rewritten: Rewritten) -> None:
     """Run the captured and the rewritten joint program on the example inputs and compare outputs and gradients.
 
     Passes that are all ``bitwise`` must leave everything equal to the last bit; with ``tolerant`` ones
@@ -40,12 +40,12 @@ def check_numerics(rewritten: Rewritten, pipeline: Pipeline) -> None:
     Raises:
         VerifyError: naming the outputs that differ.
     """
-    classes = {p.numerics for p in pipeline.passes}
+    classes = {p.numerics for p in rewritten.pipeline.passes}
     if "changes" in classes:
-        names = [p.name for p in pipeline.passes if p.numerics == "changes"]
+        names = [p.name for p in rewritten.pipeline.passes if p.numerics == "changes"]
         logger.warning("verify='numerics' compares nothing: %s change numerics by design", ", ".join(names))
         return
-    after = _without_update(rewritten, pipeline)
+    after = _without_update(rewritten)
     label, before = next(item for item in rewritten.snapshots if item[1].stage == "joint")
     problems = []
     results = [run_once(program, _inputs(program, rewritten)) for program in (before, after)]
@@ -68,10 +68,10 @@ def check_numerics(rewritten: Rewritten, pipeline: Pipeline) -> None:
         )
 
 
-def _without_update(rewritten: Rewritten, pipeline: Pipeline) -> Program:
+def _without_update(rewritten: Rewritten) -> Program:
     """The rewritten forward and backward; of a whole step, a copy on which the passes of the stage ``last`` are run."""
     joint = rewritten.stages["joint"]
-    late = pipeline.of("last")
+    late = rewritten.pipeline.of("last")
     if rewritten.program.stage == "joint" or not late:
         return joint
     names = ", ".join(p.name for p in late)
@@ -79,7 +79,7 @@ def _without_update(rewritten: Rewritten, pipeline: Pipeline) -> Program:
         "verify='numerics' compares forward and backward, without the update; for that %s ran on them", names
     )
     copy = joint.copy()
-    rewritten.finish(copy, pipeline)
+    rewritten.finish(copy)
     return copy
 
 
@@ -89,11 +89,11 @@ def _of(spec: OutputSpec) -> str:
 
 def _inputs(program: Program, rewritten: Rewritten) -> list[Any]:
     session = rewritten.session
-    tangents = {node.name: _tangent(node.meta["val"]) for node, _ in program.inputs_of("tangent")}
+    tangents = {node.name: _tangent(value_of(node)) for node, _ in program.inputs_of("tangent")}
     without = [(n, s) for n, s in zip(program.placeholders, program.inputs, strict=True) if s.role != "tangent"]
     bare = Program(
         _only(program, [n for n, _ in without]), "joint", [s for _, s in without], [], program.constants,
-        held=program.held,
+        pass_state=program.pass_state,
     )  # fmt: skip
     values = iter(Binding(bare, session.model).gather(session.forward.example_tensors))
     return [tangents[n.name] if n.name in tangents else next(values) for n in program.placeholders]

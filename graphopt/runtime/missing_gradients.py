@@ -55,10 +55,10 @@ class TangentFilter:
 
     Args:
         program: of stage joint with tangents.
-        held: the names of the parameters and buffers that the compiled function takes first, in order.
+        inputs: the names of the parameters and buffers that the compiled function takes first, in order.
     """
 
-    def __init__(self, program: Program, held: list[str]) -> None:
+    def __init__(self, program: Program, inputs: list[str]) -> None:
         outputs = [spec.target for _, spec in program.outputs_of("output")]
         tangents = [node for node, _ in program.inputs_of("tangent")]
         reach: dict[fx.Node, frozenset[int]] = {node: frozenset([number]) for number, node in enumerate(tangents)}
@@ -70,7 +70,7 @@ class TangentFilter:
             for value, spec in program.outputs_of("gradient")
             if isinstance(value, fx.Node)
         }
-        names = [*held, *(spec.target for _, spec in program.inputs_of("input"))]
+        names = [*inputs, *(spec.target for _, spec in program.inputs_of("input"))]
         self._sources = [gradients.get(name) for name in names]
         self.needed = len(tangents) > 1 and len(outputs) == len(program.outputs_of("output", "base"))
 

@@ -6,6 +6,7 @@ import os
 
 from torch import fx
 
+from graphopt.ir.node import value_of
 from graphopt.ir.ops import transfer, transfers
 from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
@@ -23,7 +24,7 @@ def host_bytes(program: Program) -> dict[str, int]:
     blocks: dict[str, list[tuple[int, int, int]]] = {}
     for node in program.graph.nodes:
         if node.target is transfer.offload and node.args[1] == "host":
-            value = node.args[0].meta["val"]
+            value = value_of(node.args[0])
             block = storage_bytes(value), position[node], max(position[user] for user in _holders(node))
             blocks.setdefault(value.device.type, []).append(block)
     return {kind: transfers.slab_bytes(found) for kind, found in blocks.items()}

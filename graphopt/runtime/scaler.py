@@ -51,9 +51,9 @@ class Scaler:
         self.models = models
         self._scaling = scaling or LossScaling()
         self._enabled = scaling is not None
-        self._store = models[0]._graphopt_held
+        self._store = models[0]._graphopt.runner.store
         for other in models[1:] if self._enabled else ():
-            other._graphopt_held.share(SCALE, self._store)
+            other._graphopt.runner.store.share(SCALE, self._store)
         self._growth_factor = self._scaling.growth_factor
         self._backoff_factor = self._scaling.backoff_factor
         self._growth_interval = self._scaling.growth_interval
@@ -235,9 +235,9 @@ class Scaler:
             )
 
     def _state(self) -> list[torch.Tensor]:
-        held = counters(self._scaling, self._store[SCALE].device)
-        self._store.require({target: item for target, item in held.items() if target != SCALE})
-        return [self._store[target] for target in held]
+        wanted = counters(self._scaling, self._store[SCALE].device)
+        self._store.require({target: item for target, item in wanted.items() if target != SCALE})
+        return [self._store[target] for target in wanted]
 
     def _move(self) -> None:
         found = [item for mine in self._optimizers.values() for item in mine.found.values()]
@@ -263,11 +263,11 @@ class Scaler:
 
     def _notes(self) -> list[tuple[CheckedGradients, torch.Tensor]]:
         """What the models' programs checked, with the tensors in which they noted it."""
-        found = {}
-        for model in self.models:
-            for entry in model._graphopt_entries.all():
-                if entry.checked is not None:
-                    found[id(model), entry.checked.target] = entry.checked, model._graphopt_held[entry.checked.target]
+        found = {
+            (id(model), checked.target): (checked, notes)
+            for model in self.models
+            for checked, notes in model._graphopt.checked()
+        }
         return list(found.values())
 
 
@@ -333,15 +333,15 @@ def scaler(*models: nn.Module) -> Scaler:
         found.append(model)
     if not found:
         raise GraphoptError("scaler needs at least one model: graphopt.scaler(model)")
-    settings = [settings_of(model._graphopt_options.pipeline.passes) for model in found]
+    settings = [settings_of(model._graphopt.options.pipeline.passes) for model in found]
     if any(item != settings[0] for item in settings):
         raise GraphoptError("the models' passes scale their losses differently; give each model a scaler of its own")
-    known: list[Scaler | None] = [model.__dict__.get("_graphopt_scaler") for model in found]
+    known: list[Scaler | None] = [model._graphopt.scaler for model in found]
     if known[0] is not None and known[0].models == tuple(found):
         return known[0]
     if any(item is not None for item in known):
         raise GraphoptError("one of the models has a scaler already, of other models; make one scaler for all of them")
     made = Scaler(tuple(found), settings[0])
     for model in found:
-        model.__dict__["_graphopt_scaler"] = made
+        model._graphopt.scaler = made
     return made

@@ -8,7 +8,7 @@ import torch
 
 from graphopt.errors import GraphoptError
 from graphopt.rewriting.precision.scaling import SCALE, SKIPPED, CheckedGradients, LossScaling
-from graphopt.runtime.state_store import HeldStore
+from graphopt.runtime.state_store import StateStore
 
 __all__ = ["SkipWatch"]
 
@@ -25,7 +25,7 @@ class SkipWatch:
         scaling: says how many skipped steps are too many.
     """
 
-    def __init__(self, store: HeldStore, scaling: LossScaling) -> None:
+    def __init__(self, store: StateStore, scaling: LossScaling) -> None:
         self._store = store
         self._limit = scaling.max_skipped
         self._steps = 0

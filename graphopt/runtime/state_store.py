@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 
 from graphopt.errors import GraphoptError, did_you_mean
-from graphopt.ir.state import Held
+from graphopt.ir.state import PassState
 
-__all__ = ["HeldStore"]
+__all__ = ["StateStore"]
 
 
-class HeldStore:
+class StateStore:
     """What the passes of one step or one model own across runs.
 
     A tensor comes into being when the first program that holds it is compiled. What is loaded before waits until then.
@@ -23,11 +23,11 @@ class HeldStore:
 
     def __init__(self, parameter: Callable[[str], torch.Tensor]) -> None:
         self._parameter = parameter
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, PassState] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         self._loaded: dict[str, torch.Tensor] = {}
         self._loaded_local: tuple[str, ...] = ()
-        self._elsewhere: dict[str, HeldStore] = {}
+        self._elsewhere: dict[str, StateStore] = {}
         self._followed: dict[str, tuple[int, int]] = {}
 
     def __getitem__(self, target: str) -> torch.Tensor:
@@ -41,7 +41,7 @@ class HeldStore:
         found = self._tensors.get(target)
         return found if found is not None else self._loaded.get(target)
 
-    def require(self, wanted: Mapping[str, Held]) -> None:
+    def require(self, wanted: Mapping[str, PassState]) -> None:
         """Make every tensor that a program holds and that does not exist yet.
 
         Raises:
@@ -59,7 +59,7 @@ class HeldStore:
                     "after moving the model or changing its shapes"
                 )
 
-    def _create(self, target: str, held: Held) -> torch.Tensor:
+    def _create(self, target: str, held: PassState) -> torch.Tensor:
         elsewhere = self._elsewhere.get(target)
         if elsewhere is not None:
             elsewhere.require({target: held})
@@ -90,7 +90,7 @@ class HeldStore:
             if held.follows:
                 yield target, self._parameter(held.source)
 
-    def share(self, target: str, other: HeldStore) -> None:
+    def share(self, target: str, other: StateStore) -> None:
         """Take the tensor of a name from another store.
 
         Raises:
@@ -159,7 +159,7 @@ def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor._version
 
 
-def _check(name: str, tensor: torch.Tensor, held: Held) -> None:
+def _check(name: str, tensor: torch.Tensor, held: PassState) -> None:
     if tuple(tensor.shape) != held.shape or tensor.dtype != held.dtype:
         raise GraphoptError(
             f"the loaded state of {name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {held.dtype} "

@@ -11,38 +11,29 @@ from torch import fx, nn
 
 from graphopt import _torch
 from graphopt.capture import CaptureSession
-from graphopt.capture.checks import refuse_wrapped
-from graphopt.capture.flatten import flatten
 from graphopt.capture.step import hyperparameters
-from graphopt.errors import CaptureError, GraphoptError
+from graphopt.errors import GraphoptError
 from graphopt.ir.autocast import plain_precision
+from graphopt.ir.methods import provided
 from graphopt.ir.program import Program
-from graphopt.report.console.escape import safe
-from graphopt.report.console.overview import announce
-from graphopt.report.notebook import Records, rewritten_html, show_page
 from graphopt.rewriting.clock import Clock
-from graphopt.rewriting.pipeline import Pass, Pipeline
+from graphopt.rewriting.pass_ import Pass, Records
+from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.precision.scaling import CheckedGradients, checked_gradients, scaling_of
 from graphopt.rewriting.shards import shard_state
 from graphopt.runtime.accumulate import accumulate_gradients, scale_seed
 from graphopt.runtime.binding import Binding
-from graphopt.runtime.captures import Entries, SizeRule, size_rules
-from graphopt.runtime.check_numerics import check_numerics
-from graphopt.runtime.compile.backend import Backend, Boxed, check_backend, compile_program
-from graphopt.runtime.ranks.agreement import Agreement
-from graphopt.runtime.ranks.watch import StepWatch
-from graphopt.runtime.reserve import reserve_host
-from graphopt.runtime.rewrite import Rewritten, Verify, rewrite
-from graphopt.runtime.signature import signature
+from graphopt.runtime.compile.backend import Backend, Boxed, compile_program
+from graphopt.runtime.rewrite import Rewritten, Verify
+from graphopt.runtime.runner import Capture, Options, Runner
 from graphopt.runtime.skipped_steps import SkipWatch
 from graphopt.runtime.state_dict import STATE_VERSION, check_state, place
-from graphopt.runtime.state_store import HeldStore
 
 __all__ = ["TrainStep", "optimize_step"]
 
 
 class _Variant(NamedTuple):
-    """Which of an entry's programs: what it does, for how many batches, what waits for it, what passes want."""
+    """Which of a capture's programs: what it does, for how many batches, what waits for it, what passes want."""
 
     kind: Literal["begin", "middle", "update", "first update"]
     every: int
@@ -63,11 +54,9 @@ class _Compiled:
 
 
 @dataclass
-class _Entry:
-    """One capture: its rewritten programs and the variants compiled so far."""
+class _Captured(Capture):
+    """One capture: its rewritten programs, and the variants compiled so far for the optimizer's settings."""
 
-    rewritten: Rewritten
-    rules: list[SizeRule]
     settings: tuple[Any, ...]
     variants: dict[_Variant, _Compiled] = field(default_factory=dict)
 
@@ -86,36 +75,27 @@ class TrainStep:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        pipeline: Pipeline,
-        *,
-        loss: Callable[..., torch.Tensor] | None,
-        dynamic_shapes: Any,
-        backend: Backend,
-        verify: Verify,
+        options: Options,
+        loss: Callable[..., torch.Tensor] | None = None,
     ) -> None:
-        refuse_wrapped(model)
-        check_backend(backend)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise GraphoptError(
                 f"optimize_step needs a torch.optim optimizer as its second argument, got {optimizer!r}"
             )
         self._model = model
         self._optimizer = optimizer
-        self._pipeline = pipeline
+        self._pipeline = options.pipeline
+        self._options = options
         self._loss = loss
-        self._dynamic_shapes = dynamic_shapes
-        self._backend: Backend = backend
-        self._verify: Verify = verify
-        self._entries: Entries[_Entry] = Entries()
         self._every = 1
         self._batches = 0
         self._gradients: dict[str, torch.Tensor] = {}
-        self._held = HeldStore(model.get_parameter)
-        self._clock = Clock(rates=self._rates, held=self._held.__getitem__)
-        self._agreement = Agreement()
-        self._watch = StepWatch()
-        scaling = scaling_of(pipeline.passes)
-        self._skips = SkipWatch(self._held, scaling) if scaling is not None else None
+        numbers: dict[str, float] = {}
+        self._runner: Runner[_Captured] = Runner(options, "step", model.get_parameter, numbers)
+        self._store = self._runner.store
+        self._clock = Clock(rates=self._rates, numbers=numbers, state=self._store.__getitem__)
+        scaling = scaling_of(options.pipeline.passes)
+        self._skips = SkipWatch(self._store, scaling) if scaling is not None else None
 
     # --- running -----------------------------------------------------------------------------------------------------
 
@@ -129,23 +109,24 @@ class TrainStep:
                 that loss scaling skipped.
         """
         self._refuse_foreign_gradients()
-        batch, structure = flatten((args, kwargs), paths=False)
-        key = signature(self._model, structure, batch, sizes=self._dynamic_shapes is None)
-        entry = self._entries.get(key, batch, lambda: self._capture(args, kwargs))
-        compiled = self._variant(entry)
+        captured, batch = self._runner.find(self._model, args, kwargs, lambda: self._capture(args, kwargs))
+        compiled = self._variant(captured)
         inputs = compiled.binding.gather(batch)
         with torch.no_grad(), plain_precision():
-            self._held.refresh()
+            self._store.refresh()
             results = compiled.run(inputs)
-            self._held.settle()
+            self._store.settle()
         return self._accept(compiled, results, batch)
 
     def prepare(self, *args: Any, **kwargs: Any) -> TrainStep:
         """Capture and compile for a batch like this one without running; returns the step itself."""
-        batch, structure = flatten((args, kwargs), paths=False)
-        key = signature(self._model, structure, batch, sizes=self._dynamic_shapes is None)
-        self._variant(self._entries.get(key, batch, lambda: self._capture(args, kwargs)))
+        captured, _ = self._runner.find(self._model, args, kwargs, lambda: self._capture(args, kwargs))
+        self._variant(captured)
         return self
+
+    def prepare_example(self, example_inputs: Any) -> None:
+        """Capture and compile for a batch given as a tuple, as ``example_inputs=`` is."""
+        self._variant(self._runner.find_example(self._model, example_inputs, lambda args: self._capture(args, {})))
 
     def accumulate(self, batches: int) -> TrainStep:
         """Update at every ``batches``-th call only, with the mean of the gradients of these calls.
@@ -172,8 +153,8 @@ class TrainStep:
         Returns the step itself.
         """
         program = self._latest().rewritten.program
-        with self._watch.meeting(program):
-            for current in self._pipeline.passes:
+        with self._runner.watch.meeting(program):
+            for current in self._pipeline.training:
                 current.settle(program, self._model, self._optimizer)
         return self
 
@@ -217,62 +198,57 @@ class TrainStep:
             _torch.mark_optimizer_called(self._optimizer)
             self._advance()
         if skips is not None and compiled.checked is not None:
-            skips.look([(compiled.checked, self._held[compiled.checked.target])])
+            skips.look([(compiled.checked, self._store[compiled.checked.target])])
         assert loss is not None
         return loss
 
     # --- capturing ---------------------------------------------------------------------------------------------------
 
-    def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Entry:
+    def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Captured:
+        runner = self._runner
         session = CaptureSession(
-            self._model, args, kwargs, loss=self._loss or True, optimizer=self._optimizer,
-            dynamic_shapes=self._dynamic_shapes,
-        )  # fmt: skip
-        with self._watch.capturing():
-            rewritten = rewrite(
-                session, self._pipeline, until="step", verify=self._verify, numbers=self._clock.numbers,
-                compiled=self._backend != "eager",
-            )  # fmt: skip
-        if self._verify == "numerics":
-            check_numerics(rewritten, self._pipeline)
-        shards = rewritten.shards(self._pipeline)
+            self._model,
+            args,
+            kwargs,
+            loss=self._loss or True,
+            optimizer=self._optimizer,
+            dynamic_shapes=self._options.dynamic_shapes,
+        )
+        capture = runner.rewrite(session)
+        program, shards = capture.rewritten.program, capture.rewritten.shards
         if shards is not None:
             shard_state(self._optimizer, {name: self._model.get_parameter(name) for name in shards}, shards)
-        if not self._entries.all() and not self._clock.steps:  # a resumed run goes on with what each rank has loaded
-            with self._watch.meeting(rewritten.program):
-                for current in self._pipeline.passes:
-                    current.prepare(self._model)
-        self._held.require(rewritten.program.held)
-        self._held.check_loaded()
-        if not self._entries.all():
-            announce(self._pipeline, rewritten)
-        return _Entry(rewritten, size_rules(session.forward.program), hyperparameters(self._optimizer))
+        if not runner.captures.all() and not self._clock.steps:  # a resumed run goes on with what each rank has loaded
+            runner.prepare(program, self._model)
+        self._store.require(program.pass_state)
+        self._store.check_loaded()
+        runner.announce(capture)
+        return _Captured(capture.rewritten, capture.rules, hyperparameters(self._optimizer))
 
-    def _variant(self, entry: _Entry) -> _Compiled:
+    def _variant(self, captured: _Captured) -> _Compiled:
         """The compiled program that this call needs, made at its first use."""
         settings = hyperparameters(self._optimizer)
-        if settings != entry.settings:
-            entry.variants.clear()
-            entry.rewritten.retrace(self._pipeline)
-            entry.settings = settings
-        key = self._due(entry.rewritten.program)
-        if key not in entry.variants:
-            program = self._make(entry.rewritten, key)
-            self._held.require(program.held)
-            reserve_host(program)
-            with self._watch.meeting(program):
-                self._agreement.check(program)
-            module, run = compile_program(program, self._backend)
-            run = self._watch.guard(run, module, program, "step")
-            binding = Binding(program, self._model, self._optimizer, self._gradients, self._held)
-            entry.variants[key] = _Compiled(program, module, run, binding, checked_gradients(program))
-        return entry.variants[key]
+        if settings != captured.settings:
+            captured.variants.clear()
+            captured.rewritten.retrace()
+            captured.settings = settings
+        key = self._due(captured.rewritten.program)
+        if key not in captured.variants:
+            captured.variants[key] = self._compile(self._make(captured.rewritten, key))
+        return captured.variants[key]
+
+    def _compile(self, program: Program) -> _Compiled:
+        self._runner.make_ready(program)
+        module, run = compile_program(program, self._options.backend)
+        run = self._runner.watch.guard(run, module, program, "step")
+        binding = Binding(program, self._model, self._optimizer, self._gradients, self._store)
+        return _Compiled(program, module, run, binding, checked_gradients(program))
 
     def _due(self, program: Program) -> _Variant:
         """Which program the next call runs."""
         if self._batches < self._every - 1:
             return _Variant("begin" if self._batches == 0 else "middle", self._every, frozenset(self._gradients), ())
-        forms = {current.name: current.form(self._clock) for current in self._pipeline.passes}
+        forms = {current.name: current.form(self._clock) for current in self._pipeline.training}
         wanted = tuple((name, form) for name, form in forms.items() if form)
         kind: Literal["update", "first update"] = "update" if self._has_state(program) else "first update"
         return _Variant(kind, self._every, frozenset(self._gradients), wanted)
@@ -282,7 +258,7 @@ class TrainStep:
 
     def _advance(self) -> None:
         self._clock.steps += 1
-        for current in self._pipeline.passes:
+        for current in self._pipeline.training:
             current.advance(self._clock)
 
     def _has_state(self, program: Program) -> bool:
@@ -297,24 +273,35 @@ class TrainStep:
         forms = dict(wanted.forms)
         if self._every == 1:
             plain = not first and not forms
-            return rewritten.program if plain else rewritten.lower_joint(self._pipeline, first=first, forms=forms)
+            return rewritten.program if plain else rewritten.lower_joint(first=first, forms=forms)
         program = rewritten.stages["joint"].copy()
         scale_seed(program, self._every)
         if wanted.kind != "begin":
             program = accumulate_gradients(program, self._gradients.keys(), last=wanted.kind != "middle")
         if wanted.kind in ("begin", "middle"):
-            rewritten.finish(program, self._pipeline)
+            rewritten.finish(program)
             return program
-        return rewritten.lower_joint(self._pipeline, first=first, program=program, forms=forms)
+        return rewritten.lower_joint(first=first, program=program, forms=forms)
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
-    def _latest(self) -> _Entry:
-        if self._entries.latest is None:
+    def _latest(self) -> _Captured:
+        latest = self._runner.captures.latest
+        if latest is None:
             raise GraphoptError(
                 "nothing is captured yet: call the step once, or step.prepare(*batch), or give example_inputs="
             )
-        return self._entries.latest
+        return latest
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The passes."""
+        return self._pipeline
+
+    @property
+    def captured(self) -> bool:
+        """Whether there is a program to look at."""
+        return self._runner.captures.latest is not None
 
     @property
     def program(self) -> Program:
@@ -324,15 +311,15 @@ class TrainStep:
     @property
     def graph_module(self) -> fx.GraphModule:
         """The generated module of the latest signature's program; it takes a list of inputs and empties it."""
-        entry = self._latest()
-        found = entry.variants.get(_Variant("update", self._every, frozenset(), ()))
-        return found.module if found else entry.rewritten.program.to_graph_module()
+        captured = self._latest()
+        found = captured.variants.get(_Variant("update", self._every, frozenset(), ()))
+        return found.module if found else captured.rewritten.program.to_graph_module()
 
     @property
     def programs(self) -> dict[str, Program]:
         """Every program of the latest signature that has run or is going to, by what it is for.
 
-        Passes that change in the course of training (``Pass.form``) have several, and so has accumulation.
+        Passes that change in the course of training (``TrainingPass.form``) have several, and so has accumulation.
         """
         return {str(key): compiled.program for key, compiled in self._latest().variants.items()}
 
@@ -352,10 +339,7 @@ class TrainStep:
         Returns:
             the file, which is in the folder of temporary files; in a notebook the frame.
         """
-        from graphopt.report.page import page_of_snapshots
-
-        page = page_of_snapshots(self.snapshots, self.records, pipeline=str(self._pipeline))
-        return show_page(page, self.program.title)
+        return provided(TrainStep, "show")(self)
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
@@ -369,13 +353,13 @@ class TrainStep:
             "version": STATE_VERSION,
             "rank": rank,
             "ranks": ranks,
-            "local": self._held.local(),
+            "local": self._store.local(),
             "steps": self._clock.steps,
             "numbers": dict(self._clock.numbers),
             "accumulate": self._every,
             "batches": self._batches,
             "gradients": {name: tensor.clone() for name, tensor in self._gradients.items()},
-            "held": self._held.state_dict(),
+            "held": self._store.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -386,7 +370,7 @@ class TrainStep:
         """
         parameters = dict(self._model.named_parameters())
         check_state(state, parameters)
-        self._held.load(state["held"], state["local"])
+        self._store.load(state["held"], state["local"])
         self._clock.steps = int(state["steps"])
         self._clock.numbers.clear()  # programs share the dictionary
         self._clock.numbers.update({name: float(number) for name, number in state["numbers"].items()})
@@ -398,9 +382,7 @@ class TrainStep:
         )
 
     def _repr_html_(self) -> str:
-        if self._entries.latest is None:
-            return f"<div>{safe(self)}: nothing is captured yet</div>"
-        return rewritten_html(repr(self), self.program, self.records)
+        return str(provided(TrainStep, "notebook")(self))
 
     def __repr__(self) -> str:
         return f"<TrainStep of {type(self._model).__name__}, passes {str(self._pipeline) or 'none'}>"
@@ -435,11 +417,7 @@ def optimize_step(
         PipelineError: where the passes do not fit together.
         CaptureError: where the model, loss or optimizer cannot be captured; the optimizer then works in drop-in mode.
     """
-    step = TrainStep(
-        model, optimizer, Pipeline(passes), loss=loss, dynamic_shapes=dynamic_shapes, backend=backend, verify=verify
-    )
+    step = TrainStep(model, optimizer, Options.checked(model, passes, dynamic_shapes, backend, verify), loss)
     if example_inputs is not None:
-        if not isinstance(example_inputs, (tuple, list)):
-            raise CaptureError(f"example_inputs is a tuple of the batch's parts, got {type(example_inputs).__name__}")
-        step.prepare(*example_inputs)
+        step.prepare_example(example_inputs)
     return step

@@ -43,6 +43,7 @@ from network import Network, NetworkError, network
 from torch import nn
 
 import graphopt
+from graphopt.ir.node import value_of
 from graphopt.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST
 from graphopt.ir.ops.values import storage_bytes
 from graphopt.passes import AdaptiveLocalSGD, DataParallel, DeepGradientCompression, LocalSGD
@@ -158,7 +159,7 @@ def received_bytes(program: graphopt.Program) -> float:
     """Bytes that come to a rank in one run."""
     factors = {ALL_REDUCE: 2 * (WORLD - 1) / WORLD, ALL_GATHER: (WORLD - 1) / WORLD, BROADCAST: 1.0}
     nodes = [node for node in program.graph.nodes if node.target in factors]
-    return sum(factors[node.target] * storage_bytes(node.meta["val"]) for node in nodes)
+    return sum(factors[node.target] * storage_bytes(value_of(node)) for node in nodes)
 
 
 class Trainer:

@@ -25,7 +25,7 @@ from torch import fx
 import graphopt
 from graphopt import Phase, _torch
 from graphopt.capture import CaptureSession
-from graphopt.ir.program import InputSpec, NodeInfo, OutputSpec, set_info
+from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, set_info
 from graphopt.report.page import Story, page_of_story, story_of_program, story_of_snapshots
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.runtime.rewrite import Rewritten, rewrite

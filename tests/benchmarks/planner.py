@@ -33,7 +33,7 @@ from graphopt.rewriting.memory.planning_problem import planning_problem
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.planning_graphs import PUBLISHED, PUBLISHED_PLANS, published_problem, seeded_problem
+from tests.support.planning_graphs import PUBLISHED, PUBLISHED_PLANS, published_problem, seeded_problem
 
 SMALL = ("googlenet", "unet")
 

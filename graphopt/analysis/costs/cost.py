@@ -22,12 +22,14 @@ from graphopt.analysis.costs.isolated_call import LARGEST_CALL, call_bytes, call
 from graphopt.analysis.costs.profiles import EFFICIENCY, PROFILES, DeviceProfile, profile_of
 from graphopt.analysis.costs.roofline import call_device, flops_of, moved_bytes, roofline_seconds
 from graphopt.analysis.costs.timing import measured_seconds
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import format_bytes
+from graphopt.ir.timeline import MemoryTimeline
 
 __all__ = [
+    "COSTS",
     "EFFICIENCY",
     "PROFILES",
     "CostReport",
@@ -35,7 +37,9 @@ __all__ = [
     "Method",
     "Tier",
     "cache_folder",
+    "check_cost",
     "cost_report",
+    "costs_of",
     "flops_of",
     "link_bandwidth",
     "moved_bytes",
@@ -43,6 +47,9 @@ __all__ = [
     "profile_of",
     "roofline_seconds",
 ]
+
+COSTS = ("measured", "roofline", *PROFILES)
+"""The names of cost models: measured on this device, its roofline, the roofline of a device by name."""
 
 logger = logging.getLogger("graphopt")
 
@@ -242,3 +249,26 @@ class _Roofline:
         if device not in self._profiles:
             self._profiles[device] = profile_of(device, cache=self._cache)
         return self._profiles[device]
+
+
+def check_cost(cost: str) -> None:
+    """Refuse a name that is not in ``COSTS``.
+
+    Raises:
+        GraphoptError: with the near names.
+    """
+    if cost not in COSTS:
+        raise GraphoptError(f"there is no cost model {cost!r}; {did_you_mean(cost, COSTS) or list(COSTS)}")
+
+
+def costs_of(memory: MemoryTimeline, cost: str, *, progress: Callable[[int, int], None] | None = None) -> CostReport:
+    """Seconds of every call of a program, by one of ``COSTS``.
+
+    Args:
+        memory: the program's timeline; seconds are in the order of its ``nodes``.
+        cost: how to find them.
+        progress: called with (distinct calls measured, distinct calls to measure) after each of them.
+    """
+    if cost == "measured":
+        return cost_report(memory.nodes, progress=progress)
+    return cost_report(memory.nodes, method="roofline", profile=PROFILES.get(cost))

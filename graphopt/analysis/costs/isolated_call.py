@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from graphopt import _torch
+from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import storage_bytes, tensors_of
-from graphopt.ir.program import Phase, info
 
 __all__ = ["LARGEST_CALL", "Fill", "call_bytes", "call_key", "call_tensors", "prepare", "real_call", "refusal", "sizes"]
 
@@ -55,9 +55,7 @@ def call_key(node: fx.Node) -> str:
     if refusal(node):
         return ""
     target, args, kwargs = real_call(node)
-    described = _torch.map_aggregate(
-        (args, kwargs), lambda a: _describe(a.meta.get("val")) if isinstance(a, fx.Node) else a
-    )
+    described = _torch.map_aggregate((args, kwargs), lambda a: _describe(value_of(a)) if isinstance(a, fx.Node) else a)
     return f"{target}{described}{torch.get_num_threads()}"
 
 
@@ -83,7 +81,7 @@ def _number(value: Any) -> Any:
 
 def call_tensors(node: fx.Node) -> list[torch.Tensor]:
     """The example values of what a call returns and of what it is given."""
-    return [t for n in (node, *node.all_input_nodes) for t in tensors_of(n.meta.get("val"))]
+    return [t for n in (node, *node.all_input_nodes) for t in tensors_of(value_of(n))]
 
 
 def call_bytes(node: fx.Node) -> int:
@@ -106,6 +104,6 @@ def prepare(node: fx.Node, fill: Fill) -> tuple[Any, tuple[Any, ...], dict[str, 
         return _number(value)
 
     target, args, kwargs = real_call(node)
-    made = {source: _torch.pytree.tree_map(real, source.meta["val"]) for source in node.all_input_nodes}
+    made = {source: _torch.pytree.tree_map(real, value_of(source)) for source in node.all_input_nodes}
     args, kwargs = _torch.map_aggregate((args, kwargs), lambda a: made[a] if isinstance(a, fx.Node) else a)
     return target, args, kwargs

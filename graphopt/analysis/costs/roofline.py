@@ -19,9 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from graphopt import _torch
 from graphopt.analysis.costs.isolated_call import call_tensors, real_call, sizes
 from graphopt.analysis.costs.profiles import DeviceProfile
+from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import tensors_of
-from graphopt.ir.program import Phase, info
 
 __all__ = ["call_device", "flops_of", "moved_bytes", "roofline_seconds"]
 
@@ -67,19 +67,19 @@ def moved_bytes(node: fx.Node) -> int:
 
 
 def _given(node: fx.Node) -> list[torch.Tensor]:
-    return [tensor for source in node.all_input_nodes for tensor in tensors_of(source.meta.get("val"))]
+    return [tensor for source in node.all_input_nodes for tensor in tensors_of(value_of(source))]
 
 
 def _written(node: fx.Node) -> list[torch.Tensor]:
     changed = schema.mutated_inputs(node)
-    values = [source.meta.get("val") for source in changed] if changed else [_result(node)]
+    values = [value_of(source) for source in changed] if changed else [_result(node)]
     return [tensor for value in values for tensor in tensors_of(value)]
 
 
 def _crosses(node: fx.Node) -> bool:
     """Whether what is written is on another device than everything that is read."""
     changed = schema.mutated_inputs(node)
-    read = {t.device.type for n in node.all_input_nodes if n not in changed for t in tensors_of(n.meta.get("val"))}
+    read = {t.device.type for n in node.all_input_nodes if n not in changed for t in tensors_of(value_of(n))}
     return bool(read) and read.isdisjoint(tensor.device.type for tensor in _written(node))
 
 
@@ -102,7 +102,7 @@ def flops_of(node: fx.Node) -> int:
     if not isinstance(target, _torch.OpOverload) or not _given(node):
         return 0
     args, kwargs = _torch.map_aggregate(
-        (args, kwargs), lambda a: _without_data(a.meta["val"] if isinstance(a, fx.Node) else a)
+        (args, kwargs), lambda a: _without_data(value_of(a) if isinstance(a, fx.Node) else a)
     )
     formula = _FORMULAS.get(target._schema.name, partial(_by_parts, target))
     try:
@@ -116,8 +116,8 @@ def flops_of(node: fx.Node) -> int:
 
 def _result(node: fx.Node) -> Any:
     """What the op itself returns, without the generator's state that may be returned beside it."""
-    value = node.meta.get("val")
-    return value[1] if node.target is _torch.run_and_save_rng_state else value  # type: ignore[index]
+    value = value_of(node)
+    return value[1] if node.target is _torch.run_and_save_rng_state else value
 
 
 def _without_data(value: Any) -> Any:

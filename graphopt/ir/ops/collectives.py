@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from graphopt import _torch
+from graphopt.ir.node import value_of
 from graphopt.ir.ops.all_gather import all_gather_into_tensor
 from graphopt.ir.ops.values import storage_bytes, tensors_of
 
@@ -44,4 +45,4 @@ def workspace_bytes(node: fx.Node) -> int:
     """
     if node.target is not ALL_GATHER:
         return 0
-    return sum(storage_bytes(tensor) for tensor in tensors_of(node.meta.get("val")) if tensor.device.type == "cpu")
+    return sum(storage_bytes(tensor) for tensor in tensors_of(value_of(node)) if tensor.device.type == "cpu")

@@ -30,6 +30,7 @@ import torch
 from torch import fx
 
 from graphopt import _torch
+from graphopt.ir.node import value_of
 
 __all__ = ["element_call", "elements"]
 
@@ -85,7 +86,7 @@ def _given(node: fx.Node, position: int, name: str) -> Any:
 
 def _uniform(lists: Sequence[Sequence[Any]]) -> bool:
     """Whether the same kernel handles the whole lists and any of their elements."""
-    tensors = [[item.meta["val"] for item in items if isinstance(item, fx.Node)] for items in lists]
+    tensors = [[value_of(item) for item in items if isinstance(item, fx.Node)] for items in lists]
     tensors = [values for values in tensors if values and all(isinstance(v, torch.Tensor) for v in values)]
     if any(len({(value.dtype, value.device) for value in values}) > 1 for values in tensors):
         return False

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphopt.ir.node import value_of
 from graphopt.ir.ops.softmax import safe_softmax, safe_softmax_
 
 __all__ = ["FUNCTIONAL", "IN_PLACE", "InPlace", "as_functional", "as_in_place", "in_place"]
@@ -83,7 +84,7 @@ def in_place(node: fx.Node) -> InPlace | None:
     if form is None or (node.kwargs and not form.keywords):
         return None
     if form.dimension is not None:
-        first, dimension = node.args[0].meta["val"], node.args[form.dimension]  # type: ignore[union-attr]
+        first, dimension = value_of(node.args[0]), node.args[form.dimension]  # type: ignore[arg-type]
         last = dimension in (-1, first.dim() - 1)
         if not (last and first.device.type == "cpu" and first.is_contiguous()):
             return None

@@ -17,7 +17,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["check_and_unscale_", "put_back_", "update_scale_"]
+__all__ = ["FOUND_INF", "check_and_unscale_", "put_back_", "update_scale_"]
+
+FOUND_INF = "found_inf"
+"""The name of the tensor of one element that is 1 where a gradient is not finite, else 0; ranks take its maximum."""
 
 _torch_library: Any = torch.library  # torch leaves it untyped
 _library = _torch_library.Library("graphopt", "FRAGMENT")

@@ -4,11 +4,11 @@ In a program they stand where passes put them::
 
     handle = graphopt.offload(x, "host")            # starts copying x's storage away
     ...                                             # computing goes on; x may still be read, not written
-    held = graphopt.offload_wait(handle, x)         # x may be freed after this
+    away = graphopt.offload_wait(handle, x)         # x may be freed after this
     ...
-    y = graphopt.prefetch(held, size, stride, storage_offset, storage_size, dtype, device)    # starts copying back
+    y = graphopt.prefetch(away, size, stride, storage_offset, storage_size, dtype, device)    # starts copying back
     ...
-    z = graphopt.prefetch_wait(y, held)             # equal to x, bit for bit
+    z = graphopt.prefetch_wait(y, away)             # equal to x, bit for bit
 
 A handle is an int64 tensor of shape [1] on the CPU, outside of torch's allocator. It owns what is held: when its
 storage is freed, with the last tensor or saved tensor that shares it, the held bytes are given up, whatever happened in

@@ -7,17 +7,16 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import format_bytes, storage_bytes, tensors_of
 from graphopt.ir.program import Program
 from graphopt.report.console.terminal import Span, first_rank, write_spans
+from graphopt.rewriting.pass_ import Pass, PassRecord
 from graphopt.rewriting.spec import option_fields
-
-if TYPE_CHECKING:
-    from graphopt.rewriting.pipeline import Pass, PassRecord, Pipeline
-    from graphopt.runtime.rewrite import Rewritten
+from graphopt.runtime.rewrite import Rewritten
 
 __all__ = ["announce", "overview_spans", "overview_text"]
 
@@ -34,18 +33,18 @@ _NUMERICS = {
 }
 
 
-def announce(pipeline: Pipeline, rewritten: Rewritten) -> None:
+def announce(rewritten: Rewritten, first: bool) -> None:
     """Write the overview to stderr at the start of training.
 
     It is written by rank 0, where stderr is a terminal; ``GRAPHOPT_OVERVIEW=1`` writes it anywhere, and
     ``GRAPHOPT_OVERVIEW=0`` nowhere.
 
     Args:
-        pipeline: all passes that were given.
-        rewritten: what came of them.
+        rewritten: what came of the passes.
+        first: whether it is the first capture of a model or step; nothing is written for others.
     """
-    if _wanted() and first_rank():
-        write_spans(overview_spans(pipeline.passes, rewritten.records, rewritten.program), sys.stderr)
+    if first and _wanted() and first_rank():
+        write_spans(overview_spans(rewritten.pipeline.passes, rewritten.records, rewritten.program), sys.stderr)
 
 
 def _wanted() -> bool:
@@ -140,7 +139,7 @@ def _exchange(program: Program) -> str:
     starts = [n for n in program.graph.nodes if schema.is_collective(n) and not schema.hands_on(n)]
     if not starts:
         return "nothing"
-    size = sum(storage_bytes(t) for node in starts for s in node.all_input_nodes for t in tensors_of(s.meta.get("val")))
+    size = sum(storage_bytes(t) for node in starts for s in node.all_input_nodes for t in tensors_of(value_of(s)))
     kinds = Counter(schema.op_name(node).rstrip("_") for node in starts)
     listed = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     return f"this rank puts {format_bytes(size)} per step into collectives: {listed}"

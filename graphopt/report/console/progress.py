@@ -5,18 +5,12 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
 
-from graphopt.ir.ops.values import format_bytes
-from graphopt.ir.program import Program
 from graphopt.report.console.escape import visible
-from graphopt.report.console.terminal import displayed, first_rank, is_terminal
+from graphopt.report.console.terminal import displayed, first_rank, is_terminal, working
 
-if TYPE_CHECKING:
-    from graphopt.planning.frontier import Frontier
-    from graphopt.rewriting.pipeline import Pass, PassRecord
-
-__all__ = ["ShowPasses", "measuring", "progress_bar", "searching"]
+__all__ = ["TerminalProgress", "progress_bar"]
 
 
 @contextlib.contextmanager
@@ -47,45 +41,13 @@ def progress_bar(message: str) -> Iterator[Callable[[float, str], None]]:
         yield show
 
 
-@contextlib.contextmanager
-def measuring() -> Iterator[Callable[[int, int], None]]:
-    """A bar while the seconds of calls are measured; gives what ``cost_report`` takes as ``progress``."""
-    with progress_bar("measuring the calls") as show:
-        yield lambda done, total: show(done / total, f"{done} of {total}")
+class TerminalProgress:
+    """Shows long work on the terminal that stderr is, of rank 0; nothing elsewhere."""
 
+    def working(self, message: str) -> AbstractContextManager[Callable[[str], None]]:
+        """A spinner with ``message``."""
+        return working(message)
 
-@contextlib.contextmanager
-def searching(hint: str = "") -> Iterator[Callable[[float, Frontier], None]]:
-    """A bar while plans are searched; gives what ``Fitting`` takes as ``progress``.
-
-    Args:
-        hint: what the user can do meanwhile.
-    """
-    with progress_bar("searching plans") as show:
-
-        def progress(share: float, frontier: Frontier) -> None:
-            show(share, f"smallest peak {format_bytes(frontier.lowest.peak)}{hint and f'; {hint}'}")
-
-        yield progress
-
-
-class ShowPasses:
-    """Says which pass is running; an instrument of the pipeline.
-
-    Args:
-        show: is called with the stage and the pass.
-    """
-
-    def __init__(self, show: Callable[[str], None]) -> None:
-        self._show = show
-
-    def before_pass(self, current: Pass, program: Program) -> None:
-        """Show the pass that begins."""
-        self._show(f"{program.stage} stage, {current.name}")
-
-    def after_pass(self, current: Pass, program: Program, record: PassRecord) -> None:
-        """Show the stage alone."""
-        self._show(f"{program.stage} stage")
-
-    def failed_pass(self, current: Pass, before: Program, error: Exception) -> None:
-        """Nothing: the error is the user's to read."""
+    def bar(self, message: str) -> AbstractContextManager[Callable[[float, str], None]]:
+        """A bar with ``message``."""
+        return progress_bar(message)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from graphopt.ir.node import info
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import type_text
-from graphopt.ir.program import Program, info
+from graphopt.ir.program import Program
 from graphopt.report.pictures.picture import PHASE_COLORS, printable
 
 __all__ = ["to_dot"]

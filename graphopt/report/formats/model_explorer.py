@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import fx
 
+from graphopt.ir.node import InputSpec, OutputSpec, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import format_bytes, storage_bytes, tensors_of, type_text
-from graphopt.ir.program import InputSpec, OutputSpec, Program, info
+from graphopt.ir.program import Program
 from graphopt.report.pictures.picture import PHASE_COLORS
 
 __all__ = ["to_model_explorer"]
@@ -41,7 +42,7 @@ def to_model_explorer(program: Program) -> dict[str, Any]:
 def _inputs(program: Program) -> Iterator[dict[str, Any]]:
     for node, spec in zip(program.placeholders, program.inputs, strict=True):
         group = "/".join(["inputs", spec.role, *_owner(spec)])
-        yield _node(node.name, spec.target, group, {"role": spec.role}, [], node.meta.get("val"))
+        yield _node(node.name, spec.target, group, {"role": spec.role}, [], value_of(node))
 
 
 def _calls(program: Program) -> Iterator[dict[str, Any]]:
@@ -57,7 +58,7 @@ def _calls(program: Program) -> Iterator[dict[str, Any]]:
         group = "/".join([known.phase.value, *_modules(known.module)])
         color, tint, _ = PHASE_COLORS[known.phase]
         yield {
-            **_node(node.name, schema.op_name(node), group, attributes, node.all_input_nodes, node.meta.get("val")),
+            **_node(node.name, schema.op_name(node), group, attributes, node.all_input_nodes, value_of(node)),
             "style": {"backgroundColor": tint, "borderColor": color, "hoveredBorderColor": color},
         }
 

@@ -11,16 +11,16 @@ from typing import Any
 
 from torch import fx
 
-import graphopt
-from graphopt.analysis.costs.cost import CostReport
-from graphopt.analysis.liveness import MemoryTimeline
+from graphopt.analysis.costs.cost import CostReport, check_cost, costs_of
 from graphopt.errors import GraphoptError
+from graphopt.ir.node import info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import type_text
-from graphopt.ir.program import Program, info
+from graphopt.ir.program import Program
 from graphopt.ir.text import Writer
+from graphopt.ir.timeline import MemoryTimeline
+from graphopt.ir.version import VERSION
 from graphopt.report.text.memory_bands import bytes_by_category
-from graphopt.rewriting.memory.budget import check_cost, costs_of
 
 __all__ = ["to_perfetto"]
 
@@ -44,7 +44,7 @@ def to_perfetto(program: Program, *, cost: str = "roofline", costs: CostReport |
     Args:
         program: of any stage.
         cost: where seconds come from: ``roofline`` (runs nothing of the program), ``measured``, or the name of a device
-            (``graphopt.rewriting.memory.budget.COSTS``).
+            (``graphopt.analysis.costs.cost.COSTS``).
         costs: seconds of the program's calls that are known already, in place of ``cost``.
 
     Returns:
@@ -70,7 +70,7 @@ def to_perfetto(program: Program, *, cost: str = "roofline", costs: CostReport |
             "title": title,
             "passes": ", ".join(program.history),
             "times": f"predicted: {str(known).splitlines()[0]}",
-            "graphopt": graphopt.__version__,
+            "graphopt": VERSION,
         },
     }
 
@@ -133,7 +133,7 @@ class _Run:
         opening, arguments, closing = self._writer.call(node)
         about = {
             "node": node.name,
-            "type": type_text(node.meta.get("val")),
+            "type": type_text(value_of(node)),
             "phase": known.phase.value,
             "module": known.module,
             "names": ", ".join(known.names),

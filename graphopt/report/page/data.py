@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import fx
 
-from graphopt.analysis.liveness import MemoryTimeline, Storage, storages_of
-from graphopt.ir.program import Phase
+from graphopt.analysis.liveness import storages_of
+from graphopt.ir.node import Phase
+from graphopt.ir.timeline import MemoryTimeline, Storage
 from graphopt.report.page.changes import text_diffs
 from graphopt.report.page.kept import activations, activations_json, kept_storages
 from graphopt.report.page.lineage import Difference, Lineage, follow

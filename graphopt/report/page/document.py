@@ -7,16 +7,14 @@ import hashlib
 import json
 from collections.abc import Sequence
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from graphopt.ir.program import Program
 from graphopt.report.console.escape import safe
 from graphopt.report.page.data import page_data
 from graphopt.report.page.story import MeasuredPeaks, Story, story_of_program, story_of_snapshots
-
-if TYPE_CHECKING:
-    from graphopt.rewriting.pipeline import PassRecord
-    from graphopt.runtime.rewrite import Rewritten
+from graphopt.rewriting.pass_ import PassRecord
+from graphopt.runtime.rewrite import Rewritten
 
 __all__ = ["SCRIPTS", "page_of_program", "page_of_rewritten", "page_of_snapshots", "page_of_story"]
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import fx
 
-from graphopt.analysis.liveness import MemoryTimeline, Storage
+from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import tensors_of, type_text
-from graphopt.ir.program import Phase, info
 from graphopt.ir.text import short_source
+from graphopt.ir.timeline import MemoryTimeline, Storage
 from graphopt.report.page.sheet import merge_orders
 from graphopt.report.pictures.visits import Placement
 
@@ -120,7 +120,7 @@ def _kept(placement: Placement, timeline: MemoryTimeline) -> dict[str, _Kept]:
         place = next((index for index, one in enumerate(made) if one is storage), 0)
         name = storage.names[0] if storage.names else storage.owner.name
         name = f"{name}.{place}" if name in found else name
-        tensors = tensors_of(storage.owner.meta.get("val"))
+        tensors = tensors_of(value_of(storage.owner))
         kind = type_text(tensors[place]) if len(tensors) == len(made) else ""
         found[name] = _Kept(name, storage.bytes, kind, info(storage.owner).source)
     return found

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from graphopt.ir.program import Program, info
+from graphopt.ir.node import info
+from graphopt.ir.program import Program
 from graphopt.ir.text import Writer
 
 __all__ = ["Difference", "Lineage", "follow"]

@@ -8,7 +8,8 @@ from graphopt.errors import PipelineError
 from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
 from graphopt.report.page.story import Story
-from graphopt.rewriting.pipeline import PassRecord, find_pass
+from graphopt.rewriting.pass_ import PassRecord
+from graphopt.rewriting.registry import find_pass
 from graphopt.rewriting.spec import option_fields, parse_passes
 
 __all__ = ["passes_json", "sentence"]

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from graphopt.analysis.costs.isolated_call import real_call
+from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import storage_bytes, tensors_of, type_text
-from graphopt.ir.program import Phase, Program, info
+from graphopt.ir.program import Program
 from graphopt.ir.text import Writer
 from graphopt.report.page.sheet import Place
 
@@ -92,7 +93,7 @@ class Records:
 
     def _type(self, node: fx.Node) -> tuple[int, int]:
         """The type of a node's value, and the bytes that it makes; snapshots share values, which are looked at once."""
-        value = node.meta.get("val")
+        value = value_of(node)
         if id(value) not in self._types:
             size = sum(storage_bytes(tensor) for tensor in tensors_of(value))
             self._types[id(value)] = (value, self._strings(type_text(value)), size)

@@ -14,7 +14,8 @@ from typing import NamedTuple, TypeVar
 
 from torch import fx
 
-from graphopt.ir.program import Phase, Program
+from graphopt.ir.node import Phase
+from graphopt.ir.program import Program
 from graphopt.report.page.lineage import Lineage
 from graphopt.report.page.tree import Item, module_tree
 from graphopt.report.pictures.visits import Lane, Placement, Visit, merge_visits

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from graphopt.errors import GraphoptError
 from graphopt.ir.program import Program
-
-if TYPE_CHECKING:
-    from graphopt.rewriting.pipeline import PassRecord
+from graphopt.rewriting.pass_ import PassRecord
 
 __all__ = ["WITHOUT_PASSES", "MeasuredPeaks", "Snapshot", "Story", "story_of_program", "story_of_snapshots"]
 

@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import fx
 
-from graphopt.analysis.liveness import MemoryTimeline
-from graphopt.ir.program import Phase, info
+from graphopt.ir.node import Phase, info
+from graphopt.ir.timeline import MemoryTimeline
 from graphopt.report.page.records import Strings
 
 __all__ = ["CATEGORIES", "timeline_json"]
 
 CATEGORIES = (
-    "parameters", "buffers", "optimizer state", "held by passes", "inputs", "gradients", "activations", "recomputed",
+    "parameters", "buffers", "optimizer state", "pass state", "inputs", "gradients", "activations", "recomputed",
     "backward", "in flight", "update", "temporaries",
 )  # fmt: skip
 """The order of categories in the chart, from its bottom; others come on top of them."""
@@ -34,8 +34,8 @@ def timeline_json(
         strings: where texts go.
         measured: bytes that running it took above what is resident, where that was measured.
     """
-    held = [storage for storage in timeline.storages if storage.bytes]
-    found = dict.fromkeys([*CATEGORIES, *(storage.category for storage in held)])
+    storages = [storage for storage in timeline.storages if storage.bytes]
+    found = dict.fromkeys([*CATEGORIES, *(storage.category for storage in storages)])
     category = {name: number for number, name in enumerate(found)}
     return {
         "categories": list(category),
@@ -47,12 +47,12 @@ def timeline_json(
         "temporaries": [[position, size] for position, size in enumerate(timeline.temporaries) if size],
         "sections": _sections(timeline),
         "storages": {
-            "name": [strings(s.names[0] if s.names else s.owner.name) for s in held],
-            "record": [record[s.owner] for s in held],
-            "bytes": [s.bytes for s in held],
-            "category": [category[s.category] for s in held],
-            "first": [s.first for s in held],
-            "last": [s.last for s in held],
+            "name": [strings(s.names[0] if s.names else s.owner.name) for s in storages],
+            "record": [record[s.owner] for s in storages],
+            "bytes": [s.bytes for s in storages],
+            "category": [category[s.category] for s in storages],
+            "first": [s.first for s in storages],
+            "last": [s.last for s in storages],
         },
     }
 

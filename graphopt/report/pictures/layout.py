@@ -15,8 +15,10 @@ from typing import Literal, NamedTuple
 
 from torch import fx
 
-from graphopt.analysis.liveness import Storage, storages_of
-from graphopt.ir.program import Phase, Program
+from graphopt.analysis.liveness import storages_of
+from graphopt.ir.node import Phase
+from graphopt.ir.program import Program
+from graphopt.ir.timeline import Storage
 from graphopt.report.pictures.folding import FRAME_HEAD, ROW_HEIGHT, Frame, Row, Sheet, arrange
 from graphopt.report.pictures.visits import Lane, Placement, merge_visits
 

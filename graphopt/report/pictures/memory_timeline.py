@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from graphopt.analysis.liveness import MemoryTimeline
+from graphopt.ir.node import info
 from graphopt.ir.ops.values import format_bytes
-from graphopt.ir.program import info
+from graphopt.ir.timeline import MemoryTimeline
 from graphopt.report.console.escape import safe
 from graphopt.report.text.memory_bands import (
     CATEGORY_STYLES,
@@ -149,8 +149,8 @@ class _Chart:
     def _description(self) -> str:
         categories = self.timeline.categories if self.timeline.nodes else {}
         parts = sorted(categories.items(), key=lambda item: -item[1])
-        held = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
-        return ". ".join([*self._facts(), *([f"At the peak: {held}"] if held else [])]) + "."
+        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
+        return ". ".join([*self._facts(), *([f"At the peak: {listed}"] if listed else [])]) + "."
 
     # --- the chart ---------------------------------------------------------------------------------------------------
 

@@ -11,9 +11,10 @@ from functools import cached_property
 from torch import fx
 
 from graphopt import _torch
+from graphopt.ir.node import Phase, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import format_bytes, storage_bytes, tensors_of
-from graphopt.ir.program import Phase, Program
+from graphopt.ir.program import Program
 from graphopt.report.console.escape import printable, safe
 from graphopt.report.pictures.layout import COLUMNS, ROW_HEIGHT, Box, Edge, Lane, Layout, lay_out
 
@@ -125,7 +126,7 @@ def _ops(nodes: list[fx.Node]) -> str:
     size: Counter[str] = Counter()
     for node in [n for n in nodes if not schema.is_view(n) and schema.op_name(n) != "getitem"] or nodes:
         count[_called(node)] += 1
-        size[_called(node)] += sum(storage_bytes(tensor) for tensor in tensors_of(node.meta.get("val")))
+        size[_called(node)] += sum(storage_bytes(tensor) for tensor in tensors_of(value_of(node)))
     return ", ".join(f"{name} ×{count[name]}" if count[name] > 1 else name for name, _ in size.most_common())
 
 

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from torch import fx
 
+from graphopt.ir.node import Phase, info
 from graphopt.ir.ops import schema
-from graphopt.ir.program import Phase, Program, info
+from graphopt.ir.program import Program
 
 __all__ = ["Lane", "Placement", "Visit", "merge_visits"]
 

@@ -6,13 +6,10 @@ import difflib
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from graphopt.report.console.terminal import Span, line_style
 from graphopt.report.text.snapshots import heading, labelled
-
-if TYPE_CHECKING:
-    from graphopt.runtime.rewrite import Rewritten
+from graphopt.runtime.rewrite import Rewritten
 
 __all__ = ["after_each_lines", "marked_lines"]
 

@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from graphopt.analysis.dominators import Candidate
+from graphopt.ir.node import Candidate
 from graphopt.ir.ops.values import format_bytes
-from graphopt.ir.text import short_source
-from graphopt.report.text.tensor_table import aligned
+from graphopt.ir.text import aligned, short_source
 
 __all__ = ["candidates_json", "candidates_text"]
 

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from graphopt.ir.ops.values import DTYPE_NAMES
-from graphopt.report.text.tensor_table import aligned
+from graphopt.ir.text import aligned
 from graphopt.runtime.comparison.bisect import By, Denied
 from graphopt.runtime.comparison.tensor_errors import Comparison, TensorError
 

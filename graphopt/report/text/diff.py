@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from graphopt.errors import GraphoptError
+from graphopt.ir.node import NodeInfo, OutputSpec, Phase, info, value_of
 from graphopt.ir.ops.values import format_bytes, type_text
-from graphopt.ir.program import NodeInfo, OutputSpec, Phase, Program, info
+from graphopt.ir.program import Program
 from graphopt.ir.text import Writer, ends_of_life, input_line, output_line, statement
 
 __all__ = ["diff"]
@@ -133,7 +134,7 @@ def _call_key(node: fx.Node, writer: Writer) -> Hashable:
 
 
 def _typed_key(node: fx.Node, writer: Writer) -> Hashable:
-    return _call_key(node, writer), type_text(node.meta.get("val"))
+    return _call_key(node, writer), type_text(value_of(node))
 
 
 def _name_key(node: fx.Node) -> Hashable:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-import graphopt
 from graphopt.ir.ops.values import format_bytes, format_seconds
-from graphopt.report.text.tensor_table import aligned
+from graphopt.ir.text import aligned
+from graphopt.ir.version import VERSION
 from graphopt.rewriting.distributed.prediction.advice import MOST_RANKS, SHARE, ExchangePlan
 from graphopt.rewriting.distributed.prediction.link import format_bandwidth
 from graphopt.rewriting.distributed.prediction.predict import Prediction
@@ -187,7 +187,7 @@ def exchange_json(plan: ExchangePlan, passes: tuple[str, ...] = ()) -> dict[str,
     workload = plan.workload
     return {
         "schema": SCHEMA_VERSION,
-        "versions": {"graphopt": graphopt.__version__, "torch": str(torch.__version__)},
+        "versions": {"graphopt": VERSION, "torch": str(torch.__version__)},
         "title": workload.title,
         "stage": workload.stage,
         "passes": list(passes),

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-import graphopt
 from graphopt.analysis.costs.cost import CostReport
 from graphopt.ir.ops.values import format_bytes, format_seconds
+from graphopt.ir.text import aligned
+from graphopt.ir.version import VERSION
 from graphopt.planning import Simulated
-from graphopt.report.text.tensor_table import aligned
 from graphopt.rewriting.memory.fit import Fitted, Fitting
 
 __all__ = ["SCHEMA_VERSION", "FrontierPoint", "FrontierReport", "fitted_point", "frontier_report"]
@@ -125,7 +125,7 @@ class FrontierReport:
         """All of it as plain data, every plan included; sizes in bytes, times in seconds."""
         return {
             "schema": SCHEMA_VERSION,
-            "versions": {"graphopt": graphopt.__version__, "torch": str(torch.__version__)},
+            "versions": {"graphopt": VERSION, "torch": str(torch.__version__)},
             "title": self.title,
             "stage": self.stage,
             "passes": list(self.passes),

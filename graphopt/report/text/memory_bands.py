@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from graphopt.analysis.liveness import MemoryTimeline
-from graphopt.ir.program import Phase, info
+from graphopt.ir.node import Phase, info
+from graphopt.ir.timeline import MemoryTimeline
 
 __all__ = [
     "CATEGORY_STYLES",
@@ -25,7 +25,7 @@ CATEGORY_STYLES = {
     "parameters": ("#6e7781", ""),
     "buffers": ("#8c959f", "cross"),
     "optimizer state": ("#afb8c1", "rise"),
-    "held by passes": ("#9467bd", "fall"),
+    "pass state": ("#9467bd", "fall"),
     "inputs": ("#c8ced4", "dots"),
     "gradients": ("#d55e00", "rise"),
     "activations": ("#56b4e9", ""),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphopt.analysis.liveness import LiveTensor, MemoryTimeline
+from graphopt.ir.node import info
 from graphopt.ir.ops.values import format_bytes
-from graphopt.ir.program import Program, info
-from graphopt.ir.text import short_source
+from graphopt.ir.program import Program
+from graphopt.ir.text import aligned, short_source
+from graphopt.ir.timeline import LiveTensor, MemoryTimeline
 from graphopt.report.console.terminal import Span
 from graphopt.report.text.memory_chart import category_style, chart
-from graphopt.report.text.tensor_table import aligned
 
 __all__ = ["memory_json", "memory_spans", "memory_text"]
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from graphopt.rewriting.pass_ import Pass
 from graphopt.rewriting.spec import OptionField, option_fields
-
-if TYPE_CHECKING:
-    from graphopt.rewriting.pipeline import Pass
 
 __all__ = ["passes_json", "passes_text"]
 

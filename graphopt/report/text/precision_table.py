@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from graphopt.analysis.liveness import MemoryTimeline, Storage
+from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.values import format_bytes, storage_bytes
-from graphopt.ir.program import Phase, Program, info
-from graphopt.report.text.tensor_table import aligned
-from graphopt.rewriting.pipeline import Pass
+from graphopt.ir.program import Program
+from graphopt.ir.text import aligned
+from graphopt.ir.timeline import MemoryTimeline, Storage
+from graphopt.rewriting.pass_ import Pass
 from graphopt.rewriting.precision.casts import parameter_casts
 
 __all__ = [
@@ -33,7 +34,7 @@ _ROWS = {
     "state": "optimizer state",
     "activations": "activations",
     "other": "masks, indices",
-    "held": "held by passes",
+    "pass_state": "pass state",
 }
 _WIDE = 4
 
@@ -71,12 +72,12 @@ class Bytes:
 
     Attributes:
         weights: all parameters.
-        copies: casts of parameters to low precision, alive when backward starts or held across steps.
+        copies: casts of parameters to low precision, alive when backward starts or kept across steps.
         gradients: of parameters and inputs, the most that is alive at once; accumulated ones too.
         state: the optimizer's.
         activations: floating-point values of forward that are alive when backward starts, without ``copies``.
         other: the same for masks, indices and all that is not floating point.
-        held: what passes keep across steps, without ``copies``.
+        pass_state: what passes keep across steps, without ``copies``.
         parameters: how many elements the weights have.
         trained: how many of them get a gradient.
         values: how many elements ``activations`` has.
@@ -88,7 +89,7 @@ class Bytes:
     state: int
     activations: int
     other: int
-    held: int
+    pass_state: int
     parameters: int
     trained: int
     values: int
@@ -102,25 +103,25 @@ class Bytes:
 def bytes_by_category(program: Program) -> Bytes:
     """Where the bytes of a joint or step program are, as ``Program.memory`` counts them (sizes by example)."""
     timeline = program.memory()
-    inputs = {role: _inputs(timeline, role) for role in ("parameters", "optimizer state", "held by passes")}
-    sources = {target for target, held in program.held.items() if held.source}
-    held = [node for node, spec in program.inputs_of("held") if spec.target in sources]
-    held_copies = [storage for node in held for storage in timeline.refers[node]]
+    inputs = {role: _inputs(timeline, role) for role in ("parameters", "optimizer state", "pass state")}
+    sources = {target for target, state in program.pass_state.items() if state.source}
+    lasting = [node for node, spec in program.inputs_of("pass_state") if spec.target in sources]
+    kept_copies = [storage for node in lasting for storage in timeline.refers[node]]
     casts = set(parameter_casts(program).values())
     kept = _alive_at_backward(timeline)
     copies = [storage for storage in kept if storage.owner in casts]
     dtypes = _dtypes(timeline)
     others = [storage for storage in kept if storage.owner not in casts]
     floating = [storage for storage in others if _is_floating(dtypes.get(id(storage)))]
-    parameters = {spec.target: node.meta["val"] for node, spec in program.inputs_of("parameter")}
+    parameters = {spec.target: value_of(node) for node, spec in program.inputs_of("parameter")}
     return Bytes(
         weights=_sum(inputs["parameters"]),
-        copies=_sum(copies) + _sum(held_copies),
+        copies=_sum(copies) + _sum(kept_copies),
         gradients=_most_gradients(timeline),
         state=_sum(inputs["optimizer state"]),
         activations=_sum(floating),
         other=_sum(others) - _sum(floating),
-        held=_sum(inputs["held by passes"]) - _sum(held_copies),
+        pass_state=_sum(inputs["pass state"]) - _sum(kept_copies),
         parameters=sum(_elements(value) for value in parameters.values()),
         trained=sum(_elements(value) for name, value in parameters.items() if name in _trained(program)),
         values=sum(storage.bytes // dtypes[id(storage)].itemsize for storage in floating),
@@ -145,7 +146,7 @@ def _dtypes(timeline: MemoryTimeline) -> dict[int, torch.dtype]:
     """The dtype of each storage, by its identity: that of the first value that is this storage and no other."""
     found: dict[int, torch.dtype] = {}
     for node, storages in timeline.refers.items():
-        value = node.meta.get("val")
+        value = value_of(node)
         if len(storages) == 1 and isinstance(value, torch.Tensor):
             found.setdefault(id(storages[0]), value.dtype)
     return found
@@ -195,7 +196,7 @@ def changes_precision(before: Program, after: Program) -> bool:
 
 
 def _dtype(node: Any) -> torch.dtype | None:
-    value = node.meta.get("val")
+    value = value_of(node)
     return value.dtype if isinstance(value, torch.Tensor) else None
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from graphopt.ir.program import Program
 from graphopt.rewriting.dump import record_json
-
-if TYPE_CHECKING:
-    from graphopt.rewriting.pipeline import PassRecord
-    from graphopt.runtime.rewrite import Rewritten
+from graphopt.rewriting.pass_ import PassRecord
+from graphopt.runtime.rewrite import Rewritten
 
 __all__ = ["heading", "labelled", "record_lines", "records_json", "snapshots_json", "snapshots_text"]
 

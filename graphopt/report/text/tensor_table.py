@@ -8,12 +8,13 @@ from typing import Any, Protocol, TypedDict, TypeVar, Unpack
 
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.names import match_names
+from graphopt.ir.node import Phase, TensorInfo
 from graphopt.ir.ops.values import DTYPE_NAMES, format_bytes
-from graphopt.ir.program import Phase, Program, TensorInfo
-from graphopt.ir.text import short_source
+from graphopt.ir.program import Program
+from graphopt.ir.text import aligned, short_source
 
 __all__ = [
-    "TensorFilters", "TensorRow", "TensorsTable", "aligned", "chosen", "rows_json", "tensors_json", "tensors_table",
+    "TensorFilters", "TensorRow", "TensorsTable", "chosen", "rows_json", "tensors_json", "tensors_table",
 ]  # fmt: skip
 
 _HEAD = ("name", "type", "bytes", "phase", "role", "saved", "source", "also")
@@ -204,23 +205,3 @@ def _passes(tensor: TensorInfo, filters: TensorFilters) -> bool:
         and filters.get("saved", tensor.saved) == tensor.saved
         and tensor.bytes >= filters.get("min_bytes", 0)
     )
-
-
-def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Rows of text in columns, two blanks apart; columns that are empty throughout are left out.
-
-    Args:
-        rows: all of one length.
-        right: the columns that are aligned to the right.
-    """
-    if not rows:
-        return []
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.rjust(size) if column in right else cell.ljust(size)
-            for column, (cell, size) in enumerate(zip(row, widths, strict=True))
-            if size
-        ).rstrip()
-        for row in rows
-    ]

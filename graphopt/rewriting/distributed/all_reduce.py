@@ -9,8 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.groups import Group
-from graphopt.ir.program import Phase, Program, info
+from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.buckets import Bucket, Item, pack
 from graphopt.rewriting.distributed.flat_exchange import behind, read_parts, start_exchange
 
@@ -47,13 +48,14 @@ def final_gradients(program: Program) -> dict[str, fx.Node]:
             if isinstance(value, fx.Node) and spec.target in parameters
         }
     names = {f"{spec.target}~": spec.target for _, spec in program.inputs_of("parameter")}
-    held = {node: spec.target for node, spec in program.inputs_of("gradient")}
+    accumulators = {node: spec.target for node, spec in program.inputs_of("gradient")}
     update = set(program.phase_nodes(Phase.UPDATE))
     found: dict[str, fx.Node] = {}
     for node in program.phase_nodes(Phase.UPDATE):
         for source in node.all_input_nodes:
             if source not in update:
-                target = held.get(source) or next((names[name] for name in info(source).names if name in names), "")
+                named = (names[name] for name in info(source).names if name in names)
+                target = accumulators.get(source) or next(named, "")
                 if target:
                     found[target] = source
     return found
@@ -82,7 +84,7 @@ def exchange_gradients(
     """
     position = {node: index for index, node in enumerate(program.graph.nodes)}
     earliest = -1 if after is None else position[after]
-    values = {name: node.meta["val"] for name, node in gradients.items()}
+    values = {name: value_of(node) for name, node in gradients.items()}
     items = [
         Item(
             name, value.numel() * value.element_size(), position[gradients[name]],
@@ -133,7 +135,7 @@ def exchange_buffers(program: Program, group: Group, how: Literal["broadcast", "
     """
     kinds: dict[Any, list[tuple[fx.Node, fx.Node, fx.Node]]] = {}
     for write, buffer, value in buffer_writes(program):
-        kept = value.meta["val"]
+        kept = value_of(value)
         if kept.is_floating_point():
             kinds.setdefault((kept.dtype, kept.device), []).append((write, buffer, value))
     after = next((n for n in program.graph.nodes if n.op == "output" or _late(n)), program.output_node)

@@ -8,10 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from graphopt.ir.node import Phase, value_of
 from graphopt.ir.ops.collectives import ALL_REDUCE, BROADCAST, WAIT
 from graphopt.ir.ops.groups import Group
 from graphopt.ir.ops.values import is_dense
-from graphopt.ir.program import Phase, Program
+from graphopt.ir.program import Program
 
 __all__ = ["How", "behind", "flat", "memory_strides", "read_parts", "start_exchange"]
 
@@ -61,7 +62,7 @@ def read_parts(
     done = program.insert(WAIT, (start,), before=before, hint="exchanged", **common)
     found, offset = [], 0
     for node in nodes:
-        value = node.meta["val"]
+        value = value_of(node)
         layout = (done, list(value.shape), list(memory_strides(value)), offset)
         found.append(program.insert(aten.as_strided.default, layout, before=before, like=node, **common))
         offset += value.numel()
@@ -79,7 +80,7 @@ def behind(program: Program, node: fx.Node) -> fx.Node:
 
 def flat(program: Program, node: fx.Node, before: fx.Node, common: Mapping[str, Any]) -> fx.Node:
     """All elements of a gradient in the order of its memory, shape ``[elements]``; a view where that is possible."""
-    value = node.meta["val"]
+    value = value_of(node)
     if not is_dense(value):
         node = program.insert(
             aten.clone.default, (node,), {"memory_format": torch.contiguous_format}, before=before, **common

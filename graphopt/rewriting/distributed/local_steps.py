@@ -8,11 +8,12 @@ import torch
 from torch import fx, nn
 
 from graphopt.errors import GraphoptError
+from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.collectives import ALL_REDUCE
 from graphopt.ir.ops.groups import Group, find_group
 from graphopt.ir.ops.values import format_bytes, storage_bytes
-from graphopt.ir.program import Phase, Program, info
-from graphopt.ir.state import Held
+from graphopt.ir.program import Program
+from graphopt.ir.state import PassState
 from graphopt.rewriting.distributed.flat_exchange import read_parts, start_exchange
 from graphopt.rewriting.distributed.parameter_average import average_now, average_parameters
 from graphopt.rewriting.distributed.remove_all_reduce import (
@@ -22,7 +23,7 @@ from graphopt.rewriting.distributed.remove_all_reduce import (
     one_group,
     reductions,
 )
-from graphopt.rewriting.pipeline import Changed
+from graphopt.rewriting.pass_ import Changed
 
 __all__ = ["LOCAL", "SYNCHRONOUS", "average_model", "check_steps", "hold_mean_loss", "run_locally"]
 
@@ -64,7 +65,7 @@ def run_locally(program: Program, *, average: bool, state: bool, origin: str) ->
     if not found:
         return Changed(reason="no gradients are exchanged in this program: one process, or nothing is trained"), None
     group = one_group(found, origin)
-    limit = max(storage_bytes(reduction.start.meta["val"]) for reduction in found)
+    limit = max(storage_bytes(value_of(reduction.start)) for reduction in found)
     count = sum(len(reduction.members) for reduction in found)
     dissolve(program, found, origin)
     agree_on_skipping(program, group, origin)
@@ -80,7 +81,7 @@ def run_locally(program: Program, *, average: bool, state: bool, origin: str) ->
 
 def _bytes(program: Program, name: str) -> int:
     named: dict[str, fx.Node] = {spec.target: node for node, spec in program.inputs_of("parameter", "state")}
-    return storage_bytes(named[name].meta["val"]) if name in named else 0
+    return storage_bytes(value_of(named[name])) if name in named else 0
 
 
 def average_model(program: Program, model: nn.Module, optimizer: torch.optim.Optimizer, *, origin: str) -> None:
@@ -103,27 +104,27 @@ def average_model(program: Program, model: nn.Module, optimizer: torch.optim.Opt
             parameter = model.get_parameter(name)
             tensors.append(optimizer.state[parameter][key] if key else parameter)
     if starts and tensors:
-        limit = max(storage_bytes(start.meta["val"]) for start in starts)
+        limit = max(storage_bytes(value_of(start)) for start in starts)
         average_now(tensors, find_group(str(starts[-1].args[2])), limit)
 
 
 def hold_mean_loss(program: Program, group: Group, target: str, *, origin: str) -> None:
-    """Keep the mean of the ranks' losses in a held tensor of one element, float32.
+    """Keep the mean of the ranks' losses as pass state of one element, float32.
 
     Args:
         program: of stage step.
         group: the ranks.
-        target: what the held tensor is called.
+        target: what it is called.
         origin: whose nodes they are.
     """
     ((loss, _),) = program.outputs_of("loss")
     common: dict[str, Any] = {"before": program.output_node, "phase": Phase.SYNC, "origin": f"{origin}: the mean loss"}
-    held = program.add_held(target, Held((1,), torch.float32, loss.meta["val"].device))
+    kept = program.add_state(target, PassState((1,), torch.float32, value_of(loss).device))
     own = program.insert(torch.ops.aten._to_copy.default, (loss,), {"dtype": torch.float32}, **common)
     own = program.insert(torch.ops.aten.view.default, (own, [1]), **common)
     start = start_exchange(program, [own], program.output_node, group, "mean", f"{origin}: the mean loss")
     (mean,) = read_parts(program, start, [own], program.output_node, origin)
-    program.insert(torch.ops.aten.copy_.default, (held, mean), **common)
+    program.insert(torch.ops.aten.copy_.default, (kept, mean), **common)
 
 
 def _renews(user: fx.Node, node: fx.Node) -> bool:

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphopt.ir.node import Phase, value_of
 from graphopt.ir.ops.groups import Group
 from graphopt.ir.ops.low_rank import cold_basis, orthonormal, remember_, warm_basis
-from graphopt.ir.program import Phase, Program
-from graphopt.ir.state import Held
+from graphopt.ir.program import Program
+from graphopt.ir.state import PassState
 from graphopt.rewriting.distributed.all_reduce import gradient_readers
 from graphopt.rewriting.distributed.flat_exchange import behind, flat, memory_strides, read_parts, start_exchange
 
@@ -160,7 +161,7 @@ class _Builder:
         )
 
     def _member(self, name: str, gradient: fx.Node, readers: list[fx.Node]) -> _Member:
-        value = gradient.meta["val"]
+        value = value_of(gradient)
         factors = factors_of(value, self._settings)
         assert factors is not None
         dtype = torch.float64 if value.dtype is torch.float64 else torch.float32
@@ -169,7 +170,7 @@ class _Builder:
         matrix = self._call(aten.view.default, (elements, list(shape)), like=gradient)
         error = None
         if self._settings.error_feedback:
-            error = self._held("error", name, Held(shape, dtype, value.device, local=True))
+            error = self._state("error", name, PassState(shape, dtype, value.device, local=True))
             matrix = self._call(aten.add.Tensor, (error, matrix), like=gradient)
         elif value.dtype is not dtype:
             matrix = self._call(aten._to_copy.default, (matrix,), {"dtype": dtype}, like=gradient)
@@ -177,20 +178,20 @@ class _Builder:
         p = self._call(aten.mm.default, (matrix, basis), like=gradient, hint="p")
         return _Member(name, gradient, factors, readers, matrix, error, kept, p)
 
-    def _held(self, what: str, name: str, held: Held) -> fx.Node:
-        return self._program.add_held(f"{self._origin}/{what}/{name}", held)
+    def _state(self, what: str, name: str, state: PassState) -> fx.Node:
+        return self._program.add_state(f"{self._origin}/{what}/{name}", state)
 
     def _basis(self, name: str, matrix: fx.Node, factors: Factors) -> tuple[fx.Node | None, fx.Node]:
         """What is kept of the last step, if anything, and the basis of this one."""
         key = (self._settings.seed << 20) + self._numbered
         self._numbered += 1
-        value = matrix.meta["val"]
+        value = value_of(matrix)
         if self._settings.warm_start:
             shape = (factors.columns, factors.rank)
-            kept = self._held("q", name, Held(shape, value.dtype, value.device))
+            kept = self._state("q", name, PassState(shape, value.dtype, value.device))
             return kept, self._call(warm_basis, (kept, key), hint="basis")
         if self._step is None:
-            self._step = self._program.add_held(f"{self._origin}/step", Held((), torch.int64, value.device))
+            self._step = self._program.add_state(f"{self._origin}/step", PassState((), torch.int64, value.device))
             self._program.insert(
                 aten.add_.Tensor, (self._step, 1), before=self._program.output_node, phase=Phase.SYNC,
                 origin=self._origin,
@@ -218,8 +219,8 @@ class _Builder:
         for member, q in zip(members, means, strict=True):
             turned = self._call(aten.t.default, (q,))
             sent = self._call(aten.mm.default, (member.p, turned), like=member.gradient, hint="sent")
-            value = member.gradient.meta["val"]
-            if sent.meta["val"].dtype is not value.dtype:
+            value = value_of(member.gradient)
+            if value_of(sent).dtype is not value.dtype:
                 sent = self._call(aten._to_copy.default, (sent,), {"dtype": value.dtype}, like=member.gradient)
             if member.error is not None:
                 self._call(remember_, (member.error, member.matrix, sent, keep), like=member.gradient)

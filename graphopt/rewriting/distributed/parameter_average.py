@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import fx
 
 from graphopt.ir.gradients import base_of
+from graphopt.ir.node import Phase, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.groups import Group
-from graphopt.ir.program import Phase, Program
+from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.buckets import Item, pack
 from graphopt.rewriting.distributed.flat_exchange import read_parts, start_exchange
 
@@ -42,7 +43,7 @@ def average_parameters(program: Program, group: Group, *, limit: int, state: boo
         created = [(value, spec) for value, spec in program.outputs_of("state") if isinstance(value, fx.Node)]
         wanted |= {spec.target: value for value, spec in created if _is_averaged(value)}
     place = behind_update(program, set(wanted.values()))
-    for bucket in _packed(((name, node.meta["val"]) for name, node in wanted.items()), limit):
+    for bucket in _packed(((name, value_of(node)) for name, node in wanted.items()), limit):
         nodes = [wanted[name] for name in bucket]
         whose = f"{origin}: {bucket[0]}" if len(bucket) == 1 else f"{origin}: {bucket[0]} to {bucket[-1]}"
         start = start_exchange(program, nodes, place, group, "mean", whose)
@@ -52,7 +53,7 @@ def average_parameters(program: Program, group: Group, *, limit: int, state: boo
 
 
 def _is_averaged(node: fx.Node) -> bool:
-    value = node.meta["val"]
+    value = value_of(node)
     return bool(value.is_floating_point() and value.dim() > 0)
 
 
@@ -80,7 +81,7 @@ def behind_update(program: Program, wanted: set[fx.Node]) -> fx.Node:
             last = node
     place: fx.Node = last if last.op == "output" else last.next
     position = {node: index for index, node in enumerate(program.graph.nodes)}
-    copies = {node for node, spec in program.inputs_of("held") if program.held[spec.target].follows}
+    copies = {node for node, spec in program.inputs_of("pass_state") if program.pass_state[spec.target].follows}
     renewed = [
         node for node in program.phase_nodes(Phase.UPDATE)
         if node.target is aten.copy_.default and node.args[0] in copies and position[node] < position[place]

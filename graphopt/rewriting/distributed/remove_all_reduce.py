@@ -11,13 +11,14 @@ from torch import fx
 
 from graphopt.errors import GraphoptError
 from graphopt.ir.gradients import in_own_storage
+from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.collectives import ALL_REDUCE, BROADCAST, WAIT
 from graphopt.ir.ops.groups import Group, find_group
-from graphopt.ir.program import Phase, Program, info
+from graphopt.ir.ops.scale import FOUND_INF
+from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.all_reduce import buffer_writes, gradient_readers
 from graphopt.rewriting.distributed.flat_exchange import read_parts, start_exchange
-from graphopt.rewriting.precision.scaling import FOUND_INF
 
 __all__ = ["Member", "Reduction", "agree_on_skipping", "dissolve", "dissolve_buffers", "one_group", "reductions"]
 
@@ -103,7 +104,7 @@ def _pairs(start: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     assert isinstance(flats, Sequence)
     parts = [user for done in start.users if done.target is WAIT for user in done.users]
     parts = [part for part in parts if part.target is aten.as_strided.default]
-    parts.sort(key=lambda part: part.meta["val"].storage_offset())
+    parts.sort(key=lambda part: value_of(part).storage_offset())
     return [(_source(flat), part) for flat, part in zip(flats, parts, strict=True)] if len(flats) == len(parts) else []
 
 

@@ -21,10 +21,11 @@ import torch
 from torch import fx
 
 from graphopt.errors import GraphoptError
+from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, WAIT
 from graphopt.ir.ops.groups import Group
-from graphopt.ir.program import Phase, Program, info
+from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.flat_exchange import flat, read_parts, start_exchange
 from graphopt.rewriting.distributed.parameter_average import behind_update
 from graphopt.rewriting.distributed.remove_all_reduce import Member, Reduction
@@ -54,7 +55,7 @@ class _Inserter:
 
     def padded(self, node: fx.Node, elements: int, before: fx.Node) -> fx.Node:
         """A flat tensor, filled up with zeros to so many elements."""
-        missing = elements - node.meta["val"].numel()
+        missing = elements - value_of(node).numel()
         return self.call(aten.constant_pad_nd.default, (node, [0, missing]), before) if missing else node
 
 
@@ -85,7 +86,7 @@ def scatter_gradients(program: Program, found: Sequence[Reduction], group: Group
 def _scatter(insert: _Inserter, reduction: Reduction) -> None:
     program, group, start = insert.program, insert.group, reduction.start
     (done,) = start.users
-    pieces = [piece_of(member.part.meta["val"].numel(), group.size) for member in reduction.members]
+    pieces = [piece_of(value_of(member.part).numel(), group.size) for member in reduction.members]
     rows = []
     for member, piece in zip(reduction.members, pieces, strict=True):
         elements = insert.padded(flat(program, member.gradient, start, insert.common), group.size * piece, start)
@@ -110,7 +111,7 @@ def _scatter(insert: _Inserter, reduction: Reduction) -> None:
 def _sum_arriving(insert: _Inserter, sent: fx.Node, size: int, start: fx.Node, due: fx.Node) -> fx.Node:
     """This rank's part of the sum over the ranks, shape ``[size]``: started at one place, waited for at another."""
     group = insert.group
-    if sent.meta["val"].device.type != "cpu":
+    if value_of(sent).device.type != "cpu":
         begun = insert.call(REDUCE_SCATTER, (sent, "sum", group.size, group.name), start, hint="reduce_scatter")
         return insert.call(WAIT, (begun,), due, hint="exchanged")
     sizes = [size] * group.size
@@ -133,7 +134,7 @@ def _check_readers(member: Member) -> None:
 
 def _is_flat_view(reader: fx.Node, part: fx.Node) -> bool:
     """Whether this is the beginning of how the update reads its shard: all elements, of which slices are taken."""
-    flattened = reader.target is aten.as_strided.default and reader.args[1] == [part.meta["val"].numel()]
+    flattened = reader.target is aten.as_strided.default and reader.args[1] == [value_of(part).numel()]
     return flattened and all(user.target is aten.slice.Tensor for user in reader.users)
 
 
@@ -144,8 +145,8 @@ def _redirect(insert: _Inserter, member: Member, mine: fx.Node) -> None:
             reader.replace_input_with(member.part, mine)
             continue
         for taken in list(reader.users):
-            length = taken.meta["val"].numel()
-            if length != mine.meta["val"].numel():
+            length = value_of(taken).numel()
+            if length != value_of(mine).numel():
                 taken.replace_all_uses_with(insert.call(aten.slice.Tensor, (mine, 0, 0, length), taken))
             else:
                 taken.replace_all_uses_with(mine)
@@ -242,7 +243,7 @@ def _gather(insert: _Inserter, parameters: Sequence[fx.Node], place: fx.Node) ->
     group = insert.group
     pieces, mine = [], []
     for node in parameters:
-        elements = node.meta["val"].numel()
+        elements = value_of(node).numel()
         first, length = shard_of(elements, group.rank, group.size)
         pieces.append(piece_of(elements, group.size))
         own = insert.call(aten.slice.Tensor, (_elements(insert, node, place), 0, first, first + length), place)
@@ -253,14 +254,14 @@ def _gather(insert: _Inserter, parameters: Sequence[fx.Node], place: fx.Node) ->
 
 
 def _elements(insert: _Inserter, node: fx.Node, place: fx.Node) -> fx.Node:
-    return insert.call(aten.as_strided.default, (node, [node.meta["val"].numel()], [1]), place)
+    return insert.call(aten.as_strided.default, (node, [value_of(node).numel()], [1]), place)
 
 
 def _spread(insert: _Inserter, gather: _Gather, done: fx.Node, place: fx.Node) -> None:
     """Copy what was gathered, one row from each rank, to the parameters."""
     width, offset = sum(gather.pieces), 0
     for node, piece in zip(gather.parameters, gather.pieces, strict=True):
-        elements = node.meta["val"].numel()
+        elements = value_of(node).numel()
         whole, rest = divmod(elements, piece)
         for first, shape, strides, where in (
             (0, [whole, piece], [width, 1], offset),

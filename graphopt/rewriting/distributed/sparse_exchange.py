@@ -29,14 +29,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphopt.ir.node import Phase, value_of
 from graphopt.ir.ops.collectives import ALL_GATHER, WAIT
 from graphopt.ir.ops.groups import Group
 from graphopt.ir.ops.momentum import apply_momentum_
 from graphopt.ir.ops.residual import accumulate_, clear_at_, keep_rest_
 from graphopt.ir.ops.selection import select
 from graphopt.ir.ops.sparse import pack, packed_bytes, sum_sparse, to_wire
-from graphopt.ir.program import Phase, Program
-from graphopt.ir.state import Held
+from graphopt.ir.program import Program
+from graphopt.ir.state import PassState
 from graphopt.rewriting.distributed.all_reduce import gradient_readers
 from graphopt.rewriting.distributed.flat_exchange import behind, memory_strides
 from graphopt.rewriting.distributed.sparse_update import reason_for_dense, update_entries, uses_of
@@ -150,7 +151,7 @@ def exchange_sparsely(
     due = min((reader for found in readers.values() for reader in found), key=position.__getitem__)
     done = build.call(WAIT, (gathered,), before=due, hint="gathered")
     uses = [uses_of(program, node, readers[name]) for name, node in gradients.items()]
-    sizes = [node.meta["val"].numel() for node in gradients.values()]
+    sizes = [value_of(node).numel() for node in gradients.values()]
     dense_because = reason_for_dense(all(uses), group.size, counts, sizes)
     if not dense_because:
         update_entries(program, build.sum_of(done, list(gradients.values()), counts, wire), uses, due, origin)
@@ -193,34 +194,34 @@ class _Builder:
             like=like,
         )  # fmt: skip
 
-    def held(self, what: str, name: str, gradient: fx.Node) -> fx.Node:
+    def state(self, what: str, name: str, gradient: fx.Node) -> fx.Node:
         """A flat tensor that the rank keeps for a parameter."""
         return held_for(self._program, self._origin, what, name, gradient)
 
     def wire(self, gradient: fx.Node) -> torch.dtype:
         """The dtype in which values travel."""
-        return wire_dtype(gradient.meta["val"].dtype, self._rule.wire)
+        return wire_dtype(value_of(gradient).dtype, self._rule.wire)
 
     def select(self, name: str, gradient: fx.Node, keep: fx.Node | None) -> _Part:
         """Accumulate a gradient, and take from the residual what is sent."""
         rule = self._rule
         norm, finite, scale = None, None, None
-        exact = {"dtype": _kept_dtype(gradient.meta["val"])}
+        exact = {"dtype": _kept_dtype(value_of(gradient))}
         if rule.clip_norm is not None:
             norm = self.call(aten.linalg_vector_norm.default, (gradient,), exact, hint="norm", like=gradient)
             scale = self._clip(norm, rule.clip_norm)
         if keep is None:
             total = norm or self.call(aten.sum.default, (gradient,), exact, hint="total", like=gradient)
             finite = self.call(aten.isfinite.default, (total,), hint="finite")
-        v = self.held("residual", name, gradient)
-        u = None if rule.momentum is None else self.held("momentum", name, gradient)
+        v = self.state("residual", name, gradient)
+        u = None if rule.momentum is None else self.state("momentum", name, gradient)
         kwargs: dict[str, Any] = {"keep": keep if finite is None else finite}
         if scale is not None:
             kwargs["scale"] = scale
         if rule.weight_decay:
             kwargs |= {"parameter": self._parameters[name], "weight_decay": rule.weight_decay}
         self.call(accumulate_, (gradient, u, v, rule.momentum or 0.0, rule.nesterov), kwargs, like=gradient)
-        count = entries(gradient.meta["val"].numel(), rule.sparsity)
+        count = entries(value_of(gradient).numel(), rule.sparsity)
         chosen = self.call(select, (v, count), hint="selected", like=gradient)
         indices, values = (self.call(operator.getitem, (chosen, place)) for place in (0, 1))
         return _Part(indices, self._take(u, v, indices, values, keep), count, finite)
@@ -235,7 +236,7 @@ class _Builder:
     def _take(self, u: fx.Node | None, v: fx.Node, indices: fx.Node, values: fx.Node, keep: fx.Node | None) -> fx.Node:
         """Take what is sent from the residual, and from the momentum where it is masked; nothing in a skipped step."""
         sent = values
-        if self.wire(v) is not v.meta["val"].dtype:
+        if self.wire(v) is not value_of(v).dtype:
             sent = self.call(to_wire, (values, self.wire(v)), hint="sent")
         if keep is not None:
             taken = self.call(aten.mul.Tensor, (sent, keep), hint="taken")
@@ -257,7 +258,7 @@ class _Builder:
         self, done: fx.Node, gradients: Sequence[fx.Node], counts: list[int], wire: torch.dtype
     ) -> tuple[Any, ...]:
         """The arguments of ``graphopt.sum_entries`` and ``graphopt.sum_sparse`` for the mean over the ranks."""
-        values = [node.meta["val"] for node in gradients]
+        values = [value_of(node) for node in gradients]
         sizes = [value.numel() for value in values]
         return (done, self._group.size, counts, sizes, wire, values[0].dtype, 1.0 / self._group.size)
 
@@ -269,16 +270,16 @@ class _Builder:
         means = []
         for place, node in enumerate(gradients):
             flat = self.call(operator.getitem, (sums, place), before=due)
-            layout = (flat, list(node.meta["val"].shape), list(memory_strides(node.meta["val"])))
+            layout = (flat, list(value_of(node).shape), list(memory_strides(value_of(node))))
             means.append(self.call(aten.as_strided.default, layout, before=due, like=node))
         return means
 
 
 def held_for(program: Program, origin: str, what: str, name: str, gradient: fx.Node) -> fx.Node:
     """A flat tensor that a rank keeps for a parameter, in float32 or float64, in the order of the gradient's memory."""
-    value = gradient.meta["val"]
-    held = Held((value.numel(),), _kept_dtype(value), value.device, local=True)
-    return program.add_held(f"{origin}/{what}/{name}", held)
+    value = value_of(gradient)
+    state = PassState((value.numel(),), _kept_dtype(value), value.device, local=True)
+    return program.add_state(f"{origin}/{what}/{name}", state)
 
 
 def _kept_dtype(gradient: torch.Tensor) -> torch.dtype:
@@ -306,7 +307,7 @@ def accumulate_densely(
     if skip is not None:
         options["keep"] = program.insert(aten.eq.Scalar, (skip, 0), hint="keep", **common)
     for name, node in gradients.items():
-        value = node.meta["val"]
+        value = value_of(node)
         flat = held_for(program, origin, "momentum", name, node)
         layout = (flat, list(value.shape), list(memory_strides(value)))
         u = program.insert(aten.as_strided.default, layout, like=node, **common)
@@ -316,17 +317,17 @@ def accumulate_densely(
 
 
 def count_left_out(program: Program, finite: Sequence[fx.Node], target: str, origin: str) -> None:
-    """Add to a held count how many gradients of a step are left out because they are not finite.
+    """Add to a count that is pass state how many gradients of a step are left out because they are not finite.
 
     Args:
         program: of stage step.
         finite: from ``Sparse``.
-        target: what the held tensor is called: int64, one element.
+        target: what it is called: int64, one element.
         origin: the pass that asks.
     """
     common: dict[str, Any] = {"before": program.output_node, "phase": Phase.SYNC, "origin": f"{origin}: left out"}
-    device = finite[0].meta["val"].device
-    count = program.add_held(target, Held((), torch.int64, device, local=True))
+    device = value_of(finite[0]).device
+    count = program.add_state(target, PassState((), torch.int64, device, local=True))
     flags = program.insert(aten.stack.default, (list(finite),), **common)
     flags = program.insert(aten.logical_not.default, (flags,), **common)
     total = program.insert(aten.sum.default, (flags,), **common)

@@ -22,9 +22,10 @@ import torch
 from torch import fx
 
 from graphopt import _torch
+from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.sparse import sum_entries
 from graphopt.ir.ops.values import is_dense
-from graphopt.ir.program import Phase, Program, info
+from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.all_reduce import final_gradients, gradient_readers
 from graphopt.rewriting.distributed.flat_exchange import memory_strides
 
@@ -105,11 +106,11 @@ def uses_of(program: Program, gradient: fx.Node, readers: Sequence[fx.Node], *, 
         momentum: as of ``adds_gradients``.
     """
     parameters = {node for node, _ in program.inputs_of("parameter")}
-    value = gradient.meta["val"]
+    value = value_of(gradient)
     found: list[Use] = []
     for reader in readers:
         uses = [use for use in _additions(reader, gradient, momentum) if use.parameter in parameters]
-        alike = all(_same_order(use.parameter.meta["val"], value) for use in uses)
+        alike = all(_same_order(value_of(use.parameter), value) for use in uses)
         if not uses or not alike or len(uses) != _occurrences(reader, gradient):
             return []
         found += uses
@@ -182,7 +183,7 @@ def _update(program: Program, call: fx.Node, uses: Mapping[Use, _Entries], origi
     flats, parts = [], []
     for use, (indices, _) in uses.items():
         own: dict[str, Any] = {"like": use.gradient, "origin": origin, **common}
-        layout = (use.parameter, [use.parameter.meta["val"].numel()], [1])
+        layout = (use.parameter, [value_of(use.parameter).numel()], [1])
         flats.append(program.insert(aten.as_strided.default, layout, **own))
         parts.append(program.insert(aten.index.Tensor, (flats[-1], [indices]), hint="part", **own))
     target: Any = call.target

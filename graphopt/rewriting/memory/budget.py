@@ -1,32 +1,24 @@
-"""Budgets in bytes, costs by name, and the error where nothing fits: shared by everything that fits programs."""
+"""Budgets in bytes, and the error where nothing fits: shared by everything that fits programs."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from itertools import accumulate
 
-from graphopt.analysis.costs.cost import PROFILES, CostReport, cost_report
-from graphopt.analysis.liveness import MemoryTimeline
-from graphopt.errors import GraphoptError, did_you_mean
+from graphopt.errors import GraphoptError
+from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.values import format_bytes, parse_bytes
-from graphopt.ir.program import Phase, info
+from graphopt.ir.timeline import MemoryTimeline
 from graphopt.rewriting.memory.fit import Fitting
 from graphopt.rewriting.memory.free_memory import free_bytes
 
 __all__ = [
-    "COSTS",
     "BudgetError",
     "budget_bytes",
     "check_budget",
-    "check_cost",
-    "costs_of",
     "infeasible",
     "within_already",
 ]
-
-COSTS = ("measured", "roofline", *PROFILES)
-"""The names of cost models: measured on this device, its roofline, the roofline of a device by name."""
 
 
 class BudgetError(GraphoptError):
@@ -68,7 +60,7 @@ def budget_bytes(budget: int | str, memory: MemoryTimeline) -> int:
     if isinstance(budget, int):
         return budget
     if budget == "auto":
-        devices = {node.meta["val"].device for node in memory.nodes if hasattr(node.meta.get("val"), "device")}
+        devices = {value_of(node).device for node in memory.nodes if hasattr(value_of(node), "device")}
         return memory.resident_bytes + int(0.95 * sum(free_bytes(device) for device in devices))
     if budget.endswith("%"):
         return int(_lasting_peak(memory) * float(budget[:-1]) / 100)
@@ -84,29 +76,6 @@ def _lasting_peak(memory: MemoryTimeline) -> int:
             more[storage.first - 1] += storage.bytes
     waiting = list(accumulate(reversed(more)))[::-1]
     return max([now + then for now, then in zip(memory.bytes, waiting, strict=True)], default=memory.peak_bytes)
-
-
-def check_cost(cost: str) -> None:
-    """Refuse a name that is not in ``COSTS``.
-
-    Raises:
-        GraphoptError: with the near names.
-    """
-    if cost not in COSTS:
-        raise GraphoptError(f"there is no cost model {cost!r}; {did_you_mean(cost, COSTS) or list(COSTS)}")
-
-
-def costs_of(memory: MemoryTimeline, cost: str, *, progress: Callable[[int, int], None] | None = None) -> CostReport:
-    """Seconds of every call of a program, by one of ``COSTS``.
-
-    Args:
-        memory: the program's timeline; seconds are in the order of its ``nodes``.
-        cost: how to find them.
-        progress: called with (distinct calls measured, distinct calls to measure) after each of them.
-    """
-    if cost == "measured":
-        return cost_report(memory.nodes, progress=progress)
-    return cost_report(memory.nodes, method="roofline", profile=PROFILES.get(cost))
 
 
 def within_already(memory: MemoryTimeline, budget: int) -> str:

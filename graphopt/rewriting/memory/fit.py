@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from graphopt.analysis.liveness import MemoryTimeline
 from graphopt.ir.program import Program
+from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning import Simulated
 from graphopt.planning.frontier import Frontier, Point
 from graphopt.planning.offloading import Away, Lanes, Moved, moved_away

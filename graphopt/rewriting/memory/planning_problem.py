@@ -10,11 +10,13 @@ import torch
 from torch import fx
 
 from graphopt import _torch
-from graphopt.analysis.liveness import MemoryTimeline, Storage, simulate
+from graphopt.analysis.liveness import simulate
+from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.batch_norm import without_statistics
-from graphopt.ir.program import Phase, Program, info
+from graphopt.ir.program import Program
 from graphopt.ir.reuse import overwritable_in_forward
+from graphopt.ir.timeline import MemoryTimeline, Storage
 from graphopt.planning import Operation, Problem
 from graphopt.rewriting.memory.replay import can_recompute, stale_values
 
@@ -121,9 +123,13 @@ class _Reader:
                 self._operation(place, node, owned)
                 places.append(place)
         problem = Problem(
-            tuple(self._operations), tuple(s.bytes for s in self._storages), memory.resident_bytes,
-            self._held(places), self._boundary, tuple(s.names[0] if s.names else s.owner.name for s in self._storages),
-        )  # fmt: skip
+            operations=tuple(self._operations),
+            sizes=tuple(s.bytes for s in self._storages),
+            resident=memory.resident_bytes,
+            held=self._lasting(places),
+            boundary=self._boundary,
+            names=tuple(s.names[0] if s.names else s.owner.name for s in self._storages),
+        )
         return PlanningProblem(problem, tuple(self._nodes), tuple(self._storages), self._value_nodes())
 
     def _number(self, storage: Storage) -> int:
@@ -172,9 +178,9 @@ class _Reader:
         sources = node.all_input_nodes if pure is None else [a for a in pure[1] if isinstance(a, fx.Node)]
         if self._stale.intersection(sources) or node in self._outdated:
             return False
-        return isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
+        return isinstance(value_of(node), (torch.Tensor, tuple, list))
 
-    def _held(self, places: list[int]) -> dict[int, int]:
+    def _lasting(self, places: list[int]) -> dict[int, int]:
         """What the program returns lives to the end, or until the user's loss has been computed."""
         found: dict[int, int] = {}
         count = len(self._memory.nodes)

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
+from graphopt.ir.node import Phase, Policy, info, set_info, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.program import Phase, Policy, Program, info, set_info
+from graphopt.ir.program import Program
 from graphopt.rewriting.memory.replay import clone_call, is_replayable, save_generator
 
 __all__ = ["Again", "Rerun", "rerun"]
@@ -137,10 +138,10 @@ class _Walker:
             number=number,
         )  # fmt: skip
         made.append(clone)
-        if isinstance(node.meta.get("val"), torch.Tensor):
+        if isinstance(value_of(node), torch.Tensor):
             self._newest[node] = clone
             return
-        count = len(clone.meta["val"])
+        count = len(value_of(clone))
         for element in [user for user in node.users if user.target is operator.getitem]:
             if element.args[1] < count:  # type: ignore[operator]
                 self._newest[element] = self._copy(element, before, {node: clone}, origin, number)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from graphopt.ir.node import Phase, Policy, info, set_info
 from graphopt.ir.ops import schema
-from graphopt.ir.program import Phase, Policy, Program, info, set_info
+from graphopt.ir.program import Program
 from graphopt.rewriting.memory.replay import (
     can_recompute,
     clone_call,

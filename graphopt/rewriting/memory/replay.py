@@ -10,9 +10,10 @@ from typing import Any
 from torch import fx
 
 from graphopt import _torch
+from graphopt.ir.node import Phase, info, set_info, set_value, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.batch_norm import without_statistics
-from graphopt.ir.program import Phase, Program, info, set_info
+from graphopt.ir.program import Program
 
 __all__ = ["can_recompute", "clone_call", "is_replayable", "save_generator", "sources", "stale_values"]
 
@@ -79,7 +80,7 @@ def save_generator(program: Program, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     )  # fmt: skip
     state = program.insert(operator.getitem, (both, 0), before=node, hint=f"{node.name}_state", **common)
     result = program.insert(operator.getitem, (both, 1), before=node, hint=f"{node.name}_result", **common)
-    result.meta["val"] = node.meta["val"]
+    set_value(result, value_of(node))
     set_info(result, replace(info(result), names=known.names, region=known.region))
     node.replace_all_uses_with(result)
     program.graph.erase_node(node)
@@ -125,7 +126,7 @@ def clone_call(
             clone = program.graph.node_copy(node, current)
     clone.meta = {key: value for key, value in node.meta.items() if key in ("val", "stack_trace")}
     if pure is not None:
-        clone.meta["val"] = tuple(node.meta["val"][: pure[2]])
+        set_value(clone, tuple(value_of(node)[: pure[2]]))
     known = info(node)
     names = tuple(name + "'" * number for name in known.names)
     set_info(clone, replace(known, phase=phase, names=names, origin=origin, policy=None, region=None))

@@ -7,12 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from graphopt.analysis.costs.cost import CostReport
+from graphopt.ir.node import info
 from graphopt.ir.ops.values import format_bytes, format_seconds
-from graphopt.ir.program import info
-from graphopt.ir.text import short_source
+from graphopt.ir.text import aligned, short_source
 from graphopt.planning import Simulated
 from graphopt.planning.problem import lifetimes
-from graphopt.report.text.tensor_table import aligned
 from graphopt.rewriting.memory.fit import Fitted, Fitting
 
 __all__ = ["Decision", "away_lines", "decisions", "plan_lines", "summary_lines"]

@@ -11,9 +11,10 @@ import torch
 from torch import fx
 
 from graphopt.analysis.costs.cost import link_bandwidth
+from graphopt.ir.node import Phase, Policy, info, value_of
 from graphopt.ir.ops import schema, transfer
 from graphopt.ir.ops.values import storage_bytes
-from graphopt.ir.program import Phase, Policy, Program, info
+from graphopt.ir.program import Program
 from graphopt.planning.offloading import Lanes
 from graphopt.rewriting.memory.free_memory import free_host_bytes
 from graphopt.rewriting.memory.planning_problem import PlanningProblem
@@ -43,7 +44,7 @@ class Move:
 
 def movable(node: fx.Node) -> str:
     """Why a tensor cannot be moved; empty where it can."""
-    value = node.meta.get("val")
+    value = value_of(node)
     if not isinstance(value, torch.Tensor):
         return "it is not a tensor"
     if any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride())):
@@ -76,21 +77,21 @@ def move(program: Program, moves: Sequence[Move], tier: str, *, origin: str) -> 
 def _insert(program: Program, item: Move, tier: str, origin: str) -> fx.Node:
     node, known = item.node, info(item.node)
     name = known.names[0] if known.names else node.name
-    value = node.meta["val"]
+    value = value_of(node)
     elements = storage_bytes(value) // value.element_size()
 
     common: dict[str, Any] = {"phase": Phase.TRANSFER, "origin": f"{origin}: {name}", "like": node}
     handle = program.insert(transfer.offload, (node, tier), after=item.after, hint=f"{node.name}_offload", **common)
     freed_before = _within_forward(program, item.freed_before)
-    held = program.insert(
+    handle = program.insert(
         transfer.offload_wait, (handle, node), before=freed_before, hint=f"{node.name}_offloaded", **common
     )
     layout = (list(value.shape), list(value.stride()), 0, elements, value.dtype, value.device)
     fetched = program.insert(
-        transfer.prefetch, (held, *layout), before=item.fetched_before, hint=f"{node.name}_prefetch", **common
+        transfer.prefetch, (handle, *layout), before=item.fetched_before, hint=f"{node.name}_prefetch", **common
     )
     return program.insert(
-        transfer.prefetch_wait, (fetched, held), before=item.needed_before, hint=f"{node.name}_prefetched", **common
+        transfer.prefetch_wait, (fetched, handle), before=item.needed_before, hint=f"{node.name}_prefetched", **common
     )
 
 
@@ -120,7 +121,7 @@ def host_lanes(
         rate: bytes per second each way; measured on this machine by default.
         smallest: values of fewer bytes stay.
     """
-    devices = {node.meta["val"].device for node in planning.makers if isinstance(node.meta.get("val"), torch.Tensor)}
+    devices = {value_of(node).device for node in planning.makers if isinstance(value_of(node), torch.Tensor)}
     if room is None:
         on_host = any(device.type == "cpu" for device in devices)
         room = 0 if on_host else (free_host_bytes() or 0) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -12,8 +12,9 @@ import torch
 from torch import fx
 
 from graphopt import _torch
+from graphopt.ir.node import NodeInfo, Phase, info, set_info, set_value, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.program import NodeInfo, Phase, Program, info, set_info
+from graphopt.ir.program import Program
 from graphopt.rewriting.precision.casts import ORIGIN
 from graphopt.rewriting.precision.levels import example_arguments, refused, tensor_nodes
 
@@ -59,7 +60,7 @@ def evaluate(program: Program, node: fx.Node) -> Any:
     try:
         if isinstance(target, type(_torch.custom_function)):
             key, *args = node.args
-            values: list[Any] = [a.meta["val"] if isinstance(a, fx.Node) else a for a in args]
+            values: list[Any] = [value_of(a) if isinstance(a, fx.Node) else a for a in args]
             with program.fake_mode, torch.no_grad():
                 return target.original(str(key), *values)
         return program.propagate(node)
@@ -94,7 +95,7 @@ def put_body(program: Program, node: fx.Node, place: int, inner: Program) -> Non
 
 def body_results(inner: Program) -> tuple[Any, ...]:
     """The values that a body returns, without data."""
-    results = _torch.map_aggregate(inner.output_values, lambda a: a.meta["val"] if isinstance(a, fx.Node) else a)
+    results = _torch.map_aggregate(inner.output_values, lambda a: value_of(a) if isinstance(a, fx.Node) else a)
     return tuple(results)
 
 
@@ -104,16 +105,16 @@ def put_under_autocast(program: Program, node: fx.Node, device: str, dtype: torc
     mapping: dict[fx.Node, fx.Node] = {}
     for source in node.all_input_nodes:
         mapping[source] = inside = graph.placeholder(source.name)
-        inside.meta["val"] = source.meta["val"]
+        set_value(inside, value_of(source))
         set_info(inside, NodeInfo(Phase.FORWARD))
     call = graph.node_copy(node, lambda n: mapping[n])
     graph.output((call,))
     inner = Program(graph, "forward", [], [])
     with _autocast_set(device, dtype, True):
-        call.meta["val"] = evaluate(inner, call)
+        set_value(call, evaluate(inner, call))
     name = next(n for n in (f"autocast_{i}" for i in range(10**6)) if n not in program.attributes)
     program.attributes[name] = fx.GraphModule({}, graph)
-    return _call_region(program, node, name, (device, dtype, True, True), call.meta["val"])
+    return _call_region(program, node, name, (device, dtype, True, True), value_of(call))
 
 
 def _call_region(program: Program, node: fx.Node, name: str, settings: tuple[Any, ...], value: Any) -> fx.Node:
@@ -152,7 +153,7 @@ def parts(program: Program, node: fx.Node, dtype: torch.dtype) -> Parts | None:
     """A composite op one level down, as C++ writes it under autocast; None where it has no single tensor as result."""
     assert isinstance(node.target, _torch.OpOverload)
     sources = tensor_nodes(node)
-    with program.fake_mode, _autocast_set(sources[0].meta["val"].device.type, dtype, True):
+    with program.fake_mode, _autocast_set(value_of(sources[0]).device.type, dtype, True):
         graph, numbers = _torch.parts_of(node.target, *example_arguments(node))
     placeholders = list(graph.find_nodes(op="placeholder"))
     inputs: dict[fx.Node, fx.Node] = {}
@@ -160,7 +161,7 @@ def parts(program: Program, node: fx.Node, dtype: torch.dtype) -> Parts | None:
         inputs.setdefault(placeholders[number], source)
     (end,) = graph.find_nodes(op="output")
     (result, *others) = _torch.pytree.tree_leaves(end.args)
-    single = isinstance(result, fx.Node) and not others and isinstance(node.meta["val"], torch.Tensor)
+    single = isinstance(result, fx.Node) and not others and isinstance(value_of(node), torch.Tensor)
     if not single or any(n.op == "get_attr" for n in graph.nodes):
         return None
     calls = [n for n in graph.nodes if n.op == "call_function" and (n.users or schema.mutated_inputs(n))]

@@ -13,9 +13,10 @@ import torch
 from torch import fx
 
 from graphopt import _torch
+from graphopt.ir.node import Phase, info, set_info, set_value, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import DTYPE_NAMES
-from graphopt.ir.program import Phase, Program, info, set_info
+from graphopt.ir.program import Program
 from graphopt.rewriting.precision import autocast_regions as regions
 from graphopt.rewriting.precision.autocast_rules import Autocast, tensor_leaves, treated
 from graphopt.rewriting.precision.casts import ORIGIN, cast_of, insert_cast, is_cast
@@ -67,9 +68,9 @@ class Rewriter:
             GraphoptError: where an op refuses what it is given in mixed precision, or an option names nothing.
         """
         for node, spec in self.program.inputs_of("parameter", "input"):
-            if spec.role == "parameter" or node.meta["val"].requires_grad:
+            if spec.role == "parameter" or value_of(node).requires_grad:
                 self._shared[node] = None
-        before = [v.meta["val"] if isinstance(v, fx.Node) else None for v in self.program.output_values]
+        before = [value_of(v) if isinstance(v, fx.Node) else None for v in self.program.output_values]
         self._walk(self.program)
         self.selection.check()
         self._keep_dtypes(before)
@@ -78,7 +79,7 @@ class Rewriter:
         """Cast what the program returns back to the dtypes that it had."""
         values = list(self.program.output_values)
         for place, (value, was) in enumerate(zip(values, before, strict=True)):
-            if isinstance(value, fx.Node) and isinstance(was, torch.Tensor) and value.meta["val"].dtype != was.dtype:
+            if isinstance(value, fx.Node) and isinstance(was, torch.Tensor) and value_of(value).dtype != was.dtype:
                 end = self.program.output_node
                 values[place] = self._cast(self.program, value, was.dtype, end, value, "as in the plain program")
         self.program.output_node.args = (tuple(values),)
@@ -180,14 +181,14 @@ class Rewriter:
         chosen = dict(enumerate(sources))
         for place in order or range(len(casts)):
             dtype = casts[place]
-            if dtype is not None and sources[place].meta["val"].dtype != dtype:
+            if dtype is not None and value_of(sources[place]).dtype != dtype:
                 why = f"{schema.op_name(node)} in {DTYPE_NAMES[dtype]}"
                 chosen[place] = self._cast(program, sources[place], dtype, node, node, why)
         if list(chosen.values()) == sources:
             return False
         turn = iter(chosen.values())
         args, kwargs = _torch.pytree.tree_map(
-            lambda a: next(turn) if isinstance(a, fx.Node) and isinstance(a.meta.get("val"), torch.Tensor) else a,
+            lambda a: next(turn) if isinstance(a, fx.Node) and isinstance(value_of(a), torch.Tensor) else a,
             (tuple(node.args), dict(node.kwargs)),
         )
         node.args, node.kwargs = args, kwargs
@@ -221,7 +222,7 @@ class Rewriter:
 
     def _lower(self, program: Program, node: fx.Node, dtype: torch.dtype) -> None:
         """Cast the float32 result of a call down for everything that reads it, but for the program's outputs."""
-        value = node.meta["val"]
+        value = value_of(node)
         readers = [user for user in node.users if user.op != "output"]
         done = all(is_cast(user) and user.kwargs["dtype"] == dtype for user in readers)
         if not isinstance(value, torch.Tensor) or value.dtype != torch.float32 or done:
@@ -239,7 +240,7 @@ class Rewriter:
         """
         if not schema.op_name(node).rstrip("_").startswith(_NUMBERS_STORED):
             return
-        dtypes = {source.meta["val"].dtype for source in tensor_nodes(node)} - {torch.bool}
+        dtypes = {value_of(source).dtype for source in tensor_nodes(node)} - {torch.bool}
         if dtypes not in ({torch.float16}, {torch.bfloat16}):
             return
         limits = torch.finfo(dtypes.pop())
@@ -276,11 +277,11 @@ class Rewriter:
         for inside, outside in zip(inner.placeholders, inputs, strict=True):
             if outside in self._changed:
                 self._plain[inside] = _dtypes(inside)
-                inside.meta["val"] = outside.meta["val"]
+                set_value(inside, value_of(outside))
                 self._changed.add(inside)
         visit(inner)
         regions.put_body(program, node, place, inner)
-        node.meta["val"] = regions.body_results(inner)
+        set_value(node, regions.body_results(inner))
         self._note(node)
 
     def _take_apart(self, program: Program, node: fx.Node) -> fx.Node:
@@ -311,7 +312,7 @@ class Rewriter:
 
     def _under_autocast(self, program: Program, node: fx.Node) -> fx.Node:
         """Let a call that no casts of arguments describe run inside of a region under autocast."""
-        devices = [source.meta["val"].device.type for source in tensor_nodes(node)]
+        devices = [value_of(source).device.type for source in tensor_nodes(node)]
         if not devices:
             return node
         self.changes += 1
@@ -330,7 +331,7 @@ class Rewriter:
     def _refresh(self, program: Program, node: fx.Node, touched: bool = False) -> None:
         """Compute a call's value again where its arguments changed."""
         if touched or any(source in self._changed for source in node.all_input_nodes):
-            node.meta["val"] = regions.evaluate(program, node)
+            set_value(node, regions.evaluate(program, node))
             self._note(node)
 
     def _note(self, node: fx.Node) -> None:
@@ -340,4 +341,4 @@ class Rewriter:
 
 
 def _dtypes(node: fx.Node) -> list[torch.dtype]:
-    return [tensor.dtype for tensor in tensor_leaves(node.meta.get("val"))]
+    return [tensor.dtype for tensor in tensor_leaves(value_of(node))]

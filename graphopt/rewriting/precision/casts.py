@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphopt.ir.node import Phase, info, set_info, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.program import Phase, Program, info, set_info
+from graphopt.ir.program import Program
 from graphopt.rewriting.memory.rematerialize import rematerialize
 from graphopt.rewriting.precision.autocast_rules import LOW_DTYPES
 
@@ -112,8 +113,8 @@ def cancel_casts(program: Program) -> int:
             continue
         source = wide.args[0]
         assert isinstance(source, fx.Node)
-        dtype, between = source.meta["val"].dtype, wide.meta["val"].dtype
-        same = node.meta["val"].dtype == dtype and dtype in LOW_DTYPES.values() and between == torch.float32
+        dtype, between = value_of(source).dtype, value_of(wide).dtype
+        same = value_of(node).dtype == dtype and dtype in LOW_DTYPES.values() and between == torch.float32
         if same and schema.storage_root(source) not in written and _as_before(node, source):
             node.replace_all_uses_with(source)
             program.graph.erase_node(node)
@@ -143,7 +144,7 @@ def repeat_casts(program: Program, *, parameters: bool) -> int:
 
 def _is_upcast(node: fx.Node) -> bool:
     source = node.args[0]
-    low = isinstance(source, fx.Node) and source.meta["val"].dtype in LOW_DTYPES.values()
+    low = isinstance(source, fx.Node) and value_of(source).dtype in LOW_DTYPES.values()
     return low and node.kwargs["dtype"] == torch.float32
 
 
@@ -157,7 +158,7 @@ def _returned(node: fx.Node) -> bool:
 
 def _as_before(node: fx.Node, source: fx.Node) -> bool:
     """Whether a cast's result lies in memory as its source does, so that readers take the same paths."""
-    one, other = node.meta["val"], source.meta["val"]
+    one, other = value_of(node), value_of(source)
     return tuple(map(str, one.stride())) == tuple(map(str, other.stride()))
 
 

@@ -13,9 +13,9 @@ from graphopt import _torch
 from graphopt.analysis.costs.isolated_call import LARGEST_CALL, call_bytes, call_tensors, prepare, refusal
 from graphopt.errors import GraphoptError
 from graphopt.ir.autocast import plain_precision
+from graphopt.ir.node import info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import DTYPE_NAMES
-from graphopt.ir.program import info
 from graphopt.rewriting.precision.autocast_rules import LOW_DTYPES, tensor_leaves
 
 __all__ = ["check_kernels"]
@@ -50,7 +50,7 @@ def check_kernels(nodes: Iterable[fx.Node]) -> None:
 
 
 def _tried(node: fx.Node) -> bool:
-    tensors = [tensor for source in node.all_input_nodes for tensor in tensor_leaves(source.meta.get("val"))]
+    tensors = [tensor for source in node.all_input_nodes for tensor in tensor_leaves(value_of(source))]
     low = any(tensor.dtype in LOW_DTYPES.values() for tensor in tensors)
     devices = {tensor.device.type for tensor in call_tensors(node)}
     here = devices == {"cpu"} or (devices == {"cuda"} and torch.cuda.is_available())
@@ -58,7 +58,7 @@ def _tried(node: fx.Node) -> bool:
 
 
 def _key(node: fx.Node) -> str:
-    dtypes = [tensor.dtype for source in node.all_input_nodes for tensor in tensor_leaves(source.meta.get("val"))]
+    dtypes = [tensor.dtype for source in node.all_input_nodes for tensor in tensor_leaves(value_of(source))]
     return f"{node.target} {dtypes} {call_tensors(node)[0].device.type}"
 
 
@@ -85,7 +85,7 @@ def _leaf(value: Any) -> Any:
 
 def _missing(node: fx.Node, said: str) -> GraphoptError:
     known, name = info(node), schema.op_name(node)
-    dtypes = {t.dtype for source in node.all_input_nodes for t in tensor_leaves(source.meta.get("val"))}
+    dtypes = {t.dtype for source in node.all_input_nodes for t in tensor_leaves(value_of(source))}
     low = ", ".join(sorted(DTYPE_NAMES[dtype] for dtype in dtypes if dtype in LOW_DTYPES.values()))
     place = ", ".join(part for part in (known.module, known.source) if part)
     entries = f"deny=({name!r},)" + (f", or deny=({known.module!r},) for its module" if known.module else "")

@@ -12,8 +12,8 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.errors import GraphoptError
+from graphopt.ir.node import info, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.program import info
 from graphopt.rewriting.precision.autocast_rules import ELIGIBLE, Autocast, Treatment, tensor_leaves
 from graphopt.rewriting.precision.op_selection import Choice
 
@@ -45,13 +45,13 @@ class Decision:
 def tensor_nodes(node: fx.Node) -> list[fx.Node]:
     """The nodes that stand for a call's tensor arguments, in order; one that is there twice comes twice."""
     leaves = _torch.pytree.tree_leaves((node.args, node.kwargs))
-    return [a for a in leaves if isinstance(a, fx.Node) and isinstance(a.meta.get("val"), torch.Tensor)]
+    return [a for a in leaves if isinstance(a, fx.Node) and isinstance(value_of(a), torch.Tensor)]
 
 
 def example_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A call's arguments with example values in the place of nodes."""
     args, kwargs = _torch.pytree.tree_map(
-        lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, (tuple(node.args), dict(node.kwargs))
+        lambda a: value_of(a) if isinstance(a, fx.Node) else a, (tuple(node.args), dict(node.kwargs))
     )
     return args, kwargs
 
@@ -129,7 +129,7 @@ class Policy:
 
     def note(self, node: fx.Node, decision: Decision) -> None:
         """Remember a call whose float32 result the user's program asked for."""
-        values = tensor_leaves(node.meta.get("val"))
+        values = tensor_leaves(value_of(node))
         if decision.explicit and any(value.dtype == torch.float32 for value in values):
             self._explicit.add(node)
 
@@ -141,7 +141,7 @@ class Policy:
 
 def casts_to(node: fx.Node, dtype: torch.dtype) -> tuple[torch.dtype | None, ...]:
     """The casts that bring every float argument of a call to a dtype."""
-    return tuple(_to(source.meta["val"], dtype) for source in tensor_nodes(node))
+    return tuple(_to(value_of(source), dtype) for source in tensor_nodes(node))
 
 
 def _to(value: torch.Tensor, dtype: torch.dtype) -> torch.dtype | None:
@@ -150,7 +150,7 @@ def _to(value: torch.Tensor, dtype: torch.dtype) -> torch.dtype | None:
 
 def _one_dtype(node: fx.Node, casts: tuple[torch.dtype | None, ...]) -> bool:
     """Whether the float arguments of a call have one dtype after ``casts``."""
-    values = [source.meta["val"].dtype for source in tensor_nodes(node)]
+    values = [value_of(source).dtype for source in tensor_nodes(node)]
     dtypes = {cast or dtype for dtype, cast in zip(values, casts, strict=True)}
     return len(dtypes & set(ELIGIBLE)) == 1
 

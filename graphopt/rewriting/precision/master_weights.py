@@ -10,22 +10,23 @@ import torch
 from torch import fx
 
 from graphopt.ir.gradients import base_of, update_gradients
+from graphopt.ir.node import Phase, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.program import Phase, Program
-from graphopt.ir.state import Held
+from graphopt.ir.program import Program
+from graphopt.ir.state import PassState
 from graphopt.rewriting.precision.autocast_rules import LOW_DTYPES
 from graphopt.rewriting.precision.casts import is_cast
 
 __all__ = ["COPIES", "cast_late", "hold_copies"]
 
 COPIES = "low-precision/"
-"""How the names of held copies begin; the parameter's name follows."""
+"""How the names of kept copies begin; the parameter's name follows."""
 
 _LOW = tuple(LOW_DTYPES.values())
 
 
 def hold_copies(program: Program, origin: str) -> list[str]:
-    """Read parameters from held copies in low precision, which are renewed behind the update, in place of casts.
+    """Read parameters from kept copies in low precision, which are renewed behind the update, in place of casts.
 
     Args:
         program: of stage step.
@@ -34,17 +35,17 @@ def hold_copies(program: Program, origin: str) -> list[str]:
     Returns:
         the names of the parameters. One that is not contiguous keeps its cast.
     """
-    held: list[str] = []
+    kept: list[str] = []
     for node, spec in program.inputs_of("parameter"):
         casts = [user for user in node.users if is_cast(user) and user.kwargs["dtype"] in _LOW]
-        value = node.meta["val"]
-        dtypes = {cast.meta["val"].dtype for cast in casts}
+        value = value_of(node)
+        dtypes = {value_of(cast).dtype for cast in casts}
         if len(dtypes) != 1 or not value.is_contiguous():
             continue
         (dtype,) = dtypes
         target = f"{COPIES}{spec.target}"
-        copy = program.add_held(
-            target, Held(tuple(value.shape), dtype, value.device, source=spec.target, follows=True, saved=False)
+        copy = program.add_state(
+            target, PassState(tuple(value.shape), dtype, value.device, source=spec.target, follows=True, saved=False)
         )
         for cast in casts:
             cast.replace_all_uses_with(copy)
@@ -54,8 +55,8 @@ def hold_copies(program: Program, origin: str) -> list[str]:
                 torch.ops.aten.copy_.default, (copy, node), before=program.output_node, phase=Phase.UPDATE,
                 origin=f"{origin}: {spec.target} in low precision",
             )  # fmt: skip
-        held.append(spec.target)
-    return held
+        kept.append(spec.target)
+    return kept
 
 
 def cast_late(program: Program) -> int:
@@ -81,4 +82,4 @@ def _widens(node: fx.Node) -> bool:
     if node.target is not torch.ops.aten._to_copy.default:
         return False
     (source,) = node.all_input_nodes
-    return source.meta["val"].dtype in _LOW and node.meta["val"].dtype == torch.float32
+    return value_of(source).dtype in _LOW and value_of(node).dtype == torch.float32

@@ -11,8 +11,9 @@ from torch import fx
 from graphopt import _torch
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.names import match_names
+from graphopt.ir.node import info
 from graphopt.ir.ops import schema
-from graphopt.ir.program import Program, info
+from graphopt.ir.program import Program
 
 __all__ = ["Choice", "Selection", "check_entries"]
 

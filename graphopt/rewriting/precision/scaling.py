@@ -25,14 +25,15 @@ from graphopt.ir.gradients import (
     site,
     update_gradients,
 )
+from graphopt.ir.node import Phase, value_of
 from graphopt.ir.ops import scale as ops
-from graphopt.ir.program import Phase, Program
-from graphopt.ir.state import Held
+from graphopt.ir.ops.scale import FOUND_INF
+from graphopt.ir.program import Program
+from graphopt.ir.state import PassState
 from graphopt.rewriting.precision.conditional import make_conditional
 
 __all__ = [
     "BAD",
-    "FOUND_INF",
     "GOOD",
     "SCALE",
     "SKIPPED",
@@ -47,15 +48,13 @@ __all__ = [
 ]
 
 SCALE = "loss-scale/scale"
-"""Held: the scale, float32, one element."""
+"""Pass state: the scale, float32, one element."""
 GOOD = "loss-scale/good_steps"
-"""Held: good steps in a row since the scale last changed."""
+"""Pass state: good steps in a row since the scale last changed."""
 BAD = "loss-scale/bad_steps"
-"""Held: bad steps in a row since the scale last changed."""
+"""Pass state: bad steps in a row since the scale last changed."""
 SKIPPED = "loss-scale/skipped_steps"
-"""Held: bad steps in a row."""
-FOUND_INF = "found_inf"
-"""The name of the tensor of one element that is 1 where a gradient is not finite, else 0; ranks take its maximum."""
+"""Pass state: bad steps in a row."""
 
 _SMALLEST = 2.0**-126
 _LARGEST = torch.finfo(torch.float32).max
@@ -168,14 +167,14 @@ def scaling_of(passes: tuple[Any, ...]) -> LossScaling | None:
     return next((scaling for scaling in found if scaling is not None), None)
 
 
-def counters(scaling: LossScaling, device: torch.device) -> dict[str, Held]:
-    """The held tensors of the state machine: the scale and three counts."""
+def counters(scaling: LossScaling, device: torch.device) -> dict[str, PassState]:
+    """The tensors of the state machine: the scale and three counts."""
     one = torch.Size(())
     return {
-        SCALE: Held(one, torch.float32, device, fill=scaling.init_scale),
-        GOOD: Held(one, torch.int32, device),
-        BAD: Held(one, torch.int32, device),
-        SKIPPED: Held(one, torch.int32, device),
+        SCALE: PassState(one, torch.float32, device, fill=scaling.init_scale),
+        GOOD: PassState(one, torch.int32, device),
+        BAD: PassState(one, torch.int32, device),
+        SKIPPED: PassState(one, torch.int32, device),
     }
 
 
@@ -198,14 +197,14 @@ def scale_backward(program: Program, scaling: LossScaling, origin: str) -> int:
     Raises:
         GraphoptError: where the program is scaled already, or backward starts from nothing that can be scaled.
     """
-    if SCALE in program.held:
+    if SCALE in program.pass_state:
         raise GraphoptError(f"{origin}: the loss is scaled already; leave one of the passes that scale it out")
     seed = program.names().get("loss~")
     starts = [seed] if seed is not None else [node for node, _ in program.inputs_of("tangent")]
     starts = [node for node in starts if node.users and _is_float(node)]
     if not starts:
         raise GraphoptError(f"{origin}: backward of {program.title or 'this program'} starts from no float tensor")
-    scale = program.add_held(SCALE, counters(scaling, starts[0].meta["val"].device)[SCALE])
+    scale = program.add_state(SCALE, counters(scaling, value_of(starts[0]).device)[SCALE])
     first = next(program.phase_nodes(Phase.BACKWARD), program.output_node)
     for node in starts:
         _multiply(program, node, scale, first, origin)
@@ -232,8 +231,8 @@ def _unscale_inputs(program: Program, scale: fx.Node, origin: str) -> None:
     for index in wanted:
         gradient = values[index]
         own = program.insert(torch.ops.aten.mul.Tensor, (gradient, inverse), like=gradient, **common)
-        dtype = gradient.meta["val"].dtype
-        if own.meta["val"].dtype != dtype:
+        dtype = value_of(gradient).dtype
+        if value_of(own).dtype != dtype:
             own = program.insert(torch.ops.aten._to_copy.default, (own,), {"dtype": dtype}, like=gradient, **common)
         program.hand_over_name(f"{program.outputs[index].target}~", gradient, own)
         values[index] = own
@@ -248,7 +247,7 @@ def _inverse(program: Program, scale: fx.Node, common: Mapping[str, Any]) -> fx.
 
 
 def _is_float(node: fx.Node) -> bool:
-    value = node.meta.get("val")
+    value = value_of(node)
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
@@ -258,8 +257,8 @@ def _multiply(program: Program, start: fx.Node, scale: fx.Node, first: fx.Node, 
     common: dict[str, Any] = {"phase": Phase.BACKWARD, "like": start, "origin": f"{origin}: scaled"}
     place: dict[str, Any] = {"after": start} if start.op == "call_function" else {"before": first}
     scaled = program.insert(torch.ops.aten.mul.Tensor, (start, scale), hint="scaled", **place, **common)
-    dtype = start.meta["val"].dtype
-    if scaled.meta["val"].dtype != dtype:
+    dtype = value_of(start).dtype
+    if value_of(scaled).dtype != dtype:
         scaled = program.insert(torch.ops.aten._to_copy.default, (scaled,), {"dtype": dtype}, after=scaled, **common)
     for reader in readers:
         reader.replace_input_with(start, scaled)
@@ -269,7 +268,7 @@ def _multiply(program: Program, start: fx.Node, scale: fx.Node, first: fx.Node, 
 
 
 def _check(program: Program, gradients: list[fx.Node], phase: Phase, origin: str) -> fx.Node:
-    """Unscale ``gradients`` in place, and note which are not finite; returns the held tensor of the notes.
+    """Unscale ``gradients`` in place, and note which are not finite; returns the pass state with the notes.
 
     The notes are in the order in which backward makes the gradients.
     """
@@ -277,12 +276,12 @@ def _check(program: Program, gradients: list[fx.Node], phase: Phase, origin: str
     gradients = in_own_storage(program, gradients, origin)
     order = {node: index for index, node in enumerate(program.graph.nodes)}
     gradients.sort(key=order.__getitem__)
-    device = gradients[0].meta["val"].device
+    device = value_of(gradients[0]).device
     owners = gradient_owners(program)
     targets = "\n".join(site(node, owners).tensor for node in gradients)
     target = f"loss-scale/nonfinite/{len(gradients)}-{zlib.crc32(targets.encode()):08x}"
-    nonfinite = program.add_held(target, Held((len(gradients),), torch.float32, device, saved=False))
-    scale = next(node for node, spec in program.inputs_of("held") if spec.target == SCALE)
+    nonfinite = program.add_state(target, PassState((len(gradients),), torch.float32, device, saved=False))
+    scale = next(node for node, spec in program.inputs_of("pass_state") if spec.target == SCALE)
     common: dict[str, Any] = {"before": all_gradients_made(program), "phase": phase, "origin": f"{origin}: unscale"}
     if phase is Phase.UPDATE:
         program.insert(torch.ops.aten.zero_.default, (nonfinite,), **common)
@@ -296,8 +295,8 @@ def _refuse(gradients: list[fx.Node], origin: str) -> None:
         raise GraphoptError(f"{origin}: there are no gradients to unscale")
     odd = [node for node in gradients if not _is_float(node)]
     if odd:
-        raise GraphoptError(f"{origin}: {odd[0].name} is a gradient of dtype {odd[0].meta['val'].dtype}; only floats")
-    devices = sorted({str(node.meta["val"].device) for node in gradients})
+        raise GraphoptError(f"{origin}: {odd[0].name} is a gradient of dtype {value_of(odd[0]).dtype}; only floats")
+    devices = sorted({str(value_of(node).device) for node in gradients})
     if len(devices) > 1:
         raise GraphoptError(f"{origin}: the gradients lie on {', '.join(devices)}; loss scaling works on one device")
 
@@ -307,7 +306,7 @@ class CheckedGradients:
     """What a program checks.
 
     Attributes:
-        target: the held tensor with one element for each gradient, not 0 where the gradient was not finite.
+        target: the pass state with one element for each gradient, not 0 where the gradient was not finite.
         sites: what these gradients are, in the order in which backward makes them.
     """
 
@@ -317,12 +316,12 @@ class CheckedGradients:
 
 def checked_gradients(program: Program) -> CheckedGradients | None:
     """The gradients that a rewritten program checks; None where it checks none."""
-    held = {node: spec.target for node, spec in program.inputs_of("held")}
+    kept = {node: spec.target for node, spec in program.inputs_of("pass_state")}
     for node in program.graph.find_nodes(op="call_function", target=ops.check_and_unscale_):
         gradients: Any = node.args[0]
         nonfinite: Any = node.args[1]
         owners = gradient_owners(program)
-        return CheckedGradients(held[nonfinite], tuple(site(gradient, owners) for gradient in gradients))
+        return CheckedGradients(kept[nonfinite], tuple(site(gradient, owners) for gradient in gradients))
     return None
 
 
@@ -346,7 +345,7 @@ def check_and_update(program: Program, scaling: LossScaling, origin: str) -> tup
     Raises:
         GraphoptError: where the gradients were not scaled, or are checked already.
     """
-    if SCALE not in program.held:
+    if SCALE not in program.pass_state:
         raise GraphoptError(f"{origin}: this step program's backward is not scaled; the joint stage has to be first")
     if FOUND_INF in program.names():
         raise GraphoptError(f"{origin}: the gradients are checked already")
@@ -357,8 +356,8 @@ def check_and_update(program: Program, scaling: LossScaling, origin: str) -> tup
         origin=f"{origin}: check", names=(FOUND_INF,), hint=FOUND_INF,
     )  # fmt: skip
     kept = make_conditional(program, found, origin)
-    device = nonfinite.meta["val"].device
-    state = [program.add_held(target, held) for target, held in counters(scaling, device).items()]
+    device = value_of(nonfinite).device
+    state = [program.add_state(target, wanted) for target, wanted in counters(scaling, device).items()]
     program.insert(
         ops.update_scale_, (*state, found, *scaling.update_arguments()), before=program.output_node,
         phase=Phase.UPDATE, origin=f"{origin}: update of the scale",

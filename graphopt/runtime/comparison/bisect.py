@@ -9,10 +9,12 @@ from typing import Any, Literal
 from torch import fx
 
 from graphopt.errors import PipelineError
+from graphopt.ir.node import NodeInfo, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import type_text
-from graphopt.ir.program import NodeInfo, Program, info
-from graphopt.rewriting.pipeline import Pass, Pipeline
+from graphopt.ir.program import Program
+from graphopt.rewriting.pass_ import Pass
+from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.spec import option_fields
 
 __all__ = ["By", "Denied", "deniable", "denying", "precision_pass", "smallest_denied"]
@@ -180,7 +182,7 @@ def _types(node: fx.Node | None) -> list[str]:
     """The types of what a call reads and gives."""
     if node is None:
         return []
-    return [type_text(item.meta.get("val")) for item in (*node.all_input_nodes, node)]
+    return [type_text(value_of(item)) for item in (*node.all_input_nodes, node)]
 
 
 def _around(module: str) -> Iterator[str]:

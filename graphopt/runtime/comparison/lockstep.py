@@ -12,8 +12,9 @@ from torch import fx
 
 from graphopt.errors import GraphoptError
 from graphopt.ir.autocast import plain_precision
+from graphopt.ir.node import InputSpec, Phase, info, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.program import InputSpec, Phase, Program, info
+from graphopt.ir.program import Program
 
 __all__ = ["Kind", "Pair", "matched", "paired_values"]
 
@@ -65,7 +66,7 @@ def matched(before: Program, after: Program) -> tuple[list[Pair], list[str]]:
             continue
         if found is None:
             problems.append(f"{name}: only the original program has it")
-        elif node.meta["val"].shape != found.meta["val"].shape:
+        elif value_of(node).shape != value_of(found).shape:
             problems.append(f"{name}: {_shape(node)} in the original program, {_shape(found)} in the other")
         else:
             pairs.append(Pair(name, kind, node, found))
@@ -73,7 +74,7 @@ def matched(before: Program, after: Program) -> tuple[list[Pair], list[str]]:
 
 
 def _shape(node: fx.Node) -> str:
-    return f"[{', '.join(str(size) for size in node.meta['val'].shape)}]"
+    return f"[{', '.join(str(size) for size in value_of(node).shape)}]"
 
 
 def _named(program: Program) -> dict[_Key, fx.Node]:
@@ -99,7 +100,7 @@ def _named(program: Program) -> dict[_Key, fx.Node]:
 
 
 def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor) and not schema.holds_elsewhere(node)
+    return isinstance(value_of(node), torch.Tensor) and not schema.holds_elsewhere(node)
 
 
 def _call(node: fx.Node) -> tuple[str, Phase, str]:
@@ -139,7 +140,7 @@ def paired_values(
         before: of any stage.
         after: of the same stage.
         pairs: nodes of these two programs.
-        inputs: the value of each input by its description; held state that is missing starts as the program says, and
+        inputs: the value of each input by its description; pass state that is missing starts as the program says, and
             constants are the program's own.
         seed: of the generators' state that both start from.
 
@@ -226,9 +227,9 @@ def _values(program: Program, inputs: Mapping[InputSpec, Any]) -> Iterator[Any]:
             value: Any = program.constants[node.name]
         elif spec in inputs:
             value = inputs[spec]
-        elif spec.role == "held":
-            held = program.held[spec.target]
-            value = held.create(inputs[InputSpec("parameter", held.source)] if held.source else None)
+        elif spec.role == "pass_state":
+            state = program.pass_state[spec.target]
+            value = state.create(inputs[InputSpec("parameter", state.source)] if state.source else None)
         else:
             raise GraphoptError(
                 f"the {spec.role} {spec.target!r} of the program has no value: give one for every input, by its "

@@ -12,7 +12,8 @@ import torch
 
 from graphopt.errors import GraphoptError
 from graphopt.ir.names import match_names
-from graphopt.ir.program import InputSpec, Program
+from graphopt.ir.node import InputSpec
+from graphopt.ir.program import Program
 from graphopt.rewriting.precision.scaling import SCALE
 from graphopt.runtime.comparison.lockstep import Kind, Pair, matched, paired_values
 
@@ -100,7 +101,7 @@ def compare_programs(
     Args:
         before: the original, of stage joint or step.
         after: the rewritten, of the same stage.
-        inputs: the value of each input of both, by its description. Constants are not needed; held state starts as the
+        inputs: the value of each input of both, by its description. Constants are not needed; pass state starts as the
             program says. Nothing given is changed.
         tensors: names or globs of the tensors to compare; these may be of the form ``path::op`` too, which are left out
             without any pattern.
@@ -160,9 +161,9 @@ def _errors(
 
 def _loss_scale(program: Program) -> float:
     """What the gradients of a joint program are multiplied by: they are unscaled in front of the update."""
-    held = program.held.get(SCALE)
+    state = program.pass_state.get(SCALE)
     inside = program.stage == "joint" and not program.inputs_of("tangent")
-    return held.fill if held is not None and inside else 1.0
+    return state.fill if state is not None and inside else 1.0
 
 
 def _chosen(pairs: list[Pair], patterns: list[str], kinds: frozenset[Kind]) -> list[Pair]:

@@ -13,9 +13,11 @@ from torch import fx
 from graphopt import _torch
 from graphopt.capture import CaptureSession
 from graphopt.errors import GraphoptError
-from graphopt.ir.program import InputSpec, Program
+from graphopt.ir.node import InputSpec, value_of
+from graphopt.ir.program import Program
 from graphopt.rewriting.instruments import Instrument
-from graphopt.rewriting.pipeline import PassRecord, Pipeline
+from graphopt.rewriting.pass_ import PassRecord
+from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.precision.scaling import SCALE
 from graphopt.runtime.binding import Binding
 from graphopt.runtime.comparison.lockstep import Kind
@@ -23,7 +25,7 @@ from graphopt.runtime.comparison.tensor_errors import Comparison, compare_progra
 
 __all__ = ["Outcome", "Trial"]
 
-_SUPPLIED = ("tangent", "held", "constant")
+_SUPPLIED = ("tangent", "pass_state", "constant")
 """Roles of inputs that a binding to the model and the optimizer does not give."""
 
 
@@ -77,11 +79,9 @@ class Trial:
         forward = self.session.forward.program.copy()
         records = pipeline.run(forward, last=False, verify=verify, instruments=instruments)
         program = self.session.lower_forward(forward)
-        program.history = forward.history
         records += pipeline.run(program, last=self.stage == "joint", verify=verify, instruments=instruments)
         if self.stage == "step":
-            joint, program = program, self.session.lower_joint(program)
-            program.history = joint.history
+            program = self.session.lower_joint(program)
             records += pipeline.run(program, verify=verify, instruments=instruments)
         return Outcome(forward, program, tuple(records))
 
@@ -134,9 +134,9 @@ class Trial:
         found = dict(zip(bare.inputs, values, strict=True))
         for node, spec in described:
             if spec.role == "tangent":
-                found[spec] = _tangent(node.meta["val"])
+                found[spec] = _tangent(value_of(node))
             elif not self._exists(spec):
-                value = node.meta["val"]
+                value = value_of(node)
                 found[spec] = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
         return found
 
@@ -150,13 +150,13 @@ class Trial:
 
 def _settling(program: Program) -> Iterator[Program]:
     """The program with its loss scale, and with lower ones down to 1; itself where nothing is scaled."""
-    held = program.held.get(SCALE)
-    if held is None:
+    state = program.pass_state.get(SCALE)
+    if state is None:
         yield program
         return
-    scale = held.fill
+    scale = state.fill
     while scale >= 1:
-        yield replace(program, held={**program.held, SCALE: replace(held, fill=scale)})
+        yield replace(program, pass_state={**program.pass_state, SCALE: replace(state, fill=scale)})
         scale /= _LOWER
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from graphopt.errors import GraphoptError, did_you_mean
+from graphopt.ir.node import value_of
 from graphopt.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST
 from graphopt.ir.program import Program
 from graphopt.runtime.compile.functional import gather_one_at_a_time, write_nothing
@@ -37,9 +38,9 @@ def compile_program(program: Program, backend: Backend) -> tuple[fx.GraphModule,
     """
     module = program.to_graph_module()
     if backend == "eager" or program.stage != "step":
-        return module, compile_module(module, [node.meta.get("val") for node in program.placeholders], backend)
+        return module, compile_module(module, [value_of(node) for node in program.placeholders], backend)
     first, second, first_inputs, second_inputs = split_update(program)
-    examples = [node.meta.get("val") for node in program.placeholders]
+    examples = [value_of(node) for node in program.placeholders]
     compiled = compile_module(first, [examples[index] for index in first_inputs], backend)
     update = compile_module(second, [], "eager")
     own = sum(1 for spec in program.outputs if spec.role != "state")

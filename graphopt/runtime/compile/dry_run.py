@@ -19,6 +19,7 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.analysis.workspace import measured_usage
+from graphopt.ir.node import value_of
 from graphopt.ir.ops.values import tensors_of
 
 __all__ = ["Ledger", "Temporaries", "dry_generated", "dry_inductor"]
@@ -39,7 +40,7 @@ class Temporaries:
         self._most: dict[str, int] = {}
         calls = [node for node in nodes if node.op == "call_function"]
         for node, usage in zip(calls, measured_usage(calls), strict=True):
-            op, size = _random_op(node), _size(node.meta.get("val"))
+            op, size = _random_op(node), _size(value_of(node))
             self._known[op, size] = max(self._known.get((op, size), 0), usage.temporary)
             self._most[op] = max(self._most.get(op, 0), usage.temporary)
 
@@ -177,9 +178,9 @@ def dry_generated(module: fx.GraphModule, args: list[Any], ledger: Ledger) -> An
         What the module returns, as example values.
     """
     names = [str(node.target) for node in module.graph.find_nodes(op="get_attr")]
-    held = _torch.example_twins([getattr(module, name) for name in names], contextlib.nullcontext())
-    ledger.hold(held, counted=False)
-    owner = types.SimpleNamespace(**dict(zip(names, held, strict=True)))
+    attributes = _torch.example_twins([getattr(module, name) for name in names], contextlib.nullcontext())
+    ledger.hold(attributes, counted=False)
+    owner = types.SimpleNamespace(**dict(zip(names, attributes, strict=True)))
     return _call(types.MethodType(type(module).forward, owner), args, {}, ledger)
 
 

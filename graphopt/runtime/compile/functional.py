@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from graphopt import _torch
+from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST, WAIT
 from graphopt.ir.ops.dropout import masked_dropout
@@ -54,7 +55,7 @@ def _apply_mask(node: fx.Node, copy: fx.Node) -> None:
     """Apply a mask by ops that compilers fuse."""
     x, mask, p = copy.args
     with copy.graph.inserting_before(copy):
-        noise = copy.graph.call_function(_aten._to_copy.default, (mask,), {"dtype": node.meta["val"].dtype})
+        noise = copy.graph.call_function(_aten._to_copy.default, (mask,), {"dtype": value_of(node).dtype})
         scaled = copy.graph.call_function(_aten.div.Scalar, (noise, 1.0 - p))  # type: ignore[operator]
     copy.target, copy.args = _aten.mul.Tensor, (x, scaled)
 
@@ -85,7 +86,7 @@ def gather_one_at_a_time(graph: fx.Graph) -> int:
     for node in graph.nodes:
         if node in under_way:
             under_way.remove(node)
-        elif node.target is ALL_GATHER and node.meta["val"].device.type == "cpu":
+        elif node.target is ALL_GATHER and value_of(node).device.type == "cpu":
             for wait in under_way:
                 node.prepend(wait)
             moved += len(under_way)

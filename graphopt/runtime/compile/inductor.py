@@ -19,8 +19,8 @@ import torch
 from torch import fx
 
 from graphopt import _torch
+from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.values import format_bytes
-from graphopt.ir.program import Phase, info
 from graphopt.runtime.compile.dry_run import Ledger, Temporaries, dry_generated, dry_inductor
 from graphopt.runtime.compile.functional import write_nothing
 
@@ -33,7 +33,7 @@ logger = logging.getLogger("graphopt")
 _FEWEST = 8
 """Parts of fewer calls than this are not divided further: their generated code runs as it is."""
 
-_RESIDENT = ("parameter", "buffer", "constant", "input", "tangent", "gradient", "state", "hyperparameter", "held")
+_RESIDENT = ("parameter", "buffer", "constant", "input", "tangent", "gradient", "state", "hyperparameter", "pass_state")
 """The roles of inputs that somebody else holds while code runs."""
 
 
@@ -123,7 +123,7 @@ class _Chain:
         return info(node).origin not in _RESIDENT and not real
 
     def _example(self, node: fx.Node) -> Any:
-        return self._examples.get(node, node.meta.get("val"))
+        return self._examples.get(node, value_of(node))
 
     def _last_uses(self) -> dict[fx.Node, _Part]:
         """The last part that reads each value; results outlive them all."""

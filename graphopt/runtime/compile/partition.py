@@ -10,18 +10,19 @@ from torch import fx, nn
 
 from graphopt import _torch
 from graphopt.ir.gradients import base_of
+from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.program import Phase, Program, info
+from graphopt.ir.program import Program
 from graphopt.ir.reuse import apply_reuse
 
-__all__ = ["bind_held", "partition", "saved_values", "split_update"]
+__all__ = ["bind_state", "partition", "saved_values", "split_update"]
 
 
 def saved_values(program: Program) -> list[fx.Node]:
     """What forward computes or is given, and something after forward reads: tensors first, then sizes."""
     found: dict[fx.Node, None] = {}
     late = _late(program)
-    there = late.union(node for node, _ in program.inputs_of("held"))
+    there = late.union(node for node, _ in program.inputs_of("pass_state"))
     for node in program.graph.nodes:
         if node in late:
             found |= dict.fromkeys(source for source in node.all_input_nodes if source not in there)
@@ -30,8 +31,8 @@ def saved_values(program: Program) -> list[fx.Node]:
             found[value] = None
     order = {node: index for index, node in enumerate(program.graph.nodes)}
     nodes = sorted(found, key=order.__getitem__)
-    tensors = [node for node in nodes if isinstance(node.meta.get("val"), torch.Tensor)]
-    return tensors + [node for node in nodes if not isinstance(node.meta.get("val"), torch.Tensor)]
+    tensors = [node for node in nodes if isinstance(value_of(node), torch.Tensor)]
+    return tensors + [node for node in nodes if not isinstance(value_of(node), torch.Tensor)]
 
 
 def _late(program: Program) -> set[fx.Node]:
@@ -48,15 +49,15 @@ def _late(program: Program) -> set[fx.Node]:
 
 
 def partition(
-    program: Program, layout: list[bool], held: Mapping[str, torch.Tensor] | None = None
+    program: Program, layout: list[bool], state: Mapping[str, torch.Tensor] | None = None
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The two halves of a joint program, in torch's calling convention.
 
     Args:
         program: of stage joint, with tangents as inputs.
         layout: for each input that backward answers for, whether it has a gradient (None is returned otherwise).
-        held: the tensors behind the held inputs, by target; they become buffers of the halves that use them, under the
-            names of the inputs' nodes.
+        state: the tensors behind the inputs that are pass state, by target; they become buffers of the halves that use
+            them, under the names of the inputs' nodes.
 
     Returns:
         forward: inputs → outputs, saved tensors, saved sizes; backward: saved sizes, saved tensors, tangents →
@@ -65,10 +66,10 @@ def partition(
     program = program.copy()
     apply_reuse(program)
     saved = saved_values(program)
-    tensors = [node for node in saved if isinstance(node.meta.get("val"), torch.Tensor)]
+    tensors = [node for node in saved if isinstance(value_of(node), torch.Tensor)]
     sizes = [node for node in saved if node not in tensors]
     tangents = [node for node, _ in program.inputs_of("tangent")]
-    live = {node: (held or {})[spec.target] for node, spec in program.inputs_of("held")}
+    live = {node: (state or {})[spec.target] for node, spec in program.inputs_of("pass_state")}
     primals = [node for node in program.placeholders if node not in tangents and node not in live]
     results = [value for value, _ in program.outputs_of("mutation", "output", "base", "loss")]
     gradients = iter([value for value, _ in program.outputs_of("gradient")])
@@ -82,11 +83,11 @@ def partition(
     return forward, backward
 
 
-def bind_held(module: fx.GraphModule, program: Program, held: Mapping[str, torch.Tensor]) -> None:
-    """Let a copy of one half refer to the held tensors themselves: torch compiles a deep copy of each half."""
-    for node, spec in program.inputs_of("held"):
+def bind_state(module: fx.GraphModule, program: Program, state: Mapping[str, torch.Tensor]) -> None:
+    """Let a copy of one half refer to the tensors of pass state themselves: torch compiles a deep copy of each half."""
+    for node, spec in program.inputs_of("pass_state"):
         if hasattr(module, node.name):
-            setattr(module, node.name, held[spec.target])
+            setattr(module, node.name, state[spec.target])
 
 
 def _extract(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from graphopt.ir.node import info
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.groups import find_group
 from graphopt.ir.ops.values import type_text
-from graphopt.ir.program import Program, info
+from graphopt.ir.program import Program
 
 __all__ = ["Agreement", "collective_plan"]
 

@@ -11,8 +11,8 @@ from types import CodeType, FrameType
 
 from torch import fx
 
+from graphopt.ir.node import Phase, info
 from graphopt.ir.ops import schema
-from graphopt.ir.program import Phase, info
 
 __all__ = ["Place", "follow", "place_now", "place_of"]
 

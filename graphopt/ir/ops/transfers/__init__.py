@@ -70,7 +70,8 @@ def configure(*, disk_directory: str | os.PathLike[str] | None = None, disk_limi
         disk_limit: bytes that the file there may grow to; by default as many as the disk has.
 
     Raises:
-        GraphoptError: where the directory is not there or not writable, the limit is negative, or tensors are held.
+        GraphoptError: where the directory is not there or not writable, the limit is negative, or tensors are
+        offloaded.
     """
     if disk_directory is not None and not (os.path.isdir(disk_directory) and os.access(disk_directory, os.W_OK)):
         raise GraphoptError(f"disk_directory {os.fspath(disk_directory)!r} is not a directory that can be written to")
@@ -78,11 +79,11 @@ def configure(*, disk_directory: str | os.PathLike[str] | None = None, disk_limi
         raise GraphoptError(f"disk_limit is a number of bytes, and {disk_limit} is negative")
     with _process.lock:
         if _process.engine is not None:
-            held = _process.engine.statistics().held_bytes
-            if held:
+            stored = _process.engine.statistics().stored_bytes
+            if stored:
                 raise GraphoptError(
-                    f"{held} bytes of offloaded tensors are held: configure transfers before the first step, or after "
-                    "what refers to them (a loss with its graph) is gone"
+                    f"{stored} bytes of offloaded tensors are stored: configure transfers before the first step, or "
+                    "after what refers to them (a loss with its graph) is gone"
                 )
             _process.engine.close()
         _process.engine = None
@@ -119,5 +120,5 @@ def statistics(tier: str | None = None) -> Statistics:
 
 
 def reset_statistics() -> None:
-    """Start counting anew; what is held stays held, and is where the new peak starts."""
+    """Start counting anew; what is stored stays stored, and is where the new peak starts."""
     engine().reset_statistics()

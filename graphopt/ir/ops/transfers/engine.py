@@ -41,8 +41,8 @@ class Statistics:
         offloaded_bytes: their bytes.
         prefetches: copies started back to the compute side.
         prefetched_bytes: their bytes.
-        held_bytes: bytes held now, in blocks whose handles live or whose copies are under way.
-        peak_held_bytes: the most bytes held at once.
+        stored_bytes: bytes stored now, in blocks whose handles live or whose copies are under way.
+        peak_stored_bytes: the most bytes stored at once.
         seconds_waited: time for which ``offload_wait`` and ``prefetch_wait`` blocked their threads, added up. On CUDA
             the host tier blocks streams instead, which is not seen here.
         capacity_bytes: bytes taken from the system now, to hold blocks in: memory mapped, disk space of the file.
@@ -52,15 +52,15 @@ class Statistics:
     offloaded_bytes: int = 0
     prefetches: int = 0
     prefetched_bytes: int = 0
-    held_bytes: int = 0
-    peak_held_bytes: int = 0
+    stored_bytes: int = 0
+    peak_stored_bytes: int = 0
     seconds_waited: float = 0.0
     capacity_bytes: int = 0
 
 
 @dataclass(slots=True)
 class _Block:
-    """Held bytes: where they are, and the copies to and from there."""
+    """Stored bytes: where they are, and the copies to and from there."""
 
     tier: Tier
     nbytes: int
@@ -143,7 +143,7 @@ class Engine:
         except (GraphoptError, OSError) as error:
             block.outward = Settled(str(error))
             return
-        self._count(block.tier, offloads=1, offloaded_bytes=block.nbytes, held_bytes=block.nbytes)
+        self._count(block.tier, offloads=1, offloaded_bytes=block.nbytes, stored_bytes=block.nbytes)
         block.outward = lane.save(storage, block.nbytes, block.space)
         block.pending.append(block.outward)
 
@@ -166,14 +166,14 @@ class Engine:
         dtype: torch.dtype,
         device: torch.device,
     ) -> torch.Tensor:
-        """Allocate a storage of ``storage_size`` elements on ``device`` and start copying the held bytes into it.
+        """Allocate a storage of ``storage_size`` elements on ``device`` and start copying the stored bytes into it.
 
         Returns:
             A tensor of the given size, stride and offset on that storage; its values are there after ``prefetch_wait``.
 
         Raises:
             GraphoptError: where the handle holds nothing, the tensor does not fit into the storage, or the storage is
-                larger than what is held.
+                larger than what is stored.
         """
         block = self._find(handle, "prefetch")
         nbytes = storage_size * dtype.itemsize
@@ -253,11 +253,11 @@ class Engine:
             return replace(self._statistics[key], capacity_bytes=capacity.get(key, sum(capacity.values())))
 
     def reset_statistics(self) -> None:
-        """Start counting anew; what is held stays held, and is where the new peak starts."""
+        """Start counting anew; what is stored stays stored, and is where the new peak starts."""
         with self._lock:
             self._collect()
             for key, now in self._statistics.items():
-                self._statistics[key] = Statistics(held_bytes=now.held_bytes, peak_held_bytes=now.held_bytes)
+                self._statistics[key] = Statistics(stored_bytes=now.stored_bytes, peak_stored_bytes=now.stored_bytes)
 
     def close(self) -> None:
         """Finish the copies under way, end the thread, and give everything back; handles hold nothing afterwards."""
@@ -295,7 +295,7 @@ class Engine:
         for key in ("", tier):
             now = self._statistics[key]
             now = replace(now, **{name: getattr(now, name) + value for name, value in more.items()})
-            self._statistics[key] = replace(now, peak_held_bytes=max(now.peak_held_bytes, now.held_bytes))
+            self._statistics[key] = replace(now, peak_stored_bytes=max(now.peak_stored_bytes, now.stored_bytes))
 
     def _collect(self) -> None:
         """Free the blocks whose handles are gone, once no copy uses them any more.
@@ -312,7 +312,7 @@ class Engine:
                 self._dying.append(dying)
             elif dying.space is not None:
                 dying.space.free()
-                self._count(dying.tier, held_bytes=-dying.nbytes)
+                self._count(dying.tier, stored_bytes=-dying.nbytes)
 
     def _slab(self, kind: str) -> HostSlab:
         """The host memory for tensors of a kind of device."""

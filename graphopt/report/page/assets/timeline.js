@@ -2,7 +2,7 @@
 
 const CATEGORY_STYLES = {
   "parameters": ["#6e7781", ""], "buffers": ["#8c959f", "cross"], "optimizer state": ["#afb8c1", "rise"],
-  "held by passes": ["#9467bd", "fall"], "inputs": ["#c8ced4", "dots"], "gradients": ["#d55e00", "rise"],
+  "pass state": ["#9467bd", "fall"], "inputs": ["#c8ced4", "dots"], "gradients": ["#d55e00", "rise"],
   "activations": ["#56b4e9", ""], "recomputed": ["#009e73", "dots"], "backward": ["#e69f00", "fall"],
   "in flight": ["#cc79a7", "flat"], "update": ["#0072b2", "upright"], "temporaries": ["#f0e442", "cross"],
 };

@@ -97,7 +97,7 @@ def predict(
         bandwidth: bytes per second of a rank's link in each direction, or text (``parse_bandwidth``): ``"1Gbit"``.
         latency: seconds of each round of a collective, or text (``parse_latency``): ``"50us"``.
         way: how gradients are exchanged, or the name of one of ``WAYS``.
-        cost: where the seconds of calls come from: one of ``graphopt.rewriting.memory.budget.COSTS``.
+        cost: where the seconds of calls come from: one of ``graphopt.analysis.costs.cost.COSTS``.
 
     Raises:
         GraphoptError: for a wrong number, an unknown name, and a program that has nothing to exchange.

@@ -9,22 +9,22 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from graphopt.analysis.costs.cost import PROFILES, Method, cost_report, profile_of
+from graphopt.analysis.costs.cost import PROFILES, Method, check_cost, cost_report, profile_of
 from graphopt.analysis.costs.figures import figures_of
 from graphopt.analysis.costs.isolated_call import sizes
 from graphopt.analysis.costs.timing import median_seconds
 from graphopt.errors import GraphoptError
 from graphopt.ir.autocast import plain_precision
+from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.residual import accumulate_
 from graphopt.ir.ops.selection import select
 from graphopt.ir.ops.values import format_seconds, storage_bytes
-from graphopt.ir.program import Phase, Program, info
+from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.all_reduce import buffer_writes, final_gradients
 from graphopt.rewriting.distributed.flat_exchange import memory_strides
 from graphopt.rewriting.distributed.prediction.volume import Gradient
 from graphopt.rewriting.distributed.sparse_exchange import entries
 from graphopt.rewriting.distributed.sparse_update import adds_gradients
-from graphopt.rewriting.memory.budget import check_cost
 
 __all__ = ["Rates", "Workload", "rates_of", "workload_of"]
 
@@ -126,7 +126,7 @@ def workload_of(
 
     Args:
         program: of stage joint or step, whose gradients are not exchanged yet; no process group is needed.
-        cost: ``measured``, ``roofline``, or the name of a device (``graphopt.rewriting.memory.budget.COSTS``).
+        cost: ``measured``, ``roofline``, or the name of a device (``graphopt.analysis.costs.cost.COSTS``).
         progress: called with (distinct calls measured, distinct calls to measure) after each of them.
 
     Raises:
@@ -195,8 +195,8 @@ def _gradients(program: Program, found: Mapping[str, fx.Node], ends: Mapping[fx.
     parameters = {spec.target: node for node, spec in program.inputs_of("parameter")}
     gradients = [
         Gradient(
-            name, _memory_shape(node.meta["val"]), node.meta["val"].dtype, node.meta["val"].device, places[node],
-            ends.get(node, 0.0), storage_bytes(parameters[name].meta["val"]), places[parameters[name]],
+            name, _memory_shape(value_of(node)), value_of(node).dtype, value_of(node).device, places[node],
+            ends.get(node, 0.0), storage_bytes(value_of(parameters[name])), places[parameters[name]],
         )
         for name, node in found.items()
     ]  # fmt: skip
@@ -213,7 +213,7 @@ def _buffers(program: Program) -> tuple[int, ...]:
     """Bytes of the floating-point buffers that forward updates, which data parallelism exchanges in one piece each."""
     totals: dict[tuple[torch.dtype, torch.device], int] = {}
     for _, _, value in buffer_writes(program):
-        kept = value.meta["val"]
+        kept = value_of(value)
         if kept.is_floating_point():
             key = (kept.dtype, kept.device)
             totals[key] = totals.get(key, 0) + storage_bytes(kept)
@@ -229,7 +229,7 @@ def rates_of(device: torch.device, cost: str = "measured") -> Rates:
     Args:
         device: of the gradients.
         cost: ``measured`` (once on this device, and kept), ``roofline``, or the name of a device
-            (``graphopt.rewriting.memory.budget.COSTS``); with these two, selection takes the time of the bytes that it
+            (``graphopt.analysis.costs.cost.COSTS``); with these two, selection takes the time of the bytes that it
             reads and writes.
 
     Raises:

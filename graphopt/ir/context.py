@@ -1,0 +1,32 @@
+"""What programs of one step or model have in common, from stage to stage and from copy to copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+__all__ = ["Context"]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a program is rewritten for; what is lowered or copied from it goes on with the same context.
+
+    Attributes:
+        history: the passes applied so far, as text.
+        forms: which of their programs passes want where they have several, by the name of the pass
+            (``TrainingPass.form``).
+        numbers: what passes have found once and go on with, by ``pass/what``: those of the step's clock, which are
+            saved with its state. One dictionary for all programs of a step.
+        compiled: whether a compiler makes the code that runs. It chooses itself what it overwrites: only sums of
+            gradients are taken in place before it.
+    """
+
+    history: tuple[str, ...] = ()
+    forms: Mapping[str, str] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
+    compiled: bool = False
+
+    def after(self, spec: str) -> Context:
+        """The context behind one more pass; a pass of several stages counts once."""
+        return self if spec in self.history else replace(self, history=(*self.history, spec))

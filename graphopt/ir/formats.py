@@ -1,0 +1,126 @@
+"""The formats that programs can be written in, by name: those of graphopt, and those of installed packages.
+
+A package adds one under the entry point group ``graphopt.formats``::
+
+    [project.entry-points."graphopt.formats"]
+    mermaid = "my_package.mermaid:MERMAID"
+
+where ``MERMAID = Format("mermaid", ".mmd", to_mermaid, "a flowchart in Mermaid's language")``. It is then offered by
+``Program.to``, by ``graphopt dump --format`` and by the page.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from graphopt.errors import GraphoptError, did_you_mean
+
+__all__ = ["GROUP", "Format", "available_formats", "find_format", "register_format"]
+
+GROUP = "graphopt.formats"
+"""The entry point group of formats."""
+
+_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+
+logger = logging.getLogger("graphopt")
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One way to write a program.
+
+    Attributes:
+        name: kebab-case, unique among all installed formats.
+        suffix: of its files, with the dot.
+        write: ``write(program, **options)`` gives text, or data for JSON.
+        help: what it is, in a few words.
+        comment: how a line of comment begins, where several programs can stand in one file; "" where they cannot.
+    """
+
+    name: str
+    suffix: str
+    write: Callable[..., str | Mapping[str, Any]]
+    help: str
+    comment: str = ""
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise GraphoptError(f"the name of a format is lower-case words joined by hyphens, got {self.name!r}")
+        if not re.fullmatch(r"\.\w[\w.-]*", self.suffix):
+            raise GraphoptError(f"the suffix of the format {self.name!r} is a dot and letters, got {self.suffix!r}")
+
+    def text(self, program: Any, **options: Any) -> str:
+        """A program as the text of a file: data as JSON."""
+        written = self.write(program, **options)
+        return written if isinstance(written, str) else json.dumps(written, separators=(",", ":"))
+
+
+_registered: dict[str, Format] = {}
+
+
+def register_format(form: Format) -> None:
+    """Offer a format in this process; packages that are installed use the entry point group instead.
+
+    Raises:
+        GraphoptError: where another format has the name.
+    """
+    if _registered.get(form.name, form) != form or form.name in _entries():
+        raise GraphoptError(f"there is a format called {form.name!r} already: choose another name")
+    _registered[form.name] = form
+
+
+@cache
+def _entries() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def find_format(name: str) -> Format:
+    """The format of a name.
+
+    Raises:
+        GraphoptError: for an unknown name, with the nearest ones; where what is registered is not a ``Format``.
+    """
+    if name in _registered:
+        return _registered[name]
+    entry = _entries().get(name)
+    if entry is None:
+        known = sorted({*_registered, *_entries()})
+        hint = did_you_mean(name, known) or f"known formats: {', '.join(known)}"
+        raise GraphoptError(f"there is no format called {name!r}; {hint}")
+    return _loaded(entry)
+
+
+@cache
+def _loaded(entry: EntryPoint) -> Format:
+    owner = entry.dist.name if entry.dist else "an unknown package"
+    try:
+        form = entry.load()
+    except Exception as error:
+        where = f"the format {entry.name!r} ({entry.value}, from {owner})"
+        raise GraphoptError(f"{where} cannot be imported: {error}") from error
+    if not isinstance(form, Format):
+        raise GraphoptError(f"the entry point {entry.value} for {entry.name!r} (from {owner}) is not a graphopt.Format")
+    if form.name != entry.name:
+        raise GraphoptError(f"{entry.value} is registered as {entry.name!r} but calls itself {form.name!r}")
+    return form
+
+
+def available_formats() -> dict[str, Format]:
+    """Every format by name: graphopt's own, then installed ones; what cannot be imported is left out, and logged."""
+    found = dict(_registered)
+    for name in sorted(_entries()):
+        if name in _registered:
+            logger.error("an installed package registers a format called %r, which graphopt has: it is left out", name)
+            continue
+        try:
+            found[name] = find_format(name)
+        except GraphoptError as error:
+            logger.error("%s", error)
+    return found

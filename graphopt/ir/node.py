@@ -1,0 +1,145 @@
+"""What is known of a program's nodes: phase, module, names and provenance, the example value, inputs and outputs."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from graphopt.errors import GraphoptError
+
+__all__ = [
+    "Candidate",
+    "InputSpec",
+    "NodeInfo",
+    "OutputSpec",
+    "Phase",
+    "Policy",
+    "Stage",
+    "TensorInfo",
+    "info",
+    "set_info",
+    "set_value",
+    "value_of",
+]
+
+Stage = Literal["forward", "joint", "step"]
+
+_INFO = "graphopt"
+
+
+class Phase(enum.StrEnum):
+    """When in a step a node runs, and what for."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECOMPUTE = "recompute"
+    TRANSFER = "transfer"
+    SYNC = "sync"
+    UPDATE = "update"
+
+
+class Policy(enum.StrEnum):
+    """What planners decide about a forward value that backward reads; torch's own words."""
+
+    MUST_SAVE = "MUST_SAVE"
+    MUST_RECOMPUTE = "MUST_RECOMPUTE"
+    MUST_CPU_OFFLOAD = "MUST_CPU_OFFLOAD"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """What graphopt knows of a node beyond its op and its value. Immutable, so copies of nodes never share changes."""
+
+    phase: Phase
+    module: str = ""
+    names: tuple[str, ...] = ()
+    source: str = ""
+    origin: str = "capture"
+    policy: Policy | None = None
+    region: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """What a placeholder stands for.
+
+    ``role`` is parameter, buffer, constant, input, tangent, gradient (an accumulator), state (of the optimizer),
+    hyperparameter or pass_state (what a pass keeps across steps); ``target`` names it (``layers.0.weight``,
+    ``args[0]``, ``layers.0.weight/exp_avg``, ``lr[0]``, ``loss-scale/scale``).
+    """
+
+    role: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSpec:
+    """What an output value is: ``role`` is output, loss, gradient, mutation or state; ``target`` names it."""
+
+    role: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One named tensor of a program. ``bytes`` counts its storage, 0 for a view of another tensor's storage."""
+
+    name: str
+    node: str
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+    bytes: int
+    phase: Phase
+    module: str
+    source: str
+    role: str
+    saved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A tensor through which all of the network's data passes.
+
+    Attributes:
+        name: its best name.
+        node: the node's name.
+        bytes: what keeping it costs.
+        saves: bytes that need not be kept from the previous candidate up to this one when both are checkpoints.
+        source: the user's line that makes it.
+    """
+
+    name: str
+    node: str
+    bytes: int
+    saves: int
+    source: str
+
+
+def info(node: fx.Node) -> NodeInfo:
+    """The ``NodeInfo`` of a node of a program."""
+    found = node.meta.get(_INFO)
+    if found is None:
+        raise GraphoptError(
+            f"node {node.name!r} ({node.format_node()}) has no phase or module: it was added to the graph directly; "
+            "add nodes with Program.insert, which fills in what passes, printers and the memory model need"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def set_info(node: fx.Node, known: NodeInfo) -> None:
+    """Replace what is known of a node."""
+    node.meta[_INFO] = known
+
+
+def value_of(node: fx.Node) -> Any:
+    """What a node gives, without data: a fake tensor, a number, a tuple of these; None for one without a value."""
+    return node.meta.get("val")
+
+
+def set_value(node: fx.Node, example: Any) -> None:
+    """Replace the example value of a node."""
+    node.meta["val"] = example

@@ -1,0 +1,132 @@
+"""What a pass is: its contract, what it reports, and the record of one that ran."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from graphopt.ir.methods import provided
+from graphopt.ir.node import Stage
+from graphopt.ir.ops.values import format_bytes
+from graphopt.ir.program import Program
+from graphopt.rewriting.spec import format_pass
+
+__all__ = ["STAGES", "Changed", "Numerics", "Pass", "PassRecord", "PassStage", "Records"]
+
+Numerics = Literal["bitwise", "tolerant", "changes"]
+PassStage = Stage | Literal["last"]
+"""Which program a pass rewrites; ``last`` is the one that runs: joint for a drop-in model, step for a whole step."""
+
+STAGES: tuple[PassStage, ...] = ("forward", "joint", "step", "last")
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """What a pass did. It is falsy where the program is as it was, and then ``reason`` says why.
+
+    Attributes:
+        counts: what was done how often: ``{"recomputed": 204}``.
+        bytes_saved: how much lower the predicted peak is, in bytes (filled in by the pipeline).
+        tensors: names of the tensors that the pass decided about.
+        lines: what a user should read, one line each.
+        reason: why nothing was done, for a pass that did nothing.
+    """
+
+    counts: Mapping[str, int] = field(default_factory=dict)
+    bytes_saved: int = 0
+    tensors: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return any(self.counts.values())
+
+    def __str__(self) -> str:
+        if not self:
+            return f"nothing: {self.reason or 'there was nothing to do'}"
+        return ", ".join(f"{count} {what}" for what, count in self.counts.items())
+
+
+class Pass(abc.ABC):
+    """A rewrite of a program. Subclasses are final frozen dataclasses whose fields are their options.
+
+    What a pass does between steps, beside rewriting, is ``TrainingPass``.
+
+    Class attributes:
+        name: kebab-case, unique among all installed passes.
+        stage: which program it rewrites: forward, joint, step, or last (the one that runs, joint or step, after all
+            others).
+        also: later stages whose program it rewrites as well; ``apply`` is called once for each (``program.stage`` says
+            which), and what it does at one must not depend on an object's memory of another.
+        numerics: ``bitwise`` (results equal to the last bit), ``tolerant`` (within a tolerance that the docstring
+            states) or ``changes``.
+        after: names of passes that run before this one when both are given.
+        requires: names of passes that must be given too.
+        conflicts: names of passes that must not be given too.
+        changes_signature: whether inputs or outputs of the program may differ afterwards.
+    """
+
+    name: ClassVar[str]
+    stage: ClassVar[PassStage]
+    also: ClassVar[tuple[PassStage, ...]] = ()
+    numerics: ClassVar[Numerics]
+    after: ClassVar[tuple[str, ...]] = ()
+    requires: ClassVar[tuple[str, ...]] = ()
+    conflicts: ClassVar[tuple[str, ...]] = ()
+    changes_signature: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def apply(self, program: Program) -> Changed:
+        """Rewrite ``program`` in place and say what was done.
+
+        The program given is valid, and the pipeline checks it again afterwards. A pass that cannot help changes
+        nothing and returns ``Changed(reason=...)``. Applying a pass a second time does nothing or raises.
+
+        Raises:
+            GraphoptError: where the options do not fit the program.
+        """
+
+    def concerns(self, program: Program) -> bool:
+        """Whether there is anything to do for this pass at the stage of ``program``; it is not run where not.
+
+        For passes of several stages, which act in one way in a drop-in program and in another in a whole step.
+        """
+        del program
+        return True
+
+    def __str__(self) -> str:
+        return format_pass(self)
+
+
+@dataclass(frozen=True, slots=True)
+class PassRecord:
+    """One pass that ran: its text form, what it did and cost, and the program's size and peak around it."""
+
+    name: str
+    spec: str
+    stage: Stage
+    numerics: Numerics
+    changed: Changed
+    seconds: float
+    nodes_before: int
+    nodes_after: int
+    peak_before: int | None
+    peak_after: int | None
+
+    def _repr_html_(self) -> str:
+        return str(provided(Records, "notebook")([self]))
+
+    def __str__(self) -> str:
+        peak = ""
+        if self.peak_before is not None and self.peak_after is not None and self.peak_before != self.peak_after:
+            peak = f"; peak {format_bytes(self.peak_before)} -> {format_bytes(self.peak_after)} (predicted)"
+        return f"{self.spec}: {self.changed}{peak}; {self.seconds:.2f} s"
+
+
+class Records(list[PassRecord]):
+    """What each pass did: a list that a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        return str(provided(Records, "notebook")(self))

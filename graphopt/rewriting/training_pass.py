@@ -1,0 +1,65 @@
+"""What a pass does while a program trains: the second half of the contract, for the few passes that need it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from graphopt.ir.program import Program
+from graphopt.rewriting.clock import Clock
+from graphopt.rewriting.pass_ import Pass
+from graphopt.rewriting.shards import Shards
+
+__all__ = ["TrainingPass"]
+
+
+class TrainingPass(Pass):
+    """A pass that also acts between steps, or whose program depends on how far training is.
+
+    Every method does nothing by default; a pass has those that it needs.
+    """
+
+    def prepare(self, model: nn.Module) -> None:
+        """Called once, before the first run of what the pass has rewritten, with the model that it runs on.
+
+        For what has to be so before the first step, such as equal parameters on all ranks. A whole step that goes on
+        from a loaded ``state_dict`` does not call it: each rank has loaded what it needs.
+        """
+        del model
+
+    def form(self, clock: Clock) -> str:
+        """Which of its programs this pass wants for the next update of a whole step; "" is the one of the long run.
+
+        The step compiles a program for each form that comes up. ``apply`` finds it in ``program.context.forms`` at the
+        stages step and last, where it is absent for the program that is shown. All ranks have to come to the same form.
+        """
+        del clock
+        return ""
+
+    def advance(self, clock: Clock) -> None:
+        """Called after every update of a whole step, to look at what it left and to change ``clock.numbers``."""
+        del clock
+
+    def settle(self, program: Program, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Bring together what this pass lets differ between ranks; ``TrainStep.synchronize`` calls it on all ranks.
+
+        Args:
+            program: of the long run, as this pass and all others have rewritten it.
+            model: whose parameters may be changed.
+            optimizer: whose state may be changed.
+        """
+        del program, model, optimizer
+
+    def shards(self, sizes: Mapping[str, int]) -> Shards | None:
+        """The part of each trained parameter that this rank updates; None, as by default, for all of all.
+
+        Asked before the optimizer is traced, whose state is then for these elements only. The pass sees to it that
+        parameters are whole again behind the update.
+
+        Args:
+            sizes: elements of each trained parameter, by name.
+        """
+        del sizes
+        return None

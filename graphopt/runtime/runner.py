@@ -1,0 +1,161 @@
+"""From a call to a program that runs: what `optimize` and `optimize_step` share.
+
+A call's signature decides which capture serves it. One that is new is captured, rewritten by the passes and checked;
+then passes prepare the model, ranks agree on what they are going to exchange, and what passes keep gets its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from graphopt.capture import CaptureSession
+from graphopt.capture.checks import refuse_wrapped
+from graphopt.capture.flatten import flatten
+from graphopt.errors import CaptureError
+from graphopt.ir.context import Context
+from graphopt.ir.node import Stage
+from graphopt.ir.program import Program
+from graphopt.rewriting.pass_ import Pass
+from graphopt.rewriting.pipeline import Pipeline
+from graphopt.runtime.captures import Captures, SizeRule, size_rules
+from graphopt.runtime.check_numerics import check_numerics
+from graphopt.runtime.compile.backend import Backend, check_backend
+from graphopt.runtime.observers import tell_observers
+from graphopt.runtime.ranks.agreement import Agreement
+from graphopt.runtime.ranks.watch import StepWatch
+from graphopt.runtime.reserve import reserve_host
+from graphopt.runtime.rewrite import Rewritten, Verify, rewrite
+from graphopt.runtime.signature import signature
+from graphopt.runtime.state_store import StateStore
+
+__all__ = ["Capture", "Options", "Runner"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a model or a step is captured, rewritten and compiled: what ``optimize`` and ``optimize_step`` are given."""
+
+    pipeline: Pipeline
+    dynamic_shapes: Any
+    backend: Backend
+    verify: Verify
+
+    @classmethod
+    def checked(
+        cls, model: nn.Module, passes: str | Iterable[Pass] | Pipeline, dynamic_shapes: Any, backend: Backend,
+        verify: Verify,
+    ) -> Options:  # fmt: skip
+        """The options, where they fit together.
+
+        Raises:
+            CaptureError: for a model that is wrapped.
+            GraphoptError: for a backend that there is not.
+            PipelineError: where the passes do not fit together.
+        """
+        refuse_wrapped(model)
+        check_backend(backend)
+        return cls(passes if isinstance(passes, Pipeline) else Pipeline(passes), dynamic_shapes, backend, verify)
+
+
+@dataclass
+class Capture:
+    """One capture: what passes made of it, and which sizes it serves."""
+
+    rewritten: Rewritten
+    rules: list[SizeRule]
+
+
+C = TypeVar("C", bound=Capture)
+
+
+class Runner(Generic[C]):
+    """The captures of one model or step, by call signature, and what their programs share.
+
+    Args:
+        options: as the user gave them.
+        until: the stage of the programs that run: joint or step.
+        parameter: the parameter of a name, for pass state that starts as a copy of one.
+        numbers: of a step's clock (``Context.numbers``).
+
+    Attributes:
+        captures: by signature.
+        store: the tensors that passes keep across runs.
+        watch: of the ranks that programs exchange with.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        until: Stage,
+        parameter: Callable[[str], torch.Tensor],
+        numbers: dict[str, float] | None = None,
+    ) -> None:
+        self.options = options
+        self.captures: Captures[C] = Captures()
+        self.store = StateStore(parameter)
+        self.watch = StepWatch()
+        self._until = until
+        self._agreement = Agreement()
+        self._context = Context(numbers={} if numbers is None else numbers, compiled=options.backend != "eager")
+
+    def find(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], capture: Callable[[], C]
+    ) -> tuple[C, list[torch.Tensor]]:
+        """The capture that serves a call, made by ``capture`` where there is none, and the tensors of the call."""
+        tensors, structure = flatten((args, kwargs), paths=False)
+        key = signature(model, structure, tensors, sizes=self.options.dynamic_shapes is None)
+        return self.captures.get(key, tensors, capture), tensors
+
+    def find_example(self, model: nn.Module, inputs: Any, capture: Callable[[tuple[Any, ...]], C]) -> C:
+        """The capture for ``example_inputs=``, the positional arguments of a call.
+
+        Raises:
+            CaptureError: where these are no tuple.
+        """
+        if not isinstance(inputs, (tuple, list)):
+            raise CaptureError(
+                f"example_inputs is a tuple with the positional arguments of a call, got {type(inputs).__name__}"
+            )
+        return self.find(model, tuple(inputs), {}, lambda: capture(tuple(inputs)))[0]
+
+    def rewrite(self, session: CaptureSession) -> Capture:
+        """Run the passes over a capture.
+
+        Raises:
+            RankError: where passes talk to other ranks, and that fails.
+            VerifyError: for ``verify="numerics"``, where results differ.
+        """
+        options = self.options
+        with self.watch.capturing():
+            rewritten = rewrite(
+                session, options.pipeline, until=self._until, verify=options.verify, context=self._context
+            )
+        if options.verify == "numerics":
+            check_numerics(rewritten)
+        return Capture(rewritten, size_rules(session.forward.program))
+
+    def prepare(self, program: Program, model: nn.Module) -> None:
+        """Let passes prepare the model, before the first program of all runs."""
+        with self.watch.meeting(program):
+            for current in self.options.pipeline.training:
+                current.prepare(model)
+
+    def make_ready(self, program: Program) -> None:
+        """What has to be so before a program runs: pass state exists, host memory is there, ranks agree.
+
+        Raises:
+            GraphoptError: where one of these fails, with what is missing.
+        """
+        self.store.require(program.pass_state)
+        reserve_host(program)
+        with self.watch.meeting(program):
+            self._agreement.check(program)
+
+    def announce(self, capture: Capture) -> None:
+        """Tell observers of a capture that is about to train."""
+        tell_observers(capture.rewritten, not self.captures.all())

@@ -1,0 +1,209 @@
+"""DeepGradientCompression in several processes: equal parameters on all ranks, nothing lost, exact resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.compressing import COMMON, DENSE, EQUAL, EXACT, LOAD, RESUME, SAVE, SKIPPED
+from tests.support.ranks import run_ranks
+
+Said = list[dict[str, Any]]
+SAY = "\nsay(said)\n"
+
+MEASURED = """
+# what is measured: links, and the costs of work, which differ from rank to rank
+from dataclasses import astuple
+from graphopt.rewriting.distributed import sparse_or_dense
+from graphopt.rewriting.distributed.prediction.measured_link import measure_link
+from graphopt.ir.ops.groups import find_group
+
+counted, reduce = [], dist.all_reduce
+def counting(tensor, *arguments, **options):
+    counted.append(tensor.numel() * tensor.element_size())
+    return reduce(tensor, *arguments, **options)
+dist.all_reduce = counting
+
+link = measure_link(find_group(""), torch.device("cpu"))
+said["link"] = [*astuple(link), sum(counted)]
+
+def chosen(bandwidth, select):
+    \"\"\"A group of its own, with costs of work of this rank's own.\"\"\"
+    sparse_or_dense.rates_of = lambda device: sparse_or_dense.Rates(1e-10, select)
+    group = dist.new_group().group_name
+    model = build()
+    compression = DeepGradientCompression(sparsity=(0.98,), rampup_step=1, min_elements=500, bandwidth=bandwidth)
+    step = graphopt.optimize_step(model, sgd(model), [DataParallel(group=group), compression], loss=loss)
+    same = []
+    for number in range(2):
+        step(*batch(number))
+        same.append(same_on_all(model))
+    exchanged, record = len(counted), step.records[-1].changed
+    if rank == 0:  # alone: other shapes have the same exchanges, and nothing is measured or agreed on again
+        x, y = batch(0)
+        step.prepare(x[:4], y[:4])
+    return [same, list(record.tensors), list(record.lines), len(counted) - exchanged]
+
+said["chosen, measured"] = chosen("measured", 1e-9)
+said["chosen, one rank selects slowly"] = chosen("1Gbit", 1e-9 if rank == 0 else 1e-3)
+said["chosen, all select fast"] = chosen("1Gbit", 1e-9)
+dist.all_reduce = reduce
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two ranks save their states."""
+    return tmp_path_factory.mktemp("two")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> Said:
+    """What each of two ranks found."""
+    script = COMMON + EQUAL + DENSE + SKIPPED + RESUME + SAVE + MEASURED + EXACT + SAY
+    return [found for (found,) in run_ranks(script, 2, folder / "store")]
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Said:
+    """What each of four ranks found, which do some of what two do."""
+    script = COMMON + EQUAL + SKIPPED + EXACT + SAY
+    return [found for (found,) in run_ranks(script, 4, tmp_path_factory.mktemp("four") / "store")]
+
+
+@pytest.fixture
+def said(request: pytest.FixtureRequest) -> Said:
+    """What the ranks of the group that the test names found."""
+    found: Said = request.getfixturevalue(request.param)
+    return found
+
+
+WAYS = [
+    "plain", "nesterov, clipping, decay", "no masking, bfloat16 wire", "feedback, float16 wire", "bfloat16, O2",
+    "bfloat16, O1", "float16", "accumulated", "tied", "with other passes", "bfloat16 parameters",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("said", "way"), [*(("two", way) for way in WAYS), *(("four", way) for way in WAYS[:4])], indirect=["said"]
+)
+def test_parameters_are_equal_on_all_ranks_after_every_step(said: Said, way: str) -> None:
+    """To the last bit, before, in and behind the warm-up."""
+    for found in said:
+        same, moved, exchanges = found[way]
+        assert all(same)
+        assert len(same) == (18 if way == "accumulated" else 6)
+        assert moved
+        assert exchanges >= 1
+
+
+ENTRIES = ["plain", "nesterov, clipping, decay", "bfloat16, O2", "float16", "accumulated"]
+
+
+@pytest.mark.parametrize(("said", "way"), [*(("two", way) for way in ENTRIES), ("four", "plain")], indirect=["said"])
+def test_parameters_are_equal_where_the_update_touches_entries_only(said: Said, way: str) -> None:
+    """To the last bit on all ranks, and what dense sums give."""
+    for found in said:
+        same, entries, off = found[f"{way}, entries"]
+        assert all(same)
+        assert entries
+        assert off == 0.0
+
+
+def test_other_passes_change_nothing(two: Said) -> None:
+    assert all(found["other passes change nothing"] for found in two)
+
+
+@pytest.mark.parametrize("kind", ["momentum", "nesterov"])
+def test_dense_steps_are_those_of_sgd_with_momentum_which_goes_on(two: Said, kind: str) -> None:
+    """Before the warm-up, and at sparsity 0: parameters and momenta to the last bit."""
+    for found in two:
+        equal, carried, off = found[f"dense, {kind}"]
+        assert equal == [True] * 6
+        assert carried
+        assert off < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("said", "case"), [("two", "masking"), ("two", "no masking"), ("four", "masking")], indirect=["said"]
+)
+def test_training_is_that_of_the_published_algorithm(said: Said, case: str) -> None:
+    """Parameters and residuals in float64 after a dense step and two sparsities."""
+    for found in said:
+        for how in ("published", "published, entries"):
+            parameters, residual = found[f"{how}, {case}"]
+            assert parameters < 1e-12
+            assert residual < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["momentum", "nesterov, float16 wire", "feedback, bfloat16 wire"])
+def test_what_is_added_is_sent_or_kept(two: Said, kind: str) -> None:
+    """Over 20 steps, summed over the ranks, what was rounded off on the wire included."""
+    assert all(found[f"conserved, {kind}"] < 1e-12 for found in two)
+
+
+@pytest.mark.parametrize("kind", ["no masking", "masking"])
+def test_sending_everything_is_dense_training(two: Said, kind: str) -> None:
+    """Without masking that of momentum SGD; with it momentum starts again at every step, which is plain SGD."""
+    assert all(found[f"density 1, {kind}"] < 1e-12 for found in two)
+
+
+@pytest.mark.parametrize("kind", ["float16", "float32, checked"])
+def test_a_skipped_step_leaves_residuals_and_momenta_on_all_ranks(two: Said, kind: str) -> None:
+    """Where one rank's gradients are not finite, all ranks skip and agree on the next scale."""
+    for found in two:
+        kept, nothing, moving, same, scale, warned = found[f"skipped, {kind}"]
+        assert kept
+        assert nothing
+        assert moving
+        assert same
+        assert scale == two[0][f"skipped, {kind}"][4]
+        assert scale["loss-scale/scale"] == (512.0 if kind == "float16" else 1.0)
+        assert not warned
+
+
+@pytest.mark.parametrize("said", ["two", "four"], indirect=True)
+def test_without_loss_scaling_a_gradient_that_is_not_finite_is_left_out(said: Said) -> None:
+    """Its rank sends of what it had kept, and adds nothing to it; others go on. That rank says so, once."""
+    for rank, found in enumerate(said):
+        u, v, same, warned = found["left out"]
+        assert same
+        assert (u and v) == (rank == 1)
+        assert len(warned) == (rank == 1)
+        assert all("left 1 gradients of this rank out up to step 4" in line for line in warned)
+
+
+def test_a_link_is_measured_by_all_ranks_together(two: Said) -> None:
+    """They get the same figures, and move no more than 8 MiB on the way to a size and five times 8 MiB."""
+    bandwidth, latency, algorithm, moved = two[0]["link"]
+    assert 0 < bandwidth < 1e13
+    assert 0 <= latency < 10
+    assert algorithm == "ring"
+    assert moved < 48 * 2**20
+    assert two[1]["link"] == two[0]["link"]
+
+
+@pytest.mark.parametrize(
+    ("case", "sparse"), [("measured", None), ("one rank selects slowly", 0), ("all select fast", 2)]
+)
+def test_ranks_choose_alike_by_the_slowest(two: Said, case: str, sparse: int | None) -> None:
+    """Each time and each choice is the same on both; one rank may capture another batch alone."""
+    one, other = (found[f"chosen, {case}"] for found in two)
+    same, tensors, lines, later = one
+    assert same == [True, True]
+    assert one == other
+    assert later == 0
+    assert any(line.startswith("dense or sparse by time at") for line in lines)
+    assert ("measured by the ranks" in " ".join(lines)) == (case == "measured")
+    assert sparse is None or len(tensors) == sparse
+
+
+@pytest.mark.usefixtures("two")
+def test_resuming_in_the_middle_of_the_warm_up_is_exact(folder: Path) -> None:
+    """New processes go on from model, optimizer and each rank's step, to the last bit of all three."""
+    for (found,) in run_ranks(COMMON + RESUME + LOAD + SAY, 2, folder / "other"):
+        assert found["momentum"]
+        assert found["feedback"]
+        assert found["momentum, programs"] == ["update, deep-gradient-compression: sparsity 0.9", "update"]

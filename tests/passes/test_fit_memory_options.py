@@ -1,0 +1,189 @@
+"""FitMemory: nothing to do, what cannot be done, and the options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphopt
+from graphopt import GraphoptError, Pipeline
+from graphopt.analysis.costs import cost
+from graphopt.errors import PassError, PipelineError
+from graphopt.passes import FitMemory
+from graphopt.rewriting.memory import free_memory as freememory
+from graphopt.rewriting.memory.budget import BudgetError
+from tests.support.budgets import ROWS, fit, smallest_of
+from tests.support.fitting import applied, attempt, frontiers_searched_once, structure, told, wide
+from tests.support.training import Net, captured, peaks
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _searched_once() -> Iterator[None]:
+    with frontiers_searched_once():
+        yield
+
+
+# --- nothing to do, and what cannot be done --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [0, 1, 10**9])
+def test_a_budget_above_the_peak_leaves_the_program_as_it_is(more: int) -> None:
+    plain = captured(wide(), ROWS)
+    program, record = applied(plain, fit(plain.memory().peak_bytes + more))
+    assert not record.changed
+    assert "is within the budget" in record.changed.reason
+    assert structure(program) == structure(plain)
+
+
+def test_the_smallest_budget_of_the_error_is_met_and_a_byte_less_is_not() -> None:
+    plain = captured(wide(), ROWS)
+    smallest = smallest_of(plain)
+    program, record = applied(plain, fit(smallest))
+    assert program.memory().peak_bytes == record.peak_after == smallest
+    error = attempt(lambda: applied(plain, fit(smallest - 1)))
+    assert isinstance(error, PassError)
+    assert isinstance(error.__cause__, BudgetError)
+    assert error.__cause__.smallest_bytes == smallest
+    assert f"({smallest - 1} bytes): the smallest peak found is {smallest} bytes" in str(error)
+
+
+def test_the_error_names_the_largest_tensors() -> None:
+    plain = captured(wide(), ROWS)
+    smallest, _ = applied(plain, fit(smallest_of(plain)))
+    error = told(attempt(lambda: applied(plain, fit("1kB"))))
+    largest = smallest.memory().alive[:3]
+    assert [item.name for item in largest if item.name not in error] == []
+    assert "parameters, optimizer state and inputs" in error
+    assert "what to do:" in error
+    with pytest.raises(GraphoptError, match="no plan fits"):
+        graphopt.optimize(wide(), [fit(5)])(ROWS)
+
+
+def test_a_program_whose_peak_is_not_in_what_forward_keeps() -> None:
+    """Nothing can be dropped: parameters alone are above the budget."""
+    plain = captured(Net(nn.Linear(64, 64)), torch.randn(2, 64))
+    error = attempt(lambda: applied(plain, fit("50%")))
+    assert "no plan fits" in str(error)
+
+
+def test_applied_twice_it_does_nothing() -> None:
+    program, first = applied(captured(wide(), ROWS), fit("70%"))
+    again, second = applied(program, fit("60%"))
+    assert first.changed
+    assert not second.changed
+    assert "fitted already" in second.changed.reason
+    assert structure(again) == structure(program)
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+
+def test_budgets_can_be_written_in_several_ways() -> None:
+    plain = captured(wide(), ROWS)
+    peak = plain.memory().peak_bytes
+    share = int(peak * 70 / 100)
+    programs = [structure(applied(plain, fit(budget))[0]) for budget in (share, str(share), "70%", f"{share / 1e3}kB")]
+    assert all(program == programs[0] for program in programs)
+    assert not applied(plain, fit("8GB"))[1].changed
+    assert not applied(plain, fit("512MiB"))[1].changed
+
+
+def test_auto_is_what_is_there_and_most_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = captured(wide(), ROWS)
+    memory = plain.memory()
+    free = int(0.7 * memory.allocated_peak_bytes)
+    monkeypatch.setattr(freememory, "free_host_bytes", lambda: free)
+    program, record = applied(plain, fit("auto"))
+    assert record.changed
+    assert program.memory().peak_bytes <= memory.resident_bytes + 0.95 * free
+    monkeypatch.setattr(freememory, "free_host_bytes", lambda: 10**12)
+    assert not applied(plain, fit("auto"))[1].changed
+    monkeypatch.setattr(freememory, "free_host_bytes", lambda: None)
+    assert "give the budget in bytes" in str(attempt(lambda: applied(plain, fit("auto"))))
+
+
+@pytest.mark.parametrize("budget", ["", "8 apples", "60 %%", "-5%", "automatic", "GB"])
+def test_a_budget_that_means_nothing(budget: str) -> None:
+    with pytest.raises(GraphoptError, match="write 8GB, 512MiB or 1000000, 60%"):
+        FitMemory(budget)
+
+
+@pytest.mark.parametrize("budget", [None, True, 0.6, (1,)])
+def test_a_budget_of_another_type(budget: Any) -> None:
+    with pytest.raises(TypeError, match="budget is a number of bytes"):
+        FitMemory(budget)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"allow": ()}, "allow=nothing"),
+        ({"allow": ("recompte",)}, "recompute"),
+        ({"cost": "roofine"}, "roofline"),
+        ({"cost": ""}, "cost model"),
+    ],
+)
+def test_options_that_mean_nothing(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(GraphoptError, match=message):
+        FitMemory("60%", **options)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "fit-memory{budget=60%}",
+        "fit-memory{budget=8GB}",
+        "fit-memory{budget=auto}",
+        "fit-memory{budget=100000}",
+        "fit-memory{budget=60% cost=roofline}",
+        "fit-memory{budget=60% allow=recompute}",
+        "fit-memory{budget=60% time-limit=2.5}",
+        "fit-memory{budget=60% host-budget=1GB}",
+    ],
+)
+def test_the_text_form_goes_both_ways(text: str) -> None:
+    pipeline = Pipeline(text)
+    assert str(pipeline) == text
+    assert Pipeline(str(pipeline)).passes == pipeline.passes
+
+
+def test_the_text_form_runs() -> None:
+    model = graphopt.optimize(wide(), "fit-memory{budget=70% cost=roofline}")
+    model(ROWS).sum().backward()
+    assert model.records[0].changed
+    with pytest.raises(PipelineError, match="budget"):
+        Pipeline("fit-memory")
+
+
+def test_by_the_roofline_no_op_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> float:
+        raise AssertionError("a call was measured")
+
+    monkeypatch.setattr(cost, "measured_seconds", fail)
+    for name in ("roofline", "a100-80gb"):
+        assert applied(captured(wide(), ROWS), fit("70%", cost=name))[1].changed
+
+
+def test_by_measured_seconds() -> None:
+    model, x = wide(), ROWS
+    program, record = applied(captured(model, x), FitMemory("70%"))
+    assert record.changed
+    assert "(measured)" in "\n".join(record.changed.lines)
+    predicted, measured = peaks(program, model, x)
+    assert predicted == measured
+
+
+def test_a_time_limit_ends_the_search_with_what_was_found() -> None:
+    plain = captured(wide(), ROWS)
+    program, record = applied(plain, fit("90%", time_limit=0.0))
+    assert record.changed
+    assert program.memory().peak_bytes <= 0.9 * plain.memory().peak_bytes
+
+
+def test_without_recomputing_and_without_a_host_nothing_fits() -> None:
+    plain = captured(wide(), ROWS)
+    assert "no plan fits" in str(attempt(lambda: applied(plain, fit("70%", allow=("offload",)))))

@@ -1,0 +1,388 @@
+"""The interactive page in a real browser: what it says is what the program says, whatever one clicks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from playwright.sync_api import Browser
+from torch import nn
+
+import graphopt
+from graphopt import Phase, Pipeline, Program
+from graphopt.capture import CaptureSession
+from graphopt.ir.node import info, value_of
+from graphopt.ir.ops.values import format_bytes, type_text
+from graphopt.report.page import MeasuredPeaks, Story, page_of_story, story_of_snapshots
+from graphopt.runtime.rewrite import rewrite
+from tests.support.browser import SIZES, Opened, chromium, opened
+from tests.support.training import Blocks, next_token
+
+LAYERS = 3
+PASSES = "recompute{checkpoints=blocks.*},fuse-update"
+MEASURED = MeasuredPeaks(before=54_321, after=12_345)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def story() -> Story:
+    """A whole step of a small model with dropout, after a pass of the joint stage and one of the step stage."""
+    torch.manual_seed(0)
+    model = Blocks(LAYERS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    session = CaptureSession(model, (torch.randint(0, 11, (2, 6)),), None, loss=next_token, optimizer=optimizer)
+    result = rewrite(session, Pipeline(PASSES), until="step")
+    return story_of_snapshots(result.snapshots, result.records, measured=MEASURED, command="graphopt view a.py:b")
+
+
+@pytest.fixture(scope="module")
+def file(story: Story, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "step page.html"
+    path.write_text(page_of_story(story), encoding="ascii")
+    return path
+
+
+@pytest.fixture
+def page(browser: Browser, file: Path) -> Iterator[Opened]:
+    with opened(browser, file) as found:
+        yield found
+
+
+def programs(story: Story) -> tuple[Program, Program]:
+    return story.snapshots[story.before].program, story.snapshots[story.after].program
+
+
+# --- passes and the sentence -----------------------------------------------------------------------------------------
+
+
+def test_the_sentence_and_the_table_say_what_the_records_say(page: Opened, story: Story) -> None:
+    before, after = (format_bytes(program.memory().peak_bytes) for program in programs(story))
+    assert f"predicted peak {before} → {after}" in page.text("#sentence")
+    assert "measured above what is resident: before 54.3 kB, after 12.3 kB" in page.text("#sentence")
+    rows = page.table("#passes-table")
+    assert len(rows) == len(story.records) == 2
+    for cells, record in zip(rows, story.records, strict=True):
+        assert cells[0].startswith(record.name)
+        assert cells[1:3] == [record.stage, str(record.changed)]
+        assert cells[3] == f"{record.nodes_before:,} → {record.nodes_after:,}"
+        assert cells[4] == f"{format_bytes(record.peak_before or 0)} → {format_bytes(record.peak_after or 0)}"
+        assert cells[6] == record.numerics
+        assert all(line in cells[7] for line in record.changed.lines)
+    heads = page.table("#passes-table", "thead")[0]
+    assert "peak (predicted)" in heads
+    assert "took (measured)" in heads
+    assert "checkpoints=blocks.*" in rows[0][0]
+
+
+def test_predicted_and_measured_peaks_stand_apart(page: Opened, story: Story) -> None:
+    after = programs(story)[1].memory()
+    caption = page.text("#chart-after figcaption")
+    assert f"above what is resident {format_bytes(after.allocated_peak_bytes)} predicted, 12.3 kB measured" in caption
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def alive_on(page: Opened) -> list[tuple[str, str, str]]:
+    more = page.page.locator("#moment-alive .link", has_text="more")
+    if more.count():
+        more.click()
+    return [(name, size, category) for name, size, category, _ in page.table("#moment-alive")]
+
+
+def assert_moment(page: Opened, program: Program, position: int) -> None:
+    timeline = program.memory()
+    expected = [(item.name, format_bytes(item.bytes), item.category) for item in timeline.alive_at(position)]
+    assert alive_on(page) == expected
+    head = page.text("#moment-head")
+    assert f"call {position + 1:,} of {len(timeline.nodes):,}, in {info(timeline.nodes[position]).phase}" in head
+    assert f"{format_bytes(timeline.bytes[position])} alive" in head
+    shown = {name: size for name, size, _ in page.table("#moment-categories")}
+    assert shown == {name: format_bytes(size) for name, size in timeline.categories_at(position).items()}
+    assert page.table("#moment-categories", "tfoot")[0][1] == format_bytes(timeline.bytes[position])
+
+
+def test_the_page_opens_at_the_peak(page: Opened, story: Story) -> None:
+    timeline = programs(story)[1].memory()
+    assert_moment(page, programs(story)[1], timeline.bytes.index(timeline.peak_bytes))
+    assert "the peak" in page.text("#moment-head")
+    assert f"peak {format_bytes(timeline.peak_bytes)}" in page.text("#chart-after figcaption")
+
+
+def test_keys_select_moments(page: Opened, story: Story) -> None:
+    before, after = programs(story)
+    number = len(before.memory().nodes)
+    canvas = page.show("#chart-before canvas")
+    for key, position in (
+        ("Home", 0),
+        ("ArrowRight", 1),
+        ("Shift+ArrowRight", 11),
+        ("ArrowLeft", 10),
+        ("End", number - 1),
+    ):
+        canvas.press(key)
+        assert_moment(page, before, position)
+    canvas.press("ArrowRight")
+    assert_moment(page, before, number - 1)
+    page.show("#chart-after canvas").press("p")
+    timeline = after.memory()
+    assert_moment(page, after, timeline.bytes.index(timeline.peak_bytes))
+
+
+def test_a_click_selects_a_moment_and_a_name_leads_to_its_call(page: Opened, story: Story) -> None:
+    before = programs(story)[0]
+    box = page.show("#chart-before canvas").bounding_box()
+    assert box is not None
+    page.page.mouse.click(box["x"] + 66 + (box["width"] - 74) / 2, box["y"] + 100)
+    head = page.text("#moment-head")
+    position = int(head.split("call ")[1].split(" of")[0].replace(",", "")) - 1
+    assert abs(position - len(before.memory().nodes) / 2) < 5
+    assert_moment(page, before, position)
+    owners = {s.names[0] if s.names else s.owner.name: s.owner.name for s in before.memory().storages}
+    name = next(item.name for item in before.memory().alive_at(position) if item.category == "activations")
+    page.page.locator("#moment-alive .link", has_text=name).first.click()
+    assert page.ask("selected") == owners[name]
+    assert f"{story.before + 1} of {len(story.snapshots)}" in page.text("#snapshot")
+
+
+# --- the picture -----------------------------------------------------------------------------------------------------
+
+
+def test_search_and_click_show_a_calls_facts(page: Opened, story: Story) -> None:
+    after = programs(story)[1]
+    tensor = next(t for t in after.tensors if t.name == "blocks.1.qkv")
+    page.find("blocks.1.qkv")
+    assert page.ask("selected") == tensor.node
+    node = next(node for node in after.graph.nodes if node.name == tensor.node)
+    shown = page.details()
+    assert shown["names"] == ", ".join(info(node).names)
+    assert shown["type"] == type_text(value_of(node))
+    assert shown["bytes"].startswith("0: a view" if not tensor.bytes else format_bytes(tensor.bytes))
+    assert shown["phase"] == "forward"
+    assert shown["module"] == "blocks.1.qkv"
+    assert shown["source"] == info(node).source
+    assert shown["origin"] == "capture"
+    assert f"users ({len(node.users)})" in shown
+    (source,) = node.all_input_nodes
+    assert source.name in shown["call"]
+    page.click_node(source.name)
+    assert page.ask("selected") == source.name
+    assert page.details()["bytes"].startswith(
+        f"{format_bytes(next(t.bytes for t in after.tensors if t.node == source.name))} ("
+    )
+
+
+def test_users_and_arguments_are_links(page: Opened, story: Story) -> None:
+    after = programs(story)[1]
+    page.find("blocks.0::add")
+    node = next(node for node in after.graph.nodes if node.name == page.ask("selected"))
+    user = next(iter(node.users))
+    page.page.locator("#details ul .link", has_text=user.name).first.click()
+    assert page.ask("selected") == user.name
+
+
+def test_hovering_marks_a_call_and_says_what_it_is(page: Opened) -> None:
+    page.find("head")
+    name = page.ask("selected")
+    page.show("#graph").press("Escape")
+    assert page.ask("selected") is None
+    place = page.ask("place", name)
+    plain = page.page.locator("#graph").screenshot()
+    page.page.mouse.move(place["x"], place["y"])
+    assert page.ask("hovered") == name
+    assert page.text("#hovered").startswith("head")
+    page.ask("draw")
+    assert page.page.locator("#graph").screenshot() != plain
+
+
+def test_equal_blocks_are_drawn_once_until_they_are_opened(page: Opened) -> None:
+    closed = page.ask("bands")
+    group = next(label for label, _ in closed if "…" in label)
+    assert sum(label == "qkv" for label, _ in closed) < LAYERS
+    page.show("#graph")
+    place = page.ask("label", group)
+    assert place["open"]
+    # the badge stands behind the label
+    page.page.mouse.click(place["x"] + 12 + len(group) * 7, place["y"])
+    opened_all = page.ask("bands")
+    assert len(opened_all) > len(closed)
+    page.page.click("#close-all")
+    assert page.ask("bands") == closed
+    place = page.ask("label", group)
+    page.page.mouse.click(place["x"], place["y"])
+    assert len(page.ask("bands")) < len(closed)
+    page.page.click("#open-all")
+    assert sum(label == "qkv" for label, _ in page.ask("bands")) == LAYERS
+    assert {kind for _, kind in page.ask("bands")} == {"head", "calls"}
+
+
+def test_the_slider_tells_what_a_pass_did_and_nothing_moves(page: Opened, story: Story) -> None:
+    index = next(i for i, s in enumerate(story.snapshots) if s.record and s.record.name == "recompute")
+    old, new = (story.snapshots[i].program for i in (index - 1, index))
+    names = [{node.name for node in program.graph.nodes if node.op == "call_function"} for program in (old, new)]
+    page.page.click("#open-all")
+    page.slide(index - 1)
+    places = page.places(names[0])
+    page.slide(index)
+    assert f"{index + 1} of {len(story.snapshots)} · joint stage" in page.text("#snapshot")
+    changes = page.ask("changes")
+    assert set(changes["created"]) == names[1] - names[0]
+    assert set(changes["erased"]) == names[0] - names[1]
+    again = {node.name for node in new.phase_nodes(Phase.RECOMPUTE)}
+    assert again
+    assert again <= set(changes["created"])
+    told = page.text("#changed")
+    assert (
+        f"+ {len(changes['created'])} created, − {len(changes['erased'])} erased, ↕ {len(changes['moved'])} moved"
+        in told
+    )
+    assert page.places(names[0]) == places
+    assert len({tuple(place) for place in page.places(names[0] | names[1]).values()}) == len(names[0] | names[1])
+
+
+def test_a_moved_call_is_told_from_a_new_one(page: Opened, story: Story) -> None:
+    page.slide(len(story.snapshots) - 1)
+    changes = page.ask("changes")
+    kinds = [set(changes[kind]) for kind in ("created", "erased", "moved", "rewired")]
+    assert sum(map(len, kinds)) == len(set().union(*kinds))
+    old, new = (story.snapshots[i].program for i in (story.after - 1, story.after))
+    both = {node.name for node in old.graph.nodes} & {node.name for node in new.graph.nodes}
+    assert kinds[2] <= both
+
+
+# --- changes, activations, origin ------------------------------------------------------------------------------------
+
+
+def test_the_diffs_are_the_programs_diffs(page: Opened, story: Story) -> None:
+    index = next(i for i, s in enumerate(story.snapshots) if s.record is not None)
+    expected = story.snapshots[index - 1].program.diff(story.snapshots[index].program).splitlines()
+    block = page.page.locator("#diffs details").first
+    assert expected[0] in block.inner_text()
+    block.locator("summary").click()
+    block.locator("pre").wait_for()
+    shown = block.locator("pre span").all_inner_texts()
+    assert [line.rstrip() for line in shown] == [line.rstrip() for line in expected[1 : len(shown) + 1]]
+    assert len(shown) == min(len(expected), 600) - 1
+    if len(expected) > 600:
+        assert f"{len(expected) - 600} lines more are left out here" in block.locator(".cut").inner_text()
+        assert block.locator(".cut code").inner_text() == "graphopt diff a.py:b"
+
+
+def test_activations_are_sorted_by_any_column(page: Opened) -> None:
+    rows = page.table("#activations-table")
+    page.show("#activations-table")
+    page.page.locator("#activations-table th button", has_text="×").click()
+    counts = [int(cells[1]) for cells in page.table("#activations-table")]
+    assert counts == sorted((int(cells[1]) for cells in rows), reverse=True)
+    page.page.locator("#activations-table th button", has_text="tensor").click()
+    names = [cells[0] for cells in page.table("#activations-table")]
+    assert names == sorted(cells[0] for cells in rows)
+    folded = next(cells[0] for cells in rows if cells[0].startswith("blocks.*."))
+    page.page.locator("#activations-table .link", has_text=folded).first.click()
+    assert page.details()["names"].startswith(folded.replace("*", "0"))
+
+
+def test_the_origin_can_be_copied(page: Opened, story: Story) -> None:
+    assert page.page.locator("#origin pre").all_inner_texts() == [story.pipeline, "graphopt view a.py:b"]
+    assert story.pipeline == PASSES
+    assert graphopt.__version__ in page.text("#origin dl")
+    assert torch.__version__ in page.text("#origin dl")
+    page.show("#origin pre")
+    page.page.locator("#origin button").first.click()
+    page.page.locator("#origin button", has_text="Cop").first.wait_for()
+
+
+# --- other programs --------------------------------------------------------------------------------------------------
+
+
+def test_a_program_without_calls_has_a_page(browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "empty.html"
+    file.write_text(graphopt.capture(nn.Identity(), (torch.zeros(2),), stage="forward").to_html(), encoding="ascii")
+    with opened(browser, file) as page:
+        assert "in 0 calls; as captured, without passes" in page.text("#sentence")
+        assert page.text("#moment-head") == "No calls; 8 B are resident."
+        page.show("#graph").press("j")
+        page.find("args")
+        assert page.details()["phase"].startswith("input: input")
+
+
+def test_sizes_that_vary_are_written_as_they_are_called(browser: Browser, tmp_path: Path) -> None:
+    shapes = ({0: torch.export.Dim("batch", max=64)},)
+    program = graphopt.capture(nn.Linear(4, 2), (torch.zeros(8, 4),), dynamic_shapes=shapes)
+    (symbol,) = (str(value_of(n).shape[0]) for n, s in program.inputs_of("input"))
+    file = tmp_path / "varies.html"
+    file.write_text(program.to_html(), encoding="ascii")
+    with opened(browser, file) as page:
+        page.find("args[0]")
+        assert page.details()["type"] == f"f32[{symbol}, 4]"
+        assert page.details()["bytes"] == "128 B (128 bytes)"
+
+
+# --- how it looks ----------------------------------------------------------------------------------------------------
+
+
+def colour(page: Opened) -> str:
+    return page.page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+
+def test_dark_follows_the_system_and_the_button(browser: Browser, file: Path) -> None:
+    with opened(browser, file) as page:
+        assert colour(page) == "rgb(255, 255, 255)"
+        light = page.page.locator("#graph").screenshot()
+        page.page.click("#theme")
+        assert colour(page) == "rgb(255, 255, 255)"
+        page.page.keyboard.press("d")
+        assert colour(page) == "rgb(13, 17, 23)"
+        assert page.page.locator("#graph").screenshot() != light
+        assert page.text("#theme") == "Theme: dark"
+    with opened(browser, file, dark=True) as page:
+        assert colour(page) == "rgb(13, 17, 23)"
+        page.page.emulate_media(color_scheme="light")
+        page.page.wait_for_selector("html:not([data-dark])")
+        assert colour(page) == "rgb(255, 255, 255)"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_nothing_sticks_out_at_any_size(browser: Browser, file: Path, size: tuple[int, int]) -> None:
+    with opened(browser, file, size=size) as page:
+        assert page.page.evaluate("document.documentElement.scrollWidth") <= size[0]
+        canvas = page.page.locator("#graph").bounding_box()
+        assert canvas is not None
+        assert canvas["width"] > 0.6 * min(size[0], 1300)
+        assert canvas["height"] <= size[1]
+
+
+def test_it_prints(browser: Browser, file: Path) -> None:
+    with opened(browser, file, dark=True) as page:
+        pdf = page.page.pdf(format="A4")
+        assert pdf.startswith(b"%PDF")
+        page.page.emulate_media(media="print")
+        assert not page.page.locator("nav").is_visible()
+        assert page.page.locator("#passes-table").is_visible()
+
+
+def test_keys_move_and_zoom_the_picture(page: Opened) -> None:
+    page.page.click("#open-all")
+    page.show("#graph").focus()
+    place = page.ask("place", "embedding")
+    page.page.keyboard.press("ArrowDown")
+    moved = page.ask("place", "embedding")
+    assert moved["y"] < place["y"]
+    page.page.keyboard.press("-")
+    assert page.ask("place", "embedding") != moved
+    page.page.keyboard.press("j")
+    first = page.ask("selected")
+    page.page.keyboard.press("j")
+    page.page.keyboard.press("k")
+    assert page.ask("selected") == first
+    page.page.keyboard.press("Escape")
+    assert page.ask("selected") is None
+    page.page.keyboard.press("?")
+    assert page.page.locator("#help").is_visible()

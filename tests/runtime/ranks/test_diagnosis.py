@@ -1,0 +1,307 @@
+"""Ranks that die, hang or fail: the others end with an error that names them, and training continues where it was."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import graphopt
+from graphopt import GraphoptError
+from graphopt.passes import DataParallel
+from graphopt.runtime.ranks.diagnosis import judge
+from graphopt.runtime.ranks.heartbeat import Here, heartbeat, patience
+from graphopt.runtime.ranks.messages import Report, Verdict, publish, published, read_reports
+from graphopt.runtime.ranks.places import follow, place_of
+from tests.support.failing import FailAt, Outcome, Task, free_address, resumed, run_tasks
+
+# --- who is at fault -------------------------------------------------------------------------------------------------
+
+WORKING = Report("a", 7, "step 3, backward: mm of 2", False, 4.0, "", False, False)
+WAITING = replace(WORKING, where="step 3, exchange: wait_tensor (data-parallel: 2.weight)", exchanges=True)
+VICTIM = replace(WAITING, failed="exchange")
+
+
+def test_a_rank_without_signs_of_life_is_dead() -> None:
+    found = judge({0: VICTIM, 1: WORKING, 2: WAITING}, beating={2})
+    assert list(found.ranks) == [1]
+    assert "gives no sign of life any more" in found.ranks[1]
+    assert "last seen in step 3, backward: mm of 2" in found.ranks[1]
+
+
+def test_a_rank_that_goes_on_without_waiting_for_others_hangs() -> None:
+    found = judge({0: VICTIM, 1: WORKING, 2: WAITING}, beating={1, 2})
+    assert found.ranks == {1: "hangs, or is far behind: it has been in step 3, backward: mm of 2 for 4.0 s"}
+
+
+def test_while_one_rank_is_dead_another_that_is_behind_is_not_at_fault() -> None:
+    assert list(judge({0: VICTIM, 1: WORKING, 2: WAITING}, beating={1}).ranks) == [2]
+
+
+def test_ranks_that_end_fail_or_never_come_are_named_so() -> None:
+    found = judge(
+        {0: VICTIM, 1: replace(WORKING, failed="ValueError: bad"), 2: replace(WORKING, ended=True), 3: None}, {1}
+    ).ranks
+    assert found[1] == "failed by itself: ValueError: bad (in step 3, backward: mm of 2)"
+    assert found[2] == "ended its program (last seen in step 3, backward: mm of 2)"
+    assert "gave no sign of life" in found[3]
+
+
+reports = st.none() | st.builds(
+    Report, st.sampled_from("ab"), st.integers(0, 9), st.just("step 1"), st.booleans(), st.floats(0, 9),
+    st.sampled_from(["", "exchange", "ValueError: bad"]), st.booleans(), st.booleans(),
+)  # fmt: skip
+
+
+@given(st.dictionaries(st.integers(0, 9), reports, min_size=1), st.sets(st.integers(0, 9)))
+def test_victims_are_never_at_fault(found: dict[int, Report | None], beating: set[int]) -> None:
+    verdict = judge(found, beating)
+    victims = {rank for rank, report in found.items() if report and report.failed == "exchange"}
+    waiting = {r for r, report in found.items() if report and report.exchanges and r in beating}
+    waiting -= {r for r, report in found.items() if report and (report.failed or report.ended)}
+    assert not victims & set(verdict.ranks)
+    assert not waiting & set(verdict.ranks)
+    assert set(verdict.tokens) == set(verdict.ranks)
+    assert (None in found.values()) <= bool(verdict.ranks)
+
+
+# --- signs of life ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hash_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.HashStore]:
+    """The store of a process group of three ranks of which only this one exists."""
+    monkeypatch.setenv("GRAPHOPT_RANK_TIMEOUT", "0.15")
+    store = dist.HashStore()
+    dist.init_process_group("fake", store=store, rank=0, world_size=3)
+    yield store
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    until(lambda: not beating())
+
+
+def beating() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "graphopt-heartbeat"]
+
+
+def until(condition: object) -> None:
+    end = time.monotonic() + 30
+    while not condition() and time.monotonic() < end:  # type: ignore[operator]
+        time.sleep(0.01)
+    assert condition()  # type: ignore[operator]
+
+
+@pytest.mark.usefixtures("hash_store")
+def test_a_rank_reports_what_it_does_until_its_group_ends() -> None:
+    here = Here()
+    heart = heartbeat(here)
+    assert heart is not None
+    assert heartbeat(here) is heart
+
+    def own() -> Report:
+        report = read_reports(heart.store, [0])[0]
+        assert report is not None
+        return report
+
+    first = own()
+    here.begin(4)
+    until(lambda: own().where == "step 4" and own().beat > first.beat)
+    here.end("step 4")
+    heart.hurry()
+    until(lambda: own().where == "what follows step 4")
+    assert read_reports(heart.store, [2, 0, 1]) == {2: None, 0: own(), 1: None}
+    dist.destroy_process_group()
+    until(lambda: not beating())
+    assert heartbeat(here) is None
+
+
+@pytest.mark.usefixtures("hash_store")
+def test_the_first_verdict_holds_for_all_ranks_until_its_ranks_start_anew() -> None:
+    heart = heartbeat(Here())
+    assert heart is not None
+    own = read_reports(heart.store, [0])[0]
+    assert own is not None
+    first = Verdict({0: "hangs", 2: "gave no sign of life"}, {0: own.token, 2: ""})
+    assert published(heart.store) is None
+    assert publish(heart.store, first) == first
+    assert publish(heart.store, Verdict({1: "hangs"}, {1: ""})) == first
+    assert published(heart.store) == first
+    until(lambda: heart.verdict == first)
+    stale = Verdict({0: "hangs"}, {0: "of an earlier process"})
+    heart.store.delete_key("graphopt/ranks/verdict")
+    publish(heart.store, stale)
+    assert published(heart.store) is None
+    assert publish(heart.store, first) == first
+
+
+def test_where_the_store_cannot_be_used_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = graphopt.optimize_step(
+            model, optimizer, [DataParallel()], loss=lambda model, x: model(x).square().mean()
+        )
+        with caplog.at_level(logging.DEBUG, "graphopt"):
+            for _ in range(2):
+                step(torch.randn(2, 4))
+    finally:
+        dist.destroy_process_group()
+    said = [record.message for record in caplog.records if "will not be named" in record.message]
+    assert len(said) == 1
+    assert not beating()
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "inf"])
+def test_a_wrong_patience_is_an_error(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("GRAPHOPT_RANK_TIMEOUT", text)
+    with pytest.raises(GraphoptError, match="GRAPHOPT_RANK_TIMEOUT is "):
+        patience()
+
+
+def test_the_call_that_raised_is_found_by_its_line() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Embedding(4, 4))
+    model.forward = lambda x, i: (model[0](x) + model[1](i)).sum()  # type: ignore[method-assign]
+    program = graphopt.capture(model, (torch.randn(2, 4), torch.tensor([0, 1])), loss=lambda m, x, i: m(x, i))
+    module = program.to_graph_module()
+    follow(module)
+    inputs = [{"parameter": dict(model.named_parameters()).get(spec.target)}.get(spec.role) for spec in program.inputs]
+    batch = iter([torch.randn(2, 4), torch.tensor([0, 9])])
+    with pytest.raises(IndexError) as raised:
+        module.forward([next(batch) if tensor is None else tensor for tensor in inputs])
+    place = place_of(raised.value)
+    assert place is not None
+    assert (str(place), place.exchanges) == ("forward: embedding of 1", False)
+    assert place_of(ValueError()) is None
+
+
+# --- several processes -----------------------------------------------------------------------------------------------
+
+
+Folder = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """A new folder by the name of a task."""
+    return tmp_path_factory.mktemp
+
+
+@pytest.fixture(scope="module")
+def killed(folder: Folder) -> dict[str, tuple[Outcome, Outcome]]:
+    """By the phase in which rank 1 was killed, all at once: how that ended, and the same task continued."""
+    tasks = {phase: Task(folder(phase), fail=FailAt(phase, step=4, rank=1)) for phase in ("forward", "sync", "update")}
+    ended = run_tasks(tasks)
+    again = run_tasks({phase: resumed(task) for phase, task in tasks.items()})
+    return {phase: (outcome, again[phase]) for phase, outcome in ended.items()}
+
+
+@pytest.fixture(scope="module")
+def ended(folder: Folder) -> dict[str, Outcome]:
+    """Everything else that happens to ranks, all at once, by name."""
+    return run_tasks(
+        {
+            "uninterrupted": Task(folder("whole")),
+            "hangs": Task(folder("hangs"), fail=FailAt("forward", 3, rank=1, how="hang"), timeout=8),
+            "dies early": Task(folder("dies"), early="die", timeout=8),
+            "measured": Task(folder("measured"), early="die when measured", way="sparse"),
+            "hangs early": Task(folder("early"), early="hang", timeout=8),
+            "four": Task(folder("four"), world=4, fail=FailAt("sync", 3, rank=2), address=free_address()),
+            "holder": Task(folder("holder"), fail=FailAt("forward", 3, rank=0), address=free_address()),
+            "raises": Task(folder("raises"), fail=FailAt("forward", 3, rank=1, how="raise")),
+            "fewer": Task(folder("fewer"), steps=(4, 2)),
+            "drop-in": Task(folder("drop-in"), fail=FailAt("sync", 3, rank=1), way="drop-in"),
+        }
+    )
+
+
+@pytest.mark.parametrize("phase", ["forward", "sync", "update"])
+def test_a_killed_rank_is_named_and_training_continues_bit_exact(
+    phase: str, killed: dict[str, tuple[Outcome, Outcome]], ended: dict[str, Outcome]
+) -> None:
+    outcome, again = killed[phase]
+    found = outcome.found[0]
+    assert outcome.codes == [0, -9]
+    assert found["ranks"] == (1,)
+    assert "rank 1 gives no sign of life any more" in found["error"]
+    assert "(last seen in " in found["error"]
+    assert "here: rank 0 was in step " in found["error"]
+    assert "start all ranks again from the state of the last step" in found["error"]
+    assert "onnection" in found["cause"]
+    uninterrupted = ended["uninterrupted"]
+    assert again.codes == uninterrupted.codes == [0, 0]
+    expected = uninterrupted.found[0]["parameters"]
+    assert all(torch.equal(rank["parameters"], expected) for rank in (*uninterrupted.found, *again.found))
+
+
+def test_a_hanging_rank_is_named_when_the_group_times_out(ended: dict[str, Outcome]) -> None:
+    outcome = ended["hangs"]
+    assert outcome.codes == [0, None]
+    assert outcome.found[0]["ranks"] == (1,)
+    said = outcome.found[0]["error"]
+    assert "rank 1 hangs, or is far behind: it has been in step 3, forward: fail" in said
+
+
+def test_all_survivors_of_four_name_the_same_rank(ended: dict[str, Outcome]) -> None:
+    found = ended["four"].found
+    assert ended["four"].codes == [0, 0, -9, 0]
+    assert [found[rank]["ranks"] for rank in (0, 1, 3)] == [(2,), (2,), (2,)]
+    assert len({found[rank]["error"].split("\n")[0] for rank in (0, 1, 3)}) == 1
+
+
+def test_the_rank_that_holds_the_store_is_named(ended: dict[str, Outcome]) -> None:
+    found = ended["holder"].found[1]
+    assert ended["holder"].codes == [-9, 0]
+    assert found["ranks"] == (0,)
+    assert "rank 0 does not answer any more, and with it the store" in found["error"]
+
+
+def test_a_rank_that_raises_is_named_with_its_error(ended: dict[str, Outcome]) -> None:
+    found = ended["raises"].found
+    assert ended["raises"].codes == [0, 0]
+    assert found[1]["error"] == "this batch is broken"
+    assert found[0]["ranks"] == (1,)
+    assert "rank 1 failed by itself: ValueError: this batch is broken (in step 3, forward: fail" in found[0]["error"]
+
+
+def test_a_rank_with_fewer_batches_is_named(ended: dict[str, Outcome]) -> None:
+    found = ended["fewer"].found
+    assert ended["fewer"].codes == [0, 0]
+    assert "parameters" in found[1]
+    assert "rank 1 ended its program (last seen in what follows step 2)" in found[0]["error"]
+
+
+@pytest.mark.parametrize(("early", "code"), [("dies", -9), ("hangs", None)])
+def test_a_rank_that_never_comes_is_named(early: str, code: int | None, ended: dict[str, Outcome]) -> None:
+    outcome = ended[f"{early} early"]
+    assert outcome.codes == [0, code]
+    assert outcome.found[0]["ranks"] == (1,)
+    said = outcome.found[0]["error"]
+    assert "rank 1 gave no sign of life: its process ended before its first step" in said
+
+
+def test_a_rank_killed_while_ranks_agree_on_what_to_rewrite_is_named(ended: dict[str, Outcome]) -> None:
+    found = ended["measured"].found[0]
+    assert ended["measured"].codes == [0, -9]
+    assert found["ranks"] == (1,)
+    assert "rank 1 gives no sign of life any more" in found["error"]
+    assert "here: rank 0 was in the capture of a program, behind step 0" in found["error"]
+    assert "onnection" in found["cause"]
+
+
+def test_a_rank_killed_in_a_drop_in_backward_is_named(ended: dict[str, Outcome]) -> None:
+    found = ended["drop-in"].found[0]
+    assert ended["drop-in"].codes == [0, -9]
+    assert found["ranks"] == (1,)
+    assert "here: rank 0 was in step 3, exchange: wait_tensor (data-parallel: " in found["error"]

@@ -1,0 +1,47 @@
+"""What the tests of FitMemory share: the pass with figures of the roofline, the smallest budget, small models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphopt import Program
+from graphopt.passes import FitMemory
+from graphopt.rewriting.memory.budget import BudgetError
+from tests.support.fitting import applied, attempt
+from tests.support.training import Net
+
+ROWS = torch.linspace(-1, 1, 256 * 8).reshape(256, 8).cos()
+TOKENS = torch.arange(64).reshape(4, 16) % 11
+
+
+def fit(budget: int | str, **options: Any) -> FitMemory:
+    """The pass with figures from the roofline, which measures nothing."""
+    return FitMemory(budget, cost=options.pop("cost", "roofline"), **options)
+
+
+def smallest_of(program: Program, **options: Any) -> int:
+    """The smallest peak that the error for a budget of nothing holds."""
+    cause = attempt(lambda: applied(program, fit(1, **options))).__cause__
+    assert isinstance(cause, BudgetError)
+    return cause.smallest_bytes
+
+
+def budgets_of(program: Program, count: int) -> list[int]:
+    """Budgets from the smallest that is feasible to the peak of the program as it is, both included."""
+    low, high = smallest_of(program), program.memory().peak_bytes
+    assert low < high
+    return [low + (high - low) * number // (count - 1) for number in range(count)]
+
+
+def conv() -> Net:
+    torch.manual_seed(0)
+    return Net(
+        nn.Conv2d(2, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8),
+        nn.GELU(), nn.Dropout(0.2), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(144, 4),
+    )  # fmt: skip
+
+
+IMAGES = torch.linspace(-1, 1, 8 * 2 * 64).reshape(8, 2, 8, 8).cos()
