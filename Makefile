@@ -29,11 +29,12 @@ demo: $(CORE) ## train a small GPT on real text, plain and with recomputation (a
 test: $(DEV) $(BROWSER) ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-lint: $(DEV) ## check style and types
+lint: $(DEV) ## check style, types, and which way imports run
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pyright
+	$(BIN)/lint-imports
 
 format: $(DEV) ## rewrite the sources in the agreed style
 	$(BIN)/ruff check --fix .
@@ -54,7 +55,7 @@ bench: $(DEV) $(BROWSER) ## measure what the README says (about an hour and a ha
 	$(BIN)/python tests/benchmarks/planner.py --graphs 100
 
 clean: ## remove .venv, caches and everything else that make made; runs/ stays
-	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist .import_linter_cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find graphopt passes tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and by its exact version: pip would otherwise take the newest build that pyproject.toml allows.

@@ -1,4 +1,4 @@
-"""The passes that come with graphopt, one room each; import them from ``graphopt.passes``."""
+"""The passes that come with graphopt, one file each; import them from ``graphopt.passes``."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ from graphopt.rewriting.distributed.low_rank_exchange import Factors, Settings, 
 from graphopt.rewriting.distributed.remove_all_reduce import (
     Reduction,
     agree_on_skipping,
-    dissolve,
     one_group,
     reductions,
+    remove_all_reduces,
 )
 from graphopt.rewriting.pass_ import Changed, Numerics, PassStage
 from graphopt.rewriting.training_pass import TrainingPass
@@ -199,7 +199,7 @@ class CompressGradients(TrainingPass):
         group = one_group(found, self.name)
         was = sum(storage_bytes(value_of(reduction.start)) for reduction in found)
         limit = max(storage_bytes(value_of(reduction.start)) for reduction in found)
-        gradients = dissolve(program, found, self.name)
+        gradients = remove_all_reduces(program, found, self.name)
         skip = agree_on_skipping(program, group, self.name) if FOUND_INF in program.names() else None
         buckets = [
             {member.name: gradients[member.name] for member in reduction.members if chosen[member.name]}

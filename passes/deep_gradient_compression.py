@@ -26,9 +26,9 @@ from graphopt.rewriting.distributed.buckets import Item, pack
 from graphopt.rewriting.distributed.remove_all_reduce import (
     Reduction,
     agree_on_skipping,
-    dissolve,
     one_group,
     reductions,
+    remove_all_reduces,
 )
 from graphopt.rewriting.distributed.sparse_exchange import (
     MESSAGE,
@@ -218,7 +218,7 @@ class DeepGradientCompression(TrainingPass):
         if all(chosen.values()):
             return self._dense(program, found, skipping, chosen, speeds)
         limits = [storage_bytes(value_of(reduction.start)) for reduction in found]
-        gradients = dissolve(program, found, self.name)
+        gradients = remove_all_reduces(program, found, self.name)
         skip = agree_on_skipping(program, group, self.name) if skipping else None
         rule = self._rule(sparsity)
         done: list[Sparse] = []

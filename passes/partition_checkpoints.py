@@ -17,7 +17,7 @@ from graphopt.ir.ops.groups import Group, find_group
 from graphopt.ir.ops.same_on_all_ranks import same_on_all_ranks
 from graphopt.ir.ops.values import format_bytes, storage_bytes, type_text
 from graphopt.ir.program import Program
-from graphopt.rewriting.memory.recompute_plan import Again, rerun
+from graphopt.rewriting.memory.recompute_plan import Again, recompute
 from graphopt.rewriting.memory.transfer_insertion import movable
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
@@ -172,7 +172,7 @@ def _insert(program: Program, chosen: Sequence[_Checkpoint], group: Group, *, ch
         returned.append(Again(item.node, item.first, f"{_ORIGIN}: {item.name}", gathered))
         set_info(item.node, replace(info(item.node), policy=None))
         program.set_policy([part], Policy.MUST_SAVE)
-    rerun(program, returned)
+    recompute(program, returned)
     return kept
 
 

@@ -1,1 +1,1 @@
-"""What the commands of the command line share, and commands that have a room of their own."""
+"""What the commands of the command line share, and commands that have a file of their own."""

@@ -21,7 +21,7 @@ from graphopt.rewriting.precision.scaling import CheckedGradients, checked_gradi
 from graphopt.runtime.binding import tensor_getter
 from graphopt.runtime.compile.backend import Boxed, compile_module
 from graphopt.runtime.compile.partition import bind_state, partition
-from graphopt.runtime.missing_gradients import TangentFilter
+from graphopt.runtime.missing_gradients import MissingGradients
 from graphopt.runtime.runner import Capture, Options, Runner
 
 __all__ = ["DropIn"]
@@ -36,7 +36,7 @@ class _Compiled(Capture):
     backward: fx.GraphModule
     function: Callable[..., Any]
     inputs: list[Callable[[], torch.Tensor]]
-    tangents: TangentFilter
+    tangents: MissingGradients
     checked: CheckedGradients | None
 
     def call(self, tensors: list[torch.Tensor]) -> Any:
@@ -125,7 +125,7 @@ class DropIn:
             backward,
             function,
             [_getter(plain, program, spec) for spec in joint.inputs],
-            TangentFilter(program, targets),
+            MissingGradients(program, targets),
             checked_gradients(program),
         )
 

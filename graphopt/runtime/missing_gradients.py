@@ -14,7 +14,7 @@ from torch import fx
 from graphopt import _torch
 from graphopt.ir.program import Program
 
-__all__ = ["TangentFilter"]
+__all__ = ["MissingGradients"]
 
 
 class _Mark(torch.autograd.Function):
@@ -50,7 +50,7 @@ class _Drop(torch.autograd.Function):
         return None, None, *kept
 
 
-class TangentFilter:
+class MissingGradients:
     """Which outputs' tangents each gradient of a joint program depends on, applied to single calls.
 
     Args:

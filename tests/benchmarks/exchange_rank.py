@@ -37,7 +37,7 @@ from graphopt.rewriting.distributed.prediction.compressed import LowRank, Sparse
 from graphopt.rewriting.distributed.prediction.link import Link
 from graphopt.rewriting.distributed.prediction.measured_link import measure_link
 from graphopt.rewriting.distributed.prediction.predict import predict_workload
-from graphopt.rewriting.distributed.prediction.strategies import Dense, Local, Sharded, Way
+from graphopt.rewriting.distributed.prediction.strategies import Dense, Local, Sharded, Strategy
 from graphopt.rewriting.distributed.prediction.workload import Workload, workload_of
 
 models = example_models()
@@ -80,13 +80,13 @@ class Mode:
         name: for the table.
         make: makes what runs one step.
         steps: how many steps make a period; times and bytes are means over them.
-        way: whose prediction it is compared with, if any.
+        strategy: whose prediction it is compared with, if any.
     """
 
     name: str
     make: Callable[[Setting], Step]
     steps: int = 1
-    way: Way | None = None
+    strategy: Strategy | None = None
 
 
 # --- PyTorch's -------------------------------------------------------------------------------------------------------
@@ -179,13 +179,15 @@ def all_modes() -> list[Mode]:
         Mode("DDP, PowerSGD hook", theirs(_powersgd, bucket_mb=1024)),
         Mode("DDP, post-local SGD, 4", post_local(4), 4),
         Mode(WITHOUT, ours(alone=True)),
-        Mode("DataParallel", ours(), way=Dense()),
+        Mode("DataParallel", ours(), strategy=Dense()),
     ]
-    found.append(Mode("CompressGradients bf16", ours(CompressGradients("bf16")), way=Dense(wire=torch.bfloat16)))
-    found.append(Mode("CompressGradients powersgd", ours(CompressGradients("powersgd", start_step=2)), way=LowRank()))
-    found.append(Mode("ShardOptimizer", ours(ShardOptimizer()), way=Sharded()))
+    found.append(Mode("CompressGradients bf16", ours(CompressGradients("bf16")), strategy=Dense(wire=torch.bfloat16)))
+    found.append(
+        Mode("CompressGradients powersgd", ours(CompressGradients("powersgd", start_step=2)), strategy=LowRank())
+    )
+    found.append(Mode("ShardOptimizer", ours(ShardOptimizer()), strategy=Sharded()))
     sparse = DeepGradientCompression(sparsity=(0.999,), momentum=0.9)
-    found.append(Mode("DeepGradientCompression 99.9 %", ours(sparse, momentum=0.0), way=Sparse(0.001)))
+    found.append(Mode("DeepGradientCompression 99.9 %", ours(sparse, momentum=0.0), strategy=Sparse(0.001)))
     found += [Mode(f"LocalSGD k={k}", ours(LocalSGD(k_steps=k)), k, Local(k)) for k in (4, 8, 16)]
     return found
 
@@ -270,8 +272,8 @@ def predictions(
     if alone:
         workload = workload.taking(statistics.median(alone[0]))
     for mode, result in zip(modes, results, strict=True):
-        if mode.way is not None:
-            found = predict_workload(workload, dist.get_world_size(), link, mode.way)
+        if mode.strategy is not None:
+            found = predict_workload(workload, dist.get_world_size(), link, mode.strategy)
             result |= {"predicted_seconds": found.step, "predicted_bytes": found.sent * headers}
 
 

@@ -1,4 +1,4 @@
-"""What the tests of FitMemory, Offload and rerun share: random plans, peaks of training steps, a small model."""
+"""What the tests of FitMemory, Offload and recompute share: random plans, peaks of training steps, a small model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from graphopt.planning import Problem, Simulated
 from graphopt.planning.frontier import Frontier
 from graphopt.rewriting.memory import fit as fitting_module
 from graphopt.rewriting.memory.fit import Fitted, Fitting
-from graphopt.rewriting.memory.recompute_plan import Again, rerun
+from graphopt.rewriting.memory.recompute_plan import Again, recompute
 from graphopt.rewriting.pass_ import Pass, PassRecord, PassStage
 from tests.support.training import Loss, MakeOptimizer, Net, Plain, copied, mean_square
 
@@ -97,7 +97,7 @@ class RunAgain(Plain):
         named = program.names()
         places = [named[name] for name in self.before]
         runs = [Again(schema.maker(named[name]), place, "a test") for place in places for name in self.tensors]
-        return Changed(counts={"run again": len(rerun(program, runs).clones)})
+        return Changed(counts={"run again": len(recompute(program, runs).clones)})
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def exchange_text(plan: ExchangePlan, passes: tuple[str, ...] = (), most: int = 
         *aligned([_HEAD, *rows], right=range(1, len(_HEAD))),
         *_LEGEND,
         "",
-        f"==== use {plan.best.way.by}: {plan.best.way.label}",
+        f"==== use {plan.best.strategy.by}: {plan.best.strategy.label}",
         *plan.reasons,
         "",
         "==== where one overtakes the other",
@@ -84,7 +84,7 @@ def _head(plan: ExchangePlan, passes: tuple[str, ...]) -> list[str]:
 
 def _row(plan: ExchangePlan, found: Prediction) -> tuple[str, ...]:
     return (
-        f"{found.way.label}{' <-' if found is plan.best else ''}", _count(found.messages),
+        f"{found.strategy.label}{' <-' if found is plan.best else ''}", _count(found.messages),
         format_bytes(found.payload), format_bytes(found.received),
         *(format_seconds(seconds) for seconds in (found.alone, found.exposed, found.work, found.step)),
         f"{found.slowdown:.3g}", _where(plan, found),
@@ -96,11 +96,11 @@ def _count(messages: float) -> str:
 
 
 def _where(plan: ExchangePlan, found: Prediction) -> str:
-    if found.way not in plan.below:
+    if found.strategy not in plan.below:
         return ""
     if len(found.kept_dense) == len(plan.workload.gradients):
         return "as dense"
-    below = plan.below[found.way]
+    below = plan.below[found.strategy]
     if below is None:
         return "nowhere"
     return "everywhere" if below == math.inf else f"below {format_bandwidth(below)}"
@@ -110,7 +110,7 @@ def _where(plan: ExchangePlan, found: Prediction) -> str:
 
 
 def _break_evens(plan: ExchangePlan) -> Iterator[str]:
-    name = plan.sparse.way.label
+    name = plan.sparse.strategy.label
     if plan.equal_bytes is None:
         yield f"{name}: no gradient is a matrix of {SPARSE_NUMEL} elements or more, so that all are exchanged densely"
     else:
@@ -124,7 +124,7 @@ def _break_evens(plan: ExchangePlan) -> Iterator[str]:
 
 
 def _bandwidth_sentence(plan: ExchangePlan) -> str:
-    below = plan.below[plan.sparse.way]
+    below = plan.below[plan.sparse.strategy]
     if below is None or below == math.inf:
         return f"{'not' if below is None else 'always'} faster than fused dense exchange with {plan.ranks} ranks"
     return (
@@ -207,18 +207,18 @@ def exchange_json(plan: ExchangePlan, passes: tuple[str, ...] = ()) -> dict[str,
             {"name": gradient.name, "bytes": gradient.bytes, "ready": gradient.ready} for gradient in workload.gradients
         ],
         "buffer_bytes": sum(workload.buffers),
-        "ways": [_way_json(plan, found) for found in plan.predictions],
-        "use": {"way": plan.best.way.label, "by": plan.best.way.by, "reasons": list(plan.reasons)},
+        "ways": [_strategy_json(plan, found) for found in plan.predictions],
+        "use": {"way": plan.best.strategy.label, "by": plan.best.strategy.by, "reasons": list(plan.reasons)},
         "sparse": {"equal_bytes_ranks": plan.equal_bytes, "faster_up_to_ranks": plan.most_ranks},
         "local_sgd": {"faster_from": plan.overtaking_steps, "hidden_from": plan.enough_steps},
         "kept_dense": [{"name": gradient.name, "bytes": gradient.bytes} for gradient in plan.sparse.kept_dense],
     }  # fmt: skip
 
 
-def _way_json(plan: ExchangePlan, found: Prediction) -> dict[str, Any]:
+def _strategy_json(plan: ExchangePlan, found: Prediction) -> dict[str, Any]:
     data: dict[str, Any] = {
-        "way": found.way.label,
-        "by": found.way.by,
+        "way": found.strategy.label,
+        "by": found.strategy.by,
         "messages": found.messages,
         "payload_bytes": found.payload,
         "sent_bytes": found.sent,
@@ -229,9 +229,9 @@ def _way_json(plan: ExchangePlan, found: Prediction) -> dict[str, Any]:
         "step": found.step,
         "slowdown": found.slowdown,
     }
-    if found.way not in plan.below:
+    if found.strategy not in plan.below:
         return data
-    below = plan.below[found.way]
+    below = plan.below[found.strategy]
     finite = below is not None and below < math.inf
     return {
         **data,

@@ -18,10 +18,10 @@ from graphopt.rewriting.distributed.flat_exchange import read_parts, start_excha
 from graphopt.rewriting.distributed.parameter_average import average_now, average_parameters
 from graphopt.rewriting.distributed.remove_all_reduce import (
     agree_on_skipping,
-    dissolve,
-    dissolve_buffers,
     one_group,
     reductions,
+    remove_all_reduces,
+    remove_buffer_averages,
 )
 from graphopt.rewriting.pass_ import Changed
 
@@ -67,11 +67,11 @@ def run_locally(program: Program, *, average: bool, state: bool, origin: str) ->
     group = one_group(found, origin)
     limit = max(storage_bytes(value_of(reduction.start)) for reduction in found)
     count = sum(len(reduction.members) for reduction in found)
-    dissolve(program, found, origin)
+    remove_all_reduces(program, found, origin)
     agree_on_skipping(program, group, origin)
     counts = {"gradients kept local": count}
     if not average:
-        dissolve_buffers(program)
+        remove_buffer_averages(program)
         return Changed(counts, lines=("nothing is exchanged in this step",)), group
     names = average_parameters(program, group, limit=limit, state=state, origin=origin)
     total = sum(_bytes(program, name) for name in names)

@@ -20,7 +20,15 @@ from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.all_reduce import buffer_writes, gradient_readers
 from graphopt.rewriting.distributed.flat_exchange import read_parts, start_exchange
 
-__all__ = ["Member", "Reduction", "agree_on_skipping", "dissolve", "dissolve_buffers", "one_group", "reductions"]
+__all__ = [
+    "Member",
+    "Reduction",
+    "agree_on_skipping",
+    "one_group",
+    "reductions",
+    "remove_all_reduces",
+    "remove_buffer_averages",
+]
 
 aten = torch.ops.aten
 
@@ -116,7 +124,7 @@ def _source(flat: Any) -> fx.Node:
     return value
 
 
-def dissolve(program: Program, found: Sequence[Reduction], origin: str) -> dict[str, fx.Node]:
+def remove_all_reduces(program: Program, found: Sequence[Reduction], origin: str) -> dict[str, fx.Node]:
     """Take all-reduces out of a program: what read a mean reads the rank's own gradient again.
 
     Gradients that are written in place by what reads them (loss scaling, clipping) get memory of their own where they
@@ -152,7 +160,7 @@ def _erase(program: Program, start: fx.Node) -> None:
         program.graph.erase_node(node)
 
 
-def dissolve_buffers(program: Program) -> int:
+def remove_buffer_averages(program: Program) -> int:
     """Let buffers that forward updates keep the rank's own values; returns how many were exchanged."""
     starts = [
         node for target in (ALL_REDUCE, BROADCAST)

@@ -15,7 +15,7 @@ from graphopt.planning.offloading import Away, Lanes, Moved, moved_away
 from graphopt.planning.planner import find_frontier
 from graphopt.planning.schedule import Scheduler
 from graphopt.rewriting.memory.planning_problem import PlanningProblem, planning_problem
-from graphopt.rewriting.memory.recompute_plan import Again, Rerun, rerun
+from graphopt.rewriting.memory.recompute_plan import Again, Recomputation, recompute
 from graphopt.rewriting.memory.transfer_insertion import Move, move
 
 __all__ = ["Fitted", "Fitting"]
@@ -161,7 +161,7 @@ class Fitting:
         copy.erase_dead()
         return Fitted(simulated, copy.memory().peak_bytes, away, late)
 
-    def apply(self, program: Program, fitted: Fitted, *, origin: str) -> Rerun:
+    def apply(self, program: Program, fitted: Fitted, *, origin: str) -> Recomputation:
         """Rewrite a program (this one, or a copy of it) as a plan says."""
         named = {node.name: node for node in program.graph.nodes}
         done, calls = self._rerun(program, named, fitted.simulated, origin)
@@ -179,7 +179,7 @@ class Fitting:
 
     def _rerun(
         self, program: Program, named: Mapping[str, fx.Node], simulated: Simulated, origin: str
-    ) -> tuple[Rerun, list[fx.Node | None]]:
+    ) -> tuple[Recomputation, list[fx.Node | None]]:
         """Insert what runs again; also returns the call of every step."""
         nodes = [named[node.name] if node is not None else None for node in self.planning.nodes]
         runs: list[Again] = []
@@ -195,10 +195,12 @@ class Fitting:
             if node is not None:
                 runs += [Again(again, node, origin) for again in waiting]
                 waiting.clear()
-        done = rerun(program, runs)
+        done = recompute(program, runs)
         return done, self._calls(simulated, nodes, done)
 
-    def _calls(self, simulated: Simulated, nodes: Sequence[fx.Node | None], done: Rerun) -> list[fx.Node | None]:
+    def _calls(
+        self, simulated: Simulated, nodes: Sequence[fx.Node | None], done: Recomputation
+    ) -> list[fx.Node | None]:
         """The call of every step in a program that has been rewritten."""
         clones = {node: iter(made) for node, made in done.clones.items()}
         found: list[fx.Node | None] = []

@@ -14,7 +14,7 @@ from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
 from graphopt.rewriting.memory.replay import clone_call, is_replayable, save_generator
 
-__all__ = ["Again", "Rerun", "rerun"]
+__all__ = ["Again", "Recomputation", "recompute"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Again:
 
 
 @dataclass
-class Rerun:
+class Recomputation:
     """What was inserted.
 
     Attributes:
@@ -50,7 +50,7 @@ class Rerun:
         return node if result is None else result.args[0]  # type: ignore[return-value]
 
 
-def rerun(program: Program, runs: Sequence[Again]) -> Rerun:
+def recompute(program: Program, runs: Sequence[Again]) -> Recomputation:
     """Insert clones of calls, and let everything behind each of them read it instead of earlier runs.
 
     Views are made anew on the values that are read. Random ops replay the generator's state of their first run.
@@ -59,7 +59,7 @@ def rerun(program: Program, runs: Sequence[Again]) -> Rerun:
         program: a joint or step program, rewritten in place.
         runs: in the order in which they take place.
     """
-    done = Rerun()
+    done = Recomputation()
     replaced = done.replaced
     for node in dict.fromkeys(again.node for again in runs if again.instead is None):
         if schema.is_random(node):
@@ -84,7 +84,7 @@ def rerun(program: Program, runs: Sequence[Again]) -> Rerun:
 class _Walker:
     """Goes through a program in order, knowing which node holds each value at the moment."""
 
-    def __init__(self, program: Program, done: Rerun) -> None:
+    def __init__(self, program: Program, done: Recomputation) -> None:
         self._program = program
         self._done = done
         self._newest: dict[fx.Node, fx.Node] = {}

@@ -18,7 +18,7 @@ from graphopt.ir.program import Program
 from graphopt.planning.offloading import Lanes
 from graphopt.rewriting.memory.free_memory import free_host_bytes
 from graphopt.rewriting.memory.planning_problem import PlanningProblem
-from graphopt.rewriting.memory.recompute_plan import Again, rerun
+from graphopt.rewriting.memory.recompute_plan import Again, recompute
 
 __all__ = ["Move", "host_lanes", "movable", "move"]
 
@@ -70,7 +70,7 @@ def move(program: Program, moves: Sequence[Move], tier: str, *, origin: str) -> 
     returned: list[Again] = []
     for item in moves:
         returned.append(Again(item.node, item.needed_before, origin, _insert(program, item, tier, origin)))
-    rerun(program, returned)
+    recompute(program, returned)
     program.set_policy([item.node for item in moves], Policy.MUST_CPU_OFFLOAD)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from graphopt.runtime.ranks.messages import Report, Verdict, publish, published, read_reports
 
-__all__ = ["inquire", "judge", "linger"]
+__all__ = ["classify", "collect", "wait_for_readers"]
 
 
-def judge(reports: Mapping[int, Report | None], beating: Collection[int]) -> Verdict:
+def classify(reports: Mapping[int, Report | None], beating: Collection[int]) -> Verdict:
     """Who is at fault, by what all ranks wrote.
 
     A rank whose exchange failed is a victim, also when it has ended since. Ranks that are dead, ended or failed by
@@ -48,7 +48,7 @@ def judge(reports: Mapping[int, Report | None], beating: Collection[int]) -> Ver
     return Verdict(found, tokens)
 
 
-def inquire(store: Any, ranks: Collection[int], patience: float, interval: float) -> Verdict:
+def collect(store: Any, ranks: Collection[int], patience: float, interval: float) -> Verdict:
     """Look at the other ranks until it is clear who is at fault.
 
     All ranks get the same verdict: that of the first one that publishes its own.
@@ -75,7 +75,7 @@ def inquire(store: Any, ranks: Collection[int], patience: float, interval: float
         if time.monotonic() > end or all(_settled(report) for report in reports.values()):
             break
         time.sleep(interval / 4)
-    verdict = judge(reports, beating)
+    verdict = classify(reports, beating)
     return publish(store, verdict) if verdict.ranks else verdict
 
 
@@ -83,7 +83,7 @@ def _settled(report: Report | None) -> bool:
     return report is not None and (bool(report.failed) or report.ended)
 
 
-def linger(store: Any, ranks: Iterable[int], seconds: float, interval: float) -> None:
+def wait_for_readers(store: Any, ranks: Iterable[int], seconds: float, interval: float) -> None:
     """Wait until ranks need the store no longer: for the rank whose process holds it.
 
     Args:

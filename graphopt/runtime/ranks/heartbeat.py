@@ -20,7 +20,7 @@ import torch.distributed as dist
 from graphopt import _torch
 from graphopt.errors import GraphoptError
 from graphopt.ir.ops.groups import is_talking
-from graphopt.runtime.ranks.diagnosis import inquire, judge, linger
+from graphopt.runtime.ranks.diagnosis import classify, collect, wait_for_readers
 from graphopt.runtime.ranks.messages import Report, Verdict, published, read_reports, write_report
 from graphopt.runtime.ranks.places import place_now
 
@@ -146,7 +146,7 @@ class Heartbeat:
         while self._report.beat == before and self._thread.is_alive() and time.monotonic() < end:
             time.sleep(0.01)
 
-    def inquire(self, ranks: Collection[int]) -> Verdict:
+    def collect(self, ranks: Collection[int]) -> Verdict:
         """Which ranks are at fault where an exchange failed here; takes as long as a rank may be silent at most.
 
         The rank that holds the store then waits until the others know as well, as long again at most.
@@ -157,12 +157,12 @@ class Heartbeat:
         Raises:
             RuntimeError: where the store does not answer.
         """
-        self.verdict = self.verdict or inquire(self.store, ranks, self.patience, self.interval)
+        self.verdict = self.verdict or collect(self.store, ranks, self.patience, self.interval)
         self._here.told = True
         self.hurry()
         if self.holder == self.rank:
             others = [rank for rank in ranks if rank != self.rank and rank not in self.verdict.ranks]
-            linger(self.store, others, self.patience, self.interval)
+            wait_for_readers(self.store, others, self.patience, self.interval)
         return self.verdict
 
     def stop(self) -> None:
@@ -179,7 +179,7 @@ class Heartbeat:
         if self.holder == self.rank and dist.is_initialized() and self.current:
             with contextlib.suppress(RuntimeError):
                 others = [rank for rank in range(self.size) if rank != self.rank]
-                linger(self.store, others, 2 * self.interval, self.interval)
+                wait_for_readers(self.store, others, 2 * self.interval, self.interval)
 
     def _run(self) -> None:
         try:
@@ -224,7 +224,7 @@ class Heartbeat:
         report = read_reports(self._own, [rank])[rank]
         if report is None or not report.ended:
             return False
-        self.verdict = self.verdict or judge({rank: report}, ())
+        self.verdict = self.verdict or classify({rank: report}, ())
         return True
 
 

@@ -148,7 +148,7 @@ def _explain(heart: Heartbeat | None, ranks: Collection[int], error: Exception, 
         return
     heart.tell()
     if exchange:
-        raise _rank_error(heart.rank, _find_culprits(heart, ranks or range(heart.size)), error) from error
+        raise _rank_error(heart.rank, _diagnose(heart, ranks or range(heart.size)), error) from error
 
 
 def _cause(error: Exception) -> Exception:
@@ -165,13 +165,13 @@ def _exchange_failed(error: Exception, at_exchange: bool) -> bool:
     return isinstance(error, RuntimeError) and (at_exchange or _EXCHANGE.search(str(error)) is not None)
 
 
-def _find_culprits(heart: Heartbeat, ranks: Collection[int]) -> Verdict:
+def _diagnose(heart: Heartbeat, ranks: Collection[int]) -> Verdict:
     """The verdict that all ranks get, found in a thread that may be left behind: the store may never answer."""
     found: list[Verdict] = []
 
     def ask() -> None:
         try:
-            found.append(heart.inquire(ranks))
+            found.append(heart.collect(ranks))
         except Exception as error:
             logger.debug("the store of the process group does not answer: %s", error)
 

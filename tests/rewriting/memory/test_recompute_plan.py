@@ -17,7 +17,7 @@ from graphopt.ir.node import OutputSpec, info
 from graphopt.ir.ops import schema
 from graphopt.ir.verify import verify
 from graphopt.planning.problem import simulate
-from graphopt.rewriting.memory.recompute_plan import Again, Rerun, rerun
+from graphopt.rewriting.memory.recompute_plan import Again, Recomputation, recompute
 from tests.runtime.test_random_networks import SHAPE, Network, Recipe, eager, own_loss, recipes
 from tests.support.fitting import RandomPlan, RunAgain, calls, planned, random_plan, structure, unplanned, wide
 from tests.support.training import (
@@ -38,11 +38,11 @@ def chain() -> Net:
     return Net(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8), nn.Tanh())
 
 
-def run_again(program: Program, *runs: tuple[str, str]) -> tuple[Program, Rerun]:
+def run_again(program: Program, *runs: tuple[str, str]) -> tuple[Program, Recomputation]:
     """A copy of a program in which calls run again: pairs of a tensor's name and the name of the call behind."""
     changed = program.copy()
     named = changed.names()
-    done = rerun(changed, [Again(schema.maker(named[name]), named[before], "a test") for name, before in runs])
+    done = recompute(changed, [Again(schema.maker(named[name]), named[before], "a test") for name, before in runs])
     changed.erase_dead()
     verify(changed, before=program)
     return changed, done
@@ -145,7 +145,7 @@ def test_another_node_can_stand_for_a_value_from_a_call_on() -> None:
     stand_in = program.insert(
         torch.ops.aten.clone.default, (value,), before=reader, phase=Phase.RECOMPUTE, origin="a test"
     )
-    done = rerun(program, [Again(value, reader, "a test", stand_in)])
+    done = recompute(program, [Again(value, reader, "a test", stand_in)])
     assert done.clones == {}
     assert stand_in in reader.all_input_nodes
     assert value not in reader.all_input_nodes
@@ -177,7 +177,7 @@ def test_views_are_made_anew_on_what_ran_again() -> None:
     backward = next(node for node in plain.phase_nodes(Phase.BACKWARD))
     program = plain.copy()
     node, place = program.find("base")["base"], next(n for n in program.graph.nodes if n.name == backward.name)
-    rerun(program, [Again(node, place, "a test")])
+    recompute(program, [Again(node, place, "a test")])
     program.erase_dead()
     verify(program, before=plain)
     late = [user for user in schema.readers(node) if info(user).phase is not Phase.FORWARD]
@@ -213,7 +213,7 @@ def test_an_op_with_several_results_runs_again_once_for_all_of_them() -> None:
     program = plain.copy()
     sort, place = calls(program, "sort")[0], next(program.phase_nodes(Phase.BACKWARD))
     norm = calls(program, "native_layer_norm")[0]
-    done = rerun(program, [Again(node, place, "a test") for node in (sort, norm)])
+    done = recompute(program, [Again(node, place, "a test") for node in (sort, norm)])
     program.erase_dead()
     verify(program, before=plain)
     assert [len(made) for made in done.clones.values()] == [1, 1]
@@ -231,7 +231,7 @@ def test_batch_norm_runs_again_without_its_statistics() -> None:
     program = plain.copy()
     named = {node.name: node for node in program.graph.nodes}
     norm = next(node for node in program.phase_nodes(Phase.FORWARD) if "batch_norm" in schema.op_name(node))
-    done = rerun(program, [Again(norm, named[place.name], "a test") for place in places[:3]])
+    done = recompute(program, [Again(norm, named[place.name], "a test") for place in places[:3]])
     program.erase_dead()
     verify(program, before=plain)
     assert [schema.op_name(node) for node in done.clones[norm]] == ["_native_batch_norm_legit"] * 3
@@ -259,7 +259,7 @@ def test_a_random_op_replays_its_numbers_every_time_it_runs_again() -> None:
     first, second = (named[name].args[1] for name in ("first", "second"))  # their masks
     runs = [Again(first, named["second"], "a test")]
     runs += [Again(node, place, "a test") for place in places[::3] for node in (first, second)]
-    done = rerun(program, runs)
+    done = recompute(program, runs)
     program.erase_dead()
     verify(program, before=plain)
     assert len(done.replayed) == 2

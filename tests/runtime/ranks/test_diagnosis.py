@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import graphopt
 from graphopt import GraphoptError
 from graphopt.passes import DataParallel
-from graphopt.runtime.ranks.diagnosis import judge
+from graphopt.runtime.ranks.diagnosis import classify
 from graphopt.runtime.ranks.heartbeat import Here, heartbeat, patience
 from graphopt.runtime.ranks.messages import Report, Verdict, publish, published, read_reports
 from graphopt.runtime.ranks.places import follow, place_of
@@ -34,23 +34,23 @@ VICTIM = replace(WAITING, failed="exchange")
 
 
 def test_a_rank_without_signs_of_life_is_dead() -> None:
-    found = judge({0: VICTIM, 1: WORKING, 2: WAITING}, beating={2})
+    found = classify({0: VICTIM, 1: WORKING, 2: WAITING}, beating={2})
     assert list(found.ranks) == [1]
     assert "gives no sign of life any more" in found.ranks[1]
     assert "last seen in step 3, backward: mm of 2" in found.ranks[1]
 
 
 def test_a_rank_that_goes_on_without_waiting_for_others_hangs() -> None:
-    found = judge({0: VICTIM, 1: WORKING, 2: WAITING}, beating={1, 2})
+    found = classify({0: VICTIM, 1: WORKING, 2: WAITING}, beating={1, 2})
     assert found.ranks == {1: "hangs, or is far behind: it has been in step 3, backward: mm of 2 for 4.0 s"}
 
 
 def test_while_one_rank_is_dead_another_that_is_behind_is_not_at_fault() -> None:
-    assert list(judge({0: VICTIM, 1: WORKING, 2: WAITING}, beating={1}).ranks) == [2]
+    assert list(classify({0: VICTIM, 1: WORKING, 2: WAITING}, beating={1}).ranks) == [2]
 
 
 def test_ranks_that_end_fail_or_never_come_are_named_so() -> None:
-    found = judge(
+    found = classify(
         {0: VICTIM, 1: replace(WORKING, failed="ValueError: bad"), 2: replace(WORKING, ended=True), 3: None}, {1}
     ).ranks
     assert found[1] == "failed by itself: ValueError: bad (in step 3, backward: mm of 2)"
@@ -66,7 +66,7 @@ reports = st.none() | st.builds(
 
 @given(st.dictionaries(st.integers(0, 9), reports, min_size=1), st.sets(st.integers(0, 9)))
 def test_victims_are_never_at_fault(found: dict[int, Report | None], beating: set[int]) -> None:
-    verdict = judge(found, beating)
+    verdict = classify(found, beating)
     victims = {rank for rank, report in found.items() if report and report.failed == "exchange"}
     waiting = {r for r, report in found.items() if report and report.exchanges and r in beating}
     waiting -= {r for r, report in found.items() if report and (report.failed or report.ended)}

@@ -12,7 +12,7 @@ from graphopt.ir.ops.values import format_bytes, format_seconds
 from graphopt.rewriting.distributed.prediction.compressed import WARM_UP, LowRank, Sparse
 from graphopt.rewriting.distributed.prediction.link import Link
 from graphopt.rewriting.distributed.prediction.predict import Prediction, check_ranks, on_link, predict_workload
-from graphopt.rewriting.distributed.prediction.strategies import Dense, Local, Sharded, Way
+from graphopt.rewriting.distributed.prediction.strategies import Dense, Local, Sharded, Strategy
 from graphopt.rewriting.distributed.prediction.volume import pays_sparse
 from graphopt.rewriting.distributed.prediction.workload import Workload
 
@@ -63,15 +63,15 @@ class ExchangePlan:
     predictions: tuple[Prediction, ...]
     best: Prediction
     reasons: tuple[str, ...]
-    below: Mapping[Way, float | None]
+    below: Mapping[Strategy, float | None]
     equal_bytes: int | None
     most_ranks: int | None
     enough_steps: int
     overtaking_steps: int | None
 
-    def of(self, way: Way) -> Prediction:
+    def of(self, strategy: Strategy) -> Prediction:
         """The prediction of one of the ways."""
-        return next(found for found in self.predictions if found.way == way)
+        return next(found for found in self.predictions if found.strategy == strategy)
 
     @property
     def dense(self) -> Prediction:
@@ -111,15 +111,15 @@ def plan_exchange(
     choices = [_FUSED, Dense(wire=torch.bfloat16), LowRank(), final, *map(Local, sorted(set(k_steps)))]
     warm_up = [Sparse(stage) for stage in WARM_UP if stage > density]
     shown = [Dense(bucket_mb=0, first_bucket_mb=0), *choices[:3], Sharded(), *warm_up, *choices[3:]]
-    predictions = {way: predict_workload(workload, ranks, link, way) for way in shown}
-    candidates = [predictions[way] for way in choices if way.drop_in or workload.stage == "step"]
+    predictions = {strategy: predict_workload(workload, ranks, link, strategy) for strategy in shown}
+    candidates = [predictions[strategy] for strategy in choices if strategy.drop_in or workload.stage == "step"]
     best = _choose(candidates)
     once = predict_workload(workload, ranks, link, Local(1))
     extra, waited = once.step - once.compute, predictions[_FUSED].step - once.compute
     return ExchangePlan(
         workload, ranks, link, density, tuple(predictions.values()), best,
         reasons=tuple(_reasons(candidates, best, predictions[_FUSED]) + _others(workload, predictions, best)),
-        below={way: faster_below(workload, ranks, link, way) for way in (*choices[1:], *warm_up)},
+        below={strategy: faster_below(workload, ranks, link, strategy) for strategy in (*choices[1:], *warm_up)},
         equal_bytes=_equal_bytes(workload, final),
         most_ranks=faster_up_to(workload, ranks, link, final),
         enough_steps=max(1, math.ceil(extra / (SHARE * once.compute))) if once.compute else 1,
@@ -135,7 +135,7 @@ def _choose(candidates: Sequence[Prediction]) -> Prediction:
 # --- where one overtakes the other -----------------------------------------------------------------------------------
 
 
-def faster_below(workload: Workload, ranks: int, link: Link, way: Way) -> float | None:
+def faster_below(workload: Workload, ranks: int, link: Link, strategy: Strategy) -> float | None:
     """The bandwidth in bytes per second below which a way is faster than fused dense exchange.
 
     It is faster at every bandwidth below that is tried: four in each decade from 100 B/s to 100 TB/s.
@@ -144,16 +144,16 @@ def faster_below(workload: Workload, ranks: int, link: Link, way: Way) -> float 
         workload: of one rank.
         ranks: that take part.
         link: whose latency and algorithm hold for all bandwidths.
-        way: another one.
+        strategy: another one.
 
     Returns:
         infinity where it is faster at all of them, None where it is not at the lowest.
     """
-    ours, dense = way.messages(workload, ranks), _FUSED.messages(workload, ranks)
+    ours, dense = strategy.messages(workload, ranks), _FUSED.messages(workload, ranks)
 
     def faster(bandwidth: float) -> bool:
         at = Link(bandwidth, link.latency, link.algorithm)
-        return on_link(workload, ranks, at, way, ours).step < on_link(workload, ranks, at, _FUSED, dense).step
+        return on_link(workload, ranks, at, strategy, ours).step < on_link(workload, ranks, at, _FUSED, dense).step
 
     count = round(math.log10(_FASTEST / _SLOWEST) * _PER_DECADE)
     tried = [_SLOWEST * 10 ** (number / _PER_DECADE) for number in range(count + 1)]
@@ -169,21 +169,21 @@ def faster_below(workload: Workload, ranks: int, link: Link, way: Way) -> float 
     return low
 
 
-def faster_up_to(workload: Workload, ranks: int, link: Link, way: Way) -> int | None:
+def faster_up_to(workload: Workload, ranks: int, link: Link, strategy: Strategy) -> int | None:
     """The number of ranks up to which a way is faster than fused dense exchange, looked for upwards from ``ranks``.
 
     Args:
         workload: of one rank; every further rank has one like it.
         ranks: to begin with.
         link: of each.
-        way: another one.
+        strategy: another one.
 
     Returns:
         ``MOST_RANKS`` for these or more; None where it is not faster with ``ranks``.
     """
 
     def faster(count: int) -> bool:
-        ours, dense = (predict_workload(workload, count, link, other).step for other in (way, _FUSED))
+        ours, dense = (predict_workload(workload, count, link, other).step for other in (strategy, _FUSED))
         return ours < dense
 
     if not faster(ranks):
@@ -198,11 +198,11 @@ def faster_up_to(workload: Workload, ranks: int, link: Link, way: Way) -> int | 
     return low
 
 
-def _equal_bytes(workload: Workload, way: Sparse) -> int | None:
+def _equal_bytes(workload: Workload, strategy: Sparse) -> int | None:
     """The number of ranks at which sparse exchange of the largest gradient takes the bytes of dense exchange."""
     able = [gradient for gradient in workload.gradients if pays_sparse(gradient, 0, 2)]
     largest = max(able, key=lambda gradient: gradient.numel, default=None)
-    return None if largest is None else math.ceil(2 * largest.bytes / way.entry_bytes([largest]))
+    return None if largest is None else math.ceil(2 * largest.bytes / strategy.entry_bytes([largest]))
 
 
 # --- in words --------------------------------------------------------------------------------------------------------
@@ -215,39 +215,44 @@ def _reasons(candidates: Sequence[Prediction], best: Prediction, dense: Predicti
             f"its step takes {format_seconds(best.step)}, {best.slowdown:.3g} times the computation alone: "
             f"{_moves(best)}{beside}"
         ),
-        best.way.effect,
+        best.strategy.effect,
     ]
     if best is not dense:
         lines.append(f"dense, fused: {dense.step / best.step:.3g} times its step; {_moves(dense)}")
     between = [found for found in candidates[1 : candidates.index(best)] if found is not best]
     if between:
-        others = ", ".join(f"{found.way.label} (×{found.step / best.step:.3g})" for found in between)
+        others = ", ".join(f"{found.strategy.label} (×{found.step / best.step:.3g})" for found in between)
         lines.append(f"what changes training less takes longer: {others}")
     fastest = min(candidates, key=lambda found: found.step)
-    if isinstance(best.way, Local):
-        every = min((found for found in candidates if not isinstance(found.way, Local)), key=lambda found: found.step)
+    if isinstance(best.strategy, Local):
+        every = min(
+            (found for found in candidates if not isinstance(found.strategy, Local)), key=lambda found: found.step
+        )
         lines.append(
-            f"of the ways that exchange at every step, {every.way.label} is the fastest: {format_seconds(every.step)}"
+            f"of the ways that exchange at every step, {every.strategy.label} is the fastest: "
+            f"{format_seconds(every.step)}"
         )
     if best is not fastest:
         lines.append(
-            f"{fastest.way.label} would be the fastest ({format_seconds(fastest.step)}), and changes training more: it "
-            f"would be taken if it saved more than {1 - 1 / CLOSE:.0%} of the step"
+            f"{fastest.strategy.label} would be the fastest ({format_seconds(fastest.step)}), and changes training more: "
+            f"it would be taken if it saved more than {1 - 1 / CLOSE:.0%} of the step"
         )
     return lines
 
 
-def _others(workload: Workload, predictions: Mapping[Way, Prediction], best: Prediction) -> list[str]:
+def _others(workload: Workload, predictions: Mapping[Strategy, Prediction], best: Prediction) -> list[str]:
     """Faster ways among which no choice is made here: sharing the update, and what a drop-in program cannot have."""
     if workload.stage != "step":
         fastest = min(predictions.values(), key=lambda found: found.step)
-        faster = fastest.step < best.step and not fastest.way.drop_in
-        return [f"in a whole step, {fastest.way.by} would take {format_seconds(fastest.step)}"] if faster else []
+        faster = fastest.step < best.step and not fastest.strategy.drop_in
+        return [f"in a whole step, {fastest.strategy.by} would take {format_seconds(fastest.step)}"] if faster else []
     shared = predictions[Sharded()]
     if shared.step >= best.step:
         return []
     taken = format_seconds(shared.step)
-    return [f"{shared.way.by} would take {taken}, with dense exchange: each rank runs and holds a part of the update"]
+    return [
+        f"{shared.strategy.by} would take {taken}, with dense exchange: each rank runs and holds a part of the update"
+    ]
 
 
 def _moves(found: Prediction) -> str:

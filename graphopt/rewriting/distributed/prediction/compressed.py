@@ -16,7 +16,7 @@ from graphopt.rewriting.distributed.prediction.step_timeline import Message
 from graphopt.rewriting.distributed.prediction.strategies import (
     Dense,
     Messages,
-    Way,
+    Strategy,
     buffer_messages,
     dense_message,
     packed,
@@ -38,7 +38,7 @@ _SORTED = 64
 
 
 @dataclass(frozen=True)
-class LowRank(Way):
+class LowRank(Strategy):
     """PowerSGD: two factors of a low rank in place of each gradient that is a matrix, as torch's hook makes them.
 
     Each bucket sends the factors P beside backward, and the factors Q, which are computed from the sum of P, in front
@@ -106,7 +106,7 @@ def _wide(gradient: Gradient) -> int:
 
 
 @dataclass(frozen=True)
-class Sparse(Way):
+class Sparse(Strategy):
     """All-gathers of the largest entries of what each rank has not sent yet, as ``DeepGradientCompression`` does it.
 
     Of each bucket of ``DataParallel``, indices and values of eligible gradients travel in messages of 16 KiB or more.

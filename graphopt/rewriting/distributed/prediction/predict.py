@@ -11,13 +11,13 @@ from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.prediction.compressed import LowRank, Sparse
 from graphopt.rewriting.distributed.prediction.link import Link, parse_bandwidth, parse_latency
 from graphopt.rewriting.distributed.prediction.step_timeline import simulate
-from graphopt.rewriting.distributed.prediction.strategies import Dense, Local, Messages, Sharded, Way
+from graphopt.rewriting.distributed.prediction.strategies import Dense, Local, Messages, Sharded, Strategy
 from graphopt.rewriting.distributed.prediction.volume import Gradient
 from graphopt.rewriting.distributed.prediction.workload import Workload, workload_of
 
-__all__ = ["WAYS", "Prediction", "check_ranks", "find_way", "on_link", "predict", "predict_workload"]
+__all__ = ["STRATEGIES", "Prediction", "check_ranks", "find_strategy", "on_link", "predict", "predict_workload"]
 
-WAYS: dict[str, Way] = {
+STRATEGIES: dict[str, Strategy] = {
     "per-tensor": Dense(bucket_mb=0, first_bucket_mb=0),
     "fused": Dense(),
     "bf16": Dense(wire=torch.bfloat16),
@@ -29,16 +29,16 @@ WAYS: dict[str, Way] = {
 """Ways by name, as the passes have them by default."""
 
 
-def find_way(name: str) -> Way:
-    """The way of a name in ``WAYS``.
+def find_strategy(name: str) -> Strategy:
+    """The way of a name in ``STRATEGIES``.
 
     Raises:
         GraphoptError: for another one, with the nearest names.
     """
-    if name not in WAYS:
-        hint = did_you_mean(name, WAYS) or f"the ways are {', '.join(WAYS)}"
+    if name not in STRATEGIES:
+        hint = did_you_mean(name, STRATEGIES) or f"the ways are {', '.join(STRATEGIES)}"
         raise GraphoptError(f"there is no way {name!r} to exchange gradients; {hint}")
-    return WAYS[name]
+    return STRATEGIES[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Prediction:
     """What one step costs one rank; of a way that does not exchange at every step, the mean over its period.
 
     Attributes:
-        way: how gradients are exchanged.
+        strategy: how gradients are exchanged.
         messages: collectives.
         payload: bytes that the rank puts into them.
         sent: bytes that leave the rank, those of others that it passes on included.
@@ -59,7 +59,7 @@ class Prediction:
         kept_dense: the gradients that a compressing way exchanges as they are.
     """
 
-    way: Way
+    strategy: Strategy
     messages: float
     payload: float
     sent: float
@@ -82,7 +82,7 @@ def predict(
     world_size: int,
     bandwidth: float | str,
     latency: float | str = 0.0,
-    way: Way | str = "fused",
+    strategy: Strategy | str = "fused",
     *,
     cost: str = "measured",
 ) -> Prediction:
@@ -96,13 +96,13 @@ def predict(
         world_size: ranks, 2 or more.
         bandwidth: bytes per second of a rank's link in each direction, or text (``parse_bandwidth``): ``"1Gbit"``.
         latency: seconds of each round of a collective, or text (``parse_latency``): ``"50us"``.
-        way: how gradients are exchanged, or the name of one of ``WAYS``.
+        strategy: how gradients are exchanged, or the name of one of ``STRATEGIES``.
         cost: where the seconds of calls come from: one of ``graphopt.analysis.costs.cost.COSTS``.
 
     Raises:
         GraphoptError: for a wrong number, an unknown name, and a program that has nothing to exchange.
     """
-    chosen = find_way(way) if isinstance(way, str) else way
+    chosen = find_strategy(strategy) if isinstance(strategy, str) else strategy
     link = Link(
         parse_bandwidth(bandwidth) if isinstance(bandwidth, str) else bandwidth,
         parse_latency(latency) if isinstance(latency, str) else latency,
@@ -121,20 +121,20 @@ def check_ranks(ranks: int) -> None:
         raise GraphoptError(f"gradients are exchanged between 2 ranks or more, got {ranks}")
 
 
-def predict_workload(workload: Workload, ranks: int, link: Link, way: Way) -> Prediction:
+def predict_workload(workload: Workload, ranks: int, link: Link, strategy: Strategy) -> Prediction:
     """The same of a workload that is known, on a link."""
-    return on_link(workload, ranks, link, way, way.messages(workload, ranks))
+    return on_link(workload, ranks, link, strategy, strategy.messages(workload, ranks))
 
 
-def on_link(workload: Workload, ranks: int, link: Link, way: Way, messages: Messages) -> Prediction:
+def on_link(workload: Workload, ranks: int, link: Link, strategy: Strategy, messages: Messages) -> Prediction:
     """The same of messages that are known, which no link changes.
 
     Args:
         workload: what a step computes.
         ranks: that take part.
         link: of each.
-        way: whose messages they are.
-        messages: from ``way.messages(workload, ranks)``.
+        strategy: whose messages they are.
+        messages: from ``strategy.messages(workload, ranks)``.
     """
     line = simulate(
         messages.beside, link, ranks, backward=workload.backward, update=workload.update * messages.update,
@@ -142,7 +142,7 @@ def on_link(workload: Workload, ranks: int, link: Link, way: Way, messages: Mess
     )  # fmt: skip
     volume, period = messages.volume, messages.period
     return Prediction(
-        way,
+        strategy,
         messages=volume.messages / period,
         payload=volume.payload / period,
         sent=volume.sent / period,

@@ -16,7 +16,7 @@ from graphopt.rewriting.distributed.prediction.step_timeline import Message
 from graphopt.rewriting.distributed.prediction.volume import Gradient, Volume
 from graphopt.rewriting.distributed.prediction.workload import Workload
 
-__all__ = ["Dense", "Local", "Messages", "Sharded", "Way", "buffer_messages", "dense_message", "ready_of"]
+__all__ = ["Dense", "Local", "Messages", "Sharded", "Strategy", "buffer_messages", "dense_message", "ready_of"]
 
 _MIB = 2**20
 
@@ -48,7 +48,7 @@ class Messages:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way(abc.ABC):
+class Strategy(abc.ABC):
     """A way to exchange gradients; subclasses are frozen dataclasses.
 
     Class attributes:
@@ -94,7 +94,7 @@ class Way(abc.ABC):
 
 
 @dataclass(frozen=True)
-class Dense(Way):
+class Dense(Strategy):
     """All-reduces of all elements, as ``DataParallel`` starts them.
 
     Args:
@@ -136,7 +136,7 @@ _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
-class Sharded(Way):
+class Sharded(Strategy):
     """Each rank gets a piece of the summed gradients, updates its piece of the parameters and gives it to the others.
 
     ``ShardOptimizer``: stage 1 of Rajbhandari et al., "ZeRO", SC 2020 (arXiv 1910.02054). The bytes are those of dense
@@ -172,7 +172,7 @@ class Sharded(Way):
 
 
 @dataclass(frozen=True)
-class Local(Way):
+class Local(Strategy):
     """Every rank trains on its own; parameters become their mean after every ``k_steps`` steps, as by ``LocalSGD``.
 
     They travel behind the update, in buckets as large as the largest of the gradients' and in the order of the

@@ -33,9 +33,9 @@ from graphopt.rewriting.distributed.prediction.advice import (
 )
 from graphopt.rewriting.distributed.prediction.compressed import LowRank, Sparse
 from graphopt.rewriting.distributed.prediction.link import Link, format_bandwidth, parse_bandwidth, parse_latency
-from graphopt.rewriting.distributed.prediction.predict import WAYS, Prediction, predict, predict_workload
+from graphopt.rewriting.distributed.prediction.predict import STRATEGIES, Prediction, predict, predict_workload
 from graphopt.rewriting.distributed.prediction.step_timeline import Message, simulate
-from graphopt.rewriting.distributed.prediction.strategies import Dense, Local, Sharded, Way
+from graphopt.rewriting.distributed.prediction.strategies import Dense, Local, Sharded, Strategy
 from graphopt.rewriting.distributed.prediction.volume import (
     Volume,
     all_gather,
@@ -53,7 +53,14 @@ from tests.support.training import captured
 
 COST = "a100-80gb"
 PER_TENSOR = Dense(bucket_mb=0, first_bucket_mb=0)
-ALL_WAYS = [*WAYS.values(), Sparse(0.25), Sparse(0.01, torch.bfloat16), LowRank(4), Local(1), Dense(wire=torch.float16)]
+ALL_WAYS = [
+    *STRATEGIES.values(),
+    Sparse(0.25),
+    Sparse(0.01, torch.bfloat16),
+    LowRank(4),
+    Local(1),
+    Dense(wire=torch.float16),
+]
 
 any_way = st.sampled_from(ALL_WAYS)
 some_ranks = st.integers(2, 10_000)
@@ -229,8 +236,8 @@ def exchanged(program: Program, ranks: int) -> Volume:
         ({"bucket_mb": 0.0}, PER_TENSOR),
     ],
 )
-def test_dense_volumes_are_those_of_data_parallel(ranks: int, options: dict[str, float], way: Way) -> None:
-    predicted = predict(plain_step(wide()), ranks, 1e9, way=way, cost=COST)
+def test_dense_volumes_are_those_of_data_parallel(ranks: int, options: dict[str, float], strategy: Strategy) -> None:
+    predicted = predict(plain_step(wide()), ranks, 1e9, strategy=strategy, cost=COST)
     found = exchanged(step_with(DataParallel(**options)), ranks)
     assert (predicted.messages, predicted.payload) == (found.messages, found.payload)
     assert predicted.received == pytest.approx(found.received, rel=1e-12)
@@ -240,8 +247,8 @@ def test_dense_volumes_are_those_of_data_parallel(ranks: int, options: dict[str,
 @pytest.mark.parametrize("bucket_mb", [32.0, 0.05])
 def test_sparse_volumes_are_those_of_deep_gradient_compression(ranks: int, sparsity: float, bucket_mb: float) -> None:
     """At sparsity 0.75 four ranks, at 0.5 two ranks, take as many bytes as densely, and are exchanged so."""
-    way = Sparse(1 - sparsity, bucket_mb=bucket_mb)
-    predicted = predict(plain_step(wide()), ranks, 1e9, way=way, cost=COST)
+    strategy = Sparse(1 - sparsity, bucket_mb=bucket_mb)
+    predicted = predict(plain_step(wide()), ranks, 1e9, strategy=strategy, cost=COST)
     compressed = DeepGradientCompression(sparsity=(sparsity,), momentum=0.9)
     found = exchanged(step_with(DataParallel(bucket_mb=bucket_mb), compressed), ranks)
     assert (predicted.messages, predicted.payload) == (found.messages, found.payload)
@@ -259,9 +266,9 @@ def test_sparse_volumes_are_those_of_deep_gradient_compression(ranks: int, spars
     ids=str,
 )
 def test_compressed_volumes_are_those_of_compress_gradients(
-    ranks: int, bucket_mb: float, compressed: CompressGradients, way: Way
+    ranks: int, bucket_mb: float, compressed: CompressGradients, strategy: Strategy
 ) -> None:
-    predicted = predict(plain_step(wide()), ranks, 1e9, way=replace(way, bucket_mb=bucket_mb), cost=COST)
+    predicted = predict(plain_step(wide()), ranks, 1e9, strategy=replace(strategy, bucket_mb=bucket_mb), cost=COST)
     found = exchanged(step_with(DataParallel(bucket_mb=bucket_mb), compressed), ranks)
     assert (predicted.messages, predicted.payload) == (found.messages, found.payload)
     assert predicted.received == pytest.approx(found.received, rel=1e-12)
@@ -269,7 +276,7 @@ def test_compressed_volumes_are_those_of_compress_gradients(
 
 @pytest.mark.parametrize("bucket_mb", [32.0, 0.05])
 def test_local_volumes_are_those_of_local_sgd_over_its_interval(ranks: int, bucket_mb: float) -> None:
-    predicted = predict(plain_step(wide()), ranks, 1e9, way=Local(4, bucket_mb=bucket_mb), cost=COST)
+    predicted = predict(plain_step(wide()), ranks, 1e9, strategy=Local(4, bucket_mb=bucket_mb), cost=COST)
     found = exchanged(step_with(DataParallel(bucket_mb=bucket_mb), LocalSGD(k_steps=4)), ranks)
     assert (predicted.messages, predicted.payload) == (found.messages / 4, found.payload / 4)
     assert predicted.received == pytest.approx(found.received / 4, rel=1e-12)
@@ -278,7 +285,7 @@ def test_local_volumes_are_those_of_local_sgd_over_its_interval(ranks: int, buck
 def test_a_drop_in_program_is_predicted_too(ranks: int) -> None:
     model = wide()
     program = graphopt.capture(model, (torch.randn(8, 64),))
-    predicted = predict(program, ranks, 1e9, way="fused", cost=COST)
+    predicted = predict(program, ranks, 1e9, strategy="fused", cost=COST)
     Pipeline([DataParallel()]).run(program)
     assert predicted.payload == exchanged(program, ranks).payload
 
@@ -342,8 +349,8 @@ def test_what_cannot_be_predicted_is_an_error() -> None:
         (lambda: predict(program, 1, 1e9, cost=COST), "2 ranks or more, got 1"),
         (lambda: predict(program, 2, "1G", cost=COST), "did you mean '1Gbit'"),
         (lambda: predict(program, 2, 1e9, "1", cost=COST), "did you mean '1us'"),
-        (lambda: predict(program, 2, 1e9, way="fusd", cost=COST), "did you mean 'fused'"),
-        (lambda: predict(program, 2, 1e9, way="?", cost=COST), "the ways are per-tensor, fused"),
+        (lambda: predict(program, 2, 1e9, strategy="fusd", cost=COST), "did you mean 'fused'"),
+        (lambda: predict(program, 2, 1e9, strategy="?", cost=COST), "the ways are per-tensor, fused"),
         (lambda: predict(program, 2, 1e9, cost="a100"), "did you mean 'a100-80gb'"),
         (lambda: Sparse(0.0), "above 0 and below 1, got 0.0"),
         (lambda: Sparse(1.0), "exchange densely"),
@@ -403,7 +410,7 @@ def test_second_messages_are_made_of_the_first() -> None:
 
 def test_a_sharded_update_runs_in_pieces() -> None:
     made = workload((100, 100), update=0.8)
-    dense, sharded = (predict_workload(made, 8, Link(1e12), way) for way in (Dense(), Sharded()))
+    dense, sharded = (predict_workload(made, 8, Link(1e12), strategy) for strategy in (Dense(), Sharded()))
     assert sharded.received == pytest.approx(dense.received)
     assert sharded.alone == pytest.approx(1.5 * dense.alone)  # gloo's all-to-all goes one way at a time
     assert dense.step - sharded.step == pytest.approx(0.7, rel=1e-3)
@@ -438,9 +445,11 @@ def test_a_local_step_is_the_mean_of_its_interval() -> None:
 
 @given(workloads(), some_ranks, links, any_way, st.floats(1, 100))
 @settings(deadline=None)
-def test_more_bandwidth_is_never_slower(made: Workload, ranks: int, link: Link, way: Way, factor: float) -> None:
-    slow = predict_workload(made, ranks, link, way)
-    fast = predict_workload(made, ranks, replace(link, bandwidth=link.bandwidth * factor), way)
+def test_more_bandwidth_is_never_slower(
+    made: Workload, ranks: int, link: Link, strategy: Strategy, factor: float
+) -> None:
+    slow = predict_workload(made, ranks, link, strategy)
+    fast = predict_workload(made, ranks, replace(link, bandwidth=link.bandwidth * factor), strategy)
     assert fast.step <= slow.step
     assert fast.alone <= slow.alone
 
@@ -449,15 +458,15 @@ def test_more_bandwidth_is_never_slower(made: Workload, ranks: int, link: Link, 
 @settings(deadline=None)
 def test_more_ranks_never_receive_fewer_bytes(made: Workload, counts: list[int], density: float) -> None:
     """Sparse exchange turns dense where it would take more, so that it never takes more than that either."""
-    for way in (Sparse(density), Sparse(density, torch.bfloat16)):
-        volumes = [way.messages(made, count).volume.received for count in sorted(counts)]
+    for strategy in (Sparse(density), Sparse(density, torch.bfloat16)):
+        volumes = [strategy.messages(made, count).volume.received for count in sorted(counts)]
         assert all(one <= other * (1 + 1e-9) + 1 for one, other in pairwise(volumes))
 
 
 @given(workloads(), some_ranks, links)
 @settings(deadline=None)
 def test_fused_is_never_more_messages_and_never_other_bytes(made: Workload, ranks: int, link: Link) -> None:
-    fused, single = (predict_workload(made, ranks, link, way) for way in (Dense(), PER_TENSOR))
+    fused, single = (predict_workload(made, ranks, link, strategy) for strategy in (Dense(), PER_TENSOR))
     assert fused.messages <= single.messages
     assert fused.payload == single.payload
     assert fused.alone <= single.alone * (1 + 1e-9)
@@ -466,13 +475,13 @@ def test_fused_is_never_more_messages_and_never_other_bytes(made: Workload, rank
 @given(workloads(), some_ranks, links, any_way)
 @settings(deadline=None)
 def test_a_step_lies_between_its_computation_and_all_of_it_in_a_row(
-    made: Workload, ranks: int, link: Link, way: Way
+    made: Workload, ranks: int, link: Link, strategy: Strategy
 ) -> None:
-    found = predict_workload(made, ranks, link, way)
-    least = made.backward if isinstance(way, Sharded) else found.compute
+    found = predict_workload(made, ranks, link, strategy)
+    least = made.backward if isinstance(strategy, Sharded) else found.compute
     assert least * (1 - 1e-9) <= found.step <= (found.compute + found.work + found.alone) * (1 + 1e-9)
     assert found.exposed <= found.alone * (1 + 1e-9)
-    if not isinstance(way, Sharded):
+    if not isinstance(strategy, Sharded):
         assert found.step == pytest.approx(found.compute + found.work + found.exposed)
 
 
@@ -488,8 +497,8 @@ def test_local_sgd_tends_to_no_exchange_at_all(made: Workload, ranks: int, link:
 @given(workloads(), links)
 @settings(deadline=None, max_examples=25)
 def test_thousands_of_ranks_are_no_harder_than_two(made: Workload, link: Link) -> None:
-    for way in ALL_WAYS:
-        found = predict_workload(made, 10_000, link, way)
+    for strategy in ALL_WAYS:
+        found = predict_workload(made, 10_000, link, strategy)
         assert all(math.isfinite(value) for value in (found.step, found.alone, found.received))
 
 
@@ -501,7 +510,7 @@ LARGE = workload(*[(1000, 1000)] * 8, rates=Rates(1e-11, 2e-9))
 
 def advice(bandwidth: str, ranks: int = 4, made: Workload = LARGE, **options: Any) -> tuple[str, str]:
     plan = plan_exchange(made, ranks, Link(parse_bandwidth(bandwidth), 5e-5), **options)
-    return plan.best.way.by, " ".join(plan.reasons)
+    return plan.best.strategy.by, " ".join(plan.reasons)
 
 
 def test_on_a_fast_network_dense_exchange_is_hidden() -> None:
@@ -532,7 +541,7 @@ def test_gradients_without_low_rank_are_sent_sparsely() -> None:
 def test_what_changes_training_less_is_taken_where_little_is_lost() -> None:
     plan = plan_exchange(LARGE, 4, Link(parse_bandwidth("4Gbit")))
     assert plan.best is plan.dense
-    fastest = min((found for found in plan.predictions if found.way != Sharded()), key=lambda found: found.step)
+    fastest = min((found for found in plan.predictions if found.strategy != Sharded()), key=lambda found: found.step)
     assert 1 < plan.dense.step / fastest.step <= 1.05
     assert any("would be the fastest" in line for line in plan.reasons)
     assert any(line.startswith("ShardOptimizer() would take 3.2") for line in plan.reasons)
@@ -540,26 +549,26 @@ def test_what_changes_training_less_is_taken_where_little_is_lost() -> None:
 
 def test_every_warm_up_density_is_predicted() -> None:
     plan = plan_exchange(LARGE, 8, Link(1e7), density=0.004)
-    densities = [found.way.density for found in plan.predictions if isinstance(found.way, Sparse)]
+    densities = [found.strategy.density for found in plan.predictions if isinstance(found.strategy, Sparse)]
     assert densities == [0.25, 0.0625, 0.015625, 0.004]
     assert plan.of(Sparse(0.25)).received == plan.dense.received
     assert plan.of(Sparse(0.25)).kept_dense == LARGE.gradients
     assert plan.sparse.kept_dense == ()
-    assert plan.sparse.way.by == "DeepGradientCompression(sparsity=(0.75, 0.9375, 0.984375, 0.996,))"
+    assert plan.sparse.strategy.by == "DeepGradientCompression(sparsity=(0.75, 0.9375, 0.984375, 0.996,))"
     assert plan.equal_bytes == 250
 
 
 @given(workloads(), st.integers(2, 600), links, st.sampled_from([Sparse(), LowRank(), Dense(wire=torch.bfloat16)]))
 @settings(deadline=None, max_examples=40)
 def test_break_even_bandwidths_are_where_the_faster_one_changes(
-    made: Workload, ranks: int, link: Link, way: Way
+    made: Workload, ranks: int, link: Link, strategy: Strategy
 ) -> None:
     def faster(bandwidth: float) -> bool:
         at = replace(link, bandwidth=bandwidth)
-        ours, dense = (predict_workload(made, ranks, at, other).step for other in (way, Dense()))
+        ours, dense = (predict_workload(made, ranks, at, other).step for other in (strategy, Dense()))
         return ours < dense
 
-    below = faster_below(made, ranks, link, way)
+    below = faster_below(made, ranks, link, strategy)
     if below is None:
         assert not faster(100.0)
     elif below == math.inf:
@@ -573,7 +582,9 @@ def test_break_even_ranks_are_where_the_faster_one_changes() -> None:
     link = Link(1e6, 5e-5)
     most = faster_up_to(LARGE, 4, link, Sparse())
     assert most is not None
-    steps = [[predict_workload(LARGE, n, link, way).step for way in (Sparse(), Dense())] for n in (most, most + 1)]
+    steps = [
+        [predict_workload(LARGE, n, link, strategy).step for strategy in (Sparse(), Dense())] for n in (most, most + 1)
+    ]
     assert steps[0][0] < steps[0][1]
     assert steps[1][0] >= steps[1][1]
     assert 900 < most < 1000 == plan_exchange(LARGE, 4, link).equal_bytes
