@@ -234,8 +234,8 @@ def _reasons(candidates: Sequence[Prediction], best: Prediction, dense: Predicti
         )
     if best is not fastest:
         lines.append(
-            f"{fastest.strategy.label} would be the fastest ({format_seconds(fastest.step)}), and changes training more: "
-            f"it would be taken if it saved more than {1 - 1 / CLOSE:.0%} of the step"
+            f"{fastest.strategy.label} would be the fastest ({format_seconds(fastest.step)}), and changes training "
+            f"more: it would be taken if it saved more than {1 - 1 / CLOSE:.0%} of the step"
         )
     return lines
 
