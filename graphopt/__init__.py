@@ -18,6 +18,7 @@ from graphopt.rewriting.fx_pass import FxPass
 from graphopt.rewriting.pass_ import Changed, Pass
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.precision.devices import fast_dtype
+from graphopt.rewriting.rewrite_pass import Rewrite
 from graphopt.rewriting.training_pass import TrainingPass
 from graphopt.runtime.module import optimize
 from graphopt.runtime.random_streams import RandomStreams
@@ -45,6 +46,7 @@ __all__ = [
     "Program",
     "RandomStreams",
     "RankError",
+    "Rewrite",
     "TrainStep",
     "TrainingPass",
     "VerifyError",
