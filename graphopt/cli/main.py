@@ -32,11 +32,11 @@ from graphopt.cli.programs import (
     rewritten_program,
 )
 from graphopt.errors import GraphoptError
-from graphopt.ir.program import Program
+from graphopt.ir.formats import available_formats, find_format
+from graphopt.ir.text import aligned
 from graphopt.report.console import terminal
-from graphopt.report.formats.exports import EXPORTS, export
 from graphopt.report.page import page_of_rewritten
-from graphopt.report.text import pass_table as catalogue
+from graphopt.report.text import pass_table
 from graphopt.report.text.after_each_pass import after_each_lines
 from graphopt.report.text.snapshots import records_json, snapshots_json, snapshots_text
 from graphopt.rewriting.pipeline import Pipeline
@@ -44,8 +44,8 @@ from graphopt.rewriting.registry import available_passes, find_pass
 
 __all__ = ["main"]
 
-_COMMENT = {"text": "#", "python": "#", "dot": "//"}
-"""How a header line between the programs of ``dump --after-each`` starts, by format."""
+_WHOLE = ("html", "json")
+"""Formats in which one file holds what all passes did, as ``dump --after-each`` asks for."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -135,6 +135,7 @@ def _parser() -> argparse.ArgumentParser:
 
     passes = add(_passes, "passes", "list the installed passes with their options, or explain one")
     passes.add_argument("name", nargs="?", metavar="NAME", help="a pass to explain")
+    add(_formats, "formats", "list the formats that a program can be written in")
     tensors.tensors_arguments(
         add(tensors.tensors, "tensors", "list the tensors of a program: names, bytes, where they come from")
     )
@@ -158,13 +159,13 @@ def _dump_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--after-each", action="store_true", help=(
         "print the program after capture and after each pass (html holds them in any case)"
     ))  # fmt: skip
-    output_arguments(parser, ("text", "python", "dot", "svg", "json", "html", *EXPORTS))
+    output_arguments(parser, tuple(available_formats()))
     parser.set_defaults(problem=_dump_problem)
 
 
 def _dump_problem(options: argparse.Namespace) -> str:
     form = format_of(options)
-    if options.after_each and (form == "svg" or form in EXPORTS):
+    if options.after_each and form not in _WHOLE and not find_format(form).comment:
         return f"one {form} holds one program: give --after-each with another format"
     return two_formats(options)
 
@@ -175,9 +176,9 @@ def _dump_problem(options: argparse.Namespace) -> str:
 def _passes(options: argparse.Namespace) -> None:
     found = [find_pass(options.name)] if options.name else list(available_passes().values())
     if options.json:
-        print_json({"passes": catalogue.passes_json(found)})
+        print_json({"passes": pass_table.passes_json(found)})
     else:
-        print_text(catalogue.passes_text(found, whole=options.name is not None))
+        print_text(pass_table.passes_text(found, whole=options.name is not None))
 
 
 def _dump(options: argparse.Namespace) -> None:
@@ -197,9 +198,9 @@ def _dump(options: argparse.Namespace) -> None:
         terminal.write_spans(after_each_lines(rewritten), sys.stdout)
         return
     elif options.after_each:
-        text = snapshots_text(rewritten, lambda program: _render(program, form), _COMMENT[form])
+        text = snapshots_text(rewritten, find_format(form).text, find_format(form).comment)
     else:
-        text = _render(rewritten.program, form)
+        text = find_format(form).text(rewritten.program)
     write_output(options, text)
 
 
@@ -212,7 +213,9 @@ def _diff(options: argparse.Namespace) -> None:
         print_text(records_text(rewritten), text)
 
 
-def _render(program: Program, form: str) -> str:
-    if form in EXPORTS:
-        return export(program, form)
-    return {"text": program.to_text, "python": program.to_python, "dot": program.to_dot, "svg": program.to_svg}[form]()
+def _formats(options: argparse.Namespace) -> None:
+    found = available_formats().values()
+    if options.json:
+        print_json({"formats": [{"name": form.name, "suffix": form.suffix, "help": form.help} for form in found]})
+    else:
+        print_text("\n".join(aligned([(form.name, form.suffix, form.help) for form in found])))

@@ -66,12 +66,12 @@ _registered: dict[str, Format] = {}
 
 
 def register_format(form: Format) -> None:
-    """Offer a format in this process; packages that are installed use the entry point group instead.
+    """Offer a format in this process, before an installed one of the same name; packages use the entry point group.
 
     Raises:
         GraphoptError: where another format has the name.
     """
-    if _registered.get(form.name, form) != form or form.name in _entries():
+    if _registered.get(form.name, form) != form:
         raise GraphoptError(f"there is a format called {form.name!r} already: choose another name")
     _registered[form.name] = form
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from graphopt.analysis.liveness import storages_of
+from graphopt.ir.formats import Format, available_formats
 from graphopt.ir.node import Phase
 from graphopt.ir.timeline import MemoryTimeline, Storage
 from graphopt.report.page.changes import text_diffs
@@ -72,9 +73,15 @@ def page_data(story: Story) -> dict[str, Any]:
         "environment": environment(),
         "pipeline": story.pipeline,
         "command": story.command,
+        "formats": [{"name": form.name, "suffix": form.suffix, "help": form.help} for form in _formats()],
         "records": records.to_json(),
         "strings": strings.table,
     }
+
+
+def _formats() -> list[Format]:
+    """The formats that a program can be written in, the page aside."""
+    return [form for form in available_formats().values() if form.name != "html"]
 
 
 def _compared(story: Story) -> list[tuple[str, int, int | None]]:

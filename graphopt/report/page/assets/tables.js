@@ -153,6 +153,11 @@ function startOrigin() {
   replaceChildren(place, facts);
   if (data.pipeline) copyable(place, "The passes, as text for passes= and --passes", data.pipeline);
   if (data.command) copyable(place, "This page again", data.command);
+  const formats = element("dl");
+  for (const { name, suffix, help } of data.formats) {
+    formats.append(element("dt", {}, name), element("dd", {}, `${help} (${suffix})`));
+  }
+  place.append(element("h3", {}, "Other formats, for program.to() and graphopt dump --format"), formats);
 }
 
 function copyable(place, title, value) {
