@@ -14,13 +14,13 @@ from typing import ClassVar, final
 import pytest
 import torch
 
-from graphopt import Changed, Pass, Phase, Pipeline, Program
+from graphopt import Changed, Pass, Phase, Pipeline, Program, Rewrite
 from graphopt.cli import main as cli
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import Stage
-from graphopt.report import readme
 from graphopt.rewriting.pass_ import Numerics
 from graphopt.rewriting.registry import available_passes
+from tests.support import catalogue
 from tests.support.command import Idle, Nothing
 from tests.support.paths import ROOT
 from tests.support.training import Blocks, captured, next_token, results
@@ -111,22 +111,25 @@ def test_links_lead_somewhere() -> None:
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
-def test_the_pass_in_contributing_works() -> None:
+def test_the_passes_in_contributing_work() -> None:
     names = {"Changed": Changed, "ClassVar": ClassVar, "GraphoptError": GraphoptError, "Numerics": Numerics}
-    names |= {"Pass": Pass, "Phase": Phase, "Program": Program, "Stage": Stage}
-    names |= {"dataclass": dataclass, "final": final, "torch": torch}
-    ((_, source),) = blocks("python", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
-    exec(compile(source, "CONTRIBUTING.md", "exec", dont_inherit=True), names)
+    names |= {"Pass": Pass, "Phase": Phase, "Program": Program, "Rewrite": Rewrite, "Stage": Stage}
+    names |= {"aten": torch.ops.aten, "dataclass": dataclass, "final": final, "torch": torch}
+    fold, scale = (source for _, source in blocks("python", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")))
+    exec(compile(fold + scale, "CONTRIBUTING.md", "exec", dont_inherit=True), names)
+    assert len([line for line in fold.splitlines() if line.strip()]) < 10
     double = names["ScaleLoss"](factor=2.0)
     model, tokens = Blocks(layers=1, p=0.0), torch.randint(11, (2, 5))
     program = captured(model, tokens, loss=next_token)
     before, _ = results(program, model, tokens)
-    assert [record.changed.counts for record in Pipeline([double]).run(program)] == [{"scaled": 1}]
+    records = Pipeline([double, names["FoldTransposes"]()]).run(program)
+    assert records[0].changed.counts == {"scaled": 1}
+    assert records[1].changed.counts["replaced"] > 1
     after, _ = results(program, model, tokens)
     assert {spec.role for spec in before} == {"loss", "gradient"}
     for spec, value in before.items():
         assert torch.equal(after[spec], value if spec.role == "loss" else 2 * value)
-    assert not Pipeline([double]).run(program)[0].changed
+    assert not any(record.changed for record in Pipeline([double, names["FoldTransposes"]()]).run(program))
     assert not double.apply(program)
     with pytest.raises(GraphoptError, match="needs a program with a loss"):
         double.apply(captured(model, tokens, loss=None))
@@ -136,18 +139,18 @@ def test_the_pass_in_contributing_works() -> None:
 
 
 def test_the_table_of_passes_is_current(capsys: pytest.CaptureFixture[str]) -> None:
-    assert readme.main(["--check", str(README)]) == 0, capsys.readouterr().err
+    assert catalogue.main(["--check", str(README)]) == 0, capsys.readouterr().err
 
 
 def test_every_built_in_pass_is_in_the_table() -> None:
-    table = TEXT[TEXT.index(readme.START) : TEXT.index(readme.END)]
+    table = TEXT[TEXT.index(catalogue.START) : TEXT.index(catalogue.END)]
     own = [name for name, cls in available_passes().items() if cls.__module__.startswith("graphopt.passes.")]
     assert own
     assert re.findall(r"^\| `\w+` \| `([\w-]+)` \|", table, re.MULTILINE) == own
 
 
 def test_a_table_shows_options_defaults_and_order() -> None:
-    heading, rule, nothing, idle = readme.passes_table([Nothing, Idle]).splitlines()
+    heading, rule, nothing, idle = catalogue.passes_table([Nothing, Idle]).splitlines()
     assert heading.count(" | ") == rule.count(" | ") == nothing.replace("\\|", "").count(" | ") == 5
     assert nothing.startswith("| `Nothing` | `nothing` | `budget`: `float \\| None`, default `None`<br>`names`: ")
     assert "`label`: `str`, default `''`" in nothing
@@ -160,21 +163,21 @@ def test_a_table_shows_options_defaults_and_order() -> None:
 def test_a_stale_table_is_reported_and_rewritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = tmp_path / "README.md"
     copy.write_text(TEXT.replace("| `Recompute` |", "| `Recomputed` |"), encoding="utf-8")
-    assert readme.main(["--check", str(copy)]) == 1
+    assert catalogue.main(["--check", str(copy)]) == 1
     assert f"--write {copy}" in capsys.readouterr().err
-    assert readme.main(["--write", str(copy)]) == 0
+    assert catalogue.main(["--write", str(copy)]) == 0
     assert copy.read_text(encoding="utf-8") == TEXT
 
 
-@pytest.mark.parametrize("text", ["no markers", f"{readme.END}{readme.START}", readme.START, TEXT + TEXT])
+@pytest.mark.parametrize("text", ["no markers", f"{catalogue.END}{catalogue.START}", catalogue.START, TEXT + TEXT])
 def test_wrong_markers_are_an_error(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = tmp_path / "README.md"
     copy.write_text(text, encoding="utf-8")
-    assert readme.main(["--write", str(copy)]) == 2
+    assert catalogue.main(["--write", str(copy)]) == 2
     assert "each once and in this order" in capsys.readouterr().err
     assert copy.read_text(encoding="utf-8") == text
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert readme.main(["--check", str(tmp_path / "gone.md")]) == 2
+    assert catalogue.main(["--check", str(tmp_path / "gone.md")]) == 2
     assert "gone.md" in capsys.readouterr().err

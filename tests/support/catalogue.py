@@ -1,4 +1,4 @@
-"""The README's table of passes, made from the classes: ``python -m graphopt.report.readme --check README.md``."""
+"""The README's table of passes, made from the classes: ``python -m tests.support.catalogue --check README.md``."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Check or write the table of the built-in passes; returns 1 where a check finds another one."""
     from graphopt.rewriting.registry import available_passes
 
-    parser = argparse.ArgumentParser(prog="python -m graphopt.report.readme", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.support.catalogue", description=__doc__)
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--check", type=Path, metavar="FILE", help="say whether the table in FILE is current")
     action.add_argument("--write", type=Path, metavar="FILE", help="bring the table in FILE up to date")
