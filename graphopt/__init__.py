@@ -12,7 +12,7 @@ from graphopt.ir.node import Phase, Policy
 from graphopt.ir.program import Program
 from graphopt.ir.version import VERSION
 from graphopt.report.register import register
-from graphopt.rewriting import configs
+from graphopt.rewriting import config_translation as configs
 from graphopt.rewriting.distributed import sharded_state
 from graphopt.rewriting.fx_pass import FxPass
 from graphopt.rewriting.pass_ import Changed, Pass

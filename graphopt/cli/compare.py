@@ -14,7 +14,7 @@ from graphopt.cli.programs import passes_argument, stage_argument, stage_to_show
 from graphopt.cli.target import load_target
 from graphopt.errors import GraphoptError
 from graphopt.report.console import terminal
-from graphopt.report.console.progress import progress_bar
+from graphopt.report.console.progress_bar import progress_bar
 from graphopt.report.text.comparison_table import comparison_json, comparison_text, denied_json, denied_text
 from graphopt.report.text.snapshots import record_lines, records_json
 from graphopt.rewriting.instruments import LogPasses

@@ -11,7 +11,7 @@ from graphopt.cli.output import check_output, format_of, report_passes, write_ou
 from graphopt.cli.programs import rewritten_program
 from graphopt.errors import GraphoptError
 from graphopt.report.console import terminal
-from graphopt.report.console.progress import progress_bar
+from graphopt.report.console.progress_bar import progress_bar
 from graphopt.report.text.exchange_table import exchange_json, exchange_text
 from graphopt.rewriting.distributed.prediction.advice import plan_exchange
 from graphopt.rewriting.distributed.prediction.link import Algorithm, Link, parse_bandwidth, parse_latency

@@ -30,7 +30,7 @@ from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning.frontier import Frontier
 from graphopt.report.console import terminal
-from graphopt.report.console.progress import progress_bar
+from graphopt.report.console.progress_bar import progress_bar
 from graphopt.report.pictures.frontier_chart import BudgetMark, frontier_svg
 from graphopt.report.text.frontier_table import FrontierPoint, FrontierReport, fitted_point, frontier_report
 from graphopt.rewriting.memory.budget import budget_bytes, check_budget, infeasible, within_already

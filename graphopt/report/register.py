@@ -19,7 +19,7 @@ from graphopt.ir.text import to_text
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.report.console.escape import safe
 from graphopt.report.console.overview import announce
-from graphopt.report.console.progress import TerminalProgress
+from graphopt.report.console.progress_bar import TerminalProgress
 from graphopt.report.formats.dot import to_dot
 from graphopt.report.formats.model_explorer import to_model_explorer
 from graphopt.report.formats.perfetto import to_perfetto

@@ -19,7 +19,6 @@ from torch import fx
 from torch.fx.proxy import GraphAppendingTracer
 
 from graphopt import _torch
-from graphopt._torch.overloads import OpOverloadPacket
 from graphopt.errors import GraphoptError
 from graphopt.ir.ops import schema
 
@@ -80,7 +79,7 @@ def _as_op(node: fx.Node) -> None:
     """Let a traced call name an op of torch, or refuse it."""
     if node.op == "call_function":
         node.target = _OPERATORS.get(node.target, node.target)  # type: ignore[arg-type]
-        if isinstance(node.target, (_torch.OpOverload, OpOverloadPacket)) or node.target is operator.getitem:
+        if isinstance(node.target, (_torch.OpOverload, _torch.OpOverloadPacket)) or node.target is operator.getitem:
             return
     called = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     hint = f"torch.ops.aten.{called}" if hasattr(aten, str(called)) else "an op of torch.ops"
@@ -218,7 +217,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _same_op(wanted: Any, target: Any) -> bool:
-    if isinstance(wanted, OpOverloadPacket):
+    if isinstance(wanted, _torch.OpOverloadPacket):
         return isinstance(target, _torch.OpOverload) and target.overloadpacket is wanted
     return bool(wanted is target)
 

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 from torch import fx
 
 from graphopt import _torch
-from graphopt._torch.overloads import OpOverloadPacket, resolve_overload
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import info, value_of
 from graphopt.ir.ops import schema
@@ -167,10 +166,10 @@ def _traced(current: Rewrite) -> tuple[Pattern, Traced]:
 
 def _overload(target: Any, args: Any, kwargs: Any) -> Any:
     """The overload that a call of the replacement means."""
-    if not isinstance(target, OpOverloadPacket):
+    if not isinstance(target, _torch.OpOverloadPacket):
         return target
     values = _torch.map_aggregate((args, kwargs), lambda v: value_of(v) if isinstance(v, fx.Node) else v)
-    return resolve_overload(target, *values)
+    return _torch.resolve_overload(target, *values)
 
 
 def _written_between(match: Match) -> str:

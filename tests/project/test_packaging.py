@@ -154,10 +154,16 @@ def test_a_pass_imports_no_other_pass() -> None:
     assert found([p for p in PASSES if p.name != "__init__.py"], lambda name: name.startswith("graphopt.passes")) == []
 
 
-def test_torchs_private_modules_are_used_in_one_file() -> None:
-    private_file = [path for path in CORE if path == ROOT / "graphopt" / "_torch" / "__init__.py"]
-    assert found(private_file, private)
-    assert found([path for path in (*CORE, *PASSES) if path not in private_file], private) == []
+def test_torchs_private_modules_are_used_in_one_folder() -> None:
+    inside = [path for path in CORE if path.parent == ROOT / "graphopt" / "_torch"]
+    assert found(inside, private)
+    assert found([path for path in (*CORE, *PASSES) if path not in inside], private) == []
+
+
+def test_an_older_torch_is_refused_before_what_it_lacks_is_imported() -> None:
+    code = "import sys, torch; torch.__version__ = '2.10.1'; sys.modules['torch._functorch.aot_autograd'] = None"
+    done = run("-c", f"{code}; import graphopt", cwd=ROOT)
+    assert done.stderr.splitlines()[-1].startswith("ImportError: graphopt needs torch >= 2.11, and 2.10.1 is installed")
 
 
 def test_the_core_does_not_point_up_to_the_command_line() -> None:

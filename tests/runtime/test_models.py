@@ -246,7 +246,7 @@ def test_control_flow_on_values_names_the_line(way: str) -> None:
     lines, start = inspect.getsourcelines(Decides)
     line = start + next(number for number, text in enumerate(lines) if "if y.sum()" in text)
     run = graphopt.optimize(model) if way == "drop-in" else graphopt.optimize_step(model, sgd(model.parameters()))
-    with pytest.raises(CaptureError, match=rf"test_running_models\.py:{line} in forward: if y\.sum\(\) > 0") as caught:
+    with pytest.raises(CaptureError, match=rf"test_models\.py:{line} in forward: if y\.sum\(\) > 0") as caught:
         run(X)
     assert "torch.where or torch.cond" in str(caught.value)
 
@@ -277,9 +277,7 @@ def test_an_exception_in_the_model_leaves_everything_as_it_was(way: str) -> None
         run: Callable[..., torch.Tensor] = step if way == "step" else lambda *a, m=optimized: mean_square(m, *a)
         torch.manual_seed(1)
         if bad_first:
-            with pytest.raises(
-                CaptureError, match=r"out of luck\n  where: .*test_running_models.py:\d+ in forward"
-            ) as e:
+            with pytest.raises(CaptureError, match=r"out of luck\n  where: .*test_models.py:\d+ in forward") as e:
                 run(X, False)
             assert isinstance(e.value.__cause__, ValueError)
             assert torch.is_grad_enabled()

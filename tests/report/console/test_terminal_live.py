@@ -21,7 +21,7 @@ from graphopt.capture import CaptureSession
 from graphopt.cli.main import main
 from graphopt.passes import FitMemory, Recompute
 from graphopt.report.console import terminal
-from graphopt.report.console.progress import progress_bar
+from graphopt.report.console.progress_bar import progress_bar
 from graphopt.report.text.after_each_pass import after_each_lines, marked_lines
 from graphopt.report.text.candidate_table import candidates_text
 from graphopt.report.text.memory_bands import CATEGORY_STYLES

@@ -21,7 +21,7 @@ from graphopt.passes import (
     Recompute,
     RecomputeEvenly,
 )
-from graphopt.rewriting.configs import from_deepspeed, from_paddle
+from graphopt.rewriting.config_translation import from_deepspeed, from_paddle
 from tests.support.training import Net, assert_same_training, captured, mean_square
 
 ALL = {

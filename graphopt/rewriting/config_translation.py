@@ -1,6 +1,6 @@
 """Configurations in the words of DeepSpeed and of Paddle, as passes.
 
->>> from graphopt.rewriting.configs import from_deepspeed
+>>> from graphopt.configs import from_deepspeed
 >>> config = {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True}}
 >>> model = graphopt.optimize(model, from_deepspeed(config, checkpoints="blocks.*"))
 """

@@ -1,0 +1,133 @@
+"""Forward and backward as one graph, captured and made differentiable again by ``torch._functorch.aot_autograd``.
+
+Its joint capture with descriptors is the only interface that says what each input and output of a joint graph is, and
+that takes a rewritten graph back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+from torch._functorch import config as functorch_config
+from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors, aot_export_joint_with_descriptors
+
+from graphopt.errors import CaptureError
+
+__all__ = ["AotInput", "AotOutput", "JointTrace"]
+
+
+@dataclass(frozen=True, slots=True)
+class AotInput:
+    """What one placeholder of a joint graph is: ``kind`` is parameter, buffer, input or tangent."""
+
+    kind: str
+    target: str | int
+
+
+@dataclass(frozen=True, slots=True)
+class AotOutput:
+    """What one output of a joint graph is: ``kind`` is output, gradient, mutation or base; ``of`` its input."""
+
+    kind: str
+    index: int | None = None
+    of: AotInput | None = None
+
+
+def _classify_input(desc: Any) -> AotInput:
+    kind = type(desc).__name__
+    if kind == "ParamAOTInput":
+        return AotInput("parameter", desc.target)
+    if kind == "BufferAOTInput":
+        return AotInput("buffer", desc.target)
+    if kind == "PlainAOTInput":
+        return AotInput("input", desc.idx)
+    if kind == "TangentAOTInput":
+        return AotInput("tangent", _tangent_target(desc.output))
+    raise CaptureError(f"torch made a joint graph with an input of a kind that graphopt does not know: {desc!r}")
+
+
+def _tangent_target(desc: Any) -> str | int:
+    """The number of the output that a tangent belongs to, or its description where it is none of the module's own."""
+    output = _classify_output(desc)
+    return output.index if output.kind == "output" and output.index is not None else str(desc)
+
+
+def _classify_output(desc: Any) -> AotOutput:
+    kind = type(desc).__name__
+    if kind == "PlainAOTOutput":
+        return AotOutput("output", index=desc.idx)
+    if kind == "GradAOTOutput":
+        return AotOutput("gradient", of=_classify_input(desc.grad_of))
+    if kind == "InputMutationAOTOutput":
+        return AotOutput("mutation", of=_classify_input(desc.mutated_input))
+    return AotOutput("base")  # what torch adds to rebuild outputs that are views of each other
+
+
+class JointTrace:
+    """A captured joint graph and what is needed to turn a rewritten version of it into a differentiable callable."""
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        # torch wants the stack open until compilation; but its contexts make every tensor op of the thread fake, and
+        # user code runs in between. Nothing that compile() does below needs them.
+        with contextlib.ExitStack() as stack, torch.enable_grad():
+            self._joint = aot_export_joint_with_descriptors(
+                stack, module, args, decompositions={}, keep_inference_input_mutations=True
+            )
+        self.graph: fx.Graph = self._joint.graph_module.graph
+
+    def inputs(self) -> list[tuple[fx.Node, AotInput]]:
+        """Each placeholder with what it stands for, in calling order."""
+        return [(n, _classify_input(n.meta["desc"])) for n in self.graph.nodes if n.op == "placeholder"]
+
+    def outputs(self) -> list[tuple[Any, AotOutput]]:
+        """Each output value (a node, a constant or None) with what it stands for, in order."""
+        return [(value, _classify_output(desc)) for value, desc in self._raw_outputs() if value is not None]
+
+    def _raw_outputs(self) -> list[tuple[Any, Any]]:
+        node = next(n for n in reversed(self.graph.nodes) if n.op == "output")
+        flat = pytree.tree_leaves(node.args[0], is_leaf=lambda x: x is None)
+        return list(zip(flat, node.meta["desc"], strict=True))
+
+    def backward_layout(self) -> list[bool]:
+        """For each input that backward may answer for, in order: whether it has a gradient."""
+        values = [value is not None for value, _ in self._raw_outputs()]
+        number = sum(1 for value, role in self.outputs() if role.kind != "gradient")
+        return values[number:]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether there is a backward at all."""
+        return any(desc.kind == "tangent" for _, desc in self.inputs())
+
+    def parameter_order(self) -> list[str]:
+        """The names of the module's parameters and buffers in the order in which the compiled callable takes them."""
+        return [str(role.target) for _, role in self.inputs() if role.kind in ("parameter", "buffer")]
+
+    def compile(
+        self,
+        partition: Callable[[], tuple[fx.GraphModule, fx.GraphModule]],
+        forward_compiler: Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]],
+        backward_compiler: Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]],
+    ) -> Callable[..., Any]:
+        """A differentiable callable ``f(*parameters_and_buffers, *inputs)`` made of the two given halves."""
+
+        def partition_fn(*_: Any, **__: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+            return partition()
+
+        # Donated buffers are freed by the first backward; retain_graph=True would fail.
+        with functorch_config.patch(donated_buffer=False):
+            compiled = aot_compile_joint_with_descriptors(
+                self._joint,
+                partition_fn=partition_fn,
+                fw_compiler=forward_compiler,  # type: ignore[arg-type]
+                bw_compiler=backward_compiler,  # type: ignore[arg-type]
+            )
+        # The check for retain_graph=True reads this list, and takes its absence for a donation.
+        self._joint._aot_state.fw_metadata.bw_donated_idxs = []
+        return compiled

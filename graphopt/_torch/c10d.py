@@ -1,0 +1,67 @@
+"""Process groups and stores of ``torch.distributed``, and its collectives as ops of a graph.
+
+Groups by name and the default store are in ``torch.distributed.distributed_c10d`` only, the classes of stores in
+``torch._C``; the ops are the functional collectives ``_c10d_functional``. A function imports what it needs of
+``torch.distributed`` when it is called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = [
+    "all_gather_into_tensor",
+    "all_gather_into_tensor_out",
+    "all_reduce",
+    "all_reduce_",
+    "all_to_all_single",
+    "broadcast",
+    "broadcast_",
+    "default_store",
+    "is_tcp_store",
+    "process_groups",
+    "reduce_scatter_tensor",
+    "wait_tensor",
+]
+
+all_gather_into_tensor = torch.ops._c10d_functional.all_gather_into_tensor.default
+all_gather_into_tensor_out = torch.ops._c10d_functional.all_gather_into_tensor_out.default
+all_reduce = torch.ops._c10d_functional.all_reduce.default
+all_reduce_ = torch.ops._c10d_functional.all_reduce_.default
+all_to_all_single = torch.ops._c10d_functional.all_to_all_single.default
+broadcast = torch.ops._c10d_functional.broadcast.default
+broadcast_ = torch.ops._c10d_functional.broadcast_.default
+reduce_scatter_tensor = torch.ops._c10d_functional.reduce_scatter_tensor.default
+wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+
+
+def process_groups() -> dict[str, Any]:
+    """Every process group that this process belongs to, by name; torch has no public way to look one up."""
+    from torch.distributed.distributed_c10d import _world
+
+    return {name: group for group, name in _world.pg_names.items()}
+
+
+def default_store() -> Any:
+    """The store of the default process group, typed loosely: torch's stubs leave ``clone`` out.
+
+    Raises:
+        RuntimeError: where its backend has none.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store = _get_default_store()
+    if store is None:
+        raise RuntimeError("this process group has no store")
+    return store
+
+
+def is_tcp_store(store: Any) -> bool:
+    """Whether a store lives in one process that the others reach over TCP; torch exports the classes to no checker."""
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, TCPStore)

@@ -1,0 +1,94 @@
+"""Custom autograd functions, kept as one call so that their own backward is what gets differentiated.
+
+``torch.autograd.Function.apply`` is replaced while a model is traced, and a ``torch._ops.HigherOrderOperator`` stands
+for the call in the graph: torch has no public hook for either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch._ops import HigherOrderOperator
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, disable_proxy_modes_tracing, track_tensor_tree
+
+from graphopt._torch.traced_tensors import traced_node
+
+__all__ = ["apply_function", "custom_function", "intercept_custom_functions"]
+
+_ORIGINAL_APPLY = torch.autograd.Function.__dict__["apply"]
+
+
+class _CustomFunction(HigherOrderOperator):
+    """A call of a user's ``torch.autograd.Function`` in a forward program; the first argument is its registry key."""
+
+    def __init__(self) -> None:
+        super().__init__("graphopt_custom_function")
+        self.registry: dict[str, type[torch.autograd.Function]] = {}
+
+    def __call__(self, key: str, *args: Any) -> Any:
+        return super().__call__(key, *args)
+
+    def original(self, key: str, *args: Any) -> Any:
+        """Run the user's function as autograd would, with its own forward and backward."""
+        return _ORIGINAL_APPLY.__get__(None, self.registry[key])(*args)
+
+
+def apply_function(cls: type[torch.autograd.Function], *args: Any) -> Any:
+    """``cls.apply(*args)``, which torch leaves untyped."""
+    return cls.apply(*args)
+
+
+custom_function = _CustomFunction()
+
+
+@custom_function.py_impl(ProxyTorchDispatchMode)
+def _trace_custom_function(mode: ProxyTorchDispatchMode, key: str, *args: Any) -> Any:
+    """Record the call as one node, and compute its result outside of the graph."""
+    proxies = pytree.tree_map(mode.tracer.unwrap_proxy, args)
+    name = key.rsplit(".", 1)[-1].lower()
+    proxy = mode.tracer.create_proxy("call_function", custom_function, (key, *proxies), {}, name=name)
+    with disable_proxy_modes_tracing():
+        result = custom_function.original(key, *args)
+    return track_tensor_tree(result, proxy, constant=None, tracer=mode.tracer)
+
+
+@contextlib.contextmanager
+def intercept_custom_functions(check: Callable[[type, tuple[Any, ...]], None]) -> Iterator[None]:
+    """While tracing, record each ``torch.autograd.Function`` a model applies as one node instead of its forward's ops.
+
+    ``check`` sees the class and the arguments first and may raise.
+    """
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        internal = cls.__module__.split(".")[0] == "torch"
+        if internal or kwargs or not _any_traced(args):
+            return _ORIGINAL_APPLY.__get__(None, cls)(*args, **kwargs)
+        check(cls, args)
+        return custom_function(_registered(cls), *args)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = _ORIGINAL_APPLY  # type: ignore[method-assign]
+
+
+def _any_traced(args: tuple[Any, ...]) -> bool:
+    """Whether a node of the graph under construction stands for one of the arguments."""
+    return any(isinstance(arg, torch.Tensor) and traced_node(arg) is not None for arg in args)
+
+
+def _registered(cls: type[torch.autograd.Function]) -> str:
+    """The key under which a class is in the registry, where it is put; other classes of its name get numbers."""
+    registry = custom_function.registry
+    key = f"{cls.__module__}.{cls.__qualname__}"
+    known = registry.get(key)
+    if known is not None and known is not cls:
+        same = [name for name in registry if name.split("#")[0] == key]
+        key = next((name for name in same if registry[name] is cls), f"{key}#{len(same)}")
+    registry[key] = cls
+    return key

@@ -1,0 +1,58 @@
+"""Example values: tensors without data, the mode they compute in, and the storages they share.
+
+Reads ``torch._subclasses.fake_tensor`` and the address of a storage (``_cdata``): torch tells no other way whether two
+tensors share one, or for which tensor with data an example value was made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
+
+__all__ = ["example_twins", "mode_of", "stands_for_real", "storage_key"]
+
+
+def mode_of(values: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """The mode in which example values compute; does nothing where none of them is one."""
+    return detect_fake_mode(values) or contextlib.nullcontext()
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that tells storages apart as long as they live."""
+    return tensor.untyped_storage()._cdata
+
+
+def stands_for_real(tensor: torch.Tensor) -> bool:
+    """Whether an example value, or what it is a view of, was made for a tensor with data (a parameter, an input)."""
+    if not isinstance(tensor, FakeTensor):
+        return True
+    known = tensor.fake_mode.fake_tensor_converter.meta_converter.storage_memo
+    return any(storage._cdata == storage_key(tensor) for storage in known.values())
+
+
+def example_twins(values: Sequence[Any], mode: contextlib.AbstractContextManager[Any]) -> list[Any]:
+    """Example values like the given ones that nothing else refers to; what shared a storage shares one again.
+
+    Args:
+        values: tensors without data, and others, which are returned as they are.
+        mode: in which the results compute.
+    """
+    storages: dict[int, torch.Tensor] = {}
+
+    def twin(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        key = storage_key(value)
+        if key not in storages:
+            count = value.untyped_storage().nbytes() // value.element_size()
+            storages[key] = torch.empty(count, dtype=value.dtype, device=value.device)
+        empty = torch.empty(0, dtype=value.dtype, device=value.device)
+        return empty.set_(storages[key].untyped_storage(), value.storage_offset(), value.shape, value.stride())  # type: ignore[call-overload]
+
+    with mode:
+        return [twin(value) for value in values]

@@ -1,0 +1,39 @@
+"""An optimizer's update: traced, without what torch wraps around ``step``, and reported to its schedulers.
+
+``make_fx`` is public, but the switch that turns off ``__torch_function__`` under it is in ``torch._C``; the wrappers
+of ``optimizer.step`` and the mark that schedulers look for are attributes without a public accessor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+__all__ = ["mark_optimizer_called", "trace_update", "unwrapped_step"]
+
+
+def trace_update(function: Callable[..., Any], inputs: Sequence[Any]) -> fx.GraphModule:
+    """Trace ``function(inputs)``, in-place ops and all, on fake tensors."""
+
+    def quiet(flat: list[Any]) -> Any:
+        with torch._C.DisableTorchFunction():  # what it would record of every attribute access is half of the time
+            return function(flat)
+
+    return make_fx(quiet, tracing_mode="fake", _allow_non_fake_inputs=False)(list(inputs))
+
+
+def mark_optimizer_called(optimizer: torch.optim.Optimizer) -> None:
+    """Tell learning-rate schedulers that this optimizer has stepped, as ``optimizer.step()`` itself does."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def unwrapped_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """``optimizer.step`` without profiler hooks and without what a scheduler wrapped around it."""
+    step: Any = type(optimizer).step
+    while hasattr(step, "__wrapped__") and getattr(step, "hooked", False):
+        step = step.__wrapped__
+    return lambda: step(optimizer)

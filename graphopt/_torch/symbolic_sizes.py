@@ -1,0 +1,70 @@
+"""Sizes and numbers that tracing keeps as symbols: their example values, their ranges, and making them.
+
+Symbols live in a ``ShapeEnv`` of ``torch.fx.experimental.symbolic_shapes``, which names their origin by classes of
+``torch._dynamo.source`` and their range by classes of ``torch.utils._sympy``; public torch only makes them by tracing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from graphopt._torch.versions import symbol_values
+
+__all__ = ["fake_mode", "size_hint", "size_range", "symbolic_float", "symbolic_size"]
+
+
+def size_hint(value: Any) -> int:
+    """The size a symbolic dimension had in the example inputs; plain integers are returned as they are.
+
+    Raises:
+        ValueError: for a size that depends on data.
+    """
+    if isinstance(value, torch.SymInt):
+        node = value.node
+        hint = node.hint if node.has_hint() else None
+        if hint is None:
+            raise ValueError(f"the size {value} depends on data and has no example value")
+        return int(hint)
+    return int(value)
+
+
+def size_range(size: torch.SymInt) -> tuple[int, int | None]:
+    """The smallest and the largest value that a symbolic size may take (None: unlimited)."""
+    bounds = size.node.shape_env.bound_sympy(size.node.expr)
+    high = bounds.upper
+    return int(bounds.lower), int(high) if high.is_Integer and high < 2**62 else None
+
+
+def symbolic_float(name: str, example: float) -> Any:
+    """A Python float that tracing keeps as an input instead of a constant."""
+    source = ConstantSource(name)
+    environment = ShapeEnv()
+    symbol = environment.create_unspecified_symbol(example, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    return environment.create_symfloatnode(symbol, hint=example, source=source)
+
+
+def fake_mode(symbols: Mapping[str, int]) -> FakeTensorMode:
+    """A mode for example values whose sizes are written with the given symbols (name to example value)."""
+    environment = ShapeEnv()
+    values = symbol_values(environment)
+    for name, hint in symbols.items():
+        symbol = sympy.Symbol(name, integer=True, positive=True)
+        values[symbol] = sympy.Integer(hint)
+        environment.var_to_range[symbol] = ValueRanges(2, int_oo)
+    return FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
+
+
+def symbolic_size(mode: FakeTensorMode, expression: str, hint: int) -> Any:
+    """A symbolic integer written as ``expression``, with an example value; the inverse of printing one."""
+    assert mode.shape_env is not None
+    symbols = {str(symbol): symbol for symbol in mode.shape_env.var_to_range}
+    return mode.shape_env.create_symintnode(sympy.parse_expr(expression, local_dict=symbols), hint=hint)
