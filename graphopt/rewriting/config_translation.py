@@ -1,8 +1,7 @@
 """Configurations in the words of DeepSpeed and of Paddle, as passes.
 
->>> from graphopt.configs import from_deepspeed
 >>> config = {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True}}
->>> model = graphopt.optimize(model, from_deepspeed(config, checkpoints="blocks.*"))
+>>> model = graphopt.optimize(model, graphopt.configs.from_deepspeed(config, checkpoints="blocks.*"))
 """
 
 from __future__ import annotations
