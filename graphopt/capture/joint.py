@@ -226,10 +226,8 @@ class _Builder:
         self._calls()
         values, outputs = self._outputs()
         self._graph.output(tuple(values))
-        program = Program(
-            self._graph, "joint", self._specs, outputs, self._constants, {}, self._forward.title,
-            context=self._forward.context,
-        )  # fmt: skip
+        title, context = self._forward.title, self._forward.context
+        program = Program(self._graph, "joint", self._specs, outputs, self._constants, {}, title, context=context)
         use_own_ops(program)
         self._name_values(program)
         if any(spec.role == "loss" for spec in outputs):
@@ -270,25 +268,42 @@ class _Builder:
                 continue
             if node.op == "get_attr":
                 self._constant(node)
-                continue
-            if node.target in _IDENTITIES and not any(user.op == "output" for user in node.users):
-                self._map[node] = kept = self._map[node.args[0]]
-                kept.meta[_HOLDS] = (*kept.meta.get(_HOLDS, ()), *node.meta.get(_HOLDS, ()))
-                continue
-            new = self._graph.node_copy(node, lambda n: self._map[n])
-            backward = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
-            source = self._known.get((node.meta.get("custom") or {}).get(_MARK, ""))
-            sequence = node.meta.get("seq_nr")
-            if source is None and sequence in by_sequence:
-                source = by_sequence[sequence]
-            if source is None:
-                source = NodeInfo(Phase.FORWARD)
-            elif not backward and sequence is not None:
-                by_sequence.setdefault(sequence, source)
-            phase = Phase.BACKWARD if backward else Phase.FORWARD
-            region = None if backward else source.region
-            set_info(new, replace(source, phase=phase, names=(), region=region, origin="capture"))
-            self._map[node] = new
+            elif node.target in _IDENTITIES and not any(user.op == "output" for user in node.users):
+                self._see_through(node)
+            else:
+                self._call(node, by_sequence)
+
+    def _see_through(self, node: fx.Node) -> None:
+        """An identity is its operand, which then holds what both hold."""
+        self._map[node] = kept = self._map[node.all_input_nodes[0]]
+        kept.meta[_HOLDS] = (*kept.meta.get(_HOLDS, ()), *node.meta.get(_HOLDS, ()))
+
+    def _call(self, node: fx.Node, by_sequence: dict[int, NodeInfo]) -> None:
+        new = self._graph.node_copy(node, lambda n: self._map[n])
+        backward = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+        source = self._source(node, backward, by_sequence)
+        phase = Phase.BACKWARD if backward else Phase.FORWARD
+        region = None if backward else source.region
+        set_info(new, replace(source, phase=phase, names=(), region=region, origin="capture"))
+        self._map[node] = new
+
+    def _source(self, node: fx.Node, backward: bool, by_sequence: dict[int, NodeInfo]) -> NodeInfo:
+        """What is known of the forward call that a call comes from: by its mark, else by autograd's number for it.
+
+        Args:
+            node: of torch's joint graph.
+            backward: whether it is a call of backward.
+            by_sequence: what is known by number; a call of forward is entered.
+        """
+        source = self._known.get((node.meta.get("custom") or {}).get(_MARK, ""))
+        sequence = node.meta.get("seq_nr")
+        if source is None and sequence in by_sequence:
+            source = by_sequence[sequence]
+        if source is None:
+            return NodeInfo(Phase.FORWARD)
+        if not backward and sequence is not None:
+            by_sequence.setdefault(sequence, source)
+        return source
 
     def _constant(self, node: fx.Node) -> None:
         """A tensor that the trace met as a value becomes an input by reference."""
@@ -353,11 +368,10 @@ def _seed_backward(program: Program) -> None:
     assert not others
     first = next(program.phase_nodes(Phase.BACKWARD), program.output_node)
     value = value_of(node)
-    seed = program.insert(
-        torch.ops.aten.full.default, (list(value.shape), 1.0),
-        {"dtype": value.dtype, "device": value.device, "pin_memory": False},
-        before=first, phase=Phase.BACKWARD, origin="the seed of the backward", names=("loss~",), hint="seed",
-    )  # fmt: skip
+    args = (list(value.shape), 1.0)
+    kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+    about: dict[str, Any] = {"origin": "the seed of the backward", "names": ("loss~",), "hint": "seed"}
+    seed = program.insert(torch.ops.aten.full.default, args, kwargs, before=first, phase=Phase.BACKWARD, **about)
     node.replace_all_uses_with(seed)
     program.graph.erase_node(node)
     program.inputs.remove(spec)
@@ -400,10 +414,13 @@ def _settle_mutations(program: Program) -> None:
 def _honour_regions(program: Program) -> None:
     """What the model runs under ``torch.utils.checkpoint`` is computed again in backward, as in eager mode."""
     regions = [n for n in program.phase_nodes(Phase.FORWARD) if info(n).region is not None]
-    inner = [
-        node for node in regions
-        if all(user.op == "output" or info(user).region == info(node).region or info(user).phase is not Phase.FORWARD
-               for user in node.users) and not any(user.op == "output" for user in node.users)
-    ]  # fmt: skip
+    inner = [node for node in regions if all(_stays_inside(node, user) for user in node.users)]
     if inner:
         rematerialize(program, inner, origin="torch.utils.checkpoint")
+
+
+def _stays_inside(node: fx.Node, user: fx.Node) -> bool:
+    """Whether a reader of a region's value lets it be computed again: it is of the same region, or not of forward."""
+    if user.op == "output":
+        return False
+    return info(user).region == info(node).region or info(user).phase is not Phase.FORWARD

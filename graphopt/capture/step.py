@@ -61,9 +61,13 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
 
 
 def trace_optimizer(
-    optimizer: torch.optim.Optimizer, trained: Mapping[str, torch.Tensor], *, first: bool, mode: Any,
+    optimizer: torch.optim.Optimizer,
+    trained: Mapping[str, torch.Tensor],
+    *,
+    first: bool,
+    mode: Any,
     shards: Shards | None = None,
-) -> UpdateTrace:  # fmt: skip
+) -> UpdateTrace:
     """Trace one ``optimizer.step()`` on fake copies of the parameters; the optimizer itself is not touched.
 
     Args:
@@ -121,9 +125,14 @@ class _Tracer:
     """Builds a stand-in optimizer over fake tensors and traces its step."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, order: list[str], trained: Mapping[str, torch.Tensor],
-        names: dict[int, str], mode: Any, shards: Shards | None,
-    ) -> None:  # fmt: skip
+        self,
+        optimizer: torch.optim.Optimizer,
+        order: list[str],
+        trained: Mapping[str, torch.Tensor],
+        names: dict[int, str],
+        mode: Any,
+        shards: Shards | None,
+    ) -> None:
         self._optimizer = optimizer
         self._order = order
         self._names = names
@@ -230,9 +239,12 @@ class _Tracer:
             shadow.state[parameters[name]] = dict(state)
 
     def _shadow(
-        self, parameters: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor],
-        state: Mapping[str, dict[str, Any]], rates: list[torch.Tensor],
-    ) -> torch.optim.Optimizer:  # fmt: skip
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        gradients: Mapping[str, torch.Tensor],
+        state: Mapping[str, dict[str, Any]],
+        rates: list[torch.Tensor],
+    ) -> torch.optim.Optimizer:
         shadow = copy.copy(self._optimizer)
         for name in ("step", "zero_grad"):
             shadow.__dict__.pop(name, None)
@@ -279,19 +291,38 @@ def append_update(program: Program, trace: UpdateTrace) -> Program:
     step = program.copy()
     step.stage, step.lower = "step", None
     _match_layouts(step)
+    created = _copy_update(step, trace, _update_inputs(step, trace))
+    _set_outputs(step, created, trace.created)
+    step.erase_dead()
+    _drop_unused_inputs(step)
+    return step
+
+
+def _update_inputs(step: Program, trace: UpdateTrace) -> dict[fx.Node, fx.Node]:
+    """What each placeholder of the trace is in the program: a value that is there, or a new input."""
     gradients = {spec.target: value for value, spec in step.outputs_of("gradient")}
     parameters = {spec.target: node for node, spec in step.inputs_of("parameter")}
     mapping: dict[fx.Node, fx.Node] = {}
-    placeholders = list(trace.graph.find_nodes(op="placeholder"))
-    for node, spec in zip(placeholders, trace.inputs, strict=True):
+    for node, spec in zip(trace.graph.find_nodes(op="placeholder"), trace.inputs, strict=True):
         if spec.role in ("parameter", "gradient"):
             whole = parameters if spec.role == "parameter" else gradients
             mapping[node] = _part(step, whole[spec.target], spec.target, trace.shards)
         else:
             mapping[node] = step.add_input(identifier(spec.target), value_of(node), spec)
-    created: list[Any] = []
+    return mapping
+
+
+def _copy_update(step: Program, trace: UpdateTrace, mapping: dict[fx.Node, fx.Node]) -> list[fx.Node]:
+    """Copy the traced calls to the end of the program; returns the state that they create.
+
+    Args:
+        step: the program.
+        trace: whose calls are copied.
+        mapping: from nodes of the trace to nodes of the program, its inputs known; the calls are entered.
+    """
+    created: list[fx.Node] = []
     output = step.output_node
-    modules = _modules_of(trace, placeholders)
+    modules = _modules_of(trace)
     for node in trace.graph.nodes:
         if node.op == "placeholder":
             continue
@@ -306,15 +337,19 @@ def append_update(program: Program, trace: UpdateTrace) -> Program:
         new.meta = {"val": value_of(node)}
         set_info(new, NodeInfo(Phase.UPDATE, module=modules.get(node, ""), origin="optimizer.step"))
         mapping[node] = new
+    return created
+
+
+def _set_outputs(step: Program, created: list[fx.Node], state: list[InputSpec]) -> None:
+    """Return the loss, the model's outputs, gradients that are not of parameters, and the created state."""
+    parameters = {spec.target for _, spec in step.inputs_of("parameter")}
     kept = [
-        (value, spec) for value, spec in zip(step.output_values, step.outputs, strict=True)
+        (value, spec)
+        for value, spec in zip(step.output_values, step.outputs, strict=True)
         if spec.role in ("loss", "output") or (spec.role == "gradient" and spec.target not in parameters)
-    ]  # fmt: skip
-    extra = [(value, OutputSpec("state", spec.target)) for value, spec in zip(created, trace.created, strict=True)]
+    ]
+    extra = [(value, OutputSpec("state", spec.target)) for value, spec in zip(created, state, strict=True)]
     step.set_outputs([v for v, _ in kept + extra], [s for _, s in kept + extra])
-    step.erase_dead()
-    _drop_unused_inputs(step)
-    return step
 
 
 def _part(program: Program, whole: fx.Node, name: str, shards: Shards | None) -> fx.Node:
@@ -337,22 +372,23 @@ def _match_layouts(program: Program) -> None:
     for index, (value, spec) in enumerate(zip(values, program.outputs, strict=True)):
         if spec.role != "gradient" or spec.target not in parameters or not isinstance(value, fx.Node):
             continue
-        mine, wanted = value_of(value), value_of(parameters[spec.target])
-        if mine.stride() == wanted.stride():
-            continue
-        common: dict[str, Any] = {"after": value, "phase": Phase.BACKWARD, "like": value, "origin": "gradient layout"}
-        if wanted.is_contiguous():
-            options = {"memory_format": torch.contiguous_format}
-            values[index] = program.insert(torch.ops.aten.clone.default, (value,), options, **common)
-        else:
-            common.pop("after")
-            empty = program.insert(
-                torch.ops.aten.empty_strided.default, (list(wanted.shape), list(wanted.stride())),
-                {"dtype": wanted.dtype, "device": wanted.device}, after=value, **common,
-            )  # fmt: skip
-            values[index] = program.insert(torch.ops.aten.copy.default, (empty, value), after=empty, **common)
-        program.hand_over_name(f"{spec.target}~", value, values[index])
+        wanted = value_of(parameters[spec.target])
+        if value_of(value).stride() != wanted.stride():
+            values[index] = _copied_like(program, value, wanted)
+            program.hand_over_name(f"{spec.target}~", value, values[index])
     program.set_outputs(values, program.outputs)
+
+
+def _copied_like(program: Program, gradient: fx.Node, wanted: torch.Tensor) -> fx.Node:
+    """A copy of a gradient with the strides of ``wanted``."""
+    common: dict[str, Any] = {"phase": Phase.BACKWARD, "like": gradient, "origin": "gradient layout"}
+    if wanted.is_contiguous():
+        options: dict[str, Any] = {"memory_format": torch.contiguous_format}
+        return program.insert(torch.ops.aten.clone.default, (gradient,), options, after=gradient, **common)
+    layout = (list(wanted.shape), list(wanted.stride()))
+    options = {"dtype": wanted.dtype, "device": wanted.device}
+    empty = program.insert(torch.ops.aten.empty_strided.default, layout, options, after=gradient, **common)
+    return program.insert(torch.ops.aten.copy.default, (empty, gradient), after=empty, **common)
 
 
 def _add_constant(program: Program, name: str, tensor: torch.Tensor) -> fx.Node:
@@ -362,10 +398,10 @@ def _add_constant(program: Program, name: str, tensor: torch.Tensor) -> fx.Node:
     return node
 
 
-def _modules_of(trace: UpdateTrace, placeholders: list[fx.Node]) -> dict[fx.Node, str]:
+def _modules_of(trace: UpdateTrace) -> dict[fx.Node, str]:
     """The module of the one parameter that an update op works for; '' where it works for many."""
     owner: dict[fx.Node, set[str]] = {}
-    for node, spec in zip(placeholders, trace.inputs, strict=True):
+    for node, spec in zip(trace.graph.find_nodes(op="placeholder"), trace.inputs, strict=True):
         owner[node] = {spec.target.split("/")[0].rpartition(".")[0]} if spec.role != "hyperparameter" else set()
     for node in trace.graph.nodes:
         if node not in owner:
