@@ -11,6 +11,7 @@ from graphopt.ir.node import Candidate, Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
+from graphopt.ir.timeline import Storage
 
 __all__ = ["checkpoint_candidates", "trained_forward"]
 
@@ -60,20 +61,20 @@ def _unawaited(node: fx.Node) -> bool:
     return schema.is_collective(node) and not schema.aliased_inputs(node)
 
 
+def _outliving_forward(program: Program, position: dict[fx.Node, int]) -> list[Storage]:
+    """The storages that forward makes and that are alive behind it."""
+    forward = list(program.phase_nodes(Phase.FORWARD))
+    end = max((position[node] for node in forward), default=0)
+    _, refers = storages_of(program, forward_in_place=False)
+    made = {id(storage): storage for node in forward for storage in refers[node]}
+    return [storage for storage in made.values() if not storage.is_input and storage.last > end]
+
+
 def _describe(program: Program, chain: list[fx.Node]) -> list[Candidate]:
     """One candidate per storage, with the bytes that live from forward into backward between it and the last one."""
     calls = [n for n in program.graph.nodes if n.op not in ("placeholder", "output")]
     position = {node: index for index, node in enumerate(calls)}
-    forward_end = max((position[n] for n in program.phase_nodes(Phase.FORWARD)), default=0)
-    _, refers = storages_of(program, forward_in_place=False)
-    kept = sorted(
-        {
-            (s.first, s.bytes, id(s))
-            for node in program.phase_nodes(Phase.FORWARD)
-            for s in refers[node]
-            if not s.is_input and s.last > forward_end
-        }
-    )
+    kept = _outliving_forward(program, position)
     found: list[Candidate] = []
     start, seen = -1, set[fx.Node]()
     for node in chain:
@@ -81,7 +82,7 @@ def _describe(program: Program, chain: list[fx.Node]) -> list[Candidate]:
         if root in seen or root.op == "placeholder" or _unawaited(root):
             continue
         seen.add(root)
-        inside = sum(size for first, size, _ in kept if start < first < position[root])
+        inside = sum(storage.bytes for storage in kept if start < storage.first < position[root])
         size = storage_bytes(value_of(root)) if isinstance(value_of(root), torch.Tensor) else 0
         names = info(node).names
         found.append(Candidate(names[0] if names else node.name, node.name, size, inside, info(node).source))

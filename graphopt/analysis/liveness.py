@@ -68,15 +68,8 @@ def storages_of(
     """
     calls = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
     position = {node: index for index, node in enumerate(calls)}
-    storages: list[Storage] = []
-    refers: dict[fx.Node, list[Storage]] = {}
-    for node, spec in zip(program.placeholders, program.inputs, strict=True):
-        value = value_of(node)
-        refers[node] = [
-            Storage(node, _size(tensor), _INPUT_CATEGORY[spec.role], -1, len(calls), info(node).names)
-            for tensor in tensors_of(value)
-        ]
-        storages += refers[node]
+    refers = _input_storages(program, len(calls))
+    storages = [storage for owned in refers.values() for storage in owned]
     reused = reused_operands(program, in_forward=forward_in_place)
     for node in calls:
         operand = reused.get(node)
@@ -87,16 +80,38 @@ def storages_of(
             for storage in refers[node]:
                 storage.names = (*info(node).names, *storage.names)
     outside = _loss_outside(program, calls)
-    for node in calls:
-        end = outside if outside is not None else len(calls)
-        last = max((position.get(user, end) for user in node.users), default=position[node])
-        kept = outside is not None and any(user.op == "output" for user in node.users)
-        for storage in refers[node]:
-            storage.last = max(storage.last, len(calls) if kept and storage.bytes <= _SCALAR else last)
+    _live_to_last_use(refers, position, outside)
     if outside is not None:
         _place_tangents(program, refers, position, outside)
     _categorise(program, refers)
     return storages, refers
+
+
+def _input_storages(program: Program, end: int) -> dict[fx.Node, list[Storage]]:
+    """The storages behind each input; they are alive throughout."""
+    refers: dict[fx.Node, list[Storage]] = {}
+    for node, spec in zip(program.placeholders, program.inputs, strict=True):
+        category, names = _INPUT_CATEGORY[spec.role], info(node).names
+        tensors = tensors_of(value_of(node))
+        refers[node] = [Storage(node, _size(tensor), category, -1, end, names) for tensor in tensors]
+    return refers
+
+
+def _live_to_last_use(refers: dict[fx.Node, list[Storage]], position: dict[fx.Node, int], outside: int | None) -> None:
+    """Let the storages of calls live to the last use of the last value that refers to them.
+
+    Args:
+        refers: the storages by node.
+        position: of each call, in program order.
+        outside: where backward starts if the user computes the loss; a loss that is returned lives to the end then.
+    """
+    end = len(position)
+    handed_out = end if outside is None else outside
+    for node, index in position.items():
+        last = max((position.get(user, handed_out) for user in node.users), default=index)
+        kept = outside is not None and any(user.op == "output" for user in node.users)
+        for storage in refers[node]:
+            storage.last = max(storage.last, end if kept and storage.bytes <= _SCALAR else last)
 
 
 def _loss_outside(program: Program, calls: list[fx.Node]) -> int | None:

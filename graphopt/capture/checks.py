@@ -28,9 +28,17 @@ _WAY_OUT = {
 }
 
 _EACH_BY_ITSELF = (
-    "zeros_like", "ones_like", "empty_like", "full_like", "clone", "copy_", "_to_copy", "zero_", "fill_",
+    "zeros_like",
+    "ones_like",
+    "empty_like",
+    "full_like",
+    "clone",
+    "copy_",
+    "_to_copy",
+    "zero_",
+    "fill_",
     "masked_fill_",
-)  # fmt: skip
+)
 _NORMS = ("_foreach_norm", "_foreach_max")
 
 

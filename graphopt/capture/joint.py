@@ -14,12 +14,18 @@ from torch.fx import traceback
 
 from graphopt import _torch
 from graphopt.capture.replace_ops import use_own_ops
+from graphopt.capture.settle import (
+    forget_statistics,
+    honour_regions,
+    name_gradients,
+    seed_backward,
+    settle_mutations,
+)
 from graphopt.capture.source_lines import user_frame
 from graphopt.errors import CaptureError
 from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, info, set_info, set_value, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
-from graphopt.rewriting.memory.rematerialize import rematerialize
 
 __all__ = ["JointCapture", "capture_joint"]
 
@@ -226,20 +232,18 @@ class _Builder:
         self._calls()
         values, outputs = self._outputs()
         self._graph.output(tuple(values))
-        program = Program(
-            self._graph, "joint", self._specs, outputs, self._constants, {}, self._forward.title,
-            context=self._forward.context,
-        )  # fmt: skip
+        title, context = self._forward.title, self._forward.context
+        program = Program(self._graph, "joint", self._specs, outputs, self._constants, {}, title, context=context)
         use_own_ops(program)
         self._name_values(program)
         if any(spec.role == "loss" for spec in outputs):
-            _seed_backward(program)
-        _forget_statistics(program)
-        _settle_mutations(program)
+            seed_backward(program)
+        forget_statistics(program)
+        settle_mutations(program)
         program.erase_dead()
-        _honour_regions(program)
+        honour_regions(program)
         program.erase_dead()
-        _name_gradients(program)
+        name_gradients(program)
         return program
 
     def _placeholder(self, node: fx.Node, role: _torch.AotInput) -> None:
@@ -270,25 +274,42 @@ class _Builder:
                 continue
             if node.op == "get_attr":
                 self._constant(node)
-                continue
-            if node.target in _IDENTITIES and not any(user.op == "output" for user in node.users):
-                self._map[node] = kept = self._map[node.args[0]]
-                kept.meta[_HOLDS] = (*kept.meta.get(_HOLDS, ()), *node.meta.get(_HOLDS, ()))
-                continue
-            new = self._graph.node_copy(node, lambda n: self._map[n])
-            backward = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
-            source = self._known.get((node.meta.get("custom") or {}).get(_MARK, ""))
-            sequence = node.meta.get("seq_nr")
-            if source is None and sequence in by_sequence:
-                source = by_sequence[sequence]
-            if source is None:
-                source = NodeInfo(Phase.FORWARD)
-            elif not backward and sequence is not None:
-                by_sequence.setdefault(sequence, source)
-            phase = Phase.BACKWARD if backward else Phase.FORWARD
-            region = None if backward else source.region
-            set_info(new, replace(source, phase=phase, names=(), region=region, origin="capture"))
-            self._map[node] = new
+            elif node.target in _IDENTITIES and not any(user.op == "output" for user in node.users):
+                self._see_through(node)
+            else:
+                self._call(node, by_sequence)
+
+    def _see_through(self, node: fx.Node) -> None:
+        """An identity is its operand, which then holds what both hold."""
+        self._map[node] = kept = self._map[node.all_input_nodes[0]]
+        kept.meta[_HOLDS] = (*kept.meta.get(_HOLDS, ()), *node.meta.get(_HOLDS, ()))
+
+    def _call(self, node: fx.Node, by_sequence: dict[int, NodeInfo]) -> None:
+        new = self._graph.node_copy(node, lambda n: self._map[n])
+        backward = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+        source = self._source(node, backward, by_sequence)
+        phase = Phase.BACKWARD if backward else Phase.FORWARD
+        region = None if backward else source.region
+        set_info(new, replace(source, phase=phase, names=(), region=region, origin="capture"))
+        self._map[node] = new
+
+    def _source(self, node: fx.Node, backward: bool, by_sequence: dict[int, NodeInfo]) -> NodeInfo:
+        """What is known of the forward call that a call comes from: by its mark, else by autograd's number for it.
+
+        Args:
+            node: of torch's joint graph.
+            backward: whether it is a call of backward.
+            by_sequence: what is known by number; a call of forward is entered.
+        """
+        source = self._known.get((node.meta.get("custom") or {}).get(_MARK, ""))
+        sequence = node.meta.get("seq_nr")
+        if source is None and sequence in by_sequence:
+            source = by_sequence[sequence]
+        if source is None:
+            return NodeInfo(Phase.FORWARD)
+        if not backward and sequence is not None:
+            by_sequence.setdefault(sequence, source)
+        return source
 
     def _constant(self, node: fx.Node) -> None:
         """A tensor that the trace met as a value becomes an input by reference."""
@@ -345,65 +366,3 @@ def _op_name(node: fx.Node, seen: Counter[str]) -> str:
     number = seen[base]
     seen[base] += 1
     return base if number == 0 else f"{base}_{number}"
-
-
-def _seed_backward(program: Program) -> None:
-    """Replace the tangent of the loss by the constant one that ``loss.backward()`` starts from."""
-    (node, spec), *others = program.inputs_of("tangent")
-    assert not others
-    first = next(program.phase_nodes(Phase.BACKWARD), program.output_node)
-    value = value_of(node)
-    seed = program.insert(
-        torch.ops.aten.full.default, (list(value.shape), 1.0),
-        {"dtype": value.dtype, "device": value.device, "pin_memory": False},
-        before=first, phase=Phase.BACKWARD, origin="the seed of the backward", names=("loss~",), hint="seed",
-    )  # fmt: skip
-    node.replace_all_uses_with(seed)
-    program.graph.erase_node(node)
-    program.inputs.remove(spec)
-
-
-def _name_gradients(program: Program) -> None:
-    """Let the gradient of ``layers.0.weight`` be found as ``layers.0.weight~``, at later stages too."""
-    for value, spec in program.outputs_of("gradient"):
-        if isinstance(value, fx.Node) and value.op == "call_function":
-            set_info(value, replace(info(value), names=(*info(value).names, f"{spec.target}~")))
-
-
-def _forget_statistics(program: Program) -> None:
-    """BatchNorm's backward in training reads the batch's statistics only; do not keep the running ones for it."""
-    for node in program.phase_nodes(Phase.BACKWARD):
-        if node.target is torch.ops.aten.native_batch_norm_backward.default and node.args[7] is True:
-            node.args = (*node.args[:3], None, None, *node.args[5:])
-
-
-def _settle_mutations(program: Program) -> None:
-    """Write new values into buffers as soon as the last reader of the old value has run.
-
-    torch keeps every write for the end of forward; each new value would then stay alive until there.
-    """
-    position = {node: index for index, node in enumerate(program.graph.nodes)}
-    for node in program.nodes:
-        if node.target is not torch.ops.aten.copy_.default:
-            continue
-        old, new = node.args[:2]
-        if not isinstance(old, fx.Node) or not isinstance(new, fx.Node) or old.op != "placeholder":
-            continue
-        readers = schema.readers(old) - {node}
-        set_info(node, replace(info(node), module=info(old).names[0].rpartition(".")[0], origin="buffer update"))
-        last = max([new, *readers], key=position.__getitem__)
-        if position[last] < position[node]:
-            last.append(node)
-            position[node] = position[last]
-
-
-def _honour_regions(program: Program) -> None:
-    """What the model runs under ``torch.utils.checkpoint`` is computed again in backward, as in eager mode."""
-    regions = [n for n in program.phase_nodes(Phase.FORWARD) if info(n).region is not None]
-    inner = [
-        node for node in regions
-        if all(user.op == "output" or info(user).region == info(node).region or info(user).phase is not Phase.FORWARD
-               for user in node.users) and not any(user.op == "output" for user in node.users)
-    ]  # fmt: skip
-    if inner:
-        rematerialize(program, inner, origin="torch.utils.checkpoint")

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphopt.capture.append import append_update
 from graphopt.capture.checks import refuse_wrapped
 from graphopt.capture.forward import ForwardCapture, capture_forward
 from graphopt.capture.joint import JointCapture, capture_joint
-from graphopt.capture.step import append_update, trace_optimizer
+from graphopt.capture.step import trace_optimizer
 from graphopt.errors import CaptureError
 from graphopt.ir.autocast import plain_precision, under_autocast
 from graphopt.ir.node import Stage

@@ -1,4 +1,4 @@
-"""Joint program + torch.optim object → step program: the update, traced from the optimizer itself."""
+"""The update of a step program: one call of a torch.optim object, traced from the optimizer itself."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from graphopt import _torch
 from graphopt.capture.checks import refuse_coupling, refuse_hooks
 from graphopt.capture.source_lines import user_frame
 from graphopt.errors import CaptureError
-from graphopt.ir.names import identifier
-from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, set_info, value_of
-from graphopt.ir.program import Program
+from graphopt.ir.node import InputSpec
 from graphopt.rewriting.shards import Shards, check_dense, holds_elements
 
-__all__ = ["UpdateTrace", "append_update", "hyperparameters", "trace_optimizer"]
+__all__ = ["UpdateTrace", "hyperparameters", "trace_optimizer"]
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
@@ -61,9 +59,13 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
 
 
 def trace_optimizer(
-    optimizer: torch.optim.Optimizer, trained: Mapping[str, torch.Tensor], *, first: bool, mode: Any,
+    optimizer: torch.optim.Optimizer,
+    trained: Mapping[str, torch.Tensor],
+    *,
+    first: bool,
+    mode: Any,
     shards: Shards | None = None,
-) -> UpdateTrace:  # fmt: skip
+) -> UpdateTrace:
     """Trace one ``optimizer.step()`` on fake copies of the parameters; the optimizer itself is not touched.
 
     Args:
@@ -121,9 +123,14 @@ class _Tracer:
     """Builds a stand-in optimizer over fake tensors and traces its step."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, order: list[str], trained: Mapping[str, torch.Tensor],
-        names: dict[int, str], mode: Any, shards: Shards | None,
-    ) -> None:  # fmt: skip
+        self,
+        optimizer: torch.optim.Optimizer,
+        order: list[str],
+        trained: Mapping[str, torch.Tensor],
+        names: dict[int, str],
+        mode: Any,
+        shards: Shards | None,
+    ) -> None:
         self._optimizer = optimizer
         self._order = order
         self._names = names
@@ -230,9 +237,12 @@ class _Tracer:
             shadow.state[parameters[name]] = dict(state)
 
     def _shadow(
-        self, parameters: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor],
-        state: Mapping[str, dict[str, Any]], rates: list[torch.Tensor],
-    ) -> torch.optim.Optimizer:  # fmt: skip
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        gradients: Mapping[str, torch.Tensor],
+        state: Mapping[str, dict[str, Any]],
+        rates: list[torch.Tensor],
+    ) -> torch.optim.Optimizer:
         shadow = copy.copy(self._optimizer)
         for name in ("step", "zero_grad"):
             shadow.__dict__.pop(name, None)
@@ -269,114 +279,3 @@ def _fake_like(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-
-
-def append_update(program: Program, trace: UpdateTrace) -> Program:
-    """A step program: ``program`` (stage joint, with a loss) followed by the traced update of its parameters.
-
-    Gradients become inner values; state and learning rates become inputs; created state becomes outputs.
-    """
-    step = program.copy()
-    step.stage, step.lower = "step", None
-    _match_layouts(step)
-    gradients = {spec.target: value for value, spec in step.outputs_of("gradient")}
-    parameters = {spec.target: node for node, spec in step.inputs_of("parameter")}
-    mapping: dict[fx.Node, fx.Node] = {}
-    placeholders = list(trace.graph.find_nodes(op="placeholder"))
-    for node, spec in zip(placeholders, trace.inputs, strict=True):
-        if spec.role in ("parameter", "gradient"):
-            whole = parameters if spec.role == "parameter" else gradients
-            mapping[node] = _part(step, whole[spec.target], spec.target, trace.shards)
-        else:
-            mapping[node] = step.add_input(identifier(spec.target), value_of(node), spec)
-    created: list[Any] = []
-    output = step.output_node
-    modules = _modules_of(trace, placeholders)
-    for node in trace.graph.nodes:
-        if node.op == "placeholder":
-            continue
-        if node.op == "get_attr":
-            mapping[node] = _add_constant(step, f"update{node.target}", trace.constants[str(node.target)])
-            continue
-        if node.op == "output":
-            created = [mapping[v] for v in _torch.pytree.tree_leaves(node.args[0])]
-            continue
-        with step.graph.inserting_before(output):
-            new = step.graph.node_copy(node, lambda n: mapping[n])
-        new.meta = {"val": value_of(node)}
-        set_info(new, NodeInfo(Phase.UPDATE, module=modules.get(node, ""), origin="optimizer.step"))
-        mapping[node] = new
-    kept = [
-        (value, spec) for value, spec in zip(step.output_values, step.outputs, strict=True)
-        if spec.role in ("loss", "output") or (spec.role == "gradient" and spec.target not in parameters)
-    ]  # fmt: skip
-    extra = [(value, OutputSpec("state", spec.target)) for value, spec in zip(created, trace.created, strict=True)]
-    step.set_outputs([v for v, _ in kept + extra], [s for _, s in kept + extra])
-    step.erase_dead()
-    _drop_unused_inputs(step)
-    return step
-
-
-def _part(program: Program, whole: fx.Node, name: str, shards: Shards | None) -> fx.Node:
-    """What the update gets of a parameter or of its gradient, which have the same layout: all, or a shard of both."""
-    if shards is None:
-        return whole
-    first, length = shards[name]
-    common: dict[str, Any] = {"before": program.output_node, "phase": Phase.UPDATE, "origin": "optimizer.step"}
-    flat = program.insert(torch.ops.aten.as_strided.default, (whole, [value_of(whole).numel()], [1]), **common)
-    return program.insert(torch.ops.aten.slice.Tensor, (flat, 0, first, first + length), **common)
-
-
-def _match_layouts(program: Program) -> None:
-    """Give each gradient its parameter's strides, as autograd does when it accumulates into ``.grad``.
-
-    Fused kernels walk parameter, gradient and state by address.
-    """
-    parameters = {spec.target: node for node, spec in program.inputs_of("parameter")}
-    values = list(program.output_values)
-    for index, (value, spec) in enumerate(zip(values, program.outputs, strict=True)):
-        if spec.role != "gradient" or spec.target not in parameters or not isinstance(value, fx.Node):
-            continue
-        mine, wanted = value_of(value), value_of(parameters[spec.target])
-        if mine.stride() == wanted.stride():
-            continue
-        common: dict[str, Any] = {"after": value, "phase": Phase.BACKWARD, "like": value, "origin": "gradient layout"}
-        if wanted.is_contiguous():
-            options = {"memory_format": torch.contiguous_format}
-            values[index] = program.insert(torch.ops.aten.clone.default, (value,), options, **common)
-        else:
-            common.pop("after")
-            empty = program.insert(
-                torch.ops.aten.empty_strided.default, (list(wanted.shape), list(wanted.stride())),
-                {"dtype": wanted.dtype, "device": wanted.device}, after=value, **common,
-            )  # fmt: skip
-            values[index] = program.insert(torch.ops.aten.copy.default, (empty, value), after=empty, **common)
-        program.hand_over_name(f"{spec.target}~", value, values[index])
-    program.set_outputs(values, program.outputs)
-
-
-def _add_constant(program: Program, name: str, tensor: torch.Tensor) -> fx.Node:
-    value = program.fake_mode.from_tensor(tensor)
-    node = program.add_input(name, value, InputSpec("constant", name))
-    program.constants[node.name] = tensor
-    return node
-
-
-def _modules_of(trace: UpdateTrace, placeholders: list[fx.Node]) -> dict[fx.Node, str]:
-    """The module of the one parameter that an update op works for; '' where it works for many."""
-    owner: dict[fx.Node, set[str]] = {}
-    for node, spec in zip(placeholders, trace.inputs, strict=True):
-        owner[node] = {spec.target.split("/")[0].rpartition(".")[0]} if spec.role != "hyperparameter" else set()
-    for node in trace.graph.nodes:
-        if node not in owner:
-            owner[node] = set().union(*(owner[source] for source in node.all_input_nodes))
-    return {node: next(iter(modules)) for node, modules in owner.items() if len(modules) == 1}
-
-
-def _drop_unused_inputs(program: Program) -> None:
-    """Forget learning rates of groups that have no trained parameter."""
-    pairs = list(zip(program.placeholders, program.inputs, strict=True))
-    for node, spec in pairs:
-        if spec.role in ("hyperparameter", "state") and not node.users:
-            program.graph.erase_node(node)
-            program.inputs.remove(spec)

@@ -41,6 +41,12 @@ example:
   graphopt compare examples/train_gpt.py:factory --passes "mixed-precision{dtype=float16}" --bisect 0.01 --by op
 """
 
+_TENSORS_HELP = (
+    "compare only these: names or globs, of the form path::op too (layers.*::mm, **.weight~); again for several"
+)
+_TOLERANCE_HELP = "exit with 1 where the relative error of a compared tensor is larger than T"
+_BISECT_HELP = "find a smallest set to keep in float32 so that the loss and all gradients (or --tensors) are within T"
+
 
 def compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command, and an example."""
@@ -49,20 +55,14 @@ def compare_arguments(parser: argparse.ArgumentParser) -> None:
     target_argument(parser)
     passes_argument(parser, required=True)
     stage_argument(parser, ("joint", "step"))
-    parser.add_argument("--tensors", action="append", default=[], metavar="GLOB", help=(
-        "compare only these: names or globs, of the form path::op too (layers.*::mm, **.weight~); again for several"
-    ))  # fmt: skip
+    parser.add_argument("--tensors", action="append", default=[], metavar="GLOB", help=_TENSORS_HELP)
     parser.add_argument(
         "--limit", type=_whole, default=_LIMIT, metavar="N", help=f"list the N worst (default {_LIMIT})"
     )
     parser.add_argument("--seed", type=_whole, default=0, metavar="N", help="of the random state (default 0)")
     bound = parser.add_mutually_exclusive_group()
-    bound.add_argument("--tolerance", type=_tolerance, metavar="T", help=(
-        "exit with 1 where the relative error of a compared tensor is larger than T"
-    ))  # fmt: skip
-    bound.add_argument("--bisect", type=_tolerance, metavar="T", help=(
-        "find a smallest set to keep in float32 so that the loss and all gradients (or --tensors) are within T"
-    ))  # fmt: skip
+    bound.add_argument("--tolerance", type=_tolerance, metavar="T", help=_TOLERANCE_HELP)
+    bound.add_argument("--bisect", type=_tolerance, metavar="T", help=_BISECT_HELP)
     parser.add_argument("--by", choices=get_args(By), help="what --bisect keeps in float32 (default module)")
     parser.set_defaults(verify="structure", problem=_problem)
 

@@ -21,12 +21,29 @@ from graphopt.rewriting.pipeline import Pipeline
 __all__ = ["exchange_arguments", "exchange_plan", "exchange_problem"]
 
 _EXCHANGERS = (
-    "data-parallel", "compress-gradients", "deep-gradient-compression", "local-sgd", "adaptive-local-sgd",
+    "data-parallel",
+    "compress-gradients",
+    "deep-gradient-compression",
+    "local-sgd",
+    "adaptive-local-sgd",
     "shard-optimizer",
-)  # fmt: skip
+)
 """The passes whose work is predicted; they are left out of those that run before."""
 
 _LATENCY, _DENSITY, _STEPS = 50e-6, 0.001, (4, 8, 16)
+
+_BANDWIDTH_HELP = (
+    "of one rank's link, in each direction: 10Mbit, 1Gbit, 100Gbps (bits per second), 25GB/s (bytes per second)"
+)
+_LATENCY_HELP = "of each round of a collective: 50us, 1ms (default 50us)"
+_ALGORITHM_HELP = (
+    "how collectives are made of rounds: in a ring of all ranks (default; gloo, and NCCL with large messages), or "
+    "in a tree, which takes fewer rounds with many ranks"
+)
+_DENSITY_HELP = "share of the elements that sparse exchange sends behind its warm-up: 0.001, 0.1%% (default 0.001)"
+_STEP_TIME_HELP = (
+    "what a step without exchange takes where it will run, if you know it: 350ms; all computation is scaled to it"
+)
 
 
 def exchange_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,23 +54,12 @@ def exchange_arguments(parser: argparse.ArgumentParser) -> None:
         "seconds of each way to do it, which one to use, and where one overtakes another. No process group is needed",
     )
     group.add_argument("--world-size", type=_ranks, metavar="N", help="ranks, each with a batch like the target's")
-    group.add_argument("--bandwidth", type=_checked(parse_bandwidth), metavar="B", help=(
-        "of one rank's link, in each direction: 10Mbit, 1Gbit, 100Gbps (bits per second), 25GB/s (bytes per second)"
-    ))  # fmt: skip
-    group.add_argument("--latency", type=_checked(parse_latency), metavar="T", help=(
-        "of each round of a collective: 50us, 1ms (default 50us)"
-    ))  # fmt: skip
-    group.add_argument("--algorithm", choices=get_args(Algorithm), help=(
-        "how collectives are made of rounds: in a ring of all ranks (default; gloo, and NCCL with large messages), or "
-        "in a tree, which takes fewer rounds with many ranks"
-    ))  # fmt: skip
-    group.add_argument("--density", type=_density, metavar="D", help=(
-        "share of the elements that sparse exchange sends behind its warm-up: 0.001, 0.1%% (default 0.001)"
-    ))  # fmt: skip
+    group.add_argument("--bandwidth", type=_checked(parse_bandwidth), metavar="B", help=_BANDWIDTH_HELP)
+    group.add_argument("--latency", type=_checked(parse_latency), metavar="T", help=_LATENCY_HELP)
+    group.add_argument("--algorithm", choices=get_args(Algorithm), help=_ALGORITHM_HELP)
+    group.add_argument("--density", type=_density, metavar="D", help=_DENSITY_HELP)
     group.add_argument("--k-steps", type=_steps, metavar="K,K", help="intervals of local SGD (default 4,8,16)")
-    group.add_argument("--step-time", type=_checked(_parse_step_time), metavar="T", help=(
-        "what a step without exchange takes where it will run, if you know it: 350ms; all computation is scaled to it"
-    ))  # fmt: skip
+    group.add_argument("--step-time", type=_checked(_parse_step_time), metavar="T", help=_STEP_TIME_HELP)
 
 
 def _ranks(text: str) -> int:
@@ -104,9 +110,13 @@ def _steps(text: str) -> tuple[int, ...]:
 def exchange_problem(options: argparse.Namespace) -> str:
     """What is wrong with the arguments together; empty where nothing is."""
     network = {
-        "--bandwidth": options.bandwidth, "--latency": options.latency, "--algorithm": options.algorithm,
-        "--density": options.density, "--k-steps": options.k_steps, "--step-time": options.step_time,
-    }  # fmt: skip
+        "--bandwidth": options.bandwidth,
+        "--latency": options.latency,
+        "--algorithm": options.algorithm,
+        "--density": options.density,
+        "--k-steps": options.k_steps,
+        "--step-time": options.step_time,
+    }
     given = [name for name, value in network.items() if value is not None]
     if options.world_size is None:
         return f"{given[0]} describes an exchange of gradients: give --world-size too" if given else ""

@@ -48,9 +48,11 @@ def memory_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     program_arguments(parser)
     parser.add_argument("--top", type=_positive, default=10, metavar="N", help="list the N largest (default 10)")
-    parser.add_argument("--precision", action="store_true", help=(
-        "explain bytes by category with the known formulas of mixed precision, also where no dtype changes"
-    ))  # fmt: skip
+    parser.add_argument(
+        "--precision",
+        action="store_true",
+        help="explain bytes by category with the known formulas of mixed precision, also where no dtype changes",
+    )
     output_arguments(parser, ("text", "json", "svg", "png"))
     parser.set_defaults(problem=_problem)
 

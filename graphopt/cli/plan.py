@@ -78,21 +78,27 @@ class _Answer:
     error: GraphoptError | None = None
 
 
+_BUDGET_HELP = (
+    "a peak to meet: bytes, 8GB, 512MiB, 60%% of the peak of the program as it is, or auto for what is free; again "
+    "for several (default: the trade between bytes and time only)"
+)
+_COST_HELP = (
+    "where the seconds of calls come from: measured here and kept (default), this device's roofline, or another's"
+)
+
+
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command, and an example."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     target_argument(parser)
-    parser.add_argument("-b", "--budget", action="append", default=[], type=_budget, metavar="BUDGET", help=(
-        "a peak to meet: bytes, 8GB, 512MiB, 60%% of the peak of the program as it is, or auto for what is free; again "
-        "for several (default: the trade between bytes and time only)"
-    ))  # fmt: skip
+    parser.add_argument(
+        "-b", "--budget", action="append", default=[], type=_budget, metavar="BUDGET", help=_BUDGET_HELP
+    )
     passes_argument(parser)
     stage_argument(parser, ("joint", "step"))
     parser.add_argument("--time-limit", type=_seconds, metavar="S", help="end the search after S seconds")
-    parser.add_argument("--cost", choices=COSTS, default="measured", help=(
-        "where the seconds of calls come from: measured here and kept (default), this device's roofline, or another's"
-    ))  # fmt: skip
+    parser.add_argument("--cost", choices=COSTS, default="measured", help=_COST_HELP)
     output_arguments(parser, ("text", "json", "svg"))
     exchange_arguments(parser)
     parser.set_defaults(verify="structure", problem=lambda options: two_formats(options) or exchange_problem(options))
@@ -165,9 +171,14 @@ def _search(program: Program, memory: MemoryTimeline, costs: CostReport, time_li
             show(share, f"smallest peak {format_bytes(frontier.lowest.peak)}; Ctrl-C takes the best plans so far")
 
         return Fitting(
-            program, memory, costs.seconds, time_limit=time_limit, progress=progress, interruptible=True,
+            program,
+            memory,
+            costs.seconds,
+            time_limit=time_limit,
+            progress=progress,
+            interruptible=True,
             lanes=lambda planning: host_lanes(planning, None),
-        )  # fmt: skip
+        )
 
 
 def _answer(fitting: Fitting, text: str) -> _Answer:

@@ -34,6 +34,7 @@ _TARGET_HELP = (
     "pkg.module:factory or path/file.py:factory; the factory takes no arguments and returns (model, example_inputs) or "
     "a dict with model, example_inputs, and optionally kwargs, loss, optimizer, dynamic_shapes"
 )
+_VERIFY_HELP = "check the invariants after each pass (default), also compare results on the example inputs, or neither"
 _PASSES_HELP = 'passes as text, such as "recompute{checkpoints=blocks.*}"; `graphopt passes` lists them'
 
 
@@ -58,9 +59,7 @@ def program_arguments(parser: argparse.ArgumentParser, *, needs_passes: bool = F
     """Add ``TARGET``, ``--passes``, ``--verify`` and ``--stage``."""
     target_argument(parser)
     passes_argument(parser, required=needs_passes)
-    parser.add_argument("--verify", choices=_VERIFY, default="structure", help=(
-        "check the invariants after each pass (default), also compare results on the example inputs, or neither"
-    ))  # fmt: skip
+    parser.add_argument("--verify", choices=_VERIFY, default="structure", help=_VERIFY_HELP)
     stage_argument(parser)
 
 

@@ -9,7 +9,7 @@ import pkgutil
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -66,9 +66,13 @@ class Target:
             CaptureError: where the model or its loss cannot be captured.
         """
         return CaptureSession(
-            self.model, self.args, self.kwargs, loss=self.loss, optimizer=self.optimizer,
+            self.model,
+            self.args,
+            self.kwargs,
+            loss=self.loss,
+            optimizer=self.optimizer,
             dynamic_shapes=self.dynamic_shapes,
-        )  # fmt: skip
+        )
 
 
 def load_target(text: str) -> Target:
@@ -212,26 +216,42 @@ def _kind(value: Any) -> str:
     return f"{type(value).__name__} {text}" if len(text) <= _SHOWN_TEXT and "\n" not in text else type(value).__name__
 
 
+def _unknown_keys(value: Mapping[Any, Any]) -> Iterator[str]:
+    for key in value:
+        if key not in _KEYS:
+            hint = did_you_mean(str(key), _KEYS) or f"known keys: {', '.join(_KEYS)}"
+            yield f"unknown key {key!r}; {hint}"
+
+
+def _wrong_values(given: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in given.items():
+        message = _problem(key, value)
+        if message:
+            yield f"{key!r} {message}"
+
+
+def _positional(args: Any) -> tuple[Any, ...]:
+    """The positional arguments that ``example_inputs`` stands for."""
+    if args is None:
+        return ()
+    return (args,) if isinstance(args, torch.Tensor) else tuple(args)
+
+
 def _checked(value: Any, text: str) -> Target:
     if isinstance(value, (tuple, list)) and len(value) == 2:
         value = {"model": value[0], "example_inputs": value[1]}
     if not isinstance(value, Mapping):
         raise GraphoptError(f"{text} returned {_kind(value)}; a factory returns {_RETURNS}")
-    problems = []
-    for key in value:
-        if key not in _KEYS:
-            hint = did_you_mean(str(key), _KEYS) or f"known keys: {', '.join(_KEYS)}"
-            problems.append(f"unknown key {key!r}; {hint}")
     given = {key: value.get(key) for key in _KEYS}
-    problems += [f"{key!r} {message}" for key in _KEYS if (message := _problem(key, given[key]))]
+    problems = [*_unknown_keys(value), *_wrong_values(given)]
     if problems:
         raise GraphoptError("\n  ".join([f"what {text} returned is not right:", *problems]))
-    model, args = given["model"], given["example_inputs"]
+    model = given["model"]
     assert isinstance(model, nn.Module)
     return Target(
         text=text,
         model=model,
-        args=() if args is None else (args,) if isinstance(args, torch.Tensor) else tuple(args),
+        args=_positional(given["example_inputs"]),
         kwargs=given["kwargs"] or {},
         loss=given["loss"] or None,
         optimizer=given["optimizer"],

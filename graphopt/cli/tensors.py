@@ -11,6 +11,7 @@ from graphopt.cli.programs import rewritten_program, stage_argument, target_argu
 from graphopt.errors import GraphoptError
 from graphopt.ir.names import match_names
 from graphopt.ir.node import Phase
+from graphopt.ir.program import Program
 from graphopt.report.console import terminal
 from graphopt.report.text import candidate_table as candidates
 from graphopt.report.text import tensor_table as tables
@@ -40,12 +41,19 @@ def tensors_arguments(parser: argparse.ArgumentParser) -> None:
     )
     which.add_argument("--saved", action="store_true", help="only what forward keeps for backward")
     parser.add_argument("--phase", choices=[phase.value for phase in Phase], help="only tensors made in this phase")
-    parser.add_argument("--min-bytes", type=_byte_count, default=0, metavar="N", help=(
-        "only tensors of N bytes or more (also 64kB, 1MB)"
-    ))  # fmt: skip
-    parser.add_argument("--sort", choices=("program", "bytes", "name"), default="program", help=(
-        "in the order of the program (default), the largest first, or by name"
-    ))  # fmt: skip
+    parser.add_argument(
+        "--min-bytes",
+        type=_byte_count,
+        default=0,
+        metavar="N",
+        help="only tensors of N bytes or more (also 64kB, 1MB)",
+    )
+    parser.add_argument(
+        "--sort",
+        choices=("program", "bytes", "name"),
+        default="program",
+        help="in the order of the program (default), the largest first, or by name",
+    )
     parser.add_argument("--limit", type=_positive, metavar="N", help="only the first N; the last line counts the rest")
     parser.set_defaults(passes="", verify="structure", problem=_problem)
 
@@ -80,21 +88,24 @@ def tensors(options: argparse.Namespace) -> None:
     program = rewritten_program(options).program
     patterns = [*options.patterns, *options.match]
     if options.checkpoints:
-        known = {found.name: found for found in program.checkpoint_candidates() if found.bytes >= options.min_bytes}
-        named = match_names(patterns, known, "checkpoint candidate") if patterns else known
-        chosen, left_out = tables.chosen(list(named.values()), options.sort, options.limit)
-        if options.json:
-            data = {"checkpoints": candidates.candidates_json(chosen), "left_out": left_out}
-            print_json({**program_title(program), **data})
-        else:
-            print_text(candidates.candidates_text(chosen), _rest(left_out))
-        return
-    filters: tables.TensorFilters = {"min_bytes": options.min_bytes}
-    if options.saved:
-        filters["saved"] = True
-    if options.phase:
-        filters["phase"] = options.phase
-    table = tables.tensors_table(program, patterns, **filters)
+        _print_candidates(program, patterns, options)
+    else:
+        _print_tensors(program, patterns, options)
+
+
+def _print_candidates(program: Program, patterns: list[str], options: argparse.Namespace) -> None:
+    known = {found.name: found for found in program.checkpoint_candidates() if found.bytes >= options.min_bytes}
+    named = match_names(patterns, known, "checkpoint candidate") if patterns else known
+    chosen, left_out = tables.chosen(list(named.values()), options.sort, options.limit)
+    if options.json:
+        data = {"checkpoints": candidates.candidates_json(chosen), "left_out": left_out}
+        print_json({**program_title(program), **data})
+    else:
+        print_text(candidates.candidates_text(chosen), _rest(left_out))
+
+
+def _print_tensors(program: Program, patterns: list[str], options: argparse.Namespace) -> None:
+    table = tables.tensors_table(program, patterns, **_filters(options))
     rows, left_out = tables.chosen(table.rows, options.sort, options.limit)
     shown = tables.TensorsTable(tuple(rows))
     if options.json:
@@ -105,6 +116,15 @@ def tensors(options: argparse.Namespace) -> None:
     terminal.write_spans([[span] for span in styled], sys.stdout)
     if left_out:
         print_text(_rest(left_out))
+
+
+def _filters(options: argparse.Namespace) -> tables.TensorFilters:
+    filters: tables.TensorFilters = {"min_bytes": options.min_bytes}
+    if options.saved:
+        filters["saved"] = True
+    if options.phase:
+        filters["phase"] = options.phase
+    return filters
 
 
 def _rest(left_out: int) -> str:

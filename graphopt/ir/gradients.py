@@ -74,9 +74,10 @@ def update_gradients(program: Program) -> list[fx.Node]:
     update = set(program.phase_nodes(Phase.UPDATE))
     sources = [source for node in update_calls(program) for source in node.all_input_nodes]
     return [
-        node for node in dict.fromkeys(sources)
+        node
+        for node in dict.fromkeys(sources)
         if node not in given and node not in update and isinstance(value_of(node), torch.Tensor)
-    ]  # fmt: skip
+    ]
 
 
 def gradient_owners(program: Program) -> dict[fx.Node, tuple[str, ...]]:
@@ -163,10 +164,9 @@ def _overlaps(value: torch.Tensor) -> bool:
 
 
 def _copy(program: Program, gradient: fx.Node, origin: str, before: fx.Node) -> fx.Node:
-    own = program.insert(
-        torch.ops.aten.clone.default, (gradient,), before=before, phase=Phase.BACKWARD,
-        like=gradient, origin=f"{origin}: a gradient in memory of its own",
-    )  # fmt: skip
+    why = f"{origin}: a gradient in memory of its own"
+    clone = torch.ops.aten.clone.default
+    own = program.insert(clone, (gradient,), before=before, phase=Phase.BACKWARD, like=gradient, origin=why)
     for name in gradient_owners(program).get(gradient, ()):
         program.hand_over_name(f"{name}~", gradient, own)
     for user in list(gradient.users):

@@ -139,13 +139,12 @@ class Program:
             saved = known.phase is Phase.FORWARD and any(
                 user.op != "output" and info(user).phase is not Phase.FORWARD for user in node.users
             )
+            role = roles.get(node.name, "activation" if known.phase is Phase.FORWARD else known.phase.value)
+            place = (known.phase, known.module, known.source, role, saved)
             found += [
-                TensorInfo(
-                    name, node.name, tuple(value.shape), value.dtype, size, known.phase, known.module, known.source,
-                    roles.get(node.name, "activation" if known.phase is Phase.FORWARD else known.phase.value), saved,
-                )
+                TensorInfo(name, node.name, tuple(value.shape), value.dtype, size, *place)
                 for name in known.names or (node.name,)
-            ]  # fmt: skip
+            ]
         return found
 
     def memory(self, *, measure: bool = True) -> MemoryTimeline:
@@ -295,9 +294,14 @@ class Program:
         for node in self.graph.nodes:
             mapping[node] = graph.node_copy(node, lambda n: mapping[n])
         return replace(
-            self, graph=graph, inputs=list(self.inputs), outputs=list(self.outputs),
-            constants=dict(self.constants), attributes=dict(self.attributes), pass_state=dict(self.pass_state),
-        )  # fmt: skip
+            self,
+            graph=graph,
+            inputs=list(self.inputs),
+            outputs=list(self.outputs),
+            constants=dict(self.constants),
+            attributes=dict(self.attributes),
+            pass_state=dict(self.pass_state),
+        )
 
     def to_graph_module(self) -> fx.GraphModule:
         """A GraphModule with the boxed calling convention: ``module.forward(list_of_inputs)`` empties the list.

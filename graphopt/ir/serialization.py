@@ -34,9 +34,13 @@ _HIGHER_ORDER = {
 }
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod, ast.Pow: operator.pow,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Max": lambda *values: functools.reduce(torch.sym_max, values),
     "Min": lambda *values: functools.reduce(torch.sym_min, values),
@@ -332,20 +336,21 @@ class _Decoder:
 
     def _evaluate(self, tree: ast.expr, data: dict[str, Any]) -> Any:
         """A size written as an expression, computed from the symbols: sympy would read ``//`` as another function."""
-        if isinstance(tree, ast.Constant) and isinstance(tree.value, (int, float)):
-            return tree.value
-        if isinstance(tree, ast.Name) and tree.id in self._symbols:
-            return self._symbols[tree.id]
-        if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
-            return -self._evaluate(tree.operand, data)
-        if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Mult):
-            # numbers last: sympy would multiply a number into a sum at once, and print the product differently
-            factors = sorted(_factors(tree), key=lambda factor: isinstance(factor, ast.Constant))
-            return functools.reduce(operator.mul, [self._evaluate(factor, data) for factor in factors])
-        if isinstance(tree, ast.BinOp) and type(tree.op) in _ARITHMETIC:
-            return _ARITHMETIC[type(tree.op)](self._evaluate(tree.left, data), self._evaluate(tree.right, data))
-        if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id in _FUNCTIONS:
-            return _FUNCTIONS[tree.func.id](*(self._evaluate(item, data) for item in tree.args))
+        match tree:
+            case ast.Constant(value=int() | float() as number):
+                return number
+            case ast.Name(id=name) if name in self._symbols:
+                return self._symbols[name]
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self._evaluate(operand, data)
+            case ast.BinOp(op=ast.Mult()):
+                # numbers last: sympy would multiply a number into a sum at once, and print the product differently
+                factors = sorted(_factors(tree), key=lambda factor: isinstance(factor, ast.Constant))
+                return functools.reduce(operator.mul, [self._evaluate(factor, data) for factor in factors])
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+                return _ARITHMETIC[type(op)](self._evaluate(left, data), self._evaluate(right, data))
+            case ast.Call(func=ast.Name(id=name), args=items) if name in _FUNCTIONS:
+                return _FUNCTIONS[name](*(self._evaluate(item, data) for item in items))
         raise GraphoptError(
             f"the size {data['expression']!r} cannot be read: {ast.unparse(tree)!r} is none of the symbols "
             f"{sorted(self._symbols)} and no function that sizes are made of ({', '.join(_FUNCTIONS)})"

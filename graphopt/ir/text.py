@@ -35,10 +35,10 @@ INDENT = "    "
 _WIDTH = 110
 """Columns that code may take before a call is broken over lines; the comment behind it comes on top."""
 
-INFIX = {
-    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**", "eq": "==",
-    "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "and_": "&", "or_": "|",
-}  # fmt: skip
+_ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**"}
+_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+
+INFIX = {**_ARITHMETIC, **_COMPARISONS, "and_": "&", "or_": "|"}
 """Functions of ``operator`` (sizes are computed with them) that are written between their two arguments."""
 
 _READABLE = {"run_and_save_rng_state": "record_random", "run_with_rng_state": "replay_random"}
@@ -258,9 +258,7 @@ def _argument_lines(argument: str) -> list[str]:
 
 def _wrapped(start: str, names: Iterable[str]) -> list[str]:
     """``start`` and the names, over as many lines as that takes; later lines begin like the first."""
-    pieces = textwrap.wrap(
-        ", ".join(names), _WIDTH - len(start), break_long_words=False, break_on_hyphens=False
-    )  # fmt: skip
+    pieces = textwrap.wrap(", ".join(names), _WIDTH - len(start), break_long_words=False, break_on_hyphens=False)
     return [start + (piece.rstrip(",") if start.strip() else piece) for piece in pieces]
 
 

@@ -113,16 +113,15 @@ def timeline_html(timeline: MemoryTimeline) -> str:
 
 def records_html(records: Iterable[PassRecord]) -> str:
     """What passes did, as a table: what changed, nodes, predicted peaks, numerics, seconds."""
-    found = list(records)
     head = ("pass", "stage", "what it did", "nodes", "predicted peak", "numerics", "seconds")
-    rows = [
-        (
-            record.spec, record.stage, _told(record), f"{record.nodes_before:,} → {record.nodes_after:,}",
-            _peaks(record), record.numerics, f"{record.seconds:.2f}",
-        )
-        for record in found
-    ]  # fmt: skip
+    rows = [_record_row(record) for record in records]
     return _table(head, rows) if rows else "<div>no passes</div>"
+
+
+def _record_row(record: PassRecord) -> tuple[str, ...]:
+    nodes = f"{record.nodes_before:,} → {record.nodes_after:,}"
+    seconds = f"{record.seconds:.2f}"
+    return (record.spec, record.stage, _told(record), nodes, _peaks(record), record.numerics, seconds)
 
 
 def rewritten_html(title: str, program: Program, records: Iterable[PassRecord]) -> str:

@@ -206,7 +206,7 @@ def test_a_timeline_by_hand() -> None:
     assert at_cos["y"] == at_cos["z"] == (size, "activations")
     assert at_cos["w"] == (size, "parameters")
     (y,) = (item for item in memory.alive_at(by_op["forward aten.cos.default"]) if item.name == "y")
-    assert "test_memory.py" in y.source
+    assert "test_liveness.py" in y.source
 
 
 @pytest.mark.parametrize("passes", ["", "recompute{checkpoints=blocks.*}"])

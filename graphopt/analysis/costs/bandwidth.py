@@ -23,9 +23,13 @@ DISK_BYTES = 64 * 1024**2
 
 
 def link_bandwidth(
-    device: torch.device | str, tier: Tier, *, directory: str | os.PathLike[str] | None = None,
-    ranks: int | None = None, cache: bool = True,
-) -> float:  # fmt: skip
+    device: torch.device | str,
+    tier: Tier,
+    *,
+    directory: str | os.PathLike[str] | None = None,
+    ranks: int | None = None,
+    cache: bool = True,
+) -> float:
     """Bytes per second between a device and where its tensors can be put aside, in the slower of the two directions.
 
     To the host, from CUDA, this is a copy through pinned memory; on a CPU it is a copy within memory. To the disk, a

@@ -87,17 +87,25 @@ class CostReport:
 
 
 def op_seconds(
-    calls: Iterable[fx.Node], *, method: Method = "measured", profile: DeviceProfile | None = None,
-    progress: Callable[[int, int], None] | None = None, cache: bool = True,
-) -> list[float]:  # fmt: skip
+    calls: Iterable[fx.Node],
+    *,
+    method: Method = "measured",
+    profile: DeviceProfile | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    cache: bool = True,
+) -> list[float]:
     """Seconds of each call of a program; ``cost_report`` gives the same with how it is known."""
     return list(cost_report(calls, method=method, profile=profile, progress=progress, cache=cache).seconds)
 
 
 def cost_report(
-    calls: Iterable[fx.Node], *, method: Method = "measured", profile: DeviceProfile | None = None,
-    progress: Callable[[int, int], None] | None = None, cache: bool = True,
-) -> CostReport:  # fmt: skip
+    calls: Iterable[fx.Node],
+    *,
+    method: Method = "measured",
+    profile: DeviceProfile | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    cache: bool = True,
+) -> CostReport:
     """Seconds of each call of a program, on its device with nothing else running, by itself.
 
     Inputs, views and elements of tuples take none. With ``measured``, the roofline stands for what cannot be run by
@@ -127,10 +135,9 @@ def cost_report(
     seconds = {node: found.seconds[node] if node in found.seconds else estimate(node) for node in paid}
     measured = sum(node in found.new for node in paid)
     known = sum(node in found.seconds for node in paid)
-    return CostReport(
-        tuple(seconds.get(node, 0.0) for node in nodes), measured, known - measured, len(paid) - known,
-        len(nodes) - len(paid), found.runs, found.reasons,
-    )  # fmt: skip
+    by_call = tuple(seconds.get(node, 0.0) for node in nodes)
+    counts = (measured, known - measured, len(paid) - known, len(nodes) - len(paid))
+    return CostReport(by_call, *counts, found.runs, found.reasons)
 
 
 def _is_free(node: fx.Node) -> bool:

@@ -85,9 +85,13 @@ def _published(
 _VOLTA = {"float64": 7.8, "float32": 15.7, "float16": 125.0}
 _AMPERE = {"float64": 19.5, "float32": 19.5, "float16": 312.0, "bfloat16": 312.0}
 _HOPPER = {
-    "float64": 67.0, "float32": 67.0, "float16": 989.4, "bfloat16": 989.4,
-    "float8_e4m3fn": 1978.9, "float8_e5m2": 1978.9,
-}  # fmt: skip
+    "float64": 67.0,
+    "float32": 67.0,
+    "float16": 989.4,
+    "bfloat16": 989.4,
+    "float8_e4m3fn": 1978.9,
+    "float8_e5m2": 1978.9,
+}
 
 PROFILES: Mapping[str, DeviceProfile] = {
     profile.name: profile

@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -147,13 +147,28 @@ def _argument(target: _torch.OpOverload, args: Sequence[Any], kwargs: dict[str, 
     return None
 
 
-def _convolution_backward_flops(
-    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, stride: Any, padding: Any, dilation: Any,
-    transposed: bool, output_padding: Any, groups: int, mask: Sequence[bool], *, out_val: Any,
-) -> int:  # fmt: skip
+class _ConvolutionBackward(NamedTuple):
+    """The arguments of ``aten::convolution_backward``, in its order."""
+
+    gradient: torch.Tensor
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias_sizes: Any
+    stride: Any
+    padding: Any
+    dilation: Any
+    transposed: bool
+    output_padding: Any
+    groups: int
+    mask: Sequence[bool]
+
+
+def _convolution_backward_flops(*args: Any, out_val: Any) -> int:
     """Each gradient (of the input, of the weight) takes as many multiplications and additions as forward does."""
-    places = (x if transposed else gradient).shape[2:]
-    return 2 * x.shape[0] * math.prod(places) * weight.numel() * (int(mask[0]) + int(mask[1]))
+    call = _ConvolutionBackward(*args)
+    places = (call.x if call.transposed else call.gradient).shape[2:]
+    once = 2 * call.x.shape[0] * math.prod(places) * call.weight.numel()
+    return once * (int(call.mask[0]) + int(call.mask[1]))
 
 
 _KNOWN: dict[str, Callable[..., int]] = {str(op).replace(".", "::"): count for op, count in flop_registry.items()}

@@ -16,9 +16,13 @@ _library = _torch_library.Library("graphopt", "FRAGMENT")
 
 
 def define(
-    schema: str, real: Callable[..., Any], fake: Callable[..., Any], cuda: Callable[..., Any] | None = None,
-    *, tags: Sequence[Any] = (),
-) -> Any:  # fmt: skip
+    schema: str,
+    real: Callable[..., Any],
+    fake: Callable[..., Any],
+    cuda: Callable[..., Any] | None = None,
+    *,
+    tags: Sequence[Any] = (),
+) -> Any:
     """Make an op of the namespace ``graphopt`` known to torch, and return it.
 
     Args:

@@ -86,13 +86,22 @@ def _given(node: fx.Node, position: int, name: str) -> Any:
 
 def _uniform(lists: Sequence[Sequence[Any]]) -> bool:
     """Whether the same kernel handles the whole lists and any of their elements."""
-    tensors = [[value_of(item) for item in items if isinstance(item, fx.Node)] for items in lists]
-    tensors = [values for values in tensors if values and all(isinstance(v, torch.Tensor) for v in values)]
-    if any(len({(value.dtype, value.device) for value in values}) > 1 for values in tensors):
+    tensors = [values for values in map(_tensors, lists) if values]
+    if any(_is_mixed(values) for values in tensors):
         return False
-    return all(value.device.type == "cpu" for values in tensors for value in values) or all(
-        _same_layout([value for value in row if value.dim()]) for row in zip(*tensors, strict=True)
-    )
+    if all(value.device.type == "cpu" for values in tensors for value in values):
+        return True
+    return all(_same_layout([value for value in row if value.dim()]) for row in zip(*tensors, strict=True))
+
+
+def _tensors(items: Sequence[Any]) -> list[torch.Tensor]:
+    """The values of a list of calls that all give tensors; empty for any other list."""
+    values = [value_of(item) for item in items if isinstance(item, fx.Node)]
+    return values if all(isinstance(value, torch.Tensor) for value in values) else []
+
+
+def _is_mixed(values: Sequence[torch.Tensor]) -> bool:
+    return len({(value.dtype, value.device) for value in values}) > 1
 
 
 def _same_layout(row: Sequence[torch.Tensor]) -> bool:

@@ -42,6 +42,8 @@ class InPlace:
     dimension: int | None = None
 
 
+_UNARY = ("abs", "cos", "exp", "log", "neg", "reciprocal", "relu", "rsqrt", "sigmoid", "silu", "sin", "sqrt", "tanh")
+
 IN_PLACE: dict[Any, InPlace] = {
     _aten.add.Tensor: InPlace(_aten.add_.Tensor, (0, 1)),
     _aten.mul.Tensor: InPlace(_aten.mul_.Tensor, (0, 1)),
@@ -52,12 +54,7 @@ IN_PLACE: dict[Any, InPlace] = {
     _aten.sub.Scalar: InPlace(_aten.sub_.Scalar),
     _aten.div.Scalar: InPlace(_aten.div_.Scalar),
     _aten.pow.Tensor_Scalar: InPlace(_aten.pow_.Scalar),
-    **{
-        getattr(_aten, name).default: InPlace(getattr(_aten, f"{name}_").default)
-        for name in (
-            "abs", "cos", "exp", "log", "neg", "reciprocal", "relu", "rsqrt", "sigmoid", "silu", "sin", "sqrt", "tanh",
-        )
-    },
+    **{getattr(_aten, name).default: InPlace(getattr(_aten, f"{name}_").default) for name in _UNARY},
     **{
         getattr(_aten, name).default: InPlace(getattr(_aten, name).grad_input, (0, 1), "grad_input", keywords=True)
         for name in ("gelu_backward", "sigmoid_backward", "silu_backward", "tanh_backward", "threshold_backward")
@@ -65,13 +62,9 @@ IN_PLACE: dict[Any, InPlace] = {
     _aten._softmax.default: InPlace(_aten._softmax.out, out="out", dimension=1),
     _aten._log_softmax.default: InPlace(_aten._log_softmax.out, out="out", dimension=1),
     safe_softmax: InPlace(safe_softmax_, dimension=1),
-    _aten._softmax_backward_data.default: InPlace(
-        _aten._softmax_backward_data.out, (0, 1), "grad_input", dimension=2
-    ),
-    _aten._log_softmax_backward_data.default: InPlace(
-        _aten._log_softmax_backward_data.out, (0, 1), "out", dimension=2
-    ),
-}  # fmt: skip
+    _aten._softmax_backward_data.default: InPlace(_aten._softmax_backward_data.out, (0, 1), "grad_input", dimension=2),
+    _aten._log_softmax_backward_data.default: InPlace(_aten._log_softmax_backward_data.out, (0, 1), "out", dimension=2),
+}
 """By op, how its calls are written in place."""
 
 FUNCTIONAL: dict[Any, Any] = {form.target: op for op, form in IN_PLACE.items()}

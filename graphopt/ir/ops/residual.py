@@ -7,6 +7,7 @@ Source: Lin et al., Deep Gradient Compression, ICLR 2018 (arXiv 1712.01887), sec
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -23,6 +24,20 @@ _PIECE = {"cpu": 1 << 17, "cuda": 1 << 22}
 # --- accumulating ----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Rule:
+    """What is added of a gradient, and how: the arguments of ``accumulate_`` by these names.
+
+    ``parameter`` is None where there is no weight decay.
+    """
+
+    momentum: float
+    nesterov: bool
+    scale: torch.Tensor | None
+    parameter: torch.Tensor | None
+    weight_decay: float
+
+
 def _accumulate(
     gradient: torch.Tensor,
     u: torch.Tensor | None,
@@ -36,8 +51,8 @@ def _accumulate(
 ) -> None:
     """Accumulate where ``keep`` can be read without waiting."""
     _check_accumulate(gradient, u, v, momentum, nesterov, scale, keep, parameter, weight_decay)
-    decay = None if parameter is None or not weight_decay else (parameter, weight_decay)
-    _accumulate_pieces(gradient, u, v, (momentum, nesterov), scale, keep is None or bool(keep.item()), decay)
+    rule = _Rule(momentum, nesterov, scale, parameter if weight_decay else None, weight_decay)
+    _accumulate_pieces(gradient, u, v, rule, keep is None or bool(keep.item()))
 
 
 def _accumulate_unread(
@@ -53,24 +68,17 @@ def _accumulate_unread(
 ) -> None:
     """Accumulate where reading ``keep`` would wait for the device."""
     _check_accumulate(gradient, u, v, momentum, nesterov, scale, keep, parameter, weight_decay)
-    decay = None if parameter is None or not weight_decay else (parameter, weight_decay)
-    _accumulate_pieces(
-        gradient, u, v, (momentum, nesterov), scale, True if keep is None else keep.reshape(()) != 0, decay
-    )
+    rule = _Rule(momentum, nesterov, scale, parameter if weight_decay else None, weight_decay)
+    _accumulate_pieces(gradient, u, v, rule, True if keep is None else keep.reshape(()) != 0)
 
 
 def _accumulate_pieces(
-    gradient: torch.Tensor,
-    u: torch.Tensor | None,
-    v: torch.Tensor,
-    rule: tuple[float, bool],
-    scale: torch.Tensor | None,
-    keep: torch.Tensor | bool,
-    decay: tuple[torch.Tensor, float] | None,
+    gradient: torch.Tensor, u: torch.Tensor | None, v: torch.Tensor, rule: _Rule, keep: torch.Tensor | bool
 ) -> None:
     """Accumulate piece by piece: a CPU reads and writes each piece once, and nothing of full size is allocated."""
     flat = _in_memory_order(gradient, gradient)
-    decayed = None if decay is None else _in_memory_order(decay[0], gradient)
+    decayed = None if rule.parameter is None else _in_memory_order(rule.parameter, gradient)
+    scale = rule.scale
     size = _PIECE[v.device.type] * (torch.get_num_threads() if v.device.type == "cpu" else 1)
     changed = flat.dtype is not v.dtype or scale is not None or decayed is not None
     scratch = v.new_empty(min(size, v.numel()) if changed else 0)  # whatever keep says: memory is the same every step
@@ -81,25 +89,22 @@ def _accumulate_pieces(
         g = scratch[: flat[part].numel()].copy_(flat[part]) if changed else flat[part]
         if scale is not None:
             g.mul_(scale.reshape(()))
-        if decay is not None and decayed is not None:
-            g.add_(decayed[part], alpha=decay[1])
+        if decayed is not None:
+            g.add_(decayed[part], alpha=rule.weight_decay)
         _add(g, None if u is None else u[part], v[part], rule, keep)
 
 
-def _add(
-    g: torch.Tensor, u: torch.Tensor | None, v: torch.Tensor, rule: tuple[float, bool], keep: torch.Tensor | bool
-) -> None:
+def _add(g: torch.Tensor, u: torch.Tensor | None, v: torch.Tensor, rule: _Rule, keep: torch.Tensor | bool) -> None:
     """Add one piece of a gradient; where ``keep`` is a tensor that holds False, put back what was there."""
-    momentum, nesterov = rule
     written = [x for x in (u, v) if x is not None] if isinstance(keep, torch.Tensor) else []
     before = [x.clone() for x in written]
     if u is None:
         v.add_(g)
-    elif nesterov:
-        u.add_(g).mul_(momentum)
+    elif rule.nesterov:
+        u.add_(g).mul_(rule.momentum)
         v.add_(u).add_(g)
     else:
-        torch.add(g, u, alpha=momentum, out=u)
+        torch.add(g, u, alpha=rule.momentum, out=u)
         v.add_(u)
     for x, old in zip(written, before, strict=True):
         assert isinstance(keep, torch.Tensor)

@@ -38,9 +38,14 @@ _MAKES_READY = ("offload_wait", "prefetch_wait", "store")
 """Ops of graphopt behind which the data of the argument that they hand on is there."""
 
 _MAKE_SEPARATE_TENSORS = (
-    "native_", "_native_", "convolution_backward", "batch_norm", "cudnn_batch_norm", "_scaled_dot_product",
+    "native_",
+    "_native_",
+    "convolution_backward",
+    "batch_norm",
+    "cudnn_batch_norm",
+    "_scaled_dot_product",
     "max_pool2d_with_indices",
-)  # fmt: skip
+)
 """How the names of ops begin whose results do not share memory with each other."""
 
 _COLLECTIVES = ("_c10d_functional", "c10d_functional", "_dtensor", "c10d")

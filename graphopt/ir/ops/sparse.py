@@ -26,6 +26,7 @@ Source: Lin et al., Deep Gradient Compression, ICLR 2018 (arXiv 1712.01887).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -140,6 +141,16 @@ def _parts(packed: torch.Tensor, count: int, wire: torch.dtype) -> tuple[torch.T
 # --- adding up -------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Bucket:
+    """What all ranks sent together: the arguments of ``sum_sparse`` by these names."""
+
+    ranks: int
+    counts: Sequence[int]
+    sizes: Sequence[int]
+    wire: torch.dtype
+
+
 def _sum_sparse(
     gathered: torch.Tensor,
     ranks: int,
@@ -149,7 +160,7 @@ def _sum_sparse(
     out: torch.dtype,
     scale: float,
 ) -> list[torch.Tensor]:
-    _check_sum(gathered, ranks, counts, sizes, wire, out)
+    _check_sum("sum_sparse", gathered, _Bucket(ranks, counts, sizes, wire), out)
     exact = torch.float64 if out is torch.float64 else torch.float32
     rows = [_scaled(row, counts, wire, exact, scale) for row in gathered.view(ranks, -1)]
     sums = []
@@ -181,7 +192,7 @@ def _empty_sums(
     out: torch.dtype,
     scale: float,
 ) -> list[torch.Tensor]:
-    _check_sum(gathered, ranks, counts, sizes, wire, out)
+    _check_sum("sum_sparse", gathered, _Bucket(ranks, counts, sizes, wire), out)
     return [torch.empty(size, dtype=out, device=gathered.device) for size in sizes]
 
 
@@ -195,7 +206,7 @@ def _sum_entries(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One sort of all entries brings those of one element together, whatever tensor and rank they are of."""
-    _check_sum(gathered, ranks, counts, sizes, wire, out, op="sum_entries")
+    _check_sum("sum_entries", gathered, _Bucket(ranks, counts, sizes, wire), out)
     count, exact = sum(counts), torch.float64 if out is torch.float64 else torch.float32
     parts = [_scaled(row, [count], wire, exact, scale) for row in gathered.view(ranks, -1)]
     indices = torch.stack([places for (places,), _ in parts]).long()
@@ -228,20 +239,13 @@ def _empty_entries(
     out: torch.dtype,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_sum(gathered, ranks, counts, sizes, wire, out, op="sum_entries")
+    _check_sum("sum_entries", gathered, _Bucket(ranks, counts, sizes, wire), out)
     size = ranks * sum(counts)
     return gathered.new_empty(size, dtype=torch.int64), gathered.new_empty(size, dtype=out)
 
 
-def _check_sum(
-    gathered: torch.Tensor,
-    ranks: int,
-    counts: Sequence[int],
-    sizes: Sequence[int],
-    wire: torch.dtype,
-    out: torch.dtype,
-    op: str = "sum_sparse",
-) -> None:
+def _check_sum(op: str, gathered: torch.Tensor, bucket: _Bucket, out: torch.dtype) -> None:
+    ranks, counts, sizes, wire = bucket.ranks, bucket.counts, bucket.sizes, bucket.wire
     _check_wire(op, wire)
     require(out.is_floating_point, op, f"the sums must be real floating-point, not {out}")
     require(len(counts) == len(sizes), op, f"{len(counts)} counts are given for {len(sizes)} tensors")

@@ -61,7 +61,8 @@ def _prefetch(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    return transfers.engine().prefetch(handle, size, stride, storage_offset, storage_size, dtype, device)
+    wanted = transfers.StoredTensor(size, stride, storage_offset, storage_size, dtype, device)
+    return transfers.engine().prefetch(handle, wanted)
 
 
 def _prefetch_wait(x: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
@@ -82,8 +83,7 @@ def _fake_prefetch(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    storage = torch.empty(storage_size, dtype=dtype, device=device).untyped_storage()
-    return torch.empty(0, dtype=dtype, device=device).set_(storage, storage_offset, size, stride)
+    return transfers.StoredTensor(size, stride, storage_offset, storage_size, dtype, device).allocate()
 
 
 def _functionalize(op: Any) -> None:

@@ -10,15 +10,21 @@ import torch
 from graphopt import _torch
 
 __all__ = [
-    "DTYPE_NAMES", "format_bytes", "format_seconds", "is_dense", "parse_bytes", "storage_bytes", "tensors_of",
+    "DTYPE_NAMES",
+    "format_bytes",
+    "format_seconds",
+    "is_dense",
+    "parse_bytes",
+    "storage_bytes",
+    "tensors_of",
     "type_text",
-]  # fmt: skip
+]
 
-DTYPE_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
-    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
-    torch.bool: "b8", torch.complex64: "c64", torch.complex128: "c128",
-}  # fmt: skip
+_FLOATS = {torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+_INTEGERS = {torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8"}
+_COMPLEX = {torch.complex64: "c64", torch.complex128: "c128"}
+
+DTYPE_NAMES: dict[torch.dtype, str] = {**_FLOATS, **_INTEGERS, torch.bool: "b8", **_COMPLEX}
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -66,10 +72,9 @@ def type_text(value: Any) -> str:
     return "" if value is None else type(value).__name__
 
 
-_UNITS = {
-    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-}  # fmt: skip
+_DECIMAL_UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_BINARY_UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS = {"": 1, "b": 1, **_DECIMAL_UNITS, **_BINARY_UNITS}
 
 
 def parse_bytes(text: str) -> int:

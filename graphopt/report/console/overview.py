@@ -65,9 +65,7 @@ def overview_text(passes: Sequence[Pass], records: Sequence[PassRecord], program
     return "".join("".join(text for text, _ in line) + "\n" for line in overview_spans(passes, records, program))
 
 
-def overview_spans(
-    passes: Sequence[Pass], records: Sequence[PassRecord], program: Program
-) -> Iterator[list[Span]]:  # fmt: skip
+def overview_spans(passes: Sequence[Pass], records: Sequence[PassRecord], program: Program) -> Iterator[list[Span]]:
     """The same as lines made of pieces with their rich styles."""
     calls = sum(node.op not in ("placeholder", "output") for node in program.graph.nodes)
     count = {0: "no passes", 1: "1 pass"}.get(len(passes), f"{len(passes)} passes")

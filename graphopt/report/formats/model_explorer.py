@@ -51,10 +51,14 @@ def _calls(program: Program) -> Iterator[dict[str, Any]]:
             continue
         known = info(node)
         attributes = {
-            "names": ", ".join(known.names), "module": known.module, "phase": known.phase.value,
-            "source": known.source, "made by": known.origin, "decision": known.policy.value if known.policy else "",
+            "names": ", ".join(known.names),
+            "module": known.module,
+            "phase": known.phase.value,
+            "source": known.source,
+            "made by": known.origin,
+            "decision": known.policy.value if known.policy else "",
             **_constants(node),
-        }  # fmt: skip
+        }
         group = "/".join([known.phase.value, *_modules(known.module)])
         color, tint, _ = PHASE_COLORS[known.phase]
         yield {

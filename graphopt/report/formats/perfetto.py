@@ -129,6 +129,19 @@ class _Run:
         yield self._flow(started, "f", COMPUTE, start)
 
     def _slice(self, node: fx.Node, lane: str, start: float, seconds: float) -> dict[str, Any]:
+        return {
+            "ph": "X",
+            "name": schema.op_name(node),
+            "cat": info(node).phase.value,
+            "pid": _PROCESS,
+            "tid": LANES.index(lane) + 1,
+            "ts": _microseconds(start),
+            "dur": _microseconds(seconds),
+            "args": self._details(node),
+        }
+
+    def _details(self, node: fx.Node) -> dict[str, str]:
+        """What is shown of a call that is selected; nothing that is empty."""
         known = info(node)
         opening, arguments, closing = self._writer.call(node)
         about = {
@@ -141,17 +154,18 @@ class _Run:
             "made by": known.origin,
             "call": f"{opening}{', '.join(arguments)}{closing}",
         }
-        return {
-            "ph": "X", "name": schema.op_name(node), "cat": known.phase.value, "pid": _PROCESS,
-            "tid": LANES.index(lane) + 1, "ts": _microseconds(start), "dur": _microseconds(seconds),
-            "args": {key: value for key, value in about.items() if value},
-        }  # fmt: skip
+        return {key: value for key, value in about.items() if value}
 
     def _flow(self, started: fx.Node, which: str, lane: str, at: float) -> dict[str, Any]:
         event = {
-            "ph": which, "name": "waits for", "cat": "wait", "id": self._flows[started], "pid": _PROCESS,
-            "tid": LANES.index(lane) + 1, "ts": _microseconds(at),
-        }  # fmt: skip
+            "ph": which,
+            "name": "waits for",
+            "cat": "wait",
+            "id": self._flows[started],
+            "pid": _PROCESS,
+            "tid": LANES.index(lane) + 1,
+            "ts": _microseconds(at),
+        }
         return {**event, "bp": "e"} if which == "f" else event
 
     def _counters(self, position: int) -> Iterator[dict[str, Any]]:

@@ -23,8 +23,18 @@ from graphopt.report.pictures.folding import FRAME_HEAD, ROW_HEIGHT, Frame, Row,
 from graphopt.report.pictures.visits import Lane, Placement, merge_visits
 
 __all__ = [
-    "COLUMNS", "MAX_ROWS", "ROW_HEIGHT", "Box", "Edge", "Frame", "Lane", "Layout", "PlacedNode", "Row", "lay_out",
-]  # fmt: skip
+    "COLUMNS",
+    "MAX_ROWS",
+    "ROW_HEIGHT",
+    "Box",
+    "Edge",
+    "Frame",
+    "Lane",
+    "Layout",
+    "PlacedNode",
+    "Row",
+    "lay_out",
+]
 
 MAX_ROWS = 60
 """Rows that a folded picture has at most, unless the outermost modules are more than that."""

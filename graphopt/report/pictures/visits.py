@@ -110,12 +110,12 @@ class Placement:
         comes from. A sum of gradients belongs where its last summand does.
         """
         path = self.known[node].module
-        rows = next((by_path[p] for p in (path, *_around(path)) if p in by_path), [])
+        rows = _nearest(path, by_path)
         read = [source for source in node.all_input_nodes if source in self.row]
         late = [s for s in read if self.known[s].phase not in (Phase.FORWARD, Phase.RECOMPUTE)]
         if (len(rows) == 1 and path) or not read:
             return rows[-1] if rows else 0
-        if not rows or (len(late) == len(node.all_input_nodes) > 1 and schema.op_name(node) == "add"):
+        if not rows or _is_sum(node, late):
             return self.row[read[-1]]
         if late and self.known[node].phase is Phase.BACKWARD:
             return rows[max(bisect_right(rows, self.row[late[-1]]) - 1, 0)]
@@ -125,6 +125,16 @@ class Placement:
         """The column of a call."""
         side = Lane.FORWARD_OUTSIDE if node in self.early else Lane.BACKWARD_OUTSIDE
         return _INSIDE.get(self.known[node].phase, side)
+
+
+def _nearest(path: str, by_path: dict[str, list[int]]) -> list[int]:
+    """The visits of a module, or of the nearest one around it that has any."""
+    return next((by_path[p] for p in (path, *_around(path)) if p in by_path), [])
+
+
+def _is_sum(node: fx.Node, late: list[fx.Node]) -> bool:
+    """Whether a call adds up gradients: several operands, all of them late."""
+    return len(late) == len(node.all_input_nodes) > 1 and schema.op_name(node) == "add"
 
 
 def merge_visits(orders: Sequence[list[Visit]]) -> dict[Visit, int]:

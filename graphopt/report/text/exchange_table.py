@@ -22,8 +22,17 @@ SCHEMA_VERSION = 1
 """Of ``exchange_json``."""
 
 _HEAD = (
-    "way", "messages", "puts in", "moves", "alone", "exposed", "work", "step", "× compute", "beats fused dense",
-)  # fmt: skip
+    "way",
+    "messages",
+    "puts in",
+    "moves",
+    "alone",
+    "exposed",
+    "work",
+    "step",
+    "× compute",
+    "beats fused dense",
+)
 
 _LEGEND = (
     "puts in: bytes that a rank gives to collectives; moves: bytes that its link sends, and as many that it receives",
@@ -84,11 +93,14 @@ def _head(plan: ExchangePlan, passes: tuple[str, ...]) -> list[str]:
 
 def _row(plan: ExchangePlan, found: Prediction) -> tuple[str, ...]:
     return (
-        f"{found.strategy.label}{' <-' if found is plan.best else ''}", _count(found.messages),
-        format_bytes(found.payload), format_bytes(found.received),
+        f"{found.strategy.label}{' <-' if found is plan.best else ''}",
+        _count(found.messages),
+        format_bytes(found.payload),
+        format_bytes(found.received),
         *(format_seconds(seconds) for seconds in (found.alone, found.exposed, found.work, found.step)),
-        f"{found.slowdown:.3g}", _where(plan, found),
-    )  # fmt: skip
+        f"{found.slowdown:.3g}",
+        _where(plan, found),
+    )
 
 
 def _count(messages: float) -> str:
@@ -195,7 +207,9 @@ def exchange_json(plan: ExchangePlan, passes: tuple[str, ...] = ()) -> dict[str,
         "costs": workload.costs,
         "world_size": plan.ranks,
         "link": {
-            "bandwidth": plan.link.bandwidth, "latency": plan.link.latency, "algorithm": plan.link.algorithm,
+            "bandwidth": plan.link.bandwidth,
+            "latency": plan.link.latency,
+            "algorithm": plan.link.algorithm,
         },
         "computation": {
             "seconds": workload.compute,
@@ -212,7 +226,7 @@ def exchange_json(plan: ExchangePlan, passes: tuple[str, ...] = ()) -> dict[str,
         "sparse": {"equal_bytes_ranks": plan.equal_bytes, "faster_up_to_ranks": plan.most_ranks},
         "local_sgd": {"faster_from": plan.overtaking_steps, "hidden_from": plan.enough_steps},
         "kept_dense": [{"name": gradient.name, "bytes": gradient.bytes} for gradient in plan.sparse.kept_dense],
-    }  # fmt: skip
+    }
 
 
 def _strategy_json(plan: ExchangePlan, found: Prediction) -> dict[str, Any]:

@@ -109,35 +109,33 @@ class FrontierReport:
 
     def _table(self, most: int) -> list[str]:
         shown = self.spread(most)
-        rows = [
-            (
-                format_bytes(point.peak_bytes), str(point.peak_bytes), _share(point.peak_bytes, self.plain_bytes),
-                format_seconds(point.extra_seconds), f"{point.ratio - 1:.1%}", str(point.runs_again),
-            )
-            for point in shown
-        ]  # fmt: skip
+        rows = [self._row(point) for point in shown]
         head = ("peak", "bytes", "of the peak", "run again", "of the step", "ops run again")
         rest = len(self.points) - len(shown)
         more = [f"and {rest} more plans between these"] if rest else []
         return [*aligned([head, *rows], right=range(len(head))), *more]
 
+    def _row(self, point: FrontierPoint) -> tuple[str, ...]:
+        peak, share = point.peak_bytes, _share(point.peak_bytes, self.plain_bytes)
+        time = (format_seconds(point.extra_seconds), f"{point.ratio - 1:.1%}")
+        return (format_bytes(peak), str(peak), share, *time, str(point.runs_again))
+
     def to_json(self) -> dict[str, Any]:
         """All of it as plain data, every plan included; sizes in bytes, times in seconds."""
+        plain = {"peak_bytes": self.plain_bytes, "resident_bytes": self.resident_bytes, "seconds": self.seconds}
         return {
             "schema": SCHEMA_VERSION,
             "versions": {"graphopt": VERSION, "torch": str(torch.__version__)},
             "title": self.title,
             "stage": self.stage,
             "passes": list(self.passes),
-            "plain": {
-                "peak_bytes": self.plain_bytes, "resident_bytes": self.resident_bytes, "seconds": self.seconds,
-            },
+            "plain": plain,
             "smallest_peak_bytes": self.smallest_bytes,
             "cost": self.cost,
             "costs": self.costs,
             "cut_short": self.cut_short,
             "frontier": [asdict(point) for point in self.points],
-        }  # fmt: skip
+        }
 
 
 def _share(part: int, whole: int) -> str:

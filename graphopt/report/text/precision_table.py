@@ -104,16 +104,15 @@ def bytes_by_category(program: Program) -> Bytes:
     """Where the bytes of a joint or step program are, as ``Program.memory`` counts them (sizes by example)."""
     timeline = program.memory()
     inputs = {role: _inputs(timeline, role) for role in ("parameters", "optimizer state", "pass state")}
-    sources = {target for target, state in program.pass_state.items() if state.source}
-    lasting = [node for node, spec in program.inputs_of("pass_state") if spec.target in sources]
-    kept_copies = [storage for node in lasting for storage in timeline.refers[node]]
+    kept_copies = _kept_copies(program, timeline)
     casts = set(parameter_casts(program).values())
     kept = _alive_at_backward(timeline)
     copies = [storage for storage in kept if storage.owner in casts]
     dtypes = _dtypes(timeline)
     others = [storage for storage in kept if storage.owner not in casts]
     floating = [storage for storage in others if _is_floating(dtypes.get(id(storage)))]
-    parameters = {spec.target: value_of(node) for node, spec in program.inputs_of("parameter")}
+    elements = {spec.target: _elements(value_of(node)) for node, spec in program.inputs_of("parameter")}
+    trained = _trained(program)
     return Bytes(
         weights=_sum(inputs["parameters"]),
         copies=_sum(copies) + _sum(kept_copies),
@@ -122,10 +121,17 @@ def bytes_by_category(program: Program) -> Bytes:
         activations=_sum(floating),
         other=_sum(others) - _sum(floating),
         pass_state=_sum(inputs["pass state"]) - _sum(kept_copies),
-        parameters=sum(_elements(value) for value in parameters.values()),
-        trained=sum(_elements(value) for name, value in parameters.items() if name in _trained(program)),
+        parameters=sum(elements.values()),
+        trained=sum(count for name, count in elements.items() if name in trained),
         values=sum(storage.bytes // dtypes[id(storage)].itemsize for storage in floating),
     )
+
+
+def _kept_copies(program: Program, timeline: MemoryTimeline) -> list[Storage]:
+    """The pass state that holds copies of parameters between steps."""
+    sources = {target for target, state in program.pass_state.items() if state.source}
+    lasting = [node for node, spec in program.inputs_of("pass_state") if spec.target in sources]
+    return [storage for node in lasting for storage in timeline.refers[node]]
 
 
 def _inputs(timeline: MemoryTimeline, category: str) -> list[Storage]:
@@ -137,9 +143,10 @@ def _alive_at_backward(timeline: MemoryTimeline) -> list[Storage]:
     phases = [info(node).phase for node in timeline.nodes]
     start = phases.index(Phase.BACKWARD) if Phase.BACKWARD in phases else len(phases)
     return [
-        s for s in timeline.storages
+        s
+        for s in timeline.storages
         if s.owner.op != "placeholder" and s.category == "activations" and s.first < start <= s.last
-    ]  # fmt: skip
+    ]
 
 
 def _dtypes(timeline: MemoryTimeline) -> dict[int, torch.dtype]:

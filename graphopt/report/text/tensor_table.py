@@ -14,8 +14,14 @@ from graphopt.ir.program import Program
 from graphopt.ir.text import aligned, short_source
 
 __all__ = [
-    "TensorFilters", "TensorRow", "TensorsTable", "chosen", "rows_json", "tensors_json", "tensors_table",
-]  # fmt: skip
+    "TensorFilters",
+    "TensorRow",
+    "TensorsTable",
+    "chosen",
+    "rows_json",
+    "tensors_json",
+    "tensors_table",
+]
 
 _HEAD = ("name", "type", "bytes", "phase", "role", "saved", "source", "also")
 

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -19,6 +19,7 @@ from graphopt.ir.ops.transfers.disk import DiskFile
 from graphopt.ir.ops.transfers.handle import block_id, make_handle
 from graphopt.ir.ops.transfers.hostmemory import available_host_bytes
 from graphopt.ir.ops.transfers.lanes import CpuLane, Lane, Settled, Space, Transfer
+from graphopt.ir.ops.transfers.layout import StoredTensor
 from graphopt.ir.ops.transfers.slab import HostSlab
 from graphopt.ir.ops.transfers.worker import Worker
 
@@ -156,46 +157,38 @@ class Engine:
         block = self._find(handle, "offload_wait")
         self._wait(block, block.outward)
 
-    def prefetch(
-        self,
-        handle: torch.Tensor,
-        size: Sequence[int],
-        stride: Sequence[int],
-        storage_offset: int,
-        storage_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> torch.Tensor:
-        """Allocate a storage of ``storage_size`` elements on ``device`` and start copying the stored bytes into it.
+    def prefetch(self, handle: torch.Tensor, wanted: StoredTensor) -> torch.Tensor:
+        """Allocate the storage of ``wanted`` and start copying the stored bytes into it.
 
         Returns:
-            A tensor of the given size, stride and offset on that storage; its values are there after ``prefetch_wait``.
+            The wanted tensor on that storage; its values are there after ``prefetch_wait``.
 
         Raises:
             GraphoptError: where the handle holds nothing, the tensor does not fit into the storage, or the storage is
                 larger than what is stored.
         """
         block = self._find(handle, "prefetch")
-        nbytes = storage_size * dtype.itemsize
-        _check_fit(size, stride, storage_offset, storage_size)
-        if nbytes > block.nbytes:
+        wanted.check()
+        if wanted.nbytes > block.nbytes:
             raise GraphoptError(
-                f"graphopt::prefetch: {storage_size} elements of {dtype} are {nbytes} bytes, and {block.nbytes} are "
-                "held; pass developer: give the storage size of the tensor that was offloaded"
+                f"graphopt::prefetch: {wanted.storage_size} elements of {wanted.dtype} are {wanted.nbytes} bytes, and "
+                f"{block.nbytes} are held; pass developer: give the storage size of the tensor that was offloaded"
             )
-        storage = torch.empty(storage_size, dtype=dtype, device=device).untyped_storage()
-        # set_ and not as_strided: a view that autograd knows of keeps another tensor alive.
-        result = torch.empty(0, dtype=dtype, device=device).set_(storage, storage_offset, size, stride)
-        if nbytes:
-            if block.space is None:
-                block.outward.wait()  # raises why there is nothing
-            assert block.space is not None
-            with self._lock:
-                transfer = self._lane(result.device).restore(block.space, storage, nbytes, block.outward)
-                block.inward[storage.data_ptr()] = transfer
-                block.pending = [*(other for other in block.pending if not other.finished), transfer]
-                self._count(block.tier, prefetches=1, prefetched_bytes=nbytes)
+        result = wanted.allocate()
+        if wanted.nbytes:
+            self._start_back(block, result, wanted.nbytes)
         return result
+
+    def _start_back(self, block: _Block, result: torch.Tensor, nbytes: int) -> None:
+        if block.space is None:
+            block.outward.wait()  # raises why there is nothing
+        assert block.space is not None
+        storage = result.untyped_storage()
+        with self._lock:
+            transfer = self._lane(result.device).restore(block.space, storage, nbytes, block.outward)
+            block.inward[storage.data_ptr()] = transfer
+            block.pending = [*(other for other in block.pending if not other.finished), transfer]
+            self._count(block.tier, prefetches=1, prefetched_bytes=nbytes)
 
     def prefetch_wait(self, x: torch.Tensor, handle: torch.Tensor) -> None:
         """Wait until the copy to ``x`` is done; on CUDA and from the host, let the current stream wait instead.
@@ -345,15 +338,3 @@ def _checked_tier(name: str) -> Tier:
     raise GraphoptError(
         f"there is no tier {name!r}; the tiers are {', '.join(TIERS)}. {did_you_mean(name, TIERS)}".strip()
     )
-
-
-def _check_fit(size: Sequence[int], stride: Sequence[int], storage_offset: int, storage_size: int) -> None:
-    if len(size) != len(stride):
-        raise GraphoptError(f"graphopt::prefetch: {len(size)} sizes and {len(stride)} strides")
-    needed = storage_offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if 0 not in size and needed > storage_size:
-        raise GraphoptError(
-            f"graphopt::prefetch: size {list(size)}, stride {list(stride)} and offset {storage_offset} reach over "
-            f"{needed} elements, and the storage is to have {storage_size}; pass developer: give the storage size of "
-            "the tensor that was offloaded"
-        )

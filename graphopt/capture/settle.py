@@ -1,0 +1,80 @@
+"""What a joint program still needs once it is built: a seed, early writes, regions that run again, names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt.ir.node import Phase, info, set_info, value_of
+from graphopt.ir.ops import schema
+from graphopt.ir.program import Program
+from graphopt.rewriting.memory.rematerialize import rematerialize
+
+__all__ = ["forget_statistics", "honour_regions", "name_gradients", "seed_backward", "settle_mutations"]
+
+
+def seed_backward(program: Program) -> None:
+    """Replace the tangent of the loss by the constant one that ``loss.backward()`` starts from."""
+    (node, spec), *others = program.inputs_of("tangent")
+    assert not others
+    first = next(program.phase_nodes(Phase.BACKWARD), program.output_node)
+    value = value_of(node)
+    args = (list(value.shape), 1.0)
+    kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+    about: dict[str, Any] = {"origin": "the seed of the backward", "names": ("loss~",), "hint": "seed"}
+    seed = program.insert(torch.ops.aten.full.default, args, kwargs, before=first, phase=Phase.BACKWARD, **about)
+    node.replace_all_uses_with(seed)
+    program.graph.erase_node(node)
+    program.inputs.remove(spec)
+
+
+def name_gradients(program: Program) -> None:
+    """Let the gradient of ``layers.0.weight`` be found as ``layers.0.weight~``, at later stages too."""
+    for value, spec in program.outputs_of("gradient"):
+        if isinstance(value, fx.Node) and value.op == "call_function":
+            set_info(value, replace(info(value), names=(*info(value).names, f"{spec.target}~")))
+
+
+def forget_statistics(program: Program) -> None:
+    """BatchNorm's backward in training reads the batch's statistics only; do not keep the running ones for it."""
+    for node in program.phase_nodes(Phase.BACKWARD):
+        if node.target is torch.ops.aten.native_batch_norm_backward.default and node.args[7] is True:
+            node.args = (*node.args[:3], None, None, *node.args[5:])
+
+
+def settle_mutations(program: Program) -> None:
+    """Write new values into buffers as soon as the last reader of the old value has run.
+
+    torch keeps every write for the end of forward; each new value would then stay alive until there.
+    """
+    position = {node: index for index, node in enumerate(program.graph.nodes)}
+    for node in program.nodes:
+        if node.target is not torch.ops.aten.copy_.default:
+            continue
+        old, new = node.args[:2]
+        if not isinstance(old, fx.Node) or not isinstance(new, fx.Node) or old.op != "placeholder":
+            continue
+        readers = schema.readers(old) - {node}
+        set_info(node, replace(info(node), module=info(old).names[0].rpartition(".")[0], origin="buffer update"))
+        last = max([new, *readers], key=position.__getitem__)
+        if position[last] < position[node]:
+            last.append(node)
+            position[node] = position[last]
+
+
+def honour_regions(program: Program) -> None:
+    """What the model runs under ``torch.utils.checkpoint`` is computed again in backward, as in eager mode."""
+    regions = [n for n in program.phase_nodes(Phase.FORWARD) if info(n).region is not None]
+    inner = [node for node in regions if all(_stays_inside(node, user) for user in node.users)]
+    if inner:
+        rematerialize(program, inner, origin="torch.utils.checkpoint")
+
+
+def _stays_inside(node: fx.Node, user: fx.Node) -> bool:
+    """Whether a reader of a region's value lets it be computed again: it is of the same region, or not of forward."""
+    if user.op == "output":
+        return False
+    return info(user).region == info(node).region or info(user).phase is not Phase.FORWARD
