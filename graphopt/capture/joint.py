@@ -13,14 +13,14 @@ from torch import fx, nn
 from torch.fx import traceback
 
 from graphopt import _torch
-from graphopt.capture.replace_ops import use_own_ops
-from graphopt.capture.settle import (
+from graphopt.capture.finish_joint import (
     forget_statistics,
     honour_regions,
     name_gradients,
     seed_backward,
     settle_mutations,
 )
+from graphopt.capture.replace_ops import use_own_ops
 from graphopt.capture.source_lines import user_frame
 from graphopt.errors import CaptureError
 from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, info, set_info, set_value, value_of

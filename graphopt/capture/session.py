@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphopt.capture.append import append_update
+from graphopt.capture.append_update import append_update
 from graphopt.capture.checks import refuse_wrapped
 from graphopt.capture.forward import ForwardCapture, capture_forward
 from graphopt.capture.joint import JointCapture, capture_joint

@@ -1,4 +1,4 @@
-"""Joint program + traced update → step program."""
+"""Joint program + traced update → step program: the update appended, its inputs and outputs described."""
 
 from __future__ import annotations
 
