@@ -15,7 +15,7 @@ from graphopt.errors import GraphoptError
 from graphopt.ir.ops.transfers.engine import TIERS, Engine, Statistics, Tier
 from graphopt.ir.ops.transfers.freelist import slab_bytes
 from graphopt.ir.ops.transfers.hostmemory import available_host_bytes
-from graphopt.ir.ops.transfers.layout import StoredTensor
+from graphopt.ir.ops.transfers.stored_tensor import StoredTensor
 
 __all__ = [
     "TIERS",
