@@ -163,10 +163,8 @@ def _insert(program: Program, chosen: Sequence[_Checkpoint], group: Group, *, ch
     for item in chosen:
         part = _cut(program, item, group)
         if check:
-            program.insert(
-                same_on_all_ranks, (item.node, item.name, group.name), after=item.last,
-                phase=Phase.FORWARD, like=item.node, origin=f"{_ORIGIN}: {item.name}",
-            )  # fmt: skip
+            common: dict[str, Any] = {"phase": Phase.FORWARD, "like": item.node, "origin": f"{_ORIGIN}: {item.name}"}
+            program.insert(same_on_all_ranks, (item.node, item.name, group.name), after=item.last, **common)
         kept += storage_bytes(value_of(part))
         gathered = _gather(program, item, part, group)
         returned.append(Again(item.node, item.first, f"{_ORIGIN}: {item.name}", gathered))
@@ -196,8 +194,11 @@ def _gather(program: Program, item: _Checkpoint, part: fx.Node, group: Group) ->
     """The whole checkpoint again, in front of its first reader after forward, with its size and strides."""
     value = value_of(item.node)
     common: dict[str, Any] = {
-        "before": item.first, "phase": Phase.SYNC, "like": item.node, "origin": f"{_ORIGIN}: {item.name}",
-    }  # fmt: skip
+        "before": item.first,
+        "phase": Phase.SYNC,
+        "like": item.node,
+        "origin": f"{_ORIGIN}: {item.name}",
+    }
     arguments = (part, group.size, group.name)
     started = program.insert(ALL_GATHER, arguments, hint=f"{item.node.name}_gather", **common)
     whole = program.insert(WAIT, (started,), hint=f"{item.node.name}_gathered", **common)

@@ -91,15 +91,13 @@ def _inputs(program: Program, rewritten: Rewritten) -> list[Any]:
     session = rewritten.session
     tangents = {node.name: _tangent(value_of(node)) for node, _ in program.inputs_of("tangent")}
     without = [(n, s) for n, s in zip(program.placeholders, program.inputs, strict=True) if s.role != "tangent"]
-    bare = Program(
-        _only(program, [n for n, _ in without]), "joint", [s for _, s in without], [], program.constants,
-        pass_state=program.pass_state,
-    )  # fmt: skip
+    graph, specs = _only([n for n, _ in without]), [s for _, s in without]
+    bare = Program(graph, "joint", specs, [], program.constants, pass_state=program.pass_state)
     values = iter(Binding(bare, session.model).gather(session.forward.example_tensors))
     return [tangents[n.name] if n.name in tangents else next(values) for n in program.placeholders]
 
 
-def _only(program: Program, nodes: list[fx.Node]) -> fx.Graph:
+def _only(nodes: list[fx.Node]) -> fx.Graph:
     """A graph of placeholders alone, for a binding."""
     graph = fx.Graph()
     for node in nodes:
