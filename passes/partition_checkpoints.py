@@ -90,14 +90,14 @@ class PartitionCheckpoints(Pass):
             if info(node).policy is not Policy.MUST_SAVE:
                 continue
             name = info(node).names[0] if info(node).names else node.name
-            reason = self._refusal(node)
             readers = sorted(schema.readers(node), key=position.__getitem__)
-            late = [reader for reader in readers if info(reader).phase is not Phase.FORWARD]
-            if reason or not late:
-                left.append(f"{name} is kept whole: {reason or 'nothing after forward reads it'}")
-                continue
             early = [reader for reader in readers if info(reader).phase is Phase.FORWARD]
-            found.append(_Checkpoint(node, name, early[-1] if early else node, late[0]))
+            late = [reader for reader in readers if info(reader).phase is not Phase.FORWARD]
+            reason = self._refusal(node) or ("" if late else "nothing after forward reads it")
+            if reason:
+                left.append(f"{name} is kept whole: {reason}")
+            else:
+                found.append(_Checkpoint(node, name, [node, *early][-1], late[0]))
         return sorted(found, key=lambda item: position[item.first]), left
 
     def _refusal(self, node: fx.Node) -> str:
@@ -116,12 +116,8 @@ class PartitionCheckpoints(Pass):
 
     def _partition(self, program: Program, chosen: list[_Checkpoint], left: list[str], group: Group) -> Changed:
         before = program.memory()
-        trial = program.copy()
-        named = {node.name: node for node in trial.graph.nodes}
-        _insert(trial, [item.within(named) for item in chosen], group, check=self.check)
-        trial.erase_dead()
         total = sum(storage_bytes(value_of(item.node)) for item in chosen)
-        if trial.memory().peak_bytes >= before.peak_bytes:
+        if self._peak_with(program, chosen, group) >= before.peak_bytes:
             where = (info(before.peak_at).names or (before.peak_at.name,))[0]
             return Changed(
                 reason=f"the peak of {format_bytes(before.peak_bytes)} is at {where}, where partitioning "
@@ -137,6 +133,14 @@ class PartitionCheckpoints(Pass):
             tensors=tuple(item.name for item in chosen),
             lines=(line, *left),
         )
+
+    def _peak_with(self, program: Program, chosen: Sequence[_Checkpoint], group: Group) -> int:
+        """The peak in bytes of the program with these checkpoints partitioned."""
+        trial = program.copy()
+        named = {node.name: node for node in trial.graph.nodes}
+        _insert(trial, [item.within(named) for item in chosen], group, check=self.check)
+        trial.erase_dead()
+        return trial.memory().peak_bytes
 
 
 @dataclass(frozen=True, slots=True)

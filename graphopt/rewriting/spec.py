@@ -174,7 +174,7 @@ def _point(text: str, position: int, message: str) -> str:
 def _build(cls: type, options: list[tuple[str, list[Any]]], place: str) -> Any:
     fields = option_fields(cls)
     known = {option.name: option for option in fields} | {option.field: option for option in fields}
-    values, problems = _read_options(fields, options, place)
+    values, problems = _read_options(known, options, place)
     given = {known[name].field for name, _ in options if name in known}
     missing = [option for option in fields if option.required and option.field not in given]
     problems += [f"{place}: needs the option {option.name}" for option in missing]
@@ -187,16 +187,15 @@ def _build(cls: type, options: list[tuple[str, list[Any]]], place: str) -> Any:
 
 
 def _read_options(
-    fields: list[OptionField], options: list[tuple[str, list[Any]]], place: str
+    known: dict[str, OptionField], options: list[tuple[str, list[Any]]], place: str
 ) -> tuple[dict[str, Any], list[str]]:
     """The values of options by field, and what is wrong with the others."""
-    known = {option.name: option for option in fields} | {option.field: option for option in fields}
     values: dict[str, Any] = {}
     problems = []
     for name, raw in options:
         option = known.get(name)
         if option is None:
-            names = [field.name for field in fields]
+            names = list(dict.fromkeys(field.name for field in known.values()))
             hint = did_you_mean(name, names) or f"it has the options {', '.join(names) or 'none'}"
             problems.append(f"{place}: no option {name!r}; {hint}")
         elif option.field in values:

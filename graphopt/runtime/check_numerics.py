@@ -50,22 +50,30 @@ def check_numerics(rewritten: Rewritten) -> None:
     problems = []
     results = [run_once(program, _inputs(program, rewritten)) for program in (before, after)]
     for was, now, spec in zip(*results, after.outputs, strict=True):
-        if not isinstance(was, torch.Tensor):
-            continue
-        if "tolerant" in classes:
-            try:
-                torch.testing.assert_close(now, was, equal_nan=True)
-            except AssertionError as error:
-                problems.append(f"{_of(spec)}: {str(error).splitlines()[-1]}")
-        elif (
-            not torch.equal(was, now) and not (was.isnan() == now.isnan()).logical_and(was.isnan() | (was == now)).all()
-        ):
-            worst = (was.double() - now.double()).abs().max().item()
-            problems.append(f"{_of(spec)} differs by up to {worst:.3e}")
+        if isinstance(was, torch.Tensor):
+            difference = _beyond_tolerance(was, now) if "tolerant" in classes else _not_bitwise(was, now)
+            problems += [f"{_of(spec)}{difference}"] if difference else []
     if problems:
         raise VerifyError(
             f"the rewritten program computes other values than the captured one ({label}):\n  " + "\n  ".join(problems)
         )
+
+
+def _beyond_tolerance(was: torch.Tensor, now: torch.Tensor) -> str:
+    """How two tensors differ by more than ``torch.testing.assert_close`` lets pass; empty where they do not."""
+    try:
+        torch.testing.assert_close(now, was, equal_nan=True)
+    except AssertionError as error:
+        return f": {str(error).splitlines()[-1]}"
+    return ""
+
+
+def _not_bitwise(was: torch.Tensor, now: torch.Tensor) -> str:
+    """How far two tensors differ; empty where they are equal, with not-a-number in the same places."""
+    if torch.equal(was, now) or (was.isnan() == now.isnan()).logical_and(was.isnan() | (was == now)).all():
+        return ""
+    worst = (was.double() - now.double()).abs().max().item()
+    return f" differs by up to {worst:.3e}"
 
 
 def _without_update(rewritten: Rewritten) -> Program:

@@ -24,12 +24,17 @@ def saved_values(program: Program) -> list[fx.Node]:
     """What forward computes or is given, and something after forward reads: tensors first, then sizes."""
     late = _late(program)
     there = late.union(node for node, _ in program.inputs_of("pass_state"))
-    read = _read_by(node for node in program.graph.nodes if node in late)
-    gradients = [value for value, _ in program.outputs_of("gradient") if isinstance(value, fx.Node)]
-    saved = {node for node in read if node not in there}.union(node for node in gradients if node not in late)
-    nodes = [node for node in program.graph.nodes if node in saved]
-    sizes, tensors = _divide(nodes, {node for node in nodes if isinstance(value_of(node), torch.Tensor)})
+    _, late_nodes = _divide(program.graph.nodes, late)
+    read, _ = _divide(_read_by(late_nodes), there)
+    returned, _ = _divide(_nodes_among(value for value, _ in program.outputs_of("gradient")), late)
+    _, saved = _divide(program.graph.nodes, {*read, *returned})
+    tensors, sizes = _tensors_and_sizes(saved)
     return tensors + sizes
+
+
+def _tensors_and_sizes(nodes: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    sizes, tensors = _divide(nodes, {node for node in nodes if isinstance(value_of(node), torch.Tensor)})
+    return tensors, sizes
 
 
 def _calls(program: Program) -> list[fx.Node]:
@@ -84,8 +89,7 @@ def partition(
     tangents = [node for node, _ in program.inputs_of("tangent")]
     live = {node: (state or {})[spec.target] for node, spec in program.inputs_of("pass_state")}
     primals, _ = _divide(program.placeholders, {*tangents, *live})
-    saved = saved_values(program)
-    sizes, tensors = _divide(saved, {node for node in saved if isinstance(value_of(node), torch.Tensor)})
+    tensors, sizes = _tensors_and_sizes(saved_values(program))
     results = [value for value, _ in program.outputs_of("mutation", "output", "base", "loss")]
     forward = _extract(primals, early_calls, [*results, *tensors, *sizes], "GraphoptForward", live)
     given = [*sizes, *tensors, *tangents]

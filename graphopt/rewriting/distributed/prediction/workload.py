@@ -205,19 +205,20 @@ class _Lane:
 def _gradients(program: Program, found: Mapping[str, fx.Node], ends: Mapping[fx.Node, float]) -> tuple[Gradient, ...]:
     places = {node: place for place, node in enumerate(program.graph.nodes)}
     parameters = {spec.target: node for node, spec in program.inputs_of("parameter")}
-    gradients = [
-        Gradient(
-            name,
-            _memory_shape(value_of(node)),
-            value_of(node).dtype,
-            value_of(node).device,
-            places[node],
-            ends.get(node, 0.0),
-            storage_bytes(value_of(parameters[name])),
-            places[parameters[name]],
+    gradients = []
+    for name, node in found.items():
+        value, parameter = value_of(node), parameters[name]
+        gradient = Gradient(
+            name=name,
+            shape=_memory_shape(value),
+            dtype=value.dtype,
+            device=value.device,
+            place=places[node],
+            ready=ends.get(node, 0.0),
+            parameter_bytes=storage_bytes(value_of(parameter)),
+            order=places[parameter],
         )
-        for name, node in found.items()
-    ]
+        gradients.append(gradient)
     return tuple(sorted(gradients, key=lambda gradient: gradient.place))
 
 

@@ -229,7 +229,7 @@ def exchanged(program: Program, ranks: int) -> Volume:
 
 
 @pytest.mark.parametrize(
-    ("options", "way"),
+    ("options", "strategy"),
     [
         ({}, Dense()),
         ({"bucket_mb": 0.05, "first_bucket_mb": 0.001}, Dense(bucket_mb=0.05, first_bucket_mb=0.001)),
@@ -257,7 +257,7 @@ def test_sparse_volumes_are_those_of_deep_gradient_compression(ranks: int, spars
 
 @pytest.mark.parametrize("bucket_mb", [32.0, 0.05])
 @pytest.mark.parametrize(
-    ("compressed", "way"),
+    ("compressed", "strategy"),
     [
         (CompressGradients("bf16"), Dense(wire=torch.bfloat16)),
         (CompressGradients("powersgd"), LowRank(1)),
