@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import fx
@@ -64,9 +64,9 @@ class CheckpointBoundaries(Pass):
             return Changed(reason="the program has no checkpoints: give Recompute(...) too")
         names = list(checkpoints)
         for name, following in zip(names, [*names[1:], "backward"], strict=True):
-            self._mark(program, checkpoints[name], f"forward {name} .. {following}", after=checkpoints[name])
+            self._mark_behind(program, checkpoints[name], f"forward {name} .. {following}")
         for name, node in segments:
-            self._mark(program, _tensor_read_by(node), f"backward {name}", before=node)
+            self._mark_before(program, node, f"backward {name}")
         self._mark_ends(program, names[0] if names else "backward")
         return Changed(
             counts={"marks": len(checkpoints) + len(segments) + 2},
@@ -76,20 +76,25 @@ class CheckpointBoundaries(Pass):
 
     def _mark_ends(self, program: Program, first: str) -> None:
         calls = [node for node in program.phase_nodes(Phase.FORWARD) if _tensor_read_by(node) is not None]
-        self._mark(program, _tensor_read_by(calls[0]), f"forward start .. {first}", before=calls[0])
+        self._mark_before(program, calls[0], f"forward start .. {first}")
         late = [node for node in program.phase_nodes(Phase.BACKWARD, Phase.RECOMPUTE) if _is_tensor(node)]
-        self._mark(program, late[-1], "", after=late[-1])
+        self._mark_behind(program, late[-1], "")
 
-    def _mark(
-        self, program: Program, tensor: fx.Node | None, name: str, *,
-        before: fx.Node | None = None, after: fx.Node | None = None,
-    ) -> None:  # fmt: skip
-        place = before or after
-        assert place is not None
-        program.insert(
-            boundary, (tensor, name, self.synchronize, self.profile), before=before, after=after,
-            phase=info(place).phase, like=place, origin=f"{_ORIGIN}: {name or 'end'}",
-        )  # fmt: skip
+    def _mark_before(self, program: Program, call: fx.Node, name: str) -> None:
+        """Mark the moment in front of a call."""
+        program.insert(boundary, self._arguments(_tensor_read_by(call), name), before=call, **_told(call, name))
+
+    def _mark_behind(self, program: Program, tensor: fx.Node, name: str) -> None:
+        """Mark the moment at which a tensor is there."""
+        program.insert(boundary, self._arguments(tensor, name), after=tensor, **_told(tensor, name))
+
+    def _arguments(self, tensor: fx.Node | None, name: str) -> tuple[fx.Node | None, str, bool, bool]:
+        return tensor, name, self.synchronize, self.profile
+
+
+def _told(place: fx.Node, name: str) -> dict[str, Any]:
+    """Of what phase a mark is, and where it comes from."""
+    return {"phase": info(place).phase, "like": place, "origin": f"{_ORIGIN}: {name or 'end'}"}
 
 
 def _checkpoints(program: Program) -> dict[str, fx.Node]:

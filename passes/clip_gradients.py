@@ -74,16 +74,9 @@ class ClipGradients(Pass):
         gradients = in_own_storage(program, update_gradients(program), _ORIGIN)
         if not gradients:
             return Changed(reason="the update reads no gradients")
-        odd = next((node for node in gradients if not value_of(node).is_floating_point()), None)
-        if odd is not None:
-            raise GraphoptError(f"clip-gradients: {odd.name} is a gradient of dtype {value_of(odd).dtype}")
-        devices = sorted({str(value_of(node).device) for node in gradients})
-        if len(devices) > 1:
-            raise GraphoptError(f"clip-gradients: gradients on {', '.join(devices)}; all must lie on one device")
+        _check(gradients)
         if self.max_value is not None:
-            for group in _by_dtype(gradients):
-                _insert(program, _aten._foreach_clamp_min_.Scalar, (group, -self.max_value))
-                _insert(program, _aten._foreach_clamp_max_.Scalar, (group, self.max_value))
+            _clamp(program, gradients, self.max_value)
         else:
             self._by_norm(program, gradients)
         return Changed(counts={"gradients clipped": len(gradients)})
@@ -109,6 +102,23 @@ class ClipGradients(Pass):
         coefficient = _insert(program, _aten.clamp.default, (coefficient, None, 1.0))
         for group in _by_dtype(gradients):
             _insert(program, _aten._foreach_mul_.Tensor, (group, coefficient))
+
+
+def _check(gradients: Sequence[fx.Node]) -> None:
+    """Refuse gradients that cannot be clipped together."""
+    odd = next((node for node in gradients if not value_of(node).is_floating_point()), None)
+    if odd is not None:
+        raise GraphoptError(f"clip-gradients: {odd.name} is a gradient of dtype {value_of(odd).dtype}")
+    devices = sorted({str(value_of(node).device) for node in gradients})
+    if len(devices) > 1:
+        raise GraphoptError(f"clip-gradients: gradients on {', '.join(devices)}; all must lie on one device")
+
+
+def _clamp(program: Program, gradients: Sequence[fx.Node], limit: float) -> None:
+    """The ops of ``clip_grad_value_``."""
+    for group in _by_dtype(gradients):
+        _insert(program, _aten._foreach_clamp_min_.Scalar, (group, -limit))
+        _insert(program, _aten._foreach_clamp_max_.Scalar, (group, limit))
 
 
 def _insert(program: Program, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, ClassVar, final
 
 import torch
@@ -17,6 +17,7 @@ from graphopt.ir.ops.values import format_bytes, storage_bytes
 from graphopt.ir.program import Program
 from graphopt.rewriting.clock import Clock
 from graphopt.rewriting.distributed.all_reduce import exchange_gradients
+from graphopt.rewriting.distributed.buckets import BucketSizes
 from graphopt.rewriting.distributed.low_rank_exchange import Factors, Settings, exchange_low_rank, factors_of
 from graphopt.rewriting.distributed.remove_all_reduce import (
     Reduction,
@@ -35,13 +36,10 @@ aten = torch.ops.aten
 _DENSE = "dense"
 _POWERSGD = "powersgd"
 _CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_OF_POWERSGD = {
-    "rank": 1, "start_step": 1000, "min_compression_rate": 2.0, "seed": 0, "error_feedback": True, "warm_start": True,
-}  # fmt: skip
 
 
 @final
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class CompressGradients(TrainingPass):
     """Let the gradients that ``DataParallel`` exchanges travel in 16 bits, or as factors of low rank.
 
@@ -85,11 +83,15 @@ class CompressGradients(TrainingPass):
     after: ClassVar[tuple[str, ...]] = ("data-parallel", "mixed-precision", "scale-loss")
     requires: ClassVar[tuple[str, ...]] = ("data-parallel",)
     conflicts: ClassVar[tuple[str, ...]] = (
-        "deep-gradient-compression", "local-sgd", "adaptive-local-sgd", "shard-optimizer",
-    )  # fmt: skip
+        "deep-gradient-compression",
+        "local-sgd",
+        "adaptive-local-sgd",
+        "shard-optimizer",
+    )
     changes_signature: ClassVar[bool] = True
 
     how: str = "bf16"
+    _: KW_ONLY
     rank: int = 1
     start_step: int = 1000
     min_compression_rate: float = 2.0
@@ -97,34 +99,27 @@ class CompressGradients(TrainingPass):
     error_feedback: bool = True
     warm_start: bool = True
 
-    def __init__(
-        self, how: str = "bf16", *, rank: int = 1, start_step: int = 1000, min_compression_rate: float = 2.0,
-        seed: int = 0, error_feedback: bool = True, warm_start: bool = True,
-    ) -> None:  # fmt: skip
-        given = {
-            "how": how, "rank": rank, "start_step": start_step, "min_compression_rate": float(min_compression_rate),
-            "seed": seed, "error_feedback": error_feedback, "warm_start": warm_start,
-        }  # fmt: skip
-        for option, value in given.items():
-            object.__setattr__(self, option, value)
-        if how not in (*_CASTS, _POWERSGD):
-            hint = did_you_mean(str(how), (*_CASTS, _POWERSGD)) or "use 'bf16', 'fp16' or 'powersgd'"
-            raise GraphoptError(f"compress-gradients: how={how!r} is unknown; {hint}")
-        idle = [option for option, default in _OF_POWERSGD.items() if how in _CASTS and given[option] != default]
-        if idle:
+    def __post_init__(self) -> None:
+        rate = float(self.min_compression_rate)
+        if self.how not in (*_CASTS, _POWERSGD):
+            hint = did_you_mean(str(self.how), (*_CASTS, _POWERSGD)) or "use 'bf16', 'fp16' or 'powersgd'"
+            raise GraphoptError(f"compress-gradients: how={self.how!r} is unknown; {hint}")
+        idle = [field.name for field in fields(self) if field.kw_only and getattr(self, field.name) != field.default]
+        if self.how in _CASTS and idle:
             raise GraphoptError(
-                f"compress-gradients: {', '.join(idle)} would mean nothing with {how!r}; give how='powersgd', or leave "
-                f"{'it' if len(idle) == 1 else 'them'} out"
+                f"compress-gradients: {', '.join(idle)} would mean nothing with {self.how!r}; give how='powersgd', or "
+                f"leave {'it' if len(idle) == 1 else 'them'} out"
             )
         rules = {
-            f"rank must be at least 1, not {rank}": rank >= 1,
-            f"start_step is a number of updates of at least 0, not {start_step}": start_step >= 0,
-            f"min_compression_rate must be above 0, not {min_compression_rate}": min_compression_rate > 0,
-            f"seed must be at least 0 and below 2**31, not {seed}": 0 <= seed < 2**31,
+            f"rank must be at least 1, not {self.rank}": self.rank >= 1,
+            f"start_step is a number of updates of at least 0, not {self.start_step}": self.start_step >= 0,
+            f"min_compression_rate must be above 0, not {self.min_compression_rate}": self.min_compression_rate > 0,
+            f"seed must be at least 0 and below 2**31, not {self.seed}": 0 <= self.seed < 2**31,
         }
         wrong = [rule for rule, holds in rules.items() if not holds]
         if wrong:
             raise GraphoptError("compress-gradients: " + "; ".join(wrong))
+        object.__setattr__(self, "min_compression_rate", rate)
 
     def form(self, clock: Clock) -> str:
         """Dense steps first where there are factors; the program of the long run is the compressed one."""
@@ -187,38 +182,44 @@ class CompressGradients(TrainingPass):
     def _low_rank(self, program: Program, found: Sequence[Reduction]) -> Changed:
         if program.context.forms.get(self.name, "") == _DENSE:
             return Changed(reason=f"gradients are exchanged densely until step {self.start_step}")
-        settings = Settings(
-            self.rank, self.min_compression_rate, self.seed, self.error_feedback, self.warm_start
-        )  # fmt: skip
+        settings = Settings(self.rank, self.min_compression_rate, self.seed, self.error_feedback, self.warm_start)
         chosen = {
             member.name: factors_of(value_of(member.gradient), settings)
-            for reduction in found for member in reduction.members
-        }  # fmt: skip
+            for reduction in found
+            for member in reduction.members
+        }
         if not any(chosen.values()):
             return Changed(reason="every gradient has about as few elements as its factors would have")
-        group = one_group(found, self.name)
         was = sum(storage_bytes(value_of(reduction.start)) for reduction in found)
+        gradients = self._exchange(program, found, settings, [name for name, factors in chosen.items() if factors])
+        now = sum(_travels(value_of(gradients[name]), factors) for name, factors in chosen.items())
+        return self._report(chosen, was, now)
+
+    def _exchange(
+        self, program: Program, found: Sequence[Reduction], settings: Settings, names: Collection[str]
+    ) -> dict[str, fx.Node]:
+        """Let the gradients called ``names`` travel as factors, others densely; returns all of this rank's by name."""
+        group = one_group(found, self.name)
         limit = max(storage_bytes(value_of(reduction.start)) for reduction in found)
         gradients = remove_all_reduces(program, found, self.name)
         skip = agree_on_skipping(program, group, self.name) if FOUND_INF in program.names() else None
-        buckets = [
-            {member.name: gradients[member.name] for member in reduction.members if chosen[member.name]}
-            for reduction in found
-        ]  # fmt: skip
-        exchange_low_rank(program, [bucket for bucket in buckets if bucket], settings, group, self.name, skip)
-        dense = {name: gradients[name] for name, factors in chosen.items() if factors is None}
-        exchange_gradients(
-            program, dense, dict.fromkeys(dense, group), limit=limit, first=None, origin=self.name, after=skip
-        )
-        now = sum(_travels(value_of(gradients[name]), factors) for name, factors in chosen.items())
+        members = [[member.name for member in reduction.members if member.name in names] for reduction in found]
+        buckets = [{name: gradients[name] for name in bucket} for bucket in members if bucket]
+        exchange_low_rank(program, buckets, settings, group, self.name, skip)
+        dense = {name: node for name, node in gradients.items() if name not in names}
+        groups = dict.fromkeys(dense, group)
+        exchange_gradients(program, dense, groups, BucketSizes(limit), origin=self.name, after=skip)
+        return gradients
+
+    def _report(self, chosen: Mapping[str, Factors | None], was: int, now: int) -> Changed:
         names = tuple(name for name, factors in chosen.items() if factors)
+        dense = [name for name, factors in chosen.items() if factors is None]
         summary = (
             f"{len(names)} of {len(chosen)} gradients travel as factors of rank {self.rank}: {format_bytes(was)} -> "
             f"{format_bytes(now)} per step and rank"
         )
-        lines = [summary, *_left_dense(list(dense))]
         counts = {"gradients compressed": len(names), "dense gradients": len(dense)}
-        return Changed(counts, tensors=names, lines=tuple(lines))
+        return Changed(counts, tensors=names, lines=(summary, *_left_dense(dense)))
 
 
 def _saved(reduction: Reduction, wire: torch.dtype) -> int:

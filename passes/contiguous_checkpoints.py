@@ -139,9 +139,9 @@ def _move_in(program: Program, node: fx.Node, memory: fx.Node, offset: int, afte
     """Copy a checkpoint to its place, and let everything read it there; it takes its name along."""
     known = info(node)
     set_info(node, replace(known, names=(), policy=None))
-    stored = program.insert(
-        store, (memory, node, offset), after=after, phase=Phase.FORWARD, like=node, names=known.names,
-        origin=f"{_ORIGIN}: {(known.names or (node.name,))[0]}", hint=f"{node.name}_stored",
-    )  # fmt: skip
+    origin = f"{_ORIGIN}: {(known.names or (node.name,))[0]}"
+    common: dict[str, Any] = {"phase": Phase.FORWARD, "like": node, "origin": origin}
+    hint = f"{node.name}_stored"
+    stored = program.insert(store, (memory, node, offset), after=after, names=known.names, hint=hint, **common)
     node.replace_all_uses_with(stored, delete_user_cb=lambda user: user is not stored)
     program.set_policy([stored], Policy.MUST_SAVE)

@@ -18,6 +18,7 @@ from graphopt.ir.ops.groups import Group, find_group
 from graphopt.ir.ops.values import format_bytes, storage_bytes
 from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.all_reduce import Exchange, exchange_buffers, exchange_gradients, final_gradients
+from graphopt.rewriting.distributed.buckets import BucketSizes
 from graphopt.rewriting.pass_ import Changed, Numerics, PassStage
 from graphopt.rewriting.training_pass import TrainingPass
 
@@ -124,17 +125,19 @@ class DataParallel(TrainingPass):
         gradients = {name: node for name, node in final_gradients(program).items() if groups[name].size > 1}
         if not gradients:
             return Changed(reason="no parameter gets a gradient")
-        done = exchange_gradients(
-            program, gradients, groups,
-            limit=int(self.bucket_mb * _MIB), first=int(self.first_bucket_mb * _MIB), origin=_ORIGIN,
-        )  # fmt: skip
-        names = []
-        group = find_group(self.group)
-        if self.buffers != "local" and group.size > 1:
-            names = exchange_buffers(program, group, cast(Any, self.buffers), _ORIGIN)
+        sizes = BucketSizes(int(self.bucket_mb * _MIB), int(self.first_bucket_mb * _MIB))
+        done = exchange_gradients(program, gradients, groups, sizes, origin=_ORIGIN)
+        buffers = self._exchange_buffers(program)
         changed = _report(done, len(gradients))
-        more = (f"{len(names)} buffers: {_BUFFERS[self.buffers]}",) if names else ()
-        return replace(changed, counts={**changed.counts, "buffers": len(names)}, lines=(*changed.lines, *more))
+        more = (f"{len(buffers)} buffers: {_BUFFERS[self.buffers]}",) if buffers else ()
+        return replace(changed, counts={**changed.counts, "buffers": len(buffers)}, lines=(*changed.lines, *more))
+
+    def _exchange_buffers(self, program: Program) -> list[str]:
+        """The names of the buffers whose new values ranks exchange; none where each rank keeps its own."""
+        group = find_group(self.group)
+        if self.buffers == "local" or group.size == 1:
+            return []
+        return exchange_buffers(program, group, cast(Any, self.buffers), _ORIGIN)
 
 
 def _report(done: list[Exchange], count: int) -> Changed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import ClassVar, final
@@ -22,7 +22,7 @@ from graphopt.ir.ops.values import format_bytes, storage_bytes
 from graphopt.ir.program import Program
 from graphopt.rewriting.clock import Clock
 from graphopt.rewriting.distributed.all_reduce import exchange_gradients
-from graphopt.rewriting.distributed.buckets import Item, pack
+from graphopt.rewriting.distributed.buckets import BucketSizes, Item, pack
 from graphopt.rewriting.distributed.remove_all_reduce import (
     Reduction,
     agree_on_skipping,
@@ -55,6 +55,11 @@ _DENSE = "dense"
 _LEFT_OUT = "deep-gradient-compression/left out"
 _SEEN = "deep-gradient-compression/left out, seen"
 _LOOK = 100
+_WARNING = (
+    "deep-gradient-compression has left %d gradients of this rank out up to step %d because they are not finite: look "
+    "at what the model computes, lower the learning rate, or skip such steps on all ranks with "
+    "ScaleLoss(init_scale=1, dynamic=False)"
+)
 _OF_MOMENTUM = {"momentum": 0.9, "nesterov": False, "weight_decay": 0.0, "masking": True}
 """Options that mean nothing to error feedback, with their defaults."""
 _CORRECTIONS = ("momentum", "feedback")
@@ -121,8 +126,12 @@ class DeepGradientCompression(TrainingPass):
     after: ClassVar[tuple[str, ...]] = ("data-parallel", "mixed-precision", "scale-loss")
     requires: ClassVar[tuple[str, ...]] = ("data-parallel",)
     conflicts: ClassVar[tuple[str, ...]] = (
-        "clip-gradients", "local-sgd", "adaptive-local-sgd", "compress-gradients", "shard-optimizer",
-    )  # fmt: skip
+        "clip-gradients",
+        "local-sgd",
+        "adaptive-local-sgd",
+        "compress-gradients",
+        "shard-optimizer",
+    )
     changes_signature: ClassVar[bool] = True
 
     sparsity: tuple[float, ...] = (0.75, 0.9375, 0.984375, 0.996, 0.999)
@@ -139,34 +148,35 @@ class DeepGradientCompression(TrainingPass):
     bandwidth: str | float | None = None
 
     def __post_init__(self) -> None:
-        rising = all(one <= other for one, other in zip(self.sparsity, self.sparsity[1:], strict=False))
-        rules = {
-            f"sparsity holds shares of at least 0 and below 1 in ascending order, not {self.sparsity}":
-                bool(self.sparsity) and rising and all(0 <= share < 1 for share in self.sparsity),
-            f"rampup_begin_step is a number of updates of at least 0, not {self.rampup_begin_step}":
-                self.rampup_begin_step >= 0,
-            f"rampup_step is a number of updates of at least 1, not {self.rampup_step}": self.rampup_step >= 1,
-            f"momentum must be at least 0 and below 1, not {self.momentum}": 0 <= self.momentum < 1,
-            f"weight_decay must be at least 0, not {self.weight_decay}": self.weight_decay >= 0,
-            f"clip_norm must be above 0, or None for no limit, not {self.clip_norm}":
-                self.clip_norm is None or self.clip_norm > 0,
-            f"min_elements must be at least 1, not {self.min_elements}": self.min_elements >= 1,
-        }  # fmt: skip
-        wrong = [rule for rule, holds in rules.items() if not holds]
+        wrong = self._out_of_range()
         if self.bandwidth is not None:
             wrong += _wrong_bandwidth(self.bandwidth)
         if wrong:
             raise GraphoptError("deep-gradient-compression: " + "; ".join(wrong))
-        for option, value, known in (("correction", self.correction, _CORRECTIONS), ("wire", self.wire, WIRE_DTYPES)):
-            if value not in known:
-                hint = did_you_mean(value, known) or f"use {' or '.join(map(repr, known))}"
-                raise GraphoptError(f"deep-gradient-compression: {option}={value!r} is unknown; {hint}")
+        _check_known("correction", self.correction, _CORRECTIONS)
+        _check_known("wire", self.wire, WIRE_DTYPES)
         idle = [name for name, default in _OF_MOMENTUM.items() if getattr(self, name) != default]
         if self.correction == "feedback" and idle:
             raise GraphoptError(
                 f"deep-gradient-compression: {', '.join(idle)} {'belongs' if len(idle) == 1 else 'belong'} to "
                 "correction='momentum'; with 'feedback' the optimizer applies its own momentum and weight decay"
             )
+
+    def _out_of_range(self) -> list[str]:
+        """What each number that is out of its range must be."""
+        begin = self.rampup_begin_step
+        shares = bool(self.sparsity) and _ascends(self.sparsity) and all(0 <= share < 1 for share in self.sparsity)
+        limit = self.clip_norm is None or self.clip_norm > 0
+        rules = {
+            f"sparsity holds shares of at least 0 and below 1 in ascending order, not {self.sparsity}": shares,
+            f"rampup_begin_step is a number of updates of at least 0, not {begin}": begin >= 0,
+            f"rampup_step is a number of updates of at least 1, not {self.rampup_step}": self.rampup_step >= 1,
+            f"momentum must be at least 0 and below 1, not {self.momentum}": 0 <= self.momentum < 1,
+            f"weight_decay must be at least 0, not {self.weight_decay}": self.weight_decay >= 0,
+            f"clip_norm must be above 0, or None for no limit, not {self.clip_norm}": limit,
+            f"min_elements must be at least 1, not {self.min_elements}": self.min_elements >= 1,
+        }
+        return [rule for rule, holds in rules.items() if not holds]
 
     @property
     def rampup(self) -> Rampup:
@@ -190,12 +200,7 @@ class DeepGradientCompression(TrainingPass):
             return
         if int(count) > 2 * clock.numbers.get(_SEEN, 0):  # the first one, then at every doubling
             clock.numbers[_SEEN] = float(int(count))
-            logger.warning(
-                "deep-gradient-compression has left %d gradients of this rank out up to step %d because they are not "
-                "finite: look at what the model computes, lower the learning rate, or skip such steps on all ranks "
-                "with ScaleLoss(init_scale=1, dynamic=False)",
-                int(count), clock.steps - 1,
-            )  # fmt: skip
+            logger.warning(_WARNING, int(count), clock.steps - 1)
 
     def apply(self, program: Program) -> Changed:
         """See the class; rewrites a step program."""
@@ -204,42 +209,46 @@ class DeepGradientCompression(TrainingPass):
             return Changed(reason="no gradients are exchanged in this program: there is one process")
         if any(spec.target.startswith(f"{self.name}/") for _, spec in program.inputs_of("pass_state")):
             return Changed(reason="the gradients of this program are compressed already")
-        sparsity = self._sparsity(program)
         if self.correction == "momentum":
             self._refuse_momentum(program)
         if self.weight_decay:
             _refuse_shared(program, found)
-        skipping = FOUND_INF in program.names()
+        sparsity = self._sparsity(program)
         if not sparsity:
-            return self._dense(program, found, skipping)
+            return self._stay_dense(program, found, ("sparsity 0: exchange is dense",))
         group = one_group(found, self.name)
         speeds = self._speeds(program, found, group)
-        chosen = self._choose(found, sparsity, speeds)
-        if all(chosen.values()):
-            return self._dense(program, found, skipping, chosen, speeds)
+        decision = _Decision(sparsity, group, speeds, self._why_dense(found, sparsity, speeds))
+        if all(decision.why_dense.values()):
+            return self._stay_dense(program, found, tuple(decision.reasons()))
+        done, gradients = self._exchange(program, found, decision)
+        return self._report(done, gradients, decision)
+
+    def _exchange(
+        self, program: Program, found: Sequence[Reduction], decision: _Decision
+    ) -> tuple[list[Sparse], dict[str, fx.Node]]:
+        """Replace the all-reduces; returns what is exchanged sparsely, and all gradients of this rank by name."""
+        group, rule = decision.group, self._rule(decision.sparsity)
         limits = [storage_bytes(value_of(reduction.start)) for reduction in found]
         gradients = remove_all_reduces(program, found, self.name)
-        skip = agree_on_skipping(program, group, self.name) if skipping else None
-        rule = self._rule(sparsity)
+        skip = agree_on_skipping(program, group, self.name) if FOUND_INF in program.names() else None
         done: list[Sparse] = []
         dense: dict[str, fx.Node] = {}
         for reduction, limit in zip(found, limits, strict=True):
             bucket = {member.name: gradients[member.name] for member in reduction.members}
-            done += [
-                exchange_sparsely(program, message, rule, group, self.name, skip)
-                for message in _messages({name: node for name, node in bucket.items() if not chosen[name]}, rule)
-            ]
-            rest = {name: node for name, node in bucket.items() if chosen[name]}
-            exchange_gradients(
-                program, rest, dict.fromkeys(rest, group), limit=limit, first=None, origin=self.name, after=skip
-            )
+            rest = {name: node for name, node in bucket.items() if decision.why_dense[name]}
+            sparse = {name: node for name, node in bucket.items() if name not in rest}
+            for message in _messages(sparse, rule):
+                done.append(exchange_sparsely(program, message, rule, group, self.name, skip))
+            groups = dict.fromkeys(rest, group)
+            exchange_gradients(program, rest, groups, BucketSizes(limit), origin=self.name, after=skip)
             dense |= rest
         if rule.momentum is not None:
             self._momentum(program, list(dense), rule, skip)
-        finite = [flag for sparse in done for flag in sparse.finite]
+        finite = [flag for sparse_bucket in done for flag in sparse_bucket.finite]
         if finite:
             count_left_out(program, finite, _LEFT_OUT, self.name)
-        return self._report(done, chosen, gradients, sparsity, group, speeds)
+        return done, gradients
 
     def _sparsity(self, program: Program) -> float:
         form = program.context.forms.get(self.name, "")
@@ -270,20 +279,21 @@ class DeepGradientCompression(TrainingPass):
         speeds = speeds_of(group, device, self.bandwidth, program.context.numbers)
         return replace(speeds, adds=adds_gradients(program))
 
-    def _choose(self, found: list[Reduction], sparsity: float, speeds: Speeds | None) -> dict[str, str]:
-        """Why each tensor stays dense; "" for those that are exchanged sparsely."""
+    def _why_dense(self, found: Sequence[Reduction], sparsity: float, speeds: Speeds | None) -> dict[str, str]:
+        """Why each tensor stays dense, by name; "" for those that are exchanged sparsely."""
         return {
             member.name: self._reason(value_of(member.gradient), sparsity, reduction.group.size, speeds)
-            for reduction in found for member in reduction.members
-        }  # fmt: skip
+            for reduction in found
+            for member in reduction.members
+        }
 
     def _reason(self, gradient: torch.Tensor, sparsity: float, ranks: int, speeds: Speeds | None) -> str:
-        by_bytes = self._why_dense(gradient, sparsity, ranks)
+        by_bytes = self._reason_by_bytes(gradient, sparsity, ranks)
         if by_bytes or speeds is None:
             return by_bytes
         return speeds.why_dense(gradient, sparsity, wire_dtype(gradient.dtype, self.wire), ranks)
 
-    def _why_dense(self, gradient: torch.Tensor, sparsity: float, ranks: int) -> str:
+    def _reason_by_bytes(self, gradient: torch.Tensor, sparsity: float, ranks: int) -> str:
         elements = gradient.numel()
         if elements < self.min_elements:
             return f"fewer than {self.min_elements} elements"
@@ -295,17 +305,12 @@ class DeepGradientCompression(TrainingPass):
         dense = 2 * (ranks - 1) * elements * gradient.element_size() // ranks
         return "dense exchange takes no more bytes" if received >= dense else ""
 
-    def _dense(
-        self, program: Program, found: list[Reduction], skipping: bool, chosen: Mapping[str, str] | None = None,
-        speeds: Speeds | None = None,
-    ) -> Changed:  # fmt: skip
-        names = [member.name for reduction in found for member in reduction.members]
-        if self.correction == "momentum":
-            skip = program.names()[FOUND_INF] if skipping else None
-            self._momentum(program, names, self._rule(0.0), skip)
-        why = tuple(_reasons(chosen, speeds)) if chosen else ("sparsity 0: exchange is dense",)
+    def _stay_dense(self, program: Program, found: Sequence[Reduction], why: tuple[str, ...]) -> Changed:
+        """Leave the exchange as it is, and apply the momentum of this pass to its results."""
         if self.correction != "momentum":
             return Changed(lines=why, reason="; ".join(why))
+        names = [member.name for reduction in found for member in reduction.members]
+        self._momentum(program, names, self._rule(0.0), program.names().get(FOUND_INF))
         return Changed(counts={"dense gradients": len(names)}, lines=why)
 
     def _momentum(self, program: Program, names: list[str], rule: Rule, skip: fx.Node | None) -> None:
@@ -321,29 +326,54 @@ class DeepGradientCompression(TrainingPass):
             sparse = bool(share) and any(not self._reason(value, share, ranks, speeds) for value in values)
             yield f"{share:g} from step {step}" + ("" if sparse else " (dense)")
 
-    def _report(
-        self, done: list[Sparse], chosen: Mapping[str, str], gradients: Mapping[str, fx.Node], sparsity: float,
-        group: Group, speeds: Speeds | None,
-    ) -> Changed:  # fmt: skip
-        sent = sum(sparse.bytes for sparse in done)
+    def _report(self, done: Sequence[Sparse], gradients: Mapping[str, fx.Node], decision: _Decision) -> Changed:
+        group, count = decision.group, len(decision.why_dense)
         names = tuple(name for sparse in done for name in sparse.names)
+        sent = sum(sparse.bytes for sparse in done)
         whole = sum(storage_bytes(value_of(gradients[name])) for name in names)
-        starts = ", ".join(self._starts(gradients, group.size, speeds))
         summary = (
-            f"{len(names)} of {len(chosen)} gradients are exchanged sparsely over the {group.size} ranks of the group "
+            f"{len(names)} of {count} gradients are exchanged sparsely over the {group.size} ranks of the group "
             f"{group.name!r}: {format_bytes(sent)} sent per step and rank in place of {format_bytes(whole)}"
         )
-        times: dict[str, str] = {}
-        if speeds is not None:
-            values = {name: value_of(gradients[name]) for name in names}
-            times = {
-                name: speeds.why_sparse(value, sparsity, wire_dtype(value.dtype, self.wire), group.size)
-                for name, value in values.items()
-            }
-        lines = [summary, *_reasons(chosen, speeds), *_listed("sparse", times), *_updates(done)]
-        lines.append(f"sparsity {sparsity:g} here; {starts}")
-        counts = {"sparse gradients": len(names), "dense gradients": len(chosen) - len(names), "exchanges": len(done)}
+        times = self._why_sparse({name: value_of(gradients[name]) for name in names}, decision)
+        starts = ", ".join(self._starts(gradients, group.size, decision.speeds))
+        lines = [summary, *decision.reasons(), *_listed("sparse", times), *_updates(done)]
+        lines.append(f"sparsity {decision.sparsity:g} here; {starts}")
+        counts = {"sparse gradients": len(names), "dense gradients": count - len(names), "exchanges": len(done)}
         return Changed(counts, tensors=names, lines=tuple(lines))
+
+    def _why_sparse(self, gradients: Mapping[str, torch.Tensor], decision: _Decision) -> dict[str, str]:
+        """By how much sparse exchange is faster, for each gradient; nothing where times are not compared."""
+        speeds, sparsity, ranks = decision.speeds, decision.sparsity, decision.group.size
+        if speeds is None:
+            return {}
+        return {
+            name: speeds.why_sparse(value, sparsity, wire_dtype(value.dtype, self.wire), ranks)
+            for name, value in gradients.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """How one program exchanges gradients.
+
+    Attributes:
+        sparsity: of what is exchanged sparsely.
+        group: the ranks.
+        speeds: what is compared beside bytes; None for nothing.
+        why_dense: why each gradient is exchanged densely, by name; "" for those that are not.
+    """
+
+    sparsity: float
+    group: Group
+    speeds: Speeds | None
+    why_dense: Mapping[str, str]
+
+    def reasons(self) -> Iterator[str]:
+        """Lines on what is dense."""
+        if self.speeds is not None:
+            yield f"dense or sparse by time at {self.speeds}"
+        yield from _listed("dense", self.why_dense)
 
 
 def _refuse_shared(program: Program, found: Sequence[Reduction]) -> None:
@@ -375,6 +405,16 @@ def _messages(gradients: Mapping[str, fx.Node], rule: Rule) -> Iterator[dict[str
         yield {item.name: gradients[item.name] for item in message.items}
 
 
+def _ascends(shares: Sequence[float]) -> bool:
+    return all(one <= other for one, other in itertools.pairwise(shares))
+
+
+def _check_known(option: str, value: str, known: Collection[str]) -> None:
+    if value not in known:
+        hint = did_you_mean(value, known) or f"use {' or '.join(map(repr, known))}"
+        raise GraphoptError(f"deep-gradient-compression: {option}={value!r} is unknown; {hint}")
+
+
 def _wrong_bandwidth(bandwidth: str | float) -> Iterator[str]:
     try:
         check_bandwidth(bandwidth)
@@ -389,12 +429,6 @@ def _updates(done: Sequence[Sparse]) -> Iterator[str]:
         names = ", ".join(name for sparse in found for name in sparse.names)
         how = f"from dense sums, since {reason}" if reason else "at the entries that arrive, without dense sums"
         yield f"updated {how}: {names}"
-
-
-def _reasons(chosen: Mapping[str, str], speeds: Speeds | None) -> Iterator[str]:
-    if speeds is not None:
-        yield f"dense or sparse by time at {speeds}"
-    yield from _listed("dense", chosen)
 
 
 def _listed(form: str, reasons: Mapping[str, str]) -> Iterator[str]:

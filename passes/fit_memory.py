@@ -13,7 +13,7 @@ from graphopt.ir.ops.values import parse_bytes
 from graphopt.ir.program import Program
 from graphopt.planning.offloading import Lanes
 from graphopt.rewriting.memory.budget import budget_bytes, check_budget, infeasible, within_already
-from graphopt.rewriting.memory.fit import Fitting
+from graphopt.rewriting.memory.fit import Fitting, FittingOptions
 from graphopt.rewriting.memory.planning_problem import PlanningProblem
 from graphopt.rewriting.memory.summary import away_lines, plan_lines, summary_lines
 from graphopt.rewriting.memory.transfer_insertion import host_lanes
@@ -101,10 +101,8 @@ class FitMemory(Pass):
         with measuring() as measured:
             costs = costs_of(memory, self.cost, progress=measured)
         with searching() as searched:
-            fitting = Fitting(
-                program, memory, costs.seconds, time_limit=self.time_limit, lanes=self._lanes(),
-                recompute="recompute" in self.allow, progress=searched,
-            )  # fmt: skip
+            options = FittingOptions(self.time_limit, searched, self._lanes(), recompute="recompute" in self.allow)
+            fitting = Fitting(program, memory, costs.seconds, options)
         fitted = fitting.within(budget)
         if fitted is None:
             raise infeasible(fitting, budget)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import fx
@@ -173,12 +173,11 @@ def _split(program: Program, node: fx.Node, count: int, owner: dict[fx.Node, str
     results: dict[int, list[fx.Node]] = defaultdict(list)
     for user in node.users:
         results[user.args[1]].append(user)  # type: ignore[index]
+    origin = f"fuse-update: one of {count} elements of {node.name}"
+    common: dict[str, Any] = {"before": node, "phase": Phase.UPDATE, "like": node, "origin": origin}
     for index in range(count):
         target, args, kwargs = foreach.element_call(node, index)
-        one = program.insert(
-            target, args, kwargs, before=node, phase=Phase.UPDATE, like=node,
-            origin=f"fuse-update: one of {count} elements of {node.name}", hint=f"{node.name}_{index}",
-        )  # fmt: skip
+        one = program.insert(target, args, kwargs, hint=f"{node.name}_{index}", **common)
         modules = {owner[source] for source in one.all_input_nodes if source in owner}
         if len(modules) == 1:
             (owner[one],) = modules
@@ -212,29 +211,47 @@ def _sharing(program: Program) -> str:
     return ""
 
 
+class _GradientsBehind:
+    """Which gradients each call of the update depends on, call by call in the order of the program."""
+
+    def __init__(self, program: Program) -> None:
+        self._refers = storages_of(program)[1]
+        self._accumulators = {node for node, _ in program.inputs_of("gradient")}
+        self._behind: dict[object, set[int]] = defaultdict(set)
+        self.names: dict[int, str] = {}
+
+    def of(self, node: fx.Node) -> set[int]:
+        """The gradients (by the identity of their storages) that the next call depends on."""
+        for source in node.all_input_nodes:
+            if source in self._accumulators or _is_gradient(source):
+                self._add(source)
+        keys = [id(storage) for source in node.all_input_nodes for storage in self._refers[source]]
+        return set[int]().union(*(self._behind[key] for key in [*keys, *node.all_input_nodes]))
+
+    def _add(self, gradient: fx.Node) -> None:
+        for storage in self._refers[gradient]:
+            self.names[id(storage)] = (storage.names or (gradient.name,))[0]
+            self._behind[id(storage)].add(id(storage))
+
+    def pass_on(self, node: fx.Node, gradients: set[int]) -> None:
+        """What a call makes or writes depends on what the call depends on."""
+        written = [storage for target in schema.mutated_inputs(node) for storage in self._refers[target]]
+        for key in [node, *(id(storage) for storage in [*written, *self._refers[node]])]:
+            self._behind[key] |= gradients
+
+
 def _gathering(program: Program) -> str:
     """Why updates cannot run one by one: which call of the update depends on several gradients; empty without one."""
-    refers = storages_of(program)[1]
-    names: dict[int, str] = {}
-    behind: dict[object, set[int]] = defaultdict(set)
-    accumulators = {node for node, _ in program.inputs_of("gradient")}
+    behind = _GradientsBehind(program)
     for node in program.phase_nodes(Phase.UPDATE):
-        for source in node.all_input_nodes:
-            if source in accumulators or _is_gradient(source):
-                for storage in refers[source]:
-                    names[id(storage)] = (storage.names or (source.name,))[0]
-                    behind[id(storage)].add(id(storage))
-        keys = [id(storage) for source in node.all_input_nodes for storage in refers[source]]
-        found = set[int]().union(*(behind[key] for key in [*keys, *node.all_input_nodes]))
+        found = behind.of(node)
         if len(found) > 1:
-            listed = ", ".join(_first_three(sorted(names[key] for key in found)))
+            listed = ", ".join(_first_three(sorted(behind.names[key] for key in found)))
             return (
                 f"{node.name} ({schema.op_name(node)}) depends on {len(found)} gradients ({listed}), so the update has "
                 "to wait for all of them"
             )
-        written = [storage for target in schema.mutated_inputs(node) for storage in refers[target]]
-        for key in [node, *(id(storage) for storage in [*written, *refers[node]])]:
-            behind[key] |= found
+        behind.pass_on(node, found)
     return ""
 
 

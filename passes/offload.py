@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -95,10 +96,7 @@ class Offload(Pass):
             return Changed(reason=kept or "backward reads no tensor of forward that is large enough to move")
         plan = _Plan(self, program, memory, planning, chosen)
         plan.check_room()
-        trial = program.copy()
-        plan.insert(trial)
-        peak = trial.memory().peak_bytes
-        if peak >= memory.peak_bytes:
+        if plan.peak_bytes(program) >= memory.peak_bytes:
             where = (info(memory.peak_at).names or (memory.peak_at.name,))[0]
             return Changed(
                 reason=f"the peak of {format_bytes(memory.peak_bytes)} is at {where}, where moving "
@@ -113,23 +111,20 @@ class Offload(Pass):
 
     def _choose(self, program: Program, planning: PlanningProblem) -> tuple[list[int], str]:
         """The values to move, in the order in which backward needs them, latest first; and what is said of others."""
-        numbers = {node: value for value, node in enumerate(planning.makers)}
-        idle = {value: item for value in range(len(planning.makers)) if (item := _idle(planning, value)) is not None}
-        if self.tensors:
-            found = self._named(program, numbers, idle)
-        else:
-            marked = [v for v in idle if info(planning.makers[v]).policy is Policy.MUST_SAVE]
-            found = [v for v in marked or idle if not movable(planning.makers[v])]
-        sizes = planning.problem.sizes
-        found = [value for value in found if sizes[value] >= self.min_bytes and value not in planning.problem.held]
+        problem = planning.problem
+        idle = _idle_values(planning)
+        found = self._named(program, planning, idle) if self.tensors else _by_policy(planning, idle)
+        found = [value for value in found if problem.sizes[value] >= self.min_bytes and value not in problem.held]
         found.sort(key=lambda value: -idle[value][1])
-        staying = found[len(found) - self.keep_last :] if len(found) > self.keep_last > 0 else []
-        names = ", ".join(planning.problem.names[value] for value in staying)
-        line = f"{names} stays: backward begins with it, and moving it gains nothing" if staying else ""
-        return [value for value in found if value not in staying], line
+        if not len(found) > self.keep_last > 0:
+            return found, ""
+        moved, staying = found[: -self.keep_last], found[-self.keep_last :]
+        names = ", ".join(problem.names[value] for value in staying)
+        return moved, f"{names} stays: backward begins with it, and moving it gains nothing"
 
-    def _named(self, program: Program, numbers: dict[fx.Node, int], idle: dict[int, tuple[int, int]]) -> list[int]:
+    def _named(self, program: Program, planning: PlanningProblem, idle: Mapping[int, tuple[int, int]]) -> list[int]:
         """The values that names and globs stand for; what a glob matches and cannot be moved is left where it is."""
+        numbers = {node: value for value, node in enumerate(planning.makers)}
         found: dict[int, None] = {}
         for pattern in self.tensors:
             refused: dict[str, str] = {}
@@ -158,6 +153,18 @@ def _refusal(node: fx.Node, idle: bool) -> str:
     return movable(root) or ("" if idle else "nothing after forward reads it")
 
 
+def _idle_values(planning: PlanningProblem) -> dict[int, tuple[int, int]]:
+    """The values of forward that wait for backward, and the operations between which each of them does."""
+    spans = {value: _idle(planning, value) for value in range(len(planning.makers))}
+    return {value: span for value, span in spans.items() if span is not None}
+
+
+def _by_policy(planning: PlanningProblem, idle: Collection[int]) -> list[int]:
+    """The checkpoints among the values that wait for backward or, without any, all of these; what can be moved."""
+    marked = [value for value in idle if info(planning.makers[value]).policy is Policy.MUST_SAVE]
+    return [value for value in marked or idle if not movable(planning.makers[value])]
+
+
 def _idle(planning: PlanningProblem, value: int) -> tuple[int, int] | None:
     """The operations between which a value of forward waits for backward: its last reader before, the first after."""
     problem = planning.problem
@@ -182,23 +189,29 @@ class _Plan:
         problem = planning.problem
         self.names = [problem.names[value] for value in chosen]
         self.bytes = sum(problem.sizes[value] for value in chosen)
+        spans = {value: _idle(planning, value) for value in chosen}
         makers = problem.makers
-        spans = [_idle(planning, value) for value in chosen]
         self._copies = [
-            Copy(problem.sizes[value], makers[value], span[0], span[1])
-            for value, span in zip(chosen, spans, strict=True)
-            if span is not None
+            Copy(problem.sizes[value], makers[value], *span) for value, span in spans.items() if span is not None
         ]
         devices = {value_of(planning.makers[value]).device for value in chosen}
         self._rate = min(link_bandwidth(device, options.tier) for device in devices)  # type: ignore[arg-type]
-        drop_in = bool(program.inputs_of("tangent"))
-        seconds, alive = [operation.seconds for operation in problem.operations], self._alive(memory)
-        self._windows = schedule_copies(
-            seconds, alive, self._copies,
-            out=self._rate, back=self._rate, not_freed_after=problem.boundary if drop_in else None,
+        self._windows = self._schedule(memory, drop_in=bool(program.inputs_of("tangent")))
+
+    def _schedule(self, memory: MemoryTimeline, *, drop_in: bool) -> list[Window]:
+        """When each value is freed and fetched; in a drop-in program not across the end of forward."""
+        problem = self._planning.problem
+        prefetch = self._options.prefetch
+        return schedule_copies(
+            [operation.seconds for operation in problem.operations],
+            self._alive(memory),
+            self._copies,
+            out=self._rate,
+            back=self._rate,
+            not_freed_after=problem.boundary if drop_in else None,
             not_fetched_before=problem.boundary + 1 if drop_in else 0,
-            ahead=None if options.prefetch == "auto" else int(options.prefetch),
-        )  # fmt: skip
+            ahead=None if prefetch == "auto" else int(prefetch),
+        )
 
     def _alive(self, memory: MemoryTimeline) -> list[int]:
         """Bytes alive at each operation, with the chosen values away while they wait."""
@@ -224,6 +237,12 @@ class _Plan:
                 f"processes, and {there} bytes ({format_bytes(there)}) are there: name fewer tensors, or use the tier "
                 f"{'disk' if tier == 'host' else 'host'}"
             )
+
+    def peak_bytes(self, program: Program) -> int:
+        """The peak of the program with the transfers."""
+        trial = program.copy()
+        self.insert(trial)
+        return trial.memory().peak_bytes
 
     def insert(self, program: Program) -> None:
         """Insert the transfers into the program, or into a copy of it."""

@@ -90,14 +90,14 @@ class PartitionCheckpoints(Pass):
             if info(node).policy is not Policy.MUST_SAVE:
                 continue
             name = info(node).names[0] if info(node).names else node.name
-            reason = self._refusal(node)
             readers = sorted(schema.readers(node), key=position.__getitem__)
-            late = [reader for reader in readers if info(reader).phase is not Phase.FORWARD]
-            if reason or not late:
-                left.append(f"{name} is kept whole: {reason or 'nothing after forward reads it'}")
-                continue
             early = [reader for reader in readers if info(reader).phase is Phase.FORWARD]
-            found.append(_Checkpoint(node, name, early[-1] if early else node, late[0]))
+            late = [reader for reader in readers if info(reader).phase is not Phase.FORWARD]
+            reason = self._refusal(node) or ("" if late else "nothing after forward reads it")
+            if reason:
+                left.append(f"{name} is kept whole: {reason}")
+            else:
+                found.append(_Checkpoint(node, name, [node, *early][-1], late[0]))
         return sorted(found, key=lambda item: position[item.first]), left
 
     def _refusal(self, node: fx.Node) -> str:
@@ -116,12 +116,8 @@ class PartitionCheckpoints(Pass):
 
     def _partition(self, program: Program, chosen: list[_Checkpoint], left: list[str], group: Group) -> Changed:
         before = program.memory()
-        trial = program.copy()
-        named = {node.name: node for node in trial.graph.nodes}
-        _insert(trial, [item.within(named) for item in chosen], group, check=self.check)
-        trial.erase_dead()
         total = sum(storage_bytes(value_of(item.node)) for item in chosen)
-        if trial.memory().peak_bytes >= before.peak_bytes:
+        if self._peak_with(program, chosen, group) >= before.peak_bytes:
             where = (info(before.peak_at).names or (before.peak_at.name,))[0]
             return Changed(
                 reason=f"the peak of {format_bytes(before.peak_bytes)} is at {where}, where partitioning "
@@ -137,6 +133,14 @@ class PartitionCheckpoints(Pass):
             tensors=tuple(item.name for item in chosen),
             lines=(line, *left),
         )
+
+    def _peak_with(self, program: Program, chosen: Sequence[_Checkpoint], group: Group) -> int:
+        """The peak in bytes of the program with these checkpoints partitioned."""
+        trial = program.copy()
+        named = {node.name: node for node in trial.graph.nodes}
+        _insert(trial, [item.within(named) for item in chosen], group, check=self.check)
+        trial.erase_dead()
+        return trial.memory().peak_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +167,8 @@ def _insert(program: Program, chosen: Sequence[_Checkpoint], group: Group, *, ch
     for item in chosen:
         part = _cut(program, item, group)
         if check:
-            program.insert(
-                same_on_all_ranks, (item.node, item.name, group.name), after=item.last,
-                phase=Phase.FORWARD, like=item.node, origin=f"{_ORIGIN}: {item.name}",
-            )  # fmt: skip
+            common: dict[str, Any] = {"phase": Phase.FORWARD, "like": item.node, "origin": f"{_ORIGIN}: {item.name}"}
+            program.insert(same_on_all_ranks, (item.node, item.name, group.name), after=item.last, **common)
         kept += storage_bytes(value_of(part))
         gathered = _gather(program, item, part, group)
         returned.append(Again(item.node, item.first, f"{_ORIGIN}: {item.name}", gathered))
@@ -196,8 +198,11 @@ def _gather(program: Program, item: _Checkpoint, part: fx.Node, group: Group) ->
     """The whole checkpoint again, in front of its first reader after forward, with its size and strides."""
     value = value_of(item.node)
     common: dict[str, Any] = {
-        "before": item.first, "phase": Phase.SYNC, "like": item.node, "origin": f"{_ORIGIN}: {item.name}",
-    }  # fmt: skip
+        "before": item.first,
+        "phase": Phase.SYNC,
+        "like": item.node,
+        "origin": f"{_ORIGIN}: {item.name}",
+    }
     arguments = (part, group.size, group.name)
     started = program.insert(ALL_GATHER, arguments, hint=f"{item.node.name}_gather", **common)
     whole = program.insert(WAIT, (started,), hint=f"{item.node.name}_gathered", **common)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -64,7 +65,7 @@ class Recompute(Pass):
     def apply(self, program: Program) -> Changed:
         """See the class; rewrites a joint program."""
         automatic = self.checkpoints == ("auto",) and "auto" not in program.names()
-        if automatic and any(info(node).origin.startswith(_ORIGIN) for node in program.phase_nodes(Phase.RECOMPUTE)):
+        if automatic and _is_recomputing(program):
             return Changed(reason="checkpoints have been chosen for this program already")
         chosen = _square_root_choice(program) if automatic else self._named(program)
         if not chosen:
@@ -74,14 +75,14 @@ class Recompute(Pass):
         origins = {node: f"{_ORIGIN}{plan.segment_name(node)}" for node in plan.recomputed}
         done = rematerialize(program, plan.recomputed, origin=origins)
         program.set_policy(plan.kept_roots, Policy.MUST_SAVE)
-        ops = sum(1 for node in done.clones if node.target is not operator.getitem and not schema.is_view(node))
         if not done.clones:
             return Changed(reason="backward reads nothing between these checkpoints that is not kept anyway")
-        return Changed(
-            counts={"recomputed": ops, "checkpoints": len(plan.kept_roots), "random ops replayed": len(done.replayed)},
-            tensors=tuple(chosen),
-            lines=(*plan.report(), *_refused(done)),
-        )
+        counts = {
+            "recomputed": _count_ops(done.clones),
+            "checkpoints": len(plan.kept_roots),
+            "random ops replayed": len(done.replayed),
+        }
+        return Changed(counts, tensors=tuple(chosen), lines=(*plan.report(), *_refused(done)))
 
     def _named(self, program: Program) -> dict[str, fx.Node]:
         found = program.find(*self.checkpoints)
@@ -96,6 +97,16 @@ class Recompute(Pass):
                     f"{name!r} cannot be a checkpoint: it is a write into {node.args[0]}, not a new tensor"
                 )
         return found
+
+
+def _is_recomputing(program: Program) -> bool:
+    """Whether this pass has run on the program."""
+    return any(info(node).origin.startswith(_ORIGIN) for node in program.phase_nodes(Phase.RECOMPUTE))
+
+
+def _count_ops(nodes: Iterable[fx.Node]) -> int:
+    """How many of the nodes compute something: elements of tuples and views do not."""
+    return sum(1 for node in nodes if node.target is not operator.getitem and not schema.is_view(node))
 
 
 def _refused(done: Rematerialized) -> list[str]:
@@ -132,21 +143,30 @@ class _Plan:
     def __init__(self, program: Program, chosen: dict[str, fx.Node]) -> None:
         self._order = {node: index for index, node in enumerate(program.graph.nodes)}
         self._names = {schema.storage_root(node): name for name, node in reversed(chosen.items())}
-        roots = sorted(self._names, key=self._order.__getitem__)
-        self._cuts = [self._order[root] for root in roots if root.op != "placeholder"]
-        self._cut_names = [self._names[root] for root in roots if root.op != "placeholder"]
-        forward = [node for node in program.phase_nodes(Phase.FORWARD) if self._segment(node) < len(self._cuts)]
-        kept = set(roots) | {sibling for root in roots for sibling in _siblings(root)}
-        crossing = {schema.storage_root(node) for node in forward if can_recompute(node) and self._crosses(node)}
-        crossing = {node for node in crossing if node.op != "placeholder" and node not in kept}
-        self.crossing = sorted(
-            (node for node in crossing if isinstance(value_of(node), torch.Tensor)), key=self._order.__getitem__
-        )
-        self.kept_roots = [root for root in roots if root.op != "placeholder"]
-        self.recomputed = [
-            node for node in forward
-            if node not in kept and node not in crossing and can_recompute(node)
-        ]  # fmt: skip
+        self.kept_roots = self._in_order(root for root in self._names if root.op != "placeholder")
+        self._cuts = [self._order[root] for root in self.kept_roots]
+        self._cut_names = [self._names[root] for root in self.kept_roots]
+        repeatable = [node for node in self._before_last_cut(program) if can_recompute(node)]
+        crossing = self._crossing(repeatable)
+        self.crossing = self._in_order(node for node in crossing if isinstance(value_of(node), torch.Tensor))
+        kept = {*self._checkpoints(), *crossing}
+        self.recomputed = [node for node in repeatable if node not in kept]
+
+    def _in_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return sorted(nodes, key=self._order.__getitem__)
+
+    def _before_last_cut(self, program: Program) -> list[fx.Node]:
+        """Forward up to the last checkpoint; what comes after it is kept as usual."""
+        return [node for node in program.phase_nodes(Phase.FORWARD) if self._segment(node) < len(self._cuts)]
+
+    def _checkpoints(self) -> set[fx.Node]:
+        """The checkpoints, and what is made along with them."""
+        return {*self._names, *(sibling for root in self._names for sibling in _siblings(root))}
+
+    def _crossing(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+        """What forward makes in one segment and reads in another, but for the checkpoints."""
+        roots = {schema.storage_root(node) for node in nodes if self._crosses(node)}
+        return {root for root in roots if root.op != "placeholder"} - self._checkpoints()
 
     def _segment(self, node: fx.Node) -> int:
         """Segments are numbered from 0; what comes after the last checkpoint has number ``len(cuts)``."""

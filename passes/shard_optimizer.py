@@ -60,8 +60,11 @@ class ShardOptimizer(TrainingPass):
     after: ClassVar[tuple[str, ...]] = ("data-parallel", "mixed-precision", "scale-loss", "clip-gradients")
     requires: ClassVar[tuple[str, ...]] = ("data-parallel",)
     conflicts: ClassVar[tuple[str, ...]] = (
-        "local-sgd", "adaptive-local-sgd", "deep-gradient-compression", "compress-gradients",
-    )  # fmt: skip
+        "local-sgd",
+        "adaptive-local-sgd",
+        "deep-gradient-compression",
+        "compress-gradients",
+    )
 
     group: str = ""
 

@@ -34,7 +34,7 @@ from graphopt.report.console.progress_bar import progress_bar
 from graphopt.report.pictures.frontier_chart import BudgetMark, frontier_svg
 from graphopt.report.text.frontier_table import FrontierPoint, FrontierReport, fitted_point, frontier_report
 from graphopt.rewriting.memory.budget import budget_bytes, check_budget, infeasible, within_already
-from graphopt.rewriting.memory.fit import Fitted, Fitting
+from graphopt.rewriting.memory.fit import Fitted, Fitting, FittingOptions
 from graphopt.rewriting.memory.summary import away_lines, decisions, plan_lines, summary_lines
 from graphopt.rewriting.memory.transfer_insertion import host_lanes
 from graphopt.rewriting.pipeline import Pipeline
@@ -170,15 +170,8 @@ def _search(program: Program, memory: MemoryTimeline, costs: CostReport, time_li
         def progress(share: float, frontier: Frontier) -> None:
             show(share, f"smallest peak {format_bytes(frontier.lowest.peak)}; Ctrl-C takes the best plans so far")
 
-        return Fitting(
-            program,
-            memory,
-            costs.seconds,
-            time_limit=time_limit,
-            progress=progress,
-            interruptible=True,
-            lanes=lambda planning: host_lanes(planning, None),
-        )
+        options = FittingOptions(time_limit, progress, lambda planning: host_lanes(planning, None), interruptible=True)
+        return Fitting(program, memory, costs.seconds, options)
 
 
 def _answer(fitting: Fitting, text: str) -> _Answer:

@@ -172,15 +172,30 @@ def _point(text: str, position: int, message: str) -> str:
 
 
 def _build(cls: type, options: list[tuple[str, list[Any]]], place: str) -> Any:
-    known = {option.name: option for option in option_fields(cls)}
-    known |= {option.field: option for option in known.values()}
-    problems = []
-    values: dict[str, Any] = {}
+    fields = option_fields(cls)
+    known = {option.name: option for option in fields} | {option.field: option for option in fields}
+    values, problems = _read_options(known, options, place)
     given = {known[name].field for name, _ in options if name in known}
+    missing = [option for option in fields if option.required and option.field not in given]
+    problems += [f"{place}: needs the option {option.name}" for option in missing]
+    if problems:
+        raise PipelineError("\n".join(problems))
+    try:
+        return cls(**values)
+    except (TypeError, ValueError) as error:
+        raise PipelineError(f"{place}: {error}") from error
+
+
+def _read_options(
+    known: dict[str, OptionField], options: list[tuple[str, list[Any]]], place: str
+) -> tuple[dict[str, Any], list[str]]:
+    """The values of options by field, and what is wrong with the others."""
+    values: dict[str, Any] = {}
+    problems = []
     for name, raw in options:
         option = known.get(name)
         if option is None:
-            names = [o.name for o in option_fields(cls)]
+            names = list(dict.fromkeys(field.name for field in known.values()))
             hint = did_you_mean(name, names) or f"it has the options {', '.join(names) or 'none'}"
             problems.append(f"{place}: no option {name!r}; {hint}")
         elif option.field in values:
@@ -190,15 +205,7 @@ def _build(cls: type, options: list[tuple[str, list[Any]]], place: str) -> Any:
                 values[option.field] = _convert(raw, option.type)
             except ValueError as error:
                 problems.append(f"{place}.{name}: {error}")
-    for option in option_fields(cls):
-        if option.required and option.field not in values and option.field not in given:
-            problems.append(f"{place}: needs the option {option.name}")
-    if problems:
-        raise PipelineError("\n".join(problems))
-    try:
-        return cls(**values)
-    except (TypeError, ValueError) as error:
-        raise PipelineError(f"{place}: {error}") from error
+    return values, problems
 
 
 def _convert(raw: list[Any], kind: Any) -> Any:

@@ -50,22 +50,30 @@ def check_numerics(rewritten: Rewritten) -> None:
     problems = []
     results = [run_once(program, _inputs(program, rewritten)) for program in (before, after)]
     for was, now, spec in zip(*results, after.outputs, strict=True):
-        if not isinstance(was, torch.Tensor):
-            continue
-        if "tolerant" in classes:
-            try:
-                torch.testing.assert_close(now, was, equal_nan=True)
-            except AssertionError as error:
-                problems.append(f"{_of(spec)}: {str(error).splitlines()[-1]}")
-        elif (
-            not torch.equal(was, now) and not (was.isnan() == now.isnan()).logical_and(was.isnan() | (was == now)).all()
-        ):
-            worst = (was.double() - now.double()).abs().max().item()
-            problems.append(f"{_of(spec)} differs by up to {worst:.3e}")
+        if isinstance(was, torch.Tensor):
+            difference = _beyond_tolerance(was, now) if "tolerant" in classes else _not_bitwise(was, now)
+            problems += [f"{_of(spec)}{difference}"] if difference else []
     if problems:
         raise VerifyError(
             f"the rewritten program computes other values than the captured one ({label}):\n  " + "\n  ".join(problems)
         )
+
+
+def _beyond_tolerance(was: torch.Tensor, now: torch.Tensor) -> str:
+    """How two tensors differ by more than ``torch.testing.assert_close`` lets pass; empty where they do not."""
+    try:
+        torch.testing.assert_close(now, was, equal_nan=True)
+    except AssertionError as error:
+        return f": {str(error).splitlines()[-1]}"
+    return ""
+
+
+def _not_bitwise(was: torch.Tensor, now: torch.Tensor) -> str:
+    """How far two tensors differ; empty where they are equal, with not-a-number in the same places."""
+    if torch.equal(was, now) or (was.isnan() == now.isnan()).logical_and(was.isnan() | (was == now)).all():
+        return ""
+    worst = (was.double() - now.double()).abs().max().item()
+    return f" differs by up to {worst:.3e}"
 
 
 def _without_update(rewritten: Rewritten) -> Program:
@@ -91,15 +99,13 @@ def _inputs(program: Program, rewritten: Rewritten) -> list[Any]:
     session = rewritten.session
     tangents = {node.name: _tangent(value_of(node)) for node, _ in program.inputs_of("tangent")}
     without = [(n, s) for n, s in zip(program.placeholders, program.inputs, strict=True) if s.role != "tangent"]
-    bare = Program(
-        _only(program, [n for n, _ in without]), "joint", [s for _, s in without], [], program.constants,
-        pass_state=program.pass_state,
-    )  # fmt: skip
+    graph, specs = _only([n for n, _ in without]), [s for _, s in without]
+    bare = Program(graph, "joint", specs, [], program.constants, pass_state=program.pass_state)
     values = iter(Binding(bare, session.model).gather(session.forward.example_tensors))
     return [tangents[n.name] if n.name in tangents else next(values) for n in program.placeholders]
 
 
-def _only(program: Program, nodes: list[fx.Node]) -> fx.Graph:
+def _only(nodes: list[fx.Node]) -> fx.Graph:
     """A graph of placeholders alone, for a binding."""
     graph = fx.Graph()
     for node in nodes:

@@ -47,9 +47,13 @@ class Options:
 
     @classmethod
     def checked(
-        cls, model: nn.Module, passes: str | Iterable[Pass] | Pipeline, dynamic_shapes: Any, backend: Backend,
+        cls,
+        model: nn.Module,
+        passes: str | Iterable[Pass] | Pipeline,
+        dynamic_shapes: Any,
+        backend: Backend,
         verify: Verify,
-    ) -> Options:  # fmt: skip
+    ) -> Options:
         """The options, where they fit together.
 
         Raises:

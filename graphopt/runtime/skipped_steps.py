@@ -71,10 +71,8 @@ class SkipWatch:
         assert self._limit is not None
         if int(count) < self._limit:
             return
-        bad = [
-            site for item, flags in zip(checked, notes, strict=True)
-            for site, flag in zip(item.sites, flags.tolist(), strict=True) if flag
-        ]  # fmt: skip
+        flagged = [zip(item.sites, flags.tolist(), strict=True) for item, flags in zip(checked, notes, strict=True)]
+        bad = [site for sites in flagged for site, flag in sites if flag]
         total = sum(len(item.sites) for item in checked)
         if bad:
             many = f"the first of {len(bad)} gradients that are" if len(bad) > 1 else "the one gradient that is"

@@ -85,16 +85,27 @@ def redistribute(states: Sequence[Mapping[str, Any]], ranks: int) -> list[dict[s
     for state in states:
         _check_version(state)
     old = sorted(states, key=lambda state: state["rank"])
-    count = old[0]["ranks"] if old else 0
-    if [state["rank"] for state in old] != list(range(count)):
-        found = ", ".join(str(state["rank"]) for state in old) or "none"
-        raise GraphoptError(f"redistribute needs the state of each of the {count} ranks; got those of {found}")
-    for key in ("steps", "accumulate", "batches", "local"):
-        if any(state[key] != old[0][key] for state in old):
-            raise GraphoptError(f"the states are not of one step: {key!r} is {[state[key] for state in old]}")
-    if count == ranks:
+    _check_complete(old)
+    _check_one_step(old)
+    if len(old) == ranks:
         return [dict(state) for state in old]
     return [_for_rank(old, rank, ranks) for rank in range(ranks)]
+
+
+def _check_complete(states: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse states, in the order of their ranks, among which a rank's is missing or there twice."""
+    count = states[0]["ranks"] if states else 0
+    if [state["rank"] for state in states] != list(range(count)):
+        found = ", ".join(str(state["rank"]) for state in states) or "none"
+        raise GraphoptError(f"redistribute needs the state of each of the {count} ranks; got those of {found}")
+
+
+def _check_one_step(states: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse states that ranks have saved at different times, or of different steps."""
+    for key in ("steps", "accumulate", "batches", "local"):
+        values = [state[key] for state in states]
+        if any(value != values[0] for value in values):
+            raise GraphoptError(f"the states are not of one step: {key!r} is {values}")
 
 
 def _for_rank(old: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Any]:

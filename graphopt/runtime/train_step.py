@@ -175,32 +175,33 @@ class TrainStep:
         loss: torch.Tensor | None = None
         skips = self._skips if compiled.checked is not None else None
         dropped = skips is not None and bool(program.outputs_of("state")) and skips.skipped_last()
-        answers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        tensors = {spec.target: index for index, (_, spec) in enumerate(program.inputs_of("input"))}
+        answered = {spec.target: tensor for (_, spec), tensor in zip(program.inputs_of("input"), batch, strict=False)}
+        answers: list[tuple[torch.Tensor, torch.Tensor]] = []
         for value, spec in zip(results, program.outputs, strict=True):
             if spec.role == "loss":
                 loss = value
             elif spec.role == "state" and not dropped:
                 name, key = spec.target.rsplit("/", 1)
                 self._optimizer.state[self._model.get_parameter(name)][key] = value
-            elif spec.role == "gradient" and spec.target in tensors:
-                tensor = batch[tensors[spec.target]]
-                known = answers.get(id(tensor))
-                answers[id(tensor)] = (tensor, value if known is None else known[1] + value)
+            elif spec.role == "gradient" and spec.target in answered:
+                answers.append((answered[spec.target], value))
             elif spec.role == "gradient":
                 self._gradients[spec.target] = value
-        for tensor, value in answers.values():
-            tensor.grad = value if tensor.grad is None else tensor.grad.add_(value)
+        _add_gradients(answers)
+        self._count_batch()
+        if skips is not None and compiled.checked is not None:
+            skips.look([(compiled.checked, self._store[compiled.checked.target])])
+        assert loss is not None
+        return loss
+
+    def _count_batch(self) -> None:
+        """Note that a batch is in; behind the last one of a step the update has run, and the next step begins."""
         self._batches += 1
         if self._batches >= self._every:
             self._batches = 0
             self._gradients.clear()
             _torch.mark_optimizer_called(self._optimizer)
             self._advance()
-        if skips is not None and compiled.checked is not None:
-            skips.look([(compiled.checked, self._store[compiled.checked.target])])
-        assert loss is not None
-        return loss
 
     # --- capturing ---------------------------------------------------------------------------------------------------
 
@@ -386,6 +387,16 @@ class TrainStep:
 
     def __repr__(self) -> str:
         return f"<TrainStep of {type(self._model).__name__}, passes {str(self._pipeline) or 'none'}>"
+
+
+def _add_gradients(answers: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Add gradients to ``.grad`` of the tensors of a batch; several of one tensor are added up first."""
+    sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for tensor, value in answers:
+        known = sums.get(id(tensor))
+        sums[id(tensor)] = (tensor, value if known is None else known[1] + value)
+    for tensor, value in sums.values():
+        tensor.grad = value if tensor.grad is None else tensor.grad.add_(value)
 
 
 def optimize_step(

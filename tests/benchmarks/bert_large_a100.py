@@ -36,7 +36,9 @@ from graphopt.analysis.costs.cost import PROFILES, DeviceProfile, cost_report
 from graphopt.capture import CaptureSession
 from graphopt.ir.ops.values import format_bytes, parse_bytes
 from graphopt.passes import MixedPrecision
-from graphopt.rewriting.memory.fit import Fitting
+from graphopt.planning.offloading import Lanes
+from graphopt.rewriting.memory.fit import Fitting, FittingOptions
+from graphopt.rewriting.memory.planning_problem import PlanningProblem
 from graphopt.rewriting.memory.transfer_insertion import host_lanes
 from graphopt.runtime.rewrite import rewrite
 
@@ -125,11 +127,11 @@ class Simulator:
         memory = program.memory()
         seconds = cost_report(memory.nodes, method="roofline", profile=self.profile).seconds
         rate = self.profile.host_bandwidth
-        return Fitting(
-            program, memory, seconds,
-            lanes=(lambda planning: replace(host_lanes(planning, 0), out=rate, back=rate, room=self.host))
-            if offload else None,
-        )  # fmt: skip
+
+        def lanes(planning: PlanningProblem) -> Lanes:
+            return replace(host_lanes(planning, 0), out=rate, back=rate, room=self.host)
+
+        return Fitting(program, memory, seconds, FittingOptions(lanes=lanes if offload else None))
 
     def plain(self, batch: int) -> Planned:
         """The program as it is, whether it fits or not."""

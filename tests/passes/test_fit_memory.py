@@ -27,7 +27,7 @@ from graphopt.passes import Recompute
 from graphopt.planning import Simulated
 from graphopt.report.text.frontier_table import frontier_report
 from graphopt.rewriting.memory.budget import infeasible
-from graphopt.rewriting.memory.fit import Fitted, Fitting
+from graphopt.rewriting.memory.fit import Fitted, Fitting, FittingOptions
 from graphopt.rewriting.memory.summary import summary_lines
 from graphopt.rewriting.memory.transfer_insertion import host_lanes
 from tests.runtime.test_random_networks import SHAPE, Network, Recipe, eager, own_loss, recipes
@@ -212,7 +212,7 @@ def fitting_of(program: Program, *, host: int | None = None, rate: float | None 
     memory = program.memory()
     seconds = cost.cost_report(memory.nodes, method="roofline").seconds
     lanes = None if host is None else functools.partial(host_lanes, room=host, rate=rate, smallest=10_000)
-    return Fitting(program, memory, seconds, lanes=lanes)
+    return Fitting(program, memory, seconds, FittingOptions(lanes=lanes))
 
 
 @pytest.mark.parametrize(("host", "rate"), [(None, None), (10**9, None), (200_000, None), (10**9, 1e7), (10**9, 3e9)])
@@ -278,6 +278,6 @@ def test_the_record_says_what_was_done() -> None:
     assert clones
     assert record.changed.bytes_saved == plain.memory().peak_bytes - program.memory().peak_bytes > 0
     assert re.search(r"^peak \S+ kB of \S+ kB allowed; the program as it is takes \S+ kB", text)
-    assert re.search(r"^run again .* \S+s +cheaper .*support\.py:\d+", text, re.MULTILINE)
+    assert re.search(r"^run again .* \S+s +cheaper .*training\.py:\d+", text, re.MULTILINE)
     assert re.search(r"^kept ", text, re.MULTILINE)
     assert set(record.changed.tensors) <= set(program.names())

@@ -19,7 +19,7 @@ from graphopt.ir.ops import schema, transfers
 from graphopt.planning import Problem, Simulated
 from graphopt.planning.frontier import Frontier
 from graphopt.rewriting.memory import fit as fitting_module
-from graphopt.rewriting.memory.fit import Fitted, Fitting
+from graphopt.rewriting.memory.fit import Fitted, Fitting, FittingOptions
 from graphopt.rewriting.memory.recompute_plan import Again, recompute
 from graphopt.rewriting.pass_ import Pass, PassRecord, PassStage
 from tests.support.training import Loss, MakeOptimizer, Net, Plain, copied, mean_square
@@ -44,7 +44,7 @@ def unplanned(program: Program) -> Fitting:
     """A program with the planner's view of it, and nothing searched."""
     memory = program.memory()
     seconds = cost_report(memory.nodes, method="roofline").seconds
-    return Fitting(program, memory, seconds, recompute=False)
+    return Fitting(program, memory, seconds, FittingOptions(recompute=False))
 
 
 def random_plan(fitting: Fitting, density: float, seed: int) -> Simulated | None:

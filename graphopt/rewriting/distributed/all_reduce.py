@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from torch import fx
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.groups import Group
 from graphopt.ir.program import Program
-from graphopt.rewriting.distributed.buckets import Bucket, Item, pack
+from graphopt.rewriting.distributed.buckets import Bucket, BucketSizes, Item, pack
 from graphopt.rewriting.distributed.flat_exchange import behind, read_parts, start_exchange
 
 __all__ = ["Exchange", "buffer_writes", "exchange_buffers", "exchange_gradients", "final_gradients", "gradient_readers"]
@@ -62,9 +62,14 @@ def final_gradients(program: Program) -> dict[str, fx.Node]:
 
 
 def exchange_gradients(
-    program: Program, gradients: Mapping[str, fx.Node], groups: Mapping[str, Group], *, limit: int,
-    first: int | None, origin: str, after: fx.Node | None = None,
-) -> list[Exchange]:  # fmt: skip
+    program: Program,
+    gradients: Mapping[str, fx.Node],
+    groups: Mapping[str, Group],
+    sizes: BucketSizes,
+    *,
+    origin: str,
+    after: fx.Node | None = None,
+) -> list[Exchange]:
     """Replace gradients by their mean over the ranks of a group.
 
     Gradients are copied into buckets, which are divided by the number of ranks and then summed, as torch's own data
@@ -74,8 +79,7 @@ def exchange_gradients(
         program: of stage joint or step.
         gradients: by the names of the parameters.
         groups: of at least two ranks, by the names of the parameters.
-        limit: bytes that close a bucket.
-        first: bytes that close the first one; None for ``limit``.
+        sizes: of the buckets.
         origin: whose nodes they are.
         after: behind which call gradients are as they are to be exchanged; what reads them earlier stays as it is.
 
@@ -84,22 +88,19 @@ def exchange_gradients(
     """
     position = {node: index for index, node in enumerate(program.graph.nodes)}
     earliest = -1 if after is None else position[after]
-    values = {name: value_of(node) for name, node in gradients.items()}
-    items = [
-        Item(
-            name, value.numel() * value.element_size(), position[gradients[name]],
-            (value.dtype, value.device, groups[name].name),
-        )
-        for name, value in values.items()
-    ]  # fmt: skip
-    buckets = pack(items, limit, first)
-    readers = {
-        name: [user for user in gradient_readers(node) if position[user] > earliest] for name, node in gradients.items()
-    }
-    return [
-        _exchange(program, bucket, gradients, readers, groups[bucket.items[0].name], origin, after)
-        for bucket in buckets
-    ]
+    items: list[Item] = []
+    readers: dict[str, list[fx.Node]] = {}
+    for name, node in gradients.items():
+        value = value_of(node)
+        kind = (value.dtype, value.device, groups[name].name)
+        items.append(Item(name, value.numel() * value.element_size(), position[node], kind))
+        readers[name] = [user for user in gradient_readers(node) if position[user] > earliest]
+    done = []
+    for bucket in pack(items, sizes.limit, sizes.first):
+        members = [_Member(item.name, gradients[item.name], readers[item.name]) for item in bucket.items]
+        start = _exchange(program, members, groups[members[0].name], origin, after)
+        done.append(Exchange(bucket, start, groups[members[0].name]))
+    return done
 
 
 def gradient_readers(gradient: fx.Node) -> list[fx.Node]:
@@ -107,21 +108,30 @@ def gradient_readers(gradient: fx.Node) -> list[fx.Node]:
     return [user for user in gradient.users if user.op == "output" or info(user).phase is Phase.UPDATE]
 
 
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """One gradient of a bucket, and what reads its mean."""
+
+    name: str
+    gradient: fx.Node
+    readers: list[fx.Node]
+
+
 def _exchange(
-    program: Program, bucket: Bucket, gradients: Mapping[str, fx.Node], readers: Mapping[str, list[fx.Node]],
-    group: Group, origin: str, after: fx.Node | None,
-) -> Exchange:  # fmt: skip
-    nodes = [gradients[item.name] for item in bucket.items]
-    names = [item.name for item in bucket.items]
+    program: Program, members: Sequence[_Member], group: Group, origin: str, after: fx.Node | None
+) -> fx.Node:
+    """Exchange one bucket; returns the call that starts it."""
+    nodes = [member.gradient for member in members]
+    names = [member.name for member in members]
     whose = f"{origin}: {names[0]}" if len(names) == 1 else f"{origin}: {names[0]} to {names[-1]}"
     start = start_exchange(program, nodes, behind(program, after or nodes[-1]), group, "mean", whose)
     order = {node: index for index, node in enumerate(program.graph.nodes)}
-    due = min((reader for item in bucket.items for reader in readers[item.name]), key=order.__getitem__)
-    for item, node, part in zip(bucket.items, nodes, read_parts(program, start, nodes, due, origin), strict=True):
-        program.hand_over_name(f"{item.name}~", node, part)
-        for reader in readers[item.name]:
-            reader.replace_input_with(node, part)
-    return Exchange(bucket, start, group)
+    due = min((reader for member in members for reader in member.readers), key=order.__getitem__)
+    for member, part in zip(members, read_parts(program, start, nodes, due, origin), strict=True):
+        program.hand_over_name(f"{member.name}~", member.gradient, part)
+        for reader in member.readers:
+            reader.replace_input_with(member.gradient, part)
+    return start
 
 
 def exchange_buffers(program: Program, group: Group, how: Literal["broadcast", "mean"], origin: str) -> list[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Bucket", "Item", "pack"]
+__all__ = ["Bucket", "BucketSizes", "Item", "pack"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,19 @@ class Bucket:
     def ready(self) -> int:
         """When the last of its gradients is final."""
         return max(item.ready for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSizes:
+    """How large buckets become.
+
+    Attributes:
+        limit: bytes that close a bucket; with 0 every gradient travels on its own.
+        first: bytes that close the first bucket; None for ``limit``.
+    """
+
+    limit: int
+    first: int | None = None
 
 
 def pack(items: Sequence[Item], limit: int, first: int | None = None) -> list[Bucket]:

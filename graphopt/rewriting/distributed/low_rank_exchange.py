@@ -96,9 +96,13 @@ class _Member:
 
 
 def exchange_low_rank(
-    program: Program, buckets: Sequence[Mapping[str, fx.Node]], settings: Settings, group: Group, origin: str,
+    program: Program,
+    buckets: Sequence[Mapping[str, fx.Node]],
+    settings: Settings,
+    group: Group,
+    origin: str,
     skip: fx.Node | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Replace gradients, in what the update reads, by the mean of the ranks' low-rank approximations.
 
     Nothing that is not finite enters what is kept: where the factors of a bucket are not finite on all ranks, residuals
@@ -125,9 +129,7 @@ def exchange_low_rank(
 class _Builder:
     """Inserts the calls, all in front of ``place``."""
 
-    def __init__(
-        self, program: Program, settings: Settings, group: Group, origin: str, skip: fx.Node | None
-    ) -> None:  # fmt: skip
+    def __init__(self, program: Program, settings: Settings, group: Group, origin: str, skip: fx.Node | None) -> None:
         self.place: fx.Node = program.output_node
         self._program = program
         self._settings = settings
@@ -144,9 +146,7 @@ class _Builder:
 
     # --- the first factor --------------------------------------------------------------------------------------------
 
-    def start(
-        self, gradients: Mapping[str, fx.Node], position: Mapping[fx.Node, int]
-    ) -> tuple[list[_Member], fx.Node]:  # fmt: skip
+    def start(self, gradients: Mapping[str, fx.Node], position: Mapping[fx.Node, int]) -> tuple[list[_Member], fx.Node]:
         """Compute and send the first factors of one bucket, as soon as its gradients are there."""
         needed = list(gradients.values()) if self._skip is None else [*gradients.values(), self._skip]
         latest = max(needed, key=position.__getitem__)
@@ -192,10 +192,9 @@ class _Builder:
             return kept, self._call(warm_basis, (kept, key), hint="basis")
         if self._step is None:
             self._step = self._program.add_state(f"{self._origin}/step", PassState((), torch.int64, value.device))
-            self._program.insert(
-                aten.add_.Tensor, (self._step, 1), before=self._program.output_node, phase=Phase.SYNC,
-                origin=self._origin,
-            )  # fmt: skip
+            end = self._program.output_node
+            count = (self._step, 1)
+            self._program.insert(aten.add_.Tensor, count, before=end, phase=Phase.SYNC, origin=self._origin)
         return None, self._call(cold_basis, (matrix, factors.rank, key, self._step), hint="basis")
 
     # --- the second factor, and the result ---------------------------------------------------------------------------
@@ -235,10 +234,8 @@ class _Builder:
 
     def _keep(self, *starts: fx.Node) -> fx.Node:
         """Whether what ranks have exchanged is finite, and the update is not skipped: the same on all ranks."""
-        finite = [
-            self._call(aten.all.default, (self._call(aten.isfinite.default, (done,)),))
-            for start in starts for done in start.users
-        ]  # fmt: skip
+        arrived = [done for start in starts for done in start.users]
+        finite = [self._call(aten.all.default, (self._call(aten.isfinite.default, (done,)),)) for done in arrived]
         if self._skip is not None:
             finite.append(self._call(aten.all.default, (self._call(aten.eq.Scalar, (self._skip, 0)),)))
         keep = finite[0]

@@ -36,12 +36,9 @@ def average_parameters(program: Program, group: Group, *, limit: int, state: boo
     Returns:
         the names of what is averaged.
     """
-    written = {base_of(target) for node in program.phase_nodes(Phase.UPDATE) for target in schema.mutated_inputs(node)}
-    wanted = {spec.target: node for node, spec in program.inputs_of("parameter") if node in written}
+    wanted = _written_parameters(program)
     if state:
-        wanted |= {spec.target: node for node, spec in program.inputs_of("state") if _is_averaged(node)}
-        created = [(value, spec) for value, spec in program.outputs_of("state") if isinstance(value, fx.Node)]
-        wanted |= {spec.target: value for value, spec in created if _is_averaged(value)}
+        wanted |= _state_of_floats(program)
     place = behind_update(program, set(wanted.values()))
     for bucket in _packed(((name, value_of(node)) for name, node in wanted.items()), limit):
         nodes = [wanted[name] for name in bucket]
@@ -52,16 +49,24 @@ def average_parameters(program: Program, group: Group, *, limit: int, state: boo
     return list(wanted)
 
 
-def _is_averaged(node: fx.Node) -> bool:
-    value = value_of(node)
-    return bool(value.is_floating_point() and value.dim() > 0)
+def _written_parameters(program: Program) -> dict[str, fx.Node]:
+    written = {base_of(target) for node in program.phase_nodes(Phase.UPDATE) for target in schema.mutated_inputs(node)}
+    return {spec.target: node for node, spec in program.inputs_of("parameter") if node in written}
+
+
+def _state_of_floats(program: Program) -> dict[str, fx.Node]:
+    """The optimizer's state that is a tensor of floats, by name; that which this step creates included."""
+    known = {spec.target: node for node, spec in program.inputs_of("state")}
+    created = {spec.target: value for value, spec in program.outputs_of("state") if isinstance(value, fx.Node)}
+    found = [*known.items(), *created.items()]
+    return {name: node for name, node in found if value_of(node).is_floating_point() and value_of(node).dim() > 0}
 
 
 def _packed(items: Iterable[tuple[str, torch.Tensor]], limit: int) -> list[list[str]]:
     found = [
         Item(name, value.numel() * value.element_size(), index, (value.dtype, value.device))
         for index, (name, value) in enumerate(items)
-    ]  # fmt: skip
+    ]
     return [[item.name for item in bucket.items] for bucket in pack(found, limit)]
 
 
@@ -83,9 +88,10 @@ def behind_update(program: Program, wanted: set[fx.Node]) -> fx.Node:
     position = {node: index for index, node in enumerate(program.graph.nodes)}
     copies = {node for node, spec in program.inputs_of("pass_state") if program.pass_state[spec.target].follows}
     renewed = [
-        node for node in program.phase_nodes(Phase.UPDATE)
+        node
+        for node in program.phase_nodes(Phase.UPDATE)
         if node.target is aten.copy_.default and node.args[0] in copies and position[node] < position[place]
-    ]  # fmt: skip
+    ]
     for node in renewed:
         place.prepend(node)
     return renewed[0] if renewed else place

@@ -163,9 +163,10 @@ def _erase(program: Program, start: fx.Node) -> None:
 def remove_buffer_averages(program: Program) -> int:
     """Let buffers that forward updates keep the rank's own values; returns how many were exchanged."""
     starts = [
-        node for target in (ALL_REDUCE, BROADCAST)
+        node
+        for target in (ALL_REDUCE, BROADCAST)
         for node in program.graph.find_nodes(op="call_function", target=target)
-    ]  # fmt: skip
+    ]
     came = {part: (value, start) for start in starts for value, part in _pairs(start)}
     freed = set()
     writes = [(write, buffer, came[value]) for write, buffer, value in buffer_writes(program) if value in came]
@@ -182,9 +183,8 @@ def remove_buffer_averages(program: Program) -> int:
 def _owned(program: Program, gradients: dict[str, fx.Node], origin: str) -> dict[str, fx.Node]:
     values = list(dict.fromkeys(gradients.values()))
     written = [
-        node for node in program.phase_nodes(Phase.UPDATE)
-        if set(schema.mutated_inputs(node)).intersection(values)
-    ]  # fmt: skip
+        node for node in program.phase_nodes(Phase.UPDATE) if set(schema.mutated_inputs(node)).intersection(values)
+    ]
     if not written:
         return gradients
     position = {node: index for index, node in enumerate(program.graph.nodes)}

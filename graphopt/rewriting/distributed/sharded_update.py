@@ -36,8 +36,12 @@ __all__ = ["agree_on_norms", "gather_parameters", "scatter_gradients"]
 aten = torch.ops.aten
 
 _EACH_BY_ITSELF = (
-    "check_and_unscale_", "_foreach_mul_", "_foreach_clamp_min_", "_foreach_clamp_max_", "_foreach_div_",
-)  # fmt: skip
+    "check_and_unscale_",
+    "_foreach_mul_",
+    "_foreach_clamp_min_",
+    "_foreach_clamp_max_",
+    "_foreach_div_",
+)
 _NORM = aten._foreach_norm.Scalar
 
 

@@ -117,9 +117,13 @@ def wire_dtype(gradient: torch.dtype, wire: str) -> torch.dtype:
 
 
 def exchange_sparsely(
-    program: Program, gradients: Mapping[str, fx.Node], rule: Rule, group: Group, origin: str,
+    program: Program,
+    gradients: Mapping[str, fx.Node],
+    rule: Rule,
+    group: Group,
+    origin: str,
     skip: fx.Node | None = None,
-) -> Sparse:  # fmt: skip
+) -> Sparse:
     """Replace gradients, in what the update reads, by the mean of what the ranks send of their residuals.
 
     Where few entries arrive and the update only adds to parameters, it reads these entries, and the names of the
@@ -135,42 +139,53 @@ def exchange_sparsely(
             gradient that is not finite is left out.
     """
     position = {node: index for index, node in enumerate(program.graph.nodes)}
-    awaited: list[fx.Node] = [*gradients.values(), *([] if skip is None else [skip])]
-    latest = max(awaited, key=position.__getitem__)
+    nodes = list(gradients.values())
+    latest = max(nodes if skip is None else [*nodes, skip], key=position.__getitem__)
+    readers = [_readers_behind(node, latest, position) for node in nodes]
+    due = min((reader for found in readers for reader in found), key=position.__getitem__)
     build = _Builder(program, rule, group, origin, behind(program, latest))
     keep = None if skip is None else build.call(aten.eq.Scalar, (skip, 0), hint="keep")
-    readers = {
-        name: [user for user in gradient_readers(node) if position[user] > position[latest]]
-        for name, node in gradients.items()
-    }
     parts = [build.select(name, node, keep) for name, node in gradients.items()]
-    counts = [part.count for part in parts]
-    wire = build.wire(next(iter(gradients.values())))
-    packed = build.call(pack, ([p.indices for p in parts], [p.values for p in parts], wire), hint="packed")
-    gathered = build.call(ALL_GATHER, (packed, group.size, group.name), hint="all_gather")
-    due = min((reader for found in readers.values() for reader in found), key=position.__getitem__)
-    done = build.call(WAIT, (gathered,), before=due, hint="gathered")
-    uses = [uses_of(program, node, readers[name]) for name, node in gradients.items()]
-    sizes = [value_of(node).numel() for node in gradients.values()]
-    dense_because = reason_for_dense(all(uses), group.size, counts, sizes)
+    message = build.exchange(nodes, parts, due)
+    uses = [uses_of(program, node, found) for node, found in zip(nodes, readers, strict=True)]
+    sizes = [value_of(node).numel() for node in nodes]
+    dense_because = reason_for_dense(all(uses), group.size, message.counts, sizes)
     if not dense_because:
-        update_entries(program, build.sum_of(done, list(gradients.values()), counts, wire), uses, due, origin)
+        update_entries(program, build.sum_of(message), uses, due, origin)
     else:
-        means = build.means(done, list(gradients.values()), counts, wire, due)
-        for (name, node), mean in zip(gradients.items(), means, strict=True):
+        means = build.means(message, due)
+        for name, node, mean, found in zip(gradients, nodes, means, readers, strict=True):
             program.hand_over_name(f"{name}~", node, mean)
-            for reader in readers[name]:
+            for reader in found:
                 reader.replace_input_with(node, mean)
     finite = tuple(part.finite for part in parts if part.finite is not None)
-    return Sparse(tuple(gradients), tuple(counts), packed_bytes(counts, wire), finite, dense_because)
+    sent = packed_bytes(message.counts, message.wire)
+    return Sparse(tuple(gradients), tuple(message.counts), sent, finite, dense_because)
+
+
+def _readers_behind(gradient: fx.Node, latest: fx.Node, position: Mapping[fx.Node, int]) -> list[fx.Node]:
+    """What reads a gradient as such, once all gradients of its message are there."""
+    return [user for user in gradient_readers(gradient) if position[user] > position[latest]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
+    """What a rank sends of one gradient."""
+
     indices: fx.Node
     values: fx.Node
     count: int
     finite: fx.Node | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """What has arrived of several gradients, and how it is packed."""
+
+    arrived: fx.Node
+    gradients: list[fx.Node]
+    counts: list[int]
+    wire: torch.dtype
 
 
 class _Builder:
@@ -184,15 +199,10 @@ class _Builder:
         self._before = before
         self._parameters = {spec.target: node for node, spec in program.inputs_of("parameter")}
 
-    def call(
-        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, hint: str | None = None,
-        like: fx.Node | None = None, before: fx.Node | None = None,
-    ) -> fx.Node:  # fmt: skip
-        """One call."""
-        return self._program.insert(
-            target, args, kwargs, before=before or self._before, phase=Phase.SYNC, origin=self._origin, hint=hint,
-            like=like,
-        )  # fmt: skip
+    def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **more: Any) -> fx.Node:
+        """One call; ``more`` is what ``Program.insert`` takes, such as another place (``before``)."""
+        common = {"before": self._before, "phase": Phase.SYNC, "origin": self._origin}
+        return self._program.insert(target, args, kwargs, **{**common, **more})
 
     def state(self, what: str, name: str, gradient: fx.Node) -> fx.Node:
         """A flat tensor that the rank keeps for a parameter."""
@@ -254,21 +264,27 @@ class _Builder:
                 self.call(keep_rest_, (u, indices, masked))
         return sent
 
-    def sum_of(
-        self, done: fx.Node, gradients: Sequence[fx.Node], counts: list[int], wire: torch.dtype
-    ) -> tuple[Any, ...]:
-        """The arguments of ``graphopt.sum_entries`` and ``graphopt.sum_sparse`` for the mean over the ranks."""
-        values = [value_of(node) for node in gradients]
-        sizes = [value.numel() for value in values]
-        return (done, self._group.size, counts, sizes, wire, values[0].dtype, 1.0 / self._group.size)
+    def exchange(self, gradients: list[fx.Node], parts: Sequence[_Part], due: fx.Node) -> _Message:
+        """Send the parts of gradients in one message, and wait for those of the other ranks in front of ``due``."""
+        wire = self.wire(gradients[0])
+        indices, values = [part.indices for part in parts], [part.values for part in parts]
+        packed = self.call(pack, (indices, values, wire), hint="packed")
+        gathered = self.call(ALL_GATHER, (packed, self._group.size, self._group.name), hint="all_gather")
+        arrived = self.call(WAIT, (gathered,), before=due, hint="gathered")
+        return _Message(arrived, gradients, [part.count for part in parts], wire)
 
-    def means(
-        self, done: fx.Node, gradients: Sequence[fx.Node], counts: list[int], wire: torch.dtype, due: fx.Node
-    ) -> list[fx.Node]:
+    def sum_of(self, message: _Message) -> tuple[Any, ...]:
+        """The arguments of ``graphopt.sum_entries`` and ``graphopt.sum_sparse`` for the mean over the ranks."""
+        values = [value_of(node) for node in message.gradients]
+        sizes = [value.numel() for value in values]
+        ranks = self._group.size
+        return (message.arrived, ranks, message.counts, sizes, message.wire, values[0].dtype, 1.0 / ranks)
+
+    def means(self, message: _Message, due: fx.Node) -> list[fx.Node]:
         """Dense means, added up in the order of the ranks, and shaped like the gradients."""
-        sums = self.call(sum_sparse, self.sum_of(done, gradients, counts, wire), before=due, hint="sums")
+        sums = self.call(sum_sparse, self.sum_of(message), before=due, hint="sums")
         means = []
-        for place, node in enumerate(gradients):
+        for place, node in enumerate(message.gradients):
             flat = self.call(operator.getitem, (sums, place), before=due)
             layout = (flat, list(value_of(node).shape), list(memory_strides(value_of(node))))
             means.append(self.call(aten.as_strided.default, layout, before=due, like=node))
@@ -287,9 +303,13 @@ def _kept_dtype(gradient: torch.Tensor) -> torch.dtype:
 
 
 def accumulate_densely(
-    program: Program, gradients: Mapping[str, fx.Node], rule: Rule, before: fx.Node, origin: str,
+    program: Program,
+    gradients: Mapping[str, fx.Node],
+    rule: Rule,
+    before: fx.Node,
+    origin: str,
     skip: fx.Node | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Apply the momentum of sparse exchange to gradients that all ranks share, in place.
 
     Args:

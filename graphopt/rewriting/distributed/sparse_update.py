@@ -130,8 +130,9 @@ def _additions(call: fx.Node, gradient: fx.Node, momentum: bool) -> list[Use]:
     pairs = enumerate(zip(targets, gradients, strict=True))
     return [
         Use(gradient, call, place, target)
-        for place, (target, given) in pairs if given is gradient and isinstance(target, fx.Node)
-    ]  # fmt: skip
+        for place, (target, given) in pairs
+        if given is gradient and isinstance(target, fx.Node)
+    ]
 
 
 def _is_plain(call: fx.Node, momentum: bool) -> bool:

@@ -18,7 +18,7 @@ from graphopt.rewriting.memory.planning_problem import PlanningProblem, planning
 from graphopt.rewriting.memory.recompute_plan import Again, Recomputation, recompute
 from graphopt.rewriting.memory.transfer_insertion import Move, move
 
-__all__ = ["Fitted", "Fitting"]
+__all__ = ["Fitted", "Fitting", "FittingOptions"]
 
 _TRIALS = 24
 """How many plans of a frontier are tried with values moved away."""
@@ -55,13 +55,11 @@ class _Choice:
     plan: Point | Moved
 
 
-class Fitting:
-    """The trade between peak bytes and seconds for one program.
+@dataclass(frozen=True, slots=True)
+class FittingOptions:
+    """How plans are searched for, and what they may do.
 
-    Args:
-        program: of stage joint or step; it is only read.
-        memory: its timeline.
-        seconds: of each call, in the order of ``memory.nodes``.
+    Attributes:
         time_limit: seconds after which the search begins no further work; None for no limit.
         progress: called with the share of the search that is done, and the frontier so far.
         lanes: gives what copies can do, where values may be moved away; None where they may not.
@@ -70,34 +68,54 @@ class Fitting:
         interruptible: take an interruption from the keyboard as the end of the search, and go on with what it found.
     """
 
+    time_limit: float | None = None
+    progress: Callable[[float, Frontier], None] | None = None
+    lanes: Callable[[PlanningProblem], Lanes] | None = None
+    tier: str = "host"
+    recompute: bool = True
+    interruptible: bool = False
+
+
+_DEFAULTS = FittingOptions()
+
+
+class Fitting:
+    """The trade between peak bytes and seconds for one program.
+
+    Args:
+        program: of stage joint or step; it is only read.
+        memory: its timeline.
+        seconds: of each call, in the order of ``memory.nodes``.
+        options: of the search.
+    """
+
     def __init__(
-        self,
-        program: Program,
-        memory: MemoryTimeline,
-        seconds: Sequence[float],
-        *,
-        time_limit: float | None = None,
-        progress: Callable[[float, Frontier], None] | None = None,
-        lanes: Callable[[PlanningProblem], Lanes] | None = None,
-        tier: str = "host",
-        recompute: bool = True,
-        interruptible: bool = False,
+        self, program: Program, memory: MemoryTimeline, seconds: Sequence[float], options: FittingOptions = _DEFAULTS
     ) -> None:
         self.program = program
         self.memory = memory
         self.planning: PlanningProblem = planning_problem(program, seconds)
         self.scheduler = Scheduler(self.planning.problem)
-        self.lanes = None if lanes is None else lanes(self.planning)
-        self.tier = tier
+        self.lanes = None if options.lanes is None else options.lanes(self.planning)
+        self.tier = options.tier
         self._moved: list[Moved] | None = None
         self._smallest: Fitted | None = None
-        if recompute:
-            self.frontier = find_frontier(
-                self.planning.problem, time_limit=time_limit, progress=progress, interruptible=interruptible
-            )
-        else:
-            self.frontier = Frontier()
-            self.frontier.offer(frozenset(), self.scheduler.evaluate(frozenset()))
+        self.frontier = self._search(options) if options.recompute else self._unchanged()
+
+    def _search(self, options: FittingOptions) -> Frontier:
+        """The plans in which operations run again."""
+        return find_frontier(
+            self.planning.problem,
+            time_limit=options.time_limit,
+            progress=options.progress,
+            interruptible=options.interruptible,
+        )
+
+    def _unchanged(self) -> Frontier:
+        """The program as it is, in which nothing runs again."""
+        frontier = Frontier()
+        frontier.offer(frozenset(), self.scheduler.evaluate(frozenset()))
+        return frontier
 
     @property
     def seconds(self) -> float:

@@ -99,38 +99,36 @@ class _Reader:
         self._storages: list[Storage] = []
         self._operations: list[Operation] = []
         self._nodes: list[fx.Node | None] = []
+        self._places: list[int] = []
         self._boundary = 0
 
     def read(self) -> PlanningProblem:
-        memory = self._memory
-        arriving = [s for s in memory.storages if s.owner.op == "placeholder" and s.first >= 0]
         start = self._backward_start()
-        made: dict[int, list[Storage]] = {}
-        for storage in memory.storages:
-            if storage.owner.op != "placeholder":
-                made.setdefault(storage.first, []).append(storage)
-        places: list[int] = []
-        for place, node in enumerate(memory.nodes):
+        made = self._made_at()
+        for place, node in enumerate(self._memory.nodes):
             if place == start:
                 self._boundary = len(self._operations)
-                if arriving:
-                    makes = tuple(self._number(storage) for storage in arriving)
-                    self._operations.append(Operation((), makes, 0.0, repeatable=False, name="tangents arrive"))
-                    self._nodes.append(None)
-                    places.append(place)
+                self._tangents(place)
             owned = made.get(place, [])
             if owned or not (schema.is_view(node) or node.target is operator.getitem):
                 self._operation(place, node, owned)
-                places.append(place)
         problem = Problem(
             operations=tuple(self._operations),
             sizes=tuple(s.bytes for s in self._storages),
-            resident=memory.resident_bytes,
-            held=self._lasting(places),
+            resident=self._memory.resident_bytes,
+            held=self._lasting(),
             boundary=self._boundary,
             names=tuple(s.names[0] if s.names else s.owner.name for s in self._storages),
         )
         return PlanningProblem(problem, tuple(self._nodes), tuple(self._storages), self._value_nodes())
+
+    def _made_at(self) -> dict[int, list[Storage]]:
+        """The storages that each call makes, by the call's place."""
+        made: dict[int, list[Storage]] = {}
+        for storage in self._memory.storages:
+            if storage.owner.op != "placeholder":
+                made.setdefault(storage.first, []).append(storage)
+        return made
 
     def _number(self, storage: Storage) -> int:
         number = self._numbers.get(id(storage))
@@ -143,6 +141,15 @@ class _Reader:
         nodes = self._memory.nodes
         return next((i for i, node in enumerate(nodes) if info(node).phase is not Phase.FORWARD), len(nodes))
 
+    def _tangents(self, place: int) -> None:
+        """Where inputs come in later than the program begins: an operation that makes them."""
+        arriving = [s for s in self._memory.storages if s.owner.op == "placeholder" and s.first >= 0]
+        if arriving:
+            makes = tuple(self._number(storage) for storage in arriving)
+            self._operations.append(Operation((), makes, 0.0, repeatable=False, name="tangents arrive"))
+            self._nodes.append(None)
+            self._places.append(place)
+
     def _operation(self, place: int, node: fx.Node, owned: list[Storage]) -> None:
         reads = dict.fromkeys(
             self._numbers[id(storage)]
@@ -152,16 +159,22 @@ class _Reader:
         )
         makes = tuple(self._number(storage) for storage in owned)
         pure = without_statistics(node)
-        random = schema.is_random(node)
         again = owned[: pure[2]] if pure is not None else owned
         self._operations.append(
             Operation(
-                tuple(reads), makes, self._seconds[place], self._memory.temporaries[place], self._repeatable(node),
-                tuple(self._number(storage) for storage in again), generator_state_bytes() if random else 0,
-                self._overwrites(node, makes), node.name,
+                reads=tuple(reads),
+                makes=makes,
+                seconds=self._seconds[place],
+                scratch=self._memory.temporaries[place],
+                repeatable=self._repeatable(node),
+                remakes=tuple(self._number(storage) for storage in again),
+                memo=generator_state_bytes() if schema.is_random(node) else 0,
+                overwrites=self._overwrites(node, makes),
+                name=node.name,
             )
-        )  # fmt: skip
+        )
         self._nodes.append(node)
+        self._places.append(place)
 
     def _overwrites(self, node: fx.Node, makes: Sequence[int]) -> tuple[int, ...]:
         """The values that the result of a call of forward may take the place of."""
@@ -180,9 +193,10 @@ class _Reader:
             return False
         return isinstance(value_of(node), (torch.Tensor, tuple, list))
 
-    def _lasting(self, places: list[int]) -> dict[int, int]:
+    def _lasting(self) -> dict[int, int]:
         """What the program returns lives to the end, or until the user's loss has been computed."""
         found: dict[int, int] = {}
+        places = self._places
         count = len(self._memory.nodes)
         returned = {id(s) for node in self._program.output_node.all_input_nodes for s in self._refers[node]}
         for storage in self._storages:

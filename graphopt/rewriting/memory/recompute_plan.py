@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from graphopt.ir.node import Phase, Policy, info, set_info, value_of
+from graphopt.ir.node import Phase, Policy, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
-from graphopt.rewriting.memory.replay import clone_call, is_replayable, save_generator
+from graphopt.rewriting.memory.replay import CloneLabel, clone_call, is_replayable, label_clone, save_generator
 
 __all__ = ["Again", "Recomputation", "recompute"]
 
@@ -115,7 +115,7 @@ class _Walker:
         known = self._views.get(node)
         if known is not None and known[0] == bases:
             return known[1]
-        view = self._copy(node, before, reads, "a view of what runs again", 1)
+        view = self._copy(node, before, reads, CloneLabel("a view of what runs again", _phase_at(before)))
         self._views[node] = (bases, view)
         return view
 
@@ -132,11 +132,8 @@ class _Walker:
         made = self._done.clones.setdefault(node, [])
         reader = node.args[0] if is_replayable(node) else node
         reads = self._read_now(reader, before)  # type: ignore[arg-type]
-        number = len(made) + 1
-        clone = clone_call(
-            self._program, node, before, lambda n: reads.get(n, n), origin=origin, phase=_phase_at(before),
-            number=number,
-        )  # fmt: skip
+        label = CloneLabel(origin, _phase_at(before), len(made) + 1)
+        clone = clone_call(self._program, node, before, lambda n: reads.get(n, n), label)
         made.append(clone)
         if isinstance(value_of(node), torch.Tensor):
             self._newest[node] = clone
@@ -144,15 +141,12 @@ class _Walker:
         count = len(value_of(clone))
         for element in [user for user in node.users if user.target is operator.getitem]:
             if element.args[1] < count:  # type: ignore[operator]
-                self._newest[element] = self._copy(element, before, {node: clone}, origin, number)
+                self._newest[element] = self._copy(element, before, {node: clone}, label)
 
-    def _copy(self, node: fx.Node, before: fx.Node, reads: dict[fx.Node, fx.Node], origin: str, number: int) -> fx.Node:
+    def _copy(self, node: fx.Node, before: fx.Node, reads: dict[fx.Node, fx.Node], label: CloneLabel) -> fx.Node:
         with self._program.graph.inserting_before(before):
             copy = self._program.graph.node_copy(node, lambda n: reads.get(n, n))
-        copy.meta = {key: value for key, value in node.meta.items() if key in ("val", "stack_trace")}
-        known = info(node)
-        names = tuple(name + "'" * number for name in known.names)
-        set_info(copy, replace(known, phase=_phase_at(before), names=names, origin=origin, policy=None, region=None))
+        label_clone(copy, node, label)
         return copy
 
 

@@ -12,6 +12,7 @@ from graphopt.ir.node import Phase, Policy, info, set_info
 from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
 from graphopt.rewriting.memory.replay import (
+    CloneLabel,
     can_recompute,
     clone_call,
     is_replayable,
@@ -81,22 +82,26 @@ def _allowed(program: Program, asked: list[fx.Node], done: Rematerialized) -> se
     wanted = possible - reading_stale
     for node in asked:
         element = node.target is operator.getitem and not is_replayable(node)
-        if node in wanted and element and node.args[0] not in wanted:
+        if element and node.args[0] not in wanted:
             wanted.discard(node)
     for node in asked:
-        if node not in wanted and any(u.op != "output" and info(u).phase is not Phase.FORWARD for u in node.users):
+        if node not in wanted and any(_is_late(user) for user in node.users):
             source = node.args[0] if node.target is operator.getitem else node
             reason = "it reads a buffer that forward overwrites" if source in reading_stale else "it has an effect"
             done.kept[node] = reason
     return wanted
 
 
+def _is_late(node: fx.Node) -> bool:
+    """Whether a node runs after forward; the program's output does not count."""
+    return node.op != "output" and info(node).phase is not Phase.FORWARD
+
+
 def _needed(program: Program, wanted: set[fx.Node]) -> list[fx.Node]:
     """The wanted nodes that something after forward needs, directly or through other wanted nodes; program order."""
     found: set[fx.Node] = set()
     for node in reversed(program.graph.nodes):
-        late = node.op != "output" and info(node).phase is not Phase.FORWARD
-        if late or node in found:
+        if _is_late(node) or node in found:
             found.update(source for source in sources(node) if source in wanted)
     return [node for node in program.graph.nodes if node in found]
 
@@ -114,7 +119,6 @@ def _clone(
             continue
         pending.pop()
         if current not in done.clones:
-            done.clones[current] = clone_call(
-                program, current, before, lambda n: done.clones.get(n, n), origin=wanted[current]
-            )
+            label = CloneLabel(wanted[current])
+            done.clones[current] = clone_call(program, current, before, lambda n: done.clones.get(n, n), label)
             set_info(current, replace(info(current), policy=Policy.MUST_RECOMPUTE))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -15,7 +15,16 @@ from graphopt.ir.ops import schema
 from graphopt.ir.ops.batch_norm import without_statistics
 from graphopt.ir.program import Program
 
-__all__ = ["can_recompute", "clone_call", "is_replayable", "save_generator", "sources", "stale_values"]
+__all__ = [
+    "CloneLabel",
+    "can_recompute",
+    "clone_call",
+    "is_replayable",
+    "label_clone",
+    "save_generator",
+    "sources",
+    "stale_values",
+]
 
 
 def can_recompute(node: fx.Node) -> bool:
@@ -70,16 +79,15 @@ def save_generator(program: Program, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     """
     known = info(node)
     common: dict[str, Any] = {
+        "before": node,
         "phase": Phase.FORWARD,
         "like": node,
         "origin": "keeps the generator's state for a replay",
     }
-    both = program.insert(
-        _torch.run_and_save_rng_state, (node.target, *node.args), dict(node.kwargs), before=node,
-        hint=f"{node.name}_random", **common,
-    )  # fmt: skip
-    state = program.insert(operator.getitem, (both, 0), before=node, hint=f"{node.name}_state", **common)
-    result = program.insert(operator.getitem, (both, 1), before=node, hint=f"{node.name}_result", **common)
+    saving, arguments = _torch.run_and_save_rng_state, (node.target, *node.args)
+    both = program.insert(saving, arguments, dict(node.kwargs), hint=f"{node.name}_random", **common)
+    state = program.insert(operator.getitem, (both, 0), hint=f"{node.name}_state", **common)
+    result = program.insert(operator.getitem, (both, 1), hint=f"{node.name}_result", **common)
     set_value(result, value_of(node))
     set_info(result, replace(info(result), names=known.names, region=known.region))
     node.replace_all_uses_with(result)
@@ -87,15 +95,23 @@ def save_generator(program: Program, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     return result, state
 
 
+@dataclass(frozen=True, slots=True)
+class CloneLabel:
+    """What is noted about a clone.
+
+    Attributes:
+        origin: provenance, for people.
+        phase: when it runs.
+        number: which clone of its call it is; its names get as many primes.
+    """
+
+    origin: str
+    phase: Phase = Phase.RECOMPUTE
+    number: int = 1
+
+
 def clone_call(
-    program: Program,
-    node: fx.Node,
-    before: fx.Node,
-    current: Callable[[fx.Node], fx.Node],
-    *,
-    origin: str,
-    phase: Phase = Phase.RECOMPUTE,
-    number: int = 1,
+    program: Program, node: fx.Node, before: fx.Node, current: Callable[[fx.Node], fx.Node], label: CloneLabel
 ) -> fx.Node:
     """Insert a clone of a call that gives the same values.
 
@@ -106,28 +122,37 @@ def clone_call(
         node: the call.
         before: where the clone goes.
         current: which node the clone reads instead of an argument of the original.
-        origin: provenance, for people.
-        phase: of the clone.
-        number: which clone of this call it is; its names get as many primes.
+        label: what is noted about the clone.
     """
     pure = without_statistics(node)
     with program.graph.inserting_before(before):
         if is_replayable(node):
-            both: Any = node.args[0]
-            state = next(user for user in both.users if user.args[1] == 0)
-            args, kwargs = _torch.map_aggregate(
-                ((state, *both.args), both.kwargs), lambda a: current(a) if isinstance(a, fx.Node) else a
-            )
-            clone = program.graph.call_function(_torch.run_with_rng_state, args, kwargs)
+            clone = _replay(program, node, current)
         elif pure is not None:
             args = tuple(current(a) if isinstance(a, fx.Node) else a for a in pure[1])
             clone = program.graph.call_function(pure[0], args)
         else:
             clone = program.graph.node_copy(node, current)
-    clone.meta = {key: value for key, value in node.meta.items() if key in ("val", "stack_trace")}
+    label_clone(clone, node, label)
     if pure is not None:
         set_value(clone, tuple(value_of(node)[: pure[2]]))
-    known = info(node)
-    names = tuple(name + "'" * number for name in known.names)
-    set_info(clone, replace(known, phase=phase, names=names, origin=origin, policy=None, region=None))
     return clone
+
+
+def _replay(program: Program, node: fx.Node, current: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    """A random op again, from the state of the generator that the first run has saved."""
+    both: Any = node.args[0]
+    state = next(user for user in both.users if user.args[1] == 0)
+    args, kwargs = _torch.map_aggregate(
+        ((state, *both.args), both.kwargs), lambda a: current(a) if isinstance(a, fx.Node) else a
+    )
+    return program.graph.call_function(_torch.run_with_rng_state, args, kwargs)
+
+
+def label_clone(clone: fx.Node, node: fx.Node, label: CloneLabel) -> None:
+    """Give a clone the value and the source of its original, names of its own, and what is noted about it."""
+    clone.meta = {key: value for key, value in node.meta.items() if key in ("val", "stack_trace")}
+    known = info(node)
+    names = tuple(name + "'" * label.number for name in known.names)
+    noted = replace(known, phase=label.phase, names=names, origin=label.origin, policy=None, region=None)
+    set_info(clone, noted)

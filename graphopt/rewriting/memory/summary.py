@@ -61,12 +61,9 @@ def decisions(fitting: Fitting, simulated: Simulated) -> list[Decision]:
         droppable = fitting.scheduler.droppable[value]
         action = "kept" if value in planned and not times else "run again"
         node = fitting.planning.makers[value]
-        found.append(
-            Decision(
-                problem.names[value], action, times, size, seconds, _reason(action, times, droppable, value in plain),
-                short_source(info(node).source),
-            )
-        )  # fmt: skip
+        reason = _reason(action, times, droppable, value in plain)
+        source = short_source(info(node).source)
+        found.append(Decision(problem.names[value], action, times, size, seconds, reason, source))
     return found
 
 

@@ -79,11 +79,9 @@ def body_of(program: Program, node: fx.Node, place: int) -> tuple[Program, list[
     name, *inputs = node.args[place:]
     assert isinstance(name, fx.Node)
     body = program.attributes[str(name.target)]
-    inner = Program(
-        body.graph, "forward", [], [],
-        attributes={n: c for n, c in body.named_children() if isinstance(c, fx.GraphModule)},
-    ).copy()  # fmt: skip
-    return inner, inputs  # type: ignore[return-value]
+    nested = {name: child for name, child in body.named_children() if isinstance(child, fx.GraphModule)}
+    inner = Program(body.graph, "forward", [], [], attributes=nested)
+    return inner.copy(), inputs  # type: ignore[return-value]
 
 
 def put_body(program: Program, node: fx.Node, place: int, inner: Program) -> None:

@@ -302,5 +302,14 @@ def _made_up(
     return tuple(flat), made
 
 
-_ONES = {"int": 1, "float": 1.0, "bool": False, "number": 1, "str": "ij,jk->ik", "List[int]": [1, 1], "SymInt": 1,
-         "List[SymInt]": [1, 1], "List[Optional[Tensor]]": [None]}  # fmt: skip
+_ONES = {
+    "int": 1,
+    "float": 1.0,
+    "bool": False,
+    "number": 1,
+    "str": "ij,jk->ik",
+    "List[int]": [1, 1],
+    "SymInt": 1,
+    "List[SymInt]": [1, 1],
+    "List[Optional[Tensor]]": [None],
+}

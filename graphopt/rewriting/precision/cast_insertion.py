@@ -212,11 +212,9 @@ class Rewriter:
             first = next(node for node in program.graph.nodes if node.op != "placeholder")
             before = self._last_early.next if self._last_early is not None else first
         name = info(source).names[0]
-        cast = insert_cast(
-            program, source, dtype, before=before, like=source, why="one cast for all uses",
-            name=f"{name}.{str(dtype).removeprefix('torch.')}",
-        )  # fmt: skip
-        set_info(cast, replace(info(cast), module=name.rpartition(".")[0]))
+        cast = insert_cast(program, source, dtype, before=before, like=source, why="one cast for all uses")
+        findable = f"{name}.{str(dtype).removeprefix('torch.')}"
+        set_info(cast, replace(info(cast), module=name.rpartition(".")[0], names=(findable,)))
         self._last_early = cast
         return cast
 
@@ -297,10 +295,8 @@ class Rewriter:
                 (part.args, part.kwargs), lambda a: mapping[a] if isinstance(a, fx.Node) else a
             )
             assert callable(part.target)
-            new = program.insert(
-                part.target, args, kwargs, before=node, like=node, phase=Phase.FORWARD,
-                origin=f"{ORIGIN}: part of {schema.op_name(node)}",
-            )  # fmt: skip
+            origin = f"{ORIGIN}: part of {schema.op_name(node)}"
+            new = program.insert(part.target, args, kwargs, before=node, like=node, phase=Phase.FORWARD, origin=origin)
             set_info(new, replace(info(new), region=info(node).region))
             self.selection.inherit(new, node)
             self._plain[new] = []

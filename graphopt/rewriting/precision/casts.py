@@ -43,7 +43,7 @@ def cast_of(node: fx.Node, dtype: torch.dtype) -> fx.Node | None:
 
 
 def insert_cast(
-    program: Program, source: fx.Node, dtype: torch.dtype, *, before: fx.Node, like: fx.Node, why: str, name: str = ""
+    program: Program, source: fx.Node, dtype: torch.dtype, *, before: fx.Node, like: fx.Node, why: str
 ) -> fx.Node:
     """Add a cast to a forward program.
 
@@ -54,12 +54,10 @@ def insert_cast(
         before: the node that the cast is put in front of.
         like: the node whose module, source line and ``torch.utils.checkpoint`` region the cast belongs to.
         why: what for, for people.
-        name: under which users can find the result, also after differentiation.
     """
-    cast = program.insert(
-        _CAST, (source,), {"dtype": dtype}, before=before, like=like, phase=Phase.FORWARD,
-        origin=f"{ORIGIN}: {why}", names=(name,) if name else (),
-    )  # fmt: skip
+    origin = f"{ORIGIN}: {why}"
+    kwargs = {"dtype": dtype}
+    cast = program.insert(_CAST, (source,), kwargs, before=before, like=like, phase=Phase.FORWARD, origin=origin)
     set_info(cast, replace(info(cast), region=info(like).region if before is like else None))
     return cast
 
@@ -133,10 +131,7 @@ def repeat_casts(program: Program, *, parameters: bool) -> int:
         parameters: whether to do so with the casts of parameters too.
     """
     owned = {node for node, _ in program.inputs_of("parameter")} if parameters else set()
-    again = [
-        node for node in _casts(program)
-        if not _returned(node) and (node.args[0] in owned or _is_upcast(node))
-    ]  # fmt: skip
+    again = [node for node in _casts(program) if not _returned(node) and (node.args[0] in owned or _is_upcast(node))]
     views = [reader for node in again for reader in schema.readers(node) if schema.is_view(reader)]
     done = rematerialize(program, [*again, *views], origin=f"{ORIGIN}: the same cast again")
     return sum(1 for node in done.clones if is_cast(node))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,23 +41,26 @@ def make_conditional(program: Program, found_inf: fx.Node, origin: str) -> int:
     counts = {step for node in fused for step in _argument(node, "state_steps")}
     for node in fused:
         node.kwargs = {**node.kwargs, "found_inf": found_inf}
+    counted, kept = _written(program, [node for node in calls if node not in fused], counts)
+    end: dict[str, Any] = {"before": program.output_node, "phase": Phase.UPDATE, "origin": f"{origin}: a skipped step"}
+    if counted:
+        program.insert(_UNCOUNT, (counted, [found_inf] * len(counted)), **end)
+    if kept:
+        before = [_keep(program, node, origin) for node in kept]
+        program.insert(ops.put_back_, (kept, before, found_inf), **end)
+    return len(kept)
+
+
+def _written(program: Program, calls: Sequence[fx.Node], counts: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The parameters and state that calls write: the step counts that they only count up, and everything else."""
     lasting = {node for node, _ in program.inputs_of("parameter", "state")}
     counted: dict[fx.Node, None] = {}
     kept: dict[fx.Node, None] = {}
     for node in calls:
-        if node in fused:
-            continue
         written = [base for base in map(base_of, schema.mutated_inputs(node)) if base in lasting]
         by_one = node.target is _COUNT and node.args[1] == 1 and counts.issuperset(written)
         (counted if by_one else kept).update(dict.fromkeys(written))
-    end: dict[str, Any] = {"before": program.output_node, "phase": Phase.UPDATE, "origin": f"{origin}: a skipped step"}
-    both = [node for node in counted if node not in kept]
-    if both:
-        program.insert(_UNCOUNT, (both, [found_inf] * len(both)), **end)
-    if kept:
-        before = [_keep(program, node, origin) for node in kept]
-        program.insert(ops.put_back_, (list(kept), before, found_inf), **end)
-    return len(kept)
+    return [node for node in counted if node not in kept], list(kept)
 
 
 def _takes_found_inf(node: fx.Node) -> bool:
@@ -75,7 +79,6 @@ def _argument(node: fx.Node, name: str) -> list[fx.Node]:
 
 
 def _keep(program: Program, node: fx.Node, origin: str) -> fx.Node:
-    return program.insert(
-        torch.ops.aten.clone.default, (node,), before=update_calls(program)[0], phase=Phase.UPDATE,
-        origin=f"{origin}: kept for a skipped step",
-    )  # fmt: skip
+    first = update_calls(program)[0]
+    whose = f"{origin}: kept for a skipped step"
+    return program.insert(torch.ops.aten.clone.default, (node,), before=first, phase=Phase.UPDATE, origin=whose)

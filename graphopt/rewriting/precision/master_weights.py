@@ -51,10 +51,9 @@ def hold_copies(program: Program, origin: str) -> list[str]:
             cast.replace_all_uses_with(copy)
             program.graph.erase_node(cast)
         if any(node in map(base_of, schema.mutated_inputs(call)) for call in program.phase_nodes(Phase.UPDATE)):
-            program.insert(
-                torch.ops.aten.copy_.default, (copy, node), before=program.output_node, phase=Phase.UPDATE,
-                origin=f"{origin}: {spec.target} in low precision",
-            )  # fmt: skip
+            whose = f"{origin}: {spec.target} in low precision"
+            renew = torch.ops.aten.copy_.default
+            program.insert(renew, (copy, node), before=program.output_node, phase=Phase.UPDATE, origin=whose)
         kept.append(spec.target)
     return kept
 

@@ -115,25 +115,33 @@ class Selection:
     def _resolve(self, program: Program) -> None:
         nodes = [node for graph in _graphs(program.graph, program.attributes) for node in graph.nodes]
         calls = [node for node in nodes if node.op == "call_function"]
-        tensors = {name: node for node in nodes if "graphopt" in node.meta for name in info(node).names}
+        tensors = _named(nodes)
         modules = {path: None for node in calls for path in _ancestors(info(node).module)}
         ops = {spelling: None for node in calls for spelling in _spellings(node)}
         self._known = {**dict.fromkeys(tensors), **modules, **ops}
         for choice, entry in self._pending:
-            self._ops[entry] = _agreed(self._ops.get(entry), _Wish(choice, entry, 0))
+            self._add_op(entry, _Wish(choice, entry, 0))
             for path in _matching(entry, modules):
                 self._modules.append((path, _Wish(choice, entry, 1 + path.count("."))))
                 self._used.add(entry)
-            for name in _matching(entry, tensors):
-                if name not in modules:
-                    self._add_tensor(tensors[name], _Wish(choice, entry, _TENSOR))
+            named = [tensors[name] for name in _matching(entry, tensors) if name not in modules]
+            for node in named:
+                self._add_tensor(node, _Wish(choice, entry, _TENSOR))
             for spelling in _matching(entry, ops):
-                self._ops[spelling] = _agreed(self._ops.get(spelling), _Wish(choice, entry, 0))
+                self._add_op(spelling, _Wish(choice, entry, 0))
+
+    def _add_op(self, spelling: str, wish: _Wish) -> None:
+        self._ops[spelling] = _agreed(self._ops.get(spelling), wish)
 
     def _add_tensor(self, node: fx.Node, wish: _Wish) -> None:
         self._used.add(wish.entry)
         for call in node.users if node.op == "placeholder" else (node,):
             self._wishes[call] = _agreed(self._wishes.get(call), wish)
+
+
+def _named(nodes: Iterable[fx.Node]) -> dict[str, fx.Node]:
+    """The nodes by the names under which users find them."""
+    return {name: node for node in nodes if "graphopt" in node.meta for name in info(node).names}
 
 
 def _agreed(known: _Wish | None, wish: _Wish) -> _Wish:

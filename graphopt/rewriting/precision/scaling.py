@@ -101,18 +101,18 @@ class LossScaling:
     max_skipped: int | None = 50
 
     def __post_init__(self) -> None:
+        above_smallest = self.floor >= _SMALLEST
+        some_skipped = self.max_skipped is None or self.max_skipped >= 1
         rules = {
             f"growth_factor must be above 1 and finite, not {self.growth_factor}": 1 < self.growth_factor < math.inf,
             f"backoff_factor must lie between 0 and 1, not be {self.backoff_factor}": 0 < self.backoff_factor < 1,
             f"growth_interval must be at least 1, not {self.growth_interval}": self.growth_interval >= 1,
             f"hysteresis must be at least 1, not {self.hysteresis}": self.hysteresis >= 1,
-            f"floor must be at least {_SMALLEST:.4g}, not {self.floor}: below it 1 / scale is infinite":
-                self.floor >= _SMALLEST,
+            f"floor must be at least {_SMALLEST:.4g}, not {self.floor}: below it 1 / scale is infinite": above_smallest,
             f"init_scale must lie between floor {self.floor:.4g} and ceiling {self.ceiling:.4g}, not be "
             f"{self.init_scale}": self.floor <= self.init_scale <= min(self.ceiling, _LARGEST),
-            f"max_skipped must be at least 1, or None for no limit, not {self.max_skipped}":
-                self.max_skipped is None or self.max_skipped >= 1,
-        }  # fmt: skip
+            f"max_skipped must be at least 1, or None for no limit, not {self.max_skipped}": some_skipped,
+        }
         wrong = [rule for rule, holds in rules.items() if not holds]
         if wrong:
             raise GraphoptError("loss scaling: " + "; ".join(wrong))
@@ -146,9 +146,8 @@ class LossScaling:
         """The numbers that ``ops.scale.update_scale_`` takes after its tensors."""
         if not self.dynamic:
             return 1.0, 1.0, 1, 1, 0.0, math.inf
-        return (
-            self.growth_factor, self.backoff_factor, self.growth_interval, self.hysteresis, self.floor, self.ceiling,
-        )  # fmt: skip
+        counts = (self.growth_interval, self.hysteresis)
+        return self.growth_factor, self.backoff_factor, *counts, self.floor, self.ceiling
 
 
 @runtime_checkable
@@ -221,9 +220,10 @@ def _unscale_inputs(program: Program, scale: fx.Node, origin: str) -> None:
     inputs = {spec.target for _, spec in program.inputs_of("input")}
     values = list(program.output_values)
     wanted = [
-        index for index, spec in enumerate(program.outputs)
+        index
+        for index, spec in enumerate(program.outputs)
         if spec.role == "gradient" and spec.target in inputs and isinstance(values[index], fx.Node)
-    ]  # fmt: skip
+    ]
     if not wanted:
         return
     common: dict[str, Any] = {"before": program.output_node, "phase": Phase.BACKWARD, "origin": f"{origin}: unscale"}
@@ -351,15 +351,13 @@ def check_and_update(program: Program, scaling: LossScaling, origin: str) -> tup
         raise GraphoptError(f"{origin}: the gradients are checked already")
     gradients = update_gradients(program)
     nonfinite = _check(program, gradients, Phase.UPDATE, origin)
-    found = program.insert(
-        torch.ops.aten.amax.default, (nonfinite, [0]), before=all_gradients_made(program), phase=Phase.UPDATE,
-        origin=f"{origin}: check", names=(FOUND_INF,), hint=FOUND_INF,
-    )  # fmt: skip
+    place: dict[str, Any] = {"before": all_gradients_made(program), "phase": Phase.UPDATE, "origin": f"{origin}: check"}
+    any_nonfinite = torch.ops.aten.amax.default
+    found = program.insert(any_nonfinite, (nonfinite, [0]), names=(FOUND_INF,), hint=FOUND_INF, **place)
     kept = make_conditional(program, found, origin)
     device = value_of(nonfinite).device
     state = [program.add_state(target, wanted) for target, wanted in counters(scaling, device).items()]
-    program.insert(
-        ops.update_scale_, (*state, found, *scaling.update_arguments()), before=program.output_node,
-        phase=Phase.UPDATE, origin=f"{origin}: update of the scale",
-    )  # fmt: skip
+    arguments = (*state, found, *scaling.update_arguments())
+    end: dict[str, Any] = {"before": program.output_node, "phase": Phase.UPDATE}
+    program.insert(ops.update_scale_, arguments, origin=f"{origin}: update of the scale", **end)
     return len(gradients), kept

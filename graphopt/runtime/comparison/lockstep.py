@@ -79,24 +79,38 @@ def _shape(node: fx.Node) -> str:
 
 def _named(program: Program) -> dict[_Key, fx.Node]:
     """Every tensor of interest, by what it is and what it is called."""
-    found: dict[_Key, fx.Node] = {}
+    found = dict(_returned(program)) | dict(_overwritten(program))
+    for key, node in _computed(program):
+        found.setdefault(key, node)
+    return found
+
+
+def _returned(program: Program) -> Iterator[tuple[_Key, fx.Node]]:
+    """The loss, outputs and gradients."""
     for value, result in program.outputs_of("loss", "output", "gradient"):
         if isinstance(value, fx.Node) and _is_tensor(value):
             kind = cast(Kind, result.role)
-            found[kind, f"{result.target}~" if kind == "gradient" else result.target] = value
-    tensors = {spec.target for _, spec in program.inputs_of("parameter", "input")}
+            yield (kind, f"{result.target}~" if kind == "gradient" else result.target), value
+
+
+def _overwritten(program: Program) -> Iterator[tuple[_Key, fx.Node]]:
+    """Parameters and buffers that the program writes."""
     written = set(_last_writes(program))
     for node, spec in program.inputs_of("parameter", "buffer"):
         if node in written:
-            found["parameter" if spec.role == "parameter" else "buffer", spec.target] = node
+            yield ("parameter" if spec.role == "parameter" else "buffer", spec.target), node
+
+
+def _computed(program: Program) -> Iterator[tuple[_Key, fx.Node]]:
+    """What calls compute, under each of its names; of views only those that a module or a user has named."""
+    tensors = {spec.target for _, spec in program.inputs_of("parameter", "input")}
     for node in program.graph.nodes:
         if node.op != "call_function" or not _is_tensor(node) or info(node).phase in (Phase.RECOMPUTE, Phase.TRANSFER):
             continue
         for name in info(node).names:
-            if "::" in name and schema.is_view(node):
-                continue
-            found.setdefault(("gradient" if name.endswith("~") and name[:-1] in tensors else "value", name), node)
-    return found
+            if "::" not in name or not schema.is_view(node):
+                is_gradient = name.endswith("~") and name[:-1] in tensors
+                yield ("gradient" if is_gradient else "value", name), node
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -173,9 +187,12 @@ class _Run:
     """One program, run call by call with a random state of its own."""
 
     def __init__(
-        self, program: Program, wanted: Sequence[tuple[Pair, fx.Node]], inputs: Mapping[InputSpec, Any],
+        self,
+        program: Program,
+        wanted: Sequence[tuple[Pair, fx.Node]],
+        inputs: Mapping[InputSpec, Any],
         devices: list[int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._nodes = list(program.graph.nodes)
         self._runner = fx.Interpreter(
             fx.GraphModule(dict(program.attributes), program.graph), garbage_collect_values=False

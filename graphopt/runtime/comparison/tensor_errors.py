@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
 from graphopt.errors import GraphoptError
 from graphopt.ir.names import match_names
@@ -17,7 +18,7 @@ from graphopt.ir.program import Program
 from graphopt.rewriting.precision.scaling import SCALE
 from graphopt.runtime.comparison.lockstep import Kind, Pair, matched, paired_values
 
-__all__ = ["Comparison", "TensorError", "compare_programs", "tensor_error", "within_tolerance"]
+__all__ = ["Comparison", "TensorError", "Wanted", "compare_programs", "tensor_error", "within_tolerance"]
 
 _CHUNK = 1 << 22
 """Elements that are compared at a time, in float64."""
@@ -113,10 +114,49 @@ def compare_programs(
             without a value.
     """
     pairs, skipped = _checked(before, after)
-    wanted = _chosen(pairs, list(tensors), frozenset(kinds))
-    with contextlib.closing(_errors(before, after, wanted, inputs, seed)) as errors:
+    chosen = Wanted(tuple(tensors), frozenset(kinds)).of(pairs)
+    with contextlib.closing(_errors(before, after, chosen, inputs, seed)) as errors:
         rows = sorted(errors, key=_badness, reverse=True)
     return Comparison(tuple(rows), tuple(skipped))
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which tensors are compared, as ``compare_programs`` has it; all without anything given.
+
+    Attributes:
+        tensors: names or globs.
+        kinds: only tensors of these kinds.
+    """
+
+    tensors: tuple[str, ...] = ()
+    kinds: frozenset[Kind] = frozenset()
+
+    def of(self, pairs: Sequence[Pair]) -> list[Pair]:
+        """These among ``pairs``; a value with several names comes once, under the first that fits.
+
+        Raises:
+            GraphoptError: for a pattern that names nothing (with near names).
+        """
+        names = self._names(pairs)
+        fitting = [pair for pair in pairs if pair.name in names]
+        if self.kinds:
+            fitting = [pair for pair in fitting if pair.kind in self.kinds]
+        results = [pair for pair in fitting if pair.kind != "value"]
+        returned = {pair.before for pair in results}
+        first_names: dict[fx.Node, Pair] = {}
+        for pair in fitting:
+            if pair.kind == "value" and pair.before not in returned:
+                first_names.setdefault(pair.before, pair)
+        return results + list(first_names.values())
+
+    def _names(self, pairs: Sequence[Pair]) -> Container[str]:
+        if self.tensors:
+            return match_names(self.tensors, {pair.name: pair for pair in pairs}, "tensor that both programs have")
+        return {pair.name for pair in pairs if not pair.by_op}
+
+
+_ALL = Wanted()
 
 
 def within_tolerance(
@@ -125,16 +165,15 @@ def within_tolerance(
     inputs: Mapping[InputSpec, Any],
     tolerance: float,
     *,
-    tensors: Iterable[str] = (),
-    kinds: Iterable[Kind] = (),
+    wanted: Wanted = _ALL,
     seed: int = 0,
 ) -> bool:
     """Whether no tensor has a larger relative error than ``tolerance``; the runs end at the first that has.
 
     Arguments and errors are those of ``compare_programs``.
     """
-    wanted = _chosen(_checked(before, after)[0], list(tensors), frozenset(kinds))
-    with contextlib.closing(_errors(before, after, wanted, inputs, seed)) as errors:
+    pairs, _ = _checked(before, after)
+    with contextlib.closing(_errors(before, after, wanted.of(pairs), inputs, seed)) as errors:
         return all(row.relative_error <= tolerance for row in errors)
 
 
@@ -166,19 +205,6 @@ def _loss_scale(program: Program) -> float:
     return state.fill if state is not None and inside else 1.0
 
 
-def _chosen(pairs: list[Pair], patterns: list[str], kinds: frozenset[Kind]) -> list[Pair]:
-    """The pairs that patterns and kinds ask for; a value with several names comes once, under the first that fits."""
-    if patterns:
-        names = match_names(patterns, {pair.name: pair for pair in pairs}, "tensor that both programs have")
-    else:
-        names = {pair.name: pair for pair in pairs if not pair.by_op}
-    fitting = [pair for pair in pairs if pair.name in names and (not kinds or pair.kind in kinds)]
-    results = [pair for pair in fitting if pair.kind != "value"]
-    unique = {pair.before: pair for pair in reversed(fitting) if pair.kind == "value"}
-    known = {pair.before for pair in results}
-    return results + [pair for node, pair in reversed(unique.items()) if node not in known]
-
-
 def _badness(row: TensorError) -> tuple[float, float, float, float]:
     return row.relative_error, row.overflow, row.underflow, row.max_error
 
@@ -200,9 +226,17 @@ def tensor_error(pair: Pair, before: torch.Tensor, after: torch.Tensor) -> Tenso
     relative = math.sqrt(squares) / math.sqrt(norm) if norm else math.inf if squares else 0.0
     count = max(before.numel(), 1)
     return TensorError(
-        pair.name, pair.kind, tuple(before.shape), before.dtype, after.dtype, largest, relative,
-        overflow / count, underflow / count, _same_bits(before, after),
-    )  # fmt: skip
+        name=pair.name,
+        kind=pair.kind,
+        shape=tuple(before.shape),
+        before=before.dtype,
+        after=after.dtype,
+        max_error=largest,
+        relative_error=relative,
+        overflow=overflow / count,
+        underflow=underflow / count,
+        bitwise=_same_bits(before, after),
+    )
 
 
 def _has_exponent(tensor: torch.Tensor) -> bool:

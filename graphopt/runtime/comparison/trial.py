@@ -21,7 +21,7 @@ from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.precision.scaling import SCALE
 from graphopt.runtime.binding import Binding
 from graphopt.runtime.comparison.lockstep import Kind
-from graphopt.runtime.comparison.tensor_errors import Comparison, compare_programs, within_tolerance
+from graphopt.runtime.comparison.tensor_errors import Comparison, Wanted, compare_programs, within_tolerance
 
 __all__ = ["Outcome", "Trial"]
 
@@ -100,9 +100,14 @@ class Trial:
         return compare_programs(before, program, inputs, tensors=tensors, kinds=kinds, seed=self.seed)
 
     def within(
-        self, program: Program, tolerance: float, *, tensors: Iterable[str] = (), kinds: Iterable[Kind] = (),
+        self,
+        program: Program,
+        tolerance: float,
+        *,
+        tensors: Iterable[str] = (),
+        kinds: Iterable[Kind] = (),
         settle: bool = False,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Whether no tensor's relative error is larger than ``tolerance``; see ``compare``.
 
         Args:
@@ -113,8 +118,9 @@ class Trial:
             settle: where the loss is scaled, also try lower scales, as training finds them after skipped steps.
         """
         before, inputs = self.original.program, self._both(program)
+        wanted = Wanted(tuple(tensors), frozenset(kinds))
         for scaled in _settling(program) if settle else (program,):
-            if within_tolerance(before, scaled, inputs, tolerance, tensors=tensors, kinds=kinds, seed=self.seed):
+            if within_tolerance(before, scaled, inputs, tolerance, wanted=wanted, seed=self.seed):
                 return True
         return False
 

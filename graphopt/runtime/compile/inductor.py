@@ -286,8 +286,8 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], room: int = 0) 
 
 
 def _warn(what: str, promised: int) -> None:
-    warnings.warn(
+    message = (
         f"inductor's code {what} the {format_bytes(promised)} that this program takes above what is there before it "
-        'runs: its budget may not hold; backend="eager" keeps it',
-        RuntimeWarning, stacklevel=4,
-    )  # fmt: skip
+        'runs: its budget may not hold; backend="eager" keeps it'
+    )
+    warnings.warn(message, RuntimeWarning, stacklevel=4)

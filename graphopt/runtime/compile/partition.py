@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Container, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -17,22 +17,42 @@ from graphopt.ir.reuse import apply_reuse
 
 __all__ = ["bind_state", "partition", "saved_values", "split_update"]
 
+T = TypeVar("T")
+
 
 def saved_values(program: Program) -> list[fx.Node]:
     """What forward computes or is given, and something after forward reads: tensors first, then sizes."""
-    found: dict[fx.Node, None] = {}
     late = _late(program)
     there = late.union(node for node, _ in program.inputs_of("pass_state"))
-    for node in program.graph.nodes:
-        if node in late:
-            found |= dict.fromkeys(source for source in node.all_input_nodes if source not in there)
-    for value, _ in program.outputs_of("gradient"):
-        if isinstance(value, fx.Node) and value not in late:
-            found[value] = None
-    order = {node: index for index, node in enumerate(program.graph.nodes)}
-    nodes = sorted(found, key=order.__getitem__)
-    tensors = [node for node in nodes if isinstance(value_of(node), torch.Tensor)]
-    return tensors + [node for node in nodes if not isinstance(value_of(node), torch.Tensor)]
+    _, late_nodes = _divide(program.graph.nodes, late)
+    read, _ = _divide(_read_by(late_nodes), there)
+    returned, _ = _divide(_nodes_among(value for value, _ in program.outputs_of("gradient")), late)
+    _, saved = _divide(program.graph.nodes, {*read, *returned})
+    tensors, sizes = _tensors_and_sizes(saved)
+    return tensors + sizes
+
+
+def _tensors_and_sizes(nodes: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    sizes, tensors = _divide(nodes, {node for node in nodes if isinstance(value_of(node), torch.Tensor)})
+    return tensors, sizes
+
+
+def _calls(program: Program) -> list[fx.Node]:
+    return [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
+
+
+def _read_by(calls: Iterable[fx.Node]) -> dict[fx.Node, None]:
+    """What calls read, each value once, in the order of its first reader."""
+    return dict.fromkeys(source for node in calls for source in node.all_input_nodes)
+
+
+def _divide(values: Iterable[T], chosen: Container[T]) -> tuple[list[T], list[T]]:
+    """The values that are not among ``chosen``, and those that are; both in order."""
+    others: list[T] = []
+    found: list[T] = []
+    for value in values:
+        (found if value in chosen else others).append(value)
+    return others, found
 
 
 def _late(program: Program) -> set[fx.Node]:
@@ -65,22 +85,22 @@ def partition(
     """
     program = program.copy()
     apply_reuse(program)
-    saved = saved_values(program)
-    tensors = [node for node in saved if isinstance(value_of(node), torch.Tensor)]
-    sizes = [node for node in saved if node not in tensors]
+    early_calls, late_calls = _divide(_calls(program), _late(program))
     tangents = [node for node, _ in program.inputs_of("tangent")]
     live = {node: (state or {})[spec.target] for node, spec in program.inputs_of("pass_state")}
-    primals = [node for node in program.placeholders if node not in tangents and node not in live]
+    primals, _ = _divide(program.placeholders, {*tangents, *live})
+    tensors, sizes = _tensors_and_sizes(saved_values(program))
     results = [value for value, _ in program.outputs_of("mutation", "output", "base", "loss")]
-    gradients = iter([value for value, _ in program.outputs_of("gradient")])
-    answers = [next(gradients) if present else None for present in layout]
-    late = _late(program)
-    calls = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
-    early = [node for node in calls if node not in late]
-    forward = _extract(primals, early, [*results, *tensors, *sizes], "GraphoptForward", live)
-    late_calls = [node for node in calls if node in late]
-    backward = _extract([*sizes, *tensors, *tangents], late_calls, answers, "GraphoptBackward", live)
+    forward = _extract(primals, early_calls, [*results, *tensors, *sizes], "GraphoptForward", live)
+    given = [*sizes, *tensors, *tangents]
+    backward = _extract(given, late_calls, _answers(program, layout), "GraphoptBackward", live)
     return forward, backward
+
+
+def _answers(program: Program, layout: list[bool]) -> list[Any]:
+    """What backward returns: for each input that it answers for its gradient, or None where it has none."""
+    gradients = iter([value for value, _ in program.outputs_of("gradient")])
+    return [next(gradients) if present else None for present in layout]
 
 
 def bind_state(module: fx.GraphModule, program: Program, state: Mapping[str, torch.Tensor]) -> None:
@@ -90,24 +110,28 @@ def bind_state(module: fx.GraphModule, program: Program, state: Mapping[str, tor
             setattr(module, node.name, state[spec.target])
 
 
+def _nodes_among(values: Iterable[Any]) -> list[fx.Node]:
+    return [value for value in values if isinstance(value, fx.Node)]
+
+
 def _extract(
-    inputs: list[fx.Node], calls: list[fx.Node], results: list[Any], name: str,
+    inputs: list[fx.Node],
+    calls: list[fx.Node],
+    results: list[Any],
+    name: str,
     live: Mapping[fx.Node, torch.Tensor] | None = None,
-) -> fx.GraphModule:  # fmt: skip
+) -> fx.GraphModule:
     """A module of some calls; the tensors of ``live`` that these read become its buffers, and are not inputs."""
     graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    for node in inputs:
-        mapping[node] = graph.placeholder(node.name)
-        mapping[node].meta = dict(node.meta)
-    read = {source for node in calls for source in node.all_input_nodes}
-    read |= {value for value in results if isinstance(value, fx.Node)}
     owner = nn.Module()
+    mapping = {node: graph.placeholder(node.name) for node in inputs}
+    read = {*_read_by(calls), *_nodes_among(results)}
     for node, tensor in (live or {}).items():
         if node in read:
             owner.register_buffer(node.name, tensor)
             mapping[node] = graph.get_attr(node.name)
-            mapping[node].meta = dict(node.meta)
+    for node, copy in mapping.items():
+        copy.meta = dict(node.meta)
     for node in calls:
         mapping[node] = graph.node_copy(node, lambda n: mapping[n])
     graph.output(tuple(mapping[value] if isinstance(value, fx.Node) else value for value in results))
@@ -131,20 +155,18 @@ def split_update(program: Program) -> tuple[fx.GraphModule, fx.GraphModule, list
     for node in update:
         program.output_node.prepend(node)
     apply_reuse(program)  # only now: no sum may overwrite a gradient that its update has yet to read
-    calls = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
-    needs = dict.fromkeys(source for node in calls if node in update for source in node.all_input_nodes)
-    handed = [node for node in needs if node.op != "placeholder" and node not in update]
+    first_calls, second_calls = _divide(_calls(program), update)
     results = [value for value, _ in program.outputs_of("loss", "output", "gradient", "base", "mutation", "state")]
-    first_uses = {source for node in calls if node not in update for source in node.all_input_nodes}
-    first_uses |= {value for value in results if isinstance(value, fx.Node)}
-    first_inputs = [node for node in program.placeholders if node in first_uses]
-    second_inputs = [node for node in program.placeholders if node in needs]
-    own = [value for value in results if value not in update]
-    first = _extract(first_inputs, [n for n in calls if n not in update], [*own, *handed], "GraphoptGradients")
-    late = [value for value in results if value in update]
-    second = _extract([*second_inputs, *handed], [n for n in calls if n in update], late, "GraphoptUpdate")
-    order = program.placeholders
-    return first, second, [order.index(n) for n in first_inputs], [order.index(n) for n in second_inputs]
+    first_results, second_results = _divide(results, update)
+    first_reads = {*_read_by(first_calls), *_nodes_among(results)}
+    second_reads = _read_by(second_calls)
+    handed_over = [node for node in second_reads if node.op != "placeholder" and node not in update]
+    _, first_inputs = _divide(program.placeholders, first_reads)
+    _, second_inputs = _divide(program.placeholders, second_reads)
+    first = _extract(first_inputs, first_calls, [*first_results, *handed_over], "GraphoptGradients")
+    second = _extract([*second_inputs, *handed_over], second_calls, second_results, "GraphoptUpdate")
+    position = {node: index for index, node in enumerate(program.placeholders)}
+    return first, second, [position[node] for node in first_inputs], [position[node] for node in second_inputs]
 
 
 def _from_update_on(program: Program) -> dict[fx.Node, None]:

@@ -199,11 +199,10 @@ class Heartbeat:
         where = f"{here.where}, {place}" if place else here.where
         if (where, here.step) != (self._report.where, self._since[1]):
             self._since = (time.monotonic(), here.step)
-        self._report = replace(
-            self._report, beat=self._report.beat + 1, where=where, seconds=time.monotonic() - self._since[0],
-            exchanges=place.exchanges if place else is_talking(), failed=here.failed, told=here.told,
-            ended=here.ended,
-        )  # fmt: skip
+        noted = replace(self._report, failed=here.failed, told=here.told, ended=here.ended)
+        seconds = time.monotonic() - self._since[0]
+        exchanges = place.exchanges if place else is_talking()
+        self._report = replace(noted, beat=noted.beat + 1, where=where, seconds=seconds, exchanges=exchanges)
         write_report(self._own, self.rank, self._report)
 
     def _listen(self) -> bool:

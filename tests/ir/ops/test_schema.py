@@ -17,7 +17,7 @@ from graphopt.ir.node import Policy, info
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.collectives import ALL_GATHER, WAIT
 from graphopt.passes import Offload, PartitionCheckpoints, Recompute
-from graphopt.rewriting.memory.fit import Fitting
+from graphopt.rewriting.memory.fit import Fitting, FittingOptions
 from graphopt.rewriting.memory.transfer_insertion import host_lanes
 from tests.support.fitting import applied, attempt, calls
 from tests.support.training import Net, captured
@@ -59,7 +59,7 @@ def test_what_a_collective_makes_is_not_moved_before_it_is_awaited() -> None:
     memory = program.memory()
     seconds = cost_report(memory.nodes, method="roofline").seconds
     lanes = functools.partial(host_lanes, room=10**9, smallest=1, rate=1e12)
-    fitting = Fitting(program, memory, seconds, lanes=lanes, recompute=False)
+    fitting = Fitting(program, memory, seconds, FittingOptions(lanes=lanes, recompute=False))
     names = {fitting.planning.problem.names[item.value] for item in fitting.smallest().away}
     assert names
     assert not names & {"started", "gathered"}

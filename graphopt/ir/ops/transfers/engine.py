@@ -19,8 +19,8 @@ from graphopt.ir.ops.transfers.disk import DiskFile
 from graphopt.ir.ops.transfers.handle import block_id, make_handle
 from graphopt.ir.ops.transfers.hostmemory import available_host_bytes
 from graphopt.ir.ops.transfers.lanes import CpuLane, Lane, Settled, Space, Transfer
-from graphopt.ir.ops.transfers.stored_tensor import StoredTensor
 from graphopt.ir.ops.transfers.slab import HostSlab
+from graphopt.ir.ops.transfers.stored_tensor import StoredTensor
 from graphopt.ir.ops.transfers.worker import Worker
 
 __all__ = ["TIERS", "Engine", "Statistics", "Tier"]

@@ -16,9 +16,7 @@ from graphopt.rewriting.distributed.prediction.strategies import Dense, Local, S
 from graphopt.rewriting.distributed.prediction.volume import pays_sparse
 from graphopt.rewriting.distributed.prediction.workload import Workload
 
-__all__ = [
-    "CLOSE", "MOST_RANKS", "SHARE", "ExchangePlan", "faster_below", "faster_up_to", "plan_exchange",
-]  # fmt: skip
+__all__ = ["CLOSE", "MOST_RANKS", "SHARE", "ExchangePlan", "faster_below", "faster_up_to", "plan_exchange"]
 
 CLOSE = 1.05
 """A way is taken that changes training less than the fastest if its step takes at most so many times as long."""
@@ -117,14 +115,19 @@ def plan_exchange(
     once = predict_workload(workload, ranks, link, Local(1))
     extra, waited = once.step - once.compute, predictions[_FUSED].step - once.compute
     return ExchangePlan(
-        workload, ranks, link, density, tuple(predictions.values()), best,
+        workload=workload,
+        ranks=ranks,
+        link=link,
+        density=density,
+        predictions=tuple(predictions.values()),
+        best=best,
         reasons=tuple(_reasons(candidates, best, predictions[_FUSED]) + _others(workload, predictions, best)),
         below={strategy: faster_below(workload, ranks, link, strategy) for strategy in (*choices[1:], *warm_up)},
         equal_bytes=_equal_bytes(workload, final),
         most_ranks=faster_up_to(workload, ranks, link, final),
         enough_steps=max(1, math.ceil(extra / (SHARE * once.compute))) if once.compute else 1,
         overtaking_steps=max(1, math.floor(extra / waited) + 1) if waited > 0 else None,
-    )  # fmt: skip
+    )
 
 
 def _choose(candidates: Sequence[Prediction]) -> Prediction:

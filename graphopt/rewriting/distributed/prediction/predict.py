@@ -136,10 +136,8 @@ def on_link(workload: Workload, ranks: int, link: Link, strategy: Strategy, mess
         strategy: whose messages they are.
         messages: from ``strategy.messages(workload, ranks)``.
     """
-    line = simulate(
-        messages.beside, link, ranks, backward=workload.backward, update=workload.update * messages.update,
-        second=messages.second, late=messages.late,
-    )  # fmt: skip
+    update = workload.update * messages.update
+    line = simulate(messages, link, ranks, backward=workload.backward, update=update)
     volume, period = messages.volume, messages.period
     return Prediction(
         strategy,

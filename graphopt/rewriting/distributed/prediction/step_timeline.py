@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphopt.rewriting.distributed.prediction.link import Link
-from graphopt.rewriting.distributed.prediction.volume import Volume
+from graphopt.rewriting.distributed.prediction.volume import Gradient, Volume
 
-__all__ = ["Message", "Timeline", "simulate"]
+__all__ = ["Message", "Messages", "Timeline", "simulate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,32 @@ class Message:
     ready: float = 0.0
     before: float = 0.0
     after: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """What a way sends.
+
+    Attributes:
+        beside: started beside backward.
+        second: started in front of the update, made of what has arrived by then.
+        late: started behind the update.
+        period: how many steps one exchange serves.
+        update: the share of the update that each rank runs.
+        kept_dense: the gradients that a compressing way sends as they are.
+    """
+
+    beside: tuple[Message, ...] = ()
+    second: tuple[Message, ...] = ()
+    late: tuple[Message, ...] = ()
+    period: int = 1
+    update: float = 1.0
+    kept_dense: tuple[Gradient, ...] = ()
+
+    @property
+    def volume(self) -> Volume:
+        """All messages of one exchange together."""
+        return sum((message.volume for message in (*self.beside, *self.second, *self.late)), Volume())
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,43 +81,32 @@ class Timeline:
     spans: tuple[tuple[float, float], ...]
 
 
-def simulate(
-    messages: Sequence[Message],
-    link: Link,
-    ranks: int,
-    *,
-    backward: float,
-    update: float = 0.0,
-    second: Sequence[Message] = (),
-    late: Sequence[Message] = (),
-) -> Timeline:
+def simulate(messages: Messages, link: Link, ranks: int, *, backward: float, update: float = 0.0) -> Timeline:
     """Run a step.
 
     Args:
-        messages: started beside backward, in any order.
+        messages: what is sent beside backward, in front of the update and behind it.
         link: of each rank.
         ranks: that take part.
         backward: seconds from the beginning of forward to the end of backward.
-        update: seconds of the update, which needs all messages.
-        second: made of what has arrived, and started in front of the update (second factors).
-        late: messages started one after the other behind the update (parameters).
+        update: seconds of the update as this rank runs it, which needs what is sent before it.
     """
-    ordered = sorted(messages, key=lambda message: message.ready)
+    ordered = sorted(messages.beside, key=lambda message: message.ready)
     spans: list[tuple[float, float]] = []
     shift = free = 0.0
     for message in ordered:
         shift += message.before
         free = _send(message, max(message.ready + shift, free), link, ranks, spans)
     now, exposed = _wait(ordered, spans, backward + shift)
-    for message in second:
+    for message in messages.second:
         now += message.before
         free = _send(message, max(now, free), link, ranks, spans)
-    now, waited = _wait(second, spans[len(ordered) :], now)
+    now, waited = _wait(messages.second, spans[len(ordered) :], now)
     now, exposed = now + update, exposed + waited
-    for message in late:
+    for message in messages.late:
         exposed += message.volume.seconds(link, ranks)
         now = _send(message, now + message.before, link, ranks, spans) + message.after
-    everything = [*ordered, *second, *late]
+    everything = [*ordered, *messages.second, *messages.late]
     return Timeline(
         step=now,
         compute=backward + update,

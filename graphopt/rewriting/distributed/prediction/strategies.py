@@ -12,39 +12,13 @@ import torch
 from graphopt.errors import GraphoptError
 from graphopt.rewriting.distributed.buckets import Item, pack
 from graphopt.rewriting.distributed.prediction import volume
-from graphopt.rewriting.distributed.prediction.step_timeline import Message
-from graphopt.rewriting.distributed.prediction.volume import Gradient, Volume
+from graphopt.rewriting.distributed.prediction.step_timeline import Message, Messages
+from graphopt.rewriting.distributed.prediction.volume import Gradient
 from graphopt.rewriting.distributed.prediction.workload import Workload
 
 __all__ = ["Dense", "Local", "Messages", "Sharded", "Strategy", "buffer_messages", "dense_message", "ready_of"]
 
 _MIB = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Messages:
-    """What a way sends.
-
-    Attributes:
-        beside: started beside backward.
-        second: started in front of the update, made of what has arrived by then.
-        late: started behind the update.
-        period: how many steps one exchange serves.
-        update: the share of the update that each rank runs.
-        kept_dense: the gradients that a compressing way sends as they are.
-    """
-
-    beside: tuple[Message, ...] = ()
-    second: tuple[Message, ...] = ()
-    late: tuple[Message, ...] = ()
-    period: int = 1
-    update: float = 1.0
-    kept_dense: tuple[Gradient, ...] = ()
-
-    @property
-    def volume(self) -> Volume:
-        """All messages of one exchange together."""
-        return sum((message.volume for message in (*self.beside, *self.second, *self.late)), Volume())
 
 
 @dataclass(frozen=True, kw_only=True)

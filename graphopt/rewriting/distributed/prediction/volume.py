@@ -102,9 +102,13 @@ class Volume:
 
     def __add__(self, other: Volume) -> Volume:
         return Volume(
-            self.messages + other.messages, self.payload + other.payload, self.sent + other.sent,
-            self.received + other.received, self.halves + other.halves, self.alternating + other.alternating,
-        )  # fmt: skip
+            messages=self.messages + other.messages,
+            payload=self.payload + other.payload,
+            sent=self.sent + other.sent,
+            received=self.received + other.received,
+            halves=self.halves + other.halves,
+            alternating=self.alternating + other.alternating,
+        )
 
     def seconds(self, link: Link, ranks: int) -> float:
         """How long it takes by itself: the latency of every round, and the larger direction's bytes."""

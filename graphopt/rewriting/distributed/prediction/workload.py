@@ -107,12 +107,15 @@ class Workload:
         if not 0 < seconds < math.inf:
             raise GraphoptError(f"a step takes a number of seconds above 0, not {seconds!r}")
         factor = seconds / self.compute
-        gradients = tuple(replace(gradient, ready=gradient.ready * factor) for gradient in self.gradients)
         return replace(
-            self, forward=self.forward * factor, backward=self.backward * factor, update=self.update * factor,
-            gradients=gradients, rates=Rates(self.rates.copy * factor, self.rates.select * factor),
+            self,
+            forward=self.forward * factor,
+            backward=self.backward * factor,
+            update=self.update * factor,
+            gradients=tuple(replace(gradient, ready=gradient.ready * factor) for gradient in self.gradients),
+            rates=Rates(self.rates.copy * factor, self.rates.select * factor),
             costs=f"{self.costs}\nscaled from {format_seconds(self.compute)} a step to {format_seconds(seconds)}",
-        )  # fmt: skip
+        )
 
 
 def workload_of(
@@ -141,9 +144,18 @@ def workload_of(
     lane = _Lane(calls, report.seconds)
     gradients = _gradients(program, found, lane.ends)
     return Workload(
-        program.title, program.stage, lane.forward, lane.backward, lane.update, gradients, _buffers(program),
-        rates_of(gradients[0].device, cost), cost, str(report), adds_gradients(program, momentum=True),
-    )  # fmt: skip
+        title=program.title,
+        stage=program.stage,
+        forward=lane.forward,
+        backward=lane.backward,
+        update=lane.update,
+        gradients=gradients,
+        buffers=_buffers(program),
+        rates=rates_of(gradients[0].device, cost),
+        cost=cost,
+        costs=str(report),
+        adds=adds_gradients(program, momentum=True),
+    )
 
 
 def _gradients_to_exchange(program: Program) -> Mapping[str, fx.Node]:
@@ -193,13 +205,20 @@ class _Lane:
 def _gradients(program: Program, found: Mapping[str, fx.Node], ends: Mapping[fx.Node, float]) -> tuple[Gradient, ...]:
     places = {node: place for place, node in enumerate(program.graph.nodes)}
     parameters = {spec.target: node for node, spec in program.inputs_of("parameter")}
-    gradients = [
-        Gradient(
-            name, _memory_shape(value_of(node)), value_of(node).dtype, value_of(node).device, places[node],
-            ends.get(node, 0.0), storage_bytes(value_of(parameters[name])), places[parameters[name]],
+    gradients = []
+    for name, node in found.items():
+        value, parameter = value_of(node), parameters[name]
+        gradient = Gradient(
+            name=name,
+            shape=_memory_shape(value),
+            dtype=value.dtype,
+            device=value.device,
+            place=places[node],
+            ready=ends.get(node, 0.0),
+            parameter_bytes=storage_bytes(value_of(parameter)),
+            order=places[parameter],
         )
-        for name, node in found.items()
-    ]  # fmt: skip
+        gradients.append(gradient)
     return tuple(sorted(gradients, key=lambda gradient: gradient.place))
 
 

@@ -34,7 +34,7 @@ from graphopt.rewriting.distributed.prediction.advice import (
 from graphopt.rewriting.distributed.prediction.compressed import LowRank, Sparse
 from graphopt.rewriting.distributed.prediction.link import Link, format_bandwidth, parse_bandwidth, parse_latency
 from graphopt.rewriting.distributed.prediction.predict import STRATEGIES, Prediction, predict, predict_workload
-from graphopt.rewriting.distributed.prediction.step_timeline import Message, simulate
+from graphopt.rewriting.distributed.prediction.step_timeline import Message, Messages, simulate
 from graphopt.rewriting.distributed.prediction.strategies import Dense, Local, Sharded, Strategy
 from graphopt.rewriting.distributed.prediction.volume import (
     Volume,
@@ -229,7 +229,7 @@ def exchanged(program: Program, ranks: int) -> Volume:
 
 
 @pytest.mark.parametrize(
-    ("options", "way"),
+    ("options", "strategy"),
     [
         ({}, Dense()),
         ({"bucket_mb": 0.05, "first_bucket_mb": 0.001}, Dense(bucket_mb=0.05, first_bucket_mb=0.001)),
@@ -257,7 +257,7 @@ def test_sparse_volumes_are_those_of_deep_gradient_compression(ranks: int, spars
 
 @pytest.mark.parametrize("bucket_mb", [32.0, 0.05])
 @pytest.mark.parametrize(
-    ("compressed", "way"),
+    ("compressed", "strategy"),
     [
         (CompressGradients("bf16"), Dense(wire=torch.bfloat16)),
         (CompressGradients("powersgd"), LowRank(1)),
@@ -375,13 +375,13 @@ ONE = Link(1.0)
 
 def test_exchanges_hide_beside_backward_and_queue_on_the_network() -> None:
     messages = [Message(of_seconds(2), ready=1.0), Message(of_seconds(3), ready=2.0), Message(of_seconds(1), ready=4.0)]
-    line = simulate(messages, ONE, 2, backward=4.0, update=1.0)
+    line = simulate(Messages(tuple(messages)), ONE, 2, backward=4.0, update=1.0)
     assert line.spans == ((1, 3), (3, 6), (6, 7))
     assert (line.step, line.compute, line.alone, line.exposed, line.work) == (8, 5, 6, 3, 0)
 
 
 def test_what_ends_before_backward_is_not_waited_for() -> None:
-    line = simulate([Message(of_seconds(2), ready=1.0)], ONE, 2, backward=4.0, update=1.0)
+    line = simulate(Messages((Message(of_seconds(2), ready=1.0),)), ONE, 2, backward=4.0, update=1.0)
     assert (line.step, line.exposed) == (5, 0)
 
 
@@ -389,21 +389,21 @@ def test_work_around_exchanges_delays_what_follows() -> None:
     messages = [
         Message(of_seconds(1), ready=1.0, before=0.5, after=0.25), Message(of_seconds(1), ready=2.0, before=0.5),
     ]  # fmt: skip
-    line = simulate(messages, ONE, 2, backward=2.0)
+    line = simulate(Messages(tuple(messages)), ONE, 2, backward=2.0)
     assert line.spans == ((1.5, 2.5), (3.0, 4.0))
     assert (line.work, line.step, line.exposed) == (1.25, 4.0, 0.75)
 
 
 def test_what_follows_the_update_is_exposed() -> None:
-    late = [Message(of_seconds(2), before=0.5, after=0.25), Message(of_seconds(1))]
-    line = simulate([], ONE, 2, backward=2.0, update=1.0, late=late)
+    late = (Message(of_seconds(2), before=0.5, after=0.25), Message(of_seconds(1)))
+    line = simulate(Messages(late=late), ONE, 2, backward=2.0, update=1.0)
     assert line.spans == ((3.5, 5.5), (5.75, 6.75))
     assert (line.step, line.exposed, line.work) == (6.75, 3, 0.75)
 
 
 def test_second_messages_are_made_of_the_first() -> None:
-    second = [Message(of_seconds(1), before=0.5, after=0.25), Message(of_seconds(2), before=0.5)]
-    line = simulate([Message(of_seconds(3), ready=1.0)], ONE, 2, backward=2.0, update=1.0, second=second)
+    second = (Message(of_seconds(1), before=0.5, after=0.25), Message(of_seconds(2), before=0.5))
+    line = simulate(Messages((Message(of_seconds(3), ready=1.0),), second), ONE, 2, backward=2.0, update=1.0)
     assert line.spans == ((1, 4), (4.5, 5.5), (5.5, 7.5))
     assert (line.step, line.work, line.exposed) == (8.5, 1.25, 4.25)
 
