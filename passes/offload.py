@@ -15,7 +15,7 @@ from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
-from graphopt.planning.copies import Copy, Window, schedule_copies
+from graphopt.planning.copies import Copy, CopyOptions, Window, schedule_copies
 from graphopt.rewriting.memory.free_memory import free_disk_bytes, free_host_bytes
 from graphopt.rewriting.memory.planning_problem import PlanningProblem, planning_problem
 from graphopt.rewriting.memory.transfer_insertion import Move, movable, move
@@ -191,14 +191,14 @@ class _Plan:
         ]
         devices = {value_of(planning.makers[value]).device for value in chosen}
         self._rate = min(link_bandwidth(device, options.tier) for device in devices)  # type: ignore[arg-type]
-        drop_in = bool(program.inputs_of("tangent"))
         seconds, alive = [operation.seconds for operation in problem.operations], self._alive(memory)
-        self._windows = schedule_copies(
-            seconds, alive, self._copies,
-            out=self._rate, back=self._rate, not_freed_after=problem.boundary if drop_in else None,
-            not_fetched_before=problem.boundary + 1 if drop_in else 0,
+        copying = CopyOptions(
+            out=self._rate,
+            back=self._rate,
+            boundary=problem.boundary if program.inputs_of("tangent") else None,
             ahead=None if options.prefetch == "auto" else int(options.prefetch),
-        )  # fmt: skip
+        )
+        self._windows = schedule_copies(seconds, alive, self._copies, copying)
 
     def _alive(self, memory: MemoryTimeline) -> list[int]:
         """Bytes alive at each operation, with the chosen values away while they wait."""
