@@ -137,7 +137,7 @@ def test_every_method_gives_valid_plans_and_the_same_ones_again(method: Method, 
     assert first == list(method(Scheduler(problem), budget))
     assert len(first) == len(set(first)) < 100
     for drops in first:
-        assert all(scheduler.droppable[value] for _, value in drops)
+        assert all(scheduler.droppable[decision.value] for decision in drops)
         simulate(problem, scheduler.evaluate(drops).plan)
 
 
