@@ -16,7 +16,7 @@ from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
-from graphopt.planning.copies import Copy, Window, schedule_copies
+from graphopt.planning.copies import Copy, CopyOptions, Window, schedule_copies
 from graphopt.rewriting.memory.free_memory import free_disk_bytes, free_host_bytes
 from graphopt.rewriting.memory.planning_problem import PlanningProblem, planning_problem
 from graphopt.rewriting.memory.transfer_insertion import Move, movable, move
@@ -200,18 +200,15 @@ class _Plan:
 
     def _schedule(self, memory: MemoryTimeline, *, drop_in: bool) -> list[Window]:
         """When each value is freed and fetched; in a drop-in program not across the end of forward."""
-        problem = self._planning.problem
-        prefetch = self._options.prefetch
-        return schedule_copies(
-            [operation.seconds for operation in problem.operations],
-            self._alive(memory),
-            self._copies,
+        problem, prefetch = self._planning.problem, self._options.prefetch
+        copying = CopyOptions(
             out=self._rate,
             back=self._rate,
-            not_freed_after=problem.boundary if drop_in else None,
-            not_fetched_before=problem.boundary + 1 if drop_in else 0,
+            boundary=problem.boundary if drop_in else None,
             ahead=None if prefetch == "auto" else int(prefetch),
         )
+        seconds = [operation.seconds for operation in problem.operations]
+        return schedule_copies(seconds, self._alive(memory), self._copies, copying)
 
     def _alive(self, memory: MemoryTimeline) -> list[int]:
         """Bytes alive at each operation, with the chosen values away while they wait."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.planning.schedule import Drops, Scheduler
+from graphopt.planning.schedule import Decision, Drops, Scheduler
 from graphopt.planning.segments import Forward, narrow_places
 
 __all__ = ["chain_plans"]
@@ -100,8 +100,10 @@ def chain_plans(scheduler: Scheduler, budget: int) -> Iterator[Drops]:
 def _spread(steps: list[int], target: int) -> list[int]:
     """Some of ascending numbers: the ones next to a target, and others spread evenly over all; largest first."""
     near = sorted(steps, key=lambda step: (abs(step - target), step))[:_NEAR]
-    spread = [steps[index * (len(steps) - 1) // (_FAR - 1)] for index in range(_FAR)] if steps else []
-    return sorted({*near, *spread}, reverse=True)
+    chosen = set(near)
+    if steps:
+        chosen |= {steps[index * (len(steps) - 1) // (_FAR - 1)] for index in range(_FAR)}
+    return sorted(chosen, reverse=True)
 
 
 # --- stages ----------------------------------------------------------------------------------------------------------
@@ -112,12 +114,13 @@ def _stages(forward: Forward) -> list[_Stage]:
 
     Where the narrow places are more than that, neighbours with the fewest bytes are merged.
     """
-    scheduler, crossing = forward.scheduler, forward.crossing_bytes()
-    made = [sum(scheduler.problem.sizes[v] for v in makes) for makes in scheduler.makes[: forward.boundary]]
+    crossing = forward.crossing_bytes()
     narrow = set(narrow_places(crossing))
     wide = sorted(set(range(1, forward.boundary)) - narrow, key=lambda place: (crossing[place], place))
     cuts = sorted([*narrow, *wide[: max(0, _MOST_STAGES - 1 - len(narrow))]])
-    return _Reader(forward).read(_merged([0, *cuts, forward.boundary], list(accumulate(made, initial=0))))
+    return _Reader(forward).read(
+        _merged([0, *cuts, forward.boundary], list(accumulate(forward.made_bytes(), initial=0)))
+    )
 
 
 def _merged(cuts: list[int], before: list[int]) -> list[int]:
@@ -167,6 +170,7 @@ class _Reader:
         return [count + more for count, more in zip(accumulate(change[:-1]), scheduler.scratch, strict=True)]
 
     def read(self, cuts: list[int]) -> list[_Stage]:
+        """The stages between cuts, the start and the boundary among these."""
         finished = self._finished(cuts)
         enters = [frozenset(self._forward.crossing(cut) - self._forward.pinned) for cut in cuts]
         return [
@@ -271,38 +275,49 @@ class _Chain:
             self._solve(first, count)
 
     def _slots(self, count: float) -> int:
+        """How many slots some bytes take; one more than there are stands for all that is larger."""
         return min(int(np.ceil(count / self._slot)), _SHIFT)
 
     def _entering_slots(self) -> Array:
         """What the input of stage k (column) takes in addition to that of stage i (row)."""
         sizes = self._forward.scheduler.problem.sizes
         inputs = [stage.enters for stage in self._stages]
-        return np.array([[self._slots(sum(sizes[v] for v in late - early)) for late in inputs] for early in inputs])
+        found = np.zeros((self._count, self._count), dtype=np.int64)
+        for row, early in enumerate(inputs):
+            for column, late in enumerate(inputs):
+                found[row, column] = self._slots(sum(sizes[v] for v in late - early))
+        return found
 
     def _solve(self, first: int, last: int) -> None:
         """Seconds and choices for stages ``first`` to ``last``, from those of shorter runs; see ``_seconds``."""
-        stage, room = self._stages[first], np.arange(_SLOTS + 1)
         initial = last == self._count
         end = self._count - 1 if initial else last
         if first == end:
-            needed = self._running[first] if initial else self._returning[first]
-            seconds = 0.0 if initial else stage.inwards
-            self._seconds[first, last, _SHIFT:] = np.where(room >= needed, seconds, np.inf)
+            self._solve_one(first, initial=initial)
             return
+        stage, room = self._stages[first], np.arange(_SLOTS + 1)
         saving = self._seconds[first + 1, last, _SHIFT + room - self._saved[first]]
         saving = np.where(room >= self._running[first], saving + (0.0 if initial else stage.seconds), np.inf)
         splits = np.arange(first + 1, end + 1)
         entering = self._entering[first]
         later = self._seconds[splits[:, None], last, _SHIFT + room[None, :] - entering[splits, None]]
         earlier = self._seconds[first, splits - 1, _SHIFT:]
-        stages = range(first, end)
-        passing = np.maximum.accumulate([entering[k] + self._passing[k] for k in stages])
-        runs = np.cumsum([0.0 if initial else self._stages[k].onwards for k in stages])
+        passing = np.maximum.accumulate([entering[k] + self._passing[k] for k in range(first, end)])
+        runs = np.cumsum([stage.onwards for stage in self._stages[first:end]])
+        if initial:
+            runs = np.zeros_like(runs)
         split = np.where(room[None, :] >= passing[:, None], runs[:, None] + later + earlier, np.inf)
         options = np.concatenate([saving[None, :], split])
         choice = options.argmin(axis=0)
         self._seconds[first, last, _SHIFT:] = options[choice, room]
         self._choice[first, last] = choice
+
+    def _solve_one(self, stage: int, *, initial: bool) -> None:
+        """Seconds of a stage by itself: of its backward, or of the first run of the last stage, which are none."""
+        last, needed, seconds = stage, self._returning[stage], self._stages[stage].inwards
+        if initial:
+            last, needed, seconds = self._count, self._running[stage], 0.0
+        self._seconds[stage, last, _SHIFT:] = np.where(np.arange(_SLOTS + 1) >= needed, seconds, np.inf)
 
     def steps(self) -> list[int]:
         """The numbers of slots with which less runs again than with one slot less, from the fewest that are enough."""
@@ -311,7 +326,7 @@ class _Chain:
 
     def drops(self, slots: int) -> Drops:
         """The decisions of the schedule that runs least again within so many slots, which have to be enough."""
-        found: set[tuple[int, int]] = set()
+        found: set[Decision] = set()
         # first stage, last stage, slots, and the moment at which what the run of these stages leaves is dropped
         pending = [(0, self._count, slots, self._forward.boundary)]
         while pending:
@@ -324,7 +339,7 @@ class _Chain:
                 continue
             split = first + choice
             dropped = self._dropped(first, split)
-            found |= {(moment, value) for value in dropped}
+            found |= {Decision(moment, value) for value in dropped}
             pending.append((split, last, free - int(self._entering[first, split]), moment))
             again = self._first_need(dropped, self._stages[split].finished)
             if again is not None:

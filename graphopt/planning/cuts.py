@@ -14,10 +14,11 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from graphopt.planning.problem import Problem, Simulated
-from graphopt.planning.schedule import Drops, Scheduler
+from graphopt.planning.schedule import Decision, Drops, Scheduler
 
 __all__ = ["CutNetwork", "priced_cuts"]
 
+_SOURCE, _SINK = 0, 1
 _INFINITE = 2**31 - 1
 _TOTAL = 2**30
 """The sum of all finite capacities: scipy's flows are 32-bit integers."""
@@ -44,6 +45,7 @@ class CutNetwork:
         self.last_before, self.first_after = self._windows()
 
     def _relevant(self) -> tuple[list[int], list[int]]:
+        """The values and operations that what is needed after the moment can be made from."""
         scheduler = self.scheduler
         values, operations = set(self.needed), set[int]()
         pending = list(self.needed)
@@ -59,50 +61,38 @@ class CutNetwork:
         return sorted(values), sorted(operations)
 
     def _build(self) -> None:
+        """The edges: values from their operations, operations from the source, the sink from values, reads."""
         scheduler = self.scheduler
-        rows: list[int] = []
-        columns: list[int] = []
-        for value in self.values:
-            rows.append(self._op_number[scheduler.makers[value]])
-            columns.append(self._number[value])
-        for operation in self.operations:
-            rows.append(0)
-            columns.append(self._op_number[operation])
-        for value in self.needed:
-            rows.append(self._number[value])
-            columns.append(1)
+        edges = [(self._op_number[scheduler.makers[value]], self._number[value]) for value in self.values]
+        edges += [(_SOURCE, self._op_number[operation]) for operation in self.operations]
+        edges += [(self._number[value], _SINK) for value in self.needed]
         for operation in self.operations:
             if scheduler.problem.operations[operation].repeatable:
-                for value in scheduler.reads[operation]:
-                    rows.append(self._number[value])
-                    columns.append(self._op_number[operation])
-        self._rows, self._columns = np.array(rows), np.array(columns)
+                edges += [(self._number[v], self._op_number[operation]) for v in scheduler.reads[operation]]
+        self._rows, self._columns = np.array(edges, dtype=np.int64).reshape(-1, 2).T
         self._size = 2 + len(self.values) + len(self.operations)
         self._run = np.array([scheduler.seconds[o] for o in self.operations])
         self._fixed = np.array([not self._free(o) for o in self.operations])
 
     def _free(self, operation: int) -> bool:
+        """Whether all that an operation makes can be made again."""
         return all(self.scheduler.droppable[v] for v in self.scheduler.makes[operation])
 
     def _windows(self) -> tuple[np.ndarray, np.ndarray]:
         """For each value: the last operation before the moment that reads it, and the first after it that needs it."""
         scheduler, moment = self.scheduler, self.moment
         count = len(scheduler.reads)
-        last = {v: scheduler.makers[v] for v in self.values}
-        first = dict.fromkeys(self.values, count)
-        for index, reads in enumerate(scheduler.reads):
-            for value in reads:
-                if value in last:
-                    if index < moment:
-                        last[value] = index
-                    else:
-                        first[value] = min(first[value], index)
+        last, first = {}, {}
+        for value in self.values:
+            readers = scheduler.readers(value)
+            last[value] = max((at for at in readers if at < moment), default=scheduler.makers[value])
+            first[value] = min((at for at in readers if at >= moment), default=count)
         for operation in reversed(self.operations):
             soonest = min((first[v] for v in scheduler.makes[operation] if v in first), default=count)
             for value in scheduler.reads[operation]:
                 if value in first:
                     first[value] = min(first[value], soonest)
-        return np.array([last[v] for v in self.values]), np.array([first[v] for v in self.values])
+        return np.array(list(last.values())), np.array(list(first.values()))
 
     def carried(self, prices: np.ndarray) -> set[int]:
         """The values to carry over the moment.
@@ -122,22 +112,19 @@ class CutNetwork:
         capacity = csr_array(
             (np.concatenate([keep_units, run_units, rest]), (self._rows, self._columns)), shape=(self._size, self._size)
         )
-        flow = maximum_flow(capacity, 0, 1).flow
+        flow = maximum_flow(capacity, _SOURCE, _SINK).flow
         residual = capacity - flow
         residual.eliminate_zeros()
         reached = np.zeros(self._size, dtype=bool)
-        reached[breadth_first_order(residual, 0, directed=True, return_predecessors=False)] = True
+        reached[breadth_first_order(residual, _SOURCE, directed=True, return_predecessors=False)] = True
         makers = self.scheduler.makers
         return {v for v in self.values if not reached[self._number[v]] and reached[self._op_number[makers[v]]]}
 
     def drops(self, carried: set[int]) -> Drops:
         """The decisions that carry just these values over the moment."""
-        droppable, makers = self.scheduler.droppable, self.scheduler.makers
-        return frozenset(
-            (self.moment, v)
-            for v in range(len(makers))
-            if makers[v] < self.moment and v not in carried and droppable[v]
-        )
+        droppable, moment = self.scheduler.droppable, self.moment
+        made = [v for v, maker in enumerate(self.scheduler.makers) if maker < moment]
+        return frozenset(Decision(moment, v) for v in made if v not in carried and droppable[v])
 
 
 def by_operation(problem: Problem, simulated: Simulated) -> np.ndarray:

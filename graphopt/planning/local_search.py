@@ -2,67 +2,28 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import TypeVar
 
 from graphopt.planning.frontier import Frontier, Point
+from graphopt.planning.idle import Idle, Touches
 from graphopt.planning.problem import Simulated
 from graphopt.planning.repeats import Roles
-from graphopt.planning.schedule import Drops, Scheduler
+from graphopt.planning.schedule import Decision, Drops, Scheduler
 
 __all__ = ["Explorer"]
 
 T = TypeVar("T")
 
 
-class Lives:
-    """Where every instance of every value is touched, in a simulated plan."""
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Decisions, and what the plan that follows from them takes."""
 
-    def __init__(self, scheduler: Scheduler, simulated: Simulated) -> None:
-        self.moments: list[int] = []
-        self.values: list[int] = []
-        self.touches: list[list[int]] = []
-        current: dict[int, list[int]] = {}
-        reads, makes, remakes = scheduler.reads, scheduler.makes, scheduler.remakes
-        upcoming = 0
-        for place, step in enumerate(simulated.plan.steps):
-            self.moments.append(upcoming)
-            made = remakes[step]
-            if step == upcoming:
-                upcoming += 1
-                made = makes[step]
-            for value in reads[step]:
-                current[value].append(place)
-            for value in made:
-                current[value] = [place]
-                self.values.append(value)
-                self.touches.append(current[value])
-
-    def idle_at(self, place: int) -> list[tuple[int, int, int]]:
-        """(value, moment of its last touch before, step of its next touch) of what is alive at a step but idle."""
-        found = []
-        moments = self.moments
-        for value, touches in zip(self.values, self.touches, strict=True):
-            if touches[0] < place < touches[-1]:
-                index = bisect_left(touches, place)
-                if touches[index] != place:
-                    before = moments[touches[index - 1]]
-                    if before < moments[touches[index]]:
-                        found.append((value, before, touches[index]))
-        return found
-
-    def idle(self) -> list[tuple[int, int, int]]:
-        """The same of every time that a value waits for a later moment."""
-        moments = self.moments
-        return [
-            (value, moments[before], after)
-            for value, touches in zip(self.values, self.touches, strict=True)
-            for before, after in pairwise(touches)
-            if moments[before] < moments[after]
-        ]
+    drops: Drops
+    simulated: Simulated
 
 
 class Explorer:
@@ -99,6 +60,7 @@ class Explorer:
         self._width = width
         self._everywhere = everywhere
         self._roles = roles
+        self._least_seconds = scheduler.problem.seconds * 1e-4 or 1e-9  # what a decision counts at least
 
     def offer(self, drops: Drops) -> Simulated:
         """Simulate decisions and offer them to the frontier."""
@@ -107,12 +69,18 @@ class Explorer:
         self.frontier.offer(drops, simulated)
         return simulated
 
+    def _try(self, drops: Drops) -> Trial:
+        return Trial(drops, self.offer(drops))
+
+    def _try_all(self, options: Iterable[Drops]) -> list[Trial]:
+        return [self._try(drops) for drops in options]
+
     def explore(self, point: Point) -> None:
         """Try everything around a point."""
         point.explored = True
-        simulated = self.scheduler.evaluate(point.drops)
-        self._lower(point.drops, simulated)
-        self._take_back(point.drops, simulated)
+        start = Trial(point.drops, self.scheduler.evaluate(point.drops))
+        self._lower(start)
+        self._take_back(start)
 
     def descend(self, drops: Drops, target: int, limit: int) -> bool:
         """Lower the peak, one decision after the other, until it is at most ``target`` bytes.
@@ -120,231 +88,267 @@ class Explorer:
         Each round takes the decision that removes the most bytes above the target, summed over the steps, for its
         seconds. Ends where nothing helps, or when ``work`` is above ``limit``; says whether the target was reached.
         """
-        unit = self.scheduler.problem.seconds * 1e-4 or 1e-9
-        simulated = self.offer(drops)
-        while simulated.peak > target and self.work < limit:
-            above = _above(simulated, target)
-            best: tuple[float, Drops, Simulated] | None = None
-            for candidate, trial in self._lower(drops, simulated):
-                gain = above - _above(trial, target)
-                if gain > 0:
-                    score = gain / (max(trial.again - simulated.again, 0.0) + unit)
-                    if best is None or score > best[0]:
-                        best = (score, candidate, trial)
+        current = self._try(drops)
+        while current.simulated.peak > target and self.work < limit:
+            best = self._best(current, target)
             if best is None:
                 return False
-            _, drops, simulated = best
-        return simulated.peak <= target
+            current = best
+        return current.simulated.peak <= target
 
-    def _lower(self, drops: Drops, simulated: Simulated) -> list[tuple[Drops, Simulated]]:
+    def _best(self, current: Trial, target: int) -> Trial | None:
+        """Of what could lower the peak, that which removes the most bytes above a target for its seconds."""
+        above, again = _above(current.simulated, target), current.simulated.again
+        best, highest = None, 0.0
+        for trial in self._lower(current):
+            gain = above - _above(trial.simulated, target)
+            score = gain / (max(trial.simulated.again - again, 0.0) + self._least_seconds)
+            if score > highest:
+                best, highest = trial, score
+        return best
+
+    # --- lowering the peak -------------------------------------------------------------------------------------------
+
+    def _lower(self, start: Trial) -> list[Trial]:
         """Decisions that could lower the peak, tried."""
+        simulated = start.simulated
         place = simulated.bytes.index(simulated.peak)
-        lives = Lives(self.scheduler, simulated)
-        tried: list[tuple[Drops, Simulated]] = []
-        for group in self._waiting(simulated, lives, place):
+        touches = Touches(self.scheduler, simulated)
+        tried: list[Trial] = []
+        for group in self._waiting(simulated, touches, place):
             for part in _parts(group):
-                tried += self._drop(drops, {value: before + 1 for value, before, _ in part})
-                early = self._early(drops, simulated, lives, part)
-                if early is not None:
-                    tried.append((early, self.offer(early)))
+                tried += self._drop(start.drops, {idle.value: idle.moment + 1 for idle in part})
+                tried += self._try_all(self._early(start, touches, part))
                 if self._everywhere:
-                    for pair in self._made_early(drops, lives, part[0]):
-                        tried.append((pair, self.offer(pair)))
+                    tried += self._try_all(self._made_early(start.drops, touches, part[0]))
         if self._everywhere:
-            for early in self._sooner(drops, simulated, lives):
-                tried.append((early, self.offer(early)))
-        for without in self._carried_for(drops, simulated, lives, place):
-            tried.append((without, self.offer(without)))
+            tried += self._try_all(self._sooner(start, touches))
+        tried += self._try_all(self._carried_for(start, touches.moments, touches.moments[place]))
         return tried
 
-    def _waiting(self, simulated: Simulated, lives: Lives, place: int) -> list[list[tuple[int, int, int]]]:
-        """What waits at a step and can be dropped, the largest first; each with all that waits like it elsewhere."""
-        sizes, droppable = self.scheduler.problem.sizes, self.scheduler.droppable
-        waiting = [item for item in lives.idle_at(place) if droppable[item[0]]]
-        waiting.sort(key=lambda item: -sizes[item[0]])
-        if self._roles is None:
-            waiting = waiting[: self._width]
-            if self._everywhere:
-                waiting += [item for item in lives.idle() if droppable[item[0]] and item not in waiting]
-            return [[item] for item in waiting]
-        keys = list(dict.fromkeys(self._waits_like(simulated, lives, item) for item in waiting))[: self._width]
-        groups: dict[Hashable, list[tuple[int, int, int]]] = {key: [] for key in keys}
-        for item in lives.idle():
-            if droppable[item[0]]:
-                key = self._waits_like(simulated, lives, item)
-                if key in groups:
-                    groups[key].append(item)
-        return list(groups.values())
+    def _waiting(self, simulated: Simulated, touches: Touches, place: int) -> list[list[Idle]]:
+        """What waits at a place and can be dropped, the largest first; each with all that waits like it elsewhere."""
+        sizes = self.scheduler.problem.sizes
+        waiting = self._droppable(touches.idle_at(place))
+        waiting.sort(key=lambda idle: -sizes[idle.value])
+        if self._roles is not None:
+            return self._waiting_alike(self._roles, simulated, touches, waiting)
+        waiting = waiting[: self._width]
+        if self._everywhere:
+            waiting += [idle for idle in self._droppable(touches.idle()) if idle not in waiting]
+        return [[idle] for idle in waiting]
 
-    def _waits_like(self, simulated: Simulated, lives: Lives, item: tuple[int, int, int]) -> Hashable:
-        """Equal for values of the same role that wait between operations of the same roles."""
-        assert self._roles is not None
-        value, before, after = item
-        step = simulated.plan.steps[after]
-        roles = self._roles.operations
-        return self._roles.values[value], roles[before], roles[step], step == lives.moments[after]
+    def _droppable(self, found: list[Idle]) -> list[Idle]:
+        droppable = self.scheduler.droppable
+        return [idle for idle in found if droppable[idle.value]]
 
-    def _drop(self, drops: Drops, items: Mapping[int, int]) -> list[tuple[Drops, Simulated]]:
+    def _waiting_alike(
+        self, roles: Roles, simulated: Simulated, touches: Touches, waiting: Sequence[Idle]
+    ) -> list[list[Idle]]:
+        """What waits, each with all of the same role that waits elsewhere between operations of the same roles."""
+
+        def key(idle: Idle) -> Hashable:
+            step = simulated.plan.steps[idle.next_place]
+            first_run = step == touches.moments[idle.next_place]
+            return roles.values[idle.value], roles.operations[idle.moment], roles.operations[step], first_run
+
+        keys = list(dict.fromkeys(map(key, waiting)))[: self._width]
+        return _grouped(keys, self._droppable(touches.idle()), key)
+
+    def _drop(self, drops: Drops, moments: Mapping[int, int]) -> list[Trial]:
         """Drop values: alone; with the sources that would come back to life; with all that is made only on the way.
 
         Args:
             drops: what is decided already.
-            items: the moment at which each value is dropped.
+            moments: at which each value is dropped.
         """
-        alone = drops | {(moment, value) for value, moment in items.items()}
+        alone = drops | {Decision(moment, value) for value, moment in moments.items()}
         if alone == drops:
             return []
-        tried = [(alone, self.offer(alone))]
-        together = alone | {(moment, v) for value, moment in items.items() for v in self._chain(value, moment)}
+        tried = [self._try(alone)]
+        together = alone.union(*(self._with_sources(value, moment) for value, moment in moments.items()))
         if together != alone:
-            tried.append((together, self.offer(together)))
-        passing = together | self._passing(tried[-1][1].plan.steps, items)
+            tried.append(self._try(together))
+        passing = together | self._passing(tried[-1].simulated.plan.steps, moments)
         if passing != together:
-            tried.append((passing, self.offer(passing)))
+            tried.append(self._try(passing))
         if self._everywhere:
-            anew = alone.union(*(self._from_scratch(value, moment) for value, moment in items.items()))
+            anew = alone.union(*(self._from_scratch(value, moment) for value, moment in moments.items()))
             if anew not in (alone, together):
-                tried.append((anew, self.offer(anew)))
+                tried.append(self._try(anew))
         return tried
 
-    def _early(
-        self, drops: Drops, simulated: Simulated, lives: Lives, items: Sequence[tuple[int, int, int]]
-    ) -> Drops | None:
-        """Make what values wait to be read for when they are touched before, so that the results wait instead."""
-        made = set[tuple[int, int]]()
-        for _, before, after in items:
-            step = simulated.plan.steps[after]
-            if step != lives.moments[after]:
-                made |= {(before, ~v) for v in self.scheduler.remakes[step] if self.scheduler.makers[v] < before}
-        return drops | made if made - drops else None
-
-    def _made_early(self, drops: Drops, lives: Lives, item: tuple[int, int, int]) -> Iterator[Drops]:
-        """Drop a value, and make it again before it is needed: while what it is made of is still there, say."""
-        value, before, after = item
-        dropped = drops | {(before + 1, value)}
-        for moment in range(before + 2, lives.moments[after] + 1):
-            yield dropped | {(moment, ~value)}
-
-    def _sooner(self, drops: Drops, simulated: Simulated, lives: Lives) -> Iterator[Drops]:
-        """Make what is made again sooner: when one of its sources is touched for the last time before."""
+    def _with_sources(self, value: int, moment: int) -> set[Decision]:
+        """Drops of a value, and of those of its sources that nothing reads from a moment on."""
         scheduler = self.scheduler
-        touched: dict[int, list[int]] = {}
-        for step, moment in zip(simulated.plan.steps, lives.moments, strict=True):
-            if step != moment:
-                for source in scheduler.reads[step]:
-                    for sooner in touched.get(source, ())[-2:]:
-                        if sooner < moment:
-                            yield drops | {(sooner, ~v) for v in scheduler.remakes[step]}
-            for value in (*scheduler.reads[step], *scheduler.makes[step]):
-                touched.setdefault(value, []).append(moment)
-
-    def _carried_for(self, drops: Drops, simulated: Simulated, lives: Lives, place: int) -> list[Drops]:
-        """Without drops whose values run again at the moment of the peak: carrying one may save what leads to it."""
-        moment, makers, sizes = lives.moments[place], self.scheduler.makers, self.scheduler.problem.sizes
-        again = {s for s, at in zip(simulated.plan.steps, lives.moments, strict=True) if at == moment and s != moment}
-        found = [(at, value) for at, value in drops if value >= 0 and makers[value] in again and at <= moment]
-        found.sort(key=lambda item: (sizes[item[1]], item))
-        return [drops.difference(part) for group in self._alike(drops, found)[: 2 * self._width] for part in group]
-
-    def _alike(self, drops: Drops, chosen: Sequence[tuple[int, int]]) -> list[list[list[tuple[int, int]]]]:
-        """Chosen decisions, each with those that are like it elsewhere: all of these, and halves of them."""
-        if self._roles is None:
-            return [[[item]] for item in chosen]
-        keys = dict.fromkeys(self._decides_like(item) for item in chosen)
-        groups: dict[Hashable, list[tuple[int, int]]] = {key: [] for key in keys}
-        for item in sorted(drops):
-            key = self._decides_like(item)
-            if key in groups:
-                groups[key].append(item)
-        return [_parts(group) for group in groups.values()]
-
-    def _decides_like(self, item: tuple[int, int]) -> Hashable:
-        """Equal for decisions about values of the same role at operations of the same role."""
-        assert self._roles is not None
-        moment, value = item
-        roles = self._roles.operations
-        return roles[moment] if moment < len(roles) else -1, self._roles.values[max(value, ~value)], value >= 0
-
-    def _chain(self, value: int, moment: int) -> set[int]:
-        """A value and those of its sources that nothing reads from a moment on."""
-        scheduler = self.scheduler
-        chain, pending = {value}, [value]
+        dropped, pending = {value}, [value]
         while pending:
             for source in scheduler.reads[scheduler.makers[pending.pop()]]:
-                if source not in chain and scheduler.droppable[source] and scheduler.last_read(source) < moment:
-                    chain.add(source)
+                if source not in dropped and scheduler.droppable[source] and scheduler.last_read(source) < moment:
+                    dropped.add(source)
                     pending.append(source)
-        return chain
+        return {Decision(moment, v) for v in dropped}
 
-    def _from_scratch(self, value: int, moment: int) -> set[tuple[int, int]]:
+    def _passing(self, steps: Sequence[int], moments: Mapping[int, int]) -> set[Decision]:
+        """Drops of everything that is made again only on the way to values, when each of them is made again.
+
+        Args:
+            steps: of a plan in which the values are dropped.
+            moments: at which each value is dropped.
+        """
+        makers = self.scheduler.makers
+        wanted: dict[int, dict[int, int]] = {}
+        for value, moment in moments.items():
+            wanted.setdefault(makers[value], {})[value] = moment
+        found = set[Decision]()
+        upcoming = 0
+        again: list[int] = []
+        for step in steps:
+            if step == upcoming:
+                upcoming += 1
+                again = []
+                continue
+            again.append(step)
+            waiting = wanted.get(step, {})
+            for value in [value for value, moment in waiting.items() if upcoming >= moment]:
+                found |= self._made_beside(value, again, upcoming + 1)
+                del waiting[value]
+        return found
+
+    def _made_beside(self, value: int, operations: Iterable[int], moment: int) -> set[Decision]:
+        """Drops, at a moment, of all that operations make again, but for one value."""
+        remakes, droppable = self.scheduler.remakes, self.scheduler.droppable
+        made = {v for operation in operations for v in remakes[operation]}
+        return {Decision(moment, v) for v in made if v != value and droppable[v]}
+
+    def _from_scratch(self, value: int, moment: int) -> set[Decision]:
         """Drops of all that a value is made of, each behind its last read before the value is read again."""
         scheduler = self.scheduler
         need = min((at for at in scheduler.readers(value) if at >= moment), default=moment)
-        found, seen, pending = set[tuple[int, int]](), {value}, [value]
+        found, seen, pending = set[Decision](), {value}, [value]
         while pending:
             for source in scheduler.reads[scheduler.makers[pending.pop()]]:
                 if source not in seen and scheduler.droppable[source]:
                     seen.add(source)
                     pending.append(source)
                     reads = [at for at in scheduler.readers(source) if at < need]
-                    found.add((max([scheduler.makers[source], *reads]) + 1, source))
+                    found.add(Decision(max([scheduler.makers[source], *reads]) + 1, source))
         return found
+
+    # --- making values again early -----------------------------------------------------------------------------------
+
+    def _early(self, start: Trial, touches: Touches, waiting: Sequence[Idle]) -> Iterator[Drops]:
+        """Make what values wait to be read for when they are touched before, so that the results wait instead."""
+        scheduler, steps = self.scheduler, start.simulated.plan.steps
+        made = set[Decision]()
+        for idle in waiting:
+            step = steps[idle.next_place]
+            if step != touches.moments[idle.next_place]:
+                early = [v for v in scheduler.remakes[step] if scheduler.makers[v] < idle.moment]
+                made |= {Decision(idle.moment, v, remake=True) for v in early}
+        if made - start.drops:
+            yield start.drops | made
+
+    def _made_early(self, drops: Drops, touches: Touches, idle: Idle) -> Iterator[Drops]:
+        """Drop a value, and make it again before it is needed: while what it is made of is still there, say."""
+        dropped = drops | {idle.drop}
+        for moment in range(idle.moment + 2, touches.moments[idle.next_place] + 1):
+            yield dropped | {Decision(moment, idle.value, remake=True)}
+
+    def _sooner(self, start: Trial, touches: Touches) -> Iterator[Drops]:
+        """Make what is made again sooner: when one of its sources is touched for the last time before."""
+        scheduler = self.scheduler
+        touched: dict[int, list[int]] = {}
+        for step, moment in zip(start.simulated.plan.steps, touches.moments, strict=True):
+            reads = scheduler.reads[step]
+            if step != moment:
+                recent = [at for source in reads for at in touched.get(source, ())[-2:]]
+                for sooner in [at for at in recent if at < moment]:
+                    yield start.drops | {Decision(sooner, v, remake=True) for v in scheduler.remakes[step]}
+            for value in (*reads, *scheduler.makes[step]):
+                touched.setdefault(value, []).append(moment)
+
+    # --- taking decisions back ---------------------------------------------------------------------------------------
+
+    def _carried_for(self, start: Trial, moments: Sequence[int], moment: int) -> list[Drops]:
+        """Without drops whose values run again at the moment of the peak: carrying one may save what leads to it.
+
+        Args:
+            start: what is decided already.
+            moments: for each place in the plan.
+            moment: of the peak.
+        """
+        makers, sizes = self.scheduler.makers, self.scheduler.problem.sizes
+        now = [step for step, at in zip(start.simulated.plan.steps, moments, strict=True) if at == moment]
+        again = set(now) - {moment}
+        found = [d for d in start.drops if makers[d.value] in again and d.moment <= moment and not d.remake]
+        found.sort(key=lambda drop: (sizes[drop.value], drop.moment, drop.value))
+        groups = self._alike(start.drops, found)[: 2 * self._width]
+        return [start.drops.difference(part) for group in groups for part in _parts(group)]
+
+    def _take_back(self, start: Trial) -> None:
+        """Try to do without each drop that makes something run again; and without all that make nothing run."""
+        scheduler = self.scheduler
+        again = {v for step in start.simulated.plan.repeats() for v in scheduler.remakes[step]}
+        working = [decision for decision in start.drops if decision.value in again]
+        working.sort(key=lambda decision: (-scheduler.seconds[scheduler.makers[decision.value]], _order(decision)))
+        for group in self._alike(start.drops, working):
+            for part in _parts(group):
+                self.offer(start.drops.difference(part))
+
+    def _alike(self, drops: Drops, chosen: Sequence[Decision]) -> list[list[Decision]]:
+        """Chosen decisions, each with those about values of the same role at operations of the same role."""
+        if self._roles is None:
+            return [[decision] for decision in chosen]
+        values, operations = self._roles.values, (*self._roles.operations, -1)
+        end = len(operations) - 1
+
+        def key(decision: Decision) -> Hashable:
+            return operations[min(decision.moment, end)], values[decision.value], decision.remake
+
+        return _grouped(map(key, chosen), sorted(drops, key=_order), key)
+
+    # --- decisions at random -----------------------------------------------------------------------------------------
 
     def shake(self, point: Point, chance: Random) -> None:
         """Take a few decisions at random around a point, then lower the peak again and take back what can be."""
         drops = point.drops
         for _ in range(chance.randint(1, 4)):
-            lives = Lives(self.scheduler, self.offer(drops))
-            idle = [item for item in lives.idle() if self.scheduler.droppable[item[0]]]
-            if drops and (not idle or chance.random() < 0.4):
-                drops = drops - {chance.choice(sorted(drops))}
-            elif idle:
-                value, before, _ = chance.choice(idle)
-                drops = drops | {(before + 1, value)}
-                if chance.random() < 0.5:
-                    drops = drops | self._from_scratch(value, before + 1)
+            drops = self._at_random(drops, chance)
         self.descend(drops, point.peak, self.work + 40 * len(self.scheduler.reads))
         simulated = self.offer(drops)
-        for item in sorted(drops):
-            trial = self.offer(drops - {item})
+        for decision in sorted(drops, key=_order):
+            trial = self.offer(drops - {decision})
             if (trial.peak, trial.again) <= (max(simulated.peak, point.peak), simulated.again):
-                drops, simulated = drops - {item}, trial
+                drops, simulated = drops - {decision}, trial
 
-    def _passing(self, steps: Sequence[int], items: Mapping[int, int]) -> set[tuple[int, int]]:
-        """Drops of everything that is made again only on the way to values, when each of them is made again.
+    def _at_random(self, drops: Drops, chance: Random) -> Drops:
+        """Take back one of some decisions, or drop something that is idle; unchanged where there is neither."""
+        waiting = self._droppable(Touches(self.scheduler, self.offer(drops)).idle())
+        if drops and (not waiting or chance.random() < 0.4):
+            return drops - {chance.choice(sorted(drops, key=_order))}
+        if not waiting:
+            return drops
+        drop = chance.choice(waiting).drop
+        drops = drops | {drop}
+        if chance.random() < 0.5:
+            drops = drops | self._from_scratch(drop.value, drop.moment)
+        return drops
 
-        Args:
-            steps: of a plan in which the values are dropped.
-            items: the moment at which each value is dropped.
-        """
-        scheduler = self.scheduler
-        wanted: dict[int, dict[int, int]] = {}
-        for value, moment in items.items():
-            wanted.setdefault(scheduler.makers[value], {})[value] = moment
-        found = set[tuple[int, int]]()
-        upcoming = 0
-        run: list[int] = []
-        for step in steps:
-            if step == upcoming:
-                upcoming += 1
-                run = []
-                continue
-            run.append(step)
-            for value in [value for value, moment in wanted.get(step, {}).items() if upcoming >= moment]:
-                made = {v for other in run for v in scheduler.remakes[other]}
-                found |= {(upcoming + 1, v) for v in made if v != value and scheduler.droppable[v]}
-                del wanted[step][value]
-        return found
 
-    def _take_back(self, drops: Drops, simulated: Simulated) -> None:
-        """Try to do without each drop that makes something run again; and without all that make nothing run."""
-        scheduler = self.scheduler
-        again = {v for step in simulated.plan.repeats() for v in scheduler.remakes[step]}
-        working = [item for item in drops if max(item[1], ~item[1]) in again]
-        working.sort(key=lambda item: (-scheduler.seconds[scheduler.makers[max(item[1], ~item[1])]], item))
-        for group in self._alike(drops, working):
-            for part in group:
-                self.offer(drops.difference(part))
+def _order(decision: Decision) -> tuple[int, bool, int]:
+    """The order in which decisions are tried: by moment; what is made again, the last value first; what is dropped."""
+    return decision.moment, not decision.remake, -decision.value if decision.remake else decision.value
+
+
+def _grouped(keys: Iterable[Hashable], items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
+    """A group of items for each different key, in the order of the keys; items with other keys are left out."""
+    groups: dict[Hashable, list[T]] = {wanted: [] for wanted in keys}
+    for item in items:
+        group = groups.get(key(item))
+        if group is not None:
+            group.append(item)
+    return list(groups.values())
 
 
 def _parts(group: list[T]) -> list[list[T]]:
@@ -356,4 +360,5 @@ def _parts(group: list[T]) -> list[list[T]]:
 
 
 def _above(simulated: Simulated, target: int) -> int:
+    """Bytes above a target, summed over the steps."""
     return sum([count - target for count in simulated.bytes if count > target])

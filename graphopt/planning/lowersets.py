@@ -256,6 +256,11 @@ def _incidence(pairs: list[tuple[int, int]], shape: tuple[int, int]) -> csr_arra
     return csr_array((np.ones(len(rows), dtype=np.float32), (rows, columns)), shape=shape)
 
 
+def _bits(operations: list[int]) -> int:
+    """A set of different operations as bits."""
+    return sum(1 << operation for operation in operations)
+
+
 def _members(masks: list[int], count: int) -> Array:
     """Ones and zeros for sets of operations (rows) that are given as bits; in single precision, for fast products."""
     width = -(-count // 8)
@@ -280,7 +285,10 @@ def _borders(forward: Forward, members: Array) -> Array:
 def _sources(forward: Forward) -> list[list[int]]:
     """The operations of forward that each one reads from."""
     makers = forward.scheduler.makers
-    return [sorted({makers[v] for v in reads}) for reads in forward.scheduler.reads[: forward.boundary]]
+    found = []
+    for reads in forward.scheduler.reads[: forward.boundary]:
+        found.append(sorted({makers[v] for v in reads}))
+    return found
 
 
 def _approximate_family(forward: Forward, sources: list[list[int]]) -> Array:
@@ -304,13 +312,14 @@ def _approximate_family(forward: Forward, sources: list[list[int]]) -> Array:
 
 
 def _all_lower_sets(sources: list[list[int]]) -> Array:
-    needed = [sum(1 << source for source in before) for before in sources]
+    """All lower sets, smaller ones first; more than 3000 are refused."""
+    needed = [_bits(before) for before in sources]
     found, pending = {0}, [0]
     while pending:
         mask = pending.pop()
         for index, before in enumerate(needed):
             larger = mask | 1 << index
-            if larger != mask and before & mask == before and larger not in found:
+            if before & mask == before and larger not in found:
                 found.add(larger)
                 pending.append(larger)
         if len(found) > MOST_EXACT:

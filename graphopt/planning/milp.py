@@ -8,15 +8,20 @@ place that touches it, "alive until there", which follows from the runs; so only
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from scipy.optimize import milp
-from scipy.sparse import coo_array
+from scipy.sparse import coo_array, csr_array
 
 from graphopt.planning.problem import Plan, Problem, simulate
 
 __all__ = ["optimum", "smallest_peak"]
+
+Array = npt.NDArray[Any]
 
 _FINEST = 1e-6
 """The smallest part of the largest value that the solver can tell apart: its tolerance."""
@@ -80,21 +85,11 @@ class _Slot:
 
 def _slots(problem: Problem, sweeps: int) -> list[_Slot]:
     """All places where something may run, in order, without those that nothing could use the result of."""
-    operations, makers = problem.operations, problem.makers
-    repeatable = [
-        operation.repeatable and not any(value in problem.held for value in operation.made_again)
-        for operation in operations
-    ]
+    operations = problem.operations
+    repeatable = [problem.may_repeat(index) for index in range(len(operations))]
     found: list[_Slot] = []
     for stage in range(len(operations)):
-        useful: set[int] = set()
-        pending = [v for operation in operations[stage:] for v in operation.reads if makers[v] < stage]
-        while pending:
-            value = pending.pop()
-            if value not in useful:
-                useful.add(value)
-                if repeatable[makers[value]]:
-                    pending += operations[makers[value]].reads
+        useful = _useful(problem, repeatable, stage)
         again = [
             _Slot(index, again=True)
             for index in range(stage)
@@ -102,6 +97,20 @@ def _slots(problem: Problem, sweeps: int) -> list[_Slot]:
         ]
         found += again * sweeps
         found.append(_Slot(stage, again=False))
+    return found
+
+
+def _useful(problem: Problem, repeatable: list[bool], stage: int) -> set[int]:
+    """The values made before an operation that it or a later one reads, and those that they can be made from again."""
+    operations, makers = problem.operations, problem.makers
+    found: set[int] = set()
+    pending = [v for operation in operations[stage:] for v in operation.reads if makers[v] < stage]
+    while pending:
+        value = pending.pop()
+        if value not in found:
+            found.add(value)
+            if repeatable[makers[value]]:
+                pending += operations[makers[value]].reads
     return found
 
 
@@ -131,14 +140,15 @@ class _Model:
         self.alive: list[dict[int, float]] = [{} for _ in self.slots]
         self.fixed = [problem.resident] * len(self.slots)
         self._first = {slot.operation: place for place, slot in enumerate(self.slots) if not slot.again}
-        self._runs = [
-            self._variable(problem.operations[slot.operation].seconds, integer=True) if slot.again else None
-            for slot in self.slots
-        ]
+        self._runs = [self._run(slot) for slot in self.slots]
         for value in range(len(problem.sizes)):
             self._live(value)
         for index in range(len(problem.operations)):
             self._extras(index)
+
+    def _run(self, slot: _Slot) -> int | None:
+        """The variable that says whether the operation of a slot runs; None for a first run, which always does."""
+        return self._variable(self.problem.operations[slot.operation].seconds, integer=True) if slot.again else None
 
     def _variable(self, cost: float = 0.0, *, integer: bool = False, lower: float = 0.0) -> int:
         self._costs.append(cost)
@@ -165,34 +175,44 @@ class _Model:
 
         It can be only if it was at the slot before, or if it is made there.
         """
-        problem = self.problem
-        size = problem.sizes[value] / self.unit
-        place = self._first[problem.makers[value]]
-        self.fixed[place] += problem.sizes[value]
-        until = problem.held.get(value)
-        end = -1 if until is None else self._first.get(until, len(self.slots) - 1)
+        size = self.problem.sizes[value] / self.unit
+        made = self._first[self.problem.makers[value]]
+        self.fixed[made] += self.problem.sizes[value]
+        end = self._held_until(value)
         previous: int | None = None
-        since = place + 1
+        since = made + 1
         for place in range(since, len(self.slots)):
-            slot = self.slots[place]
-            operation = problem.operations[slot.operation]
+            operation = self.problem.operations[self.slots[place].operation]
             run = self._runs[place]
-            makes = run is not None and value in operation.made_again
-            if not (makes or place == end or value in operation.reads):
+            maker = run if value in operation.made_again else None
+            touched = maker is not None or value in operation.reads
+            if not touched and place != end:
                 continue
             kept = self._variable(lower=1.0 if place <= end else 0.0)
-            if previous is not None:
-                self._at_most(0.0, {kept: 1.0, previous: -1.0})
-            previous = kept
-            if makes and run is not None:
-                previous = self._variable()
-                self._at_most(0.0, {previous: 1.0, kept: -1.0, run: -1.0})
-            if makes or value in operation.reads:
+            self._follow(kept, previous)
+            previous = kept if maker is None else self._made_or_kept(kept, maker)
+            if touched:
                 self._where_run(previous, place)
             for covered in range(since, place):
                 self.alive[covered][kept] = size
             self.alive[place][previous] = size
             since = place + 1
+
+    def _held_until(self, value: int) -> int:
+        """The slot that a value is held for; -1 where it is not held."""
+        until = self.problem.held.get(value)
+        return -1 if until is None else self._first.get(until, len(self.slots) - 1)
+
+    def _follow(self, kept: int, previous: int | None) -> None:
+        """A value can be kept up to a slot only where it was alive at the slot before."""
+        if previous is not None:
+            self._at_most(0.0, {kept: 1.0, previous: -1.0})
+
+    def _made_or_kept(self, kept: int, run: int) -> int:
+        """A variable that can be 1 only where a value is kept, or its maker runs."""
+        alive = self._variable()
+        self._at_most(0.0, {alive: 1.0, kept: -1.0, run: -1.0})
+        return alive
 
     def _extras(self, index: int) -> None:
         """Scratch, and what the first run leaves behind until the last one."""
@@ -206,8 +226,7 @@ class _Model:
             self.alive[place][run] = (operation.scratch + operation.memo) / self.unit
             if operation.memo:
                 kept = self._variable()
-                if previous is not None:
-                    self._at_most(0.0, {kept: 1.0, previous: -1.0})
+                self._follow(kept, previous)
                 self._where_run(kept, place)
                 for covered in range(since, place + 1):
                     self.alive[covered][kept] = operation.memo / self.unit
@@ -217,25 +236,18 @@ class _Model:
         """The fastest plan within a budget, None where there is none; or, without one, a plan with the lowest peak."""
         if not self._costs:
             fits = budget is None or max(self.fixed, default=0) <= budget
-            return Plan(tuple(slot.operation for slot in self.slots)) if fits else None
-        count = len(self._costs)
-        costs, lower, upper = np.array([*self._costs, 0.0]), np.array([*self._lower, 0.0]), np.ones(count + 1)
-        entries, high = list(self._entries), list(self._high)
-        for alive, fixed in zip(self.alive, self.fixed, strict=True):
-            row = {**alive, count: -1.0}  # the last column is the peak beyond the budget, in units
-            entries += [(len(high), column, size) for column, size in row.items()]
-            high.append(((budget or 0) - fixed) / self.unit)
+            return self._plan(()) if fits else None
+        matrix, high = self._constraints(budget or 0)
+        costs, upper = np.array([*self._costs, 0.0]), np.ones(len(self._costs) + 1)
         if budget is None:
-            costs[:count], costs[count], upper[count] = 0.0, 1.0, np.inf
+            costs[:-1], costs[-1], upper[-1] = 0.0, 1.0, np.inf
         else:
-            upper[count] = 0.0
-        rows, columns, numbers = zip(*entries, strict=True)
-        matrix = coo_array((numbers, (rows, columns)), shape=(len(high), count + 1)).tocsr()
+            upper[-1] = 0.0
         result = milp(
             costs,
             integrality=np.array([*self._integer, False], dtype=np.int64),
-            bounds=(lower, upper),
-            constraints=(matrix, -np.inf, np.array(high)),
+            bounds=(np.array([*self._lower, 0.0]), upper),
+            constraints=(matrix, -np.inf, high),
             options={"time_limit": time_limit, "mip_rel_gap": 0.0},
         )
         if result.status == 2:
@@ -245,5 +257,21 @@ class _Model:
                 f"no proof within {time_limit} s for {len(self.problem.operations)} operations ({result.message}); "
                 "give more time, or use plan(), which needs no proof"
             )
-        runs = [run is None or result.x[run] > 0.5 for run in self._runs]
-        return Plan(tuple(slot.operation for slot, chosen in zip(self.slots, runs, strict=True) if chosen))
+        return self._plan(result.x)
+
+    def _constraints(self, budget: int) -> tuple[csr_array, Array]:
+        """All rows with their upper bounds; the last column is the peak beyond the budget, in units."""
+        excess = len(self._costs)
+        entries, high = list(self._entries), list(self._high)
+        for alive, fixed in zip(self.alive, self.fixed, strict=True):
+            row = {**alive, excess: -1.0}
+            entries += [(len(high), column, size) for column, size in row.items()]
+            high.append((budget - fixed) / self.unit)
+        rows, columns, numbers = zip(*entries, strict=True)
+        matrix = coo_array((numbers, (rows, columns)), shape=(len(high), excess + 1)).tocsr()
+        return matrix, np.array(high)
+
+    def _plan(self, solution: Sequence[float]) -> Plan:
+        """The slots whose operations run: for the first time, or as a solution says."""
+        chosen = zip(self.slots, self._runs, strict=True)
+        return Plan(tuple(slot.operation for slot, run in chosen if run is None or solution[run] > 0.5))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
-from graphopt.planning.copies import Copy, Window, schedule_copies
-from graphopt.planning.local_search import Lives
+from graphopt.planning.copies import Copy, CopyOptions, Window, schedule_copies
+from graphopt.planning.idle import Touches
 from graphopt.planning.problem import Simulated
 from graphopt.planning.schedule import Scheduler
 
@@ -85,54 +87,92 @@ def moved_away(scheduler: Scheduler, simulated: Simulated, lanes: Lanes) -> list
     return found
 
 
-def _candidates(scheduler: Scheduler, simulated: Simulated, lanes: Lanes) -> list[tuple[int, Copy]]:
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A value that could wait elsewhere; whether it does so at the plan's peak."""
+
+    value: int
+    copy: Copy
+    at_peak: bool
+
+
+def _candidates(scheduler: Scheduler, simulated: Simulated, lanes: Lanes) -> list[_Candidate]:
     """What waits from forward for backward, in the order in which it is moved, as much as there is room for."""
-    sizes, held = scheduler.problem.sizes, scheduler.problem.held
-    lives = Lives(scheduler, simulated)
-    place = simulated.bytes.index(simulated.peak)
-    start = next((i for i, moment in enumerate(lives.moments) if moment >= scheduler.problem.boundary), place)
-    found: list[tuple[bool, int, int, Copy]] = []
-    for value, touches in zip(lives.values, lives.touches, strict=True):
-        if sizes[value] < max(1, lanes.smallest) or not lanes.movable[value] or value in held:
-            continue
-        before = [at for at in touches if at < start]
-        after = [at for at in touches if at >= start]
-        first_run = scheduler.makers[value] == simulated.plan.steps[touches[0]]
-        if before and after and after[0] - before[-1] > 1 and first_run:
-            copy = Copy(sizes[value], touches[0], before[-1], after[0])
-            found.append((not before[-1] < place < after[0], -sizes[value], value, copy))
+    found = _waiting(scheduler, simulated, lanes)
+    found.sort(key=lambda candidate: (not candidate.at_peak, -candidate.copy.bytes, candidate.value))
     chosen = []
     room = lanes.room
-    for _, _, value, copy in sorted(found, key=lambda item: item[:3]):
-        if copy.bytes <= room:
-            room -= copy.bytes
-            chosen.append((value, copy))
+    for candidate in found:
+        if candidate.copy.bytes <= room:
+            room -= candidate.copy.bytes
+            chosen.append(candidate)
     return chosen
 
 
-def _moved(scheduler: Scheduler, simulated: Simulated, chosen: Sequence[tuple[int, Copy]], lanes: Lanes) -> Moved:
+def _waiting(scheduler: Scheduler, simulated: Simulated, lanes: Lanes) -> list[_Candidate]:
+    """What can be moved and waits from forward for backward, where its first run makes it."""
     steps = simulated.plan.steps
+    touches = Touches(scheduler, simulated)
+    peak = simulated.bytes.index(simulated.peak)
+    boundary = scheduler.problem.boundary
+    start = next((place for place, moment in enumerate(touches.moments) if moment >= boundary), peak)
+    found = []
+    for value, places in zip(touches.values, touches.places, strict=True):
+        if _movable(scheduler, value, lanes) and scheduler.makers[value] == steps[places[0]]:
+            copy = _copy(scheduler.problem.sizes[value], places, start)
+            if copy is not None:
+                found.append(_Candidate(value, copy, copy.last < peak < copy.needed))
+    return found
+
+
+def _movable(scheduler: Scheduler, value: int, lanes: Lanes) -> bool:
+    large = scheduler.problem.sizes[value] >= max(1, lanes.smallest)
+    return large and lanes.movable[value] and value not in scheduler.problem.held
+
+
+def _copy(size: int, places: Sequence[int], start: int) -> Copy | None:
+    """The copy of a value that waits for backward to start; None where it does not, or for no step in between.
+
+    Args:
+        size: bytes of the value.
+        places: that touch it, ascending.
+        start: the place at which backward starts.
+    """
+    index = bisect_left(places, start)
+    if not 0 < index < len(places) or places[index] - places[index - 1] <= 1:
+        return None
+    return Copy(size, places[0], places[index - 1], places[index])
+
+
+def _moved(scheduler: Scheduler, simulated: Simulated, chosen: Sequence[_Candidate], lanes: Lanes) -> Moved:
+    steps = simulated.plan.steps
+    copies = [candidate.copy for candidate in chosen]
+    alive = _changed(simulated.bytes, [_Change(-copy.bytes, copy.last + 1, copy.needed) for copy in copies])
     boundary = steps.index(scheduler.problem.boundary) if lanes.parted else None
-    seconds = [scheduler.seconds[step] for step in steps]
-    away = _changed(len(steps), [(-copy.bytes, copy.last + 1, copy.needed) for _, copy in chosen])
-    alive = [count + gone for count, gone in zip(simulated.bytes, away, strict=True)]
-    windows = schedule_copies(
-        seconds, alive, [copy for _, copy in chosen], out=lanes.out, back=lanes.back, not_freed_after=boundary,
-        not_fetched_before=0 if boundary is None else boundary + 1,
-    )  # fmt: skip
-    spans = []
-    for (_, copy), window in zip(chosen, windows, strict=True):
-        spans += [(copy.bytes, copy.last + 1, window.freed), (copy.bytes, window.fetched, copy.needed)]
-    alive = [count + held for count, held in zip(alive, _changed(len(steps), spans), strict=True)]
-    items = tuple(Away(value, copy, window) for (value, copy), window in zip(chosen, windows, strict=True))
+    options = CopyOptions(out=lanes.out, back=lanes.back, boundary=boundary)
+    windows = schedule_copies([scheduler.seconds[step] for step in steps], alive, copies, options)
+    there: list[_Change] = []
+    for copy, window in zip(copies, windows, strict=True):
+        there.append(_Change(copy.bytes, copy.last + 1, window.freed))
+        there.append(_Change(copy.bytes, window.fetched, copy.needed))
+    alive = _changed(alive, there)
+    away = tuple(Away(item.value, item.copy, window) for item, window in zip(chosen, windows, strict=True))
     late = sum(window.late for window in windows)
-    return Moved(simulated, items, alive, max(alive), late)
+    return Moved(simulated, away, alive, max(alive), late)
 
 
-def _changed(steps: int, spans: Iterable[tuple[int, int, int]]) -> list[int]:
-    """How many bytes more are alive at each step, with (bytes, first step, step behind the last) of each change."""
-    change = [0] * (steps + 1)
-    for size, start, end in spans:
+class _Change(NamedTuple):
+    """So many bytes more are alive from a step on, up to the step before another one."""
+
+    bytes: int
+    start: int
+    end: int
+
+
+def _changed(alive: Sequence[int], changes: Iterable[_Change]) -> list[int]:
+    """Bytes alive at each step, after changes."""
+    change = [0] * (len(alive) + 1)
+    for size, start, end in changes:
         change[start] += size
         change[end] -= size
-    return list(accumulate(change[:-1]))
+    return [count + more for count, more in zip(alive, accumulate(change[:-1]), strict=True)]

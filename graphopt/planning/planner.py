@@ -30,6 +30,9 @@ _DEEP = 400
 _BLOCKS = 4
 """From how many operations, and how many identical blocks, on blocks are decided about together."""
 
+_FIRST_PRICE = 10.0
+"""The price that cuts begin with; see ``priced_cuts``."""
+
 
 class InfeasibleError(ValueError):
     """No plan was found within a budget; ``smallest`` is the plan with the lowest peak that was found."""
@@ -65,6 +68,7 @@ class Effort:
 
 
 def _effort(problem: Problem, roles: Roles) -> Effort:
+    """How much work a problem is worth, by its size."""
     count = len(problem.operations)
     if count <= 60:
         return Effort(targets=8, rounds=16, work=300_000, width=12, everywhere=True)
@@ -107,6 +111,8 @@ def find_frontier(
 
 
 class _Search:
+    """One search for the frontier of a problem: methods one after the other, as long as there is time."""
+
     def __init__(
         self, problem: Problem, time_limit: float | None, progress: Callable[[float, Frontier], None] | None
     ) -> None:
@@ -116,23 +122,29 @@ class _Search:
         roles = find_roles(problem)
         self.effort = _effort(problem, roles)
         self.explorer = Explorer(
-            self.scheduler, self.frontier, width=self.effort.width, everywhere=self.effort.everywhere,
+            self.scheduler,
+            self.frontier,
+            width=self.effort.width,
+            everywhere=self.effort.everywhere,
             roles=roles if self.effort.grouped else None,
-        )  # fmt: skip
+        )
         self._deadline = None if time_limit is None else time.monotonic() + time_limit
         self._progress = progress
 
     def late(self) -> bool:
+        """Whether the time is over; the frontier then says that it was cut short."""
         if self._deadline is not None and time.monotonic() > self._deadline:
             self.frontier.cut_short = "time limit"
             return True
         return False
 
     def report(self, share: float) -> None:
+        """Report the share of the work that is done."""
         if self._progress is not None:
             self._progress(share, self.frontier)
 
     def run(self) -> Frontier:
+        """Fill the frontier."""
         plain = self.explorer.offer(NOTHING)
         boundary = self.problem.boundary or _widest(plain)
         network = CutNetwork(self.scheduler, boundary)
@@ -146,32 +158,30 @@ class _Search:
         return self.frontier
 
     def _targets(self, highest: int) -> list[int]:
+        """Budgets, spread from the program's own peak down to the lowest one found so far."""
         lowest, count = self.frontier.lowest.peak, self.effort.targets
         return [highest - (highest - lowest) * (i + 1) // count for i in range(count)]
 
     def _cuts(self, network: CutNetwork, highest: int) -> None:
-        start = 10.0
+        """Cuts at two budgets in the middle, and then all over the range that these have opened up."""
         low = max(self.problem.resident, 1)
-        for number in range(2):
-            goals = self._targets(highest) if number else [low + (highest - low) * k // 4 for k in (1, 2)]
-            for goal in goals:
-                for drops, simulated in priced_cuts(network, goal, start=start, rounds=self.effort.rounds):
-                    self.frontier.offer(drops, simulated)
-                if self.late():
-                    return
-        self.report(0.3)
+        first = [low + (highest - low) * quarters // 4 for quarters in (1, 2)]
+        if self._cuts_at(network, first) and self._cuts_at(network, self._targets(highest)):
+            self.report(0.3)
+
+    def _cuts_at(self, network: CutNetwork, goals: Iterable[int]) -> bool:
+        """Offer cuts for some budgets; says whether there was time for all of them."""
+        for goal in goals:
+            for drops, simulated in priced_cuts(network, goal, start=_FIRST_PRICE, rounds=self.effort.rounds):
+                self.frontier.offer(drops, simulated)
+            if self.late():
+                return False
+        return True
 
     def _structured(self, highest: int) -> None:
         """Segments of about equal bytes, lower sets, and chains with nested repetition: what descents may miss."""
-        low = self.problem.resident
-        tight = [low + (highest - low) * share // 100 for share in (15, 8, 25, 40)]
-        small = len(self.problem.operations) <= self.effort.structured
-        methods: list[Iterable[Drops]] = [square_root_segments(self.scheduler)]
-        methods += [chain_plans(self.scheduler, budget) for budget in (tight if small else tight[:1])]
-        if small:
-            methods.append(lower_set_plans(self.scheduler, tight[0], objective="memory"))
         starts: dict[Drops, int] = {}
-        for method in methods:
+        for method in self._methods(highest):
             for drops in method:
                 simulated = self.scheduler.evaluate(drops)
                 self.frontier.offer(drops, simulated)
@@ -186,6 +196,18 @@ class _Search:
         for drops in (*sorted(starts, key=starts.__getitem__)[:3], self.frontier.lowest.drops):
             self._push_from(drops, highest, limit)
         self.report(0.65)
+
+    def _methods(self, highest: int) -> list[Iterable[Drops]]:
+        """The methods that divide forward, with the budgets that they aim at."""
+        low = self.problem.resident
+        small = len(self.problem.operations) <= self.effort.structured
+        tight = [low + (highest - low) * percent // 100 for percent in (15, 8, 25, 40)]
+        budgets = tight if small else tight[:1]
+        methods: list[Iterable[Drops]] = [square_root_segments(self.scheduler)]
+        methods += [chain_plans(self.scheduler, budget) for budget in budgets]
+        if small:
+            methods.append(lower_set_plans(self.scheduler, tight[0], objective="memory"))
+        return methods
 
     def _descents(self, network: CutNetwork, highest: int) -> None:
         """Aim at budgets all over the range from the plan just above each, the lowest ones first."""

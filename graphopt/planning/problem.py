@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 __all__ = ["InvalidPlanError", "Operation", "Plan", "Problem", "Simulated", "simulate"]
 
@@ -72,18 +73,14 @@ class Problem:
     def __post_init__(self) -> None:
         made: set[int] = set()
         for index, operation in enumerate(self.operations):
-            for value in operation.reads:
-                if value not in made:
-                    raise InvalidPlanError(
-                        f"operation {index} ({operation.name or 'unnamed'}) reads value {value} before it is made"
-                    )
+            unmade = [value for value in operation.reads if value not in made]
+            if unmade:
+                raise InvalidPlanError(f"{_called(self, index)} reads value {unmade[0]} before it is made")
             for value in operation.makes:
                 if value in made:
-                    raise InvalidPlanError(
-                        f"operation {index} ({operation.name or 'unnamed'}) makes value {value}, which exists already"
-                    )
+                    raise InvalidPlanError(f"{_called(self, index)} makes value {value}, which exists already")
                 made.add(value)
-        if len(made) != len(self.sizes) or made != set(range(len(self.sizes))):
+        if made != set(range(len(self.sizes))):
             raise InvalidPlanError(f"{len(self.sizes)} sizes are given for {len(made)} values that operations make")
         if not 0 <= self.boundary <= len(self.operations):
             raise InvalidPlanError(f"boundary {self.boundary} is not one of the {len(self.operations)} operations")
@@ -98,15 +95,29 @@ class Problem:
         return found
 
     @property
+    def readers(self) -> list[list[int]]:
+        """The operations that read each value, in order."""
+        found: list[list[int]] = [[] for _ in self.sizes]
+        for index, operation in enumerate(self.operations):
+            for value in operation.reads:
+                found[value].append(index)
+        return found
+
+    @property
     def seconds(self) -> float:
         """How long all operations take, each run once."""
         return sum(operation.seconds for operation in self.operations)
 
+    def may_repeat(self, index: int) -> bool:
+        """Whether an operation may run again: it is repeatable, and nothing that it would make again is held."""
+        operation = self.operations[index]
+        return operation.repeatable and self.held.keys().isdisjoint(operation.made_again)
+
     def droppable(self) -> list[bool]:
         """Whether each value can be dropped, because it can be made again."""
         found = [False] * len(self.sizes)
-        for operation in self.operations:
-            if operation.repeatable and not any(value in self.held for value in operation.made_again):
+        for index, operation in enumerate(self.operations):
+            if self.may_repeat(index):
                 for value in operation.made_again:
                     found[value] = True
         return found
@@ -152,55 +163,98 @@ class Simulated:
     again: float
 
 
-def lifetimes(problem: Problem, steps: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(value, first step, last step) of everything that a sequence of runs makes.
+class Lifetime(NamedTuple):
+    """One life of a value: from the step that makes it to the last one that touches it, or that it is held for."""
+
+    value: int
+    first: int
+    last: int
+
+
+def lifetimes(problem: Problem, steps: Sequence[int]) -> list[Lifetime]:
+    """The lives of everything that a sequence of runs makes.
 
     Raises:
         InvalidPlanError: where a step reads what is not made yet, an operation never runs, the order of first runs is
             another than the program's, or something runs again that may not.
     """
-    operations = problem.operations
-    current = [-1] * len(problem.sizes)
-    lives: list[list[int]] = []
-    position: dict[int, int] = {}
+    runner = _Runner(problem)
     for place, step in enumerate(steps):
-        operation = operations[step]
+        runner.run(place, step)
+    runner.end(len(steps))
+    return [Lifetime(value, *span) for value, span in zip(runner.values, runner.spans, strict=True)]
+
+
+class _Runner:
+    """Runs steps one after the other, and keeps the lives of what they make.
+
+    Attributes:
+        values: that were made, in this order.
+        spans: the first and the last step of the life of each.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self.values: list[int] = []
+        self.spans: list[list[int]] = []
+        self._newest: dict[int, list[int]] = {}
+        self._first_runs: list[int] = []
+
+    def run(self, place: int, step: int) -> None:
+        """Run an operation at a place in the plan."""
+        operation = self._problem.operations[step]
         for value in operation.reads:
-            if current[value] < 0:
-                raise InvalidPlanError(f"step {place} runs {_called(problem, step)} before value {value} is made")
-            lives[current[value]][2] = place
-        repeated = step in position
-        if repeated and (not operation.repeatable or any(value in problem.held for value in operation.made_again)):
-            raise InvalidPlanError(f"step {place} runs {_called(problem, step)} again, and it may run once only")
+            if value not in self._newest:
+                raise InvalidPlanError(f"step {place} runs {_called(self._problem, step)} before value {value} is made")
+            self._newest[value][1] = place
+        repeated = 0 <= step < len(self._first_runs)
+        if repeated and not self._problem.may_repeat(step):
+            raise InvalidPlanError(f"step {place} runs {_called(self._problem, step)} again, and it may run once only")
         for value in operation.made_again if repeated else operation.makes:
-            current[value] = len(lives)
-            lives.append([value, place, place])
-        if not repeated and step != len(position):
+            self._newest[value] = [place, place]
+            self.values.append(value)
+            self.spans.append(self._newest[value])
+        if not repeated:
+            self._run_first(place, step)
+
+    def _run_first(self, place: int, step: int) -> None:
+        due = len(self._first_runs)
+        if step != due:
             raise InvalidPlanError(
-                f"step {place} runs {_called(problem, step)} where {_called(problem, len(position))} is due: "
+                f"step {place} runs {_called(self._problem, step)} where {_called(self._problem, due)} is due: "
                 "first runs keep the program's order"
             )
-        position.setdefault(step, place)
-    if len(position) != len(operations):
-        raise InvalidPlanError(f"{_called(problem, len(position))} never runs")
-    for value, until in problem.held.items():
-        end = position[until] if until < len(operations) else len(steps) - 1
-        life = lives[current[value]]
-        life[2] = max(life[2], end)
-    return [(value, first, last) for value, first, last in lives]
+        self._first_runs.append(place)
+
+    def end(self, steps: int) -> None:
+        """Behind the last step: what is held lives at least as long as it has to."""
+        first_runs, count = self._first_runs, len(self._problem.operations)
+        if len(first_runs) != count:
+            raise InvalidPlanError(f"{_called(self._problem, len(first_runs))} never runs")
+        for value, until in self._problem.held.items():
+            span = self._newest[value]
+            span[1] = max(span[1], first_runs[until] if until < count else steps - 1)
 
 
-def _saved_in_place(problem: Problem, steps: Sequence[int], lives: Sequence[tuple[int, int, int]]) -> dict[int, int]:
+def _saved_in_place(problem: Problem, steps: Sequence[int], lives: Sequence[Lifetime]) -> dict[int, int]:
     """Bytes that a step does not need because its result takes the place of a value, by step."""
-    ends = {(value, last): first for value, first, last in lives}
+    ends = {(life.value, life.last): life.first for life in lives}
     found: dict[int, int] = {}
-    first_run = {step: place for place, step in reversed(list(enumerate(steps)))}
+    first_run = _first_runs(steps)
     made_again = [first_run[step] != place for place, step in enumerate(steps)]
     for place, step in enumerate(steps):
         for value in problem.operations[step].overwrites:
             first = ends.get((value, place))
             if first is not None and made_again[first] == made_again[place]:
                 found[place] = problem.sizes[value]
+    return found
+
+
+def _first_runs(steps: Sequence[int]) -> dict[int, int]:
+    """Where each operation runs for the first time."""
+    found: dict[int, int] = {}
+    for place, step in enumerate(steps):
+        found.setdefault(step, place)
     return found
 
 
@@ -215,25 +269,22 @@ def simulate(problem: Problem, plan: Plan) -> Simulated:
         InvalidPlanError: for a plan that cannot run.
     """
     steps, operations = plan.steps, problem.operations
-    change = [0] * (len(steps) + 1)
     lives = lifetimes(problem, steps)
+    saved = _saved_in_place(problem, steps, lives)
+    extra = [operations[step].scratch - saved.get(place, 0) for place, step in enumerate(steps)]
+    change = [0] * (len(steps) + 1)
     for value, first, last in lives:
         change[first] += problem.sizes[value]
         change[last + 1] -= problem.sizes[value]
-    first_run: dict[int, int] = {}
-    last_run: dict[int, int] = {}
-    saved = _saved_in_place(problem, steps, lives)
-    extra = [operations[step].scratch - saved.get(place, 0) for place, step in enumerate(steps)]
+    first_run = _first_runs(steps)
+    last_run = {step: place for place, step in enumerate(steps)}
     for place, step in enumerate(steps):
-        if step in first_run:
-            last_run[step] = place
+        if place != first_run[step]:
             extra[place] += operations[step].memo
-        first_run.setdefault(step, place)
     for step, place in last_run.items():
-        change[first_run[step]] += operations[step].memo
-        change[place + 1] -= operations[step].memo
-    alive = [
-        count + more for count, more in zip(accumulate(change[:-1], initial=problem.resident), (0, *extra), strict=True)
-    ]
+        if place != first_run[step]:
+            change[first_run[step]] += operations[step].memo
+            change[place + 1] -= operations[step].memo
+    alive = [problem.resident + count + more for count, more in zip(accumulate(change[:-1]), extra, strict=True)]
     seconds = sum(operations[step].seconds for step in steps)
-    return Simulated(plan, alive[1:], max(alive[1:], default=problem.resident), seconds, seconds - problem.seconds)
+    return Simulated(plan, alive, max(alive, default=problem.resident), seconds, seconds - problem.seconds)

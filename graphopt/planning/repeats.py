@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from graphopt.planning.problem import Problem
+from graphopt.planning.problem import Operation, Problem
 
 __all__ = ["Roles", "find_roles"]
 
@@ -43,34 +43,39 @@ class Roles:
 
 def find_roles(problem: Problem) -> Roles:
     """The roles of a problem's values and operations."""
-    readers: list[list[int]] = [[] for _ in problem.sizes]
-    for index, operation in enumerate(problem.operations):
-        for value in operation.reads:
-            readers[value].append(index)
-    makers = problem.makers
-    operations = _numbered(
-        (
-            f"{operation.seconds:.{_DIGITS}g}", operation.scratch, operation.memo, operation.repeatable,
-            len(operation.overwrites), tuple(problem.sizes[v] for v in operation.reads),
-            tuple(problem.sizes[v] for v in operation.makes),
-        )
-        for operation in problem.operations
-    )  # fmt: skip
+    makers, readers = problem.makers, problem.readers
+    places = {v: place for operation in problem.operations for place, v in enumerate(operation.makes)}
+    operations = _numbered(_from_near(problem, operation) for operation in problem.operations)
     values: list[int] = []
     for _ in range(_ROUNDS):
         values = _numbered(
-            (operations[makers[v]], problem.operations[makers[v]].makes.index(v), tuple(operations[r] for r in reads))
-            for v, reads in enumerate(readers)
+            (operations[makers[value]], places[value], _of(operations, readers[value]))
+            for value in range(len(problem.sizes))
         )
         operations = _numbered(
-            (
-                operations[index],
-                tuple(values[v] for v in operation.reads),
-                tuple(values[v] for v in operation.makes),
-            )
-            for index, operation in enumerate(problem.operations)
+            (role, _of(values, operation.reads), _of(values, operation.makes))
+            for role, operation in zip(operations, problem.operations, strict=True)
         )
     return Roles(tuple(values), tuple(operations), _repeats(operations))
+
+
+def _from_near(problem: Problem, operation: Operation) -> Hashable:
+    """What an operation looks like by itself."""
+    sizes = problem.sizes
+    return (
+        f"{operation.seconds:.{_DIGITS}g}",
+        operation.scratch,
+        operation.memo,
+        operation.repeatable,
+        len(operation.overwrites),
+        _of(sizes, operation.reads),
+        _of(sizes, operation.makes),
+    )
+
+
+def _of(numbers: Sequence[int], values: Iterable[int]) -> tuple[int, ...]:
+    """The numbers that belong to some values."""
+    return tuple([numbers[value] for value in values])
 
 
 def _numbered(labels: Iterable[Hashable]) -> list[int]:

@@ -4,14 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
+from typing import NamedTuple
 
 from graphopt.planning.problem import Plan, Problem, Simulated
 
-__all__ = ["Drops", "Scheduler"]
+__all__ = ["Decision", "Drops", "Scheduler"]
 
-Drops = frozenset[tuple[int, int]]
-"""Decisions: ``(moment, value)`` drops a value just before the operation with that index first runs, and
-``(moment, ~value)`` makes it again there if it is not there, although nothing needs it yet."""
+
+class Decision(NamedTuple):
+    """What happens to a value just before an operation runs for the first time: it is dropped, or made again early.
+
+    A named tuple, not a dataclass: searches hash and compare decisions all the time.
+
+    Attributes:
+        moment: the index of the operation.
+        value: the index of the value.
+        remake: make the value again if it is not there, although nothing needs it yet, in place of dropping it.
+    """
+
+    moment: int
+    value: int
+    remake: bool = False
+
+
+Drops = frozenset[Decision]
+"""All that is decided for a plan."""
+
+
+class _Overwriting(NamedTuple):
+    """A step whose result may take the place of a value, which was made at the step ``born``."""
+
+    place: int
+    value: int
+    born: int
+
+
+class _Ends(NamedTuple):
+    """Where the lives of values end.
+
+    Attributes:
+        newest: for each value, the last step that touches its newest instance.
+        earlier: the same of earlier instances that something may overwrite, by value and the step that made them.
+        overwriting: what may overwrite what.
+    """
+
+    newest: list[int]
+    earlier: dict[tuple[int, int], int]
+    overwriting: list[_Overwriting]
 
 
 class Scheduler:
@@ -34,10 +73,7 @@ class Scheduler:
         self.memo = {i: operation.memo for i, operation in enumerate(problem.operations) if operation.memo}
         self.droppable = problem.droppable()
         self._base = problem.seconds
-        self._readers: list[list[int]] = [[] for _ in problem.sizes]
-        for index, operation in enumerate(problem.operations):
-            for value in operation.reads:
-                self._readers[value].append(index)
+        self._readers = problem.readers
 
     def readers(self, value: int) -> list[int]:
         """The operations that read a value in the program as it is, in order."""
@@ -47,7 +83,7 @@ class Scheduler:
         """The last operation that reads a value in the program as it is (its maker, where none does)."""
         return self._readers[value][-1] if self._readers[value] else self.makers[value]
 
-    def steps(self, drops: Iterable[tuple[int, int]]) -> list[int]:
+    def steps(self, drops: Iterable[Decision]) -> list[int]:
         """The runs that follow from these drops; drops of what may not run again are left out."""
         gone, early = self._by_moment(drops)
         present = bytearray(len(self.problem.sizes))
@@ -67,21 +103,24 @@ class Scheduler:
                 present[value] = 1
         return steps
 
-    def _by_moment(self, drops: Iterable[tuple[int, int]]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    def _by_moment(self, drops: Iterable[Decision]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
         """What is dropped at each moment, and what is made again there; what may not run again is left out."""
+        droppable, makers = self.droppable, self.makers
         gone: dict[int, list[int]] = {}
         early: dict[int, list[int]] = {}
-        for moment, value in drops:
-            if value >= 0:
-                if self.droppable[value]:
-                    gone.setdefault(moment, []).append(value)
-            elif self.droppable[~value] and self.makers[~value] < moment:
-                early.setdefault(moment, []).append(~value)
+        for moment, value, remake in drops:
+            if not droppable[value]:
+                continue
+            if not remake:
+                gone.setdefault(moment, []).append(value)
+            elif makers[value] < moment:
+                early.setdefault(moment, []).append(value)
         for values in early.values():
             values.sort()
         return gone, early
 
     def _again(self, value: int, present: bytearray, steps: list[int]) -> None:
+        """Append the steps that make a value again, from what is there."""
         reads, remakes, makers = self.reads, self.remakes, self.makers
         stack = [makers[value]]
         while stack:
@@ -97,7 +136,7 @@ class Scheduler:
             for made in remakes[operation]:
                 present[made] = 1
 
-    def evaluate(self, drops: Iterable[tuple[int, int]]) -> Simulated:
+    def evaluate(self, drops: Iterable[Decision]) -> Simulated:
         """Steps, bytes and seconds of these drops."""
         return self.measure(self.steps(drops))
 
@@ -105,15 +144,15 @@ class Scheduler:
         """Bytes and seconds of steps that are known to be valid; the same as ``simulate``, without its checks."""
         problem, sizes = self.problem, self.problem.sizes
         change = [0] * (len(steps) + 1)
-        last, overwriting = self._lives(steps, change)
+        ends = self._lives(steps, change)
         if problem.held:
-            self._hold(steps, last, problem.held)
-        for value, place in enumerate(last):
+            self._hold(steps, ends.newest, problem.held)
+        for value, place in enumerate(ends.newest):
             change[place + 1] -= sizes[value]
         change.pop()
         extra = [self.scratch[step] for step in steps]
-        for place, saved in {place: sizes[v] for place, v, end in overwriting if (end or last[v]) == place}.items():
-            extra[place] -= saved
+        if ends.overwriting:
+            self._overwrite(ends, extra)
         if self.memo:
             self._memos(steps, change, extra)
         alive = [count + more for count, more in zip(accumulate(change), extra, strict=True)]
@@ -123,17 +162,14 @@ class Scheduler:
         total = sum([seconds[step] for step in steps])
         return Simulated(Plan(tuple(steps)), alive, max(alive, default=problem.resident), total, total - self._base)
 
-    def _lives(self, steps: list[int], change: list[int]) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """Where the newest life of each value ends; ``change`` gets the sizes of births, and of the lives before it.
-
-        Also (step, value, end of its life, or 0 where it is the newest) of whatever results may take the place of.
-        """
+    def _lives(self, steps: list[int], change: list[int]) -> _Ends:
+        """Where lives end; ``change`` gets the sizes of births, and of the ends of all but the newest lives."""
         reads, makes, remakes, sizes = self.reads, self.makes, self.remakes, self.problem.sizes
         overwrites, overwritten = self.overwrites, self._overwritten
         born, last = [-1] * len(sizes), [-1] * len(sizes)
         again = bytearray(len(sizes))
-        spots: list[tuple[int, int, int]] = []
-        ended: dict[tuple[int, int], int] = {}
+        overwriting: list[_Overwriting] = []
+        earlier: dict[tuple[int, int], int] = {}
         upcoming = 0
         for place, step in enumerate(steps):
             for value in reads[step]:
@@ -141,19 +177,30 @@ class Scheduler:
             first = step == upcoming
             for value in overwrites[step]:
                 if again[value] != first:
-                    spots.append((place, value, born[value]))
+                    overwriting.append(_Overwriting(place, value, born[value]))
             upcoming += first
             for value in makes[step] if first else remakes[step]:
                 if born[value] >= 0:
                     change[last[value] + 1] -= sizes[value]
                     if value in overwritten:
-                        ended[value, born[value]] = last[value]
+                        earlier[value, born[value]] = last[value]
                 again[value] = not first
                 born[value] = last[value] = place
                 change[place] += sizes[value]
-        return last, [(place, value, ended.get((value, since), 0)) for place, value, since in spots]
+        return _Ends(last, earlier, overwriting)
+
+    def _overwrite(self, ends: _Ends, extra: list[int]) -> None:
+        """Take off ``extra`` what steps do not need because their results take the place of what ends there."""
+        sizes = self.problem.sizes
+        saved: dict[int, int] = {}
+        for place, value, born in ends.overwriting:
+            if ends.earlier.get((value, born), ends.newest[value]) == place:
+                saved[place] = sizes[value]
+        for place, count in saved.items():
+            extra[place] -= count
 
     def _memos(self, steps: list[int], change: list[int], extra: list[int]) -> None:
+        """Add what operations that run again leave behind, until their last runs, and need once more meanwhile."""
         first: dict[int, int] = {}
         last: dict[int, int] = {}
         for place, step in enumerate(steps):
@@ -169,6 +216,7 @@ class Scheduler:
                 change[place + 1] -= self.memo[step]
 
     def _hold(self, steps: list[int], last: list[int], held: Mapping[int, int]) -> None:
+        """Move the ends of values that are held behind the first runs of what they are held for."""
         position: dict[int, int] = {}
         for place, step in enumerate(steps):
             position.setdefault(step, place)

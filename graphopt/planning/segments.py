@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence, Set
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
-from graphopt.planning.schedule import Drops, Scheduler
+from graphopt.planning.schedule import Decision, Drops, Scheduler
 
 __all__ = ["Forward", "narrow_places", "square_root_segments"]
 
@@ -37,8 +37,16 @@ class Forward:
         for index, reads in enumerate(scheduler.reads[: self.boundary]):
             for value in reads:
                 self.last[value] = index
-        read_later = {value for reads in scheduler.reads[self.boundary :] for value in reads}
+        read_later = set[int]().union(*scheduler.reads[self.boundary :])
         self.pinned = {v for v in self.values if v in read_later and not scheduler.droppable[v]}
+
+    def made_bytes(self) -> list[int]:
+        """The bytes that each operation of forward makes."""
+        sizes = self.scheduler.problem.sizes
+        found = [0] * self.boundary
+        for value in self.values:
+            found[self.scheduler.makers[value]] += sizes[value]
+        return found
 
     def crossing(self, place: int) -> set[int]:
         """The values that are made before an operation of forward, and read by it or by a later one of forward."""
@@ -69,9 +77,8 @@ class Forward:
         """
         end = self.boundary if kept_from is None else kept_from
         makers, droppable = self.scheduler.makers, self.scheduler.droppable
-        return frozenset(
-            (self.boundary, v) for v in self.values if v not in carried and makers[v] < end and droppable[v]
-        )
+        dropped = [v for v in self.values if v not in carried and makers[v] < end and droppable[v]]
+        return frozenset(Decision(self.boundary, v) for v in dropped)
 
 
 def square_root_segments(scheduler: Scheduler) -> Iterator[Drops]:
@@ -85,23 +92,27 @@ def square_root_segments(scheduler: Scheduler) -> Iterator[Drops]:
         different decisions, at most about 70.
     """
     forward = Forward(scheduler)
-    made = [sum(scheduler.problem.sizes[v] for v in makes) for makes in scheduler.makes[: forward.boundary]]
     seen: set[Drops] = set()
+    for cuts in _cuts(forward):
+        carried = forward.carried(cuts)
+        for kept_from in (None, cuts[-1]):
+            drops = forward.drops(carried, kept_from=kept_from)
+            if drops not in seen:
+                seen.add(drops)
+                yield drops
+
+
+def _cuts(forward: Forward) -> Iterator[list[int]]:
+    """Places to cut, at least one each time, for thresholds around the square-root rule."""
+    sizes, made = forward.scheduler.problem.sizes, forward.made_bytes()
     for places in _more_and_less(forward.crossing_bytes()):
-        ends = [*places, forward.boundary]
-        widest = max((sum(made[a:b]) for a, b in zip([0, *places], ends, strict=True)), default=0)
-        carried = forward.carried(places)
-        rule = (sum(scheduler.problem.sizes[v] for v in carried) * widest) ** 0.5
+        ends = [0, *places, forward.boundary]
+        widest = max(sum(made[start:end]) for start, end in pairwise(ends))
+        rule = (sum(sizes[v] for v in forward.carried(places)) * widest) ** 0.5
         for exponent in range(-8, 9):
             cuts = _cut(made, places, rule * 2 ** (exponent / 2))
-            if not cuts:
-                continue
-            carried = forward.carried(cuts)
-            for kept_from in (None, cuts[-1]):
-                drops = forward.drops(carried, kept_from=kept_from)
-                if drops not in seen:
-                    seen.add(drops)
-                    yield drops
+            if cuts:
+                yield cuts
 
 
 def narrow_places(crossing: Sequence[int]) -> list[int]:

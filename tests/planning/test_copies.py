@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphopt.planning.copies import Copy, Window, schedule_copies
-from graphopt.planning.local_search import Lives
+from graphopt.planning.copies import Copy, CopyOptions, Window, schedule_copies
+from graphopt.planning.idle import Touches
 from graphopt.planning.offloading import Lanes, moved_away
 from graphopt.planning.schedule import Scheduler
 from tests.support.planning_graphs import seeded_problem
@@ -27,7 +27,8 @@ class Case:
     rate: float
 
     def windows(self, **options: Any) -> list[Window]:
-        return schedule_copies(self.seconds, self.alive, self.copies, out=self.rate, back=self.rate, **options)
+        copying = CopyOptions(out=self.rate, back=self.rate, **options)
+        return schedule_copies(self.seconds, self.alive, self.copies, copying)
 
     def level(self, windows: list[Window]) -> list[int]:
         """Bytes alive with the values in the device's memory outside of their windows."""
@@ -108,7 +109,7 @@ def test_no_copy_ends_or_starts_across_a_boundary(case: Case, boundary: int) -> 
     kept = [copy for copy in case.copies if copy not in copies]
     assert len(kept) + len(copies) == len(case.copies)
     parted = Case(case.seconds, case.alive, copies, case.rate)
-    windows = parted.windows(not_freed_after=boundary, not_fetched_before=boundary + 1)
+    windows = parted.windows(boundary=boundary)
     for window in windows:
         assert window.freed <= boundary < window.fetched
     assert max(parted.level(windows)) == max(parted.alive)
@@ -149,8 +150,9 @@ def test_plans_with_values_moved_away_peak_lower_than_without(seed: int, rate: f
         case = Case(
             tuple(problem.operations[step].seconds for step in plain.plan.steps),
             tuple(_without(plain.bytes, [item.copy for item in moved.away])),
-            tuple(item.copy for item in moved.away), rate,
-        )  # fmt: skip
+            tuple(item.copy for item in moved.away),
+            rate,
+        )
         windows = [item.window for item in moved.away]
         assert case.level(windows) == moved.bytes
         assert moved.peak == max(moved.bytes) == max(case.alive)
@@ -169,7 +171,7 @@ def test_no_more_is_moved_than_there_is_room_for() -> None:
     problem = seeded_problem(8)
     scheduler = Scheduler(problem)
     plain = scheduler.evaluate(frozenset())
-    assert Lives(scheduler, plain).values
+    assert Touches(scheduler, plain).values
     for room in (0, 10, 10**9):
         lanes = Lanes(1e12, 1e12, room, 1, [True] * len(problem.sizes))
         for moved in moved_away(scheduler, plain, lanes):

@@ -17,7 +17,7 @@ from graphopt.planning.chain import chain_plans
 from graphopt.planning.lowersets import MOST_EXACT, LowerSets, lower_set_plans
 from graphopt.planning.milp import optimum, smallest_peak
 from graphopt.planning.planner import InfeasibleError, find_frontier, plan
-from graphopt.planning.schedule import Drops, Scheduler
+from graphopt.planning.schedule import Decision, Drops, Scheduler
 from graphopt.planning.segments import Forward, narrow_places, square_root_segments
 from tests.support.planning_graphs import (
     PUBLISHED,
@@ -81,10 +81,14 @@ def test_a_result_takes_the_place_of_what_dies_there() -> None:
     lives = Problem((*forward, Operation((0, 1), (2,), 1.0)), sizes, boundary=2)
     assert Scheduler(dies).evaluate(()).bytes == [10, 10, 11]
     assert Scheduler(lives).evaluate(()).bytes == [10, 20, 21]
-    dropped = Scheduler(dies).evaluate([(2, 0), (2, 1)])  # both run again: the second over what the first made again
+    dropped = Scheduler(dies).evaluate(
+        [Decision(2, 0), Decision(2, 1)]
+    )  # both run again: the second over what the first made again
     assert dropped.plan.steps == (0, 1, 0, 1, 2)
     assert dropped.bytes == [10, 10, 10, 10, 11]
-    kept = Scheduler(lives).evaluate([(2, 1)])  # what is made by a first run is not overwritten by one that runs again
+    kept = Scheduler(lives).evaluate(
+        [Decision(2, 1)]
+    )  # what is made by a first run is not overwritten by one that runs again
     assert kept.plan.steps == (0, 1, 1, 2)
     assert kept.bytes == [10, 20, 20, 21]
 
@@ -133,7 +137,7 @@ def test_every_method_gives_valid_plans_and_the_same_ones_again(method: Method, 
     assert first == list(method(Scheduler(problem), budget))
     assert len(first) == len(set(first)) < 100
     for drops in first:
-        assert all(scheduler.droppable[value] for _, value in drops)
+        assert all(scheduler.droppable[decision.value] for decision in drops)
         simulate(problem, scheduler.evaluate(drops).plan)
 
 

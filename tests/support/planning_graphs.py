@@ -12,6 +12,7 @@ from typing import NamedTuple
 from hypothesis import strategies as st
 
 from graphopt.planning import Operation, Plan, Problem
+from graphopt.planning.schedule import Decision, Drops
 
 Pick = Callable[[int, int], int]
 """Draws an integer between two, both included."""
@@ -139,11 +140,10 @@ def overwriting(problem: Problem) -> Problem:
 
 
 @st.composite
-def drops_of(draw: st.DrawFn, problem: Problem) -> frozenset[tuple[int, int]]:
-    """Random decisions about a problem, sensible or not: to drop a value, and to make it again early (``~value``)."""
-    moment = st.integers(0, len(problem.operations) - 1)
-    value = st.integers(-len(problem.sizes), len(problem.sizes) - 1)
-    return draw(st.frozensets(st.tuples(moment, value), max_size=12))
+def drops_of(draw: st.DrawFn, problem: Problem) -> Drops:
+    """Random decisions about a problem, sensible or not: to drop a value, and to make it again early."""
+    moment, value = st.integers(0, len(problem.operations) - 1), st.integers(0, len(problem.sizes) - 1)
+    return draw(st.frozensets(st.builds(Decision, moment, value, st.booleans()), max_size=12))
 
 
 def chain(length: int, *, sizes: list[int] | None = None, seconds: list[float] | None = None) -> Problem:
