@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -32,6 +32,7 @@ from graphopt.rewriting.memory.summary import summary_lines
 from graphopt.rewriting.memory.transfer_insertion import host_lanes
 from tests.runtime.test_random_networks import SHAPE, Network, Recipe, eager, own_loss, recipes
 from tests.support.budgets import IMAGES, ROWS, TOKENS, budgets_of, conv, fit, smallest_of
+from tests.support.examples import examples
 from tests.support.fitting import applied, drop_in_peak, frontiers_searched_once, step_peaks, wide
 from tests.support.training import (
     OPTIMIZERS,
@@ -139,7 +140,7 @@ def test_recompute_and_a_budget_together() -> None:
 
 
 @given(recipes(), st.sampled_from([0.0, 0.3, 0.7]))
-@settings(max_examples=6, deadline=None, derandomize=True)
+@examples(4, many=40)
 def test_random_networks_meet_their_budgets(recipe: Recipe, share: float) -> None:
     torch.manual_seed(0)
     model, x = Network(recipe), torch.randn(SHAPE).requires_grad_()

@@ -18,6 +18,7 @@ import graphopt
 from graphopt import GraphoptError
 from graphopt.ir.ops import transfers
 from graphopt.passes import Offload
+from tests.support.covering import covering
 from tests.support.fitting import applied, attempt, stored_bytes
 from tests.support.offloading import ROWS, layers, nothing_held_afterwards, off
 from tests.support.paths import ROOT
@@ -123,9 +124,12 @@ def forward_without_backward(model: nn.Module) -> None:
     mean_square(model, ROWS).backward()
 
 
-@pytest.mark.parametrize("tier", transfers.TIERS)
-@pytest.mark.parametrize(
-    "use", [two_forwards, backward_twice, failing_between, failing_in_backward, forward_without_backward]
+@covering(
+    use={
+        use.__name__: use
+        for use in (two_forwards, backward_twice, failing_between, failing_in_backward, forward_without_backward)
+    },
+    tier=transfers.TIERS,
 )
 def test_whatever_the_user_does_with_the_graph(use: Callable[[nn.Module], None], tier: str) -> None:
     found = []
