@@ -486,6 +486,7 @@ def test_a_whole_state_that_comes_too_late_is_an_error(two: list[dict[str, Any]]
         assert "a whole state has to be loaded before the first step" in found["whole state too late"]
 
 
+@pytest.mark.sweep
 def test_four_ranks_agree(tmp_path: Path) -> None:
     for (found,) in run_ranks(FOUR, 4, tmp_path / "store"):
         difference, agreed = found["sgd"]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
 import pytest
 
-__all__ = ["covering"]
+__all__ = ["covering", "some_of"]
 
 
 def covering(**axes: Mapping[str, Any] | Sequence[Any]) -> pytest.MarkDecorator:
@@ -35,3 +35,15 @@ def covering(**axes: Mapping[str, Any] | Sequence[Any]) -> pytest.MarkDecorator:
 
 def _with_ids(values: Mapping[str, Any] | Sequence[Any]) -> list[tuple[str, Any]]:
     return list(values.items()) if isinstance(values, Mapping) else [(str(value), value) for value in values]
+
+
+def some_of(values: Iterable[str], *kept: str) -> list[Any]:
+    """Values for ``pytest.mark.parametrize``; all that are not ``kept`` are marked ``sweep``.
+
+    Raises:
+        ValueError: one that is kept is not among the values.
+    """
+    names = list(values)
+    if unknown := set(kept) - set(names):
+        raise ValueError(f"{sorted(unknown)} are not among {names}")
+    return [pytest.param(name, marks=() if name in kept else pytest.mark.sweep) for name in names]
