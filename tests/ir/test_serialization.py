@@ -190,7 +190,7 @@ def source_function(program: Program) -> Callable[[list[Any]], Any]:
 # --- JSON ------------------------------------------------------------------------------------------------------------
 
 
-@covering(case=CASES, stage=STAGES)
+@covering(case=list(CASES), stage=STAGES)
 def test_json_round_trip(case: str, stage: str) -> None:
     program, _, _ = build(case, stage)
     data = program.to_json()
@@ -202,7 +202,7 @@ def test_json_round_trip(case: str, stage: str) -> None:
     assert restored.diff(program).endswith("the programs are equal\n")
 
 
-@covering(case=CASES, stage=["joint", "step"])
+@covering(case=list(CASES), stage=["joint", "step"])
 def test_restored_program_computes_the_same(case: str, stage: str) -> None:
     program, model, x = build(case, stage)
     restored = Program.from_json(json.loads(json.dumps(program.to_json())))
