@@ -11,7 +11,11 @@ CORE := $(VENV)/.core-installed
 DEV := $(VENV)/.dev-installed
 BROWSER := $(VENV)/.chromium-found
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
-SWEPT := sweep and not gpu and not hypothesis
+
+# What `make sweep` runs of the tests that are marked so, in parts
+SWEPT := -m 'sweep and not gpu and not hypothesis'
+MODELS := tests/runtime/test_transformers.py
+FAULTS := tests/runtime/ranks
 SOAK := tests/runtime/test_soak.py tests/rewriting/distributed/test_convergence.py
 
 .DEFAULT_GOAL := help
@@ -36,10 +40,10 @@ test: $(DEV) $(BROWSER) ## run the tests (under ten minutes on two cores)
 sweep: $(DEV) ## run what `make test` leaves out: long property, model, fault and soak runs, and all combinations
 	@status=0; part() { echo "sweep: $$1"; shift; env "$$@" || status=1; }; \
 	part properties HYPOTHESIS_PROFILE=sweep $(PYTEST) -m 'hypothesis and not gpu'; \
-	part models $(PYTEST) -m '$(SWEPT)' tests/runtime/test_transformers.py; \
-	part faults $(PYTEST) -m '$(SWEPT)' tests/runtime/ranks; \
-	part soak $(PYTEST) -m '$(SWEPT)' $(SOAK); \
-	part combinations $(PYTEST) -m '$(SWEPT)' $(patsubst %,--ignore=%,tests/runtime/test_transformers.py tests/runtime/ranks $(SOAK)); \
+	part models $(PYTEST) $(SWEPT) $(MODELS); \
+	part faults $(PYTEST) $(SWEPT) $(FAULTS); \
+	part soak $(PYTEST) $(SWEPT) $(SOAK); \
+	part combinations $(PYTEST) $(SWEPT) $(patsubst %,--ignore=%,$(MODELS) $(FAULTS) $(SOAK)); \
 	exit $$status
 
 lint: $(DEV) ## check style, types, and which way imports run

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.support.examples import examples
+from tests.support.properties import examples
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, the notebooks' kernels among them
 

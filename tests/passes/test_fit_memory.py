@@ -32,8 +32,8 @@ from graphopt.rewriting.memory.summary import summary_lines
 from graphopt.rewriting.memory.transfer_insertion import host_lanes
 from tests.runtime.test_random_networks import SHAPE, Network, Recipe, eager, own_loss, recipes
 from tests.support.budgets import IMAGES, ROWS, TOKENS, budgets_of, conv, fit, smallest_of
-from tests.support.examples import examples
 from tests.support.fitting import applied, drop_in_peak, frontiers_searched_once, step_peaks, wide
+from tests.support.properties import examples
 from tests.support.training import (
     OPTIMIZERS,
     Blocks,

@@ -22,7 +22,7 @@ from graphopt.passes import FitMemory, FuseUpdate, Recompute
 from graphopt.report.pictures.layout import lay_out
 from graphopt.rewriting.memory.planning_problem import planning_problem
 from tests.support.covering import covering, some_of
-from tests.support.examples import examples
+from tests.support.properties import examples
 from tests.support.running import Compiler
 from tests.support.training import (
     Blocks,

@@ -29,7 +29,7 @@ from tests.support.casting import (
     rewrite_all,
     under,
 )
-from tests.support.examples import examples
+from tests.support.properties import examples
 from tests.support.running import Mixed
 from tests.support.training import OPTIMIZERS, Net, assert_same, identical, mean_square, train, train_whole_step
 

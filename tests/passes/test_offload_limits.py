@@ -19,10 +19,12 @@ from graphopt import GraphoptError
 from graphopt.ir.ops import transfers
 from graphopt.passes import Offload
 from tests.support.covering import covering
-from tests.support.fitting import applied, attempt, stored_bytes
+from tests.support.errors import attempt
+from tests.support.fitting import applied
 from tests.support.offloading import ROWS, layers, nothing_held_afterwards, off
 from tests.support.paths import ROOT
 from tests.support.training import OPTIMIZERS, captured, identical, mean_square
+from tests.support.transferring import stored_bytes
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from graphopt.planning.copies import Copy, Window, schedule_copies
 from graphopt.planning.local_search import Lives
 from graphopt.planning.offloading import Lanes, moved_away
 from graphopt.planning.schedule import Scheduler
-from tests.support.examples import examples
 from tests.support.planning_graphs import seeded_problem
+from tests.support.properties import examples
 
 
 @dataclass(frozen=True)

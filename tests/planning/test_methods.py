@@ -19,7 +19,6 @@ from graphopt.planning.milp import optimum, smallest_peak
 from graphopt.planning.planner import InfeasibleError, find_frontier, plan
 from graphopt.planning.schedule import Drops, Scheduler
 from graphopt.planning.segments import Forward, narrow_places, square_root_segments
-from tests.support.examples import examples
 from tests.support.planning_graphs import (
     PUBLISHED,
     PUBLISHED_PLANS,
@@ -31,6 +30,7 @@ from tests.support.planning_graphs import (
     published_problem,
     seeded_problem,
 )
+from tests.support.properties import examples
 
 Method = Callable[[Scheduler, int], Iterator[Drops]]
 

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from tests.support.failing import free_address
 from tests.support.paths import EXAMPLES
+from tests.support.ranks import free_address
 
 SIZES = ["--steps", "4", "--batch", "2", "--context", "16", "--layers", "1", "--features", "64", "--heads", "2"]
 PASSES = {

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from graphopt import Pass, PipelineError
 from graphopt.passes import Recompute
 from graphopt.rewriting.spec import format_pass, option_fields, parse_passes
-from tests.support.examples import examples
+from tests.support.properties import examples
 from tests.support.training import Plain
 
 

@@ -21,7 +21,7 @@ from graphopt.ir.node import OutputSpec
 from graphopt.ir.verify import verify
 from graphopt.passes import Recompute
 from graphopt.rewriting.pass_ import PassRecord
-from tests.support.examples import examples
+from tests.support.properties import examples
 from tests.support.training import captured, identical, peaks, results
 
 ROWS, D = 24, 8

@@ -16,7 +16,7 @@ import graphopt
 from graphopt import GraphoptError
 from graphopt.passes import Recompute
 from graphopt.runtime.random_streams import MODEL_PARALLEL, REPLICATED, RandomStreams
-from tests.support.examples import examples
+from tests.support.properties import examples
 from tests.support.training import Blocks, next_token
 
 

@@ -15,7 +15,7 @@ import graphopt
 from graphopt import GraphoptError
 from graphopt.ir.ops import selection
 from graphopt.ir.ops.selection import select
-from tests.support.examples import examples
+from tests.support.properties import examples
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -18,8 +18,8 @@ from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.report.pictures.memory_timeline import timeline_svg
 from graphopt.report.text.memory_bands import CATEGORY_STYLES, HATCHES, bytes_by_category, columns, highest, sections
-from tests.support.examples import examples
 from tests.support.hostile import NAMES, hostile
+from tests.support.properties import examples
 from tests.support.training import Blocks, captured, next_token, recomputed
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -22,7 +22,7 @@ from graphopt.passes import Recompute
 from graphopt.report.formats.dot import to_dot
 from graphopt.report.pictures.layout import MAX_ROWS, Edge, Lane, Layout, lay_out
 from graphopt.report.pictures.picture import to_svg
-from tests.support.examples import examples
+from tests.support.properties import examples
 from tests.support.training import Blocks, captured, mean_square, next_token
 
 LAYERS = 4

@@ -23,8 +23,8 @@ from graphopt.planning.planner import find_frontier
 from graphopt.planning.schedule import Scheduler
 from graphopt.report.pictures.frontier_chart import BudgetMark, frontier_svg
 from graphopt.report.text.frontier_table import FrontierPoint, FrontierReport
-from tests.support.examples import examples
 from tests.support.planning_graphs import chain, problems
+from tests.support.properties import examples
 
 SVG = "{http://www.w3.org/2000/svg}"
 

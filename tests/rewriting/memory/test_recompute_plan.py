@@ -19,8 +19,8 @@ from graphopt.ir.verify import verify
 from graphopt.planning.problem import simulate
 from graphopt.rewriting.memory.recompute_plan import Again, Recomputation, recompute
 from tests.runtime.test_random_networks import SHAPE, Network, Recipe, eager, own_loss, recipes
-from tests.support.examples import examples
 from tests.support.fitting import RandomPlan, RunAgain, calls, planned, random_plan, structure, unplanned, wide
+from tests.support.properties import examples
 from tests.support.training import (
     Net,
     assert_same_training,

@@ -18,7 +18,7 @@ from graphopt import GraphoptError, Pipeline, PipelineError
 from graphopt.ir.ops import scale as ops
 from graphopt.passes import ScaleLoss
 from graphopt.rewriting.precision.scaling import BAD, GOOD, SCALE, SKIPPED, LossScaling, counters
-from tests.support.examples import examples
+from tests.support.properties import examples
 
 SMALLEST = 2.0**-126
 LEGACY = {"init_loss_scaling": 2.0**15, "incr_every_n_steps": 1000, "decr_every_n_nan_or_inf": 2, "incr_ratio": 2.0,

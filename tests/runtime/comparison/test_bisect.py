@@ -15,8 +15,8 @@ from graphopt.passes import Recompute
 from graphopt.passes.mixed_precision import MixedPrecision
 from graphopt.runtime.comparison.bisect import deniable, denying, precision_pass, smallest_denied
 from graphopt.runtime.comparison.trial import Outcome, Trial
-from tests.support.examples import examples
 from tests.support.low_precision import LowLinear, overflowing, trial, unfit
+from tests.support.properties import examples
 from tests.support.targets import Small
 from tests.support.training import mean_square
 

@@ -20,7 +20,7 @@ from graphopt.ir.node import value_of
 from graphopt.passes import FitMemory, Offload, Recompute
 from graphopt.runtime.binding import Binding
 from graphopt.runtime.compile import inductor
-from tests.support.examples import examples
+from tests.support.properties import examples
 from tests.support.training import Blocks, Net, identical, mean_square, next_token
 
 TOKENS = torch.randint(0, 11, (8, 64), generator=torch.Generator().manual_seed(0))

@@ -24,7 +24,8 @@ from graphopt.runtime.ranks.diagnosis import classify
 from graphopt.runtime.ranks.heartbeat import Here, heartbeat, patience
 from graphopt.runtime.ranks.messages import Report, Verdict, publish, published, read_reports
 from graphopt.runtime.ranks.places import follow, place_of
-from tests.support.failing import FailAt, Outcome, Task, free_address, resumed, run_tasks
+from tests.support.failing import FailAt, Outcome, Task, resumed, run_tasks
+from tests.support.ranks import free_address
 
 # --- who is at fault -------------------------------------------------------------------------------------------------
 

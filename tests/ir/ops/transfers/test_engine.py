@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import graphopt
 from graphopt import GraphoptError
 from graphopt.ir.ops import transfer, transfers
-from tests.support.examples import examples
+from tests.support.properties import examples
 from tests.support.transferring import (
     TIERS,
     back,

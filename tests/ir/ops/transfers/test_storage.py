@@ -18,7 +18,7 @@ from graphopt.ir.ops import transfer, transfers
 from graphopt.ir.ops.transfers.freelist import ALIGNMENT, FreeList, aligned, slab_bytes
 from graphopt.ir.ops.transfers.hostmemory import available_host_bytes
 from graphopt.ir.ops.transfers.slab import HostSlab
-from tests.support.examples import examples
+from tests.support.properties import examples
 from tests.support.transferring import back, engine_in, engine_of, held, round_trip, stored_bytes
 
 MIB = 1024**2

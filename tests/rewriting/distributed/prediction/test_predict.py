@@ -48,8 +48,8 @@ from graphopt.rewriting.distributed.prediction.volume import (
 from graphopt.rewriting.distributed.prediction.workload import Rates, Workload, workload_of
 from graphopt.runtime.ranks.agreement import collective_plan
 from tests.support.costs import use_folder
-from tests.support.examples import examples
 from tests.support.exchanging import CPU, gradient, links, plain_step, step_with, wide, workload, workloads
+from tests.support.properties import examples
 from tests.support.training import captured
 
 COST = "a100-80gb"
