@@ -145,7 +145,7 @@ def test_all_variants_and_signatures_share_it() -> None:
     for number in range(6):
         step(X[: 2 + number % 2])
     assert int(step.state_dict()["held"]["count/runs"]) == 16
-    assert len(step._entries.all()) == 2
+    assert len(step._runner.captures.all()) == 2
 
 
 def test_behind_a_compiler() -> None:

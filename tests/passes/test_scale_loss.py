@@ -103,7 +103,7 @@ def test_steps_equal_eager_ones(kind: str) -> None:
     found, levels, step = stepping(Fragile(), MORE[kind], run)
     assert_same(expected, found, kind)
     assert levels == scales
-    assert len(step._entries.all()) == 1
+    assert len(step._runner.captures.all()) == 1
 
 
 def test_state_is_created_by_the_first_good_step() -> None:
@@ -193,7 +193,7 @@ def test_with_sizes_that_vary() -> None:
     expected, _ = eager(Fragile(), MORE["adam"], run, growth_interval=2)
     found, _, step = stepping(Fragile(), MORE["adam"], run, dynamic_shapes=shapes)
     assert_same(expected, found, "varying sizes")
-    assert len(step._entries.all()) == 1
+    assert len(step._runner.captures.all()) == 1
 
 
 class Twice(nn.Module):
@@ -397,7 +397,7 @@ def test_the_scale_is_one_for_all_signatures() -> None:
     x, factors = batch(0)
     for rows in (5, 4, 5, 4):
         step(x[:rows], factors)
-    assert len(step._entries.all()) == 2
+    assert len(step._runner.captures.all()) == 2
     assert (scale(step), scale(step, GOOD)) == (131072.0, 0.0)
     model.first.weight.requires_grad_(False)  # another set of gradients
     step(x, torch.tensor([1.0, 1.0, 1.0, math.inf]))

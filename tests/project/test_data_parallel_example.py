@@ -77,6 +77,7 @@ def test_the_sparse_mode_sends_few_entries(printed: dict[str, str]) -> None:
     assert "4 of 17 gradients are exchanged sparsely over the 2 ranks" in printed["sparse"]
 
 
+@pytest.mark.sweep
 def test_torchrun_runs_it() -> None:
     port = free_address().split(":")[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -37,13 +37,13 @@ def _with_ids(values: Mapping[str, Any] | Sequence[Any]) -> list[tuple[str, Any]
     return list(values.items()) if isinstance(values, Mapping) else [(str(value), value) for value in values]
 
 
-def some_of(values: Iterable[str], *kept: str) -> list[Any]:
+def some_of(values: Iterable[Any], *kept: Any) -> list[Any]:
     """Values for ``pytest.mark.parametrize``; all that are not ``kept`` are marked ``sweep``.
 
     Raises:
         ValueError: one that is kept is not among the values.
     """
-    names = list(values)
-    if unknown := set(kept) - set(names):
-        raise ValueError(f"{sorted(unknown)} are not among {names}")
-    return [pytest.param(name, marks=() if name in kept else pytest.mark.sweep) for name in names]
+    known = list(values)
+    if unknown := [value for value in kept if value not in known]:
+        raise ValueError(f"{unknown} are not among {known}")
+    return [pytest.param(value, marks=() if value in kept else pytest.mark.sweep) for value in known]
