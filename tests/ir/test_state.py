@@ -91,7 +91,7 @@ def test_an_input_like_any_other() -> None:
     timeline = program.memory()
     assert timeline.categories["pass state"] == 12
     assert program.copy().pass_state == program.pass_state
-    program.copy().held.clear()
+    program.copy().pass_state.clear()
     assert program.pass_state
 
 
@@ -102,8 +102,8 @@ def test_the_program_survives_a_file() -> None:
     program.add_state("mine/copy", PassState((16, 8), torch.bfloat16, CPU, source="net.0.weight"))
     data = json.loads(json.dumps(program.to_json()))
     assert Program.from_json(data).pass_state == program.pass_state
-    del data["held"]
-    data["inputs"] = [spec for spec in data["inputs"] if spec[0] != "held"]
+    del data["pass_state"]
+    data["inputs"] = [spec for spec in data["inputs"] if spec[0] != "pass_state"]
     data["nodes"] = [node for node in data["nodes"] if not node["name"].startswith("mine")]
     assert Program.from_json(data).pass_state == {}  # written before programs held anything
 
