@@ -249,7 +249,7 @@ def test_feedback_keeps_residuals_only_and_leaves_dense_steps_as_they_are() -> N
 
 @pytest.mark.usefixtures("two_ranks")
 def test_what_is_kept_is_of_this_rank_and_saved() -> None:
-    held = rewritten(sgd).held
+    held = rewritten(sgd).pass_state
     assert {
         name.removeprefix("deep-gradient-compression/"): (value.shape, value.local, value.saved)
         for name, value in held.items()
