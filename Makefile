@@ -10,9 +10,16 @@ PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check --no-inp
 CORE := $(VENV)/.core-installed
 DEV := $(VENV)/.dev-installed
 BROWSER := $(VENV)/.chromium-found
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# What `make sweep` runs of the tests that are marked so, in parts
+SWEPT := -m 'sweep and not gpu and not hypothesis'
+MODELS := tests/runtime/test_transformers.py
+FAULTS := tests/runtime/ranks
+SOAK := tests/runtime/test_soak.py tests/rewriting/distributed/test_convergence.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format bench clean
+.PHONY: help install demo test sweep lint format bench clean
 
 help: ## say what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,8 +33,18 @@ install: $(DEV) ## install graphopt from this folder, and everything for tests a
 demo: $(CORE) ## train a small GPT on real text, plain and with recomputation (about two minutes)
 	$(BIN)/python examples/train_gpt.py
 
-test: $(DEV) $(BROWSER) ## run the tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+test: $(DEV) $(BROWSER) ## run the tests (under ten minutes on two cores)
+	$(PYTEST)
+
+# Each part ends with pytest's own line of how many passed; the next one runs whatever came of the one before.
+sweep: $(DEV) ## run what `make test` leaves out: long property, model, fault and soak runs, and all combinations
+	@status=0; part() { echo "sweep: $$1"; shift; env "$$@" || status=1; }; \
+	part properties HYPOTHESIS_PROFILE=sweep $(PYTEST) -m 'hypothesis and not gpu'; \
+	part models $(PYTEST) $(SWEPT) $(MODELS); \
+	part faults $(PYTEST) $(SWEPT) $(FAULTS); \
+	part soak $(PYTEST) $(SWEPT) $(SOAK); \
+	part combinations $(PYTEST) $(SWEPT) $(patsubst %,--ignore=%,$(MODELS) $(FAULTS) $(SOAK)); \
+	exit $$status
 
 lint: $(DEV) ## check style, types, and which way imports run
 	$(BIN)/ruff check .

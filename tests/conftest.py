@@ -10,10 +10,12 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.support.properties import examples
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, the notebooks' kernels among them
 
-settings.register_profile("suite", max_examples=40, deadline=None, derandomize=True)  # where a test says nothing else
-settings.load_profile("suite")
+settings.register_profile("graphopt", examples(25, many=400))  # where a test says nothing else
+settings.load_profile("graphopt")
 
 gc.disable()  # until everything is imported
 

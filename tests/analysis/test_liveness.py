@@ -15,6 +15,7 @@ import graphopt
 from graphopt import GraphoptError, Pass, Pipeline, measure_peak
 from graphopt.ir.node import info
 from graphopt.passes import Recompute
+from tests.support.covering import covering
 from tests.support.running import gradients, network
 from tests.support.training import Blocks, Net, captured, mean_square, next_token, peaks, rewritten
 
@@ -107,14 +108,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, Callable[..., torc
     "embedding": (lambda: Net(nn.Embedding(11, 16), nn.Flatten(), nn.Linear(192, 8)), TOKENS, mean_square, "net.1"),
 }
 
-with_and_without = pytest.mark.parametrize("recompute", [False, True], ids=["plain", "recompute"])
+RECOMPUTE = {"plain": False, "recompute": True}
 
 
 # --- exactness -------------------------------------------------------------------------------------------------------
 
 
-@with_and_without
-@pytest.mark.parametrize("case", list(CASES))
+@covering(case=list(CASES), recompute=RECOMPUTE)
 def test_the_predicted_peak_is_the_measured_peak(case: str, recompute: bool) -> None:
     make, x, loss, checkpoints = CASES[case]
     model = make()
@@ -132,8 +132,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-@with_and_without
-@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+@covering(kind=list(OPTIMIZERS), recompute=RECOMPUTE)
 def test_whole_steps_are_predicted_too(kind: str, recompute: bool) -> None:
     model, passes = Blocks(1), "recompute{checkpoints=blocks.*}" if recompute else ""
     step = graphopt.optimize_step(model, OPTIMIZERS[kind](model.parameters()), passes, loss=next_token)
@@ -209,8 +208,7 @@ def test_a_timeline_by_hand() -> None:
     assert "test_liveness.py" in y.source
 
 
-@pytest.mark.parametrize("passes", ["", "recompute{checkpoints=blocks.*}"])
-@pytest.mark.parametrize("stage", ["forward", "joint", "step"])
+@covering(stage=["forward", "joint", "step"], passes=["recompute{checkpoints=blocks.*}", ""])
 def test_everything_adds_up(stage: Any, passes: str) -> None:
     model = Blocks(2)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -16,6 +16,7 @@ from torch import nn
 import graphopt
 from graphopt import Pass
 from graphopt.passes import Recompute
+from tests.support.covering import covering
 from tests.support.training import assert_same_training, copied
 
 PASSES: dict[str, list[Pass]] = {"plain": [], "recompute": [Recompute(["first", "second"])]}
@@ -101,33 +102,28 @@ X = torch.linspace(-1, 1, 12).reshape(3, 4)
 MASKS = {"bool": X > 0, "float": (X > 0).float(), "float with gradient": X.cos().requires_grad_()}
 
 
-@with_and_without
-@pytest.mark.parametrize("needs_grad", [False, True])
-def test_one_in_one_out(passes: list[Pass], needs_grad: bool) -> None:
+@covering(needs_grad=[False, True], passes=PASSES)
+def test_one_in_one_out(needs_grad: bool, passes: list[Pass]) -> None:
     x = X.clone().requires_grad_(needs_grad)
     assert_drop_in_is_eager(lambda h, _: h, passes, x)
     assert_same_training(Layers(lambda h, _: h), "sgd", total, [(x,)], passes, steps=2)
 
 
-@with_and_without
-@pytest.mark.parametrize("mask", list(MASKS.values()), ids=list(MASKS))
-@pytest.mark.parametrize(
-    "then",
-    [
-        lambda h, x, m: h * m,
-        lambda h, x, m: (h, m * 1),
-        lambda h, x, m: (h * 2, x + h, m * 2),
-        lambda h, x, m: (x * m, h * m, h.sum(-1)),
-    ],
-    ids=["one out", "two out", "three out", "three out, other order"],
-)
-def test_two_in(passes: list[Pass], mask: torch.Tensor, then: Callable[..., Any]) -> None:
+OF_TWO: dict[str, Callable[..., Any]] = {
+    "one out": lambda h, x, m: h * m,
+    "two out": lambda h, x, m: (h, m * 1),
+    "three out": lambda h, x, m: (h * 2, x + h, m * 2),
+    "three out, other order": lambda h, x, m: (x * m, h * m, h.sum(-1)),
+}
+
+
+@covering(then=OF_TWO, mask=MASKS, passes=PASSES)
+def test_two_in(then: Callable[..., Any], mask: torch.Tensor, passes: list[Pass]) -> None:
     assert_drop_in_is_eager(then, passes, X, mask)
 
 
-@with_and_without
-@pytest.mark.parametrize("mask", list(MASKS.values()), ids=list(MASKS))
-def test_two_in_as_whole_steps(passes: list[Pass], mask: torch.Tensor) -> None:
+@covering(mask=MASKS, passes=PASSES)
+def test_two_in_as_whole_steps(mask: torch.Tensor, passes: list[Pass]) -> None:
     model = Layers(lambda h, x, m: (h * m, x + h))
     assert_same_training(model, "momentum", total, [(X, mask)], passes, steps=2)
 
@@ -149,9 +145,8 @@ def test_one_tensor_given_twice(passes: list[Pass]) -> None:
         assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-@with_and_without
-@pytest.mark.parametrize("first_is_none", [False, True])
-def test_none_as_an_argument(passes: list[Pass], first_is_none: bool) -> None:
+@covering(first_is_none=[False, True], passes=PASSES)
+def test_none_as_an_argument(first_is_none: bool, passes: list[Pass]) -> None:
     def then(h: torch.Tensor, x: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor:
         return h * (1 if a is None else a) + (0 if b is None else b)
 
@@ -169,7 +164,6 @@ NOT_TENSORS = {
     "text": "text",
     "nested": [1, {"a": 2}],
 }
-not_tensors = pytest.mark.parametrize("extra", list(NOT_TENSORS.values()), ids=list(NOT_TENSORS))
 
 
 def scale(value: Any) -> float:
@@ -179,9 +173,8 @@ def scale(value: Any) -> float:
     return {type(None): 0.5, bool: 0.25, int: 2.0, float: 2.5, str: 3.0}.get(type(value), 1.0)
 
 
-@with_and_without
-@not_tensors
-def test_inputs_that_are_not_tensors(passes: list[Pass], extra: Any) -> None:
+@covering(extra=NOT_TENSORS, passes=PASSES)
+def test_inputs_that_are_not_tensors(extra: Any, passes: list[Pass]) -> None:
     def then(h: torch.Tensor, x: torch.Tensor, given: Any) -> torch.Tensor:
         for tensor in tensors(given):
             h = h * tensor
@@ -202,9 +195,8 @@ def test_another_number_is_another_program(passes: list[Pass]) -> None:
         assert torch.equal(found, model(X, factor))
 
 
-@with_and_without
-@not_tensors
-def test_outputs_that_are_not_tensors(passes: list[Pass], extra: Any) -> None:
+@covering(extra=NOT_TENSORS, passes=PASSES)
+def test_outputs_that_are_not_tensors(extra: Any, passes: list[Pass]) -> None:
     assert_drop_in_is_eager(lambda h, x: (h, extra), passes, X)
 
 
@@ -225,9 +217,8 @@ OUTPUTS: dict[str, Callable[..., Any]] = {
 }
 
 
-@with_and_without
-@pytest.mark.parametrize("then", list(OUTPUTS.values()), ids=list(OUTPUTS))
-def test_outputs_of_every_order_and_kind(passes: list[Pass], then: Callable[..., Any]) -> None:
+@covering(then=OUTPUTS, passes=PASSES)
+def test_outputs_of_every_order_and_kind(then: Callable[..., Any], passes: list[Pass]) -> None:
     assert_drop_in_is_eager(then, passes, X)
 
 

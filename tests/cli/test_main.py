@@ -12,7 +12,7 @@ import pytest
 
 import graphopt
 from graphopt import Program
-from graphopt.rewriting import pipeline
+from graphopt.rewriting.registry import available_passes
 from tests.support.command import FILE, RECOMPUTE, Command, Double, install, target
 
 
@@ -69,7 +69,7 @@ def test_passes_lists_what_is_installed(run: Command) -> None:
     outcome = run("passes")
     assert outcome.code == 0
     blocks = outcome.out.strip().split("\n\n")
-    assert [block.split("\n")[0] for block in blocks] == list(pipeline.available_passes())
+    assert [block.split("\n")[0] for block in blocks] == list(available_passes())
     block = next(block for block in blocks if block.startswith("recompute\n"))
     assert "Keep only checkpoints of forward" in block
     assert "stage: joint; numerics: bitwise" in block
@@ -89,7 +89,7 @@ def test_passes_as_data(run: Command) -> None:
     assert data["name"] == "recompute"
     assert data["stage"] == "joint"
     assert data["options"] == [{"name": "checkpoints", "type": "tuple[str, ...]", "required": True, "default": None}]
-    assert [entry["name"] for entry in run("passes", "--json").data["passes"]] == list(pipeline.available_passes())
+    assert [entry["name"] for entry in run("passes", "--json").data["passes"]] == list(available_passes())
 
 
 def test_unknown_pass_names_the_near_ones(run: Command) -> None:

@@ -23,6 +23,7 @@ from graphopt.ir.node import NodeInfo, set_info, value_of
 from graphopt.ir.serialization import SCHEMA_VERSION
 from graphopt.passes.recompute import Recompute
 from graphopt.rewriting.pipeline import Pipeline
+from tests.support.covering import covering
 from tests.support.training import mean_square
 
 STAGES = ("forward", "joint", "step")
@@ -189,8 +190,7 @@ def source_function(program: Program) -> Callable[[list[Any]], Any]:
 # --- JSON ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("case", CASES)
+@covering(case=list(CASES), stage=STAGES)
 def test_json_round_trip(case: str, stage: str) -> None:
     program, _, _ = build(case, stage)
     data = program.to_json()
@@ -202,8 +202,7 @@ def test_json_round_trip(case: str, stage: str) -> None:
     assert restored.diff(program).endswith("the programs are equal\n")
 
 
-@pytest.mark.parametrize("stage", ["joint", "step"])
-@pytest.mark.parametrize("case", CASES)
+@covering(case=list(CASES), stage=["joint", "step"])
 def test_restored_program_computes_the_same(case: str, stage: str) -> None:
     program, model, x = build(case, stage)
     restored = Program.from_json(json.loads(json.dumps(program.to_json())))
@@ -274,8 +273,7 @@ def test_python_replays_dropout_as_the_module_does(recompute: bool) -> None:
     assert_same(gradients, [known[target].grad for target in targets if known[target].grad is not None])
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("case", sorted(set(CASES) - {"custom-function"}))
+@covering(case=sorted(set(CASES) - {"custom-function"}), stage=STAGES)
 def test_python_computes_what_the_module_does(case: str, stage: str) -> None:
     program, model, x = build(case, stage)
     inputs = real_inputs(program, model, x)

@@ -86,12 +86,12 @@ def test_an_input_like_any_other() -> None:
     assert program.inputs[-1] == InputSpec("pass_state", "mine/level")
     assert info(node).names == ("mine/level",)
     assert (tuple(value_of(node).shape), value_of(node).dtype) == ((2, 3), torch.float16)
-    with pytest.raises(GraphoptError, match=r"'mine/level' is held as .* choose another name"):
+    with pytest.raises(GraphoptError, match=r"'mine/level' is kept as .* choose another name"):
         program.add_state("mine/level", PassState((2, 3), torch.float32, CPU))
     timeline = program.memory()
     assert timeline.categories["pass state"] == 12
-    assert program.copy().held == program.pass_state
-    program.copy().held.clear()
+    assert program.copy().pass_state == program.pass_state
+    program.copy().pass_state.clear()
     assert program.pass_state
 
 
@@ -101,11 +101,11 @@ def test_the_program_survives_a_file() -> None:
     program.add_state("mine/limit", PassState((), torch.float32, CPU, fill=math.inf, saved=False))
     program.add_state("mine/copy", PassState((16, 8), torch.bfloat16, CPU, source="net.0.weight"))
     data = json.loads(json.dumps(program.to_json()))
-    assert Program.from_json(data).held == program.pass_state
-    del data["held"]
-    data["inputs"] = [spec for spec in data["inputs"] if spec[0] != "held"]
+    assert Program.from_json(data).pass_state == program.pass_state
+    del data["pass_state"]
+    data["inputs"] = [spec for spec in data["inputs"] if spec[0] != "pass_state"]
     data["nodes"] = [node for node in data["nodes"] if not node["name"].startswith("mine")]
-    assert Program.from_json(data).held == {}  # written before programs held anything
+    assert Program.from_json(data).pass_state == {}  # written before programs held anything
 
 
 def test_how_tensors_start() -> None:
@@ -145,7 +145,7 @@ def test_all_variants_and_signatures_share_it() -> None:
     for number in range(6):
         step(X[: 2 + number % 2])
     assert int(step.state_dict()["held"]["count/runs"]) == 16
-    assert len(step._entries.all()) == 2
+    assert len(step._runner.captures.all()) == 2
 
 
 def test_behind_a_compiler() -> None:

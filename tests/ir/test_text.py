@@ -117,14 +117,14 @@ def step(
 ):
     # ---- forward
     def submod_2(arg2_1: f32[3, 2], arg0_1: f32[2, 2], arg1_1: f32[2]):
-        # module linear (test_report_text.py:N in forward)
+        # module linear (test_text.py:N in forward)
         linear = aten.linear(arg2_1, arg0_1, arg1_1)  # bf16[3, 2] linear
         return (linear,)
     # top level
     linear = autocast('cpu', torch.bfloat16, enabled=True, cache_enabled=False)(submod_2)(
         args_0, linear_weight, linear_bias
     )  # (bf16[3, 2])
-    # module linear (test_report_text.py:N in forward)
+    # module linear (test_text.py:N in forward)
     getitem = linear[0]  # bf16[3, 2] linear
     del linear
     return (

@@ -19,6 +19,7 @@ from graphopt.ir.context import Context
 from graphopt.passes import AdaptiveLocalSGD, ClipGradients, DataParallel, DeepGradientCompression, LocalSGD
 from graphopt.rewriting.registry import find_pass
 from graphopt.rewriting.spec import parse_passes
+from tests.support.covering import covering
 
 # --- options ---------------------------------------------------------------------------------------------------------
 
@@ -141,8 +142,7 @@ MOMENTUM = {
 
 
 @pytest.mark.usefixtures("two_ranks")
-@pytest.mark.parametrize("name", list(MOMENTUM))
-@pytest.mark.parametrize("form", ["", "sparsity 0.5", "dense"])
+@covering(name=list(MOMENTUM), form=["", "sparsity 0.5", "dense"])
 def test_momentum_is_not_applied_twice(name: str, form: str) -> None:
     with pytest.raises(GraphoptError, match=r"keeps state of its own .*SGD without momentum .*'feedback' for Adam"):
         rewritten(MOMENTUM[name], form)

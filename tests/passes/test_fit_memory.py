@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -32,7 +32,9 @@ from graphopt.rewriting.memory.summary import summary_lines
 from graphopt.rewriting.memory.transfer_insertion import host_lanes
 from tests.runtime.test_random_networks import SHAPE, Network, Recipe, eager, own_loss, recipes
 from tests.support.budgets import IMAGES, ROWS, TOKENS, budgets_of, conv, fit, smallest_of
+from tests.support.covering import some_of
 from tests.support.fitting import applied, drop_in_peak, frontiers_searched_once, step_peaks, wide
+from tests.support.properties import examples
 from tests.support.training import (
     OPTIMIZERS,
     Blocks,
@@ -139,7 +141,7 @@ def test_recompute_and_a_budget_together() -> None:
 
 
 @given(recipes(), st.sampled_from([0.0, 0.3, 0.7]))
-@settings(max_examples=6, deadline=None, derandomize=True)
+@examples(4, many=40)
 def test_random_networks_meet_their_budgets(recipe: Recipe, share: float) -> None:
     torch.manual_seed(0)
     model, x = Network(recipe), torch.randn(SHAPE).requires_grad_()
@@ -215,8 +217,12 @@ def fitting_of(program: Program, *, host: int | None = None, rate: float | None 
     return Fitting(program, memory, seconds, FittingOptions(lanes=lanes))
 
 
-@pytest.mark.parametrize(("host", "rate"), [(None, None), (10**9, None), (200_000, None), (10**9, 1e7), (10**9, 3e9)])
-def test_more_bytes_never_cost_more_seconds(host: int | None, rate: float | None) -> None:
+HOSTS = [(None, None), (10**9, None), (200_000, None), (10**9, 1e7), (10**9, 3e9)]
+
+
+@pytest.mark.parametrize("link", some_of(HOSTS, (None, None), (200_000, None), (10**9, 1e7)))
+def test_more_bytes_never_cost_more_seconds(link: tuple[int | None, float | None]) -> None:
+    host, rate = link
     plain = captured(wide(), ROWS)
     fitting = fitting_of(plain, host=host, rate=rate)
     low, high = fitting.smallest().peak_bytes, plain.memory().peak_bytes

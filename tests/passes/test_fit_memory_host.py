@@ -13,7 +13,8 @@ import graphopt
 from graphopt.ir.ops import transfer, transfers
 from graphopt.rewriting.memory import transfer_insertion as moving
 from tests.support.budgets import fit
-from tests.support.fitting import applied, attempt, frontiers_searched_once, wide
+from tests.support.errors import attempt
+from tests.support.fitting import applied, frontiers_searched_once, wide
 from tests.support.training import assert_same_training, captured, identical, mean_square, peaks, results
 
 

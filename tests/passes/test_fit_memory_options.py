@@ -17,7 +17,8 @@ from graphopt.passes import FitMemory
 from graphopt.rewriting.memory import free_memory as freememory
 from graphopt.rewriting.memory.budget import BudgetError
 from tests.support.budgets import ROWS, fit, smallest_of
-from tests.support.fitting import applied, attempt, frontiers_searched_once, structure, told, wide
+from tests.support.errors import attempt, told
+from tests.support.fitting import applied, frontiers_searched_once, structure, wide
 from tests.support.training import Net, captured, peaks
 
 

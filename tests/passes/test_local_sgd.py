@@ -60,7 +60,7 @@ class Losses:
 
     def __init__(self, losses: list[float], rates: list[float]) -> None:
         self.losses, self.rates = losses, rates
-        self.clock = Clock(rates=lambda: (self.rates[self.clock.steps - 1],), held=self.loss)
+        self.clock = Clock(rates=lambda: (self.rates[self.clock.steps - 1],), state=self.loss)
 
     def loss(self, target: str) -> torch.Tensor:
         assert target == "adaptive-local-sgd/loss"
@@ -375,7 +375,7 @@ follows = []
 for number in range(4):
     run(1)
     follows.append(all(
-        torch.equal(run.step._held[f"low-precision/{name}"], parameter.bfloat16())
+        torch.equal(run.step._store[f"low-precision/{name}"], parameter.bfloat16())
         for name, parameter in run.model.named_parameters() if name.endswith("weight")
     ))
 said["copies"] = [follows, run.agreed]

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -29,6 +29,7 @@ from tests.support.casting import (
     rewrite_all,
     under,
 )
+from tests.support.properties import examples
 from tests.support.running import Mixed
 from tests.support.training import OPTIMIZERS, Net, assert_same, identical, mean_square, train, train_whole_step
 
@@ -554,7 +555,7 @@ class Drawn(nn.Module):
         return self.shared(x)
 
 
-@settings(max_examples=8, deadline=None)
+@examples(5, many=50)
 @given(st.lists(LAYERS, min_size=1, max_size=6), st.sampled_from(list(LOW)))
 def test_any_small_network_is_as_under_autocast_and_a_second_application_does_nothing(
     kinds: list[str], dtype: str

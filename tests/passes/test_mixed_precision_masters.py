@@ -13,19 +13,20 @@ from examples.models import GPT, GPTConfig, next_token_loss
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.passes import ClipGradients, FuseUpdate, MixedPrecision, Recompute
 from graphopt.rewriting.precision.master_weights import COPIES
+from tests.support.covering import covering
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def build(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = GPT(GPTConfig(vocab=32, context=16, d=32, layers=2, heads=2))
+    model = GPT(GPTConfig(vocab=32, context=8, d=16, layers=1, heads=2))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
 def batches(count: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(1)
-    return [tuple(torch.randint(32, (2, 2, 16), generator=generator)) for _ in range(count)]  # type: ignore[misc]
+    return [tuple(torch.randint(32, (2, 2, 8), generator=generator)) for _ in range(count)]  # type: ignore[misc]
 
 
 def whole_step(passes: list[graphopt.Pass]) -> tuple[nn.Module, torch.optim.Optimizer, graphopt.TrainStep]:
@@ -38,11 +39,10 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
 
 
 def copies(step: graphopt.TrainStep) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(COPIES): step._held[name] for name in step.program.pass_state if name.startswith(COPIES)}
+    return {name.removeprefix(COPIES): step._store[name] for name in step.program.pass_state if name.startswith(COPIES)}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("more", [[], [Recompute("blocks.*")], [ClipGradients(0.5)]], ids=str)
+@covering(dtype=["float16", "bfloat16"], more=[[], [Recompute("blocks.*")], [ClipGradients(0.5)]])
 def test_held_copies_train_to_the_same_bits_as_casts_at_every_step(dtype: str, more: list[graphopt.Pass]) -> None:
     """A drop-in model casts its parameters at every call; the whole step holds the copies."""
     model, _, step = whole_step([MixedPrecision(dtype, level="O2"), *more])

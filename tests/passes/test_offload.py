@@ -16,6 +16,7 @@ from graphopt.ir.node import info
 from graphopt.ir.ops import schema, transfer, transfers
 from graphopt.ir.verify import verify
 from graphopt.passes import Offload, Recompute
+from tests.support.covering import covering
 from tests.support.fitting import applied, calls, step_peaks
 from tests.support.offloading import ROWS, layers, moved, nothing_held_afterwards, off
 from tests.support.training import (
@@ -39,8 +40,7 @@ def _nothing_is_held_afterwards() -> Iterator[None]:
 # --- bits and bytes --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prefetch", ["auto", 0, 1, 3])
-@pytest.mark.parametrize("tier", transfers.TIERS)
+@covering(tier=transfers.TIERS, prefetch=["auto", 0, 1, 3])
 def test_results_are_the_programs_and_the_peak_is_the_predicted_one(tier: str, prefetch: int | str) -> None:
     model = layers()
     plain = captured(model, ROWS)

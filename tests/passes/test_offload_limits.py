@@ -18,10 +18,13 @@ import graphopt
 from graphopt import GraphoptError
 from graphopt.ir.ops import transfers
 from graphopt.passes import Offload
-from tests.support.fitting import applied, attempt, stored_bytes
+from tests.support.covering import covering
+from tests.support.errors import attempt
+from tests.support.fitting import applied
 from tests.support.offloading import ROWS, layers, nothing_held_afterwards, off
 from tests.support.paths import ROOT
 from tests.support.training import OPTIMIZERS, captured, identical, mean_square
+from tests.support.transferring import stored_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -123,9 +126,12 @@ def forward_without_backward(model: nn.Module) -> None:
     mean_square(model, ROWS).backward()
 
 
-@pytest.mark.parametrize("tier", transfers.TIERS)
-@pytest.mark.parametrize(
-    "use", [two_forwards, backward_twice, failing_between, failing_in_backward, forward_without_backward]
+@covering(
+    use={
+        use.__name__: use
+        for use in (two_forwards, backward_twice, failing_between, failing_in_backward, forward_without_backward)
+    },
+    tier=transfers.TIERS,
 )
 def test_whatever_the_user_does_with_the_graph(use: Callable[[nn.Module], None], tier: str) -> None:
     found = []

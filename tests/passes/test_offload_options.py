@@ -14,7 +14,8 @@ from graphopt.errors import PassError
 from graphopt.ir.node import info
 from graphopt.passes import FitMemory, Offload
 from graphopt.rewriting.pass_ import PassRecord
-from tests.support.fitting import applied, attempt, structure
+from tests.support.errors import attempt
+from tests.support.fitting import applied, structure
 from tests.support.offloading import ROWS, layers, nothing_held_afterwards, off
 from tests.support.training import captured
 

@@ -12,6 +12,7 @@ import graphopt
 from graphopt import PassError, Phase, Pipeline, Policy
 from graphopt.ir.node import info, value_of
 from graphopt.passes import Recompute
+from tests.support.covering import covering
 from tests.support.training import (
     Blocks,
     Net,
@@ -285,8 +286,7 @@ def test_candidates_are_the_tensors_that_separate_the_network() -> None:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("checkpoints", ["net.2", "net.2,net.5", "net.*", "auto", "args[0]", "net.11"])
-@pytest.mark.parametrize("p", [0.0, 0.2])
+@covering(checkpoints=["net.2", "net.2,net.5", "net.*", "auto", "args[0]", "net.11"], p=[0.2, 0.0])
 def test_the_peak_is_predicted_and_never_above_plain(checkpoints: str, p: float) -> None:
     model = wide_net(4, p)
     program = captured(model, WIDE)

@@ -16,6 +16,7 @@ import graphopt
 from graphopt import Phase, Pipeline
 from graphopt.ir.node import info, value_of
 from graphopt.passes import Recompute
+from tests.support.covering import covering
 from tests.support.training import Blocks, Net, assert_same_training, captured, mean_square, next_token, ops
 
 TOKENS = torch.arange(12).reshape(2, 6) % 11
@@ -59,8 +60,7 @@ class Random(nn.Module):
         return self.c(torch.tanh(x))
 
 
-@pytest.mark.parametrize("kind", list(DRAWS))
-@pytest.mark.parametrize("checkpoints", ["a,b", "c", "b"])
+@covering(kind=list(DRAWS), checkpoints=["a,b", "c", "b"])
 def test_random_numbers_replay_and_the_generator_ends_where_eager_leaves_it(kind: str, checkpoints: str) -> None:
     passes = [Recompute(checkpoints.split(","))]
     assert_same_training(Random(kind), "momentum", mean_square, [(torch.randn(4, 8),)], passes, steps=3)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -67,7 +67,6 @@ def assert_equal_states(one: dict[str, Any], other: dict[str, Any]) -> None:
             assert value.stride() == other["state"][index][key].stride()
 
 
-@settings(max_examples=30)
 @given(st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), min_size=1, max_size=4), st.integers(1, 5))
 def test_a_state_that_is_split_and_put_together_is_the_same(shapes: list[tuple[int, ...]], ranks: int) -> None:
     optimizer = trained(*shapes)
@@ -487,6 +486,7 @@ def test_a_whole_state_that_comes_too_late_is_an_error(two: list[dict[str, Any]]
         assert "a whole state has to be loaded before the first step" in found["whole state too late"]
 
 
+@pytest.mark.sweep
 def test_four_ranks_agree(tmp_path: Path) -> None:
     for (found,) in run_ranks(FOUR, 4, tmp_path / "store"):
         difference, agreed = found["sgd"]

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from graphopt.planning.copies import Copy, CopyOptions, Window, schedule_copies
@@ -15,6 +15,7 @@ from graphopt.planning.idle import Touches
 from graphopt.planning.offloading import Lanes, moved_away
 from graphopt.planning.schedule import Scheduler
 from tests.support.planning_graphs import seeded_problem
+from tests.support.properties import examples
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @given(cases())
-@settings(max_examples=300, deadline=None, derandomize=True)
+@examples(100, many=2000)
 def test_copies_never_raise_the_peak_and_waiting_is_counted(case: Case) -> None:
     windows = case.windows()
     for copy, window in zip(case.copies, windows, strict=True):
@@ -87,7 +88,7 @@ def test_copies_never_raise_the_peak_and_waiting_is_counted(case: Case) -> None:
 
 
 @given(cases(), st.integers(0, 3))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@examples(40, many=1000)
 def test_a_number_of_copies_ahead(case: Case, ahead: int) -> None:
     """Copies away end in time for the peak that fetching so far ahead has in any case."""
     windows = case.windows(ahead=ahead)
@@ -103,7 +104,7 @@ def test_a_number_of_copies_ahead(case: Case, ahead: int) -> None:
 
 
 @given(cases(), st.integers(3, 20))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@examples(40, many=1000)
 def test_no_copy_ends_or_starts_across_a_boundary(case: Case, boundary: int) -> None:
     copies = tuple(copy for copy in case.copies if copy.last < boundary < copy.needed)
     kept = [copy for copy in case.copies if copy not in copies]

@@ -8,7 +8,7 @@ from math import comb
 from typing import Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from graphopt.errors import GraphoptError
@@ -19,6 +19,7 @@ from graphopt.planning.milp import optimum, smallest_peak
 from graphopt.planning.planner import InfeasibleError, find_frontier, plan
 from graphopt.planning.schedule import Decision, Drops, Scheduler
 from graphopt.planning.segments import Forward, narrow_places, square_root_segments
+from tests.support.covering import some_of
 from tests.support.planning_graphs import (
     PUBLISHED,
     PUBLISHED_PLANS,
@@ -30,6 +31,7 @@ from tests.support.planning_graphs import (
     published_problem,
     seeded_problem,
 )
+from tests.support.properties import examples
 
 Method = Callable[[Scheduler, int], Iterator[Drops]]
 
@@ -65,7 +67,7 @@ def fastest(plans: Iterable[Simulated], budget: int) -> float | None:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@examples(60, many=1000)
 def test_decisions_become_a_valid_plan_that_is_measured_as_it_is_simulated(data: st.DataObject) -> None:
     problem = data.draw(problems())
     if data.draw(st.booleans()):
@@ -129,7 +131,7 @@ def test_a_plan_that_cannot_run_is_refused(problem: Problem, steps: tuple[int, .
 
 @each_method
 @given(problem=problems(most=7), share=st.floats(0.3, 1.0))
-@settings(max_examples=20, deadline=None)
+@examples(10, many=100)
 def test_every_method_gives_valid_plans_and_the_same_ones_again(method: Method, problem: Problem, share: float) -> None:
     scheduler = Scheduler(problem)
     budget = int(share * plain(problem).peak)
@@ -413,7 +415,7 @@ def test_lower_sets_of_a_published_graph_reach_what_the_authors_reach(objective:
     assert found / forward <= theirs.again
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", some_of(PUBLISHED, "resnet50", "unet"))
 def test_the_planner_runs_less_again_than_the_published_plans_within_their_bytes(name: str) -> None:
     problem = published_problem(name)
     forward = sum(operation.seconds for operation in problem.operations[: problem.boundary])

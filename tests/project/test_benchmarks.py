@@ -14,6 +14,8 @@ import pytest
 
 from tests.support.paths import BENCHMARKS
 
+pytestmark = pytest.mark.sweep
+
 BENCHMARK = BENCHMARKS / "memory_frontier.py"
 PEERS = [
     "eager PyTorch", "checkpoint() per block", "selective, keeps sdpa", "selective, keeps products",

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from tests.support.failing import free_address
 from tests.support.paths import EXAMPLES
+from tests.support.ranks import free_address
 
 SIZES = ["--steps", "4", "--batch", "2", "--context", "16", "--layers", "1", "--features", "64", "--heads", "2"]
 PASSES = {
@@ -77,6 +77,7 @@ def test_the_sparse_mode_sends_few_entries(printed: dict[str, str]) -> None:
     assert "4 of 17 gradients are exchanged sparsely over the 2 ranks" in printed["sparse"]
 
 
+@pytest.mark.sweep
 def test_torchrun_runs_it() -> None:
     port = free_address().split(":")[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

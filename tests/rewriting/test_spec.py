@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from graphopt import Pass, PipelineError
 from graphopt.passes import Recompute
 from graphopt.rewriting.spec import format_pass, option_fields, parse_passes
+from tests.support.properties import examples
 from tests.support.training import Plain
 
 
@@ -103,7 +104,7 @@ options = st.builds(
 
 
 @given(st.lists(options, min_size=1, max_size=2))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(30, many=600)
 def test_any_options_survive_the_text_form(passes: list[Options]) -> None:
     assert parse_passes(",".join(map(str, passes)), find) == passes
 

@@ -14,6 +14,7 @@ from torch import nn
 import graphopt
 from graphopt import GraphoptError, Pass
 from graphopt.passes import Recompute
+from tests.support.covering import covering
 from tests.support.running import X, adamw, network, rows, same, sgd
 from tests.support.training import Training, assert_same, mean_square
 
@@ -37,9 +38,7 @@ def accumulated(make: Make, every: int, batches: list[tuple[Any, ...]]) -> Train
     return found.end(model, optimizer)
 
 
-@pytest.mark.parametrize("make", [sgd, adamw])
-@pytest.mark.parametrize("every", [1, 2, 3])
-@pytest.mark.parametrize("interrupted", [False, True])
+@covering(every=[2, 3, 1], make={"sgd": sgd, "adamw": adamw}, interrupted=[False, True])
 def test_accumulation_equals_eager(make: Make, every: int, interrupted: bool) -> None:
     model = network()
     optimizer, found = make(model.parameters()), Training()

@@ -18,6 +18,7 @@ from graphopt import CaptureError, Changed, Pass, Phase, Program, VerifyError
 from graphopt.ir.node import Stage
 from graphopt.passes import Recompute
 from graphopt.rewriting.pass_ import Numerics
+from tests.support.covering import covering
 from tests.support.running import X, adamw, gradients, network, same, sgd
 from tests.support.training import Net, Training, assert_same, assert_same_training, mean_square
 
@@ -38,7 +39,7 @@ class Layers(nn.Module):
         return self.b(self.then(self, self.a(x)).tanh())
 
 
-with_and_without = pytest.mark.parametrize("passes", [[], [Recompute("b")]], ids=["plain", "recompute"])
+PASSES: dict[str, list[Pass]] = {"recompute": [Recompute("b")], "plain": []}
 
 
 def assert_same_both_ways(then: Callable[[Any, torch.Tensor], torch.Tensor], passes: list[Pass]) -> None:
@@ -70,8 +71,10 @@ def averaged(model: Layers, x: torch.Tensor) -> torch.Tensor:
     return x - model.seen / model.count
 
 
-@with_and_without
-@pytest.mark.parametrize("then", [changed_in_place, counted, averaged])
+@covering(
+    then={function.__name__: function for function in (changed_in_place, counted, averaged)},
+    passes=PASSES,
+)
 def test_writes_inside_of_forward(then: Callable[[Any, torch.Tensor], torch.Tensor], passes: list[Pass]) -> None:
     assert_same_both_ways(then, passes)
 
@@ -153,8 +156,7 @@ FUNCTIONS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 }
 
 
-@with_and_without
-@pytest.mark.parametrize("then", list(FUNCTIONS.values()), ids=list(FUNCTIONS))
+@covering(then=FUNCTIONS, passes=PASSES)
 def test_custom_functions_keep_their_backward(then: Callable[..., torch.Tensor], passes: list[Pass]) -> None:
     assert_same_both_ways(then, passes)
 

@@ -18,6 +18,7 @@ import graphopt
 from graphopt import CaptureError, GraphoptError, Pass
 from graphopt.ir.node import value_of
 from graphopt.passes import Recompute
+from tests.support.covering import covering
 from tests.support.running import Compiler, Gate, Mixed, X, gradients, network, rows, same, sgd
 from tests.support.training import Net, assert_same, assert_same_training, mean_square, train
 
@@ -198,8 +199,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("called", [False, True])
-@pytest.mark.parametrize("how", list(COPIES))
+@covering(how=list(COPIES), called=[False, True])
 def test_copies_are_optimized_models_of_their_own(how: str, called: bool) -> None:
     model = network()
     optimized = graphopt.optimize(model, [Recompute("net.3")])
@@ -268,8 +268,7 @@ LOSSES: dict[str, Callable[[dict[str, Any]], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("loss", list(LOSSES.values()), ids=list(LOSSES))
-@pytest.mark.parametrize("passes", [[], [Recompute("c")]], ids=["plain", "recompute"])
+@covering(loss=LOSSES, passes={"recompute": [Recompute("c")], "plain": []})
 def test_several_losses(passes: list[Pass], loss: Callable[[dict[str, Any]], torch.Tensor]) -> None:
     assert_same_training(TwoLosses(), SGD, lambda model, x: loss(model(x)), [(X,)], passes, steps=3)
 

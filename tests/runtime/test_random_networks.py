@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +21,7 @@ from graphopt.ir.node import OutputSpec
 from graphopt.ir.verify import verify
 from graphopt.passes import Recompute
 from graphopt.rewriting.pass_ import PassRecord
+from tests.support.properties import examples
 from tests.support.training import captured, identical, peaks, results
 
 ROWS, D = 24, 8
@@ -191,7 +192,7 @@ def structure(program: Program) -> list[tuple[str, str]]:
 
 
 @given(recipes())
-@settings(max_examples=25, deadline=None, derandomize=True)
+@examples(15, many=200)
 def test_recompute_keeps_every_promise_on_random_networks(recipe: Recipe) -> None:
     torch.manual_seed(0)
     model, x = Network(recipe), torch.randn(SHAPE).requires_grad_()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -16,6 +16,7 @@ import graphopt
 from graphopt import GraphoptError
 from graphopt.passes import Recompute
 from graphopt.runtime.random_streams import MODEL_PARALLEL, REPLICATED, RandomStreams
+from tests.support.properties import examples
 from tests.support.training import Blocks, next_token
 
 
@@ -44,7 +45,7 @@ def test_a_stream_goes_on_where_it_was_left() -> None:
     assert torch.equal(torch.rand(3), seeded(7, 3))
 
 
-@settings(max_examples=30, deadline=None)
+@examples(20, many=200)
 @given(st.lists(st.tuples(st.sampled_from(["a", "b", "outside"]), st.integers(1, 4)), max_size=12))
 def test_streams_do_not_see_each_other(draws: list[tuple[str, int]]) -> None:
     """Whatever the order, each stream gives what its own generator gives."""

@@ -17,7 +17,8 @@ from graphopt.ir.ops.values import storage_bytes
 from graphopt.passes import FitMemory, Offload, Recompute
 from graphopt.rewriting.memory.transfer_insertion import Move, move
 from graphopt.runtime.reserve import host_bytes, reserve_host
-from tests.support.fitting import applied, attempt, calls
+from tests.support.errors import attempt
+from tests.support.fitting import applied, calls
 from tests.support.offloading import ROWS, layers, off
 from tests.support.training import OPTIMIZERS, captured, mean_square, results
 from tests.support.transferring import engine_in, engine_of

@@ -18,6 +18,7 @@ from graphopt import GraphoptError, PipelineError
 from graphopt.passes import ClipGradients, Offload, Recompute, ScaleLoss
 from graphopt.rewriting.precision.scaling import SCALE, SKIPPED, LossScaling, checked_gradients
 from graphopt.runtime.scaler import Scaler
+from tests.support.covering import covering
 from tests.support.running import Compiler
 from tests.support.scaling import Fragile, batch, batches, loss_of
 from tests.support.training import OPTIMIZERS, Blocks, Training, assert_same, identical, mean_square, next_token
@@ -116,8 +117,7 @@ def both(
     return model, scaler
 
 
-@pytest.mark.parametrize("name", list(LOOPS))
-@pytest.mark.parametrize("kind", ["adamw", "rmsprop"])
+@covering(name=list(LOOPS), kind=["adamw", "rmsprop"])
 def test_loops_equal_torchs(name: str, kind: str) -> None:
     both(LOOPS[name], kind, batches("bbgggbggbbggg"))
 

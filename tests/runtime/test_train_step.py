@@ -14,6 +14,7 @@ from torch import nn
 import graphopt
 from graphopt import CaptureError, GraphoptError, Pass, TrainStep
 from graphopt.passes import Recompute
+from tests.support.covering import covering
 from tests.support.running import Compiler, Gate, Mixed, X, adamw, gradients, network, rows, same, sgd
 from tests.support.training import Training, assert_same, assert_same_training, identical, mean_square, train
 
@@ -80,8 +81,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], str, dict[str, Any]]] =
 }
 
 
-@pytest.mark.parametrize("named", [False, True], ids=["implementation left open", "implementation named"])
-@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+@covering(kind=list(OPTIMIZERS), named={"implementation left open": False, "implementation named": True})
 def test_optimizers_update_as_in_eager_mode(kind: str, named: bool) -> None:
     cls, implementation, options = OPTIMIZERS[kind]
     explicit = {**options, implementation: True}

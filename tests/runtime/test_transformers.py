@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -59,14 +61,32 @@ class Stepped:
     training: Training
 
 
-@pytest.fixture(scope="module", params=list(ZOO))
-def case(request: pytest.FixtureRequest) -> Case:
-    return Case.of(request.param)
+known_case = functools.lru_cache(maxsize=1)(Case.of)
+"""The case of a model, whose settings follow each other."""
 
 
-@pytest.fixture(scope="module", params=["plain", "recompute"])
-def passes(request: pytest.FixtureRequest, case: Case) -> list[Pass]:
-    return [Recompute(case.entry.layers)] if request.param == "recompute" else []
+def settings() -> Iterator[Any]:
+    """Every model with and without recomputation; `make test` runs one of both, in turn."""
+    for number, (name, way) in enumerate(itertools.product(ZOO, ("plain", "recompute"))):
+        kept = number % 2 == number // 2 % 2
+        yield pytest.param((name, way), id=f"{name}-{way}", marks=() if kept else pytest.mark.sweep)
+
+
+@pytest.fixture(scope="module", params=settings())
+def setting(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """The name of a model, and "plain" or "recompute"."""
+    found: tuple[str, str] = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def case(setting: tuple[str, str]) -> Case:
+    return known_case(setting[0])
+
+
+@pytest.fixture(scope="module")
+def passes(setting: tuple[str, str], case: Case) -> list[Pass]:
+    return [Recompute(case.entry.layers)] if setting[1] == "recompute" else []
 
 
 @pytest.fixture(scope="module")

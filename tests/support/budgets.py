@@ -10,7 +10,8 @@ from torch import nn
 from graphopt import Program
 from graphopt.passes import FitMemory
 from graphopt.rewriting.memory.budget import BudgetError
-from tests.support.fitting import applied, attempt
+from tests.support.errors import attempt
+from tests.support.fitting import applied
 from tests.support.training import Net
 
 ROWS = torch.linspace(-1, 1, 256 * 8).reshape(256, 8).cos()

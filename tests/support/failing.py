@@ -147,15 +147,6 @@ def _hangs(task: Task, rank: int) -> bool:
     return late or (task.early == "hang" and rank == 1)
 
 
-def free_address() -> str:
-    """An address on this machine for a store over TCP."""
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{found.getsockname()[1]}"
-
-
 def _results(task: Task) -> list[Path]:
     return [task.folder / f"result-{rank}{'-resumed' if task.resume else ''}.pt" for rank in range(task.world)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ from torch import fx, nn
 import graphopt
 from graphopt import Changed, Phase, Pipeline, Program, measure_peak
 from graphopt.analysis.costs.cost import cost_report
-from graphopt.ir.ops import schema, transfers
+from graphopt.ir.ops import schema
 from graphopt.planning import Problem, Simulated
 from graphopt.planning.frontier import Frontier
 from graphopt.rewriting.memory import fit as fitting_module
@@ -160,20 +160,3 @@ def drop_in_peak(model: nn.Module, batch: Sequence[Any], loss: Loss = mean_squar
         model.zero_grad()
         peak = measure_peak(lambda: loss(model, *batch).backward()).allocated_peak_bytes
     return peak
-
-
-def stored_bytes() -> int:
-    """Bytes that transfers hold now."""
-    return transfers.statistics().stored_bytes
-
-
-def attempt(function: Callable[[], Any]) -> graphopt.GraphoptError:
-    """The error that a function raises."""
-    with pytest.raises(graphopt.GraphoptError) as caught:
-        function()
-    return caught.value
-
-
-def told(error: BaseException) -> str:
-    """An error's message and its notes."""
-    return "\n".join([str(error), *getattr(error, "__notes__", ())])

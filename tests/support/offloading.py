@@ -14,8 +14,9 @@ from torch import nn
 from graphopt import Program
 from graphopt.ir.node import info
 from graphopt.passes import Offload
-from tests.support.fitting import calls, stored_bytes
+from tests.support.fitting import calls
 from tests.support.training import Net
+from tests.support.transferring import stored_bytes
 
 ROWS = torch.linspace(-1, 1, 256 * 8).reshape(256, 8).cos()
 LARGE = 40_000

@@ -1,9 +1,10 @@
-"""Several processes that run one script together: for what takes a process group."""
+"""Several processes that run one script together, for what takes a process group; and an address for their store."""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -46,6 +47,13 @@ def run_ranks(script: str, world: int, store: Path, *, codes: Sequence[int] | No
         texts = [[file.read_text(encoding="utf-8") for file in pair] for pair in files]
     assert found == list(codes or [0] * world), "\n".join(error[-3000:] for _, error in texts)
     return [[json.loads(line) for line in text.splitlines()] for text, _ in texts]
+
+
+def free_address() -> str:
+    """An address on this machine for a store over TCP."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{found.getsockname()[1]}"
 
 
 def _run(script: str, arguments: list[str], files: tuple[Path, Path]) -> None:

@@ -19,7 +19,8 @@ from graphopt.ir.ops.collectives import ALL_GATHER, WAIT
 from graphopt.passes import Offload, PartitionCheckpoints, Recompute
 from graphopt.rewriting.memory.fit import Fitting, FittingOptions
 from graphopt.rewriting.memory.transfer_insertion import host_lanes
-from tests.support.fitting import applied, attempt, calls
+from tests.support.errors import attempt
+from tests.support.fitting import applied, calls
 from tests.support.training import Net, captured
 
 ROWS = torch.linspace(-1, 1, 256 * 8).reshape(256, 8).cos()

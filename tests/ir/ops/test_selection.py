@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import graphopt
 from graphopt import GraphoptError
 from graphopt.ir.ops import selection
 from graphopt.ir.ops.selection import select
+from tests.support.properties import examples
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -66,7 +67,7 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, int]:
     return v, draw(st.one_of(st.integers(0, size), st.sampled_from([1, size])))
 
 
-@settings(deadline=None, max_examples=80)
+@examples(40, many=500)
 @given(cases())
 @example((torch.zeros(50), 3))
 @example((torch.full((50,), -2.0), 49))

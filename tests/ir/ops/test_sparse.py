@@ -16,6 +16,7 @@ from graphopt.ir.ops import residual, schema
 from graphopt.ir.ops.residual import accumulate_, clear_at_, keep_rest_
 from graphopt.ir.ops.selection import select
 from graphopt.ir.ops.sparse import pack, packed_bytes, sum_entries, sum_sparse, to_wire, unpack
+from tests.support.covering import covering
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIRES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -68,9 +69,7 @@ def by_formula(
 
 @pytest.mark.usefixtures("_pieces")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", WIRES, ids=str)
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-@pytest.mark.parametrize("form", ["momentum", "nesterov", "feedback"])
+@covering(form=["momentum", "nesterov", "feedback"], layout=list(LAYOUTS), dtype=WIRES)
 def test_accumulating_is_the_published_formula(form: str, layout: str, dtype: torch.dtype, device: str) -> None:
     gradient = LAYOUTS[layout](torch.randn(3, 4, 6, dtype=dtype, device=device))
     order = memory_order(gradient)
@@ -265,9 +264,7 @@ def test_density_one_is_dense_training(options: dict[str, Any], dense: dict[str,
     assert (expected - start).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("wire", WIRES, ids=str)
-@pytest.mark.parametrize("k", [1, 6, 30])
-@pytest.mark.parametrize("nesterov", [False, True])
+@covering(nesterov=[False, True], k=[1, 6, 30], wire=WIRES)
 def test_what_is_added_is_sent_or_kept(nesterov: bool, k: int, wire: torch.dtype) -> None:
     simulation = Simulation(torch.randn(60, dtype=torch.float64), k=k, nesterov=nesterov, wire=wire)
     train(simulation)
@@ -286,8 +283,7 @@ def entries(size: int, count: int, device: str = "cpu", dtype: torch.dtype = tor
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("wire", WIRES, ids=str)
-@pytest.mark.parametrize("counts", [[1], [3], [5, 1], [2, 0, 7], [0]], ids=str)
+@covering(counts=[[1], [3], [5, 1], [2, 0, 7], [0]], wire=WIRES)
 def test_packing_holds_indices_then_values(counts: list[int], wire: torch.dtype, device: str) -> None:
     given_entries = [entries(20, count, device) for count in counts]
     packed = pack([indices for indices, _ in given_entries], [values for _, values in given_entries], wire)
@@ -344,10 +340,16 @@ def test_clearing_writes_zeros_at_indices_only() -> None:
     assert x.tolist() == [0, 2, 3, 4, 0, 6]
 
 
+WIRES_AND_SUMS = [
+    pytest.param(wire, out, id=f"{wire}-{out}", marks=() if out in (wire, torch.float32) else pytest.mark.sweep)
+    for wire in WIRES
+    for out in WIRES
+]
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("out", WIRES, ids=str)
-@pytest.mark.parametrize("wire", WIRES, ids=str)
 @pytest.mark.parametrize("density", [0.01, 0.5], ids=["few", "many"])
+@pytest.mark.parametrize(("wire", "out"), WIRES_AND_SUMS)
 def test_sums_are_those_in_the_order_of_the_ranks(
     density: float, wire: torch.dtype, out: torch.dtype, device: str
 ) -> None:
@@ -366,8 +368,7 @@ def test_sums_are_those_in_the_order_of_the_ranks(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("out", WIRES, ids=str)
-@pytest.mark.parametrize("wire", WIRES, ids=str)
+@pytest.mark.parametrize(("wire", "out"), WIRES_AND_SUMS)
 @pytest.mark.parametrize(
     ("sizes", "counts"),
     [([1000, 300, 7], [9, 200, 1]), ([50], [50]), ([4, 9, 6], [2, 0, 6])], ids=str,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -30,6 +30,7 @@ from graphopt.report.page.story import WITHOUT_PASSES, Story, story_of_program
 from graphopt.report.page.tree import Item
 from graphopt.report.pictures.visits import Placement
 from graphopt.runtime.rewrite import Rewritten, rewrite
+from tests.support.properties import examples
 from tests.support.training import Blocks, captured, next_token, recomputed
 
 LAYERS = 3
@@ -332,7 +333,7 @@ def test_a_forward_program_has_a_page() -> None:
     assert "forward stage" in program.to_html()
 
 
-@settings(max_examples=8, deadline=None)
+@examples(5, many=40)
 @given(st.lists(st.sampled_from(["linear", "gelu", "norm", "drop"]), max_size=5))
 def test_any_chain_of_modules_has_a_page(kinds: list[str]) -> None:
     make = {"linear": lambda: nn.Linear(4, 4), "gelu": nn.GELU, "norm": lambda: nn.LayerNorm(4), "drop": nn.Dropout}

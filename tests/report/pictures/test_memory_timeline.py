@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
 
@@ -19,6 +19,7 @@ from graphopt.ir.timeline import MemoryTimeline
 from graphopt.report.pictures.memory_timeline import timeline_svg
 from graphopt.report.text.memory_bands import CATEGORY_STYLES, HATCHES, bytes_by_category, columns, highest, sections
 from tests.support.hostile import NAMES, hostile
+from tests.support.properties import examples
 from tests.support.training import Blocks, captured, next_token, recomputed
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -226,7 +227,7 @@ def test_hostile_names_are_only_text() -> None:
     assert "\u202e" not in ET.tostring(root, encoding="unicode")
 
 
-@settings(max_examples=25, deadline=None)
+@examples(15, many=200)
 @given(st.text(max_size=60))
 def test_any_title_gives_a_well_formed_file(title: str) -> None:
     program = Program(fx.Graph(), "forward", [], [])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
 
@@ -22,6 +22,7 @@ from graphopt.passes import Recompute
 from graphopt.report.formats.dot import to_dot
 from graphopt.report.pictures.layout import MAX_ROWS, Edge, Lane, Layout, lay_out
 from graphopt.report.pictures.picture import to_svg
+from tests.support.properties import examples
 from tests.support.training import Blocks, captured, mean_square, next_token
 
 LAYERS = 4
@@ -523,7 +524,7 @@ def test_hostile_names_are_only_text() -> None:
     to_dot(program).encode("utf-8")
 
 
-@settings(max_examples=30, deadline=None)
+@examples(15, many=200)
 @given(st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=5), st.text(max_size=50))
 def test_any_names_give_well_formed_files(names: list[str], title: str) -> None:
     program = made(names, title=title)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import graphopt
@@ -24,6 +24,7 @@ from graphopt.planning.schedule import Scheduler
 from graphopt.report.pictures.frontier_chart import BudgetMark, frontier_svg
 from graphopt.report.text.frontier_table import FrontierPoint, FrontierReport
 from tests.support.planning_graphs import chain, problems
+from tests.support.properties import examples
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -95,7 +96,6 @@ def test_the_table_says_what_it_leaves_out() -> None:
     assert "the search ended at its time limit" in report(cut_short="time limit").to_text()
 
 
-@settings(deadline=None)
 @given(reports(), st.integers(2, 20))
 def test_rows_are_the_plans_of_evenly_spread_budgets(found: FrontierReport, most: int) -> None:
     rows = found.spread(most)
@@ -109,14 +109,12 @@ def test_rows_are_the_plans_of_evenly_spread_budgets(found: FrontierReport, most
         assert min(fits, key=lambda point: point.extra_seconds) in rows
 
 
-@settings(deadline=None)
 @given(reports(), st.integers(0, 10**12 + 1))
 def test_a_budget_gets_the_fastest_plan_within_it(found: FrontierReport, budget: int) -> None:
     fits = [point for point in found.points if point.peak_bytes <= budget]
     assert found.within(budget) == (min(fits, key=lambda point: point.extra_seconds) if fits else None)
 
 
-@settings(deadline=None)
 @given(reports())
 def test_data_survives_json(found: FrontierReport) -> None:
     data = json.loads(json.dumps(found.to_json()))
@@ -142,7 +140,6 @@ def test_seconds_as_people_read_them(seconds: float, text: str) -> None:
 # --- the chart -------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(reports())
 def test_points_are_where_their_numbers_say(found: FrontierReport) -> None:
     svg = frontier_svg(found)
@@ -269,7 +266,7 @@ class InterruptedAt:
         return self
 
 
-@settings(max_examples=60, deadline=None)
+@examples(25, many=300)
 @given(problems(fewest=3, most=6), st.integers(0, 20_000))
 def test_an_interrupted_search_keeps_what_it_has(problem: Problem, line: int) -> None:
     interrupt, before = InterruptedAt(line), sys.gettrace()

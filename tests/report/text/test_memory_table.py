@@ -33,7 +33,7 @@ class Gate(nn.Module):
 MEMORY = """\
 Gate, joint stage; passes: none
 peak      5.1 kB (5128 bytes)
-where     sigmoid_backward (::sigmoid_backward~), call 8 of 11, in backward, test_report_memory.py:N in forward
+where     sigmoid_backward (::sigmoid_backward~), call 8 of 11, in backward, test_memory_table.py:N in forward
 resident  2.0 kB before and after; running adds up to 3.1 kB
 
 at the peak, by category
@@ -46,7 +46,7 @@ at the peak, by category
 alive at the peak, largest 3 of 7
   weight   1.0 kB  parameters
   args[0]  1.0 kB  inputs
-  ::tanh   1.0 kB  activations  test_report_memory.py:N in forward
+  ::tanh   1.0 kB  activations  test_memory_table.py:N in forward
   and 4 more, 2.1 kB together
 
 bytes over the 11 calls, from what is resident up to the peak (▲)

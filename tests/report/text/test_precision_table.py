@@ -59,7 +59,7 @@ def test_bytes_of_a_step() -> None:
     assert found.state == 8 * PARAMETERS + 4 * 4 + 8  # moments, a step count for each tensor, the learning rate
     assert found.values == 64 * 32 + 64 * 8 + 1  # what tanh gives, the square's argument, the loss
     assert found.activations == 4 * found.values
-    assert (found.copies, found.other, found.held) == (0, 0, 0)
+    assert (found.copies, found.other, found.pass_state) == (0, 0, 0)
     assert found.total == found.weights + found.gradients + found.state + found.activations
     new = bytes_by_category(low)
     assert (new.weights, new.gradients, new.state) == (found.weights, found.gradients, found.state)
@@ -74,9 +74,9 @@ def test_masks_frozen_parameters_and_what_passes_hold() -> None:
     found = bytes_by_category(plain)
     assert found.trained == 32 * 8 + 8
     assert found.gradients == 4 * found.trained
-    assert (found.other, found.held) == (0, 0)  # nothing before the mask is trained
-    held = bytes_by_category(low).held
-    assert held == sum(4 * max(1, *item.shape, 1) for item in low.held.values())
+    assert (found.other, found.pass_state) == (0, 0)  # nothing before the mask is trained
+    held = bytes_by_category(low).pass_state
+    assert held == sum(4 * max(1, *item.shape, 1) for item in low.pass_state.values())
     text = precision_text(plain, low)
     assert f"P = {PARAMETERS} parameters, T = 264 of them trained" in text
     assert "plain  4 P + 4 T + 4 N" in text
@@ -90,7 +90,7 @@ def test_held_copies_of_weights_count_as_weights_in_low_precision() -> None:
     program.add_state("o2/first.weight", PassState(shape, torch.bfloat16, torch.device("cpu"), source="first.weight"))
     program.add_state("scale", PassState((), torch.float32, torch.device("cpu"), fill=2.0))
     found = bytes_by_category(program)
-    assert (found.copies, found.held) == (2 * 32 * 16, 4)
+    assert (found.copies, found.pass_state) == (2 * 32 * 16, 4)
 
 
 def test_text() -> None:

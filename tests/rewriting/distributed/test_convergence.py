@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.ranks import run_ranks
 
 DIGITS = """
@@ -42,6 +44,7 @@ say({
 """
 
 
+@pytest.mark.sweep
 def test_digits_are_learned_with_a_thousandth_of_the_gradients(tmp_path: Path) -> None:
     """Four ranks, 200 steps, two large layers: accuracy on images that were held out, and equal on all ranks."""
     ranks = [found for (found,) in run_ranks(DIGITS, 4, tmp_path / "store")]

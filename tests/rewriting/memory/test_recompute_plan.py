@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -20,6 +20,7 @@ from graphopt.planning.problem import simulate
 from graphopt.rewriting.memory.recompute_plan import Again, Recomputation, recompute
 from tests.runtime.test_random_networks import SHAPE, Network, Recipe, eager, own_loss, recipes
 from tests.support.fitting import RandomPlan, RunAgain, calls, planned, random_plan, structure, unplanned, wide
+from tests.support.properties import examples
 from tests.support.training import (
     Net,
     assert_same_training,
@@ -68,7 +69,7 @@ def reads(program: Program, name: str) -> list[str]:
 
 
 @given(recipes(), st.sampled_from([0.02, 0.1, 0.4, 1.0]), st.integers(0, 99))
-@settings(max_examples=10, deadline=None, derandomize=True)
+@examples(6, many=60)
 def test_random_plans_for_random_networks_keep_every_promise(recipe: Recipe, density: float, seed: int) -> None:
     torch.manual_seed(0)
     model, x = Network(recipe), torch.randn(SHAPE).requires_grad_()

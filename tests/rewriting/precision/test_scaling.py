@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +18,7 @@ from graphopt import GraphoptError, Pipeline, PipelineError
 from graphopt.ir.ops import scale as ops
 from graphopt.passes import ScaleLoss
 from graphopt.rewriting.precision.scaling import BAD, GOOD, SCALE, SKIPPED, LossScaling, counters
+from tests.support.properties import examples
 
 SMALLEST = 2.0**-126
 LEGACY = {"init_loss_scaling": 2.0**15, "incr_every_n_steps": 1000, "decr_every_n_nan_or_inf": 2, "incr_ratio": 2.0,
@@ -134,7 +135,7 @@ def test_scale_moves_as_in_paddle(options: dict[str, Any]) -> None:
     assert trace(ScaleLoss(**options).scaling, script) == paddle_trace(script, **options)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(12, many=150)
 @given(
     script=st.lists(st.booleans(), max_size=40),
     growth=st.floats(1.01, 1e6),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from graphopt import Pass, Pipeline
@@ -16,6 +16,7 @@ from graphopt.passes.mixed_precision import MixedPrecision
 from graphopt.runtime.comparison.bisect import deniable, denying, precision_pass, smallest_denied
 from graphopt.runtime.comparison.trial import Outcome, Trial
 from tests.support.low_precision import LowLinear, overflowing, trial, unfit
+from tests.support.properties import examples
 from tests.support.targets import Small
 from tests.support.training import mean_square
 
@@ -31,7 +32,7 @@ def recorded(rule: Callable[[set[str]], bool]) -> tuple[Callable[[tuple[str, ...
 
 
 @given(st.integers(1, 60), st.data())
-@settings(max_examples=60, deadline=None)
+@examples(30, many=600)
 def test_bisection_finds_the_culprits(count: int, data: st.DataObject) -> None:
     entries = [f"m{number}" for number in range(count)]
     bad = set(data.draw(st.lists(st.sampled_from(entries), max_size=4)))
@@ -45,7 +46,7 @@ def test_bisection_finds_the_culprits(count: int, data: st.DataObject) -> None:
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=24), st.floats(0, 8))
-@settings(max_examples=60, deadline=None)
+@examples(30, many=600)
 def test_where_errors_add_up_the_set_is_minimal_all_the_same(errors: list[float], tolerance: float) -> None:
     parts = {f"m{number}": error for number, error in enumerate(errors)}
 

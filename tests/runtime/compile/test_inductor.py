@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
 
@@ -20,6 +20,7 @@ from graphopt.ir.node import value_of
 from graphopt.passes import FitMemory, Offload, Recompute
 from graphopt.runtime.binding import Binding
 from graphopt.runtime.compile import inductor
+from tests.support.properties import examples
 from tests.support.training import Blocks, Net, identical, mean_square, next_token
 
 TOKENS = torch.randint(0, 11, (8, 64), generator=torch.Generator().manual_seed(0))
@@ -243,7 +244,7 @@ def test_a_dry_run_predicts_the_measured_peak(p: float) -> None:
     assert max(chain.peaks()) == pytest.approx(measured, rel=1e-3)
 
 
-@settings(max_examples=12, deadline=None)
+@examples(6, many=60)
 @given(p=st.sampled_from([0.0, 0.1]), cuts=st.lists(st.integers(1, 400), max_size=6))
 def test_dividing_changes_neither_results_nor_the_peak(p: float, cuts: list[int]) -> None:
     program, model = fitted_program(p)

@@ -24,7 +24,8 @@ from graphopt.runtime.ranks.diagnosis import classify
 from graphopt.runtime.ranks.heartbeat import Here, heartbeat, patience
 from graphopt.runtime.ranks.messages import Report, Verdict, publish, published, read_reports
 from graphopt.runtime.ranks.places import follow, place_of
-from tests.support.failing import FailAt, Outcome, Task, free_address, resumed, run_tasks
+from tests.support.failing import FailAt, Outcome, Task, resumed, run_tasks
+from tests.support.ranks import free_address
 
 # --- who is at fault -------------------------------------------------------------------------------------------------
 
@@ -305,3 +306,32 @@ def test_a_rank_killed_in_a_drop_in_backward_is_named(ended: dict[str, Outcome])
     assert ended["drop-in"].codes == [0, -9]
     assert found["ranks"] == (1,)
     assert "here: rank 0 was in step 3, exchange: wait_tensor (data-parallel: " in found["error"]
+
+
+# --- every rank at every phase ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def three(folder: Folder) -> Outcome:
+    """Three ranks that nothing happens to."""
+    return run_tasks({"three": Task(folder("three"), world=3)})["three"]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("phase", ["forward", "backward", "sync", "update"])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_whoever_is_killed_wherever_is_named_and_training_continues(
+    phase: str, rank: int, three: Outcome, folder: Folder
+) -> None:
+    """At two steps; both survivors name the rank, and the task continued ends as one without a failure."""
+    tasks = {
+        f"{phase} {step}": Task(folder(f"{phase}-{step}"), world=3, fail=FailAt(phase, step=step, rank=rank))
+        for step in (2, 5)
+    }
+    for outcome in run_tasks(tasks).values():
+        survivors = [outcome.found[other] for other in range(3) if other != rank]
+        assert outcome.codes == [-9 if other == rank else 0 for other in range(3)]
+        assert [found["ranks"] for found in survivors] == [(rank,), (rank,)]
+    for again in run_tasks({name: resumed(task) for name, task in tasks.items()}).values():
+        assert again.codes == three.codes == [0, 0, 0]
+        assert all(torch.equal(found["parameters"], three.found[0]["parameters"]) for found in again.found)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from graphopt import GraphoptError
@@ -18,6 +18,7 @@ from graphopt.ir.ops import transfer, transfers
 from graphopt.ir.ops.transfers.freelist import ALIGNMENT, FreeList, aligned, slab_bytes
 from graphopt.ir.ops.transfers.hostmemory import available_host_bytes
 from graphopt.ir.ops.transfers.slab import HostSlab
+from tests.support.properties import examples
 from tests.support.transferring import back, engine_in, engine_of, held, round_trip, stored_bytes
 
 MIB = 1024**2
@@ -32,7 +33,7 @@ def _own_engine(tmp_path: Path) -> Iterator[None]:
 # --- ranges ----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@examples(80, many=2000)
 @given(
     capacity=st.integers(1, 40).map(lambda n: n * ALIGNMENT),
     steps=st.lists(st.tuples(st.booleans(), st.integers(0, 50), st.integers(1, 600)), max_size=60),
@@ -70,7 +71,7 @@ def test_ranges_that_are_not_in_use_cannot_be_freed() -> None:
         area.allocate(0)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(50, many=1000)
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(0, 20), st.integers(0, 20)), max_size=25))
 def test_a_slab_of_the_bytes_that_are_asked_for_is_enough(raw: list[tuple[int, int, int]]) -> None:
     blocks = [(nbytes, min(a, b), max(a, b)) for nbytes, a, b in raw]

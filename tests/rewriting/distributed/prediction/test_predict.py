@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -49,6 +49,7 @@ from graphopt.rewriting.distributed.prediction.workload import Rates, Workload, 
 from graphopt.runtime.ranks.agreement import collective_plan
 from tests.support.costs import use_folder
 from tests.support.exchanging import CPU, gradient, links, plain_step, step_with, wide, workload, workloads
+from tests.support.properties import examples
 from tests.support.training import captured
 
 COST = "a100-80gb"
@@ -444,7 +445,6 @@ def test_a_local_step_is_the_mean_of_its_interval() -> None:
 
 
 @given(workloads(), some_ranks, links, any_way, st.floats(1, 100))
-@settings(deadline=None)
 def test_more_bandwidth_is_never_slower(
     made: Workload, ranks: int, link: Link, strategy: Strategy, factor: float
 ) -> None:
@@ -455,7 +455,6 @@ def test_more_bandwidth_is_never_slower(
 
 
 @given(workloads(), st.lists(some_ranks, min_size=2, max_size=6), st.sampled_from([0.25, 0.01, 0.001]))
-@settings(deadline=None)
 def test_more_ranks_never_receive_fewer_bytes(made: Workload, counts: list[int], density: float) -> None:
     """Sparse exchange turns dense where it would take more, so that it never takes more than that either."""
     for strategy in (Sparse(density), Sparse(density, torch.bfloat16)):
@@ -464,7 +463,6 @@ def test_more_ranks_never_receive_fewer_bytes(made: Workload, counts: list[int],
 
 
 @given(workloads(), some_ranks, links)
-@settings(deadline=None)
 def test_fused_is_never_more_messages_and_never_other_bytes(made: Workload, ranks: int, link: Link) -> None:
     fused, single = (predict_workload(made, ranks, link, strategy) for strategy in (Dense(), PER_TENSOR))
     assert fused.messages <= single.messages
@@ -473,7 +471,6 @@ def test_fused_is_never_more_messages_and_never_other_bytes(made: Workload, rank
 
 
 @given(workloads(), some_ranks, links, any_way)
-@settings(deadline=None)
 def test_a_step_lies_between_its_computation_and_all_of_it_in_a_row(
     made: Workload, ranks: int, link: Link, strategy: Strategy
 ) -> None:
@@ -486,7 +483,6 @@ def test_a_step_lies_between_its_computation_and_all_of_it_in_a_row(
 
 
 @given(workloads(), some_ranks, links)
-@settings(deadline=None)
 def test_local_sgd_tends_to_no_exchange_at_all(made: Workload, ranks: int, link: Link) -> None:
     steps = [predict_workload(made, ranks, link, Local(10**power)).step for power in range(13)]
     assert all(one >= other for one, other in pairwise(steps))
@@ -495,7 +491,7 @@ def test_local_sgd_tends_to_no_exchange_at_all(made: Workload, ranks: int, link:
 
 
 @given(workloads(), links)
-@settings(deadline=None, max_examples=25)
+@examples(15, many=200)
 def test_thousands_of_ranks_are_no_harder_than_two(made: Workload, link: Link) -> None:
     for strategy in ALL_WAYS:
         found = predict_workload(made, 10_000, link, strategy)
@@ -559,7 +555,7 @@ def test_every_warm_up_density_is_predicted() -> None:
 
 
 @given(workloads(), st.integers(2, 600), links, st.sampled_from([Sparse(), LowRank(), Dense(wire=torch.bfloat16)]))
-@settings(deadline=None, max_examples=40)
+@examples(20, many=300)
 def test_break_even_bandwidths_are_where_the_faster_one_changes(
     made: Workload, ranks: int, link: Link, strategy: Strategy
 ) -> None:
