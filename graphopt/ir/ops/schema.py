@@ -22,6 +22,7 @@ __all__ = [
     "is_view",
     "maker",
     "mutated_inputs",
+    "nodes_in",
     "op_name",
     "readers",
     "storage_root",
@@ -79,7 +80,8 @@ def _written_arguments(op: _torch.OpOverload) -> tuple[tuple[int, str], ...]:
     )
 
 
-def _nodes_in(value: Any) -> list[fx.Node]:
+def nodes_in(value: Any) -> list[fx.Node]:
+    """The nodes in an argument, however deep in lists, in order."""
     found: list[fx.Node] = []
     _torch.map_aggregate(value, lambda item: found.append(item) if isinstance(item, fx.Node) else None)
     return found
@@ -100,7 +102,7 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     for key in keys:
         positional = node.args[key] if isinstance(key, int) and key < len(node.args) else None
         value = positional if isinstance(key, int) else node.kwargs.get(key)
-        found += _nodes_in(value)
+        found += nodes_in(value)
     return found
 
 
@@ -173,7 +175,7 @@ def mutated_inputs(node: fx.Node) -> list[fx.Node]:
         return []
     found = []
     for index, name in _written_arguments(node.target):
-        found += _nodes_in(node.args[index] if index < len(node.args) else node.kwargs.get(name))
+        found += nodes_in(node.args[index] if index < len(node.args) else node.kwargs.get(name))
     return found
 
 

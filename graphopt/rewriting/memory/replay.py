@@ -65,10 +65,20 @@ def sources(node: fx.Node) -> list[fx.Node]:
     """What running a node again needs."""
     if is_replayable(node):
         return node.args[0].all_input_nodes  # type: ignore[union-attr]
+    _, args, kwargs, _ = _second_run(node)
+    return list(dict.fromkeys(schema.nodes_in((args, kwargs))))
+
+
+def _second_run(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any], int | None]:
+    """What calling an op a second time calls: the op, its arguments, and how many of its results that gives.
+
+    BatchNorm runs in the form that leaves its statistics alone; everything else as it is, with all results (None).
+    """
     pure = without_statistics(node)
     if pure is None:
-        return node.all_input_nodes
-    return [argument for argument in pure[1] if isinstance(argument, fx.Node)]
+        return node.target, node.args, dict(node.kwargs), None
+    target, args, results = pure
+    return target, args, {}, results
 
 
 def save_generator(program: Program, node: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -124,18 +134,18 @@ def clone_call(
         current: which node the clone reads instead of an argument of the original.
         label: what is noted about the clone.
     """
-    pure = without_statistics(node)
+    target, args, kwargs, results = _second_run(node)
     with program.graph.inserting_before(before):
         if is_replayable(node):
             clone = _replay(program, node, current)
-        elif pure is not None:
-            args = tuple(current(a) if isinstance(a, fx.Node) else a for a in pure[1])
-            clone = program.graph.call_function(pure[0], args)
+        elif results is not None:
+            args, kwargs = _torch.map_aggregate((args, kwargs), lambda a: current(a) if isinstance(a, fx.Node) else a)
+            clone = program.graph.call_function(target, args, kwargs)
         else:
             clone = program.graph.node_copy(node, current)
     label_clone(clone, node, label)
-    if pure is not None:
-        set_value(clone, tuple(value_of(node)[: pure[2]]))
+    if results is not None:
+        set_value(clone, tuple(value_of(node)[:results]))
     return clone
 
 
