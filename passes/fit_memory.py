@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, final
@@ -75,8 +76,8 @@ class FitMemory(Pass):
             hint = did_you_mean(unknown[0], _WAYS) if unknown else "give recompute, offload or both"
             raise GraphoptError(f"allow={','.join(self.allow) or 'nothing'} is not possible; {hint}")
         check_cost(self.cost)
-        if self.time_limit is not None and self.time_limit < 0:
-            raise GraphoptError(f"time_limit is a number of seconds, and {self.time_limit} is negative")
+        if self.time_limit is not None and not 0 <= self.time_limit < math.inf:
+            raise GraphoptError(f"time_limit is a number of seconds of at least 0, got {self.time_limit}")
         self._room()
 
     def _room(self) -> int | None:

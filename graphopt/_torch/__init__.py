@@ -66,6 +66,8 @@ from graphopt._torch.optimizer_tracing import mark_optimizer_called as mark_opti
 from graphopt._torch.optimizer_tracing import trace_update as trace_update
 from graphopt._torch.optimizer_tracing import unwrapped_step as unwrapped_step
 from graphopt._torch.overloads import OpOverloadPacket as OpOverloadPacket
+from graphopt._torch.overloads import higher_order_ops as higher_order_ops
+from graphopt._torch.overloads import is_registered as is_registered
 from graphopt._torch.overloads import resolve_overload as resolve_overload
 from graphopt._torch.symbolic_sizes import fake_mode as fake_mode
 from graphopt._torch.symbolic_sizes import size_hint as size_hint
@@ -109,10 +111,12 @@ __all__ = [
     "fake_mode",
     "generated_function",
     "has_autocast_rule",
+    "higher_order_ops",
     "intercept_checkpoint",
     "intercept_custom_functions",
     "is_composite",
     "is_known_zero",
+    "is_registered",
     "is_tcp_store",
     "map_aggregate",
     "mark_optimizer_called",

@@ -16,6 +16,7 @@ from torch._ops import HigherOrderOperator
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, disable_proxy_modes_tracing, track_tensor_tree
 
 from graphopt._torch.traced_tensors import traced_node
+from graphopt.errors import GraphoptError
 
 __all__ = ["apply_function", "custom_function", "intercept_custom_functions"]
 
@@ -34,6 +35,10 @@ class _CustomFunction(HigherOrderOperator):
 
     def original(self, key: str, *args: Any) -> Any:
         """Run the user's function as autograd would, with its own forward and backward."""
+        if key not in self.registry:
+            raise GraphoptError(
+                f"the autograd function {key!r:.100} is not known in this process: capture the program here"
+            )
         return _ORIGINAL_APPLY.__get__(None, self.registry[key])(*args)
 
 

@@ -63,8 +63,8 @@ def fake_mode(symbols: Mapping[str, int]) -> FakeTensorMode:
     return FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
 
 
-def symbolic_size(mode: FakeTensorMode, expression: str, hint: int) -> Any:
-    """A symbolic integer written as ``expression``, with an example value; the inverse of printing one."""
+def symbolic_size(mode: FakeTensorMode, name: str, hint: int) -> Any:
+    """The symbol called ``name`` of a mode from ``fake_mode`` as a symbolic integer with an example value."""
     assert mode.shape_env is not None
-    symbols = {str(symbol): symbol for symbol in mode.shape_env.var_to_range}
-    return mode.shape_env.create_symintnode(sympy.parse_expr(expression, local_dict=symbols), hint=hint)
+    symbol = next(symbol for symbol in mode.shape_env.var_to_range if str(symbol) == name)
+    return mode.shape_env.create_symintnode(symbol, hint=hint)

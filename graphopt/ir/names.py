@@ -13,7 +13,7 @@ import torch
 from graphopt import _torch
 from graphopt.errors import GraphoptError, did_you_mean
 
-__all__ = ["NAMES_KEY", "add_name", "identifier", "match_names", "name"]
+__all__ = ["NAMES_KEY", "add_name", "identifier", "match_names", "name", "one_line"]
 
 NAMES_KEY = "graphopt_names"
 """Where a node under construction keeps the names given to it (``node.meta``)."""
@@ -44,6 +44,11 @@ def add_name(tensor: torch.Tensor, name: str) -> None:
     node = _torch.traced_node(tensor)
     if node is not None:
         node.meta[NAMES_KEY] = (*node.meta.get(NAMES_KEY, ()), name)
+
+
+def one_line(text: str) -> str:
+    r"""Text for a comment or a heading: what would end a line, steer a terminal or cannot be written is escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def identifier(text: str) -> str:

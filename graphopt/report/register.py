@@ -10,11 +10,12 @@ from typing import Any
 
 from graphopt.analysis.dominators import checkpoint_candidates
 from graphopt.analysis.liveness import simulate
+from graphopt.ir.deserialization import from_json
 from graphopt.ir.formats import Format, register_format
 from graphopt.ir.graph_module import to_graph_module
 from graphopt.ir.methods import provide
 from graphopt.ir.program import Program
-from graphopt.ir.serialization import from_json, to_json
+from graphopt.ir.serialization import to_json
 from graphopt.ir.text import to_text
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.report.console.escape import safe

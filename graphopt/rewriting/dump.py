@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import re
@@ -20,6 +21,8 @@ from graphopt.rewriting.pass_ import Pass, PassRecord
 from graphopt.rewriting.pipeline import Pipeline
 
 __all__ = ["DumpDirectory", "environment"]
+
+logger = logging.getLogger("graphopt")
 
 _VARIABLE = "GRAPHOPT_DUMP"
 
@@ -62,13 +65,17 @@ class DumpDirectory:
         directory = os.environ.get(_VARIABLE)
         if not directory:
             return None
-        return cls(Path(directory), title, pipeline)
+        try:
+            return cls(Path(directory), title, pipeline)
+        except OSError as error:
+            logger.warning("%s=%s cannot be written to (%s): nothing is dumped", _VARIABLE, directory, error)
+            return None
 
     def record(self, label: str, program: Program) -> None:
         """Write one program."""
         plain = re.sub(r"[^\w.-]+", "-", label).strip("-")[:60]
         name = f"{len(self._files):02d}-{plain}.json"
-        (self.path / name).write_text(json.dumps(to_json(program)), encoding="utf-8")
+        self._write(name, json.dumps(to_json(program)))
         self._files.append(name)
 
     def before_pass(self, current: Pass, program: Program) -> None:
@@ -82,9 +89,7 @@ class DumpDirectory:
         """Write the program the pass was given, and a script that runs the pass on it again."""
         self.record(f"before-{current.name}", before)
         script = self.path / "repro.py"
-        script.write_text(
-            _REPRODUCE.format(name=current.name, spec=str(current), file=self._files[-1]), encoding="utf-8"
-        )
+        self._write(script.name, _REPRODUCE.format(name=current.name, spec=str(current), file=self._files[-1]))
         self._write_manifest("failed", [], error=f"{current.name}: {error}")
         error.add_note(f"graph before this pass: {self.path / self._files[-1]}")
         error.add_note(f"reproduce: {sys.executable} {script}")
@@ -106,7 +111,14 @@ class DumpDirectory:
             "passes": [record_json(record) for record in records],
             "error": error,
         }
-        (self.path / "manifest.json").write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+        self._write("manifest.json", json.dumps(manifest, indent=2))
+
+    def _write(self, name: str, text: str) -> None:
+        """Write a file; where the disk does not take it, training goes on without."""
+        try:
+            (self.path / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            logger.warning("%s: %s cannot be written (%s)", _VARIABLE, self.path / name, error)
 
 
 def record_json(record: PassRecord) -> dict[str, Any]:

@@ -62,9 +62,14 @@ def _format_value(value: Any) -> str:
     if value is None:
         return "none"
     if isinstance(value, str):
-        plain = _BARE.fullmatch(value) and value.lower() not in ("true", "false", "none") and not _is_number(value)
+        plain = _BARE.fullmatch(value) and not value.startswith("()") and not _means_something_else(value)
         return value if plain else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
     return repr(value)
+
+
+def _means_something_else(text: str) -> bool:
+    """Whether a text without quotes would be read as a truth value, nothing or a number."""
+    return text.lower() in ("true", "false", "none") or _is_number(text)
 
 
 def parse_passes(text: str, find: Callable[[str], type]) -> list[Any]:
@@ -182,7 +187,7 @@ def _build(cls: type, options: list[tuple[str, list[Any]]], place: str) -> Any:
         raise PipelineError("\n".join(problems))
     try:
         return cls(**values)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise PipelineError(f"{place}: {error}") from error
 
 
@@ -259,11 +264,16 @@ _NOT = object()
 _READERS: dict[Any, Callable[[str], Any]] = {
     types.NoneType: lambda text: None if text == "none" else _NOT,
     bool: lambda text: {"true": True, "false": False}.get(text, _NOT),
-    int: lambda text: int(text) if re.fullmatch(r"[+-]?\d+", text) else _NOT,
+    int: lambda text: int(text) if re.fullmatch(r"[+-]?[0-9]{1,19}", text) else _NOT,
     float: lambda text: float(text) if _is_number(text) else _NOT,
 }
 
-_ARTICLES = {types.NoneType: "none", bool: "true or false", int: "a whole number", float: "a number"}
+_ARTICLES = {
+    types.NoneType: "none",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+}
 
 
 def _is_number(text: str) -> bool:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphopt import Pass, PipelineError
-from graphopt.passes import Recompute
+from graphopt import GraphoptError, Pass, Pipeline, PipelineError
+from graphopt.passes import PartitionCheckpoints, Recompute
 from graphopt.rewriting.spec import format_pass, option_fields, parse_passes
 from tests.support.properties import examples
 from tests.support.training import Plain
@@ -169,3 +169,61 @@ def test_options_are_described_by_the_fields() -> None:
     assert fields["mixed-values"].field == "mixed_values"
     assert fields["ratio"].default == 0.5
     assert [option.required for option in option_fields(Needs)] == [True, True]
+
+
+# --- texts from strangers --------------------------------------------------------------------------------------------
+
+TEXTS = [
+    "recompute{checkpoints=blocks.*},offload{tier=disk prefetch=1}",
+    "fit-memory{budget=8GB host-budget=16GB time-limit=3}",
+    "mixed-precision{dtype=float16 deny=softmax,a init-scale=3}", 'partition-checkpoints{group="()()tp"}',
+    "clip-gradients{max-norm=inf}",
+    "data-parallel{groups=a,b bucket-mb=0},deep-gradient-compression{sparsity=0.9 bandwidth=1Gbit}",
+    "recompute-evenly{number=3}",
+]  # fmt: skip
+PIECES = [
+    "{", "}", "=", ",", '"', "'", "\\", "()", "(", " ", "\n", "\x00", "none", "true", "nan", "inf", "-1", "0",
+    "1e999", "9" * 400,
+    "recompute", "budget", "%", "GB", "é", "\ud800", "*", ".", "٣", "x" * 300,
+]  # fmt: skip
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> str:
+    text = draw(st.sampled_from(TEXTS))
+    for _ in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(0, len(text)))
+        end = draw(st.integers(start, min(len(text), start + 6)))
+        text = text[:start] + draw(st.sampled_from(PIECES) | st.text(max_size=4)) + text[end:]
+    return text
+
+
+@given(mutated())
+@examples(200, many=50_000)
+def test_a_mutated_text_is_passes_that_come_back_or_an_error(text: str) -> None:
+    try:
+        pipeline = Pipeline(text)
+    except GraphoptError:  # anything else fails the test
+        return
+    assert Pipeline(str(pipeline)).passes == pipeline.passes
+
+
+@given(st.text(max_size=12) | st.sampled_from(["()", "()()tp", "()x", "none", "True", "1e5", "", "a b", 'a"b', "a\\"]))
+@examples(200, many=5_000)
+def test_any_text_of_an_option_comes_back(text: str) -> None:
+    given_ = PartitionCheckpoints(group=text)
+    assert Pipeline(str(given_)).passes == (given_,)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fit-memory{budget=8GB host-budget=" + "9" * 400 + "}", "is more than any memory has"),
+        ("fit-memory{budget=" + "9" * 400 + "}", "is more than any memory has"),
+        ("fit-memory{budget=8GB time-limit=nan}", "time_limit is a number of seconds of at least 0, got nan"),
+        ("fit-memory{budget=8GB time-limit=inf}", "time_limit is a number of seconds of at least 0, got inf"),
+    ],
+)
+def test_numbers_without_a_meaning_are_refused(text: str, message: str) -> None:
+    with pytest.raises(GraphoptError, match=message):
+        Pipeline(text)

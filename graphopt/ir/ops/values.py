@@ -85,8 +85,11 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS:
-        raise ValueError(f"{text!r} is not a number of bytes: write 8GB, 512MiB or 1000000")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+        raise ValueError(f"{text!r:.60} is not a number of bytes: write 8GB, 512MiB or 1000000")
+    count = float(match[1]) * _UNITS[match[2].lower()]
+    if count >= 2**63:
+        raise ValueError(f"{text!r:.60} is more than any memory has")
+    return int(count)
 
 
 def format_bytes(count: float) -> str:

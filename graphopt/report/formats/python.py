@@ -13,6 +13,7 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.errors import GraphoptError
+from graphopt.ir.names import one_line
 from graphopt.ir.program import Program
 from graphopt.ir.reuse import apply_reuse
 from graphopt.ir.text import INDENT, Writer, ends_of_life, is_bare, subgraph_of
@@ -52,7 +53,7 @@ def to_python(program: Program) -> str:
 def _title(program: Program) -> str:
     name = (program.title or "a program").replace("\\", "").replace('"', "")
     passes = ", ".join(program.history).replace("\\", "").replace('"', "'") or "none"
-    return f"{name}: {program.stage} stage; passes: {passes}."
+    return one_line(f"{name}: {program.stage} stage; passes: {passes}.")
 
 
 def _imports(lines: list[str]) -> list[str]:
@@ -71,7 +72,7 @@ def _imports(lines: list[str]) -> list[str]:
 def _arguments(program: Program, body: _Body) -> list[str]:
     lines = ["("] if program.inputs else []
     for node, spec in zip(program.placeholders, program.inputs, strict=True):
-        lines.append(f"{INDENT}{body.name(node)},  # {spec.role} {spec.target}")
+        lines.append(f"{INDENT}{body.name(node)},  # {one_line(f'{spec.role} {spec.target}')}")
     return [*lines, ") = args", "args.clear()"] if lines else ["args.clear()"]
 
 
@@ -79,7 +80,7 @@ def _return(program: Program, body: _Body) -> list[str]:
     if not program.outputs:
         return ["return ()"]
     lines = [
-        f"{INDENT}{body.value(value)},  # {spec.role} {spec.target}"
+        f"{INDENT}{body.value(value)},  # {one_line(f'{spec.role} {spec.target}')}"
         for value, spec in zip(program.output_values, program.outputs, strict=True)
     ]
     return ["return (", *lines, ")"]
@@ -146,6 +147,11 @@ class _Body(Writer):
         """A call of an op that takes functions, another op or a class."""
         if target is _torch.custom_function:
             key = str(args[0])
+            if key not in _torch.custom_function.registry:
+                raise GraphoptError(
+                    f"the autograd function {one_line(key)!r:.100} is none that was captured in this process: capture "
+                    "the program here, so that what the source imports is what the model used"
+                )
             if "<locals>" in key or "#" in key:
                 raise GraphoptError(
                     f"the autograd function {key} cannot be written as Python, because it cannot be imported: define "

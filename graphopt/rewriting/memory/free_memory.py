@@ -10,6 +10,7 @@ import torch
 
 from graphopt.errors import GraphoptError
 from graphopt.ir.ops.transfers import available_host_bytes
+from graphopt.ir.ops.transfers.disk import VARIABLE
 
 __all__ = ["free_bytes", "free_disk_bytes", "free_host_bytes"]
 
@@ -20,8 +21,17 @@ def free_host_bytes() -> int | None:
 
 
 def free_disk_bytes() -> int:
-    """Bytes that are free where offloaded tensors go on disk."""
-    return shutil.disk_usage(os.environ.get("GRAPHOPT_DISK") or tempfile.gettempdir()).free
+    """Bytes that are free where offloaded tensors go on disk.
+
+    Raises:
+        GraphoptError: where ``GRAPHOPT_DISK`` names no folder.
+    """
+    chosen = os.environ.get(VARIABLE)
+    try:
+        return shutil.disk_usage(chosen or tempfile.gettempdir()).free
+    except OSError as error:
+        named = f"{VARIABLE}={chosen}" if chosen else f"the folder of temporary files, {tempfile.gettempdir()}"
+        raise GraphoptError(f"{named} cannot be used for offloaded tensors: {error.strerror or error}") from error
 
 
 def free_bytes(device: torch.device) -> int:

@@ -1,0 +1,532 @@
+"""From plain data to a program: the reading half of the JSON form.
+
+The data may come from anybody. Ops are looked up by their overload, Python functions and dtypes in fixed tables, sizes
+are read by a small parser; nothing in a file is evaluated, imported or called. Sizes, depths and counts are bounded.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import binascii
+import functools
+import keyword
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
+
+import torch
+from torch import fx
+
+from graphopt import _torch
+from graphopt.errors import GraphoptError
+from graphopt.ir.checked_json import Field
+from graphopt.ir.context import Context
+from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, Policy, Stage, set_info, set_value, value_of
+from graphopt.ir.ops import register_all
+from graphopt.ir.program import Program
+from graphopt.ir.serialization import HIGHER_ORDER, SCHEMA_VERSION
+from graphopt.ir.state import PassState
+
+__all__ = ["from_json"]
+
+_DEEPEST = 32
+"""Lists inside of lists, and sub-graphs inside of sub-graphs."""
+
+_MOST_SYMBOLS = 1_000
+_LARGEST_HINT = 2**40
+_LONGEST_EXPRESSION = 500
+_LARGEST_EXPONENT = 8
+_MOST_DIMENSIONS = 64
+_LARGEST_CONSTANT = 16 * 1024 * 1024
+
+_ROLES = (
+    "parameter", "buffer", "constant", "input", "tangent", "gradient", "state", "hyperparameter", "pass_state",
+    "output", "loss", "mutation", "base",
+)  # fmt: skip
+
+_DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+_TORCH_CONSTANTS = _DTYPES | {
+    str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, (torch.memory_format, torch.layout))
+}
+
+_PYTHON_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{
+        f"operator.{name}": getattr(operator, name)
+        for name in (
+            "getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "neg", "pos", "eq", "ne", "lt", "le",
+            "gt", "ge", "and_", "or_", "not_", "xor", "invert", "lshift", "rshift", "abs",
+        )
+    },
+    **{
+        f"math.{name}": getattr(math, name)
+        for name in ("ceil", "floor", "trunc", "sqrt", "exp", "log", "log2", "log10", "pow", "sin", "cos", "tan")
+    },
+    **{
+        f"torch.{name}": getattr(torch, name)
+        for name in (
+            "sym_max", "sym_min", "sym_float", "sym_int", "sym_not", "sym_ite", "sym_sum", "sym_sqrt", "sym_fresh_size",
+        )
+        if hasattr(torch, name)
+    },
+    **{f"torch.{name}": getattr(torch, name) for name in ("_sym_sqrt", "_sym_log2") if hasattr(torch, name)},
+}  # fmt: skip
+"""Every function that a program calls beside ops: on sizes, and ``getitem``."""
+
+_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}  # fmt: skip
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "Max": lambda *values: functools.reduce(torch.sym_max, values),
+    "Min": lambda *values: functools.reduce(torch.sym_min, values),
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
+    "IntTrueDiv": operator.truediv,
+    "FloatTrueDiv": operator.truediv,
+    "PowByNatural": lambda value, exponent: _power(value, exponent),
+    "ModularIndexing": lambda value, divisor, modulus: value // divisor % modulus,
+    "CeilToInt": math.ceil,
+    "FloorToInt": math.floor,
+    "TruncToInt": math.trunc,
+    "ToFloat": torch.sym_float,
+}
+"""How expressions of sizes are computed again when they are read."""
+
+_REQUIRED = ("schema", "stage", "title", "history", "inputs", "outputs", "constants", "attributes", "symbols", "nodes")
+
+
+def from_json(data: Any) -> Program:
+    """The program that ``to_json`` described.
+
+    Raises:
+        GraphoptError: for data of another schema, that names ops which are not installed, or that is no description of
+            a program; with the place in the data.
+    """
+    document = Field(data)
+    if not document.is_object:
+        raise document.expected("the description of a program, an object")
+    if data.get("schema") != SCHEMA_VERSION or data["schema"] is True:
+        raise GraphoptError(
+            f"this description has schema {document['schema'].value!r:.40}, and this version reads {SCHEMA_VERSION}; "
+            "make it again with `graphopt dump --format json`"
+            if "schema" in document
+            else "$: 'schema' is missing: is this the description of a program, as to_json gives it?"
+        )
+    parts = document.parts(_REQUIRED, ("compiled", "pass_state"))
+    try:
+        return _program(parts)
+    except (RecursionError, MemoryError) as error:
+        raise GraphoptError(f"$: too deep or too large to be read ({type(error).__name__})") from error
+
+
+def _program(parts: Mapping[str, Field]) -> Program:
+    decoder = _Decoder(parts["symbols"])
+    compiled = parts["compiled"].truth() if "compiled" in parts else False
+    program = Program(
+        graph=decoder.graph(parts["nodes"]),
+        stage=parts["stage"].one_of({name: name for name in get_args(Stage)}),
+        inputs=[InputSpec(*_role_and_target(item)) for item in parts["inputs"].items()],
+        outputs=[OutputSpec(*_role_and_target(item)) for item in parts["outputs"].items()],
+        constants={name: _constant(item) for name, item in parts["constants"].entries()},
+        attributes=decoder.attributes(parts["attributes"]),
+        title=parts["title"].text(),
+        context=Context(history=tuple(item.text() for item in parts["history"].items()), compiled=compiled),
+    )
+    if "pass_state" in parts:
+        program.pass_state = {name: _pass_state(item) for name, item in parts["pass_state"].entries()}
+    _check_signature(program, parts)
+    return program
+
+
+def _check_signature(program: Program, parts: Mapping[str, Field]) -> None:
+    """Inputs, outputs, constants and pass state have to be those of the graph."""
+    placeholders = program.placeholders
+    if len(placeholders) != len(program.inputs):
+        raise parts["inputs"].error(f"{len(program.inputs)} inputs, and {len(placeholders)} placeholders in the graph")
+    if len(program.output_values) != len(program.outputs):
+        count = len(program.output_values)
+        raise parts["outputs"].error(f"{len(program.outputs)} outputs, and {count} values that the graph returns")
+    constants = {node.name for node, _ in program.inputs_of("constant")}
+    for name in program.constants:
+        if name not in constants:
+            raise parts["constants"].error(f"{name!r:.80} is no input of the graph with the role constant")
+    states = {spec.target for _, spec in program.inputs_of("pass_state")}
+    for name in program.pass_state:
+        if name not in states:
+            raise parts["pass_state"].error(f"{name!r:.80} is no input of the graph with the role pass_state")
+
+
+def _role_and_target(field: Field) -> tuple[str, str]:
+    pair = list(field.items(most=2))
+    if len(pair) != 2:
+        raise field.expected("a role and a target")
+    return pair[0].one_of({role: role for role in _ROLES}), pair[1].text()
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def _is_here(kind: str) -> bool:
+    """Whether there is a device of a kind; values on one that is not here would end the process."""
+    module = getattr(torch, kind, None)
+    return bool(module is not None and module.is_available())
+
+
+def _device(field: Field) -> torch.device:
+    text = field.text(longest=20)
+    kind, _, index = text.partition(":")
+    if kind not in ("cpu", "cuda", "meta", "mps", "xpu", "hpu") or not (index == "" or index.isdecimal()):
+        raise field.expected("a device such as cpu or cuda:0")
+    if len(index) > 3:
+        raise field.error(f"there is no device {text!r}")
+    if kind not in ("cpu", "meta") and not _is_here(kind):
+        raise field.error(f"there is no {kind} device here, which this program was captured on: read it where there is")
+    return torch.device(text)
+
+
+def _constant(field: Field) -> torch.Tensor:
+    parts = field.parts(("shape", "dtype", "device", "base64"))
+    dtype = parts["dtype"].one_of(_DTYPES)
+    shape = [item.whole(0, _LARGEST_CONSTANT) for item in parts["shape"].items(most=_MOST_DIMENSIONS)]
+    size = math.prod(shape) * dtype.itemsize
+    if size > _LARGEST_CONSTANT:
+        raise field.error(f"a constant of {size} bytes; at most {_LARGEST_CONSTANT} are read")
+    try:
+        raw = bytearray(base64.b64decode(parts["base64"].text(longest=2 * _LARGEST_CONSTANT), validate=True))
+    except (binascii.Error, ValueError) as error:
+        raise parts["base64"].error(f"no base64: {error}") from error
+    if len(raw) != size:
+        raise parts["base64"].error(f"{len(raw)} bytes, and the shape and dtype take {size}")
+    flat = torch.frombuffer(raw, dtype=torch.uint8).view(dtype) if raw else torch.empty(0, dtype=dtype)
+    return flat.reshape(shape).to(_device(parts["device"]))
+
+
+def _pass_state(field: Field) -> PassState:
+    parts = field.parts(("shape", "dtype", "device", "fill", "source", "follows", "saved", "local"))
+    try:
+        fill = float(parts["fill"].text(longest=40))
+    except ValueError:
+        raise parts["fill"].expected("a number as text") from None
+    return PassState(
+        shape=tuple(item.whole(0) for item in parts["shape"].items(most=_MOST_DIMENSIONS)),
+        dtype=parts["dtype"].one_of(_DTYPES),
+        device=_device(parts["device"]),
+        fill=fill,
+        source=parts["source"].text(),
+        follows=parts["follows"].truth(),
+        saved=parts["saved"].truth(),
+        local=parts["local"].truth(),
+    )
+
+
+# --- calls -----------------------------------------------------------------------------------------------------------
+
+
+def _target(field: Field) -> Any:
+    """What a call calls: an op by its overload, or one of a fixed list."""
+    text = field.text(longest=400)
+    if text in _PYTHON_FUNCTIONS:
+        return _PYTHON_FUNCTIONS[text]
+    space, _, rest = text.partition(".")
+    if space == "higher_order":
+        return _higher_order(field, rest)
+    name, _, overload = rest.partition(".")
+    pieces = (space, name, overload or "default")
+    if not all(piece.isidentifier() and piece.isascii() and not piece.startswith("__") for piece in pieces):
+        raise field.error(f"{text!r:.80} names no op: an op is written aten.mul.Tensor")
+    if space in ("operator", "math", "torch", "builtins"):
+        raise field.error(f"a program calls no {text!r:.80}; its functions are {', '.join(_PYTHON_FUNCTIONS)}")
+    if space == "graphopt":
+        register_all()
+    found = _op(*pieces)
+    if found is None:
+        raise field.error(f"this installation has no op {text!r:.80}: import the package that registers it first")
+    return found
+
+
+def _op(space: str, name: str, overload: str) -> _torch.OpOverload | None:
+    """An op that is registered; names that ``torch.ops`` has for other things (``load_library``) are none."""
+    if not _torch.is_registered(f"{space}::{name}"):
+        return None
+    packet = getattr(getattr(torch.ops, space), name, None)
+    if not isinstance(packet, _torch.OpOverloadPacket):
+        return None
+    found = getattr(packet, overload, None) if overload in packet.overloads() else None  # type: ignore[no-untyped-call]
+    return found if isinstance(found, _torch.OpOverload) else None
+
+
+def _higher_order(field: Field, name: str) -> Any:
+    known = {**HIGHER_ORDER, **_torch.higher_order_ops()}
+    return Field(name, field.path).one_of(known)
+
+
+class _Decoder:
+    """Reads graphs whose sizes are written with some symbols."""
+
+    def __init__(self, symbols: Field) -> None:
+        hints = {}
+        for name, hint in symbols.entries(most=_MOST_SYMBOLS):
+            hints[Field(name, symbols.path).identifier()] = hint.whole(0, _LARGEST_HINT)
+        self._mode = _torch.fake_mode(hints)
+        self._symbols = {name: _torch.symbolic_size(self._mode, name, hint) for name, hint in hints.items()}
+
+    def attributes(self, field: Field) -> dict[str, fx.GraphModule]:
+        """The sub-graphs that a graph refers to."""
+        records = dict(field.entries())
+        for path, nodes in records.items():
+            steps = path.split(".")
+            if len(steps) > _DEEPEST or not all(step.isidentifier() for step in steps):
+                raise nodes.error("the path of a sub-graph is names joined by dots")
+            if len(steps) > 1 and ".".join(steps[:-1]) not in records:
+                raise nodes.error(f"there is no sub-graph {'.'.join(steps[:-1])!r:.80} to hold it")
+        return self._attributes(records, "")
+
+    def _attributes(self, records: Mapping[str, Field], prefix: str) -> dict[str, fx.GraphModule]:
+        found: dict[str, fx.GraphModule] = {}
+        for path, nodes in records.items():
+            name = path.removeprefix(prefix)
+            if path.startswith(prefix) and "." not in name:
+                inner = self._attributes(records, f"{path}.")
+                try:
+                    found[name] = fx.GraphModule(inner, self.graph(nodes))
+                except (RuntimeError, AttributeError, SyntaxError) as error:
+                    raise nodes.error(f"no graph that runs: {error}") from error
+        return found
+
+    def graph(self, field: Field) -> fx.Graph:
+        """A graph from the records of its nodes."""
+        graph = fx.Graph()
+        nodes: dict[str, fx.Node] = {}
+        finished = False
+        for record in field.items():
+            if finished:
+                raise record.error("a node behind the output")
+            node = self._node(record, graph, nodes)
+            finished = node.op == "output"
+        if not finished:
+            raise field.error("the last node is no output")
+        return graph
+
+    def _node(self, record: Field, graph: fx.Graph, nodes: dict[str, fx.Node]) -> fx.Node:
+        known = ("phase", "module", "names", "source", "origin", "policy", "region")
+        parts = record.parts(("name", "op", "target", "args", "kwargs", "value"), known)
+        op, name = parts["op"].one_of(_OPS), parts["name"].identifier()
+        if name in nodes or keyword.iskeyword(name):
+            raise parts["name"].error(f"{name!r} is a name of Python's or of another node")
+        args = tuple(self._argument(item, nodes) for item in parts["args"].items())
+        kwargs = {Field(key, value.path).identifier(): self._argument(value, nodes) for key, value in
+                  parts["kwargs"].entries()}  # fmt: skip
+        target = _OPS_TARGETS[op](parts["target"])
+        if op == "output" and not (len(args) == 1 and isinstance(args[0], (tuple, list)) and not kwargs):
+            raise parts["args"].expected("one list with what the program returns")
+        node = graph.create_node(op, target, args, kwargs, name=name)
+        nodes[name] = node
+        if parts["value"].value is not None:
+            set_value(node, self._node_value(node, parts["value"]))
+        if "phase" in parts:
+            set_info(node, _info(record, parts))
+        return node
+
+    def _argument(self, field: Field, nodes: Mapping[str, fx.Node], depth: int = 0) -> Any:
+        if not field.is_object:
+            return _plain(field)
+        if depth > _DEEPEST:
+            raise field.error(f"lists inside of lists, deeper than {_DEEPEST}")
+        kind, value = field.only_entry()
+        if kind in ("list", "tuple"):
+            items = [self._argument(item, nodes, depth + 1) for item in value.items()]
+            return items if kind == "list" else tuple(items)
+        if kind == "dict":
+            return {key: self._argument(item, nodes, depth + 1) for key, item in value.entries()}
+        if kind == "slice":
+            ends = [self._argument(item, nodes, depth + 1) for item in value.items(most=3)]
+            if len(ends) != 3 or any(isinstance(end, (list, tuple, dict, slice, str)) for end in ends):
+                raise value.expected("start, stop and step")
+            return slice(*ends)
+        simple: dict[str, Callable[[Field], Any]] = {
+            "node": lambda value: value.one_of(nodes),
+            "float": _float,
+            "torch": lambda value: value.one_of(_TORCH_CONSTANTS),
+            "device": _device,
+            "complex": _complex,
+            "op": _target,
+        }
+        return Field(kind, field.path).one_of(simple)(value)
+
+    # --- example values ----------------------------------------------------------------------------------------------
+
+    def _node_value(self, node: fx.Node, field: Field) -> Any:
+        if "number" in field:
+            return _torch.symbolic_float(node.name, field["number"].number())
+        return _compute(node, field) if "computed" in field else self._example(field)
+
+    def _example(self, field: Field, depth: int = 0) -> Any:
+        if depth > _DEEPEST:
+            raise field.error(f"values inside of values, deeper than {_DEEPEST}")
+        if not field.is_object:
+            raise field.expected("a value")
+        if "constant" in field:
+            return _plain(field["constant"])
+        if "symbolic" in field:
+            return self._size(field["symbolic"])
+        for kind in ("list", "tuple"):
+            if kind in field:
+                items = [None if item.value is None else self._example(item, depth + 1) for item in field[kind].items()]
+                return items if kind == "list" else tuple(items)
+        return self._tensor(field)
+
+    def _tensor(self, field: Field) -> torch.Tensor:
+        parts = field.parts(("shape", "stride", "dtype", "device"))
+        shape = [self._size(item) for item in parts["shape"].items(most=_MOST_DIMENSIONS)]
+        stride = [self._size(item) for item in parts["stride"].items(most=_MOST_DIMENSIONS)]
+        if len(shape) != len(stride):
+            raise parts["stride"].error(f"{len(stride)} strides for {len(shape)} dimensions")
+        dtype, device = parts["dtype"].one_of(_DTYPES), _device(parts["device"])
+        try:
+            with self._mode:
+                return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        except (RuntimeError, ValueError, TypeError, OverflowError) as error:
+            raise field.error(f"no tensor has this shape and stride: {str(error).splitlines()[0][:200]}") from error
+
+    def _size(self, field: Field) -> Any:
+        if not field.is_object:
+            return field.whole(0)
+        expression = field.parts(("expression", "hint"))["expression"]
+        text = expression.text(longest=_LONGEST_EXPRESSION)
+        try:
+            found = self._evaluate(ast.parse(text, mode="eval").body, expression)
+        except GraphoptError:
+            raise
+        except Exception as error:  # of the parser, of sympy: all of them say that this is no size
+            raise expression.error(f"{text!r:.80} is no size: {type(error).__name__}: {error!s:.80}") from error
+        return found if isinstance(found, torch.SymInt) else Field(found, expression.path).whole(0)
+
+    def _evaluate(self, tree: ast.expr, field: Field) -> Any:
+        """A size written as an expression, computed from the symbols: sympy would read ``//`` as another function."""
+        if isinstance(tree, ast.Constant) and type(tree.value) in (int, float):
+            return Field(tree.value, field.path).whole() if isinstance(tree.value, int) else tree.value
+        if isinstance(tree, ast.Name) and tree.id in self._symbols:
+            return self._symbols[tree.id]
+        if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
+            return -self._evaluate(tree.operand, field)
+        if isinstance(tree, ast.BinOp):
+            return self._binary(tree, field)
+        if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and not tree.keywords:
+            function = Field(tree.func.id, field.path).one_of(_FUNCTIONS)
+            return function(*(self._evaluate(item, field) for item in tree.args))
+        raise field.error(
+            f"{ast.unparse(tree)!r:.80} is none of the symbols {sorted(self._symbols)[:10]} and no function that sizes "
+            f"are made of ({', '.join(_FUNCTIONS)})"
+        )
+
+    def _binary(self, tree: ast.BinOp, field: Field) -> Any:
+        if isinstance(tree.op, ast.Mult):
+            # numbers last: sympy would multiply a number into a sum at once, and print the product differently
+            factors = sorted(_factors(tree), key=lambda factor: isinstance(factor, ast.Constant))
+            return functools.reduce(operator.mul, [self._evaluate(factor, field) for factor in factors])
+        left, right = self._evaluate(tree.left, field), self._evaluate(tree.right, field)
+        if isinstance(tree.op, ast.Pow):
+            return _power(left, right)
+        if type(tree.op) not in _ARITHMETIC:
+            raise field.error(f"{ast.unparse(tree)!r:.80} is no arithmetic that sizes are made of")
+        return _ARITHMETIC[type(tree.op)](left, right)
+
+
+def _name(field: Field) -> str:
+    name = field.identifier()
+    if keyword.iskeyword(name):
+        raise field.error(f"{name!r} is a word of Python's")
+    return name
+
+
+def _path(field: Field) -> str:
+    text = field.text(longest=400)
+    if not all(step.isidentifier() and step.isascii() for step in text.split(".")):
+        raise field.expected("names joined by dots")
+    return text
+
+
+_OPS = {name: name for name in ("placeholder", "call_function", "get_attr", "output")}
+_OPS_TARGETS: dict[str, Callable[[Field], Any]] = {
+    "placeholder": _name,
+    "call_function": _target,
+    "get_attr": _path,
+    "output": lambda field: field.one_of({"output": "output"}),
+}
+
+
+def _plain(field: Field) -> Any:
+    """None, a truth value, a number of 64 bits or a text."""
+    if field.value is None or isinstance(field.value, bool):
+        return field.value
+    if isinstance(field.value, int):
+        return field.whole()
+    if isinstance(field.value, float):
+        return field.value
+    return field.text()
+
+
+def _float(field: Field) -> float:
+    try:
+        return float(field.text(longest=40))
+    except ValueError:
+        raise field.expected("a number as text") from None
+
+
+def _complex(field: Field) -> complex:
+    parts = [item.number() for item in field.items(most=2)]
+    if len(parts) != 2:
+        raise field.expected("a real and an imaginary part")
+    return complex(*parts)
+
+
+def _power(value: Any, exponent: Any) -> Any:
+    if not isinstance(exponent, int) or not 0 <= exponent <= _LARGEST_EXPONENT:
+        raise ValueError(f"an exponent is a whole number from 0 to {_LARGEST_EXPONENT}")
+    return value**exponent
+
+
+def _factors(tree: ast.expr) -> list[ast.expr]:
+    if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Mult):
+        return [*_factors(tree.left), *_factors(tree.right)]
+    return [tree]
+
+
+def _compute(node: fx.Node, field: Field) -> Any:
+    """The value of a call on sizes that gives a symbolic number or truth value: arithmetic of the fixed list only."""
+    if node.target not in _PYTHON_FUNCTIONS.values() or node.kwargs:
+        raise field.error("only arithmetic on sizes is computed")
+    values = [value_of(arg) if isinstance(arg, fx.Node) else arg for arg in node.args]
+    numbers = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+    if not all(isinstance(value, numbers) for value in values) or not all(_is_small(value) for value in values):
+        raise field.error("only arithmetic on sizes is computed")
+    if node.target in (operator.pow, operator.lshift, math.pow) and not _is_small(values[-1], _LARGEST_EXPONENT):
+        raise field.error(f"an exponent above {_LARGEST_EXPONENT}")
+    try:
+        return node.target(*values)  # type: ignore[operator]
+    except Exception as error:  # of arithmetic, of sympy
+        raise field.error(f"cannot be computed: {type(error).__name__}: {error!s:.80}") from error
+
+
+def _is_small(value: Any, largest: int = 2**63) -> bool:
+    return not isinstance(value, int) or abs(value) <= largest
+
+
+def _info(record: Field, parts: Mapping[str, Field]) -> NodeInfo:
+    missing = [name for name in ("module", "names", "source", "origin", "policy", "region") if name not in parts]
+    if missing:
+        raise record.error(f"{missing[0]!r} is missing")
+    policy, region = parts["policy"], parts["region"]
+    return NodeInfo(
+        phase=parts["phase"].one_of({phase.value: phase for phase in Phase}),
+        module=parts["module"].text(),
+        names=tuple(item.text() for item in parts["names"].items()),
+        source=parts["source"].text(),
+        origin=parts["origin"].text(),
+        policy=None if policy.value is None else policy.one_of({known.value: known for known in Policy}),
+        region=None if region.value is None else region.whole(),
+    )
