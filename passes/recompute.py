@@ -86,7 +86,9 @@ class Recompute(Pass):
 
     def _named(self, program: Program) -> dict[str, fx.Node]:
         found = program.find(*self.checkpoints)
-        for name, node in found.items():
+        # a glob stands for what can be a checkpoint; only a name has to be one
+        usable = {name: node for name, node in found.items() if name in self.checkpoints or _can_be_kept(node)}
+        for name, node in (usable or found).items():
             if info(node).phase is not Phase.FORWARD:
                 raise GraphoptError(
                     f"{name!r} cannot be a checkpoint: it is computed in {info(node).phase.value}, and a checkpoint is "
@@ -96,7 +98,11 @@ class Recompute(Pass):
                 raise GraphoptError(
                     f"{name!r} cannot be a checkpoint: it is a write into {node.args[0]}, not a new tensor"
                 )
-        return found
+        return usable
+
+
+def _can_be_kept(node: fx.Node) -> bool:
+    return info(node).phase is Phase.FORWARD and not schema.mutated_inputs(node)
 
 
 def _is_recomputing(program: Program) -> bool:

@@ -55,14 +55,18 @@ def refuse_wrapped(model: object) -> None:
 
 def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Raise a ``CaptureError`` for an optimizer whose step calls hooks."""
-    hooks = [
-        kind for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks") if getattr(optimizer, kind, None)
-    ]
+    kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    hooks = [kind for kind in kinds if any(not _is_own(hook) for hook in getattr(optimizer, kind, {}).values())]
     if hooks:
         raise CaptureError(
             f"{type(optimizer).__name__} has step hooks ({', '.join(hooks)}); the update is part of one program and "
             "cannot call them: remove the hooks, or keep your loop and use graphopt.optimize"
         )
+
+
+def _is_own(hook: object) -> bool:
+    """Whether a hook is graphopt's, which changes nothing."""
+    return type(getattr(hook, "__self__", None)).__module__.startswith("graphopt.")
 
 
 def refuse_coupling(optimizer: torch.optim.Optimizer, graph: fx.Graph) -> None:

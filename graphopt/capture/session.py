@@ -19,7 +19,7 @@ from graphopt.ir.node import Stage
 from graphopt.ir.program import Program
 from graphopt.rewriting.shards import Shards
 
-__all__ = ["CaptureSession", "capture"]
+__all__ = ["CaptureSession", "call_loss", "capture"]
 
 Loss = Callable[..., torch.Tensor]
 
@@ -40,6 +40,19 @@ def _own_loss(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             "get labels=)"
         )
     return found
+
+
+def call_loss(model: nn.Module, loss: Loss | bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """The loss of a batch as the model and the loss function give it, without a program.
+
+    Args:
+        model: as the loss function is called with.
+        loss: as for ``CaptureSession``.
+        args: positional parts of the batch.
+        kwargs: those given by keyword.
+    """
+    call = _own_loss if isinstance(loss, bool) else loss
+    return call(model, *args, **kwargs)
 
 
 class CaptureSession:

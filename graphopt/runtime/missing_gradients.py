@@ -6,6 +6,7 @@ torch's compiled functions take a missing tangent for zeros, and optimizers trea
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -15,21 +16,6 @@ from graphopt import _torch
 from graphopt.ir.program import Program
 
 __all__ = ["MissingGradients"]
-
-
-class _Mark(torch.autograd.Function):
-    """The identity; its backward, which runs only where a gradient arrives, notes the output's number."""
-
-    @staticmethod
-    def forward(ctx: Any, reached: set[int], number: int, output: torch.Tensor) -> torch.Tensor:
-        ctx.note = (reached, number)
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        reached, number = ctx.note
-        reached.add(number)
-        return None, None, *gradients
 
 
 class _Drop(torch.autograd.Function):
@@ -89,10 +75,13 @@ class MissingGradients:
 
     def after(self, reached: set[int], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """The call's outputs, those with a gradient noting when one reaches them."""
-        number, marked = 0, []
-        for output in outputs:
-            if isinstance(output, torch.Tensor) and output.requires_grad:
-                output = _torch.apply_function(_Mark, reached, number, output)
-                number += 1
-            marked.append(output)
-        return tuple(marked)
+        trained = [output for output in outputs if isinstance(output, torch.Tensor) and output.requires_grad]
+        for number, output in enumerate(trained):
+            output.register_hook(functools.partial(_note, reached, number))  # type: ignore[no-untyped-call]
+        return outputs
+
+
+def _note(reached: set[int], number: int, gradient: torch.Tensor | None) -> None:
+    """Called where backward comes to an output; without a gradient, where it comes to another one only."""
+    if gradient is not None:
+        reached.add(number)

@@ -21,7 +21,7 @@ from graphopt.runtime.drop_in import DropIn
 from graphopt.runtime.rewrite import Verify
 from graphopt.runtime.runner import Options
 
-__all__ = ["Optimized", "optimize"]
+__all__ = ["Optimized", "optimize", "take_over"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -84,12 +84,35 @@ class Optimized(nn.Module):
             plain.__dict__[hooks] = OrderedDict()
         return plain
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles hold the plain model, the options and what passes keep; they capture again when called."""
+    def _original_model(self) -> nn.Module:
+        """The same with the root's hooks: what was given to ``optimize``."""
         plain = self._plain_model()
         for hooks in _HOOKS:
             plain.__dict__[hooks] = self.__dict__[hooks]
+        return plain
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles hold the plain model, the options and what passes keep; they capture again when called."""
+        plain = self._original_model()
         return _rebuild, (plain, self._graphopt.options, self._graphopt.runner.store.state_dict())
+
+
+def take_over(model: nn.Module, passes: str | Iterable[Pass] | Pipeline) -> tuple[nn.Module, list[Pass]]:
+    """A model as it was before ``optimize``, and its passes together with those of what is made of it now.
+
+    Raises:
+        PipelineError: where a pass is in both.
+    """
+    given = list(passes.passes if isinstance(passes, Pipeline) else Pipeline(passes).passes)
+    if not isinstance(model, Optimized):
+        return model, given
+    inner = list(model._graphopt.options.pipeline.passes)
+    both = {current.name for current in inner} & {current.name for current in given}
+    if both:
+        raise PipelineError(
+            f"{sorted(both)[0]!r} is given here and in graphopt.optimize around the model: give it once, to one of them"
+        )
+    return model._original_model(), [*inner, *given]
 
 
 def _rebuild(plain: nn.Module, options: Options, state: Mapping[str, torch.Tensor]) -> nn.Module:

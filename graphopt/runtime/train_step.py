@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
 
 from graphopt import _torch
 from graphopt.capture import CaptureSession
+from graphopt.capture.session import call_loss
 from graphopt.capture.step import hyperparameters
 from graphopt.errors import GraphoptError
 from graphopt.ir.autocast import plain_precision
@@ -19,46 +19,20 @@ from graphopt.ir.program import Program
 from graphopt.rewriting.clock import Clock
 from graphopt.rewriting.pass_ import Pass, Records
 from graphopt.rewriting.pipeline import Pipeline
-from graphopt.rewriting.precision.scaling import CheckedGradients, checked_gradients, scaling_of
+from graphopt.rewriting.precision.scaling import checked_gradients, scaling_of
 from graphopt.rewriting.shards import shard_state
 from graphopt.runtime.accumulate import accumulate_gradients, scale_seed
 from graphopt.runtime.binding import Binding
-from graphopt.runtime.compile.backend import Backend, Boxed, compile_program
+from graphopt.runtime.compile.backend import Backend, compile_program
+from graphopt.runtime.leftovers import LoopLeftovers
+from graphopt.runtime.module import take_over
 from graphopt.runtime.rewrite import Rewritten, Verify
-from graphopt.runtime.runner import Capture, Options, Runner
+from graphopt.runtime.runner import Options, Runner
 from graphopt.runtime.skipped_steps import SkipWatch
 from graphopt.runtime.state_dict import STATE_VERSION, check_state, place
+from graphopt.runtime.step_variants import CapturedStep, CompiledStep, Variant
 
 __all__ = ["TrainStep", "optimize_step"]
-
-
-class _Variant(NamedTuple):
-    """Which of a capture's programs: what it does, for how many batches, what waits for it, what passes want."""
-
-    kind: Literal["begin", "middle", "update", "first update"]
-    every: int
-    waiting: frozenset[str]
-    forms: tuple[tuple[str, str], ...]
-
-    def __str__(self) -> str:
-        return ", ".join([self.kind, *(f"{name}: {form}" for name, form in self.forms)])
-
-
-@dataclass
-class _Compiled:
-    program: Program
-    module: fx.GraphModule
-    run: Boxed
-    binding: Binding
-    checked: CheckedGradients | None
-
-
-@dataclass
-class _Captured(Capture):
-    """One capture: its rewritten programs, and the variants compiled so far for the optimizer's settings."""
-
-    settings: tuple[Any, ...]
-    variants: dict[_Variant, _Compiled] = field(default_factory=dict)
 
 
 class TrainStep:
@@ -87,11 +61,12 @@ class TrainStep:
         self._pipeline = options.pipeline
         self._options = options
         self._loss = loss
+        self._leftovers = LoopLeftovers(optimizer)
         self._every = 1
         self._batches = 0
         self._gradients: dict[str, torch.Tensor] = {}
         numbers: dict[str, float] = {}
-        self._runner: Runner[_Captured] = Runner(options, "step", model.get_parameter, numbers)
+        self._runner: Runner[CapturedStep] = Runner(options, "step", model.get_parameter, numbers)
         self._store = self._runner.store
         self._clock = Clock(rates=self._rates, numbers=numbers, state=self._store.__getitem__)
         scaling = scaling_of(options.pipeline.passes)
@@ -102,6 +77,10 @@ class TrainStep:
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run one step on a batch; returns the loss, detached, of the shape that the loss function gives it.
 
+        Under ``torch.no_grad`` and ``torch.inference_mode`` it trains nothing: it returns the loss as the model and the
+        loss function give it there. In eval mode it trains as a loop would, with dropout off and statistics frozen,
+        and says so once.
+
         Raises:
             CaptureError: at the first call of a signature, where it cannot be captured.
             RankError: where an exchange with other ranks fails, naming those that died or hang.
@@ -109,6 +88,9 @@ class TrainStep:
                 that loss scaling skipped.
         """
         self._refuse_foreign_gradients()
+        if not torch.is_grad_enabled():
+            return self._loss_alone(args, kwargs)
+        self._leftovers.before(self._model)
         captured, batch = self._runner.find(self._model, args, kwargs, lambda: self._capture(args, kwargs))
         compiled = self._variant(captured)
         inputs = compiled.binding.gather(batch)
@@ -117,6 +99,24 @@ class TrainStep:
             results = compiled.run(inputs)
             self._store.settle()
         return self._accept(compiled, results, batch)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The loss of a batch in eval mode and without gradients, for validation; nothing is changed.
+
+        Returns:
+            the loss, detached; training flags are afterwards as they were.
+        """
+        flags = {module: module.training for module in self._model.modules()}
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                return self._loss_alone(args, kwargs)
+        finally:
+            for module, training in flags.items():
+                module.training = training
+
+    def _loss_alone(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        return call_loss(self._model, self._loss or True, args, kwargs).detach()
 
     def prepare(self, *args: Any, **kwargs: Any) -> TrainStep:
         """Capture and compile for a batch like this one without running; returns the step itself."""
@@ -166,7 +166,7 @@ class TrainStep:
                     "gradients; call optimizer.zero_grad() once before the first step"
                 )
 
-    def _accept(self, compiled: _Compiled, results: Any, batch: list[torch.Tensor]) -> torch.Tensor:
+    def _accept(self, compiled: CompiledStep, results: Any, batch: list[torch.Tensor]) -> torch.Tensor:
         """Hand out what a run returned: new optimizer state, accumulators, gradients of inputs, the loss.
 
         State that a skipped step created is dropped, so that the next one is the first again, as in eager mode.
@@ -192,6 +192,7 @@ class TrainStep:
         if skips is not None and compiled.checked is not None:
             skips.look([(compiled.checked, self._store[compiled.checked.target])])
         assert loss is not None
+        self._leftovers.after(loss)
         return loss
 
     def _count_batch(self) -> None:
@@ -205,7 +206,7 @@ class TrainStep:
 
     # --- capturing ---------------------------------------------------------------------------------------------------
 
-    def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Captured:
+    def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CapturedStep:
         runner = self._runner
         session = CaptureSession(
             self._model,
@@ -224,9 +225,9 @@ class TrainStep:
         self._store.require(program.pass_state)
         self._store.check_loaded()
         runner.announce(capture)
-        return _Captured(capture.rewritten, capture.rules, hyperparameters(self._optimizer))
+        return CapturedStep(capture.rewritten, capture.rules, hyperparameters(self._optimizer))
 
-    def _variant(self, captured: _Captured) -> _Compiled:
+    def _variant(self, captured: CapturedStep) -> CompiledStep:
         """The compiled program that this call needs, made at its first use."""
         settings = hyperparameters(self._optimizer)
         if settings != captured.settings:
@@ -238,21 +239,21 @@ class TrainStep:
             captured.variants[key] = self._compile(self._make(captured.rewritten, key))
         return captured.variants[key]
 
-    def _compile(self, program: Program) -> _Compiled:
+    def _compile(self, program: Program) -> CompiledStep:
         self._runner.make_ready(program)
         module, run = compile_program(program, self._options.backend)
         run = self._runner.watch.guard(run, module, program, "step")
         binding = Binding(program, self._model, self._optimizer, self._gradients, self._store)
-        return _Compiled(program, module, run, binding, checked_gradients(program))
+        return CompiledStep(program, module, run, binding, checked_gradients(program))
 
-    def _due(self, program: Program) -> _Variant:
+    def _due(self, program: Program) -> Variant:
         """Which program the next call runs."""
         if self._batches < self._every - 1:
-            return _Variant("begin" if self._batches == 0 else "middle", self._every, frozenset(self._gradients), ())
+            return Variant("begin" if self._batches == 0 else "middle", self._every, frozenset(self._gradients), ())
         forms = {current.name: current.form(self._clock) for current in self._pipeline.training}
         wanted = tuple((name, form) for name, form in forms.items() if form)
         kind: Literal["update", "first update"] = "update" if self._has_state(program) else "first update"
-        return _Variant(kind, self._every, frozenset(self._gradients), wanted)
+        return Variant(kind, self._every, frozenset(self._gradients), wanted)
 
     def _rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for group in self._optimizer.param_groups)
@@ -269,7 +270,7 @@ class TrainStep:
                 return False
         return True
 
-    def _make(self, rewritten: Rewritten, wanted: _Variant) -> Program:
+    def _make(self, rewritten: Rewritten, wanted: Variant) -> Program:
         first = wanted.kind == "first update"
         forms = dict(wanted.forms)
         if self._every == 1:
@@ -286,7 +287,7 @@ class TrainStep:
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
-    def _latest(self) -> _Captured:
+    def _latest(self) -> CapturedStep:
         latest = self._runner.captures.latest
         if latest is None:
             raise GraphoptError(
@@ -313,7 +314,7 @@ class TrainStep:
     def graph_module(self) -> fx.GraphModule:
         """The generated module of the latest signature's program; it takes a list of inputs and empties it."""
         captured = self._latest()
-        found = captured.variants.get(_Variant("update", self._every, frozenset(), ()))
+        found = captured.variants.get(Variant("update", self._every, frozenset(), ()))
         return found.module if found else captured.rewritten.program.to_graph_module()
 
     @property
@@ -413,7 +414,7 @@ def optimize_step(
     """Make a function that runs a whole training step, captured as one program and rewritten by passes.
 
     Args:
-        model: the bare module; updated in place.
+        model: the bare module; updated in place. The passes of a result of ``optimize`` are taken over.
         optimizer: a ``torch.optim`` object over its parameters; stays the source of truth.
         passes: ``Pass`` objects, or their text form; in any order.
         loss: ``loss(model, *batch)`` returning a scalar; None where the model returns the loss or an object with
@@ -428,7 +429,8 @@ def optimize_step(
         PipelineError: where the passes do not fit together.
         CaptureError: where the model, loss or optimizer cannot be captured; the optimizer then works in drop-in mode.
     """
-    step = TrainStep(model, optimizer, Options.checked(model, passes, dynamic_shapes, backend, verify), loss)
+    model, taken = take_over(model, passes)
+    step = TrainStep(model, optimizer, Options.checked(model, taken, dynamic_shapes, backend, verify), loss)
     if example_inputs is not None:
         step.prepare_example(example_inputs)
     return step

@@ -1,0 +1,61 @@
+"""What stays of a loop when a whole step takes its place: lines that act on nothing any more, told to the user."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphopt.errors import GraphoptError
+
+__all__ = ["LoopLeftovers"]
+
+logger = logging.getLogger("graphopt")
+
+_ADVICE = (
+    "leave out loss.backward(), clip_grad_norm_ (the pass ClipGradients does it), optimizer.step(), zero_grad() and "
+    "GradScaler (MixedPrecision scales); with graphopt.optimize in place of optimize_step the loop keeps them"
+)
+
+
+class LoopLeftovers:
+    """Says once what differs from the loop that a whole step takes the place of.
+
+    Args:
+        optimizer: of the step; a call of its ``step`` that finds no gradient is told.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._trained = False
+        self._said: set[str] = set()
+        optimizer.register_step_pre_hook(self._before_optimizer)
+
+    def before(self, model: nn.Module) -> None:
+        """To be called before a step trains ``model``."""
+        if not model.training:
+            self._say(
+                f"{type(model).__name__} is in eval mode, and this step trains it all the same, with dropout off and "
+                "statistics frozen: call model.train() to train as usual, and step.evaluate(*batch) to validate"
+            )
+
+    def after(self, loss: torch.Tensor) -> None:
+        """To be called with the loss that a step returns: its ``backward`` says that there is none."""
+        self._trained = True
+        loss.backward = _refuse_backward  # type: ignore[method-assign]
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if self._trained and all(parameter.grad is None for parameter in parameters):
+            self._say(f"optimizer.step() finds no gradients: the whole step has updated already; {_ADVICE}")
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning("%s", text)
+
+
+def _refuse_backward(*args: Any, **kwargs: Any) -> None:
+    """What ``backward`` of a step's loss is."""
+    raise GraphoptError(f"this loss comes from a whole step, which has run backward and the update already: {_ADVICE}")

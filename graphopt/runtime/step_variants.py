@@ -1,0 +1,47 @@
+"""The programs of a whole step: which there are for one capture, and what is compiled of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from torch import fx
+
+from graphopt.ir.program import Program
+from graphopt.rewriting.precision.scaling import CheckedGradients
+from graphopt.runtime.binding import Binding
+from graphopt.runtime.compile.backend import Boxed
+from graphopt.runtime.runner import Capture
+
+__all__ = ["CapturedStep", "CompiledStep", "Variant"]
+
+
+class Variant(NamedTuple):
+    """Which of a capture's programs: what it does, for how many batches, what waits for it, what passes want."""
+
+    kind: Literal["begin", "middle", "update", "first update"]
+    every: int
+    waiting: frozenset[str]
+    forms: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        return ", ".join([self.kind, *(f"{name}: {form}" for name, form in self.forms)])
+
+
+@dataclass
+class CompiledStep:
+    """A program of a step, ready to run: its code, where its inputs come from, and what it checks for infinities."""
+
+    program: Program
+    module: fx.GraphModule
+    run: Boxed
+    binding: Binding
+    checked: CheckedGradients | None
+
+
+@dataclass
+class CapturedStep(Capture):
+    """One capture: its rewritten programs, and the variants compiled so far for the optimizer's settings."""
+
+    settings: tuple[Any, ...]
+    variants: dict[Variant, CompiledStep] = field(default_factory=dict)
