@@ -37,6 +37,10 @@ from graphopt._torch.c10d import is_tcp_store as is_tcp_store
 from graphopt._torch.c10d import process_groups as process_groups
 from graphopt._torch.c10d import reduce_scatter_tensor as reduce_scatter_tensor
 from graphopt._torch.c10d import wait_tensor as wait_tensor
+from graphopt._torch.changes import TensorsUnchanged as TensorsUnchanged
+from graphopt._torch.changes import dict_version as dict_version
+from graphopt._torch.changes import hooks_added as hooks_added
+from graphopt._torch.changes import kernel_choices as kernel_choices
 from graphopt._torch.custom_functions import apply_function as apply_function
 from graphopt._torch.custom_functions import custom_function as custom_function
 from graphopt._torch.custom_functions import intercept_custom_functions as intercept_custom_functions
@@ -92,6 +96,7 @@ __all__ = [
     "JointTrace",
     "OpOverload",
     "OpOverloadPacket",
+    "TensorsUnchanged",
     "all_gather_into_tensor",
     "all_gather_into_tensor_out",
     "all_reduce",
@@ -107,17 +112,20 @@ __all__ = [
     "cpu_computes_in",
     "custom_function",
     "default_store",
+    "dict_version",
     "example_twins",
     "fake_mode",
     "generated_function",
     "has_autocast_rule",
     "higher_order_ops",
+    "hooks_added",
     "intercept_checkpoint",
     "intercept_custom_functions",
     "is_composite",
     "is_known_zero",
     "is_registered",
     "is_tcp_store",
+    "kernel_choices",
     "map_aggregate",
     "mark_optimizer_called",
     "mode_of",

@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors, aot_export_joint_with_descriptors
 
+from graphopt._torch.checks_in_graphs import plain_checks
 from graphopt.errors import CaptureError
 
 __all__ = ["AotInput", "AotOutput", "JointTrace"]
@@ -75,7 +76,7 @@ class JointTrace:
     def __init__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         # torch wants the stack open until compilation; but its contexts make every tensor op of the thread fake, and
         # user code runs in between. Nothing that compile() does below needs them.
-        with contextlib.ExitStack() as stack, torch.enable_grad():
+        with contextlib.ExitStack() as stack, torch.enable_grad(), plain_checks():
             self._joint = aot_export_joint_with_descriptors(
                 stack, module, args, decompositions={}, keep_inference_input_mutations=True
             )

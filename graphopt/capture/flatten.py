@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from graphopt import _torch
+from graphopt.capture.fingerprint import by_value
 
 __all__ = ["Structure", "flatten"]
 
@@ -35,9 +36,7 @@ class Structure:
     def key(self) -> tuple[Any, ...]:
         """What must be equal for two values to have the same structure and the same constants."""
         constants = tuple(
-            (type(leaf), leaf if _hashable(leaf) else id(leaf))
-            for leaf, tensor in zip(self.leaves, self.is_tensor, strict=True)
-            if not tensor
+            by_value(leaf) for leaf, tensor in zip(self.leaves, self.is_tensor, strict=True) if not tensor
         )
         return str(self.spec), self.is_tensor, constants
 
@@ -66,11 +65,3 @@ def flatten(value: Any, *, paths: bool = True) -> tuple[list[torch.Tensor], Stru
         is_tensor=is_tensor,
         paths=found,
     )
-
-
-def _hashable(value: Any) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True

@@ -286,6 +286,7 @@ class _Builder:
 
     def _call(self, node: fx.Node, by_sequence: dict[int, NodeInfo]) -> None:
         new = self._graph.node_copy(node, lambda n: self._map[n])
+        set_value(new, value_of(new))  # a check gives nothing, and torch notes no value then
         backward = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
         source = self._source(node, backward, by_sequence)
         phase = Phase.BACKWARD if backward else Phase.FORWARD

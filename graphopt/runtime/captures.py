@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -89,29 +89,33 @@ class Captures(Generic[E]):
 
     _found: dict[Hashable, list[E]] = field(default_factory=dict)
     latest: E | None = None
+    _told: int = 0
 
-    def get(self, key: Hashable, tensors: list[torch.Tensor], make: Callable[[], E]) -> E:
-        """The entry for a call, made with ``make`` if there is none."""
-        same = self._found.get(key, ())
-        for entry in same:
-            if not entry.rules or _fits(entry.rules, tensors):
-                self.latest = entry
-                return entry
-        entry = make()
-        self._found.setdefault(key, []).append(entry)
-        self.latest = entry
-        count = sum(len(entries) for entries in self._found.values())
-        if count % _MANY == 0:
+    def find(self, key: Hashable, tensors: list[torch.Tensor]) -> E | None:
+        """The capture that serves a call; None where there is none yet."""
+        for capture in self._found.get(key, ()):
+            if not capture.rules or _fits(capture.rules, tensors):
+                self.latest = capture
+                return capture
+        return None
+
+    def add(self, key: Hashable, capture: E) -> E:
+        """Keep a capture for calls of a signature; one can serve several."""
+        self._found.setdefault(key, []).append(capture)
+        self.latest = capture
+        count = len(self.all())
+        if count % _MANY == 0 and count != self._told:
+            self._told = count
             logger.warning(
                 "captured %d programs for different calls; sizes or Python arguments that change from call to call "
                 "each need one: pad the batch, pass numbers as tensors, or give dynamic_shapes=",
                 count,
             )
-        return entry
+        return capture
 
     def all(self) -> list[E]:
-        """Every entry."""
-        return [entry for entries in self._found.values() for entry in entries]
+        """Every capture, once."""
+        return list({id(capture): capture for captures in self._found.values() for capture in captures}.values())
 
     def clear(self) -> None:
         """Forget every entry."""

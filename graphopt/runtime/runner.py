@@ -6,6 +6,7 @@ then passes prepare the model, ranks agree on what they are going to exchange, a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -15,6 +16,7 @@ from torch import nn
 
 from graphopt.capture import CaptureSession
 from graphopt.capture.checks import refuse_wrapped
+from graphopt.capture.fingerprint import ModelFingerprint, changed_attributes, module_keys
 from graphopt.capture.flatten import flatten
 from graphopt.errors import CaptureError
 from graphopt.ir.context import Context
@@ -34,6 +36,8 @@ from graphopt.runtime.signature import signature
 from graphopt.runtime.state_store import StateStore
 
 __all__ = ["Capture", "Options", "Runner"]
+
+logger = logging.getLogger("graphopt")
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,7 @@ class Runner(Generic[C]):
         self.watch = StepWatch()
         self._until = until
         self._agreement = Agreement()
+        self._fingerprint = ModelFingerprint()
         self._context = Context(numbers={} if numbers is None else numbers, compiled=options.backend != "eager")
 
     def find(
@@ -112,8 +117,25 @@ class Runner(Generic[C]):
     ) -> tuple[C, list[torch.Tensor]]:
         """The capture that serves a call, made by ``capture`` where there is none, and the tensors of the call."""
         tensors, structure = flatten((args, kwargs), paths=False)
-        key = signature(model, structure, tensors, sizes=self.options.dynamic_shapes is None)
-        return self.captures.get(key, tensors, capture), tensors
+        sizes = self.options.dynamic_shapes is None
+        key = signature(self._fingerprint(model), structure, tensors, sizes=sizes)
+        found = self.captures.find(key, tensors)
+        if found is None:
+            before = module_keys(model)
+            found = self.captures.add(key, capture())
+            after = signature(self._fingerprint(model), structure, tensors, sizes=sizes)
+            if after != key:  # forward has set attributes while it was captured: the next call finds them so
+                self.captures.add(after, found)
+                self._tell_side_effects(type(model).__name__, changed_attributes(before, module_keys(model)))
+        return found, tensors
+
+    def _tell_side_effects(self, model: str, names: list[str]) -> None:
+        if names:
+            logger.warning(
+                "forward of %s sets %s: a program does not run such lines again, so they keep what they have now",
+                model,
+                ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else ""),
+            )
 
     def find_example(self, model: nn.Module, inputs: Any, capture: Callable[[tuple[Any, ...]], C]) -> C:
         """The capture for ``example_inputs=``, the positional arguments of a call.

@@ -1,12 +1,12 @@
-"""Whether a captured program fits a call: shapes, dtypes, structure, training flags, precision."""
+"""Whether a captured program fits a call: everything that a capture depends on, as one key."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable
 
 import torch
-from torch import nn
 
+from graphopt.capture.fingerprint import global_flags
 from graphopt.capture.flatten import Structure
 from graphopt.ir.autocast import autocast_state
 
@@ -14,20 +14,48 @@ __all__ = ["signature"]
 
 
 def signature(
-    model: nn.Module, structure: Structure, tensors: list[torch.Tensor], *, sizes: bool = True
-) -> tuple[Any, ...]:
+    model_key: Hashable, structure: Structure, tensors: list[torch.Tensor], *, sizes: bool = True
+) -> Hashable:
     """Everything about a call that a capture depends on; equal signatures can share one program.
 
     Args:
-        model: its training flags and its parameters' metadata count.
+        model_key: of the model (``ModelFingerprint``).
         structure: of the arguments, with the values of those that are not tensors.
         tensors: the tensors among the arguments.
         sizes: whether sizes count (not where they may vary).
     """
     return (
         structure.key,
-        tuple((tuple(t.shape) if sizes else t.dim(), t.dtype, t.device, t.requires_grad) for t in tensors),
-        tuple(module.training for module in model.modules()),
-        tuple((p.dtype, p.device, p.requires_grad, p.shape) for p in model.parameters()),
+        tuple(_metadata(tensor, sizes) for tensor in tensors),
+        _sharing(tensors),
+        model_key,
+        global_flags(),
         autocast_state(),
     )
+
+
+def _metadata(tensor: torch.Tensor, sizes: bool) -> Hashable:
+    known = tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)
+    if tensor.layout is not torch.strided:
+        return *known, tensor.layout, tuple(tensor.shape)
+    if sizes:
+        return *known, tuple(tensor.shape), tensor.stride()
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+    return *known, tensor.dim(), tuple(order), tensor.is_contiguous()
+
+
+def _sharing(tensors: list[torch.Tensor]) -> Hashable:
+    """Which arguments are the same tensor, or lie in the same memory."""
+    if len(tensors) < 2:
+        return ()
+    first: dict[int, int] = {}
+    places = [first.setdefault(_memory(tensor), index) for index, tensor in enumerate(tensors)]
+    return tuple(places) if len(first) < len(tensors) else ()
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Where a tensor lies; its own number where it takes no memory."""
+    if tensor.layout is torch.strided and tensor.numel():
+        return tensor.untyped_storage().data_ptr()
+    return -id(tensor)

@@ -1,0 +1,46 @@
+"""Noticing cheaply that something changed: versions of dictionaries, metadata of many tensors, hooks that were added.
+
+From ``torch._C._dynamo.guards``: ``dict_version``, a number that changes with every assignment to a dictionary, and
+``TensorGuards``, which compares dtype, device, sizes, strides and ``requires_grad`` of many tensors in one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._C._dynamo import guards
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["TensorsUnchanged", "dict_version", "hooks_added", "kernel_choices"]
+
+dict_version = guards.dict_version
+
+
+class TensorsUnchanged:
+    """Whether some tensors still have the dtype, device, sizes, strides and ``requires_grad`` that they had."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tuple(tensors)
+        free: Any = [[None] * tensor.dim() for tensor in self._tensors]
+        self._guards = (
+            guards.TensorGuards(*self._tensors, dynamic_dims_sizes=free, dynamic_dims_strides=free)
+            if self._tensors
+            else None
+        )
+
+    def __call__(self) -> bool:
+        return self._guards is None or bool(self._guards.check(*self._tensors))
+
+
+def kernel_choices() -> tuple[bool, ...]:
+    """Which kernels torch may choose: for attention (flash, memory-efficient, plain, cuDNN), and oneDNN's."""
+    c = torch._C
+    attention = (c._get_flash_sdp_enabled(), c._get_mem_efficient_sdp_enabled(), c._get_math_sdp_enabled())
+    return *attention, c._get_cudnn_sdp_enabled(), c._get_mkldnn_enabled()
+
+
+def hooks_added() -> int:
+    """A number that grows with every hook that is registered on a module or a tensor, anywhere in the process."""
+    return int(RemovableHandle.next_id)
