@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from random import Random
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from graphopt.planning.frontier import Frontier, Point
 from graphopt.planning.idle import Idle, Touches
@@ -18,9 +17,11 @@ __all__ = ["Explorer"]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """Decisions, and what the plan that follows from them takes."""
+class Trial(NamedTuple):
+    """Decisions, and what the plan that follows from them takes.
+
+    A named tuple, not a dataclass: on small problems, making one would count beside the simulation.
+    """
 
     drops: Drops
     simulated: Simulated
@@ -304,9 +305,13 @@ class Explorer:
         end = len(operations) - 1
 
         def key(decision: Decision) -> Hashable:
-            return operations[min(decision.moment, end)], values[decision.value], decision.remake
+            moment, value, remake = decision
+            return operations[moment if moment < end else end], values[value], remake
 
-        return _grouped(map(key, chosen), sorted(drops, key=_order), key)
+        groups = _grouped(map(key, chosen), drops, key)
+        for group in groups:
+            group.sort(key=_order)
+        return groups
 
     # --- decisions at random -----------------------------------------------------------------------------------------
 
@@ -338,7 +343,8 @@ class Explorer:
 
 def _order(decision: Decision) -> tuple[int, bool, int]:
     """The order in which decisions are tried: by moment; what is made again, the last value first; what is dropped."""
-    return decision.moment, not decision.remake, -decision.value if decision.remake else decision.value
+    moment, value, remake = decision
+    return moment, not remake, -value if remake else value
 
 
 def _grouped(keys: Iterable[Hashable], items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:

@@ -31,28 +31,6 @@ Drops = frozenset[Decision]
 """All that is decided for a plan."""
 
 
-class _Overwriting(NamedTuple):
-    """A step whose result may take the place of a value, which was made at the step ``born``."""
-
-    place: int
-    value: int
-    born: int
-
-
-class _Ends(NamedTuple):
-    """Where the lives of values end.
-
-    Attributes:
-        newest: for each value, the last step that touches its newest instance.
-        earlier: the same of earlier instances that something may overwrite, by value and the step that made them.
-        overwriting: what may overwrite what.
-    """
-
-    newest: list[int]
-    earlier: dict[tuple[int, int], int]
-    overwriting: list[_Overwriting]
-
-
 class Scheduler:
     """Turns drops into steps and bytes, fast: the inner loop of every search.
 
@@ -130,7 +108,7 @@ class Scheduler:
                 stack += reversed(missing)
                 continue
             stack.pop()
-            if all(present[made] for made in remakes[operation]):
+            if 0 not in [present[made] for made in remakes[operation]]:  # faster than all() of a generator
                 continue
             steps.append(operation)
             for made in remakes[operation]:
@@ -144,15 +122,15 @@ class Scheduler:
         """Bytes and seconds of steps that are known to be valid; the same as ``simulate``, without its checks."""
         problem, sizes = self.problem, self.problem.sizes
         change = [0] * (len(steps) + 1)
-        ends = self._lives(steps, change)
+        last, overwriting = self._lives(steps, change)
         if problem.held:
-            self._hold(steps, ends.newest, problem.held)
-        for value, place in enumerate(ends.newest):
+            self._hold(steps, last, problem.held)
+        for value, place in enumerate(last):
             change[place + 1] -= sizes[value]
         change.pop()
         extra = [self.scratch[step] for step in steps]
-        if ends.overwriting:
-            self._overwrite(ends, extra)
+        if overwriting:
+            self._overwrite(overwriting, last, extra)
         if self.memo:
             self._memos(steps, change, extra)
         alive = [count + more for count, more in zip(accumulate(change), extra, strict=True)]
@@ -162,13 +140,19 @@ class Scheduler:
         total = sum([seconds[step] for step in steps])
         return Simulated(Plan(tuple(steps)), alive, max(alive, default=problem.resident), total, total - self._base)
 
-    def _lives(self, steps: list[int], change: list[int]) -> _Ends:
-        """Where lives end; ``change`` gets the sizes of births, and of the ends of all but the newest lives."""
+    def _lives(self, steps: list[int], change: list[int]) -> tuple[list[int], list[tuple[int, int, int]]]:
+        """Where lives end; ``change`` gets the sizes of births, and of the ends of all but the newest lives.
+
+        Returns:
+            for each value the last step that touches its newest life; and (step, value, end of its life, or 0 where
+            that is the newest one) of whatever results may take the place of. Plain lists and tuples, because this is
+            the innermost loop of every search.
+        """
         reads, makes, remakes, sizes = self.reads, self.makes, self.remakes, self.problem.sizes
         overwrites, overwritten = self.overwrites, self._overwritten
         born, last = [-1] * len(sizes), [-1] * len(sizes)
         again = bytearray(len(sizes))
-        overwriting: list[_Overwriting] = []
+        overwriting: list[tuple[int, int, int]] = []
         earlier: dict[tuple[int, int], int] = {}
         upcoming = 0
         for place, step in enumerate(steps):
@@ -177,7 +161,7 @@ class Scheduler:
             first = step == upcoming
             for value in overwrites[step]:
                 if again[value] != first:
-                    overwriting.append(_Overwriting(place, value, born[value]))
+                    overwriting.append((place, value, born[value]))
             upcoming += first
             for value in makes[step] if first else remakes[step]:
                 if born[value] >= 0:
@@ -187,15 +171,12 @@ class Scheduler:
                 again[value] = not first
                 born[value] = last[value] = place
                 change[place] += sizes[value]
-        return _Ends(last, earlier, overwriting)
+        return last, [(place, value, earlier.get((value, since), 0)) for place, value, since in overwriting]
 
-    def _overwrite(self, ends: _Ends, extra: list[int]) -> None:
+    def _overwrite(self, overwriting: list[tuple[int, int, int]], last: list[int], extra: list[int]) -> None:
         """Take off ``extra`` what steps do not need because their results take the place of what ends there."""
         sizes = self.problem.sizes
-        saved: dict[int, int] = {}
-        for place, value, born in ends.overwriting:
-            if ends.earlier.get((value, born), ends.newest[value]) == place:
-                saved[place] = sizes[value]
+        saved = {place: sizes[value] for place, value, end in overwriting if (end or last[value]) == place}
         for place, count in saved.items():
             extra[place] -= count
 

@@ -18,6 +18,7 @@ from graphopt.analysis.costs.cost import cost_report
 from graphopt.ir.ops import schema
 from graphopt.planning import Problem, Simulated
 from graphopt.planning.frontier import Frontier
+from graphopt.planning.schedule import Decision
 from graphopt.rewriting.memory import fit as fitting_module
 from graphopt.rewriting.memory.fit import Fitted, Fitting, FittingOptions
 from graphopt.rewriting.memory.recompute_plan import Again, recompute
@@ -52,7 +53,8 @@ def random_plan(fitting: Fitting, density: float, seed: int) -> Simulated | None
     draw = random.Random(seed)
     problem = fitting.planning.problem
     moments, values = range(1, len(problem.operations)), range(len(problem.sizes))
-    drops = frozenset((moment, value) for moment in moments for value in values if draw.random() < density)
+    pairs = [(moment, value) for moment in moments for value in values if draw.random() < density]
+    drops = frozenset(Decision(moment, value) for moment, value in pairs)
     simulated = fitting.scheduler.evaluate(drops)
     return simulated if len(simulated.plan.steps) <= MOST_STEPS else None
 
