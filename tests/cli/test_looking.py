@@ -27,6 +27,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Command:
 
 COMMANDS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "passes": ((), {"passes"}),
+    "formats": ((), {"formats"}),
     "tensors": ((target("plain"),), {"title", "stage", "tensors", "left_out"}),
     "dump": ((target("plain"),), {"title", "stage", "nodes"}),
     "memory": ((target("plain"),), {"title", "stage", "passes", "program"}),

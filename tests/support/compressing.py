@@ -260,7 +260,7 @@ for name, options in {
     said["conserved, " + name] = worst
 
 # everything sent: without masking momentum SGD, with it plain SGD
-DeepGradientCompression._why_dense = lambda self, gradient, sparsity, ranks: ""
+DeepGradientCompression._reason = lambda self, gradient, sparsity, ranks, speeds: ""
 ALL = dict(sparsity=(1e-12,), rampup_step=1, min_elements=1)
 for name, options, dense in (
     ("no masking", dict(masking=False, nesterov=True), dict(momentum=0.9, nesterov=True)),

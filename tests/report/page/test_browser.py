@@ -292,8 +292,10 @@ def test_activations_are_sorted_by_any_column(page: Opened) -> None:
 def test_the_origin_can_be_copied(page: Opened, story: Story) -> None:
     assert page.page.locator("#origin pre").all_inner_texts() == [story.pipeline, "graphopt view a.py:b"]
     assert story.pipeline == PASSES
-    assert graphopt.__version__ in page.text("#origin dl")
-    assert torch.__version__ in page.text("#origin dl")
+    environment, formats = page.page.locator("#origin dl").all_inner_texts()
+    assert graphopt.__version__ in environment
+    assert torch.__version__ in environment
+    assert "model-explorer" in formats
     page.show("#origin pre")
     page.page.locator("#origin button").first.click()
     page.page.locator("#origin button", has_text="Cop").first.wait_for()
