@@ -39,6 +39,8 @@ from graphopt._torch.c10d import reduce_scatter_tensor as reduce_scatter_tensor
 from graphopt._torch.c10d import wait_tensor as wait_tensor
 from graphopt._torch.changes import TensorsUnchanged as TensorsUnchanged
 from graphopt._torch.changes import dict_version as dict_version
+from graphopt._torch.changes import global_module_hooks as global_module_hooks
+from graphopt._torch.changes import has_global_backward_hooks as has_global_backward_hooks
 from graphopt._torch.changes import hooks_added as hooks_added
 from graphopt._torch.changes import kernel_choices as kernel_choices
 from graphopt._torch.custom_functions import apply_function as apply_function
@@ -116,7 +118,9 @@ __all__ = [
     "example_twins",
     "fake_mode",
     "generated_function",
+    "global_module_hooks",
     "has_autocast_rule",
+    "has_global_backward_hooks",
     "higher_order_ops",
     "hooks_added",
     "intercept_checkpoint",

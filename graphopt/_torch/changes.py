@@ -11,9 +11,17 @@ from typing import Any
 
 import torch
 from torch._C._dynamo import guards
+from torch.nn.modules import module
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["TensorsUnchanged", "dict_version", "hooks_added", "kernel_choices"]
+__all__ = [
+    "TensorsUnchanged",
+    "dict_version",
+    "global_module_hooks",
+    "has_global_backward_hooks",
+    "hooks_added",
+    "kernel_choices",
+]
 
 dict_version = guards.dict_version
 
@@ -23,15 +31,26 @@ class TensorsUnchanged:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tuple(tensors)
-        free: Any = [[None] * tensor.dim() for tensor in self._tensors]
+        sizes: Any = [list(tensor.shape) for tensor in self._tensors]
+        strides: Any = [list(tensor.stride()) for tensor in self._tensors]
         self._guards = (
-            guards.TensorGuards(*self._tensors, dynamic_dims_sizes=free, dynamic_dims_strides=free)
+            guards.TensorGuards(*self._tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
             if self._tensors
             else None
         )
 
     def __call__(self) -> bool:
         return self._guards is None or bool(self._guards.check(*self._tensors))
+
+
+def global_module_hooks() -> tuple[int, ...]:
+    """The hooks that act on all modules, by their numbers."""
+    return (*module._global_forward_pre_hooks, *module._global_forward_hooks)
+
+
+def has_global_backward_hooks() -> bool:
+    """Whether a backward hook acts on all modules."""
+    return bool(module._global_backward_hooks or module._global_backward_pre_hooks)
 
 
 def kernel_choices() -> tuple[bool, ...]:

@@ -11,7 +11,7 @@ from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import tensors_of
 
-__all__ = ["refuse_coupling", "refuse_hooks", "refuse_wrapped"]
+__all__ = ["refuse_coupling", "refuse_hooks", "refuse_kernels", "refuse_wrapped"]
 
 _WAY_OUT = {
     "OptimizedModule": "it is wrapped by torch.compile; pass the bare module (model._orig_mod) and choose "
@@ -61,6 +61,16 @@ def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
         raise CaptureError(
             f"{type(optimizer).__name__} has step hooks ({', '.join(hooks)}); the update is part of one program and "
             "cannot call them: remove the hooks, or keep your loop and use graphopt.optimize"
+        )
+
+
+def refuse_kernels(graph: fx.Graph) -> None:
+    """Raise a ``CaptureError`` for ops whose results torch does not describe: a program would ask for wrong memory."""
+    if any(node.target is torch.ops.aten.mkldnn_rnn_layer.default for node in graph.nodes):
+        raise CaptureError(
+            "nn.LSTM on a CPU runs a kernel of oneDNN whose workspace torch does not describe, so that its bytes "
+            "cannot be planned for: train inside of `with torch.backends.mkldnn.flags(enabled=False):`, where eager "
+            "PyTorch and the program both compute it by matrix products"
         )
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from graphopt import _torch
 
-__all__ = ["ModelFingerprint", "by_value", "changed_attributes", "global_flags", "module_keys"]
+__all__ = ["ModelFingerprint", "by_value", "global_flags"]
 
 _DEEPEST = 6
 _MOST_ITEMS = 2_000
@@ -42,6 +42,7 @@ def global_flags() -> tuple[Hashable, ...]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.is_anomaly_enabled(),
+        _torch.global_module_hooks(),
         *_torch.kernel_choices(),
     )
 
@@ -88,9 +89,10 @@ def _container(value: Any, known: dict[int, Hashable], depth: int) -> Hashable:
 
 
 def metadata(tensor: torch.Tensor) -> Hashable:
-    """What ops may depend on of a tensor, beside its values."""
+    """What ops may depend on of a tensor, beside its values, and whether it has hooks."""
     strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
-    return tensor.dtype, tensor.device, tuple(tensor.shape), strides, tensor.requires_grad
+    hooked = bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return tensor.dtype, tensor.device, tuple(tensor.shape), strides, tensor.requires_grad, hooked
 
 
 class ModelFingerprint:
@@ -113,27 +115,9 @@ class ModelFingerprint:
 
 def model_key(model: nn.Module) -> Hashable:
     """The key of a model as it is now."""
-    return tuple(module_keys(model).values())
-
-
-def module_keys(model: nn.Module) -> dict[str, Hashable]:
-    """What the key of a model consists of, by the paths of its modules."""
     seen: dict[int, int] = {}
     known: dict[int, Hashable] = {}
-    return {path: _module_key(module, seen, known) for path, module in model.named_modules()}
-
-
-def changed_attributes(before: Mapping[str, Hashable], after: Mapping[str, Hashable]) -> list[str]:
-    """The plain attributes that differ between two results of ``module_keys``, as ``path.name``."""
-    found = []
-    for path, key in after.items():
-        was = dict(_plain_part(before.get(path)))
-        found += [f"{path}.{name}".lstrip(".") for name, value in _plain_part(key) if was.get(name) != value]
-    return found
-
-
-def _plain_part(key: Any) -> tuple[tuple[str, Hashable], ...]:
-    return () if key is None else key[2]
+    return tuple(_module_key(module, seen, known) for module in model.modules())
 
 
 def _module_key(module: nn.Module, seen: dict[int, int], known: dict[int, Hashable]) -> Hashable:

@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.fx import traceback
 
 from graphopt import _torch
+from graphopt.capture.checks import refuse_kernels
 from graphopt.capture.finish_joint import (
     forget_statistics,
     honour_regions,
@@ -202,6 +203,7 @@ def capture_joint(forward: Program, tensors: dict[str, torch.Tensor], examples: 
             f"nothing in {forward.title} requires a gradient for these inputs: every parameter is frozen, or the "
             "outputs are detached; unfreeze a parameter, or call the model in eval mode without graphopt"
         )
+    refuse_kernels(trace.graph)
     program = _Builder(forward, runner, trace).build()
     return JointCapture(program, trace, [runner.holder[key] for key in trace.parameter_order()])
 

@@ -11,6 +11,7 @@ from torch import nn
 from graphopt.capture.append_update import append_update
 from graphopt.capture.checks import refuse_wrapped
 from graphopt.capture.forward import ForwardCapture, capture_forward
+from graphopt.capture.hidden_effects import capturing, refuse_backward_hooks, refuse_parameter_hooks
 from graphopt.capture.joint import JointCapture, capture_joint
 from graphopt.capture.step import trace_optimizer
 from graphopt.errors import CaptureError
@@ -66,6 +67,9 @@ class CaptureSession:
             None for a drop-in program whose outputs' tangents come from outside.
         optimizer: whose update ends the step program; needs a loss.
         dynamic_shapes: as in ``torch.export``, for the model's (or the loss's) arguments.
+
+    Attributes:
+        assigned: the attributes of modules that forward sets, as ``path.name``; a program does not.
     """
 
     def __init__(
@@ -85,14 +89,18 @@ class CaptureSession:
         self.optimizer = optimizer
         call = _call_model if loss is None else _own_loss if loss is True else loss
         assert callable(call)
-        self.forward: ForwardCapture = capture_forward(
-            model,
-            args,
-            kwargs or {},
-            call=under_autocast(call),
-            dynamic_shapes=dynamic_shapes,
-            scalar_loss=loss is not None,
-        )
+        refuse_backward_hooks(model)
+        if optimizer is not None:
+            refuse_parameter_hooks(model)
+        with capturing(model) as self.assigned:
+            self.forward: ForwardCapture = capture_forward(
+                model,
+                args,
+                kwargs or {},
+                call=under_autocast(call),
+                dynamic_shapes=dynamic_shapes,
+                scalar_loss=loss is not None,
+            )
         self.joint: JointCapture | None = None
         self.forward.program.lower = self.lower_forward
 
@@ -115,7 +123,7 @@ class CaptureSession:
 
     def lower_forward(self, program: Program) -> Program:
         """The joint program of a (rewritten) forward program."""
-        with plain_precision():
+        with plain_precision(), capturing(self.model):
             self.joint = capture_joint(program, self.tensors(), self.forward.example_tensors)
         lowered = self.joint.program
         if self.optimizer is not None:

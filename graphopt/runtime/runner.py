@@ -16,8 +16,9 @@ from torch import nn
 
 from graphopt.capture import CaptureSession
 from graphopt.capture.checks import refuse_wrapped
-from graphopt.capture.fingerprint import ModelFingerprint, changed_attributes, module_keys
+from graphopt.capture.fingerprint import ModelFingerprint
 from graphopt.capture.flatten import flatten
+from graphopt.capture.hidden_effects import CAPTURE_LOCK
 from graphopt.errors import CaptureError
 from graphopt.ir.context import Context
 from graphopt.ir.node import Stage
@@ -110,6 +111,7 @@ class Runner(Generic[C]):
         self._until = until
         self._agreement = Agreement()
         self._fingerprint = ModelFingerprint()
+        self._told: set[str] = set()
         self._context = Context(numbers={} if numbers is None else numbers, compiled=options.backend != "eager")
 
     def find(
@@ -120,20 +122,22 @@ class Runner(Generic[C]):
         sizes = self.options.dynamic_shapes is None
         key = signature(self._fingerprint(model), structure, tensors, sizes=sizes)
         found = self.captures.find(key, tensors)
-        if found is None:
-            before = module_keys(model)
-            found = self.captures.add(key, capture())
+        if found is not None:
+            return found, tensors
+        with CAPTURE_LOCK:  # another thread may have captured meanwhile
+            found = self.captures.find(key, tensors) or self.captures.add(key, capture())
             after = signature(self._fingerprint(model), structure, tensors, sizes=sizes)
             if after != key:  # forward has set attributes while it was captured: the next call finds them so
                 self.captures.add(after, found)
-                self._tell_side_effects(type(model).__name__, changed_attributes(before, module_keys(model)))
         return found, tensors
 
-    def _tell_side_effects(self, model: str, names: list[str]) -> None:
+    def _tell_assignments(self, session: CaptureSession) -> None:
+        names = [name for name in session.assigned if name not in self._told]
+        self._told.update(names)
         if names:
             logger.warning(
-                "forward of %s sets %s: a program does not run such lines again, so they keep what they have now",
-                model,
+                "forward of %s sets %s: a program computes tensors only, and does not set them at later calls",
+                type(session.model).__name__,
                 ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else ""),
             )
 
@@ -157,6 +161,7 @@ class Runner(Generic[C]):
             VerifyError: for ``verify="numerics"``, where results differ.
         """
         options = self.options
+        self._tell_assignments(session)
         with self.watch.capturing():
             rewritten = rewrite(
                 session, options.pipeline, until=self._until, verify=options.verify, context=self._context

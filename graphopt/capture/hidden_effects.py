@@ -1,0 +1,128 @@
+"""What a model does beside computing tensors, and a program would lose: refused while it is captured, with the line.
+
+Hooks on tensors inside of forward and backward hooks of submodules change gradients where a program has none of them;
+a generator that forward seeds is seeded once, at the capture, and not at each call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphopt import _torch
+from graphopt.capture.source_lines import user_frame
+from graphopt.errors import CaptureError
+
+__all__ = ["CAPTURE_LOCK", "capturing", "refuse_backward_hooks", "refuse_parameter_hooks"]
+
+CAPTURE_LOCK = threading.RLock()
+"""Tracing works on state of the whole process."""
+
+_REFUSED: list[tuple[Any, str, str]] = [
+    (torch.Tensor, "register_hook", "a hook on a tensor inside of forward, which would not act on gradients"),
+    (torch.Tensor, "register_post_accumulate_grad_hook", "a hook on a gradient inside of forward"),
+    (torch, "manual_seed", "torch.manual_seed inside of forward, which would act at the capture and at no later call"),
+    (torch, "seed", "torch.seed inside of forward, which would act at the capture and at no later call"),
+]
+
+
+@contextlib.contextmanager
+def capturing(model: nn.Module) -> Iterator[list[str]]:
+    """While a model is captured: one capture at a time, without the caller's saved-tensor hooks, nothing hidden.
+
+    Gives a list that holds, behind the block, the attributes that forward has set, as ``path.name``.
+
+    Raises:
+        CaptureError: where the model's code does what a program would lose.
+    """
+    own_saving = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+    assigned: dict[tuple[int, str], None] = {}
+    names: list[str] = []
+    with CAPTURE_LOCK, own_saving, contextlib.ExitStack() as stack:
+        for owner, name, what in _REFUSED:
+            stack.enter_context(_refusing(owner, name, what))
+        stack.enter_context(_noting_assignments(assigned))
+        yield names
+    paths = {id(module): path for path, module in model.named_modules()}
+    names += [f"{paths[number]}.{name}".lstrip(".") for number, name in assigned if number in paths]
+
+
+@contextlib.contextmanager
+def _noting_assignments(assigned: dict[tuple[int, str], None]) -> Iterator[None]:
+    """Note which plain attributes of modules the user's code sets."""
+    original = nn.Module.__setattr__
+
+    def noting(module: nn.Module, name: str, value: Any) -> None:
+        plain = not isinstance(value, (nn.Module, nn.Parameter)) and name != "training"
+        if plain and not sys._getframe(1).f_code.co_filename.startswith(_torch.FOLDER):
+            assigned[id(module), name] = None
+        original(module, name, value)
+
+    nn.Module.__setattr__ = noting  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.__setattr__ = original  # type: ignore[method-assign]
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+@contextlib.contextmanager
+def _refusing(owner: Any, name: str, what: str) -> Iterator[None]:
+    original: Callable[..., Any] = getattr(owner, name)
+
+    @functools.wraps(original)
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if sys._getframe(1).f_code.co_filename.startswith(_torch.FOLDER):
+            return original(*args, **kwargs)
+        raise CaptureError(
+            f"forward uses {what}\n  where: {user_frame()}\n"
+            "  what to do: take it out of forward; a hook on the output of the model, and a seed set before the call, "
+            "act as in eager mode"
+        )
+
+    setattr(owner, name, refuse)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def refuse_backward_hooks(model: nn.Module) -> None:
+    """Raise a ``CaptureError`` for backward hooks of submodules, and for those of all modules.
+
+    The hooks of the model itself act around its program, in a loop of the user's.
+    """
+    for path, module in model.named_modules():
+        hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+        if path and hooks:
+            name = getattr(hooks[0], "__qualname__", repr(hooks[0]))
+            raise CaptureError(
+                f"the submodule {path!r} has a backward hook ({name}), and a program runs backward without modules: "
+                "remove it, or register it on the model itself"
+            )
+    if _torch.has_global_backward_hooks():
+        raise CaptureError(
+            "there is a backward hook for all modules (register_module_full_backward_hook), and a program runs "
+            "backward without modules: remove it before the first call"
+        )
+
+
+def refuse_parameter_hooks(model: nn.Module) -> None:
+    """Raise a ``CaptureError`` for hooks on parameters, which no gradient reaches in a whole step."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise CaptureError(
+                f"the parameter {name!r} has a hook on its gradient, and in a whole step gradients stay inside of the "
+                "program: remove it (requires_grad_(False) freezes a parameter, ClipGradients clips), or keep your "
+                "loop and use graphopt.optimize"
+            )

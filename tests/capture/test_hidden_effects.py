@@ -1,0 +1,168 @@
+"""What a program would lose is refused by name while it is captured; what acts around a program acts as ever."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import graphopt
+from graphopt import CaptureError
+from tests.support.running import sgd
+
+X = torch.linspace(-1, 1, 16).reshape(4, 4)
+
+
+class Calls(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.linear(x))
+
+
+def hooked(y: torch.Tensor) -> torch.Tensor:
+    y.register_hook(lambda gradient: gradient * 3)
+    return y
+
+
+def seeded(y: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(5)
+    return y * torch.rand_like(y)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"), [(hooked, "a hook on a tensor"), (seeded, "torch.manual_seed inside")]
+)
+@pytest.mark.parametrize("whole_step", [False, True])
+def test_what_a_program_would_lose_is_refused_with_its_line(
+    function: Callable[[torch.Tensor], torch.Tensor], message: str, whole_step: bool
+) -> None:
+    model = Calls(function)
+    original = torch.Tensor.register_hook, torch.manual_seed
+    run: Callable[[torch.Tensor], torch.Tensor] = (
+        graphopt.optimize_step(model, sgd(model.parameters()), loss=lambda model, x: model(x).sum())
+        if whole_step
+        else graphopt.optimize(model)
+    )
+    with pytest.raises(CaptureError, match=rf"{message}[\s\S]*test_hidden_effects\.py:\d+ in {function.__name__}"):
+        run(X)
+    assert (torch.Tensor.register_hook, torch.manual_seed) == original
+
+
+HOOKS: dict[str, Callable[[nn.Module], object]] = {
+    "full backward": lambda m: m.linear.register_full_backward_hook(lambda module, gi, go: (gi[0] * 3,)),
+    "full backward pre": lambda m: m.linear.register_full_backward_pre_hook(lambda module, go: (go[0] * 3,)),
+}
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_backward_hooks_of_submodules_are_refused_whenever_they_come(kind: str, later: bool) -> None:
+    model = Calls(torch.tanh)
+    optimized = graphopt.optimize(model)
+    if later:
+        optimized(X)
+    handle = HOOKS[kind](model)
+    with pytest.raises(CaptureError, match="the submodule 'linear' has a backward hook"):
+        optimized(X)
+    handle.remove()  # type: ignore[attr-defined]
+    optimized(X).sum().backward()
+
+
+def test_a_backward_hook_of_the_model_itself_acts() -> None:
+    gradients = []
+    for around in (lambda model: model, graphopt.optimize):
+        torch.manual_seed(0)
+        model = around(Calls(torch.tanh))
+        model.register_full_backward_hook(lambda module, gi, go: tuple(g if g is None else g * 3 for g in gi))
+        x = X.clone().requires_grad_()
+        model(x).sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+@pytest.fixture
+def for_all_modules() -> Iterator[None]:
+    handle = nn.modules.module.register_module_full_backward_hook(lambda module, gi, go: None)
+    yield
+    handle.remove()
+
+
+@pytest.mark.usefixtures("for_all_modules")
+def test_a_backward_hook_for_all_modules_is_refused() -> None:
+    with pytest.raises(CaptureError, match="a backward hook for all modules"):
+        graphopt.optimize(Calls(torch.tanh))(X)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("later", [False, True])
+def test_hooks_of_parameters_act_in_a_loop_and_are_refused_by_a_step(kind: str, later: bool) -> None:
+    model = Calls(torch.tanh)
+    eager, drop_in = copy.deepcopy(model), copy.deepcopy(model)
+    step = graphopt.optimize_step(model, sgd(model.parameters()), loss=lambda model, x: model(x).sum())
+    if later:
+        step(X)
+
+    def hook(given: torch.Tensor) -> torch.Tensor | None:
+        if kind == "register_hook":
+            return given * 0
+        assert given.grad is not None
+        given.grad.zero_()
+        return None
+
+    getattr(model.linear.weight, kind)(hook)
+    with pytest.raises(CaptureError, match=r"the parameter 'linear\.weight' has a hook on its gradient"):
+        step(X)
+    gradients = []
+    for current, around in ((eager, lambda model: model), (drop_in, graphopt.optimize)):
+        getattr(current.linear.weight, kind)(hook)
+        around(current)(X).sum().backward()
+        gradients.append(current.linear.weight.grad)
+    assert torch.equal(*gradients)
+    assert not gradients[0].any()
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_an_optimized_model_inside_of_a_checkpoint(captured: bool) -> None:
+    model = Calls(torch.tanh)
+    gradients = []
+    for current in (copy.deepcopy(model), graphopt.optimize(copy.deepcopy(model))):
+        if captured:
+            current(X).sum().backward()
+            current.zero_grad()
+        checkpoint(current, X, use_reentrant=False).sum().backward()
+        gradients.append(current.linear.weight.grad)
+    assert torch.equal(*gradients)
+
+
+def test_the_first_call_from_several_threads() -> None:
+    model = Calls(torch.tanh)
+    optimized, wanted = graphopt.optimize(model), model(X)
+    found: list[torch.Tensor] = []
+    threads = [threading.Thread(target=lambda: found.append(optimized(X))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert all(torch.equal(y, wanted) for y in found)
+
+
+def test_an_lstm_is_refused_with_the_way_out() -> None:
+    model, x = nn.LSTM(4, 4), torch.randn(3, 2, 4)
+    with pytest.raises(CaptureError, match=r"nn\.LSTM on a CPU .*mkldnn\.flags\(enabled=False\)"):
+        graphopt.optimize(copy.deepcopy(model))(x)
+    with torch.backends.mkldnn.flags(enabled=False, allow_tf32=torch.backends.mkldnn.allow_tf32):
+        optimized = graphopt.optimize(copy.deepcopy(model))
+        gradients = []
+        for current in (model, optimized):
+            current(x)[0].sum().backward()
+            gradients.append([parameter.grad for parameter in current.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
