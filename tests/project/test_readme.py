@@ -181,3 +181,8 @@ def test_wrong_markers_are_an_error(text: str, tmp_path: Path, capsys: pytest.Ca
 def test_a_missing_file_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert catalogue.main(["--check", str(tmp_path / "gone.md")]) == 2
     assert "gone.md" in capsys.readouterr().err
+
+
+def test_the_border_in_contributing_is_that_of_the_code() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert catalogue.replace_table(text, catalogue.border_table(), "<!-- border -->", "<!-- /border -->") == text

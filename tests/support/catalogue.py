@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from graphopt.capture.border import BORDER
 from graphopt.errors import GraphoptError
 from graphopt.report.text.pass_table import passes_json
 from graphopt.rewriting.pass_ import Pass
@@ -47,16 +48,22 @@ def _order(data: dict[str, Any]) -> list[str]:
     return [f"{text} {', '.join(f'`{name}`' for name in data[key])}." for key, text in words.items() if data[key]]
 
 
-def replace_table(text: str, table: str) -> str:
-    """``text`` with ``table`` between the two markers.
+def border_table() -> str:
+    """The table of what is at the border of a capture."""
+    rows = [(row.what, row.how, row.note) for row in BORDER]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (("what", "how", ""), ("---",) * 3, *rows))
+
+
+def replace_table(text: str, table: str, start: str = START, end: str = END) -> str:
+    """``text`` with ``table`` between two markers.
 
     Raises:
         GraphoptError: where a marker is missing or given twice, or they are in the wrong order.
     """
-    if text.count(START) != 1 or text.count(END) != 1 or text.index(START) > text.index(END):
-        raise GraphoptError(f"the table of passes goes between {START} and {END}, each once and in this order")
-    before, rest = text.split(START)
-    return f"{before}{START}\n{table}\n{END}{rest.split(END)[1]}"
+    if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
+        raise GraphoptError(f"a table goes between {start} and {end}, each once and in this order")
+    before, rest = text.split(start)
+    return f"{before}{start}\n{table}\n{end}{rest.split(end)[1]}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

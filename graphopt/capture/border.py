@@ -1,0 +1,65 @@
+"""The border of a capture: what decides, beside the values of tensors, what eager mode does, and what becomes of it.
+
+The same table is in CONTRIBUTING.md. ``capture/fingerprint.py`` and ``runtime/signature.py`` hold what is part of the
+signature, ``capture/hidden_effects.py`` and ``capture/checks.py`` what is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["BORDER", "Row"]
+
+How = Literal["signature", "traced", "honoured", "refused", "told", "at the capture"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One thing at the border.
+
+    Attributes:
+        what: the thing.
+        how: ``signature`` (a call where it differs is captured on its own), ``traced`` (its ops are in the program),
+            ``honoured`` (it acts around the program as in eager mode), ``refused`` (an error names it), ``told`` (a
+            warning names it) or ``at the capture`` (it happens then, and not at later calls).
+        note: the details.
+    """
+
+    what: str
+    how: How
+    note: str = ""
+
+
+BORDER = (
+    Row("shapes, dtypes, devices, strides of arguments", "signature", "sizes within `dynamic_shapes=` share a program"),
+    Row("which arguments are the same tensor or share memory", "signature"),
+    Row("`requires_grad` of arguments and parameters", "signature"),
+    Row("arguments that are no tensors", "signature", "by value: types, signs of zero, what containers hold"),
+    Row("parameters and buffers: presence, dtype, device, shape, strides, sharing", "signature"),
+    Row("training flags of all modules", "signature"),
+    Row("plain attributes of modules, configs and containers in them", "signature", "by value, six levels deep"),
+    Row("modules replaced, added, removed", "signature"),
+    Row("forward hooks and pre-hooks of submodules, and of all modules", "traced", "with them in the signature"),
+    Row("hooks of the model itself", "honoured", "they act around the program"),
+    Row("backward hooks of submodules, and of all modules", "refused"),
+    Row("`register_hook` on a tensor inside of forward", "refused"),
+    Row("hooks on parameters, post-accumulate hooks", "honoured", "with `optimize`; a whole step refuses them"),
+    Row("hooks of the optimizer", "honoured", "with `optimize`; a whole step refuses them"),
+    Row("saved-tensor hooks of the caller", "honoured", "for what the program keeps; a capture runs without them"),
+    Row(
+        "`no_grad`, `inference_mode`",
+        "honoured",
+        "a drop-in model runs plainly, a step gives the loss and trains nothing",
+    ),
+    Row("autocast around the call", "signature", "and its casts are traced"),
+    Row("deterministic algorithms, default dtype, matmul precision, kernels for attention, oneDNN", "signature"),
+    Row("anomaly mode", "signature"),
+    Row("random numbers inside of forward", "traced", "and the generator ends where eager mode leaves it"),
+    Row("`torch.manual_seed`, `torch.seed` inside of forward", "refused"),
+    Row("attributes that forward sets", "told"),
+    Row("checks of values inside of ops, such as `torch.linalg.inv`'s", "traced", "they raise as in eager mode"),
+    Row("`print` and other effects of forward outside of torch", "at the capture"),
+    Row("control flow that depends on values", "refused", "with the source line"),
+)
+"""Every row; what is not in it is read at the capture."""
