@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-import torch.fx
+from torch.fx.node import has_side_effect
 
 __all__ = ["plain_checks"]
 
 _CHECKS = ("aten::_linalg_check_errors",)
 
-torch.fx.node.has_side_effect(torch.ops.aten._linalg_check_errors.default)  # so that no graph loses a check as dead
+has_side_effect(torch.ops.aten._linalg_check_errors.default)  # so that no graph loses a check as dead
 
 
 @contextlib.contextmanager
 def plain_checks() -> Iterator[None]:
     """While the block runs, ops that check values are traced without effect tokens."""
     registry = getattr(getattr(torch._library, "simple_registry", None), "singleton", None)
-    holders = [getattr(registry.find(name), "effect", None) for name in _CHECKS] if registry is not None else []
+    holders: list[Any] = [getattr(registry.find(name), "effect", None) for name in _CHECKS] if registry else []
     known = [(holder, holder._effect) for holder in holders if getattr(holder, "_effect", None) is not None]
     for holder, _ in known:
         holder._effect = None

@@ -18,9 +18,11 @@ class Progress(Protocol):
 
     def working(self, message: str) -> AbstractContextManager[Callable[[str], None]]:
         """Show ``message``; gives a function to be called with a remark to show beside it."""
+        ...
 
     def bar(self, message: str) -> AbstractContextManager[Callable[[float, str], None]]:
         """Show ``message`` and a bar; gives a function to be called with the share done, 0 to 1, and a remark."""
+        ...
 
 
 class _Silent:

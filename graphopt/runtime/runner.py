@@ -108,7 +108,7 @@ class Runner(Generic[C]):
         self.captures: Captures[C] = Captures()
         self.store = StateStore(parameter)
         self.watch = StepWatch()
-        self._until = until
+        self._until: Stage = until
         self._agreement = Agreement()
         self._fingerprint = ModelFingerprint()
         self._told: set[str] = set()
