@@ -41,10 +41,9 @@ _LARGEST_EXPONENT = 8
 _MOST_DIMENSIONS = 64
 _LARGEST_CONSTANT = 16 * 1024 * 1024
 
-_ROLES = (
-    "parameter", "buffer", "constant", "input", "tangent", "gradient", "state", "hyperparameter", "pass_state",
-    "output", "loss", "mutation", "base",
-)  # fmt: skip
+_GIVEN = ("parameter", "buffer", "constant", "input", "tangent")
+_INPUTS = (*_GIVEN, "gradient", "state", "hyperparameter", "pass_state")
+_OUTPUTS = ("output", "loss", "gradient", "mutation", "state", "base")
 
 _DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 _TORCH_CONSTANTS = _DTYPES | {
@@ -129,8 +128,8 @@ def _program(parts: Mapping[str, Field]) -> Program:
     program = Program(
         graph=decoder.graph(parts["nodes"]),
         stage=parts["stage"].one_of({name: name for name in get_args(Stage)}),
-        inputs=[InputSpec(*_role_and_target(item)) for item in parts["inputs"].items()],
-        outputs=[OutputSpec(*_role_and_target(item)) for item in parts["outputs"].items()],
+        inputs=[InputSpec(*_role_and_target(item, _INPUTS)) for item in parts["inputs"].items()],
+        outputs=[OutputSpec(*_role_and_target(item, _OUTPUTS)) for item in parts["outputs"].items()],
         constants={name: _constant(item) for name, item in parts["constants"].entries()},
         attributes=decoder.attributes(parts["attributes"]),
         title=parts["title"].text(),
@@ -160,11 +159,11 @@ def _check_signature(program: Program, parts: Mapping[str, Field]) -> None:
             raise parts["pass_state"].error(f"{name!r:.80} is no input of the graph with the role pass_state")
 
 
-def _role_and_target(field: Field) -> tuple[str, str]:
+def _role_and_target(field: Field, roles: tuple[str, ...]) -> tuple[str, str]:
     pair = list(field.items(most=2))
     if len(pair) != 2:
         raise field.expected("a role and a target")
-    return pair[0].one_of({role: role for role in _ROLES}), pair[1].text()
+    return pair[0].one_of({role: role for role in roles}), pair[1].text()
 
 
 # --- values ----------------------------------------------------------------------------------------------------------

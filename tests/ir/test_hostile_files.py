@@ -8,7 +8,7 @@ import copy
 import functools
 import json
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -255,9 +255,21 @@ def places(data: Any) -> list[tuple[Any, Any]]:
     return found
 
 
+@dataclass
+class Mutated:
+    """A changed document, and how it was changed."""
+
+    data: Any
+    how: list[str]
+
+    def __repr__(self) -> str:
+        return f"a document after {self.how}"
+
+
 @st.composite
-def mutated(draw: st.DrawFn) -> Any:
-    data = json.loads(draw(st.sampled_from(documents())))
+def mutated(draw: st.DrawFn) -> Mutated:
+    number = draw(st.integers(0, len(documents()) - 1))
+    data, done = json.loads(documents()[number]), [f"document {number}"]
     for _ in range(draw(st.integers(1, 3))):
         found = places(data)
         place, key = found[draw(st.integers(0, len(found) - 1))]
@@ -275,13 +287,15 @@ def mutated(draw: st.DrawFn) -> Any:
             place[key] = copy.deepcopy(other[source]) if len(repr(other[source])) < 10_000 else None
         elif isinstance(place, dict):
             place[draw(st.sampled_from(["x", "", "node", "op", "a\nb"]))] = place.pop(key)
-    return data
+        left = place.get(key) if isinstance(place, dict) else place[key : key + 1]
+        done.append(f"{how} {key!r:.40} -> {left!a:.120}")
+    return Mutated(data, done)
 
 
 @given(mutated())
-@examples(150, many=50_000)
-def test_a_mutated_document_is_read_or_refused(data: Any) -> None:
-    found = read(data)
+@examples(120, many=3_000)
+def test_a_mutated_document_is_read_or_refused(document: Mutated) -> None:
+    found = read(document.data)
     if isinstance(found, Program):
         assert found.outputs is not None
         for write in (found.to_text, found.to_python):

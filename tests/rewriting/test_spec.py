@@ -199,7 +199,7 @@ def mutated(draw: st.DrawFn) -> str:
 
 
 @given(mutated())
-@examples(200, many=50_000)
+@examples(200, many=20_000)
 def test_a_mutated_text_is_passes_that_come_back_or_an_error(text: str) -> None:
     try:
         pipeline = Pipeline(text)
