@@ -23,7 +23,7 @@ from graphopt.errors import CaptureError
 __all__ = ["CAPTURE_LOCK", "capturing", "refuse_backward_hooks", "refuse_parameter_hooks"]
 
 CAPTURE_LOCK = threading.RLock()
-"""Tracing works on state of the whole process."""
+"""Held while a model is captured, which works on state of the whole process, and while a call finds its program."""
 
 _REFUSED: list[tuple[Any, str, str]] = [
     (torch.Tensor, "register_hook", "a hook on a tensor inside of forward, which would not act on gradients"),

@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from graphopt.capture import CaptureSession
 from graphopt.capture.flatten import Structure
+from graphopt.capture.hidden_effects import CAPTURE_LOCK
 from graphopt.capture.joint import JointCapture
 from graphopt.errors import GraphoptError
 from graphopt.ir.autocast import plain_precision
@@ -39,9 +40,12 @@ class _Compiled(Capture):
     tangents: MissingGradients
     checked: CheckedGradients | None
 
-    def call(self, tensors: list[torch.Tensor]) -> Any:
-        """What the model returns for the tensors of a call."""
-        arguments = [*(get() for get in self.inputs), *tensors]
+    def gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The arguments of the function for the tensors of a call."""
+        return [*(get() for get in self.inputs), *tensors]
+
+    def call(self, arguments: list[torch.Tensor]) -> Any:
+        """What the model returns."""
         if not self.tangents.needed:
             with plain_precision():
                 return self.outputs.restore(self.function(*arguments))
@@ -93,8 +97,10 @@ class DropIn:
 
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the program for a call of the model."""
-        found, tensors = self.runner.find(model, args, kwargs, lambda: self._capture(args, kwargs))
-        return found.call(tensors)
+        with CAPTURE_LOCK:
+            found, tensors = self.runner.find(model, args, kwargs, lambda: self._capture(args, kwargs))
+            arguments = found.gather(tensors)
+        return found.call(arguments)
 
     def prepare(self, model: nn.Module, example_inputs: Any) -> None:
         """Capture for positional example inputs."""

@@ -117,15 +117,17 @@ class Runner(Generic[C]):
     def find(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], capture: Callable[[], C]
     ) -> tuple[C, list[torch.Tensor]]:
-        """The capture that serves a call, made by ``capture`` where there is none, and the tensors of the call."""
+        """The capture that serves a call, made by ``capture`` where there is none, and the tensors of the call.
+
+        To be called, and the program's inputs to be gathered, with ``CAPTURE_LOCK`` held: while another thread
+        captures, the model's parameters are stand-ins without data.
+        """
         tensors, structure = flatten((args, kwargs), paths=False)
         sizes = self.options.dynamic_shapes is None
         key = signature(self._fingerprint(model), structure, tensors, sizes=sizes)
         found = self.captures.find(key, tensors)
-        if found is not None:
-            return found, tensors
-        with CAPTURE_LOCK:  # another thread may have captured meanwhile
-            found = self.captures.find(key, tensors) or self.captures.add(key, capture())
+        if found is None:
+            found = self.captures.add(key, capture())
             after = signature(self._fingerprint(model), structure, tensors, sizes=sizes)
             if after != key:  # forward has set attributes while it was captured: the next call finds them so
                 self.captures.add(after, found)
@@ -151,7 +153,8 @@ class Runner(Generic[C]):
             raise CaptureError(
                 f"example_inputs is a tuple with the positional arguments of a call, got {type(inputs).__name__}"
             )
-        return self.find(model, tuple(inputs), {}, lambda: capture(tuple(inputs)))[0]
+        with CAPTURE_LOCK:
+            return self.find(model, tuple(inputs), {}, lambda: capture(tuple(inputs)))[0]
 
     def rewrite(self, session: CaptureSession) -> Capture:
         """Run the passes over a capture.

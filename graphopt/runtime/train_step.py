@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from graphopt import _torch
 from graphopt.capture import CaptureSession
+from graphopt.capture.hidden_effects import CAPTURE_LOCK
 from graphopt.capture.session import call_loss
 from graphopt.capture.step import hyperparameters
 from graphopt.errors import GraphoptError
@@ -91,9 +92,10 @@ class TrainStep:
         if not torch.is_grad_enabled():
             return self._loss_alone(args, kwargs)
         self._leftovers.before(self._model)
-        captured, batch = self._runner.find(self._model, args, kwargs, lambda: self._capture(args, kwargs))
-        compiled = self._variant(captured)
-        inputs = compiled.binding.gather(batch)
+        with CAPTURE_LOCK:
+            captured, batch = self._runner.find(self._model, args, kwargs, lambda: self._capture(args, kwargs))
+            compiled = self._variant(captured)
+            inputs = compiled.binding.gather(batch)
         with torch.no_grad(), plain_precision():
             self._store.refresh()
             results = compiled.run(inputs)
@@ -120,8 +122,9 @@ class TrainStep:
 
     def prepare(self, *args: Any, **kwargs: Any) -> TrainStep:
         """Capture and compile for a batch like this one without running; returns the step itself."""
-        captured, _ = self._runner.find(self._model, args, kwargs, lambda: self._capture(args, kwargs))
-        self._variant(captured)
+        with CAPTURE_LOCK:
+            captured, _ = self._runner.find(self._model, args, kwargs, lambda: self._capture(args, kwargs))
+            self._variant(captured)
         return self
 
     def prepare_example(self, example_inputs: Any) -> None:
