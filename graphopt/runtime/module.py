@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
+from graphopt.capture.hidden_effects import CAPTURE_LOCK
 from graphopt.errors import CaptureError, PipelineError
 from graphopt.ir.methods import provided
 from graphopt.ir.program import Program
@@ -128,13 +129,21 @@ def _rebuild(plain: nn.Module, options: Options, state: Mapping[str, torch.Tenso
     return result
 
 
+def _is_traced() -> bool:
+    """Whether this thread traces the model; torch says so to all threads while one of them does."""
+    if not torch.compiler.is_compiling():
+        return False
+    with CAPTURE_LOCK:  # behind a capture of another thread, and at once inside of this thread's own
+        return torch.compiler.is_compiling()
+
+
 @functools.cache
 def _optimized_class(cls: type[nn.Module]) -> type[Optimized]:
     """A subclass of a model's class under the same name, whose training calls run programs."""
 
     @functools.wraps(cls.forward)
     def forward(self: Optimized, *args: Any, **kwargs: Any) -> Any:
-        if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if self.training and torch.is_grad_enabled() and not _is_traced():
             return self._graphopt.call(self, args, kwargs)
         return cls.forward(self, *args, **kwargs)
 
