@@ -86,6 +86,8 @@ class FitMemory(Pass):
             room = parse_bytes(self.host_budget) if isinstance(self.host_budget, str) else self.host_budget
         except ValueError as error:
             raise GraphoptError(f"host_budget={self.host_budget!r}: {error}") from None
+        if room is not None and room >= 2**63:
+            raise GraphoptError("host_budget is a number of bytes, and this one is more than any memory has")
         if room is not None and room < 0:
             raise GraphoptError(f"host_budget is a number of bytes, and {room} is negative")
         return room

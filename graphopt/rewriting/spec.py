@@ -264,7 +264,7 @@ _NOT = object()
 _READERS: dict[Any, Callable[[str], Any]] = {
     types.NoneType: lambda text: None if text == "none" else _NOT,
     bool: lambda text: {"true": True, "false": False}.get(text, _NOT),
-    int: lambda text: int(text) if re.fullmatch(r"[+-]?[0-9]{1,19}", text) else _NOT,
+    int: lambda text: int(text) if re.fullmatch(r"[+-]?[0-9]{1,1000}", text) else _NOT,
     float: lambda text: float(text) if _is_number(text) else _NOT,
 }
 

@@ -38,6 +38,8 @@ def check_budget(budget: int | str) -> None:
     """
     if isinstance(budget, bool) or not isinstance(budget, (int, str)):
         raise TypeError(f"budget is a number of bytes, text such as 8GB or 60%, or auto; got {budget!r}")
+    if isinstance(budget, int) and budget >= 2**63:
+        raise GraphoptError("budget is a number of bytes, and this one is more than any memory has")
     if isinstance(budget, str) and budget != "auto" and not re.fullmatch(r"\d+(\.\d+)?%", budget):
         try:
             parse_bytes(budget)
