@@ -6,10 +6,8 @@ are read by a small parser; nothing in a file is evaluated, imported or called. 
 
 from __future__ import annotations
 
-import ast
 import base64
 import binascii
-import functools
 import keyword
 import math
 import operator
@@ -21,12 +19,13 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.errors import GraphoptError
+from graphopt.ir.call_targets import PYTHON_FUNCTIONS, read_target
 from graphopt.ir.checked_json import Field
 from graphopt.ir.context import Context
 from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, Policy, Stage, set_info, set_value, value_of
-from graphopt.ir.ops import register_all
 from graphopt.ir.program import Program
-from graphopt.ir.serialization import HIGHER_ORDER, SCHEMA_VERSION
+from graphopt.ir.serialization import SCHEMA_VERSION
+from graphopt.ir.size_expressions import read_size
 from graphopt.ir.state import PassState
 
 __all__ = ["from_json"]
@@ -36,7 +35,6 @@ _DEEPEST = 32
 
 _MOST_SYMBOLS = 1_000
 _LARGEST_HINT = 2**40
-_LONGEST_EXPRESSION = 500
 _LARGEST_EXPONENT = 8
 _MOST_DIMENSIONS = 64
 _LARGEST_CONSTANT = 16 * 1024 * 1024
@@ -49,51 +47,6 @@ _DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isi
 _TORCH_CONSTANTS = _DTYPES | {
     str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, (torch.memory_format, torch.layout))
 }
-
-_PYTHON_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{
-        f"operator.{name}": getattr(operator, name)
-        for name in (
-            "getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "neg", "pos", "eq", "ne", "lt", "le",
-            "gt", "ge", "and_", "or_", "not_", "xor", "invert", "lshift", "rshift", "abs",
-        )
-    },
-    **{
-        f"math.{name}": getattr(math, name)
-        for name in ("ceil", "floor", "trunc", "sqrt", "exp", "log", "log2", "log10", "pow", "sin", "cos", "tan")
-    },
-    **{
-        f"torch.{name}": getattr(torch, name)
-        for name in (
-            "sym_max", "sym_min", "sym_float", "sym_int", "sym_not", "sym_ite", "sym_sum", "sym_sqrt", "sym_fresh_size",
-        )
-        if hasattr(torch, name)
-    },
-    **{f"torch.{name}": getattr(torch, name) for name in ("_sym_sqrt", "_sym_log2") if hasattr(torch, name)},
-}  # fmt: skip
-"""Every function that a program calls beside ops: on sizes, and ``getitem``."""
-
-_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}  # fmt: skip
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "Max": lambda *values: functools.reduce(torch.sym_max, values),
-    "Min": lambda *values: functools.reduce(torch.sym_min, values),
-    "Mod": operator.mod,
-    "PythonMod": operator.mod,
-    "FloorDiv": operator.floordiv,
-    "CleanDiv": operator.floordiv,
-    "IntTrueDiv": operator.truediv,
-    "FloatTrueDiv": operator.truediv,
-    "PowByNatural": lambda value, exponent: _power(value, exponent),
-    "ModularIndexing": lambda value, divisor, modulus: value // divisor % modulus,
-    "CeilToInt": math.ceil,
-    "FloorToInt": math.floor,
-    "TruncToInt": math.trunc,
-    "ToFloat": torch.sym_float,
-}
-"""How expressions of sizes are computed again when they are read."""
 
 _REQUIRED = ("schema", "stage", "title", "history", "inputs", "outputs", "constants", "attributes", "symbols", "nodes")
 
@@ -222,47 +175,6 @@ def _pass_state(field: Field) -> PassState:
     )
 
 
-# --- calls -----------------------------------------------------------------------------------------------------------
-
-
-def _target(field: Field) -> Any:
-    """What a call calls: an op by its overload, or one of a fixed list."""
-    text = field.text(longest=400)
-    if text in _PYTHON_FUNCTIONS:
-        return _PYTHON_FUNCTIONS[text]
-    space, _, rest = text.partition(".")
-    if space == "higher_order":
-        return _higher_order(field, rest)
-    name, _, overload = rest.partition(".")
-    pieces = (space, name, overload or "default")
-    if not all(piece.isidentifier() and piece.isascii() and not piece.startswith("__") for piece in pieces):
-        raise field.error(f"{text!r:.80} names no op: an op is written aten.mul.Tensor")
-    if space in ("operator", "math", "torch", "builtins"):
-        raise field.error(f"a program calls no {text!r:.80}; its functions are {', '.join(_PYTHON_FUNCTIONS)}")
-    if space == "graphopt":
-        register_all()
-    found = _op(*pieces)
-    if found is None:
-        raise field.error(f"this installation has no op {text!r:.80}: import the package that registers it first")
-    return found
-
-
-def _op(space: str, name: str, overload: str) -> _torch.OpOverload | None:
-    """An op that is registered; names that ``torch.ops`` has for other things (``load_library``) are none."""
-    if not _torch.is_registered(f"{space}::{name}"):
-        return None
-    packet = getattr(getattr(torch.ops, space), name, None)
-    if not isinstance(packet, _torch.OpOverloadPacket):
-        return None
-    found = getattr(packet, overload, None) if overload in packet.overloads() else None  # type: ignore[no-untyped-call]
-    return found if isinstance(found, _torch.OpOverload) else None
-
-
-def _higher_order(field: Field, name: str) -> Any:
-    known = {**HIGHER_ORDER, **_torch.higher_order_ops()}
-    return Field(name, field.path).one_of(known)
-
-
 class _Decoder:
     """Reads graphs whose sizes are written with some symbols."""
 
@@ -352,7 +264,7 @@ class _Decoder:
             "torch": lambda value: value.one_of(_TORCH_CONSTANTS),
             "device": _device,
             "complex": _complex,
-            "op": _target,
+            "op": read_target,
         }
         return Field(kind, field.path).one_of(simple)(value)
 
@@ -371,7 +283,7 @@ class _Decoder:
         if "constant" in field:
             return _plain(field["constant"])
         if "symbolic" in field:
-            return self._size(field["symbolic"])
+            return read_size(field["symbolic"], self._symbols)
         for kind in ("list", "tuple"):
             if kind in field:
                 items = [None if item.value is None else self._example(item, depth + 1) for item in field[kind].items()]
@@ -380,8 +292,8 @@ class _Decoder:
 
     def _tensor(self, field: Field) -> torch.Tensor:
         parts = field.parts(("shape", "stride", "dtype", "device"))
-        shape = [self._size(item) for item in parts["shape"].items(most=_MOST_DIMENSIONS)]
-        stride = [self._size(item) for item in parts["stride"].items(most=_MOST_DIMENSIONS)]
+        shape = [read_size(item, self._symbols) for item in parts["shape"].items(most=_MOST_DIMENSIONS)]
+        stride = [read_size(item, self._symbols) for item in parts["stride"].items(most=_MOST_DIMENSIONS)]
         if len(shape) != len(stride):
             raise parts["stride"].error(f"{len(stride)} strides for {len(shape)} dimensions")
         dtype, device = parts["dtype"].one_of(_DTYPES), _device(parts["device"])
@@ -390,49 +302,6 @@ class _Decoder:
                 return torch.empty_strided(shape, stride, dtype=dtype, device=device)
         except (RuntimeError, ValueError, TypeError, OverflowError) as error:
             raise field.error(f"no tensor has this shape and stride: {str(error).splitlines()[0][:200]}") from error
-
-    def _size(self, field: Field) -> Any:
-        if not field.is_object:
-            return field.whole(0)
-        expression = field.parts(("expression", "hint"))["expression"]
-        text = expression.text(longest=_LONGEST_EXPRESSION)
-        try:
-            found = self._evaluate(ast.parse(text, mode="eval").body, expression)
-        except GraphoptError:
-            raise
-        except Exception as error:  # of the parser, of sympy: all of them say that this is no size
-            raise expression.error(f"{text!r:.80} is no size: {type(error).__name__}: {error!s:.80}") from error
-        return found if isinstance(found, torch.SymInt) else Field(found, expression.path).whole(0)
-
-    def _evaluate(self, tree: ast.expr, field: Field) -> Any:
-        """A size written as an expression, computed from the symbols: sympy would read ``//`` as another function."""
-        if isinstance(tree, ast.Constant) and type(tree.value) in (int, float):
-            return Field(tree.value, field.path).whole() if isinstance(tree.value, int) else tree.value
-        if isinstance(tree, ast.Name) and tree.id in self._symbols:
-            return self._symbols[tree.id]
-        if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
-            return -self._evaluate(tree.operand, field)
-        if isinstance(tree, ast.BinOp):
-            return self._binary(tree, field)
-        if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and not tree.keywords:
-            function = Field(tree.func.id, field.path).one_of(_FUNCTIONS)
-            return function(*(self._evaluate(item, field) for item in tree.args))
-        raise field.error(
-            f"{ast.unparse(tree)!r:.80} is none of the symbols {sorted(self._symbols)[:10]} and no function that sizes "
-            f"are made of ({', '.join(_FUNCTIONS)})"
-        )
-
-    def _binary(self, tree: ast.BinOp, field: Field) -> Any:
-        if isinstance(tree.op, ast.Mult):
-            # numbers last: sympy would multiply a number into a sum at once, and print the product differently
-            factors = sorted(_factors(tree), key=lambda factor: isinstance(factor, ast.Constant))
-            return functools.reduce(operator.mul, [self._evaluate(factor, field) for factor in factors])
-        left, right = self._evaluate(tree.left, field), self._evaluate(tree.right, field)
-        if isinstance(tree.op, ast.Pow):
-            return _power(left, right)
-        if type(tree.op) not in _ARITHMETIC:
-            raise field.error(f"{ast.unparse(tree)!r:.80} is no arithmetic that sizes are made of")
-        return _ARITHMETIC[type(tree.op)](left, right)
 
 
 def _name(field: Field) -> str:
@@ -452,7 +321,7 @@ def _path(field: Field) -> str:
 _OPS = {name: name for name in ("placeholder", "call_function", "get_attr", "output")}
 _OPS_TARGETS: dict[str, Callable[[Field], Any]] = {
     "placeholder": _name,
-    "call_function": _target,
+    "call_function": read_target,
     "get_attr": _path,
     "output": lambda field: field.one_of({"output": "output"}),
 }
@@ -483,21 +352,9 @@ def _complex(field: Field) -> complex:
     return complex(*parts)
 
 
-def _power(value: Any, exponent: Any) -> Any:
-    if not isinstance(exponent, int) or not 0 <= exponent <= _LARGEST_EXPONENT:
-        raise ValueError(f"an exponent is a whole number from 0 to {_LARGEST_EXPONENT}")
-    return value**exponent
-
-
-def _factors(tree: ast.expr) -> list[ast.expr]:
-    if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Mult):
-        return [*_factors(tree.left), *_factors(tree.right)]
-    return [tree]
-
-
 def _compute(node: fx.Node, field: Field) -> Any:
     """The value of a call on sizes that gives a symbolic number or truth value: arithmetic of the fixed list only."""
-    if node.target not in _PYTHON_FUNCTIONS.values() or node.kwargs:
+    if node.target not in PYTHON_FUNCTIONS.values() or node.kwargs:
         raise field.error("only arithmetic on sizes is computed")
     values = [value_of(arg) if isinstance(arg, fx.Node) else arg for arg in node.args]
     numbers = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
