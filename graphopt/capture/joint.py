@@ -21,6 +21,7 @@ from graphopt.capture.finish_joint import (
     seed_backward,
     settle_mutations,
 )
+from graphopt.capture.gradient_layouts import match_layouts, own_gradients
 from graphopt.capture.replace_ops import use_own_ops
 from graphopt.capture.source_lines import user_frame
 from graphopt.errors import CaptureError
@@ -246,6 +247,9 @@ class _Builder:
         honour_regions(program)
         program.erase_dead()
         name_gradients(program)
+        match_layouts(program)
+        if program.inputs_of("tangent"):
+            own_gradients(program)
         return program
 
     def _placeholder(self, node: fx.Node, role: _torch.AotInput) -> None:
