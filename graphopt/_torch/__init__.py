@@ -68,6 +68,7 @@ from graphopt._torch.onednn import cpu_computes_in as cpu_computes_in
 from graphopt._torch.op_calls import CallRecorder as CallRecorder
 from graphopt._torch.op_calls import parts_of as parts_of
 from graphopt._torch.op_calls import refusals_expected as refusals_expected
+from graphopt._torch.optimizer_tracing import has_global_step_hooks as has_global_step_hooks
 from graphopt._torch.optimizer_tracing import mark_optimizer_called as mark_optimizer_called
 from graphopt._torch.optimizer_tracing import trace_update as trace_update
 from graphopt._torch.optimizer_tracing import unwrapped_step as unwrapped_step
@@ -121,6 +122,7 @@ __all__ = [
     "global_module_hooks",
     "has_autocast_rule",
     "has_global_backward_hooks",
+    "has_global_step_hooks",
     "higher_order_ops",
     "hooks_added",
     "intercept_checkpoint",

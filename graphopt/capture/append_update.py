@@ -39,7 +39,9 @@ def _update_inputs(step: Program, trace: UpdateTrace) -> dict[fx.Node, fx.Node]:
     parameters = {spec.target: node for node, spec in step.inputs_of("parameter")}
     mapping: dict[fx.Node, fx.Node] = {}
     for node, spec in zip(trace.graph.find_nodes(op="placeholder"), trace.inputs, strict=True):
-        if spec.role in ("parameter", "gradient"):
+        if spec.role == "loss":
+            mapping[node] = next(value for value, known in step.outputs_of("loss") if known.role == "loss")
+        elif spec.role in ("parameter", "gradient"):
             whole = parameters if spec.role == "parameter" else gradients
             mapping[node] = _part(step, whole[spec.target], spec.target, trace.shards)
         else:

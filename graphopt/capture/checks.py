@@ -11,7 +11,7 @@ from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import tensors_of
 
-__all__ = ["refuse_coupling", "refuse_hooks", "refuse_kernels", "refuse_wrapped"]
+__all__ = ["refuse_coupling", "refuse_kernels", "refuse_wrapped", "step_hooks"]
 
 _WAY_OUT = {
     "OptimizedModule": "it is wrapped by torch.compile; pass the bare module (model._orig_mod) and choose "
@@ -53,15 +53,11 @@ def refuse_wrapped(model: object) -> None:
                 raise CaptureError(f"{where} cannot be captured: {_WAY_OUT[cls.__name__]}")
 
 
-def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Raise a ``CaptureError`` for an optimizer whose step calls hooks."""
+def step_hooks(optimizer: torch.optim.Optimizer) -> str:
+    """Which hooks an optimizer's step calls, in words; empty where it has none."""
     kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     hooks = [kind for kind in kinds if any(not _is_own(hook) for hook in getattr(optimizer, kind, {}).values())]
-    if hooks:
-        raise CaptureError(
-            f"{type(optimizer).__name__} has step hooks ({', '.join(hooks)}); the update is part of one program and "
-            "cannot call them: remove the hooks, or keep your loop and use graphopt.optimize"
-        )
+    return "its step has hooks" if hooks or _torch.has_global_step_hooks() else ""
 
 
 def refuse_kernels(graph: fx.Graph) -> None:
