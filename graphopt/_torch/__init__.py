@@ -50,6 +50,7 @@ from graphopt._torch.dispatcher import autocast_operators as autocast_operators
 from graphopt._torch.dispatcher import has_autocast_rule as has_autocast_rule
 from graphopt._torch.dispatcher import is_composite as is_composite
 from graphopt._torch.dispatcher import qualified_name as qualified_name
+from graphopt._torch.eager_kernels import eager_kernels as eager_kernels
 from graphopt._torch.fake_tensors import example_twins as example_twins
 from graphopt._torch.fake_tensors import mode_of as mode_of
 from graphopt._torch.fake_tensors import stands_for_real as stands_for_real
@@ -116,6 +117,7 @@ __all__ = [
     "custom_function",
     "default_store",
     "dict_version",
+    "eager_kernels",
     "example_twins",
     "fake_mode",
     "generated_function",

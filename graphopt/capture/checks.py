@@ -11,7 +11,7 @@ from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import tensors_of
 
-__all__ = ["refuse_coupling", "refuse_kernels", "refuse_wrapped", "step_hooks"]
+__all__ = ["refuse_coupling", "refuse_varying_lstm", "refuse_wrapped", "step_hooks"]
 
 _WAY_OUT = {
     "OptimizedModule": "it is wrapped by torch.compile; pass the bare module (model._orig_mod) and choose "
@@ -60,14 +60,18 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> str:
     return "its step has hooks" if hooks or _torch.has_global_step_hooks() else ""
 
 
-def refuse_kernels(graph: fx.Graph) -> None:
-    """Raise a ``CaptureError`` for ops whose results torch does not describe: a program would ask for wrong memory."""
-    if any(node.target is torch.ops.aten.mkldnn_rnn_layer.default for node in graph.nodes):
-        raise CaptureError(
-            "nn.LSTM on a CPU runs a kernel of oneDNN whose workspace torch does not describe, so that its bytes "
-            "cannot be planned for: train inside of `with torch.backends.mkldnn.flags(enabled=False):`, where eager "
-            "PyTorch and the program both compute it by matrix products"
-        )
+def refuse_varying_lstm(graph: fx.Graph) -> None:
+    """Raise a ``CaptureError`` for ``nn.LSTM`` on a CPU where sizes vary: a workspace is known for fixed ones only."""
+    for node in graph.nodes:
+        if node.target is not torch.ops.aten.lstm.input or not torch.backends.mkldnn.enabled:
+            continue
+        value: torch.Tensor = value_of(node)[0]
+        if value.device.type == "cpu" and not all(isinstance(size, int) for size in value.shape):
+            raise CaptureError(
+                "nn.LSTM on a CPU runs a kernel of oneDNN whose workspace is known for fixed sizes only, and "
+                "dynamic_shapes lets them vary: train inside of `with torch.backends.mkldnn.flags(enabled=False):`, "
+                "where eager PyTorch and the program both compute it by matrix products"
+            )
 
 
 def _is_own(hook: object) -> bool:

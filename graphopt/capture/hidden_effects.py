@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from graphopt import _torch
+from graphopt.capture.gru import AS_IN_EAGER
 from graphopt.capture.source_lines import user_frame
 from graphopt.errors import CaptureError
 
@@ -45,7 +46,7 @@ def capturing(model: nn.Module) -> Iterator[list[str]]:
     own_saving = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
     assigned: dict[tuple[int, str], None] = {}
     names: list[str] = []
-    with CAPTURE_LOCK, own_saving, contextlib.ExitStack() as stack:
+    with CAPTURE_LOCK, own_saving, _torch.eager_kernels(AS_IN_EAGER), contextlib.ExitStack() as stack:
         for owner, name, what in _REFUSED:
             stack.enter_context(_refusing(owner, name, what))
         stack.enter_context(_noting_assignments(assigned))

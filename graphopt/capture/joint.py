@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.fx import traceback
 
 from graphopt import _torch
-from graphopt.capture.checks import refuse_kernels
+from graphopt.capture.checks import refuse_varying_lstm
 from graphopt.capture.finish_joint import (
     forget_statistics,
     honour_regions,
@@ -190,6 +190,7 @@ def capture_joint(forward: Program, tensors: dict[str, torch.Tensor], examples: 
         args = [value_of(node) for node, _ in forward.inputs_of("input")]
         for fake, real in zip(args, examples, strict=True):
             fake.requires_grad_(real.requires_grad)
+    refuse_varying_lstm(forward.graph)
     try:
         trace = _torch.JointTrace(runner, tuple(args))
     except Exception as error:
@@ -204,7 +205,6 @@ def capture_joint(forward: Program, tensors: dict[str, torch.Tensor], examples: 
             f"nothing in {forward.title} requires a gradient for these inputs: every parameter is frozen, or the "
             "outputs are detached; unfreeze a parameter, or call the model in eval mode without graphopt"
         )
-    refuse_kernels(trace.graph)
     program = _Builder(forward, runner, trace).build()
     return JointCapture(program, trace, [runner.holder[key] for key in trace.parameter_order()])
 
@@ -293,7 +293,9 @@ class _Builder:
     def _call(self, node: fx.Node, by_sequence: dict[int, NodeInfo]) -> None:
         new = self._graph.node_copy(node, lambda n: self._map[n])
         set_value(new, value_of(new))  # a check gives nothing, and torch notes no value then
-        backward = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+        tagged = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+        # torch leaves out calls that it makes when backward has ended, for gradients of another dtype
+        backward = tagged or any(info(source).phase is Phase.BACKWARD for source in new.all_input_nodes)
         source = self._source(node, backward, by_sequence)
         phase = Phase.BACKWARD if backward else Phase.FORWARD
         region = None if backward else source.region
