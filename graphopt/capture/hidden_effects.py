@@ -21,7 +21,7 @@ from graphopt.capture.gru import AS_IN_EAGER
 from graphopt.capture.source_lines import user_frame
 from graphopt.errors import CaptureError
 
-__all__ = ["CAPTURE_LOCK", "capturing", "refuse_backward_hooks", "refuse_parameter_hooks"]
+__all__ = ["CAPTURE_LOCK", "capturing", "refuse_backward_hooks", "refuse_parameter_hooks", "seeding_refused"]
 
 CAPTURE_LOCK = threading.RLock()
 """Held while a model is captured, which works on state of the whole process, and while a call finds its program."""
@@ -29,8 +29,14 @@ CAPTURE_LOCK = threading.RLock()
 _REFUSED: list[tuple[Any, str, str]] = [
     (torch.Tensor, "register_hook", "a hook on a tensor inside of forward, which would not act on gradients"),
     (torch.Tensor, "register_post_accumulate_grad_hook", "a hook on a gradient inside of forward"),
-    (torch, "manual_seed", "torch.manual_seed inside of forward, which would act at the capture and at no later call"),
-    (torch, "seed", "torch.seed inside of forward, which would act at the capture and at no later call"),
+    *(
+        (owner, name, f"torch.{name} inside of forward, which would act at the capture and at no later call")
+        for owner, names in (
+            (torch, ("manual_seed", "seed", "set_rng_state")),
+            (torch.random, ("manual_seed", "seed", "set_rng_state", "fork_rng")),
+        )
+        for name in names
+    ),
 ]
 
 
@@ -53,6 +59,22 @@ def capturing(model: nn.Module) -> Iterator[list[str]]:
         yield names
     paths = {id(module): path for path, module in model.named_modules()}
     names += [f"{paths[number]}.{name}".lstrip(".") for number, name in assigned if number in paths]
+
+
+@contextlib.contextmanager
+def seeding_refused() -> Iterator[None]:
+    """Refuse code that seeds a random generator or sets its state; tracing itself draws nothing from it.
+
+    Raises:
+        CaptureError: behind the block.
+    """
+    before = torch.get_rng_state()
+    yield
+    if not torch.equal(before, torch.get_rng_state()):
+        raise CaptureError(
+            "forward seeds the random generator, or sets its state, which would act at the capture and at no later "
+            "call\n  what to do: take it out of forward; a seed set before the call acts as in eager mode"
+        )
 
 
 @contextlib.contextmanager

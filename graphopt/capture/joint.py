@@ -25,6 +25,7 @@ from graphopt.capture.gradient_layouts import match_layouts, own_gradients
 from graphopt.capture.replace_ops import use_own_ops
 from graphopt.capture.source_lines import user_frame
 from graphopt.errors import CaptureError
+from graphopt.ir.gradients import base_of
 from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, info, set_info, set_value, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
@@ -201,6 +202,12 @@ def capture_joint(forward: Program, tensors: dict[str, torch.Tensor], examples: 
             "and backward code that needs values are the usual reasons"
         ) from error
     if not trace.requires_grad:
+        results = [value for value in forward.output_values if isinstance(value, fx.Node)]
+        if any(base_of(value).op == "placeholder" for value in results):
+            raise CaptureError(
+                f"everything that {forward.title} returns with a gradient is a view of its inputs or parameters: there "
+                "is nothing for a program to compute; call the model without graphopt"
+            )
         raise CaptureError(
             f"nothing in {forward.title} requires a gradient for these inputs: every parameter is frozen, or the "
             "outputs are detached; unfreeze a parameter, or call the model in eval mode without graphopt"
