@@ -25,7 +25,7 @@ def _check(value: torch.Tensor, wanted: bool, error: str, message: str) -> None:
 
 
 def _check_on_device(value: torch.Tensor, wanted: bool, error: str, message: str) -> None:
-    torch._assert_async(value == wanted, message)  # the host does not wait
+    torch.ops.aten._assert_async.msg(value == wanted, message)  # the host does not wait
 
 
 def _nothing(*_: object) -> None:
