@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 from torch import fx, nn
 
@@ -10,8 +12,9 @@ from graphopt.errors import CaptureError, GraphoptError
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import tensors_of
+from graphopt.ir.program import Program
 
-__all__ = ["refuse_coupling", "refuse_varying_lstm", "refuse_wrapped", "step_hooks"]
+__all__ = ["refuse_coupling", "refuse_overlapping", "refuse_varying_lstm", "refuse_wrapped", "step_hooks"]
 
 _WAY_OUT = {
     "OptimizedModule": "it is wrapped by torch.compile; pass the bare module (model._orig_mod) and choose "
@@ -58,6 +61,36 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> str:
     kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     hooks = [kind for kind in kinds if any(not _is_own(hook) for hook in getattr(optimizer, kind, {}).values())]
     return "its step has hooks" if hooks or _torch.has_global_step_hooks() else ""
+
+
+def refuse_overlapping(program: Program, differentiated: Container[int]) -> None:
+    """Raise a ``CaptureError`` for results whose elements share memory: traced, their gradients are added up wrongly.
+
+    Args:
+        program: of stage forward.
+        differentiated: the numbers of its outputs that gradients arrive for.
+    """
+    for number, (value, spec) in enumerate(zip(program.output_values, program.outputs, strict=True)):
+        tensor: torch.Tensor | None = value_of(value) if isinstance(value, fx.Node) else None
+        if tensor is not None and number in differentiated and _overlaps(tensor):
+            raise CaptureError(
+                f"{program.title} returns a tensor whose elements overlap in memory ({spec.target}, shape "
+                f"{list(tensor.shape)}, strides {list(tensor.stride())}), and gradients of it would be wrong: return a "
+                "copy of it (.contiguous())"
+            )
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory otherwise than by ``expand``."""
+    extents = [(stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    if not all(isinstance(number, int) for extent in extents for number in extent):
+        return False
+    reach = 0
+    for stride, size in sorted(extent for extent in extents if extent[0] != 0 and extent[1] > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def refuse_varying_lstm(graph: fx.Graph) -> None:

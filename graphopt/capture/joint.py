@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.fx import traceback
 
 from graphopt import _torch
-from graphopt.capture.checks import refuse_varying_lstm
+from graphopt.capture.checks import refuse_overlapping, refuse_varying_lstm
 from graphopt.capture.finish_joint import (
     forget_statistics,
     honour_regions,
@@ -212,6 +212,10 @@ def capture_joint(forward: Program, tensors: dict[str, torch.Tensor], examples: 
             f"nothing in {forward.title} requires a gradient for these inputs: every parameter is frozen, or the "
             "outputs are detached; unfreeze a parameter, or call the model in eval mode without graphopt"
         )
+    differentiated = {
+        int(role.target) for _, role in trace.inputs() if role.kind == "tangent" and str(role.target).isdigit()
+    }
+    refuse_overlapping(forward, differentiated)
     program = _Builder(forward, runner, trace).build()
     return JointCapture(program, trace, [runner.holder[key] for key in trace.parameter_order()])
 

@@ -44,8 +44,25 @@ def use_own_ops(program: Program) -> None:
             _lay_out(program, node)
         elif node.target is _aten.mkldnn_rnn_layer_backward.default:
             _hand_over(program, node, _call(program, node, lstm_layer_backward, node.args))
+        elif node.target is _aten.mul.Tensor and _shares_evenly(node):
+            mask, share = node.args
+            _hand_over(program, node, _call(program, node, _aten.where.ScalarOther, (mask, share, 0.0)))
         elif node.target is _aten._safe_softmax.default and _is_plain(node):
             _hand_over(program, node, _call(program, node, safe_softmax, node.args[:2]))
+
+
+def _shares_evenly(product: fx.Node) -> bool:
+    """Whether a gradient is shared by the elements that a maximum, minimum or median was found at, on a CPU.
+
+    Eager mode writes the shares into zeros; the product, which it takes where it traces, makes negative zeros too.
+    """
+    mask, share = product.args
+    if not isinstance(mask, fx.Node) or not isinstance(share, fx.Node) or share.target is not _aten.div.Tensor:
+        return False
+    count = share.args[1]
+    counted = isinstance(count, fx.Node) and count.target is _aten.sum.default and count.args[0] is mask
+    value: torch.Tensor = value_of(mask)
+    return counted and value.dtype is torch.bool and value.device.type == "cpu" and value_of(share).dim() == 0
 
 
 def _lay_out(program: Program, layer: fx.Node) -> None:
