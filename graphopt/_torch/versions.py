@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["FOLDER", "has_exporting_flag", "symbol_values"]
+__all__ = ["FOLDER", "checkpoint_generator", "has_exporting_flag", "symbol_values"]
 
 _MINIMUM = (2, 11)
 
@@ -26,6 +26,15 @@ if _installed < _MINIMUM:
         f"graphopt needs torch >= {_MINIMUM[0]}.{_MINIMUM[1]}, and {torch.__version__} is installed: "
         "it relies on the joint capture with descriptors that newer releases have; run `pip install -U torch`"
     )
+
+
+def checkpoint_generator(checkpoint: Any) -> str:
+    """The name in the module ``torch.utils.checkpoint`` of what every non-reentrant variant of ``checkpoint`` runs.
+
+    Torch 2.14 put ``…_impl`` under the generator of earlier releases, which is left for callers outside of torch.
+    """
+    name = "_checkpoint_without_reentrant_generator"
+    return f"{name}_impl" if hasattr(checkpoint, f"{name}_impl") else name
 
 
 def has_exporting_flag() -> bool:
