@@ -18,6 +18,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors, aot_export_joint_with_descriptors
 
 from graphopt._torch.checks_in_graphs import plain_checks
+from graphopt._torch.private_names import JOINT, attribute
 from graphopt.errors import CaptureError
 
 __all__ = ["AotInput", "AotOutput", "JointTrace"]
@@ -130,5 +131,5 @@ class JointTrace:
                 bw_compiler=backward_compiler,  # type: ignore[arg-type]
             )
         # The check for retain_graph=True reads this list, and takes its absence for a donation.
-        self._joint._aot_state.fw_metadata.bw_donated_idxs = []
+        attribute(self._joint, "_aot_state.fw_metadata", JOINT).bw_donated_idxs = []
         return compiled

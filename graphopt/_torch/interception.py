@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from graphopt._torch.private_names import CHECKPOINTS, require
 from graphopt._torch.versions import checkpoint_generator, has_exporting_flag
 
 __all__ = ["as_in_eager", "intercept_checkpoint"]
@@ -51,6 +52,7 @@ def intercept_checkpoint(region: Callable[[Any], contextlib.AbstractContextManag
             with region(None):
                 return function(*args)
 
+    require(CHECKPOINTS)
     name = checkpoint_generator(module)
     saved = module.CheckpointFunction, getattr(module, name)
     signature = inspect.signature(saved[1])

@@ -11,13 +11,15 @@ from collections import Counter, deque
 from typing import Any
 
 import torch
-from torch._C._profiler import _EventType
+
+from graphopt._torch.private_names import MEMORY, attribute, require
 
 __all__ = ["allocator_events", "peaks_between_marks", "profile_memory"]
 
 
 def profile_memory() -> torch.profiler.profile:
     """A profile of the CPU that records every allocation and release."""
+    require(MEMORY)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler otherwise announces itself on stderr
     return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
 
@@ -41,7 +43,7 @@ def _marks(profile: Any, prefix: str) -> list[tuple[int, int, int]]:
     """``(start, end, number)`` of every mark called ``prefix<number>``, in order; times in ns."""
     return sorted(
         (event.start_ns(), event.start_ns() + event.duration_ns(), int(event.name().removeprefix(prefix)))
-        for event in profile.profiler.kineto_results.events()
+        for event in _results(profile).events()
         if event.name().startswith(prefix)
     )
 
@@ -69,8 +71,11 @@ def allocator_events(profile: Any) -> list[tuple[int, str, int]]:
 
 def _reported(profile: Any) -> list[tuple[int, str, int, int]]:
     """``(time in ns, device type, address, signed bytes)`` of everything the allocator reported, in order of time."""
+    require(MEMORY)
+    from torch._C._profiler import _EventType
+
     found = []
-    pending = list(profile.profiler.kineto_results.experimental_event_tree())
+    pending = list(_results(profile).experimental_event_tree())
     while pending:
         event = pending.pop()
         pending += event.children
@@ -78,3 +83,8 @@ def _reported(profile: Any) -> list[tuple[int, str, int, int]]:
             block = event.extra_fields
             found.append((event.start_time_ns, block.device.type, block.ptr, block.alloc_size))
     return sorted(found, key=lambda event: event[0])
+
+
+def _results(profile: Any) -> Any:
+    """What the profiler's own library recorded."""
+    return attribute(profile, "profiler.kineto_results", MEMORY)

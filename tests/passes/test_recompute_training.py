@@ -268,7 +268,7 @@ def test_selective_checkpointing_is_refused_by_name() -> None:
             context = functools.partial(create_selective_checkpoint_contexts, kept)
             return checkpoint(self.parts[0], x, use_reentrant=False, context_fn=context)
 
-    with pytest.raises(CaptureError, match="selective checkpointing .*create_selective_checkpoint_contexts"):
+    with pytest.raises(CaptureError, match=r"selective checkpointing .*create_selective_checkpoint_contexts"):
         captured(Selective("non-reentrant"), WIDE)
 
 
