@@ -6,8 +6,11 @@ The public profiler sums allocations per op; single events are in ``kineto_resul
 
 from __future__ import annotations
 
+import contextlib
 import os
+import warnings
 from collections import Counter, deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,11 +20,17 @@ from graphopt._torch.private_names import MEMORY, attribute, require
 __all__ = ["allocator_events", "peaks_between_marks", "profile_memory"]
 
 
-def profile_memory() -> torch.profiler.profile:
-    """A profile of the CPU that records every allocation and release."""
+@contextlib.contextmanager
+def profile_memory() -> Iterator[torch.profiler.profile]:
+    """While the block runs, a profile of the CPU records every allocation and release."""
     require(MEMORY)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler otherwise announces itself on stderr
-    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    with contextlib.ExitStack() as stack:
+        with warnings.catch_warnings():  # torch 2.11 and 2.12 warn that an earlier cycle is lost where there is none
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
+            stack.enter_context(profile)
+        yield profile
 
 
 def peaks_between_marks(profile: Any, prefix: str) -> dict[int, int]:
