@@ -11,7 +11,10 @@ from __future__ import annotations
 from graphopt._torch.versions import FOLDER as FOLDER
 
 # isort: split
-# The check of versions.py comes first: a private module that a release of torch lacks would raise in its place.
+from graphopt._torch import private_names as private_names
+
+# isort: split
+# The checks of these two come first: a name that the installed torch lacks would raise by itself in their place.
 
 import torch.utils._pytree as pytree
 from torch._ops import HigherOrderOperator as HigherOrderOperator
@@ -78,6 +81,7 @@ from graphopt._torch.overloads import higher_order_ops as higher_order_ops
 from graphopt._torch.overloads import is_registered as is_registered
 from graphopt._torch.overloads import resolve_overload as resolve_overload
 from graphopt._torch.symbolic_sizes import fake_mode as fake_mode
+from graphopt._torch.symbolic_sizes import number_hint as number_hint
 from graphopt._torch.symbolic_sizes import size_hint as size_hint
 from graphopt._torch.symbolic_sizes import size_range as size_range
 from graphopt._torch.symbolic_sizes import symbolic_float as symbolic_float
@@ -137,6 +141,7 @@ __all__ = [
     "map_aggregate",
     "mark_optimizer_called",
     "mode_of",
+    "number_hint",
     "parts_of",
     "peaks_between_marks",
     "process_groups",

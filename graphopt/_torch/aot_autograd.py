@@ -19,6 +19,7 @@ from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensor
 from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors, aot_export_joint_with_descriptors
 
 from graphopt._torch.checks_in_graphs import plain_checks
+from graphopt._torch.private_names import JOINT, attribute
 from graphopt.errors import CaptureError
 
 __all__ = ["AotInput", "AotOutput", "JointTrace"]
@@ -153,9 +154,9 @@ class JointTrace:
                 bw_compiler=backward_compiler,  # type: ignore[arg-type]
             )
         if tangents_as_they_are:
-            for meta in self._joint._aot_state.fw_metadata.subclass_tangent_meta:
+            for meta in attribute(self._joint, "_aot_state.fw_metadata.subclass_tangent_meta", JOINT):
                 if isinstance(meta, PlainTensorMeta):
                     meta.memory_format = MemoryFormatMeta(size=_ANY, stride=_ANY)
         # The check for retain_graph=True reads this list, and takes its absence for a donation.
-        self._joint._aot_state.fw_metadata.bw_donated_idxs = []
+        attribute(self._joint, "_aot_state.fw_metadata", JOINT).bw_donated_idxs = []
         return compiled

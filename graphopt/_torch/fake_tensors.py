@@ -14,6 +14,8 @@ import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
+from graphopt._torch.private_names import VALUES, attribute
+
 __all__ = ["example_twins", "mode_of", "stands_for_real", "storage_key"]
 
 
@@ -31,7 +33,7 @@ def stands_for_real(tensor: torch.Tensor) -> bool:
     """Whether an example value, or what it is a view of, was made for a tensor with data (a parameter, an input)."""
     if not isinstance(tensor, FakeTensor):
         return True
-    known = tensor.fake_mode.fake_tensor_converter.meta_converter.storage_memo
+    known = attribute(tensor, "fake_mode.fake_tensor_converter.meta_converter.storage_memo", VALUES)
     return any(storage._cdata == storage_key(tensor) for storage in known.values())
 
 

@@ -23,7 +23,7 @@ from graphopt.capture.regions import REGION_KEY, observe
 from graphopt.capture.source_lines import source_line, user_frame
 from graphopt.capture.transformers import answered
 from graphopt.capture.value_checks import kept_as_checks
-from graphopt.errors import CaptureError
+from graphopt.errors import CaptureError, TorchVersionError
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.names import NAMES_KEY, identifier
 from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, info, set_info, set_value, value_of
@@ -119,7 +119,7 @@ def capture_forward(
     try:
         with seeding_refused():
             exported = _as_eager_first(export, type(model).__name__)
-    except CaptureError:
+    except (CaptureError, TorchVersionError):
         raise
     except Exception as error:
         raise _explain(error, model) from error
@@ -163,7 +163,7 @@ def _as_eager_first(export: Callable[[bool], Any], name: str) -> Any:
     """Trace what the model does in eager mode; where that cannot be traced, what it does for compilers."""
     try:
         return export(True)
-    except CaptureError:
+    except (CaptureError, TorchVersionError):
         raise
     except Exception as error:
         if _depends_on_data(error):

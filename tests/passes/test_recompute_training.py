@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import graphopt
-from graphopt import Phase, Pipeline
+from graphopt import CaptureError, Phase, Pipeline
 from graphopt.ir.node import info, value_of
 from graphopt.passes import Recompute
 from tests.support.covering import covering
@@ -231,6 +232,8 @@ RUNS = {
     "non-reentrant": functools.partial(checkpoint, use_reentrant=False),
     "keyword": lambda function, x: checkpoint(function, x, use_reentrant=False, preserve_rng_state=True),
 }
+if inspect.signature(checkpoint).parameters["function"].default is None:  # since torch 2.14, it makes decorators too
+    RUNS["decorator"] = lambda function, x: checkpoint(use_reentrant=False)(function)(x)
 
 
 class Checkpointed(nn.Module):
@@ -256,6 +259,17 @@ def test_checkpoint_calls_in_the_model_become_segments(run: str) -> None:
     assert "gelu" in ops(program, Phase.RECOMPUTE)
     assert {info(node).origin for node in program.phase_nodes(Phase.RECOMPUTE)} == {"torch.utils.checkpoint"}
     assert program.memory().peak_bytes < 0.75 * plain.memory().peak_bytes
+
+
+def test_selective_checkpointing_is_refused_by_name() -> None:
+    class Selective(Checkpointed):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept = [torch.ops.aten.addmm.default]
+            context = functools.partial(create_selective_checkpoint_contexts, kept)
+            return checkpoint(self.parts[0], x, use_reentrant=False, context_fn=context)
+
+    with pytest.raises(CaptureError, match=r"selective checkpointing .*create_selective_checkpoint_contexts"):
+        captured(Selective("non-reentrant"), WIDE)
 
 
 def test_checkpoint_calls_and_recompute_work_together() -> None:
