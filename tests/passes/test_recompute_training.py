@@ -27,7 +27,10 @@ WIDE = torch.linspace(-1, 1, 512 * 16).reshape(512, 16)
 # --- bits ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "adamw", "rmsprop", "adagrad"])
+_SWEPT = [pytest.param(name, marks=pytest.mark.sweep) for name in ("sgd", "adam", "rmsprop", "adagrad")]
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw", *_SWEPT])
 def test_training_equals_eager(optimizer: str) -> None:
     model = Blocks(2 if optimizer == "adamw" else 1)  # what an update does is the same for one block and for several
     assert_same_training(model, optimizer, next_token, [(TOKENS,), ((TOKENS + 1) % 11,)], [Recompute("blocks.*")])

@@ -276,6 +276,7 @@ def test_autocast_around_a_step_and_in_its_loss(dtype: torch.dtype, where: str) 
     assert_same(expected, found.end(other, optimizer), "around", skip=".gradient")
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_inductor_is_close_to_eager() -> None:
     def make(parameters: Parameters) -> torch.optim.Optimizer:
