@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check --no-inp
 CORE := $(VENV)/.core-installed
 DEV := $(VENV)/.dev-installed
 BROWSER := $(VENV)/.chromium-found
-PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # What `make sweep` runs of the tests that are marked so, in parts
 SWEPT := -m 'sweep and not gpu and not hypothesis'

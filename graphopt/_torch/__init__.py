@@ -55,6 +55,7 @@ from graphopt._torch.dispatcher import is_composite as is_composite
 from graphopt._torch.dispatcher import qualified_name as qualified_name
 from graphopt._torch.eager_kernels import eager_kernels as eager_kernels
 from graphopt._torch.fake_tensors import example_twins as example_twins
+from graphopt._torch.fake_tensors import has_no_data as has_no_data
 from graphopt._torch.fake_tensors import mode_of as mode_of
 from graphopt._torch.fake_tensors import stands_for_real as stands_for_real
 from graphopt._torch.fake_tensors import storage_key as storage_key
@@ -129,6 +130,7 @@ __all__ = [
     "has_autocast_rule",
     "has_global_backward_hooks",
     "has_global_step_hooks",
+    "has_no_data",
     "higher_order_ops",
     "hooks_added",
     "intercept_checkpoint",

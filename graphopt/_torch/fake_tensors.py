@@ -16,12 +16,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from graphopt._torch.private_names import VALUES, attribute
 
-__all__ = ["example_twins", "mode_of", "stands_for_real", "storage_key"]
+__all__ = ["example_twins", "has_no_data", "mode_of", "stands_for_real", "storage_key"]
 
 
 def mode_of(values: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
     """The mode in which example values compute; does nothing where none of them is one."""
     return detect_fake_mode(values) or contextlib.nullcontext()
+
+
+def has_no_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is an example value."""
+    return isinstance(tensor, FakeTensor)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -52,13 +52,46 @@ def capturing(model: nn.Module) -> Iterator[list[str]]:
     own_saving = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
     assigned: dict[tuple[int, str], None] = {}
     names: list[str] = []
-    with CAPTURE_LOCK, own_saving, _torch.eager_kernels(AS_IN_EAGER), contextlib.ExitStack() as stack:
+    kernels = _torch.eager_kernels(AS_IN_EAGER)
+    with CAPTURE_LOCK, own_saving, kernels, _without_stand_ins(model), contextlib.ExitStack() as stack:
         for owner, name, what in _REFUSED:
             stack.enter_context(_refusing(owner, name, what))
         stack.enter_context(_noting_assignments(assigned))
         yield names
     paths = {id(module): path for path, module in model.named_modules()}
     names += [f"{paths[number]}.{name}".lstrip(".") for number, name in assigned if number in paths]
+
+
+_REGISTERED = ("_modules", "_parameters", "_buffers")
+
+
+@contextlib.contextmanager
+def _without_stand_ins(model: nn.Module) -> Iterator[None]:
+    """Refuse forward to make parameters or buffers: made while it is traced, they have no data.
+
+    Raises:
+        CaptureError: behind the block, the model's parts being what they were before.
+    """
+    before = [
+        (module, dict(module.__dict__), {name: dict(module.__dict__[name]) for name in _REGISTERED})
+        for module in model.modules()
+    ]
+    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    yield
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    made = [name for name, tensor in tensors if id(tensor) not in known and _torch.has_no_data(tensor)]
+    if not made:
+        return
+    for module, attributes, registered in before:
+        module.__dict__.clear()
+        module.__dict__.update(attributes)
+        for name, entries in registered.items():
+            module.__dict__[name].clear()
+            module.__dict__[name].update(entries)
+    raise CaptureError(
+        f"forward makes {made[0]!r} while it is traced, so that it would have no data\n"
+        "  what to do: call the model once without graphopt, or make all modules, parameters and buffers in __init__"
+    )
 
 
 @contextlib.contextmanager

@@ -142,6 +142,51 @@ def test_an_optimized_model_inside_of_a_checkpoint(captured: bool) -> None:
     assert torch.equal(*gradients)
 
 
+class Late(nn.Module):
+    """Makes a part of itself at its first call."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.last = nn.Identity()
+        self.make = make
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.last, nn.Identity):
+            self.last = self.make()
+        result: torch.Tensor = self.last(self.linear(x))
+        return result
+
+
+def draws_and_drops() -> nn.Module:
+    torch.rand(3)
+    return nn.Dropout(0.5)
+
+
+def test_a_module_made_at_the_first_call_is_not_made_again() -> None:
+    torch.manual_seed(0)
+    model = Late(draws_and_drops)
+    optimized, x = graphopt.optimize(copy.deepcopy(model)), torch.randn(3, 4)
+    for seed in range(3):
+        found = []
+        for current in (model, optimized):
+            torch.manual_seed(seed)
+            found.append((current(x), torch.get_rng_state()))
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_parameters_made_at_the_first_call_are_refused_and_nothing_is_left() -> None:
+    model, x = Late(lambda: nn.Linear(4, 4)), torch.randn(3, 4)
+    optimized = graphopt.optimize(model)
+    with pytest.raises(
+        CaptureError, match=r"forward makes 'last\.weight' while it is traced.*call the model once without"
+    ):
+        optimized(x)
+    assert isinstance(optimized.last, nn.Identity)
+    model(x)
+    assert torch.equal(graphopt.optimize(model)(x), model(x))
+
+
 def test_the_first_call_from_several_threads() -> None:
     model = Calls(torch.tanh)
     optimized, wanted = graphopt.optimize(model), model(X)
