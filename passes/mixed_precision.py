@@ -26,6 +26,7 @@ from graphopt.rewriting.precision.master_weights import cast_late, hold_copies
 from graphopt.rewriting.precision.op_selection import Selection, check_entries
 from graphopt.rewriting.precision.options import LossScaleOptions
 from graphopt.rewriting.precision.scaling import LossScaling, check_and_update, scale_backward
+from graphopt.rewriting.precision.written_casts import open_regions, plain_dtypes
 
 __all__ = ["MixedPrecision"]
 
@@ -42,13 +43,11 @@ class MixedPrecision(LossScaleOptions, Pass):
     ``O1`` does what ``torch.autocast`` does on the device, op by op (``graphopt.rewriting.precision.autocast_lists``
     gives the rules, which are asked of the installed torch). A parameter is cast once and the cast shared; any other
     tensor is cast to a dtype once in forward, while gradients are summed in float32 as autocast sums them; what
-    backward reads of a cast parameter, or of a value that was cast up, is cast again instead of kept. Losses and
-    gradients equal eager PyTorch's under autocast to the last bit, with these exceptions:
+    backward reads of a cast parameter, or of a value that was cast up, is cast again instead of kept.
 
-    * a dtype that the model's Python reads from a tensor (``x.to(y.dtype)``) is the one in the plain program;
-    * kernels that call other ops, in which eager autocast casts unseen (``torch.nn.Bilinear`` on a CPU);
-    * ops that hold programs (``torch.cond``) and ops made of others with several results (``torch.nn.GRU``) run as
-      without the pass, and the record says so.
+    The model is captured under autocast, so that its Python reads the dtypes that tensors have there
+    (``x.to(y.dtype)``). Losses and gradients equal eager PyTorch's under autocast to the last bit, but for kernels that
+    call other ops, in which eager autocast casts unseen (``torch.nn.Bilinear`` on a CPU).
 
     ``O2`` runs every op in the low dtype but normalisation, whose arguments are cast up, whose parameters stay float32
     and whose result is cast down, and losses. Every other parameter is cast once, at the beginning of the program.
@@ -111,6 +110,11 @@ class MixedPrecision(LossScaleOptions, Pass):
         scales = self.dtype == "float16" if self.scale_loss is None else self.scale_loss
         return self.settings() if scales else None
 
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """O1 does what autocast does, so the model is captured under it, and its Python reads the dtypes there."""
+        return LOW_DTYPES[self.dtype] if self.level == "O1" else None
+
     def concerns(self, program: Program) -> bool:
         """At the step stage only where copies are kept or the loss is scaled."""
         return program.stage != "step" or self.level == "O2" or self.scaling is not None
@@ -127,19 +131,24 @@ class MixedPrecision(LossScaleOptions, Pass):
 
     def _insert(self, program: Program) -> Changed:
         low = LOW_DTYPES[self.dtype]
+        under = open_regions(program) > 0
+        outputs = plain_dtypes(program, low) if under else _output_dtypes(program)
         rules = Autocast(low, program.fake_mode)
         policy = Policy(
             rules, "O2" if self.level == "O2" else "O1", [node for node, _ in program.inputs_of("parameter")]
         )
         selection = Selection(program, self.allow, self.deny)
-        rewriter = Rewriter(program, rules, policy, selection, early=self.level == "O2")
+        rewriter = Rewriter(program, rules, policy, selection, early=self.level == "O2", outputs=outputs, under=under)
         rewriter.run()
         if not rewriter.casts and not rewriter.changes:
             return Changed(reason="every op runs in the wanted dtype already")
         check_kernels(_calls(program))
         lower, full = _by_precision(program, low)
+        lines = list(_lines(lower, full, rewriter.plain, low))
+        if self.autocast is not None and not under:
+            lines.append("captured without autocast: a dtype that the model's Python reads is the plain program's")
         counts = {"casts": rewriter.casts, "low precision ops": lower.total(), "fp32 ops": full.total()}
-        return Changed(counts, lines=tuple(_lines(lower, full, rewriter.plain, low)))
+        return Changed(counts, lines=tuple(lines))
 
     def _merge(self, program: Program) -> Changed:
         cancelled = cancel_casts(program)
@@ -161,6 +170,11 @@ class MixedPrecision(LossScaleOptions, Pass):
             copies = hold_copies(program, self.name)
             counts["low-precision copies held"] = len(copies)
         return Changed(counts, reason="no parameter is cast")
+
+
+def _output_dtypes(program: Program) -> list[torch.dtype | None]:
+    values = [value_of(value) if isinstance(value, fx.Node) else None for value in program.output_values]
+    return [value.dtype if isinstance(value, torch.Tensor) else None for value in values]
 
 
 def _calls(program: Program) -> Iterator[fx.Node]:

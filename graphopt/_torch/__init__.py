@@ -54,6 +54,10 @@ from graphopt._torch.dispatcher import has_autocast_rule as has_autocast_rule
 from graphopt._torch.dispatcher import is_composite as is_composite
 from graphopt._torch.dispatcher import qualified_name as qualified_name
 from graphopt._torch.eager_kernels import eager_kernels as eager_kernels
+from graphopt._torch.export_regions import AUTOCAST_BEGINS as AUTOCAST_BEGINS
+from graphopt._torch.export_regions import AUTOCAST_ENDS as AUTOCAST_ENDS
+from graphopt._torch.export_regions import SETS_GRAD_MODE as SETS_GRAD_MODE
+from graphopt._torch.export_regions import without_regions as without_regions
 from graphopt._torch.fake_tensors import example_twins as example_twins
 from graphopt._torch.fake_tensors import has_no_data as has_no_data
 from graphopt._torch.fake_tensors import mode_of as mode_of
@@ -92,7 +96,10 @@ from graphopt._torch.traced_tensors import traced_node as traced_node
 from graphopt._torch.traced_tensors import tracing_graph as tracing_graph
 
 __all__ = [
+    "AUTOCAST_BEGINS",
+    "AUTOCAST_ENDS",
     "FOLDER",
+    "SETS_GRAD_MODE",
     "AotInput",
     "AotOutput",
     "BoxedCodeGen",
@@ -166,4 +173,5 @@ __all__ = [
     "tracing_graph",
     "unwrapped_step",
     "wait_tensor",
+    "without_regions",
 ]

@@ -148,7 +148,17 @@ COLLECTIVES = Feature(
     },
 )
 
-ON_IMPORT = (VALUES, TRACING, JOINT, CHANGES, RANDOMNESS, OPS, COLLECTIVES)
+REGIONS = Feature(
+    "regions without gradients and under autocast",
+    {
+        "torch._C": "_set_grad_enabled",
+        "torch._export.passes.replace_autocast_with_hop_pass": "replace_autocast_with_hop_pass",
+        "torch._export.passes.replace_set_grad_with_hop_pass": "replace_set_grad_with_hop_pass",
+        "torch.amp.autocast_mode": "_enter_autocast _exit_autocast",
+    },
+)
+
+ON_IMPORT = (VALUES, REGIONS, TRACING, JOINT, CHANGES, RANDOMNESS, OPS, COLLECTIVES)
 
 CHECKPOINTS = Feature(
     "recognising torch.utils.checkpoint in a model",

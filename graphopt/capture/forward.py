@@ -9,7 +9,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from traceback import walk_tb
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import fx, nn
 from graphopt import _torch
 from graphopt.capture.flatten import Structure, flatten
 from graphopt.capture.hidden_effects import seeding_refused
+from graphopt.capture.nest_regions import nest_regions
 from graphopt.capture.regions import REGION_KEY, observe
 from graphopt.capture.source_lines import source_line, user_frame
 from graphopt.capture.transformers import answered
@@ -26,7 +27,7 @@ from graphopt.capture.value_checks import kept_as_checks
 from graphopt.errors import CaptureError, TorchVersionError
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.names import NAMES_KEY, identifier
-from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, info, set_info, set_value, value_of
+from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, set_info, set_value, unique_names, value_of
 from graphopt.ir.ops.schema import op_name
 from graphopt.ir.program import Program
 
@@ -110,7 +111,13 @@ def capture_forward(
 
     def export(as_eager: bool) -> Any:
         root = _Root(model, call, inputs, seen, as_eager)
-        with observe(model), plain_precision(), torch.enable_grad(), warnings.catch_warnings(record=True) as caught:
+        with (
+            observe(model),
+            plain_precision(),
+            torch.enable_grad(),
+            _torch.without_regions(),
+            warnings.catch_warnings(record=True) as caught,
+        ):
             warnings.simplefilter("always")
             exported = torch.export.export(root, tuple(tensors), strict=False, dynamic_shapes=shapes)
         _pass_on(caught)
@@ -227,7 +234,7 @@ def _explain(error: Exception, model: nn.Module) -> CaptureError:
     name = type(model).__name__
     if _depends_on_data(error):
         advice = (
-            "control flow depends on a tensor's values, and a program has one path: use torch.where or torch.cond, "
+            "control flow depends on a tensor's values, and a program has one path: use torch.where, "
             "move the decision outside of the model, or make it depend on shapes"
         )
         if any("torch/distributions" in frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)):
@@ -250,7 +257,8 @@ def _to_program(exported: Any, returned: Structure, inputs: Structure, scalar_lo
     input_paths = iter(_input_names(inputs))
     signature = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
     namer = _OpNames()
-    for node in exported.graph_module.graph.nodes:
+    module = nest_regions(exported.graph_module)
+    for node in module.graph.nodes:
         if node.op == "placeholder":
             new, spec = _placeholder(graph, node, signature[node.name], exported, constants, input_paths)
             specs.append(spec)
@@ -261,14 +269,14 @@ def _to_program(exported: Any, returned: Structure, inputs: Structure, scalar_lo
             dead.add(node)
         else:
             if node.op == "get_attr" and isinstance(node.target, str):
-                attributes[node.target] = getattr(exported.graph_module, node.target)
+                attributes[node.target] = getattr(module, node.target)
                 _describe_body(attributes[node.target], namer)
             mapping[node] = new = graph.node_copy(node, lambda n: mapping[n])
             set_info(new, _node_info(node, namer))
-    result = next(n for n in reversed(exported.graph_module.graph.nodes) if n.op == "output")
+    result = next(n for n in reversed(module.graph.nodes) if n.op == "output")
     values = [mapping[v] if isinstance(v, fx.Node) else v for v in result.args[0]]
     graph.output(tuple(values))
-    _unique_names(graph)
+    unique_names(graph)
     outputs = [OutputSpec("output", path or "result") for path in returned.paths]
     if scalar_loss:
         outputs = [_check_loss(values, returned)]
@@ -348,16 +356,3 @@ def _node_info(node: fx.Node, namer: _OpNames) -> NodeInfo:
     return NodeInfo(
         Phase.FORWARD, module, names, source_line(node.meta.get("stack_trace")), region=node.meta.get(REGION_KEY)
     )
-
-
-def _unique_names(graph: fx.Graph) -> None:
-    """Where two tensors were given one name, the later ones become ``name@1``, ``name@2`` and so on."""
-    taken: Counter[str] = Counter()
-    for node in graph.nodes:
-        if node.op == "output":
-            continue
-        unique = []
-        for name in info(node).names:
-            unique.append(name if taken[name] == 0 else f"{name}@{taken[name]}")
-            taken[name] += 1
-        set_info(node, replace(info(node), names=tuple(unique)))

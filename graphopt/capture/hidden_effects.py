@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from graphopt import _torch
-from graphopt.capture.gru import AS_IN_EAGER
 from graphopt.capture.source_lines import user_frame
 from graphopt.errors import CaptureError
+from graphopt.ir.ops.recurrent import AS_IN_EAGER
 
 __all__ = ["CAPTURE_LOCK", "capturing", "refuse_backward_hooks", "refuse_parameter_hooks", "seeding_refused"]
 

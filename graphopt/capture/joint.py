@@ -332,8 +332,19 @@ class _Builder:
         return source
 
     def _constant(self, node: fx.Node) -> None:
-        """A tensor that the trace met as a value becomes an input by reference."""
+        """A tensor that the trace met as a value becomes an input by reference.
+
+        Raises:
+            CaptureError: where it is no tensor but a body that an op runs.
+        """
         value = getattr(self._trace.graph.owning_module, str(node.target))
+        if isinstance(value, fx.GraphModule):
+            (user, *_) = node.users
+            raise CaptureError(
+                f"{self._forward.title} calls {user.target}, which runs one body or another, and a training program "
+                "has one path\n  what to do: compute both and choose with torch.where, or move the decision outside "
+                "of the model"
+            )
         first = next(iter(self._graph.nodes))
         with self._graph.inserting_before(first):
             new = self._graph.placeholder(str(node.target))

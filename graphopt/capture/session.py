@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from graphopt import _torch
 from graphopt.capture.append_update import append_update
 from graphopt.capture.checks import refuse_wrapped
 from graphopt.capture.forward import ForwardCapture, capture_forward
@@ -15,9 +17,10 @@ from graphopt.capture.hidden_effects import capturing, refuse_backward_hooks, re
 from graphopt.capture.joint import JointCapture, capture_joint
 from graphopt.capture.step import trace_optimizer
 from graphopt.errors import CaptureError
-from graphopt.ir.autocast import plain_precision, under_autocast
+from graphopt.ir.autocast import mark_around, plain_precision, under_autocast
 from graphopt.ir.node import Stage
 from graphopt.ir.program import Program
+from graphopt.rewriting.precision.written_casts import write_casts
 from graphopt.rewriting.shards import Shards
 
 __all__ = ["CaptureSession", "call_loss", "capture"]
@@ -59,6 +62,8 @@ def call_loss(model: nn.Module, loss: Loss | bool, args: tuple[Any, ...], kwargs
 class CaptureSession:
     """Captures one call of one model and lowers it stage by stage.
 
+    The model's code runs once, when the first program is asked for, and once more for each other ``autocast``.
+
     Args:
         model: the bare module.
         args: positional example inputs.
@@ -68,8 +73,8 @@ class CaptureSession:
         optimizer: whose update ends the step program; needs a loss.
         dynamic_shapes: as in ``torch.export``, for the model's (or the loss's) arguments.
 
-    Attributes:
-        assigned: the attributes of modules that forward sets, as ``path.name``; a program does not.
+    Raises:
+        CaptureError: for a model that is wrapped, or with hooks that a program would lose.
     """
 
     def __init__(
@@ -87,22 +92,79 @@ class CaptureSession:
             loss = True
         self.model = model
         self.optimizer = optimizer
+        self.joint: JointCapture | None = None
         call = _call_model if loss is None else _own_loss if loss is True else loss
         assert callable(call)
         refuse_backward_hooks(model)
         if optimizer is not None:
             refuse_parameter_hooks(model)
-        with capturing(model) as self.assigned:
-            self.forward: ForwardCapture = capture_forward(
-                model,
+        self._call = under_autocast(call)
+        self._example = (args, kwargs or {})
+        self._scalar_loss = loss is not None
+        self._dynamic_shapes = dynamic_shapes
+        self._captures: dict[torch.dtype | None, ForwardCapture] = {}
+        self._assigned: dict[str, None] = {}
+
+    def forward(self, autocast: torch.dtype | None = None) -> Program:
+        """The forward program, to be rewritten.
+
+        Args:
+            autocast: trace the model under ``torch.autocast`` to this dtype on the devices of its tensors, which the
+                program has as regions around everything. A dtype that the model's Python reads (``x.to(y.dtype)``) is
+                then the one that it reads under autocast.
+
+        Raises:
+            CaptureError: where the model cannot be captured: what, where, and what to do.
+        """
+        if autocast not in self._captures:
+            self._captures[autocast] = self._capture(autocast)
+        program = self._captures[autocast].program.copy()
+        program.lower = self.lower_forward
+        return program
+
+    def _capture(self, autocast: torch.dtype | None) -> ForwardCapture:
+        args, kwargs = self._example
+        call = self._call
+        devices = self._devices() if autocast is not None else []
+        if devices:
+            with contextlib.ExitStack() as stack:
+                for device in devices:
+                    stack.enter_context(torch.autocast(device, dtype=autocast))
+                call = under_autocast(call)
+        with capturing(self.model) as assigned:
+            captured = capture_forward(
+                self.model,
                 args,
-                kwargs or {},
-                call=under_autocast(call),
-                dynamic_shapes=dynamic_shapes,
-                scalar_loss=loss is not None,
+                kwargs,
+                call=call,
+                dynamic_shapes=self._dynamic_shapes,
+                scalar_loss=self._scalar_loss,
             )
-        self.joint: JointCapture | None = None
-        self.forward.program.lower = self.lower_forward
+        program = captured.program
+        mark_around(program.graph, program.attributes, len(devices))
+        self._assigned |= dict.fromkeys(assigned)
+        return captured
+
+    def _devices(self) -> list[str]:
+        """The kinds of devices of the model's tensors and of the example inputs, for which there is autocast."""
+        given = [leaf for leaf in _torch.pytree.tree_leaves(self._example) if isinstance(leaf, torch.Tensor)]
+        kinds = {tensor.device.type for tensor in (*self.tensors().values(), *given)}
+        return sorted(kind for kind in kinds if torch.amp.is_autocast_available(kind))
+
+    @property
+    def title(self) -> str:
+        """Whose program it is: the model's class, for people."""
+        return type(self.model).__name__
+
+    @property
+    def captured(self) -> ForwardCapture:
+        """What is the same for every capture of this session: the structures of its inputs and outputs, the batch."""
+        return next(iter(self._captures.values()), None) or self._captures.setdefault(None, self._capture(None))
+
+    @property
+    def assigned(self) -> tuple[str, ...]:
+        """The attributes of modules that forward has set in the captures so far, as ``path.name``."""
+        return tuple(self._assigned)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The model's parameters and buffers by every name they have."""
@@ -124,7 +186,7 @@ class CaptureSession:
     def lower_forward(self, program: Program) -> Program:
         """The joint program of a (rewritten) forward program."""
         with plain_precision(), capturing(self.model):
-            self.joint = capture_joint(program, self.tensors(), self.forward.example_tensors)
+            self.joint = capture_joint(write_casts(program), self.tensors(), self.captured.example_tensors)
         lowered = self.joint.program
         if self.optimizer is not None:
             lowered.lower = self.lower_joint
@@ -176,7 +238,7 @@ def capture(
     """
     positional = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     session = CaptureSession(model, positional, kwargs, loss=loss, optimizer=optimizer, dynamic_shapes=dynamic_shapes)
-    program = session.forward.program
+    program = session.forward()
     wanted = stage or ("step" if optimizer is not None else "joint")
     if wanted == "step" and optimizer is None:
         raise CaptureError("the step stage holds the optimizer's update: give optimizer=")

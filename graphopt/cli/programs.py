@@ -114,8 +114,11 @@ def stage_to_show(wanted: Stage | None, target: Target, pipeline: Pipeline, veri
 def before_passes(rewritten: Rewritten) -> Program:
     """The program of the last stage as it is without any pass, to compare with."""
     last = rewritten.program.stage
-    first = rewritten.records[0].stage if rewritten.records else last
-    program = next(p for _, p in rewritten.snapshots if p.stage == first)
+    if rewritten.pipeline.autocast is not None:
+        program = rewritten.session.forward()
+    else:
+        first = rewritten.records[0].stage if rewritten.records else last
+        program = next(p for _, p in rewritten.snapshots if p.stage == first)
     while program.stage != last:
         assert program.lower is not None
         program = program.lower(program)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import fx
 
-__all__ = ["autocast_state", "plain_precision", "under_autocast"]
+from graphopt.ir.node import info, set_info
+
+__all__ = ["autocast_state", "is_around", "mark_around", "plain_precision", "under_autocast"]
 
 _DEVICES = ("cpu", "cuda")
 
@@ -40,3 +44,21 @@ def under_autocast(call: Callable[..., Any]) -> Callable[..., Any]:
             return call(*args, **kwargs)
 
     return cast
+
+
+_AROUND = "captured under autocast"
+"""The origin of the regions that a capture under autocast consists of."""
+
+
+def is_around(node: fx.Node) -> bool:
+    """Whether a node is a region under autocast that a capture has put around everything, not one of the model's."""
+    return node.target is torch.ops.higher_order.wrap_with_autocast and info(node).origin == _AROUND
+
+
+def mark_around(graph: fx.Graph, attributes: Mapping[str, fx.GraphModule], depth: int) -> None:
+    """Mark the outermost regions of a program just captured, and those inside of them, ``depth`` levels in all."""
+    for node in graph.nodes if depth else ():
+        if node.target is torch.ops.higher_order.wrap_with_autocast:
+            set_info(node, replace(info(node), origin=_AROUND))
+            body = attributes[str(node.args[4].target)]
+            mark_around(body.graph, dict(body.named_children()), depth - 1)  # type: ignore[arg-type]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,7 @@ __all__ = [
     "info",
     "set_info",
     "set_value",
+    "unique_names",
     "value_of",
 ]
 
@@ -143,3 +145,16 @@ def value_of(node: fx.Node) -> Any:
 def set_value(node: fx.Node, example: Any) -> None:
     """Replace the example value of a node."""
     node.meta["val"] = example
+
+
+def unique_names(graph: fx.Graph) -> None:
+    """Where two tensors were given one name, the later ones become ``name@1``, ``name@2`` and so on."""
+    taken: Counter[str] = Counter()
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        unique = []
+        for name in info(node).names:
+            unique.append(name if taken[name] == 0 else f"{name}@{taken[name]}")
+            taken[name] += 1
+        set_info(node, replace(info(node), names=tuple(unique)))

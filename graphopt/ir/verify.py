@@ -12,6 +12,7 @@ from torch import fx
 from graphopt import _torch
 from graphopt.ir.node import NodeInfo, Phase, info
 from graphopt.ir.ops import schema
+from graphopt.ir.ops.recurrent import random_parts
 from graphopt.ir.ops.values import tensors_of, type_text
 from graphopt.ir.program import Program
 
@@ -158,6 +159,8 @@ def _draws_of(graph: fx.Graph, bodies: Mapping[str, fx.GraphModule]) -> list[str
             found += _draws_of(body.graph, inner)
         if node.target is _torch.run_and_save_rng_state:
             found.append(f"{node.args[0]} {_drawn(value_of(node)[1], node)}")
+        elif schema.is_recurrent(node) and schema.is_random(node):
+            found += [f"{part.target} {_drawn(value_of(part), node)}" for part in random_parts(node)]
         elif schema.is_random(node):
             found.append(f"{node.target} {_drawn(value_of(node), node)}")
     return found

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+import torch
+
 from graphopt.ir.methods import provided
 from graphopt.ir.node import Stage
 from graphopt.ir.ops.values import format_bytes
@@ -87,6 +89,15 @@ class Pass(abc.ABC):
         Raises:
             GraphoptError: where the options do not fit the program.
         """
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of the ``torch.autocast`` that the model is to be captured under; None for none.
+
+        The forward program then consists of regions under autocast, until this pass puts what that does into the
+        program; it is the first one there.
+        """
+        return None
 
     def concerns(self, program: Program) -> bool:
         """Whether there is anything to do for this pass at the stage of ``program``; it is not run where not.

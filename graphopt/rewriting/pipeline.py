@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
+
 from graphopt.errors import GraphoptError, PassError, PipelineError, VerifyError
 from graphopt.ir import verify as verifier
 from graphopt.ir.autocast import plain_precision
@@ -43,8 +45,25 @@ class Pipeline:
         return ",".join(str(p) for p in self.passes)
 
     def of(self, stage: PassStage) -> list[Pass]:
-        """The passes that rewrite the program of one stage, in order."""
-        return _sorted_stage([p for p in self.passes if stage in (p.stage, *p.also)])
+        """The passes that rewrite the program of one stage, in order.
+
+        In a forward program that is captured under autocast, the pass that wanted that comes first: it writes down what
+        autocast does, which other passes then find.
+        """
+        ordered = _sorted_stage([p for p in self.passes if stage in (p.stage, *p.also)])
+        return sorted(ordered, key=lambda p: p.autocast is None) if stage == "forward" else ordered
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The autocast that a model is captured under, as a pass wants it (``Pass.autocast``); None for none.
+
+        Raises:
+            PipelineError: where two passes want one.
+        """
+        wanted = {current.name: current.autocast for current in self.passes if current.autocast is not None}
+        if len(wanted) > 1:
+            raise PipelineError(f"{' and '.join(wanted)} both want the model captured under autocast: give one of them")
+        return next(iter(wanted.values()), None)
 
     @property
     def training(self) -> list[TrainingPass]:

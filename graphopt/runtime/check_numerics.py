@@ -101,7 +101,7 @@ def _inputs(program: Program, rewritten: Rewritten) -> list[Any]:
     without = [(n, s) for n, s in zip(program.placeholders, program.inputs, strict=True) if s.role != "tangent"]
     graph, specs = _only([n for n, _ in without]), [s for _, s in without]
     bare = Program(graph, "joint", specs, [], program.constants, pass_state=program.pass_state)
-    values = iter(Binding(bare, session.model).gather(session.forward.example_tensors))
+    values = iter(Binding(bare, session.model).gather(session.captured.example_tensors))
     return [tangents[n.name] if n.name in tangents else next(values) for n in program.placeholders]
 
 

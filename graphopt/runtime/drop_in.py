@@ -126,7 +126,7 @@ class DropIn:
         return _Compiled(
             capture.rewritten,
             capture.rules,
-            session.forward.outputs,
+            session.captured.outputs,
             forward,
             backward,
             function,

@@ -110,12 +110,12 @@ def rewrite(
     """
     result = Rewritten(session, pipeline, verify)
     snapshots = Snapshots()
-    with working(f"capturing {session.forward.program.title or 'the model'}") as show:
+    with working(f"capturing {session.title}") as show:
         instruments: list[Instrument] = [LogPasses(), ShowPasses(show), snapshots]
-        dump = DumpDirectory.from_environment(session.forward.program.title, pipeline)
+        dump = DumpDirectory.from_environment(session.title, pipeline)
         if dump is not None:
             instruments.append(dump)
-        program = session.forward.program.copy()
+        program = session.forward(pipeline.autocast)
         program.context = context or Context()
         while True:
             snapshots.record(f"captured {program.stage}", program)

@@ -167,14 +167,14 @@ class Runner(Generic[C]):
             VerifyError: for ``verify="numerics"``, where results differ.
         """
         options = self.options
-        self._tell_assignments(session)
         with self.watch.capturing():
             rewritten = rewrite(
                 session, options.pipeline, until=self._until, verify=options.verify, context=self._context
             )
+        self._tell_assignments(session)
         if options.verify == "numerics":
             check_numerics(rewritten)
-        return Capture(rewritten, size_rules(session.forward.program))
+        return Capture(rewritten, size_rules(session.captured.program))
 
     def prepare(self, program: Program, model: nn.Module) -> None:
         """Let passes prepare the model, before the first program of all runs."""

@@ -18,6 +18,22 @@ from tests.support.running import sgd
 X = torch.linspace(-1, 1, 16).reshape(4, 4)
 
 
+class Branches(nn.Module):
+    """Runs one of two bodies, by a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (self.a(x),))
+
+
+def test_bodies_that_a_value_chooses_are_refused() -> None:
+    with pytest.raises(CaptureError, match=r"Branches calls cond, which runs one body or another(.|\n)*torch\.where"):
+        graphopt.optimize(Branches())(X)
+
+
 class Calls(nn.Module):
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()

@@ -82,6 +82,13 @@ def gaussian(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return F.gaussian_nll_loss(layer(x), x, x.square())
 
 
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Distributions check their arguments, as they do until something in the process has compiled with Dynamo."""
+    monkeypatch.setattr(D.Distribution, "_validate_args", True)
+
+
+@pytest.mark.usefixtures("checked")
 @pytest.mark.parametrize("forward", [normal, categorical, beta, gaussian])
 def test_distributions_check_their_arguments(forward: Forward) -> None:
     model = Calls(forward)
@@ -110,6 +117,7 @@ def test_what_may_go_on_is_refused(forward: Forward) -> None:
         graphopt.optimize(Calls(forward))(X)
 
 
+@pytest.mark.usefixtures("checked")
 def test_distributions_that_choose_between_values_are_refused_with_the_way_out() -> None:
     def multivariate(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return D.MultivariateNormal(layer(x), torch.eye(4)).log_prob(x)

@@ -58,7 +58,7 @@ def test_a_pair() -> None:
     assert type(target.model).__name__ == "Small"
     assert [tuple(value.shape) for value in target.args] == [(16, 8)]
     assert (dict(target.kwargs), target.loss, target.optimizer, target.last_stage) == ({}, None, None, "joint")
-    assert target.session().forward.program.stage == "forward"
+    assert target.session().forward().stage == "forward"
 
 
 def test_one_tensor_is_one_input() -> None:

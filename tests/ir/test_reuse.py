@@ -376,8 +376,9 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("op", IN_PLACE, ids=str)
 def test_in_place_gives_the_same_bits_where_an_operand_was(op: Any) -> None:
     layouts = list(LAYOUTS) if IN_PLACE[op].dimension is None else ["contiguous"]
-    for dtype, layout, place in itertools.product(_BITS, layouts, IN_PLACE[op].operands):
-        given = _arguments(op, layout, dtype)
+    operands = IN_PLACE[op].operands
+    for dtype, layout, place, number in itertools.product(_BITS, layouts, operands, _NUMBERS):
+        given = _arguments(op, layout, dtype, number)
         expected = op(*given)
         graph = fx.Graph()
         inputs = [graph.placeholder(f"x{n}") if isinstance(x, torch.Tensor) else x for n, x in enumerate(given)]
@@ -404,6 +405,9 @@ def test_softmax_in_place_gives_the_same_bits_at_every_width(op: Any) -> None:
         assert torch.equal(values[place], expected)
 
 
+_NUMBERS = (1.5, 0.35355339059327373)
+"""One that every dtype holds, and one that each of them rounds."""
+
 _BITS = {
     torch.float32: torch.int32,
     torch.float64: torch.int64,
@@ -412,8 +416,8 @@ _BITS = {
 }
 
 
-def _arguments(op: Any, layout: str, dtype: torch.dtype) -> list[Any]:
-    """Arguments of an op: tensors of a layout, and numbers; half of the first tensor is negative."""
+def _arguments(op: Any, layout: str, dtype: torch.dtype, number: float) -> list[Any]:
+    """Arguments of an op: tensors of a layout, and a number; half of the first tensor is negative."""
     generator = torch.Generator().manual_seed(0)
     found: list[Any] = []
     for argument in op._schema.arguments:
@@ -423,5 +427,5 @@ def _arguments(op: Any, layout: str, dtype: torch.dtype) -> list[Any]:
             found.append(LAYOUTS[layout](torch.randn(264, 66, generator=generator).to(dtype)))
         else:
             others = {"threshold": 0, "dim": found[0].dim() - 1, "half_to_float": False, "input_dtype": dtype}
-            found.append(others.get(argument.name, 1.5))
+            found.append(others.get(argument.name, number))
     return found

@@ -116,17 +116,17 @@ def step(
     args_0: f32[3, 2],  # input args[0]
 ):
     # ---- forward
-    def submod_2(arg2_1: f32[3, 2], arg0_1: f32[2, 2], arg1_1: f32[2]):
+    def region_0(tensors_0: f32[3, 2], linear_weight: f32[2, 2], linear_bias: f32[2]):
         # module linear (test_text.py:N in forward)
-        linear = aten.linear(arg2_1, arg0_1, arg1_1)  # bf16[3, 2] linear
+        linear = aten.linear(tensors_0, linear_weight, linear_bias)  # bf16[3, 2] linear
         return (linear,)
     # top level
-    linear = autocast('cpu', torch.bfloat16, enabled=True, cache_enabled=False)(submod_2)(
+    wrap_with_autocast = autocast('cpu', torch.bfloat16, enabled=True, cache_enabled=False)(region_0)(
         args_0, linear_weight, linear_bias
     )  # (bf16[3, 2])
     # module linear (test_text.py:N in forward)
-    getitem = linear[0]  # bf16[3, 2] linear
-    del linear
+    getitem = wrap_with_autocast[0]  # bf16[3, 2] linear
+    del wrap_with_autocast
     return (
         getitem,  # output result
     )""",

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-import graphopt
 from examples.models import GPT, GPTConfig, next_token_loss
 from graphopt import Pass, Phase, Pipeline, Program
 from graphopt.capture import CaptureSession
@@ -62,8 +61,9 @@ def rewrite_all(
 
 def forward_program(model: nn.Module, batch: Sequence[Any], *passes: Pass, loss: Loss | None = None) -> Program:
     """A forward program after passes."""
-    program = graphopt.capture(model, tuple(batch), loss=loss, stage="forward")
-    Pipeline(passes).run(program)
+    pipeline = Pipeline(passes)
+    program = CaptureSession(model, tuple(batch), loss=loss).forward(pipeline.autocast)
+    pipeline.run(program)
     return program
 
 

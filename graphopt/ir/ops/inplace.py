@@ -50,7 +50,7 @@ IN_PLACE: dict[Any, InPlace] = {
     _aten.sub.Tensor: InPlace(_aten.sub_.Tensor),
     _aten.div.Tensor: InPlace(_aten.div_.Tensor),
     _aten.add.Scalar: InPlace(_aten.add_.Scalar),
-    _aten.mul.Scalar: InPlace(_aten.mul_.Scalar),
+    _aten.mul.Scalar: InPlace(_aten.mul_.Tensor),  # mul_.Scalar rounds the number to 16 bits, and mul.Scalar does not
     _aten.sub.Scalar: InPlace(_aten.sub_.Scalar),
     _aten.div.Scalar: InPlace(_aten.div_.Scalar),
     _aten.pow.Tensor_Scalar: InPlace(_aten.pow_.Scalar),
@@ -67,8 +67,8 @@ IN_PLACE: dict[Any, InPlace] = {
 }
 """By op, how its calls are written in place."""
 
-FUNCTIONAL: dict[Any, Any] = {form.target: op for op, form in IN_PLACE.items()}
-"""By op that writes, the one that returns a new tensor."""
+FUNCTIONAL: dict[Any, Any] = {form.target: op for op, form in reversed(IN_PLACE.items())}
+"""By op that writes, the one that returns a new tensor; the first one where two are written alike."""
 
 
 def in_place(node: fx.Node) -> InPlace | None:

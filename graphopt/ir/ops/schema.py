@@ -184,6 +184,11 @@ def holds_elsewhere(node: fx.Node) -> bool:
     return isinstance(node.target, _torch.OpOverload) and node.target._schema.name == "graphopt::offload"
 
 
+def is_recurrent(node: fx.Node) -> bool:
+    """Whether a call is one of a whole recurrent layer."""
+    return isinstance(node.target, _torch.OpOverload) and op_name(node) in _RECURRENT
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether the op advances a random-number generator."""
     if node.target is _torch.run_and_save_rng_state:

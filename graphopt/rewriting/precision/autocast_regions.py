@@ -14,13 +14,15 @@ from torch import fx
 from graphopt import _torch
 from graphopt.ir.node import NodeInfo, Phase, info, set_info, set_value, value_of
 from graphopt.ir.ops import schema
+from graphopt.ir.ops.recurrent import parts_in_eager
 from graphopt.ir.program import Program
 from graphopt.rewriting.precision.casts import ORIGIN
-from graphopt.rewriting.precision.levels import example_arguments, refused, tensor_nodes
+from graphopt.rewriting.precision.levels import refused, tensor_nodes
 
 __all__ = [
     "Parts",
     "autocast_of",
+    "autocast_set",
     "body_of",
     "body_results",
     "evaluate",
@@ -34,12 +36,13 @@ __all__ = [
 def autocast_of(node: fx.Node) -> Iterator[None]:
     """The autocast that a region of the model's own runs under."""
     device, dtype, enabled, *_ = node.args
-    with _autocast_set(str(device), dtype, bool(enabled)):
+    with autocast_set(str(device), dtype, bool(enabled)):
         yield
 
 
 @contextlib.contextmanager
-def _autocast_set(device: str, dtype: Any, enabled: bool) -> Iterator[None]:
+def autocast_set(device: str, dtype: Any, enabled: bool) -> Iterator[None]:
+    """Autocast on or off for a kind of device."""
     saved = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     torch.set_autocast_enabled(device, enabled)
     torch.set_autocast_dtype(device, dtype if dtype is not None else saved[1])
@@ -106,26 +109,40 @@ def put_under_autocast(program: Program, node: fx.Node, device: str, dtype: torc
         set_value(inside, value_of(source))
         set_info(inside, NodeInfo(Phase.FORWARD))
     call = graph.node_copy(node, lambda n: mapping[n])
-    graph.output((call,))
-    inner = Program(graph, "forward", [], [])
-    with _autocast_set(device, dtype, True):
-        set_value(call, evaluate(inner, call))
+    with autocast_set(device, dtype, True):
+        set_value(call, evaluate(program, call))
+    value = value_of(call)
+    if isinstance(value, (tuple, list)):
+        parts = [_element(graph, call, place) for place in range(len(value))]
+        graph.output(tuple(parts))
+    else:
+        graph.output((call,))
     name = next(n for n in (f"autocast_{i}" for i in range(10**6)) if n not in program.attributes)
     program.attributes[name] = fx.GraphModule({}, graph)
-    return _call_region(program, node, name, (device, dtype, True, True), value_of(call))
+    return _call_region(program, node, name, (device, dtype, True, True), value)
+
+
+def _element(graph: fx.Graph, call: fx.Node, place: int) -> fx.Node:
+    """One of several results, inside of a body."""
+    node = graph.call_function(operator.getitem, (call, place))
+    set_value(node, value_of(call)[place])
+    set_info(node, NodeInfo(Phase.FORWARD, info(call).module, source=info(call).source))
+    return node
 
 
 def _call_region(program: Program, node: fx.Node, name: str, settings: tuple[Any, ...], value: Any) -> fx.Node:
     known = info(node)
-    origin = f"{ORIGIN}: {node.target} as under autocast"
+    origin = f"{ORIGIN}: {schema.op_name(node)} as under autocast"
     described = NodeInfo(Phase.FORWARD, known.module, source=known.source, origin=origin, region=known.region)
+    several = isinstance(value, (tuple, list))
     with program.graph.inserting_before(node):
         body = program.graph.get_attr(name)
         region = program.graph.call_function(
             torch.ops.higher_order.wrap_with_autocast, (*settings, body, *node.all_input_nodes)
         )
-        result = program.graph.call_function(operator.getitem, (region, 0))
-    region.meta["val"], result.meta["val"] = (value,), value
+        result = region if several else program.graph.call_function(operator.getitem, (region, 0))
+    region.meta["val"] = tuple(value) if several else (value,)
+    result.meta["val"] = region.meta["val"] if several else value
     for new in (body, region, result):
         set_info(new, described)
     set_info(result, replace(described, names=known.names))
@@ -139,28 +156,30 @@ class Parts:
     Attributes:
         calls: the ops, in order, as nodes of a graph of their own.
         inputs: for each placeholder of that graph the node outside that it stands for.
-        result: the node of that graph that is the op's result.
+        results: the nodes of that graph that are the op's results.
     """
 
     calls: list[fx.Node]
     inputs: dict[fx.Node, fx.Node]
-    result: fx.Node
+    results: list[fx.Node]
 
 
 def parts(program: Program, node: fx.Node, dtype: torch.dtype) -> Parts | None:
-    """A composite op one level down, as C++ writes it under autocast; None where it has no single tensor as result."""
+    """A composite op one level down, as eager mode runs it under autocast; None where not only tensors result."""
     assert isinstance(node.target, _torch.OpOverload)
     sources = tensor_nodes(node)
-    with program.fake_mode, _autocast_set(value_of(sources[0]).device.type, dtype, True):
-        graph, numbers = _torch.parts_of(node.target, *example_arguments(node))
+    with program.fake_mode, autocast_set(value_of(sources[0]).device.type, dtype, True):
+        graph, numbers = parts_in_eager(node)
     placeholders = list(graph.find_nodes(op="placeholder"))
     inputs: dict[fx.Node, fx.Node] = {}
     for number, source in zip(numbers, sources, strict=True):
         inputs.setdefault(placeholders[number], source)
     (end,) = graph.find_nodes(op="output")
-    (result, *others) = _torch.pytree.tree_leaves(end.args)
-    single = isinstance(result, fx.Node) and not others and isinstance(value_of(node), torch.Tensor)
-    if not single or any(n.op == "get_attr" for n in graph.nodes):
+    results = _torch.pytree.tree_leaves(end.args)
+    value = value_of(node)
+    values = [value] if isinstance(value, torch.Tensor) else value
+    tensors = all(isinstance(v, torch.Tensor) for v in values) and all(isinstance(n, fx.Node) for n in results)
+    if not tensors or any(n.op == "get_attr" for n in graph.nodes):
         return None
     calls = [n for n in graph.nodes if n.op == "call_function" and (n.users or schema.mutated_inputs(n))]
-    return Parts(calls, inputs, result)
+    return Parts(calls, inputs, results)

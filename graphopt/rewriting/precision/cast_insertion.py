@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,6 +43,8 @@ class Rewriter:
         policy: decides about each call.
         selection: what the user wants otherwise.
         early: put the casts of parameters at the beginning of the program, instead of in front of their first use.
+        outputs: the dtypes to which outputs are cast back; None for an output without one.
+        under: the program was captured under autocast, and a call that casts cannot describe stays under it.
         casts: how many casts were added.
         changes: how many calls were changed otherwise: made of their parts, told a dtype, put under autocast.
         plain: how many calls of each op get what they get in the plain program, since no casts describe them.
@@ -53,12 +55,15 @@ class Rewriter:
     policy: Policy
     selection: Selection
     early: bool = False
+    outputs: Sequence[torch.dtype | None] = ()
+    under: bool = False
     casts: int = 0
     changes: int = 0
     plain: Counter[str] = field(default_factory=Counter)
     _plain: dict[fx.Node, list[torch.dtype]] = field(default_factory=dict)
     _changed: set[fx.Node] = field(default_factory=set)
     _shared: dict[fx.Node, fx.Node | None] = field(default_factory=dict)
+    _gone: set[fx.Node] = field(default_factory=set)
     _last_early: fx.Node | None = None
 
     def run(self) -> None:
@@ -67,30 +72,40 @@ class Rewriter:
         Raises:
             GraphoptError: where an op refuses what it is given in mixed precision, or an option names nothing.
         """
+        self.write(self.program.nodes)
+        self.selection.check()
+        self._keep_dtypes()
+
+    def write(self, nodes: Iterable[fx.Node]) -> None:
+        """Rewrite some calls of the program, in order: those that autocast concerns.
+
+        Raises:
+            GraphoptError: as ``run``.
+        """
         for node, spec in self.program.inputs_of("parameter", "input"):
             if spec.role == "parameter" or value_of(node).requires_grad:
                 self._shared[node] = None
-        before = [value_of(v) if isinstance(v, fx.Node) else None for v in self.program.output_values]
-        self._walk(self.program)
-        self.selection.check()
-        self._keep_dtypes(before)
+        self._walk(self.program, nodes)
 
-    def _keep_dtypes(self, before: Sequence[Any]) -> None:
-        """Cast what the program returns back to the dtypes that it had."""
+    def _keep_dtypes(self) -> None:
+        """Cast what the program returns back to the dtypes that it has in the plain program."""
         values = list(self.program.output_values)
-        for place, (value, was) in enumerate(zip(values, before, strict=True)):
-            if isinstance(value, fx.Node) and isinstance(was, torch.Tensor) and value_of(value).dtype != was.dtype:
+        for place, (value, plain) in enumerate(zip(values, self.outputs, strict=True)):
+            if isinstance(value, fx.Node) and plain is not None and value_of(value).dtype != plain:
                 end = self.program.output_node
-                values[place] = self._cast(self.program, value, was.dtype, end, value, "as in the plain program")
+                values[place] = self._cast(self.program, value, plain, end, value, "as in the plain program")
         self.program.output_node.args = (tuple(values),)
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
-    def _walk(self, program: Program) -> None:
+    def _walk(self, program: Program, nodes: Iterable[fx.Node]) -> None:
         self._remember(program)
-        for node in program.nodes:
-            if node.op == "call_function":
+        for node in nodes:
+            if node.op == "call_function" and node not in self._gone:
                 self._visit(program, node)
+
+    def _walk_all(self, program: Program) -> None:
+        self._walk(program, program.nodes)
 
     def _remember(self, program: Program) -> None:
         for node in program.graph.nodes:
@@ -106,23 +121,24 @@ class Rewriter:
             self._refresh(program, node)
             self.policy.follow(node)
         elif node.target is _NO_GRAD:
-            self._visit_body(program, node, self._walk)
+            self._visit_body(program, node, self._walk_all)
         elif node.target is _AUTOCAST:
             self._visit_own_autocast(program, node)
         elif node.target is _torch.custom_function:
             return self._visit_custom(program, node)
         else:
-            self._as_before(program, node)
+            return self._as_before(program, node)
         return node
 
     def _visit_op(self, program: Program, node: fx.Node) -> fx.Node:
-        decision = self.policy.decide(node, self.selection.choice(node))
+        choice = self.selection.choice(node)
+        decision = self.policy.decide(node, choice)
         treatment = decision.treatment
         if treatment.inside:
             return self._take_apart(program, node)
         if treatment.region:
             return self._under_autocast(program, node)
-        touched = self._cast_arguments(program, node, treatment.casts, treatment.order)
+        touched = self._cast_arguments(program, node, treatment.casts, treatment.order) or choice is not None
         if treatment.op or treatment.kwargs:
             assert isinstance(node.target, _torch.OpOverload)
             node.target, node.args, node.kwargs = treated(treatment, node.target, node.args, node.kwargs)
@@ -142,18 +158,21 @@ class Rewriter:
             return self._under_autocast(program, node)
         dtype = torch.float32 if choice == "full" else self.rules.dtype
         touched = self._cast_arguments(program, node, casts_to(node, dtype))
-        self._refresh(program, node, touched)
+        self._refresh(program, node, touched or choice is not None)
         return node
 
-    def _as_before(self, program: Program, node: fx.Node) -> None:
-        """Give a call that cannot be put into mixed precision what it gets in the plain program."""
-        self.plain[schema.op_name(node)] += 1
+    def _as_before(self, program: Program, node: fx.Node) -> fx.Node:
+        """Give a call that cannot be put into mixed precision what it got when it was captured."""
         casts = tuple(
             was[0] if was and _dtypes(source) != was else None
             for source in tensor_nodes(node)
             for was in [self._plain.get(source, [])]
         )
         self._cast_arguments(program, node, casts)
+        if self.under and isinstance(node.target, _torch.OpOverload):
+            return self._under_autocast(program, node)
+        self.plain[schema.op_name(node)] += 1
+        return node
 
     def _read_past_upcasts(self, node: fx.Node) -> None:
         """Let a call outside of a module read what the module casts, where the cast did nothing in the plain program.
@@ -283,25 +302,40 @@ class Rewriter:
         self._note(node)
 
     def _take_apart(self, program: Program, node: fx.Node) -> fx.Node:
-        """Replace a composite op by its parts, each in mixed precision; one with several results stays as it is."""
-        parts = None if schema.is_random(node) else regions.parts(program, node, self.rules.dtype)
+        """Replace a composite op by its parts, each in mixed precision."""
+        whole = schema.is_random(node) and not schema.is_recurrent(node)
+        parts = None if whole else regions.parts(program, node, self.rules.dtype)
         if parts is None:
-            self._as_before(program, node)
-            return node
+            return self._as_before(program, node)
         self.changes += 1
         mapping = parts.inputs
+        device = value_of(tensor_nodes(node)[0]).device.type
         for part in parts.calls:
             args, kwargs = _torch.map_aggregate(
                 (part.args, part.kwargs), lambda a: mapping[a] if isinstance(a, fx.Node) else a
             )
             assert callable(part.target)
             origin = f"{ORIGIN}: part of {schema.op_name(node)}"
-            new = program.insert(part.target, args, kwargs, before=node, like=node, phase=Phase.FORWARD, origin=origin)
+            with regions.autocast_set(device, self.rules.dtype, True):  # its arguments are cast when it is visited
+                new = program.insert(
+                    part.target, args, kwargs, before=node, like=node, phase=Phase.FORWARD, origin=origin
+                )
             set_info(new, replace(info(new), region=info(node).region))
             self.selection.inherit(new, node)
             self._plain[new] = []
             mapping[part] = self._visit(program, new)
-        result = mapping[parts.result]
+        results = [mapping[result] for result in parts.results]
+        if isinstance(value_of(node), torch.Tensor):
+            return self._stand_for(node, results[0])
+        for user in list(node.users):
+            if user.target is operator.getitem:
+                self._stand_for(user, results[user.args[1]])  # type: ignore[index]
+        if not node.users:
+            self._erase(node)
+        return results[0]
+
+    def _stand_for(self, node: fx.Node, result: fx.Node) -> fx.Node:
+        """Let a part of a composite op take the place, and the names, of what the op returned."""
         if info(result).origin.startswith(ORIGIN) and not info(result).names:
             set_info(result, replace(info(result), names=info(node).names))
         return self._replace(node, result)
@@ -319,8 +353,12 @@ class Rewriter:
         self._plain[result] = self._plain[node]
         self._note(result)
         node.replace_all_uses_with(result)
-        node.graph.erase_node(node)
+        self._erase(node)
         return result
+
+    def _erase(self, node: fx.Node) -> None:
+        self._gone.add(node)
+        node.graph.erase_node(node)
 
     # --- values ------------------------------------------------------------------------------------------------------
 
@@ -331,7 +369,7 @@ class Rewriter:
             self._note(node)
 
     def _note(self, node: fx.Node) -> None:
-        """Remember a call whose results have other dtypes than in the plain program."""
+        """Remember a call whose results have other dtypes than when it was captured."""
         if _dtypes(node) != self._plain.get(node):
             self._changed.add(node)
 

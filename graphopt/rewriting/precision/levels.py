@@ -17,7 +17,7 @@ from graphopt.ir.ops import schema
 from graphopt.rewriting.precision.autocast_rules import ELIGIBLE, Autocast, Treatment, tensor_leaves
 from graphopt.rewriting.precision.op_selection import Choice
 
-__all__ = ["Decision", "Level", "Policy", "casts_to", "example_arguments", "refused", "tensor_nodes"]
+__all__ = ["Decision", "Level", "Policy", "casts_to", "example_arguments", "refused", "sets_dtype", "tensor_nodes"]
 
 Level = Literal["O1", "O2"]
 
@@ -155,6 +155,13 @@ def _one_dtype(node: fx.Node, casts: tuple[torch.dtype | None, ...]) -> bool:
     values = [value_of(source).dtype for source in tensor_nodes(node)]
     dtypes = {cast or dtype for dtype, cast in zip(values, casts, strict=True)}
     return len(dtypes & set(ELIGIBLE)) == 1
+
+
+def sets_dtype(node: fx.Node) -> bool:
+    """Whether a call is told the dtype of its result: a cast, or ``dtype=`` given."""
+    if not isinstance(node.target, _torch.OpOverload):
+        return False
+    return bool(_SETS_DTYPE.match(schema.op_name(node))) or _given_dtype(node)
 
 
 def _given_dtype(node: fx.Node) -> bool:

@@ -76,7 +76,7 @@ class Trial:
             PassError: where a pass fails.
             VerifyError: where it leaves a program that is not valid.
         """
-        forward = self.session.forward.program.copy()
+        forward = self.session.forward(pipeline.autocast)
         records = pipeline.run(forward, last=False, verify=verify, instruments=instruments)
         program = self.session.lower_forward(forward)
         records += pipeline.run(program, last=self.stage == "joint", verify=verify, instruments=instruments)
@@ -136,7 +136,7 @@ class Trial:
             graph.placeholder(node.name).meta = dict(node.meta)
         graph.output(())
         bare = Program(graph, program.stage, [spec for _, spec in bound], [])
-        values = Binding(bare, self.session.model, self.session.optimizer).gather(self.session.forward.example_tensors)
+        values = Binding(bare, self.session.model, self.session.optimizer).gather(self.session.captured.example_tensors)
         found = dict(zip(bare.inputs, values, strict=True))
         for node, spec in described:
             if spec.role == "tangent":

@@ -1,4 +1,4 @@
-"""GRU as eager mode computes it: the same ops, without the writes into parts of a tensor that tracing loses.
+"""Recurrent layers in parts, and GRU as eager mode computes it, without writes into parts of a tensor.
 
 Eager mode adds the gates into two thirds of a matrix and takes the sigmoid there, row by row. Traced, the sums become
 tensors of their own, and the sigmoid of a whole tensor rounds otherwise than that of its rows. Here the sums are made
@@ -12,8 +12,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import fx
 
-__all__ = ["AS_IN_EAGER", "gru", "gru_cell"]
+from graphopt import _torch
+from graphopt.ir.node import value_of
+from graphopt.ir.ops import schema
+
+__all__ = ["AS_IN_EAGER", "gru", "gru_cell", "parts_in_eager", "random_parts"]
 
 
 def gru(
@@ -82,3 +87,19 @@ def gru_cell(
 
 AS_IN_EAGER: dict[Any, Callable[..., Any]] = {torch.ops.aten.gru.input: gru, torch.ops.aten.gru_cell.default: gru_cell}
 """What these ops are traced as."""
+
+
+def parts_in_eager(node: fx.Node) -> tuple[fx.Graph, list[int]]:
+    """The ops that a composite op is made of, as eager mode runs it; see ``_torch.parts_of``."""
+    assert isinstance(node.target, _torch.OpOverload)
+    args, kwargs = _torch.map_aggregate(
+        (node.args, node.kwargs), lambda a: value_of(a) if isinstance(a, fx.Node) else a
+    )
+    with _torch.eager_kernels(AS_IN_EAGER):
+        return _torch.parts_of(node.target, args, kwargs)
+
+
+def random_parts(node: fx.Node) -> list[fx.Node]:
+    """The ops inside of a recurrent layer that draw random numbers: dropout between its layers."""
+    graph, _ = parts_in_eager(node)
+    return [part for part in graph.nodes if schema.is_random(part)]
