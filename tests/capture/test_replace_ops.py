@@ -176,6 +176,7 @@ def test_sizes_that_differ_from_call_to_call_keep_their_bits() -> None:
     assert "masked_dropout" in ops(optimized.program, Phase.FORWARD)
 
 
+@pytest.mark.sweep
 def test_a_result_of_dropout_is_made_again_from_its_mask() -> None:
     """Nothing is drawn again where the result of dropout is dropped and its mask is kept."""
     program = captured(stacked(), ROWS, loss=mean_square)

@@ -340,6 +340,7 @@ def test_errors_of_a_process() -> None:
     assert done.stderr.startswith("error: there is no pass called 'recompte'")
 
 
+@pytest.mark.sweep
 def test_a_closed_pipe_is_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)

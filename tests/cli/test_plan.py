@@ -140,6 +140,7 @@ def test_passes_run_before(run: Command) -> None:
     assert [data["plain"]["peak_bytes"]] == [record.peak_after for record in rewritten.records]
 
 
+@pytest.mark.sweep
 def test_fit_memory_itself_is_left_out_and_named(run: Command) -> None:
     outcome = planned(run, "-p", "fit-memory{budget=90%}", "--json")
     assert "fit-memory{budget=90%} does not run" in outcome.err
@@ -147,6 +148,7 @@ def test_fit_memory_itself_is_left_out_and_named(run: Command) -> None:
     assert outcome.data["plain"] == planned(run, "--json").data["plain"]
 
 
+@pytest.mark.sweep
 def test_of_a_drop_in_model_and_of_a_chosen_stage(run: Command) -> None:
     assert planned(run, "--json").data["stage"] == "joint"
     assert planned(run, "--json", "--stage", "joint", of=STEP).data["stage"] == "joint"
@@ -326,6 +328,7 @@ def test_a_time_limit_ends_the_search(run: Command) -> None:
     assert planned(run, "--time-limit", "600", "--json").data["cut_short"] == ""
 
 
+@pytest.mark.sweep
 def test_progress_is_for_terminals_only(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned(run).err == ""
     stream = Terminal()

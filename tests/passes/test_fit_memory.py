@@ -97,6 +97,7 @@ def test_training_a_language_model_equals_eager() -> None:
     assert_same_training(Blocks(1, p=0.2), "adamw", next_token, [(TOKENS,)], passes, steps=2, whole_step=False)
 
 
+@pytest.mark.sweep
 def test_training_a_model_of_transformers_equals_eager() -> None:
     model, few = ZOO["ViT"].build(2)
     batches = [{name: torch.cat([tensor] * 12) for name, tensor in batch.items()} for batch in few]
@@ -132,6 +133,7 @@ def test_frozen_parameters_and_inputs_that_need_gradients() -> None:
     assert_same_training(model, "momentum", mean_square, [batch], [fit("75%")], steps=2)
 
 
+@pytest.mark.sweep
 def test_recompute_and_a_budget_together() -> None:
     passes = [Recompute(["net.4"]), fit("92%")]
     assert_same_training(wide(), "sgd", mean_square, [(ROWS,)], passes, steps=2)

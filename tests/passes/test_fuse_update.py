@@ -424,6 +424,7 @@ def repeatable(program: Program) -> dict[str, bool]:
     }
 
 
+@pytest.mark.sweep
 def test_nothing_runs_again_on_parameters_that_are_updated() -> None:
     """The delayed gradient reads what the third layer computed, behind the update of that layer."""
     torch.manual_seed(0)

@@ -90,6 +90,7 @@ def test_recomputation_makes_casts_of_activations_again() -> None:
     assert casts(program, graphopt.Phase.RECOMPUTE)
 
 
+@pytest.mark.sweep
 def test_the_order_in_the_list_means_nothing() -> None:
     """Casts are merged before anything is computed again, whichever pass is given first."""
     mixed, recompute = MixedPrecision("float16"), Recompute("blocks.*")

@@ -227,6 +227,7 @@ def limited(tier: str, limit: int, folder: Path) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.sweep
 def test_a_process_whose_activations_exceed_its_memory_trains_with_the_disk(tmp_path: Path) -> None:
     room = 80_000_000
     free, on_disk = limited("keep", 0, tmp_path), limited("disk", room, tmp_path)

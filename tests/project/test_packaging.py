@@ -167,6 +167,7 @@ def test_an_older_torch_is_refused_before_what_it_lacks_is_imported() -> None:
     assert done.stderr.splitlines()[-1].startswith("ImportError: graphopt needs torch >= 2.11, and 2.10.1 is installed")
 
 
+@pytest.mark.sweep
 def test_importing_graphopt_imports_no_pass_and_no_command_line() -> None:
     code = "import sys, graphopt; print([m for m in sys.modules if m.startswith(('graphopt.passes', 'graphopt.cli'))])"
     assert run("-c", code, cwd=ROOT).stdout.strip() == "[]"

@@ -92,6 +92,7 @@ def test_programs_write_it_and_the_page_lists_both(run: Run) -> None:
     assert run("-c", code).stdout.splitlines() == ["flowchart TD", "2 replaced", "True True"]
 
 
+@pytest.mark.sweep
 def test_its_pass_is_verified_like_any_other(run: Run) -> None:
     done = run("-m", "graphopt", "dump", "target.py:factory", "--passes", "break-order")
     assert done.returncode == 1
@@ -123,6 +124,7 @@ def test_a_format_that_is_wrong_is_an_error_that_names_it(refusals: str, name: s
     assert message in line
 
 
+@pytest.mark.sweep
 def test_a_wrong_format_takes_nothing_from_the_others(run: Run) -> None:
     done = run("-c", "import graphopt; print(list(graphopt.available_formats()))")
     own = ["text", "python", "dot", "svg", "json", "html", "perfetto", "model-explorer"]

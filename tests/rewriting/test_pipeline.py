@@ -157,6 +157,7 @@ for name in {names}:
 """
 
 
+@pytest.mark.sweep
 def test_a_wrong_entry_point_is_an_error_that_names_it(tmp_path: Path) -> None:
     code = FIND_ALL.format(names=[entry.split()[0] for entry in WRONG_ENTRIES])
     done = run_with_plugin(tmp_path, "\n".join(WRONG_ENTRIES), code)
@@ -165,6 +166,7 @@ def test_a_wrong_entry_point_is_an_error_that_names_it(tmp_path: Path) -> None:
         assert message in line
 
 
+@pytest.mark.sweep
 def test_two_packages_with_one_name_are_an_error(tmp_path: Path) -> None:
     done = run_with_plugin(tmp_path, "recompute = plugin:Mine", FIND_ALL.format(names=["recompute"]))
     assert "two installed packages register a pass called 'recompute': " in done.stdout, done.stderr

@@ -144,6 +144,7 @@ def test_a_model_moved_to_another_precision_is_captured_anew() -> None:
 # --- backends --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_inductor_is_close_and_replays_random_numbers() -> None:
     model = network(p=0.5)

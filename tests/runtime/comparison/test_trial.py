@@ -336,6 +336,7 @@ def test_runs_end_at_the_first_tensor_beyond_the_tolerance(monkeypatch: pytest.M
     assert found.within(low, 0.1, tensors=["layers.0"])
 
 
+@pytest.mark.sweep
 def test_memory_is_that_of_two_runs() -> None:
     target = {"model": Chain(*[1.0] * 24), "example_inputs": (torch.rand(20_000, 4),), "loss": mean}
     found = trial(target)

@@ -85,6 +85,7 @@ def test_a_gpt_fitted_into_a_budget_stays_within_it() -> None:
     assert resident + graphopt.measure_peak(lambda: step(TOKENS)).allocated_peak_bytes <= budget
 
 
+@pytest.mark.sweep
 @quiet
 def test_dropout_is_eagers_at_a_budget() -> None:
     torch.manual_seed(0)
@@ -142,6 +143,7 @@ def frugal(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     return made
 
 
+@pytest.mark.sweep
 def test_what_takes_too_much_is_divided_until_the_budget_holds(hoarder: Compiler) -> None:
     model = gpt(0.1)
     budget, resident = budgets(model, next_token, TOKENS, 0.8)
