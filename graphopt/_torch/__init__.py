@@ -58,6 +58,7 @@ from graphopt._torch.export_regions import AUTOCAST_BEGINS as AUTOCAST_BEGINS
 from graphopt._torch.export_regions import AUTOCAST_ENDS as AUTOCAST_ENDS
 from graphopt._torch.export_regions import SETS_GRAD_MODE as SETS_GRAD_MODE
 from graphopt._torch.export_regions import without_regions as without_regions
+from graphopt._torch.fake_tensors import NEEDS_VALUES as NEEDS_VALUES
 from graphopt._torch.fake_tensors import example_twins as example_twins
 from graphopt._torch.fake_tensors import has_no_data as has_no_data
 from graphopt._torch.fake_tensors import mode_of as mode_of
@@ -99,6 +100,7 @@ __all__ = [
     "AUTOCAST_BEGINS",
     "AUTOCAST_ENDS",
     "FOLDER",
+    "NEEDS_VALUES",
     "SETS_GRAD_MODE",
     "AotInput",
     "AotOutput",

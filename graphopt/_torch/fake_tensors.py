@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 
 from graphopt._torch.private_names import VALUES, attribute
 
-__all__ = ["example_twins", "has_no_data", "mode_of", "stands_for_real", "storage_key"]
+__all__ = ["NEEDS_VALUES", "example_twins", "has_no_data", "mode_of", "stands_for_real", "storage_key"]
+
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+"""What ops raise on example values where their result, or its size, depends on values."""
 
 
 def mode_of(values: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:

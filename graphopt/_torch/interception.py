@@ -15,26 +15,30 @@ from typing import Any
 import torch
 
 from graphopt._torch.private_names import CHECKPOINTS, require
-from graphopt._torch.versions import checkpoint_generator, has_exporting_flag
+from graphopt._torch.versions import checkpoint_generator, has_flag
 
 __all__ = ["as_in_eager", "intercept_checkpoint"]
 
 
 @contextlib.contextmanager
-def as_in_eager() -> Iterator[None]:
-    """While a model's Python runs under export, let it see that it is not compiled, so that it takes its eager paths.
+def as_in_eager(*, compiling: bool) -> Iterator[None]:
+    """While a model's Python runs under export, let it see that it is not exported, so that it takes its eager paths.
 
     Models that ask (``torch.compiler.is_exporting``) often choose other kernels then, with other rounding.
+
+    Args:
+        compiling: whether it sees that it is compiled (``torch.compiler.is_compiling``), which keeps it from reading
+            values.
     """
-    if not has_exporting_flag():
-        yield
-        return
-    saved = torch.compiler._is_exporting_flag
-    torch.compiler._is_exporting_flag = False
+    flags = ["_is_exporting_flag"] if compiling else ["_is_exporting_flag", "_is_compiling_flag"]
+    saved = {flag: getattr(torch.compiler, flag) for flag in flags if has_flag(flag)}
+    for flag in saved:
+        setattr(torch.compiler, flag, False)
     try:
         yield
     finally:
-        torch.compiler._is_exporting_flag = saved
+        for flag, value in saved.items():
+            setattr(torch.compiler, flag, value)
 
 
 @contextlib.contextmanager

@@ -54,7 +54,9 @@ VALUES = Feature(
         "torch": "UntypedStorage._cdata",
         "torch._dynamo.source": "ConstantSource",
         "torch._guards": "detect_fake_mode",
-        "torch._subclasses.fake_tensor": "FakeTensor FakeTensorMode",
+        "torch._subclasses.fake_tensor": (
+            "DataDependentOutputException DynamicOutputShapeException FakeTensor FakeTensorMode"
+        ),
         "torch.fx.experimental.symbolic_shapes": (
             "DimDynamic.DYNAMIC GuardOnDataDependentSymNode ShapeEnv.bound_sympy ShapeEnv.create_symfloatnode "
             "ShapeEnv.create_symintnode ShapeEnv.create_unspecified_symbol"

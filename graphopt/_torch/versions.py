@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["FOLDER", "INSTALL", "KNOWN", "checkpoint_generator", "has_exporting_flag"]
+__all__ = ["FOLDER", "INSTALL", "KNOWN", "checkpoint_generator", "has_flag"]
 
 _OLDEST, _NEWEST = (2, 11), (2, 14)
 
@@ -56,6 +56,6 @@ def checkpoint_generator(checkpoint: Any) -> str:
     return name if hasattr(checkpoint, name) else "_checkpoint_without_reentrant_generator"
 
 
-def has_exporting_flag() -> bool:
-    """Whether ``torch.compiler.is_exporting`` reads a flag of its module, which can be set for a while."""
-    return hasattr(torch.compiler, "_is_exporting_flag")
+def has_flag(name: str) -> bool:
+    """Whether a question of ``torch.compiler`` is answered by a flag of this name, which can be set for a while."""
+    return hasattr(torch.compiler, name)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from traceback import walk_tb
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -48,26 +48,30 @@ class ForwardCapture:
     example_tensors: list[torch.Tensor]
 
 
+Path = Literal["compiled", "exported", "eager"]
+"""What a model that asks is told: that it is compiled and not exported, that it is exported, or neither."""
+
+
 class _Root(nn.Module):
     """Calls the user's model (or loss) on flat tensors and returns flat tensors, noting the result's structure."""
 
     def __init__(
-        self, model: nn.Module, call: Callable[..., Any], inputs: Structure, seen: list[Structure], as_eager: bool
+        self, model: nn.Module, call: Callable[..., Any], inputs: Structure, seen: list[Structure], path: Path
     ) -> None:
         super().__init__()
         self.model = model
         self.training = model.training
         # Results are noted in a list: export undoes assignments to a module's attributes.
-        self._run = (call, inputs, seen.append, as_eager)
+        self._run = (call, inputs, seen.append, path)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        call, inputs, note, as_eager = self._run
+        call, inputs, note, path = self._run
         args, kwargs = inputs.restore(tensors)
         buffers = [(m, name, b) for m in self.model.modules() for name, b in m.named_buffers(recurse=False)]
         with contextlib.ExitStack() as stack:
             stack.enter_context(kept_as_checks())
-            if as_eager:
-                stack.enter_context(_torch.as_in_eager())
+            if path != "exported":
+                stack.enter_context(_torch.as_in_eager(compiling=path == "compiled"))
                 stack.enter_context(answered())
             flat, structure = flatten(call_under_trace(call, self.model, args, kwargs))
         _write_assigned(buffers)
@@ -109,8 +113,8 @@ def capture_forward(
     seen: list[Structure] = []
     shapes = _flat_shapes(dynamic_shapes, inputs, model)
 
-    def export(as_eager: bool) -> Any:
-        root = _Root(model, call, inputs, seen, as_eager)
+    def export(path: Path) -> Any:
+        root = _Root(model, call, inputs, seen, path)
         with (
             observe(model),
             plain_precision(),
@@ -166,21 +170,27 @@ def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
-def _as_eager_first(export: Callable[[bool], Any], name: str) -> Any:
-    """Trace what the model does in eager mode; where that cannot be traced, what it does for compilers."""
+def _as_eager_first(export: Callable[[Path], Any], name: str) -> Any:
+    """Trace what the model does where it is not exported; where that cannot be traced, what else it may do."""
     try:
-        return export(True)
+        return export("compiled")
     except (CaptureError, TorchVersionError):
         raise
     except Exception as error:
         if _depends_on_data(error):
             raise
-        try:
-            exported = export(False)
-        except Exception:
-            raise error from None
-        logger.info("%s is captured on the path it takes under torch.compiler.is_exporting(): %s", name, error)
-        return exported
+        for path in _OTHER_PATHS:
+            with contextlib.suppress(Exception):
+                exported = export(path)
+                logger.info("%s is captured on the path %s: %s", name, _OTHER_PATHS[path], error)
+                return exported
+        raise
+
+
+_OTHER_PATHS: dict[Path, str] = {
+    "exported": "it takes under torch.compiler.is_exporting()",
+    "eager": "it takes where torch.compiler.is_compiling() is false",
+}
 
 
 def _flat_shapes(dynamic_shapes: Any, inputs: Structure, model: nn.Module) -> Any:

@@ -99,6 +99,10 @@ class _Runner(nn.Module):
             return tuple(_Interpreter(module).run(*values))
 
 
+_PLACE = "graphopt_place"
+"""The attribute of an error that says which line of the user's code made the call that raised it."""
+
+
 class _Interpreter(fx.Interpreter):
     """Runs a forward program, and notes on each joint node under construction which forward values it holds.
 
@@ -114,7 +118,12 @@ class _Interpreter(fx.Interpreter):
         return _Interpreter(body, f"{self._prefix}{self._bodies[id(body)]}/")
 
     def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
+        try:
+            result = super().run_node(n)
+        except Exception as error:
+            if not hasattr(error, _PLACE) and n.op == "call_function":
+                setattr(error, _PLACE, info(n).source)
+            raise
         if isinstance(result, torch.Tensor):
             node = _torch.traced_node(result)
             if node is not None:
@@ -195,12 +204,7 @@ def capture_joint(forward: Program, tensors: dict[str, torch.Tensor], examples: 
     try:
         trace = _torch.JointTrace(runner, tuple(args))
     except Exception as error:
-        raise CaptureError(
-            f"{forward.title} cannot be differentiated as one program: {_first_line(error)}\n"
-            f"  where: {user_frame(error.__traceback__)}\n"
-            "  what to do: check that the same call trains in eager mode; in-place changes of inputs or parameters "
-            "and backward code that needs values are the usual reasons"
-        ) from error
+        raise _explain(error, forward.title) from error
     if not trace.requires_grad:
         results = [value for value in forward.output_values if isinstance(value, fx.Node)]
         if any(base_of(value).op == "placeholder" for value in results):
@@ -218,6 +222,23 @@ def capture_joint(forward: Program, tensors: dict[str, torch.Tensor], examples: 
     refuse_overlapping(forward, differentiated)
     program = _Builder(forward, runner, trace).build()
     return JointCapture(program, trace, [runner.holder[key] for key in trace.parameter_order()])
+
+
+def _explain(error: Exception, title: str) -> CaptureError:
+    where = getattr(error, _PLACE, "") or user_frame(error.__traceback__)
+    advice = (
+        "check that the same call trains in eager mode; in-place changes of inputs or parameters, and backward code "
+        "that needs values, are the usual reasons"
+    )
+    if isinstance(error, _torch.NEEDS_VALUES):
+        advice = (
+            "the op's result, or its size, depends on values (.item(), nonzero, an index by a mask): use torch.where "
+            "or a product with the mask, or move it outside of the model"
+        )
+    return CaptureError(
+        f"{title} cannot be differentiated as one program: {_first_line(error)}\n  where: {where}\n"
+        f"  what to do: {advice}"
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -12,12 +12,16 @@ import torch
 from torch import fx
 
 from graphopt import _torch
+from graphopt.ir.names import identifier
 
 __all__ = ["nest_regions"]
 
 
 _EXPORTED = re.compile(r"^[pbc]_model_")
 """What ``torch.export`` puts in front of the names of parameters, buffers and constants."""
+
+
+_SWITCHES = (_torch.AUTOCAST_BEGINS, _torch.AUTOCAST_ENDS, _torch.SETS_GRAD_MODE)
 
 
 @dataclass(eq=False)
@@ -54,6 +58,8 @@ def nest_regions(module: fx.GraphModule) -> fx.GraphModule:
     Returns:
         A module with the same inputs and outputs; the graphs of other higher-order ops are nested likewise.
     """
+    if not any(node.target in _SWITCHES or node.op == "get_attr" for node in module.graph.nodes):
+        return module
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     attributes: dict[str, Any] = {}
@@ -139,7 +145,7 @@ def _emit_body(
     results = [node for node in inside if any(user not in inside for user in node.users)]
     body, inner, nested = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, Any]()
     for source in sources:
-        inner[source] = body.placeholder(_EXPORTED.sub("", source.name))
+        inner[source] = body.placeholder(identifier(_EXPORTED.sub("", source.name)))
         inner[source].meta = {"val": source.meta.get("val")}
     _emit(region, body, inner, module, nested)
     body.output(tuple(inner[node] for node in results))

@@ -210,9 +210,6 @@ def test_attributes_of_objects_are_found_by_any_of_their_names() -> None:
 
 # --- the table -------------------------------------------------------------------------------------------------------
 
-ASKED_FOR_BEFORE_USE = {"torch.compiler._is_exporting_flag"}
-"""Names without which everything works: `as_in_eager` asks whether there is a flag to set."""
-
 
 def needed() -> set[str]:
     """Every dotted name of the table."""
@@ -259,7 +256,7 @@ def test_every_private_name_that_is_used_is_in_the_table() -> None:
     modules = {module for f in (*private_names.ON_IMPORT, *private_names.ON_USE) for module in f.names}
     prefixes = {".".join(name.split(".")[:end]) for name in table | modules for end in range(1, name.count(".") + 2)}
     files = [path for path in FOLDER.glob("*.py") if path.name != "private_names.py"]
-    private = {name for path in files for name in used(path) if is_private(name)} - ASKED_FOR_BEFORE_USE
+    private = {name for path in files for name in used(path) if is_private(name)}
     assert len(private) > 50
     unlisted = {name for name in private if name not in prefixes and not any(name.startswith(f"{t}.") for t in table)}
     assert unlisted == set()

@@ -59,7 +59,10 @@ def trained(model: nn.Module, x: torch.Tensor, outside: bool) -> dict[str, torch
 def assert_as_eager(code: Code, outside: bool) -> None:
     model, x = Nested(code), torch.linspace(-1, 1, 24).view(4, 6)
     expected = trained(copy.deepcopy(model), x, outside)
-    found = trained(graphopt.optimize(copy.deepcopy(model)), x, outside)
+    assert_equal(expected, trained(graphopt.optimize(copy.deepcopy(model)), x, outside))
+
+
+def assert_equal(expected: dict[str, torch.Tensor | None], found: dict[str, torch.Tensor | None]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         mine = found[name]
@@ -97,6 +100,13 @@ steps = st.recursive(
 @given(st.lists(steps, min_size=1, max_size=3), st.booleans())
 def test_any_nesting(code: Code, outside: bool) -> None:
     assert_as_eager(code, outside)
+
+
+def test_parameters_whose_names_are_numbers() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    x = torch.ones(2, 4)
+    expected = trained(copy.deepcopy(model), x, True)
+    assert_equal(expected, trained(graphopt.optimize(model), x, True))
 
 
 def test_a_weight_used_again_under_the_callers_autocast_is_cast_once() -> None:

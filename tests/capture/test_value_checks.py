@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -124,6 +125,18 @@ def test_distributions_that_choose_between_values_are_refused_with_the_way_out()
 
     with pytest.raises(CaptureError, match="validate_args=False"):
         graphopt.optimize(Calls(multivariate))(X)
+
+
+def test_results_whose_size_depends_on_values_are_refused_with_their_line() -> None:
+    def positive(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = layer(x)
+        return y[y > 0].sum()
+
+    with pytest.raises(CaptureError, match=r"one program: aten\.nonzero") as caught:
+        graphopt.optimize(Calls(positive))(X)
+    where, advice = str(caught.value).splitlines()[1:]
+    assert re.search(r"checked_models\.py:\d+ in forward", where)
+    assert "an index by a mask" in advice
 
 
 # --- any condition ---------------------------------------------------------------------------------------------------

@@ -253,6 +253,23 @@ def test_control_flow_on_values_names_the_line(way: str) -> None:
     assert "torch.where" in str(caught.value)
 
 
+class Asks(nn.Module):
+    """Leaves out a mask where it is told that it is compiled, and cannot do without it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = None if torch.compiler.is_compiling() else torch.ones(x.shape[-1])
+        return self.a(x) * mask[None, :]  # type: ignore[index]
+
+
+def test_a_model_that_only_eager_mode_can_run_is_captured_as_eager_mode_runs_it() -> None:
+    model = Asks()
+    assert torch.equal(graphopt.optimize(model)(X), model(X))
+
+
 class Fails(nn.Module):
     """Raises after it has drawn random numbers, counted, and entered a region."""
 

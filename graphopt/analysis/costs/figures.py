@@ -113,7 +113,12 @@ class Figures:
 
 
 def _is_figure(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(float(value)) and value > 0
+    except OverflowError:  # a whole number beyond all floats
+        return False
 
 
 def _replace(path: Path, text: str) -> None:
