@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Generator, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,17 +19,27 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, 
 settings.register_profile("graphopt", examples(25, many=400))  # where a test says nothing else
 settings.load_profile("graphopt")
 
-_NOTEBOOKS = ("1_",)
-"""How the notebook begins that `make test` runs; the others are left to `make sweep`."""
+_SWEPT = [
+    line
+    for line in Path(__file__).with_name("swept.txt").read_text(encoding="utf-8").splitlines()
+    if line and not line.startswith("#")
+]
+"""What `make test` leaves to `make sweep`, beside notebooks and the tests that are marked where they stand."""
 
 gc.disable()  # until everything is imported
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    found: set[str] = set()
     for item in items:
-        if item.path.suffix == ".ipynb" and not item.path.name.startswith(_NOTEBOOKS):
+        patterns = [pattern for pattern in _SWEPT if fnmatchcase(item.nodeid.removeprefix("tests/"), pattern)]
+        found.update(patterns)
+        if patterns or item.path.suffix == ".ipynb":
             item.add_marker(pytest.mark.sweep)
+    unmatched = [pattern for pattern in _SWEPT if pattern not in found]
+    if unmatched and config.args == config.getini("testpaths"):
+        raise pytest.UsageError(f"tests/swept.txt names no test with {unmatched}")
 
 
 def pytest_collection_finish() -> None:

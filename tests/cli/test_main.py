@@ -319,6 +319,7 @@ def test_diff_of_a_step_compares_with_the_step_without_passes(run: Command) -> N
 # --- as a process ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_python_m_graphopt_imports_modules_of_the_working_directory(tmp_path: Path) -> None:
     package = tmp_path / "shop"
     package.mkdir()

@@ -100,6 +100,7 @@ def test_the_rewritten_program_is_written_and_named(run: Run) -> None:
     assert ElementTree.parse(run.folder / "step.svg").getroot().tag.endswith("svg")
 
 
+@pytest.mark.sweep
 def test_a_difference_is_printed_and_returned(
     load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +138,7 @@ def test_factories_are_targets_of_the_command_line(name: str, millions: float, m
         assert target.loss(target.model.eval(), *(part[:1] for part in target.args)).shape == ()
 
 
+@pytest.mark.sweep
 def test_resnet_names_its_blocks(load: Load) -> None:
     models = load("models")
     model = models.ResNet50(classes=3, width=4)

@@ -116,6 +116,7 @@ def test_the_page_opens_at_the_peak(page: Opened, story: Story) -> None:
     assert f"peak {format_bytes(timeline.peak_bytes)}" in page.text("#chart-after figcaption")
 
 
+@pytest.mark.sweep
 def test_keys_select_moments(page: Opened, story: Story) -> None:
     before, after = programs(story)
     number = len(before.memory().nodes)
@@ -334,6 +335,7 @@ def colour(page: Opened) -> str:
     return page.page.evaluate("getComputedStyle(document.body).backgroundColor")
 
 
+@pytest.mark.sweep
 def test_dark_follows_the_system_and_the_button(browser: Browser, file: Path) -> None:
     with opened(browser, file) as page:
         assert colour(page) == "rgb(255, 255, 255)"

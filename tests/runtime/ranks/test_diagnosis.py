@@ -234,23 +234,27 @@ def killed(folder: Path, phase: str) -> tuple[Outcome, Outcome]:
     return outcome, run_tasks({phase: resumed(task)})[phase]
 
 
+LONG = ("dies early", "measured", "hangs early", "four", "fewer")
+"""Tasks whose tests are left to `make sweep`."""
+
+
 @pytest.fixture(scope="module")
-def ended(folder: Folder) -> dict[str, Outcome]:
-    """Everything else that happens to ranks, all at once, by name."""
-    return run_tasks(
-        {
-            "uninterrupted": Task(folder("whole")),
-            "hangs": Task(folder("hangs"), fail=FailAt("forward", 3, rank=1, how="hang"), timeout=8),
-            "dies early": Task(folder("dies"), early="die", timeout=8),
-            "measured": Task(folder("measured"), early="die when measured", way="sparse"),
-            "hangs early": Task(folder("early"), early="hang", timeout=8),
-            "four": Task(folder("four"), world=4, fail=FailAt("sync", 3, rank=2), address=free_address()),
-            "holder": Task(folder("holder"), fail=FailAt("forward", 3, rank=0), address=free_address()),
-            "raises": Task(folder("raises"), fail=FailAt("forward", 3, rank=1, how="raise")),
-            "fewer": Task(folder("fewer"), steps=(4, 2)),
-            "drop-in": Task(folder("drop-in"), fail=FailAt("sync", 3, rank=1), way="drop-in"),
-        }
-    )
+def ended(folder: Folder, request: pytest.FixtureRequest) -> dict[str, Outcome]:
+    """Everything else that happens to ranks, all at once, by name; without the longest where nothing is swept."""
+    swept = any(item.get_closest_marker("sweep") and item.path == request.path for item in request.session.items)
+    tasks = {
+        "uninterrupted": Task(folder("whole")),
+        "hangs": Task(folder("hangs"), fail=FailAt("forward", 3, rank=1, how="hang"), timeout=8),
+        "dies early": Task(folder("dies"), early="die", timeout=8),
+        "measured": Task(folder("measured"), early="die when measured", way="sparse"),
+        "hangs early": Task(folder("early"), early="hang", timeout=8),
+        "four": Task(folder("four"), world=4, fail=FailAt("sync", 3, rank=2), address=free_address()),
+        "holder": Task(folder("holder"), fail=FailAt("forward", 3, rank=0), address=free_address()),
+        "raises": Task(folder("raises"), fail=FailAt("forward", 3, rank=1, how="raise")),
+        "fewer": Task(folder("fewer"), steps=(4, 2)),
+        "drop-in": Task(folder("drop-in"), fail=FailAt("sync", 3, rank=1), way="drop-in"),
+    }
+    return run_tasks({name: task for name, task in tasks.items() if swept or name not in LONG})
 
 
 @pytest.mark.parametrize("phase", ["sync", *(pytest.param(p, marks=pytest.mark.sweep) for p in ("forward", "update"))])
@@ -280,6 +284,7 @@ def test_a_hanging_rank_is_named_when_the_group_times_out(ended: dict[str, Outco
     assert "rank 1 hangs, or is far behind: it has been in step 3, forward: fail" in said
 
 
+@pytest.mark.sweep
 def test_all_survivors_of_four_name_the_same_rank(ended: dict[str, Outcome]) -> None:
     found = ended["four"].found
     assert ended["four"].codes == [0, 0, -9, 0]
@@ -302,6 +307,7 @@ def test_a_rank_that_raises_is_named_with_its_error(ended: dict[str, Outcome]) -
     assert "rank 1 failed by itself: ValueError: this batch is broken (in step 3, forward: fail" in found[0]["error"]
 
 
+@pytest.mark.sweep
 def test_a_rank_with_fewer_batches_is_named(ended: dict[str, Outcome]) -> None:
     found = ended["fewer"].found
     assert ended["fewer"].codes == [0, 0]
@@ -309,6 +315,7 @@ def test_a_rank_with_fewer_batches_is_named(ended: dict[str, Outcome]) -> None:
     assert "rank 1 ended its program (last seen in what follows step 2)" in found[0]["error"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("early", "code"), [("dies", -9), ("hangs", None)])
 def test_a_rank_that_never_comes_is_named(early: str, code: int | None, ended: dict[str, Outcome]) -> None:
     outcome = ended[f"{early} early"]
@@ -318,6 +325,7 @@ def test_a_rank_that_never_comes_is_named(early: str, code: int | None, ended: d
     assert "rank 1 gave no sign of life: its process ended before its first step" in said
 
 
+@pytest.mark.sweep
 def test_a_rank_killed_while_ranks_agree_on_what_to_rewrite_is_named(ended: dict[str, Outcome]) -> None:
     found = ended["measured"].found[0]
     assert ended["measured"].codes == [0, -9]
