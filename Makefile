@@ -62,6 +62,7 @@ bench: $(DEV) $(BROWSER) ## measure what the README says (about an hour and a ha
 	$(BIN)/python tests/benchmarks/step_frontier.py
 	$(BIN)/python tests/benchmarks/mixed_precision.py
 	$(BIN)/python tests/benchmarks/capture_scaling.py
+	$(BIN)/python tests/benchmarks/border.py
 	$(BIN)/python tests/benchmarks/memory_frontier.py --models gpt --inductor
 	$(BIN)/python tests/benchmarks/bert_large_a100.py
 	$(BIN)/python tests/benchmarks/exchange.py

@@ -18,6 +18,7 @@ BF16 = torch.bfloat16
 CONTEXTS: dict[str, Callable[[], Any]] = {
     "autocast": lambda: torch.autocast("cpu", dtype=BF16),
     "plain": lambda: torch.autocast("cpu", enabled=False),
+    "elsewhere plain": lambda: torch.autocast("cuda", enabled=False),
     "no_grad": torch.no_grad,
     "enable_grad": torch.enable_grad,
 }
@@ -82,6 +83,7 @@ def assert_equal(expected: dict[str, torch.Tensor | None], found: dict[str, torc
         [["autocast", [0, 0, 0]], ["autocast", [0]]],
         [["autocast", [0, ["autocast", [0]], 0]]],
         [["autocast", [["no_grad", []]]], 0],
+        [["autocast", [0, ["elsewhere plain", [0, ["plain", [0]]]], 0]]],
     ],
     ids=str,
 )

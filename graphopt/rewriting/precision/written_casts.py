@@ -64,10 +64,10 @@ def write_casts(program: Program) -> Program:
     for region in result.nodes:
         if not _can_open(region):
             continue
-        calls = _opened(result, region)
+        calls = _opened(result, region, {})
         alive = set(result.graph.nodes)
         writers: dict[torch.dtype, Rewriter] = {}
-        for dtype, together in itertools.groupby((c for c in calls if c[1] in alive), key=lambda call: call[0]):
+        for dtype, together in itertools.groupby((c for c in calls if c[1] in alive), key=_low_dtype):
             if dtype is not None:
                 writer = writers.setdefault(dtype, _writer(result, dtype))
                 writer.write([node for _, node in together])
@@ -80,15 +80,25 @@ def _writer(program: Program, dtype: torch.dtype) -> Rewriter:
     return Rewriter(program, rules, Policy(rules, "O1", ()), Selection(program, (), ()), under=True)
 
 
-def _opened(program: Program, region: fx.Node) -> list[tuple[torch.dtype | None, fx.Node]]:
-    """Open a region, and those in it for the same device; returns the calls, each with the dtype it is cast to."""
+_Settings = dict[str, torch.dtype | None]
+"""By kind of device the dtype that autocast casts to; None where it is off."""
+
+
+def _opened(program: Program, region: fx.Node, around: _Settings) -> list[tuple[_Settings, fx.Node]]:
+    """Open a region, and those in it; returns the calls, each with the settings that it runs under."""
     device, dtype, enabled, *_ = region.args
-    low = _dtype(device, dtype) if enabled else None
-    found: list[tuple[torch.dtype | None, fx.Node]] = []
+    now = {**around, str(device): _dtype(device, dtype) if enabled else None}
+    found: list[tuple[_Settings, fx.Node]] = []
     for node in _open(program, region):
-        inner = _can_open(node) and node.args[0] == device
-        found += _opened(program, node) if inner else [(low, node)]
+        found += _opened(program, node, now) if _can_open(node) else [(now, node)]
     return found
+
+
+def _low_dtype(call: tuple[_Settings, fx.Node]) -> torch.dtype | None:
+    """The dtype that autocast casts the arguments of a call to, on their device."""
+    settings, node = call
+    tensors = [leaf for source in node.all_input_nodes for leaf in tensor_leaves(value_of(source))]
+    return settings.get(tensors[0].device.type) if tensors else None
 
 
 def _can_open(node: fx.Node) -> bool:
