@@ -95,6 +95,22 @@ def metadata(tensor: torch.Tensor) -> Hashable:
     return tensor.dtype, tensor.device, tuple(tensor.shape), strides, tensor.requires_grad, hooked
 
 
+class _Key:
+    """A key that is hashed once, and equal to itself without a look at what is in it."""
+
+    __slots__ = ("_hash", "value")
+
+    def __init__(self, value: Hashable) -> None:
+        self.value = value
+        self._hash = hash(value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Key) and self._hash == other._hash and self.value == other.value)
+
+
 class ModelFingerprint:
     """The key of a model, computed again only where something that it consists of has changed.
 
@@ -108,7 +124,9 @@ class ModelFingerprint:
     def __call__(self, model: nn.Module) -> Hashable:
         """The key of ``model`` as it is now."""
         if not self._unchanged(model):
-            self._key = model_key(model)
+            key = _Key(model_key(model))
+            if key != self._key:  # else the same object stays, which is equal to itself at once
+                self._key = key
             self._unchanged = _watch(model)
         return self._key
 

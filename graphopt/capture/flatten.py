@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ import torch
 from graphopt import _torch
 from graphopt.capture.fingerprint import by_value
 
-__all__ = ["Structure", "flatten"]
+__all__ = ["Structure", "flatten", "flatten_call"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,13 +34,28 @@ class Structure:
         leaves = [next(supply) if t else leaf for leaf, t in zip(self.leaves, self.is_tensor, strict=True)]
         return _torch.pytree.tree_unflatten(leaves, self.spec)
 
-    @property
+    @functools.cached_property
     def key(self) -> tuple[Any, ...]:
         """What must be equal for two values to have the same structure and the same constants."""
         constants = tuple(
             by_value(leaf) for leaf, tensor in zip(self.leaves, self.is_tensor, strict=True) if not tensor
         )
         return str(self.spec), self.is_tensor, constants
+
+
+_OF_TENSORS: dict[tuple[int, tuple[str, ...]], Structure] = {}
+"""The structures of calls that are given tensors alone, by the number of positional ones and the keywords."""
+
+
+def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Structure]:
+    """The same as ``flatten`` for the arguments of a call, without paths; at once where all of them are tensors."""
+    tensors = [*args, *kwargs.values()]
+    if type(kwargs) is not dict or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        return flatten((args, kwargs), paths=False)
+    known = len(args), tuple(kwargs)
+    if known not in _OF_TENSORS:
+        _OF_TENSORS[known] = flatten((args, kwargs), paths=False)[1]
+    return tensors, _OF_TENSORS[known]
 
 
 def flatten(value: Any, *, paths: bool = True) -> tuple[list[torch.Tensor], Structure]:

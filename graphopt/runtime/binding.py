@@ -22,8 +22,12 @@ def tensor_getter(model: nn.Module, name: str) -> Callable[[], torch.Tensor]:
     """A function that fetches a parameter or buffer by its dotted name, also after it has been replaced."""
     path, _, attribute = name.rpartition(".")
     owner = model.get_submodule(path)
-    get = operator.attrgetter(attribute)
-    return lambda: get(owner)
+    places = vars(owner)
+    kind = next((kind for kind in ("_parameters", "_buffers") if attribute in places[kind]), None)
+    if kind is None:
+        get = operator.attrgetter(attribute)
+        return lambda: get(owner)
+    return lambda: places[kind][attribute]
 
 
 class Binding:

@@ -42,7 +42,7 @@ class _Compiled(Capture):
 
     def gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """The arguments of the function for the tensors of a call."""
-        return [*(get() for get in self.inputs), *tensors]
+        return [get() for get in self.inputs] + tensors
 
     def call(self, arguments: list[torch.Tensor]) -> Any:
         """What the model returns."""

@@ -17,7 +17,7 @@ from torch import nn
 from graphopt.capture import CaptureSession
 from graphopt.capture.checks import refuse_wrapped
 from graphopt.capture.fingerprint import ModelFingerprint
-from graphopt.capture.flatten import flatten
+from graphopt.capture.flatten import flatten_call
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
 from graphopt.errors import CaptureError
 from graphopt.ir.context import Context
@@ -122,7 +122,7 @@ class Runner(Generic[C]):
         To be called, and the program's inputs to be gathered, with ``CAPTURE_LOCK`` held: while another thread
         captures, the model's parameters are stand-ins without data.
         """
-        tensors, structure = flatten((args, kwargs), paths=False)
+        tensors, structure = flatten_call(args, kwargs)
         sizes = self.options.dynamic_shapes is None
         key = signature(self._fingerprint(model), structure, tensors, sizes=sizes)
         found = self.captures.find(key, tensors)
