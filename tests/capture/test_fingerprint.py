@@ -251,3 +251,14 @@ def test_the_quick_check_notices_what_the_key_notices(changes: list[str]) -> Non
         fingerprint(model)
         CHANGES[change](model)
         assert fingerprint(model) == ModelFingerprint()(model)
+
+
+def test_a_key_that_is_made_again_is_the_same_object_where_nothing_has_changed() -> None:
+    model, fingerprint = Reads(), ModelFingerprint()
+    first = fingerprint(model)
+    model.linear.register_forward_hook(lambda module, args, y: None).remove()
+    assert fingerprint(model) is first
+    model.eval()
+    assert fingerprint(model) != first
+    model.train()
+    assert fingerprint(model) == first
