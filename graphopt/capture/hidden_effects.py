@@ -44,13 +44,14 @@ _REFUSED: list[tuple[Any, str, str]] = [
 def capturing(model: nn.Module) -> Iterator[list[str]]:
     """While a model is captured: one capture at a time, without the caller's saved-tensor hooks, nothing hidden.
 
-    Gives a list that holds, behind the block, the attributes that forward has set, as ``path.name``.
+    Gives a list that holds, behind the block, the attributes that forward has set, as ``path.name``. Numbers and texts
+    stay set, as behind a call in eager mode, where torch takes them back.
 
     Raises:
         CaptureError: where the model's code does what a program would lose.
     """
     own_saving = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
-    assigned: dict[tuple[int, str], None] = {}
+    assigned: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
     names: list[str] = []
     kernels = _torch.eager_kernels(AS_IN_EAGER)
     with CAPTURE_LOCK, own_saving, kernels, _without_stand_ins(model), contextlib.ExitStack() as stack:
@@ -58,9 +59,15 @@ def capturing(model: nn.Module) -> Iterator[list[str]]:
             stack.enter_context(_refusing(owner, name, what))
         stack.enter_context(_noting_assignments(assigned))
         yield names
+    for (_, name), (module, value) in assigned.items():
+        if isinstance(value, _KEPT):
+            vars(module)[name] = value
     paths = {id(module): path for path, module in model.named_modules()}
     names += [f"{paths[number]}.{name}".lstrip(".") for number, name in assigned if number in paths]
 
+
+_KEPT = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+"""What stays set of what forward sets while it is captured: values that hold no tensors without data."""
 
 _REGISTERED = ("_modules", "_parameters", "_buffers")
 
@@ -111,14 +118,14 @@ def seeding_refused() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _noting_assignments(assigned: dict[tuple[int, str], None]) -> Iterator[None]:
-    """Note which plain attributes of modules the user's code sets."""
+def _noting_assignments(assigned: dict[tuple[int, str], tuple[nn.Module, Any]]) -> Iterator[None]:
+    """Note which plain attributes of modules the user's code sets, and the last value of each."""
     original = nn.Module.__setattr__
 
     def noting(module: nn.Module, name: str, value: Any) -> None:
         plain = not isinstance(value, (nn.Module, nn.Parameter)) and name != "training"
         if plain and not sys._getframe(1).f_code.co_filename.startswith(_torch.FOLDER):
-            assigned[id(module), name] = None
+            assigned[id(module), name] = module, value
         original(module, name, value)
 
     nn.Module.__setattr__ = noting  # type: ignore[method-assign,assignment]

@@ -98,23 +98,24 @@ class DropIn:
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the program for a call of the model."""
         with CAPTURE_LOCK:
-            found, tensors = self.runner.find(model, args, kwargs, lambda: self._capture(args, kwargs))
+            found, tensors = self.runner.find(model, args, kwargs, lambda: self._capture(model, args, kwargs))
             arguments = found.gather(tensors)
         return found.call(arguments)
 
     def prepare(self, model: nn.Module, example_inputs: Any) -> None:
         """Capture for positional example inputs."""
-        self.runner.find_example(model, example_inputs, lambda args: self._capture(args, {}))
+        self.runner.find_example(model, example_inputs, lambda args: self._capture(model, args, {}))
 
     def checked(self) -> list[tuple[CheckedGradients, torch.Tensor]]:
         """What the programs check for infinities, with the tensors in which they note it."""
         found = [capture.checked for capture in self.runner.captures.all() if capture.checked is not None]
         return [(checked, self.runner.store[checked.target]) for checked in found]
 
-    def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Compiled:
+    def _capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Compiled:
         plain, runner = self._plain(), self.runner
         session = CaptureSession(plain, args, kwargs, dynamic_shapes=self.options.dynamic_shapes)
         capture = runner.rewrite(session)
+        vars(model).update({name: vars(plain)[name] for name in session.assigned if name in vars(plain)})
         program, joint = capture.rewritten.program, session.joint
         assert joint is not None
         if not runner.captures.all():

@@ -112,6 +112,7 @@ class Runner(Generic[C]):
         self._agreement = Agreement()
         self._fingerprint = ModelFingerprint()
         self._told: set[str] = set()
+        self._settled = False
         self._context = Context(numbers={} if numbers is None else numbers, compiled=options.backend != "eager")
 
     def find(
@@ -130,10 +131,12 @@ class Runner(Generic[C]):
             parts = list(map(id, model.modules()))
             found = self.captures.add(key, capture())
             after = signature(self._fingerprint(model), structure, tensors, sizes=sizes)
-            # Forward may have set attributes while it was captured: the next call finds them so. Where it has made
-            # modules, whose random numbers are part of this program, the next call is another one.
-            if after != key and parts == list(map(id, model.modules())):
+            # Forward may have set attributes while it was captured, and the next call finds them so. Once that is
+            # another call: a flag for the first one is set, or modules are made. Where it goes on (a counter), the
+            # program serves these calls too, and does not count.
+            if after != key and self._settled and parts == list(map(id, model.modules())):
                 self.captures.add(after, found)
+            self._settled = after != key
         return found, tensors
 
     def _tell_assignments(self, session: CaptureSession) -> None:

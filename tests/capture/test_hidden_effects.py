@@ -213,3 +213,56 @@ def test_the_first_call_from_several_threads() -> None:
         thread.join()
     assert len(found) == 8
     assert all(torch.equal(y, wanted) for y in found)
+
+
+class Warms(nn.Module):
+    """Does something else at its first call, and notes it in a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.a.phase = "first"  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.a.phase == "first"
+        self.a.phase = "second"  # type: ignore[assignment]
+        y = self.b(self.a(x))
+        return y.sin() if first else y
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("way", ["drop-in", "step"])
+def test_what_the_first_call_sets_is_found_by_the_second(inner: bool, way: str) -> None:
+    torch.manual_seed(0)
+    model = Warms() if inner else WarmsItself()
+    eager = copy.deepcopy(model)
+    if way == "drop-in":
+        optimized = graphopt.optimize(model)
+        found = [optimized(X) for _ in range(4)]
+        assert [torch.equal(one, eager(X)) for one in found] == [True] * 4
+        assert len(optimized._graphopt.runner.captures.all()) == 2  # type: ignore[union-attr]
+    else:
+        step = graphopt.optimize_step(model, sgd(model.parameters()), loss=lambda m, x: m(x).square().mean())
+        optimizer = sgd(eager.parameters())
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = eager(X).square().mean()
+            loss.backward()
+            optimizer.step()
+            assert torch.equal(step(X), loss)
+
+
+class WarmsItself(nn.Module):
+    """The same with the note on the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.warm = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.b(self.a(x))
+        if not self.warm:
+            self.warm = True
+            return y.sin()
+        return y
