@@ -58,7 +58,7 @@ BORDER = (
     Row("anomaly mode", "signature"),
     Row("random numbers inside of forward", "traced", "and the generator ends where eager mode leaves it"),
     Row("seeds, and states of random generators, set inside of forward", "refused"),
-    Row("attributes that forward sets", "told"),
+    Row("attributes that forward sets", "told", "numbers and texts that the first call sets stay set"),
     Row("checks of values inside of ops, such as `torch.linalg.inv`'s", "traced", "they raise as in eager mode"),
     Row("`print` and other effects of forward outside of torch", "at the capture"),
     Row("`assert` and `if …: raise` on values", "traced", "as ops that raise the same, with the source line"),

@@ -41,11 +41,14 @@ _REFUSED: list[tuple[Any, str, str]] = [
 
 
 @contextlib.contextmanager
-def capturing(model: nn.Module) -> Iterator[list[str]]:
+def capturing(model: nn.Module, *, keep: bool = False) -> Iterator[list[str]]:
     """While a model is captured: one capture at a time, without the caller's saved-tensor hooks, nothing hidden.
 
-    Gives a list that holds, behind the block, the attributes that forward has set, as ``path.name``. Numbers and texts
-    stay set, as behind a call in eager mode, where torch takes them back.
+    Gives a list that holds, behind the block, the attributes that forward has set, as ``path.name``.
+
+    Args:
+        model: that is captured.
+        keep: leave numbers and texts set, as behind a call in eager mode; torch takes back what forward sets.
 
     Raises:
         CaptureError: where the model's code does what a program would lose.
@@ -60,7 +63,7 @@ def capturing(model: nn.Module) -> Iterator[list[str]]:
         stack.enter_context(_noting_assignments(assigned))
         yield names
     for (_, name), (module, value) in assigned.items():
-        if isinstance(value, _KEPT):
+        if keep and isinstance(value, _KEPT):
             vars(module)[name] = value
     paths = {id(module): path for path, module in model.named_modules()}
     names += [f"{paths[number]}.{name}".lstrip(".") for number, name in assigned if number in paths]

@@ -72,6 +72,7 @@ class CaptureSession:
             None for a drop-in program whose outputs' tangents come from outside.
         optimizer: whose update ends the step program; needs a loss.
         dynamic_shapes: as in ``torch.export``, for the model's (or the loss's) arguments.
+        keep: leave numbers and texts that forward sets in modules set, as behind a call in eager mode.
 
     Raises:
         CaptureError: for a model that is wrapped, or with hooks that a program would lose.
@@ -86,6 +87,7 @@ class CaptureSession:
         loss: Loss | bool | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         dynamic_shapes: Any = None,
+        keep: bool = False,
     ) -> None:
         refuse_wrapped(model)
         if optimizer is not None and loss is None:
@@ -102,6 +104,7 @@ class CaptureSession:
         self._example = (args, kwargs or {})
         self._scalar_loss = loss is not None
         self._dynamic_shapes = dynamic_shapes
+        self._keep = keep
         self._captures: dict[torch.dtype | None, ForwardCapture] = {}
         self._assigned: dict[str, None] = {}
 
@@ -131,7 +134,7 @@ class CaptureSession:
                 for device in devices:
                     stack.enter_context(torch.autocast(device, dtype=autocast))
                 call = under_autocast(call)
-        with capturing(self.model) as assigned:
+        with capturing(self.model, keep=self._keep) as assigned:
             captured = capture_forward(
                 self.model,
                 args,

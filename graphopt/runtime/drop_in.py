@@ -113,7 +113,7 @@ class DropIn:
 
     def _capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Compiled:
         plain, runner = self._plain(), self.runner
-        session = CaptureSession(plain, args, kwargs, dynamic_shapes=self.options.dynamic_shapes)
+        session = CaptureSession(plain, args, kwargs, dynamic_shapes=self.options.dynamic_shapes, keep=runner.is_first)
         capture = runner.rewrite(session)
         vars(model).update({name: vars(plain)[name] for name in session.assigned if name in vars(plain)})
         program, joint = capture.rewritten.program, session.joint

@@ -112,7 +112,6 @@ class Runner(Generic[C]):
         self._agreement = Agreement()
         self._fingerprint = ModelFingerprint()
         self._told: set[str] = set()
-        self._settled = False
         self._context = Context(numbers={} if numbers is None else numbers, compiled=options.backend != "eager")
 
     def find(
@@ -128,16 +127,19 @@ class Runner(Generic[C]):
         key = signature(self._fingerprint(model), structure, tensors, sizes=sizes)
         found = self.captures.find(key, tensors)
         if found is None:
-            parts = list(map(id, model.modules()))
+            parts, first = list(map(id, model.modules())), self.is_first
             found = self.captures.add(key, capture())
             after = signature(self._fingerprint(model), structure, tensors, sizes=sizes)
-            # Forward may have set attributes while it was captured, and the next call finds them so. Once that is
-            # another call: a flag for the first one is set, or modules are made. Where it goes on (a counter), the
-            # program serves these calls too, and does not count.
-            if after != key and self._settled and parts == list(map(id, model.modules())):
+            # Where forward has set something while it was captured, or made modules, the next call is another one,
+            # behind the first capture; behind others what is set there (a list) is not what makes a difference.
+            if after != key and not first and parts == list(map(id, model.modules())):
                 self.captures.add(after, found)
-            self._settled = after != key
         return found, tensors
+
+    @property
+    def is_first(self) -> bool:
+        """Whether nothing is captured yet, so that what forward sets now is what its first call sets."""
+        return not self.captures.all()
 
     def _tell_assignments(self, session: CaptureSession) -> None:
         names = [name for name in session.assigned if name not in self._told]

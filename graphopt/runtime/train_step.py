@@ -223,6 +223,7 @@ class TrainStep:
             loss=self._loss or True,
             optimizer=self._optimizer,
             dynamic_shapes=self._options.dynamic_shapes,
+            keep=runner.is_first,
         )
         capture = runner.rewrite(session)
         program, shards = capture.rewritten.program, capture.rewritten.shards

@@ -266,3 +266,30 @@ class WarmsItself(nn.Module):
             self.warm = True
             return y.sin()
         return y
+
+
+class NotesSizes(nn.Module):
+    """Notes the size of what it is given, as many vision models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.rows = nn.Linear(4, 4), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows = x.shape[0]
+        return self.a(x).reshape(self.rows, 2, 2)
+
+
+def test_sizes_that_forward_notes_cost_one_capture_each() -> None:
+    model = NotesSizes()
+    optimized = graphopt.optimize(model)
+    for rows in (2, 3, 4, 2, 3, 4, 3, 2):
+        x = torch.ones(rows, 4)
+        assert torch.equal(optimized(x), model(x))
+    assert len(optimized._graphopt.runner.captures.all()) <= 4  # type: ignore[union-attr]
+
+
+def test_capture_changes_nothing() -> None:
+    model = WarmsItself()
+    graphopt.capture(model, (X,))
+    assert model.warm is False
