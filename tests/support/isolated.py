@@ -1,4 +1,4 @@
-"""Calls in processes of their own, forked from one that has imported what they need: one that dies ends nothing else."""
+"""Calls in processes of their own, forked from one with everything imported: one that dies ends nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from tests.support.paths import ROOT
@@ -67,9 +66,7 @@ class Isolated:
     def __enter__(self) -> Isolated:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         with self._process:  # closes its input, upon which it ends
             pass
 

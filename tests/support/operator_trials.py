@@ -1,8 +1,7 @@
-"""One op of torch's OpInfo database trained in eager mode and as a program: equal, refused by name, different, crash."""
+"""One op of torch's OpInfo database, trained in eager mode and as a program: equal, refused, different, or a crash."""
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import warnings
@@ -183,14 +182,10 @@ def run(model: nn.Module, given: Sequence[torch.Tensor]) -> dict[str, Any]:
 def samples(op: OpInfo) -> list[tuple[int, SampleInput]]:
     """Some sample inputs, with their numbers, of those that give something to differentiate."""
     torch.manual_seed(0)
-    usable = []
-    for number, sample in enumerate(
-        itertools.islice(op.sample_inputs("cpu", torch.float32, requires_grad=True), LOOKED_AT)
-    ):
-        if _has_gradient(op, sample):
-            usable.append((number, sample))
+    given = itertools.islice(op.sample_inputs("cpu", torch.float32, requires_grad=True), LOOKED_AT)
+    usable = [(number, sample) for number, sample in enumerate(given) if _has_gradient(op, sample)]
     step = max(1, math.ceil((len(usable) - 1) / (SAMPLES - 1)))
-    return sorted({number: sample for number, sample in [*usable[::step], *usable[-1:]]}.items())[:SAMPLES]
+    return sorted(dict([*usable[::step], *usable[-1:]]).items())[:SAMPLES]
 
 
 def _has_gradient(op: OpInfo, sample: SampleInput) -> bool:
@@ -232,7 +227,7 @@ def _recompute(verdict: Verdict, make: Callable[[], Call]) -> Verdict:
     return replace(verdict, kind="nothing to recompute")
 
 
-def _compared(verdict: Verdict, make: Callable[[], Call], passes: list[Pass]) -> tuple[Verdict, Any]:
+def _compared(verdict: Verdict, make: Callable[[], Call], passes: Sequence[Pass]) -> tuple[Verdict, Any]:
     given = make().given
     try:
         expected = run(make(), given)
@@ -253,7 +248,7 @@ def _compared(verdict: Verdict, make: Callable[[], Call], passes: list[Pass]) ->
 
 
 def _torchs_own(make: Callable[[], Call], got: dict[str, Any], expected: dict[str, Any]) -> str:
-    """How what torch's own tracing gives compares with what a program and eager mode gave: Dynamo's, else without it."""
+    """How torch's own tracing, by Dynamo and without it, compares with what a program and eager mode gave."""
     answers = []
     for trace in (_compiled, _traced):
         try:
