@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["difference", "first_difference"]
+__all__ = ["SAME", "difference", "first_difference"]
+
+SAME = "the same bits"
+"""What is said of torch's own tracing where it differs from eager mode exactly as a program does."""
 
 
 def difference(one: Any, other: Any) -> str:
@@ -32,7 +35,9 @@ def first_difference(one: Any, other: Any) -> str:
     """The first place at which two nested values differ, and how; an empty text where they are the same."""
     (ours, form), (theirs, other_form) = pytree.tree_flatten_with_path(one), pytree.tree_flatten_with_path(other)
     if form != other_form:
-        return f"structure {_short(one)} and {_short(other)}"
+        places = [{pytree.keystr(path) for path, _ in leaves} for leaves in (ours, theirs)]
+        only = sorted(places[0] ^ places[1])
+        return f"structure: {', '.join(only[:4])}" if only else f"structure {_short(one)} and {_short(other)}"
     for (path, mine), (_, their) in zip(ours, theirs, strict=True):
         if found := difference(mine, their):
             return f"{pytree.keystr(path)}: {found}"

@@ -20,9 +20,9 @@ from torch.utils import _pytree as pytree
 import graphopt
 from graphopt import Pass
 from graphopt.passes import Recompute
-from tests.support.bits import first_difference
+from tests.support.bits import SAME, first_difference
 
-__all__ = ["OPERATORS", "SAME", "Verdict", "try_operator"]
+__all__ = ["OPERATORS", "Verdict", "try_operator"]
 
 SAMPLES = 3
 """How many of an op's sample inputs are tried: the first, the last, and one between them."""
@@ -36,10 +36,6 @@ OPERATORS: dict[str, OpInfo] = {
     if op.supports_autograd and torch.float32 in op.supported_backward_dtypes("cpu")
 }
 """Every op that has a gradient in float32 on a CPU, by a name that is unique."""
-
-
-SAME = "the same bits"
-"""What is said of torch's own tracing where it differs from eager mode exactly as the program does."""
 
 
 @dataclass(frozen=True)

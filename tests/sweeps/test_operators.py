@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.bits import SAME
 from tests.support.isolated import Isolated, Outcome
-from tests.support.operator_trials import OPERATORS, SAME, Verdict
+from tests.support.operator_trials import OPERATORS, Verdict
 
 pytestmark = pytest.mark.sweep
 
