@@ -1,4 +1,4 @@
-"""One model of transformers, trained in eager mode and as a program with each pass: same bits, and the peak foretold."""
+"""One model of transformers trained in eager mode and with each pass: the same bits, and the peak that was foretold."""
 
 from __future__ import annotations
 

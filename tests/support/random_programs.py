@@ -1,4 +1,4 @@
-"""Random training programs, one for each number: what goes in and comes out, ops on any shapes, hooks, ties, buffers."""
+"""Random training programs, one for each number: what goes in and out, ops on any shapes, hooks, ties, buffers."""
 
 from __future__ import annotations
 
