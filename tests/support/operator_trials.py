@@ -19,10 +19,10 @@ from torch.utils import _pytree as pytree
 
 import graphopt
 from graphopt import Pass
-from graphopt.passes import Recompute
+from graphopt.passes import MixedPrecision, Recompute
 from tests.support.bits import SAME, first_difference
 
-__all__ = ["OPERATORS", "Verdict", "try_operator"]
+__all__ = ["OPERATORS", "Verdict", "try_operator", "try_under_autocast"]
 
 SAMPLES = 3
 """How many of an op's sample inputs are tried: the first, the last, and one between them."""
@@ -45,7 +45,7 @@ class Verdict:
     Attributes:
         op: its name.
         sample: the number of the sample input.
-        way: ``drop-in``, ``recompute`` or ``in place``.
+        way: ``drop-in``, ``recompute``, ``in place`` or ``mixed``.
         kind: ``equal``, ``refused``, ``different``, ``crash``; ``nothing to recompute``; ``eager differs`` where eager
             mode itself gives other bits the second time; or ``eager fails``.
         detail: the message, or the first difference.
@@ -102,6 +102,19 @@ class Call(nn.Module):
             leaves[place] = weights[number]
         value, args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         return self.finish(self.function(value, *args, **kwargs))
+
+
+class LowCall(Call):
+    """Calls an op under autocast; what it returns in a lower precision comes back in float32, as programs return it."""
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            result = super().forward(*tensors)
+        return pytree.tree_map_only(torch.Tensor, _widened, result)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
 
 class Between(Call):
@@ -210,6 +223,20 @@ def _verdicts(name: str, op: OpInfo) -> Iterator[Verdict]:
                 yield _compared(verdict, lambda s=sample: Between(op, s, in_place=True), [])[0]
 
 
+def try_under_autocast(name: str) -> Iterator[dict[str, Any]]:
+    """What comes of an op under mixed precision, for each sample input, compared with eager mode under autocast."""
+    torch.set_num_threads(1)
+    op = OPERATORS[name]
+    with warnings.catch_warnings(), mock.patch.object(database, "wrapper_set_seed", _unseeded):
+        warnings.simplefilter("ignore")
+        for number, sample in samples(op):
+            verdict = Verdict(name, number, "mixed", "equal")
+            found = _compared(
+                verdict, lambda s=sample: Call(op, s), [MixedPrecision()], lambda s=sample: LowCall(op, s)
+            )
+            yield asdict(found[0])
+
+
 def _unseeded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a random op without a seed of its own, which the database sets inside of the call."""
     return function(*args, **kwargs)
@@ -223,13 +250,16 @@ def _recompute(verdict: Verdict, make: Callable[[], Call]) -> Verdict:
     return replace(verdict, kind="nothing to recompute")
 
 
-def _compared(verdict: Verdict, make: Callable[[], Call], passes: Sequence[Pass]) -> tuple[Verdict, Any]:
-    given = make().given
+def _compared(
+    verdict: Verdict, make: Callable[[], Call], passes: Sequence[Pass], eager: Callable[[], Call] | None = None
+) -> tuple[Verdict, Any]:
+    """The verdict, and the optimized model; ``eager`` makes the model that it is compared with, where that differs."""
+    given, eager = make().given, eager or make
     try:
-        expected = run(make(), given)
+        expected = run(eager(), given)
     except Exception as error:
         return replace(verdict, kind="eager fails", detail=f"{type(error).__name__}: {error}"), None
-    if found := first_difference(run(make(), given), expected):
+    if found := first_difference(run(eager(), given), expected):
         return replace(verdict, kind="eager differs", detail=found), None
     optimized = graphopt.optimize(make(), passes)
     try:
@@ -239,7 +269,7 @@ def _compared(verdict: Verdict, make: Callable[[], Call], passes: Sequence[Pass]
     except Exception as error:
         return replace(verdict, kind="crash", detail=f"{type(error).__name__}: {error}"), None
     if found := first_difference(first, expected) or first_difference(got, expected):
-        return replace(verdict, kind="different", detail=found, aot_eager=_torchs_own(make, got, expected)), optimized
+        return replace(verdict, kind="different", detail=found, aot_eager=_torchs_own(eager, got, expected)), optimized
     return verdict, optimized
 
 

@@ -11,8 +11,9 @@ import pytest
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Where the marker says that no sweep runs, their files and the databases behind these are not imported."""
-    return True if "not sweep" in config.getoption("markexpr") else None
+    """Where no sweep is asked for, their files and the databases behind these are not imported."""
+    asked = config.getoption("markexpr")
+    return None if "sweep" in asked and "not sweep" not in asked else True
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
