@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from graphopt.analysis.measured_peak import MeasuredPeak, measure_peak
 from graphopt.capture import capture
-from graphopt.errors import CaptureError, GraphoptError, PassError, PipelineError, RankError, VerifyError
+from graphopt.errors import (
+    CaptureError,
+    GraphoptError,
+    PassError,
+    PipelineError,
+    RankError,
+    TorchVersionError,
+    VerifyError,
+)
 from graphopt.ir import ops
 from graphopt.ir.formats import Format, available_formats, register_format
 from graphopt.ir.names import name
@@ -47,6 +55,7 @@ __all__ = [
     "RandomStreams",
     "RankError",
     "Rewrite",
+    "TorchVersionError",
     "TrainStep",
     "TrainingPass",
     "VerifyError",

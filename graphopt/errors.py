@@ -11,6 +11,7 @@ __all__ = [
     "PassError",
     "PipelineError",
     "RankError",
+    "TorchVersionError",
     "VerifyError",
     "did_you_mean",
 ]
@@ -34,6 +35,13 @@ class PassError(GraphoptError):
 
 class VerifyError(GraphoptError):
     """A program breaks an invariant; the message names the rule and the pass that broke it."""
+
+
+class TorchVersionError(GraphoptError, ImportError):
+    """The installed torch lacks something that graphopt needs; the message says what, what for, and what to install.
+
+    It is an ``ImportError`` as well: most of what graphopt needs is looked for when it is imported.
+    """
 
 
 class RankError(GraphoptError, RuntimeError):

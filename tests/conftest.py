@@ -17,7 +17,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, 
 settings.register_profile("graphopt", examples(25, many=400))  # where a test says nothing else
 settings.load_profile("graphopt")
 
+_NOTEBOOKS = ("1_",)
+"""How the notebook begins that `make test` runs; the others are left to `make sweep`."""
+
 gc.disable()  # until everything is imported
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.suffix == ".ipynb" and not item.path.name.startswith(_NOTEBOOKS):
+            item.add_marker(pytest.mark.sweep)
 
 
 def pytest_collection_finish() -> None:

@@ -11,7 +11,10 @@ from __future__ import annotations
 from graphopt._torch.versions import FOLDER as FOLDER
 
 # isort: split
-# The check of versions.py comes first: a private module that a release of torch lacks would raise in its place.
+from graphopt._torch import private_names as private_names
+
+# isort: split
+# The checks of these two come first: a name that the installed torch lacks would raise by itself in their place.
 
 import torch.utils._pytree as pytree
 from torch._ops import HigherOrderOperator as HigherOrderOperator
@@ -50,7 +53,9 @@ from graphopt._torch.dispatcher import autocast_operators as autocast_operators
 from graphopt._torch.dispatcher import has_autocast_rule as has_autocast_rule
 from graphopt._torch.dispatcher import is_composite as is_composite
 from graphopt._torch.dispatcher import qualified_name as qualified_name
+from graphopt._torch.eager_kernels import eager_kernels as eager_kernels
 from graphopt._torch.fake_tensors import example_twins as example_twins
+from graphopt._torch.fake_tensors import has_no_data as has_no_data
 from graphopt._torch.fake_tensors import mode_of as mode_of
 from graphopt._torch.fake_tensors import stands_for_real as stands_for_real
 from graphopt._torch.fake_tensors import storage_key as storage_key
@@ -68,6 +73,7 @@ from graphopt._torch.onednn import cpu_computes_in as cpu_computes_in
 from graphopt._torch.op_calls import CallRecorder as CallRecorder
 from graphopt._torch.op_calls import parts_of as parts_of
 from graphopt._torch.op_calls import refusals_expected as refusals_expected
+from graphopt._torch.optimizer_tracing import has_global_step_hooks as has_global_step_hooks
 from graphopt._torch.optimizer_tracing import mark_optimizer_called as mark_optimizer_called
 from graphopt._torch.optimizer_tracing import trace_update as trace_update
 from graphopt._torch.optimizer_tracing import unwrapped_step as unwrapped_step
@@ -76,6 +82,7 @@ from graphopt._torch.overloads import higher_order_ops as higher_order_ops
 from graphopt._torch.overloads import is_registered as is_registered
 from graphopt._torch.overloads import resolve_overload as resolve_overload
 from graphopt._torch.symbolic_sizes import fake_mode as fake_mode
+from graphopt._torch.symbolic_sizes import number_hint as number_hint
 from graphopt._torch.symbolic_sizes import size_hint as size_hint
 from graphopt._torch.symbolic_sizes import size_range as size_range
 from graphopt._torch.symbolic_sizes import symbolic_float as symbolic_float
@@ -115,12 +122,15 @@ __all__ = [
     "custom_function",
     "default_store",
     "dict_version",
+    "eager_kernels",
     "example_twins",
     "fake_mode",
     "generated_function",
     "global_module_hooks",
     "has_autocast_rule",
     "has_global_backward_hooks",
+    "has_global_step_hooks",
+    "has_no_data",
     "higher_order_ops",
     "hooks_added",
     "intercept_checkpoint",
@@ -133,6 +143,7 @@ __all__ = [
     "map_aggregate",
     "mark_optimizer_called",
     "mode_of",
+    "number_hint",
     "parts_of",
     "peaks_between_marks",
     "process_groups",

@@ -15,9 +15,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensorMeta
 from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors, aot_export_joint_with_descriptors
 
 from graphopt._torch.checks_in_graphs import plain_checks
+from graphopt._torch.private_names import JOINT, attribute
 from graphopt.errors import CaptureError
 
 __all__ = ["AotInput", "AotOutput", "JointTrace"]
@@ -70,6 +72,18 @@ def _classify_output(desc: Any) -> AotOutput:
     return AotOutput("base")  # what torch adds to rebuild outputs that are views of each other
 
 
+class _Any:
+    """Equal to every size and to every stride."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_ANY: Any = _Any()
+
+
 class JointTrace:
     """A captured joint graph and what is needed to turn a rewritten version of it into a differentiable callable."""
 
@@ -115,8 +129,18 @@ class JointTrace:
         partition: Callable[[], tuple[fx.GraphModule, fx.GraphModule]],
         forward_compiler: Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]],
         backward_compiler: Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]],
+        *,
+        tangents_as_they_are: bool = False,
     ) -> Callable[..., Any]:
-        """A differentiable callable ``f(*parameters_and_buffers, *inputs)`` made of the two given halves."""
+        """A differentiable callable ``f(*parameters_and_buffers, *inputs)`` made of the two given halves.
+
+        Args:
+            partition: makes them.
+            forward_compiler: compiles the first.
+            backward_compiler: compiles the second.
+            tangents_as_they_are: give tangents to the second half in the strides in which they arrive, as eager mode
+                does, where kernels round by layout; torch would copy them into the strides of the outputs.
+        """
 
         def partition_fn(*_: Any, **__: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
             return partition()
@@ -129,6 +153,10 @@ class JointTrace:
                 fw_compiler=forward_compiler,  # type: ignore[arg-type]
                 bw_compiler=backward_compiler,  # type: ignore[arg-type]
             )
+        if tangents_as_they_are:
+            for meta in attribute(self._joint, "_aot_state.fw_metadata.subclass_tangent_meta", JOINT):
+                if isinstance(meta, PlainTensorMeta):
+                    meta.memory_format = MemoryFormatMeta(size=_ANY, stride=_ANY)
         # The check for retain_graph=True reads this list, and takes its absence for a donation.
-        self._joint._aot_state.fw_metadata.bw_donated_idxs = []
+        attribute(self._joint, "_aot_state.fw_metadata", JOINT).bw_donated_idxs = []
         return compiled

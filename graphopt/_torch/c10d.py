@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from graphopt._torch.private_names import GROUPS, require
+
 __all__ = [
     "all_gather_into_tensor",
     "all_gather_into_tensor_out",
@@ -39,6 +41,7 @@ wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
 def process_groups() -> dict[str, Any]:
     """Every process group that this process belongs to, by name; torch has no public way to look one up."""
+    require(GROUPS)
     from torch.distributed.distributed_c10d import _world
 
     return {name: group for group, name in _world.pg_names.items()}
@@ -50,6 +53,7 @@ def default_store() -> Any:
     Raises:
         RuntimeError: where its backend has none.
     """
+    require(GROUPS)
     from torch.distributed.distributed_c10d import _get_default_store
 
     store = _get_default_store()
@@ -60,6 +64,7 @@ def default_store() -> Any:
 
 def is_tcp_store(store: Any) -> bool:
     """Whether a store lives in one process that the others reach over TCP; torch exports the classes to no checker."""
+    require(GROUPS)
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     while isinstance(store, PrefixStore):

@@ -55,9 +55,13 @@ def has_global_backward_hooks() -> bool:
 
 def kernel_choices() -> tuple[bool, ...]:
     """Which kernels torch may choose: for attention (flash, memory-efficient, plain, cuDNN), and oneDNN's."""
-    c = torch._C
-    attention = (c._get_flash_sdp_enabled(), c._get_mem_efficient_sdp_enabled(), c._get_math_sdp_enabled())
-    return *attention, c._get_cudnn_sdp_enabled(), c._get_mkldnn_enabled()
+    return (
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+        torch._C._get_mkldnn_enabled(),
+    )
 
 
 def hooks_added() -> int:

@@ -8,16 +8,20 @@ from __future__ import annotations
 import torch
 from torch._ops import OpOverload
 
+from graphopt._torch.private_names import AUTOCAST, require
+
 __all__ = ["autocast_operators", "has_autocast_rule", "is_composite", "qualified_name"]
 
 
 def has_autocast_rule(op: OpOverload, device: str) -> bool:
     """Whether ``torch.autocast`` has a rule of its own for an op on a device type (``cpu``, ``cuda``)."""
+    require(AUTOCAST)
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _autocast_key(device))
 
 
 def is_composite(op: OpOverload) -> bool:
     """Whether an op is defined by other ops, for which autocast may have rules."""
+    require(AUTOCAST)
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
 
@@ -28,6 +32,7 @@ def qualified_name(op: OpOverload) -> str:
 
 def autocast_operators(device: str) -> list[OpOverload]:
     """Every op for which ``torch.autocast`` has a rule on a device type, by name."""
+    require(AUTOCAST)
     return [
         _operator(name)
         for name in sorted(torch._C._dispatch_get_all_op_names())

@@ -14,12 +14,19 @@ import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["example_twins", "mode_of", "stands_for_real", "storage_key"]
+from graphopt._torch.private_names import VALUES, attribute
+
+__all__ = ["example_twins", "has_no_data", "mode_of", "stands_for_real", "storage_key"]
 
 
 def mode_of(values: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
     """The mode in which example values compute; does nothing where none of them is one."""
     return detect_fake_mode(values) or contextlib.nullcontext()
+
+
+def has_no_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is an example value."""
+    return isinstance(tensor, FakeTensor)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -31,7 +38,7 @@ def stands_for_real(tensor: torch.Tensor) -> bool:
     """Whether an example value, or what it is a view of, was made for a tensor with data (a parameter, an input)."""
     if not isinstance(tensor, FakeTensor):
         return True
-    known = tensor.fake_mode.fake_tensor_converter.meta_converter.storage_memo
+    known = attribute(tensor, "fake_mode.fake_tensor_converter.meta_converter.storage_memo", VALUES)
     return any(storage._cdata == storage_key(tensor) for storage in known.values())
 
 

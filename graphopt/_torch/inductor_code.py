@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphopt._torch.fake_tensors import example_twins
 from graphopt._torch.generator_states import traceable_generator_states
+from graphopt._torch.private_names import INDUCTOR, require
 
 __all__ = ["InductorCode", "compile_with_inductor", "generated_function"]
 
@@ -50,6 +51,7 @@ def compile_with_inductor(module: fx.GraphModule, inputs: Sequence[Any], owned: 
         inputs: example values without data.
         owned: the positions of inputs that nobody else holds when the code runs.
     """
+    require(INDUCTOR)
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 

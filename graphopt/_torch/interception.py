@@ -7,12 +7,15 @@ neither module offers a hook.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from graphopt._torch.versions import has_exporting_flag
+from graphopt._torch.private_names import CHECKPOINTS, require
+from graphopt._torch.versions import checkpoint_generator, has_exporting_flag
 
 __all__ = ["as_in_eager", "intercept_checkpoint"]
 
@@ -49,20 +52,21 @@ def intercept_checkpoint(region: Callable[[Any], contextlib.AbstractContextManag
             with region(None):
                 return function(*args)
 
-    def non_reentrant(
-        fn: Callable[..., Any],
-        preserve_rng_state: bool = True,
-        context_fn: Any = module.noop_context_fn,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Iterator[None]:
-        with region(None if context_fn is module.noop_context_fn else context_fn):
+    require(CHECKPOINTS)
+    name = checkpoint_generator(module)
+    saved = module.CheckpointFunction, getattr(module, name)
+    signature = inspect.signature(saved[1])
+
+    @functools.wraps(saved[1])  # so that an interception inside of this one finds the parameters too
+    def non_reentrant(*args: Any, **kwargs: Any) -> Iterator[None]:
+        given = signature.bind(*args, **kwargs).arguments.get("context_fn", module.noop_context_fn)
+        with region(None if given is module.noop_context_fn else given):
             yield
 
-    saved = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
     module.CheckpointFunction = _Reentrant  # type: ignore[misc,assignment]
-    module._checkpoint_without_reentrant_generator = non_reentrant  # type: ignore[assignment]
+    setattr(module, name, non_reentrant)
     try:
         yield
     finally:
-        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = saved  # type: ignore[misc]
+        module.CheckpointFunction = saved[0]  # type: ignore[misc]
+        setattr(module, name, saved[1])

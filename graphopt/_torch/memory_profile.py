@@ -6,20 +6,31 @@ The public profiler sums allocations per op; single events are in ``kineto_resul
 
 from __future__ import annotations
 
+import contextlib
 import os
+import warnings
 from collections import Counter, deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._C._profiler import _EventType
+
+from graphopt._torch.private_names import MEMORY, attribute, require
 
 __all__ = ["allocator_events", "peaks_between_marks", "profile_memory"]
 
 
-def profile_memory() -> torch.profiler.profile:
-    """A profile of the CPU that records every allocation and release."""
+@contextlib.contextmanager
+def profile_memory() -> Iterator[torch.profiler.profile]:
+    """While the block runs, a profile of the CPU records every allocation and release."""
+    require(MEMORY)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler otherwise announces itself on stderr
-    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    with contextlib.ExitStack() as stack:
+        with warnings.catch_warnings():  # torch 2.11 and 2.12 warn that an earlier cycle is lost where there is none
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
+            stack.enter_context(profile)
+        yield profile
 
 
 def peaks_between_marks(profile: Any, prefix: str) -> dict[int, int]:
@@ -41,7 +52,7 @@ def _marks(profile: Any, prefix: str) -> list[tuple[int, int, int]]:
     """``(start, end, number)`` of every mark called ``prefix<number>``, in order; times in ns."""
     return sorted(
         (event.start_ns(), event.start_ns() + event.duration_ns(), int(event.name().removeprefix(prefix)))
-        for event in profile.profiler.kineto_results.events()
+        for event in _results(profile).events()
         if event.name().startswith(prefix)
     )
 
@@ -69,8 +80,11 @@ def allocator_events(profile: Any) -> list[tuple[int, str, int]]:
 
 def _reported(profile: Any) -> list[tuple[int, str, int, int]]:
     """``(time in ns, device type, address, signed bytes)`` of everything the allocator reported, in order of time."""
+    require(MEMORY)
+    from torch._C._profiler import _EventType
+
     found = []
-    pending = list(profile.profiler.kineto_results.experimental_event_tree())
+    pending = list(_results(profile).experimental_event_tree())
     while pending:
         event = pending.pop()
         pending += event.children
@@ -78,3 +92,8 @@ def _reported(profile: Any) -> list[tuple[int, str, int, int]]:
             block = event.extra_fields
             found.append((event.start_time_ns, block.device.type, block.ptr, block.alloc_size))
     return sorted(found, key=lambda event: event[0])
+
+
+def _results(profile: Any) -> Any:
+    """What the profiler's own library recorded."""
+    return attribute(profile, "profiler.kineto_results", MEMORY)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-__all__ = ["mark_optimizer_called", "trace_update", "unwrapped_step"]
+__all__ = ["has_global_step_hooks", "mark_optimizer_called", "trace_update", "unwrapped_step"]
 
 
 def trace_update(function: Callable[..., Any], inputs: Sequence[Any]) -> fx.GraphModule:
@@ -37,3 +38,8 @@ def unwrapped_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     while hasattr(step, "__wrapped__") and getattr(step, "hooked", False):
         step = step.__wrapped__
     return lambda: step(optimizer)
+
+
+def has_global_step_hooks() -> bool:
+    """Whether hooks are registered for the steps of all optimizers."""
+    return bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)

@@ -17,9 +17,9 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from graphopt._torch.versions import symbol_values
+from graphopt._torch.private_names import VALUES, attribute
 
-__all__ = ["fake_mode", "size_hint", "size_range", "symbolic_float", "symbolic_size"]
+__all__ = ["fake_mode", "number_hint", "size_hint", "size_range", "symbolic_float", "symbolic_size"]
 
 
 def size_hint(value: Any) -> int:
@@ -37,9 +37,16 @@ def size_hint(value: Any) -> int:
     return int(value)
 
 
+def number_hint(value: torch.SymFloat) -> float:
+    """The number that a symbolic one was in the example inputs."""
+    node: Any = value.node
+    return float(node.hint)
+
+
 def size_range(size: torch.SymInt) -> tuple[int, int | None]:
     """The smallest and the largest value that a symbolic size may take (None: unlimited)."""
-    bounds = size.node.shape_env.bound_sympy(size.node.expr)
+    node: Any = size.node
+    bounds = node.shape_env.bound_sympy(node.expr)
     high = bounds.upper
     return int(bounds.lower), int(high) if high.is_Integer and high < 2**62 else None
 
@@ -55,16 +62,17 @@ def symbolic_float(name: str, example: float) -> Any:
 def fake_mode(symbols: Mapping[str, int]) -> FakeTensorMode:
     """A mode for example values whose sizes are written with the given symbols (name to example value)."""
     environment = ShapeEnv()
-    values = symbol_values(environment)
+    values = attribute(environment, "backed_var_to_val|var_to_val", VALUES)  # the second before torch 2.12
+    ranges = attribute(environment, "var_to_range", VALUES)
     for name, hint in symbols.items():
         symbol = sympy.Symbol(name, integer=True, positive=True)
         values[symbol] = sympy.Integer(hint)
-        environment.var_to_range[symbol] = ValueRanges(2, int_oo)
+        ranges[symbol] = ValueRanges(2, int_oo)
     return FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
 
 
 def symbolic_size(mode: FakeTensorMode, name: str, hint: int) -> Any:
     """The symbol called ``name`` of a mode from ``fake_mode`` as a symbolic integer with an example value."""
     assert mode.shape_env is not None
-    symbol = next(symbol for symbol in mode.shape_env.var_to_range if str(symbol) == name)
+    symbol = next(symbol for symbol in attribute(mode.shape_env, "var_to_range", VALUES) if str(symbol) == name)
     return mode.shape_env.create_symintnode(symbol, hint=hint)

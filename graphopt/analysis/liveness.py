@@ -26,7 +26,7 @@ _BLOCK = {"cuda": 512}
 """Allocation granularity in bytes, by device type; the CPU allocator is exact."""
 
 _SCALAR = 16
-"""Bytes up to which an output of a program without a loss is taken for the loss itself."""
+"""Bytes up to which the tangent of an output is taken for that of the loss."""
 
 _INPUT_CATEGORY = {
     "parameter": "parameters",
@@ -103,15 +103,14 @@ def _live_to_last_use(refers: dict[fx.Node, list[Storage]], position: dict[fx.No
     Args:
         refers: the storages by node.
         position: of each call, in program order.
-        outside: where backward starts if the user computes the loss; a loss that is returned lives to the end then.
+        outside: where backward starts if the user computes the loss.
     """
     end = len(position)
     handed_out = end if outside is None else outside
     for node, index in position.items():
         last = max((position.get(user, handed_out) for user in node.users), default=index)
-        kept = outside is not None and any(user.op == "output" for user in node.users)
         for storage in refers[node]:
-            storage.last = max(storage.last, end if kept and storage.bytes <= _SCALAR else last)
+            storage.last = max(storage.last, last)
 
 
 def _loss_outside(program: Program, calls: list[fx.Node]) -> int | None:
@@ -126,15 +125,22 @@ def _place_tangents(
 ) -> None:
     """Tangents come into being with the user's loss and die at their last use; gradients stay to the end.
 
-    A loss that the model returns stays with the caller, and its tangent with autograd, to the end.
+    What the model returns may stay with the caller to the end, as in ``out = model(x); loss(out).backward()``. The
+    tangent of a loss that it returns stays with autograd.
     """
     end = len(position)
+    tangents = {id(storage) for node, _ in program.inputs_of("tangent") for storage in refers[node]}
+    last: dict[int, int] = dict.fromkeys(tangents, start)
+    for node, storages in refers.items():
+        users = [position[user] for user in node.users if user in position]
+        for storage in storages if users else ():
+            if id(storage) in tangents:
+                last[id(storage)] = max(last[id(storage)], *users)
     for node, _ in program.inputs_of("tangent"):
         for storage in refers[node]:
             storage.first = start
-            last = max((position.get(user, start) for user in node.users), default=start)
-            storage.last = end if storage.bytes <= _SCALAR else last
-    for value, _ in program.outputs_of("gradient"):
+            storage.last = end if storage.bytes <= _SCALAR else last[id(storage)]
+    for value, _ in program.outputs_of("gradient", "output", "base"):
         for storage in refers[value] if isinstance(value, fx.Node) else ():
             storage.last = end
 

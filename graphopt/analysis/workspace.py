@@ -21,6 +21,7 @@ from graphopt.ir.autocast import plain_precision
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.collectives import workspace_bytes
+from graphopt.ir.ops.opaque_update import opaque_update_
 from graphopt.ir.ops.values import storage_bytes, tensors_of
 
 __all__ = ["Usage", "measured_usage"]
@@ -65,7 +66,7 @@ def _writing_key(node: fx.Node) -> str:
     Such a call writes to the zeros that it is measured on. It allocates where it wraps a number in a tensor
     (``_foreach_add_(steps, 1)``), converts an argument, or falls back to ops that are not in place.
     """
-    if not schema.mutated_inputs(node) or schema.is_collective(node):
+    if not schema.mutated_inputs(node) or schema.is_collective(node) or node.target is opaque_update_:
         return ""
     described = _torch.map_aggregate(
         (node.args, node.kwargs), lambda a: _described(value_of(a)) if isinstance(a, fx.Node) else a
@@ -85,6 +86,8 @@ def _described(value: Any) -> Any:
 def _usage(key: str, node: fx.Node) -> Usage:
     if schema.is_collective(node):
         return Usage(workspace_bytes(node))
+    if node.target is opaque_update_:
+        return Usage(int(node.args[4]))  # type: ignore[arg-type]
     found = _measured.get(key, Usage())
     if schema.mutated_inputs(node):
         return replace(found, results=None)

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from graphopt import _torch
+from graphopt.capture.gradient_layouts import match_layouts
 from graphopt.capture.step import UpdateTrace
 from graphopt.ir.names import identifier
 from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, set_info, value_of
@@ -24,7 +25,7 @@ def append_update(program: Program, trace: UpdateTrace) -> Program:
     """
     step = program.copy()
     step.stage, step.lower = "step", None
-    _match_layouts(step)
+    match_layouts(step)
     created = _copy_update(step, trace, _update_inputs(step, trace))
     _set_outputs(step, created, trace.created)
     step.erase_dead()
@@ -38,7 +39,9 @@ def _update_inputs(step: Program, trace: UpdateTrace) -> dict[fx.Node, fx.Node]:
     parameters = {spec.target: node for node, spec in step.inputs_of("parameter")}
     mapping: dict[fx.Node, fx.Node] = {}
     for node, spec in zip(trace.graph.find_nodes(op="placeholder"), trace.inputs, strict=True):
-        if spec.role in ("parameter", "gradient"):
+        if spec.role == "loss":
+            mapping[node] = next(value for value, known in step.outputs_of("loss") if known.role == "loss")
+        elif spec.role in ("parameter", "gradient"):
             whole = parameters if spec.role == "parameter" else gradients
             mapping[node] = _part(step, whole[spec.target], spec.target, trace.shards)
         else:
@@ -94,35 +97,6 @@ def _part(program: Program, whole: fx.Node, name: str, shards: Shards | None) ->
     common: dict[str, Any] = {"before": program.output_node, "phase": Phase.UPDATE, "origin": "optimizer.step"}
     flat = program.insert(torch.ops.aten.as_strided.default, (whole, [value_of(whole).numel()], [1]), **common)
     return program.insert(torch.ops.aten.slice.Tensor, (flat, 0, first, first + length), **common)
-
-
-def _match_layouts(program: Program) -> None:
-    """Give each gradient its parameter's strides, as autograd does when it accumulates into ``.grad``.
-
-    Fused kernels walk parameter, gradient and state by address.
-    """
-    parameters = {spec.target: node for node, spec in program.inputs_of("parameter")}
-    values = list(program.output_values)
-    for index, (value, spec) in enumerate(zip(values, program.outputs, strict=True)):
-        if spec.role != "gradient" or spec.target not in parameters or not isinstance(value, fx.Node):
-            continue
-        wanted = value_of(parameters[spec.target])
-        if value_of(value).stride() != wanted.stride():
-            values[index] = _copied_like(program, value, wanted)
-            program.hand_over_name(f"{spec.target}~", value, values[index])
-    program.set_outputs(values, program.outputs)
-
-
-def _copied_like(program: Program, gradient: fx.Node, wanted: torch.Tensor) -> fx.Node:
-    """A copy of a gradient with the strides of ``wanted``."""
-    common: dict[str, Any] = {"phase": Phase.BACKWARD, "like": gradient, "origin": "gradient layout"}
-    if wanted.is_contiguous():
-        options: dict[str, Any] = {"memory_format": torch.contiguous_format}
-        return program.insert(torch.ops.aten.clone.default, (gradient,), options, after=gradient, **common)
-    layout = (list(wanted.shape), list(wanted.stride()))
-    options = {"dtype": wanted.dtype, "device": wanted.device}
-    empty = program.insert(torch.ops.aten.empty_strided.default, layout, options, after=gradient, **common)
-    return program.insert(torch.ops.aten.copy.default, (empty, gradient), after=empty, **common)
 
 
 def _add_constant(program: Program, name: str, tensor: torch.Tensor) -> fx.Node:

@@ -45,7 +45,8 @@ BORDER = (
     Row("backward hooks of submodules, and of all modules", "refused"),
     Row("`register_hook` on a tensor inside of forward", "refused"),
     Row("hooks on parameters, post-accumulate hooks", "honoured", "with `optimize`; a whole step refuses them"),
-    Row("hooks of the optimizer", "honoured", "with `optimize`; a whole step refuses them"),
+    Row("hooks of the optimizer", "honoured", "in a whole step its update then runs as it is"),
+    Row("what an optimizer reads or keeps in Python", "honoured", "its update runs as it is, and a warning says so"),
     Row("saved-tensor hooks of the caller", "honoured", "for what the program keeps; a capture runs without them"),
     Row(
         "`no_grad`, `inference_mode`",
@@ -56,10 +57,13 @@ BORDER = (
     Row("deterministic algorithms, default dtype, matmul precision, kernels for attention, oneDNN", "signature"),
     Row("anomaly mode", "signature"),
     Row("random numbers inside of forward", "traced", "and the generator ends where eager mode leaves it"),
-    Row("`torch.manual_seed`, `torch.seed` inside of forward", "refused"),
+    Row("seeds, and states of random generators, set inside of forward", "refused"),
     Row("attributes that forward sets", "told"),
     Row("checks of values inside of ops, such as `torch.linalg.inv`'s", "traced", "they raise as in eager mode"),
     Row("`print` and other effects of forward outside of torch", "at the capture"),
-    Row("control flow that depends on values", "refused", "with the source line"),
+    Row("`assert` and `if …: raise` on values", "traced", "as ops that raise the same, with the source line"),
+    Row("other control flow that depends on values", "refused", "with the source line"),
+    Row("outputs that the caller keeps", "honoured", "their bytes are counted until backward ends"),
+    Row("what a loss outside of a drop-in model allocates", "told", "it is not part of a budget; the record says so"),
 )
 """Every row; what is not in it is read at the capture."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 from torch import fx, nn
 
@@ -10,8 +12,9 @@ from graphopt.errors import CaptureError, GraphoptError
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import tensors_of
+from graphopt.ir.program import Program
 
-__all__ = ["refuse_coupling", "refuse_hooks", "refuse_kernels", "refuse_wrapped"]
+__all__ = ["refuse_coupling", "refuse_overlapping", "refuse_varying_lstm", "refuse_wrapped", "step_hooks"]
 
 _WAY_OUT = {
     "OptimizedModule": "it is wrapped by torch.compile; pass the bare module (model._orig_mod) and choose "
@@ -53,25 +56,55 @@ def refuse_wrapped(model: object) -> None:
                 raise CaptureError(f"{where} cannot be captured: {_WAY_OUT[cls.__name__]}")
 
 
-def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Raise a ``CaptureError`` for an optimizer whose step calls hooks."""
+def step_hooks(optimizer: torch.optim.Optimizer) -> str:
+    """Which hooks an optimizer's step calls, in words; empty where it has none."""
     kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     hooks = [kind for kind in kinds if any(not _is_own(hook) for hook in getattr(optimizer, kind, {}).values())]
-    if hooks:
-        raise CaptureError(
-            f"{type(optimizer).__name__} has step hooks ({', '.join(hooks)}); the update is part of one program and "
-            "cannot call them: remove the hooks, or keep your loop and use graphopt.optimize"
-        )
+    return "its step has hooks" if hooks or _torch.has_global_step_hooks() else ""
 
 
-def refuse_kernels(graph: fx.Graph) -> None:
-    """Raise a ``CaptureError`` for ops whose results torch does not describe: a program would ask for wrong memory."""
-    if any(node.target is torch.ops.aten.mkldnn_rnn_layer.default for node in graph.nodes):
-        raise CaptureError(
-            "nn.LSTM on a CPU runs a kernel of oneDNN whose workspace torch does not describe, so that its bytes "
-            "cannot be planned for: train inside of `with torch.backends.mkldnn.flags(enabled=False):`, where eager "
-            "PyTorch and the program both compute it by matrix products"
-        )
+def refuse_overlapping(program: Program, differentiated: Container[int]) -> None:
+    """Raise a ``CaptureError`` for results whose elements share memory: traced, their gradients are added up wrongly.
+
+    Args:
+        program: of stage forward.
+        differentiated: the numbers of its outputs that gradients arrive for.
+    """
+    for number, (value, spec) in enumerate(zip(program.output_values, program.outputs, strict=True)):
+        tensor: torch.Tensor | None = value_of(value) if isinstance(value, fx.Node) else None
+        if tensor is not None and number in differentiated and _overlaps(tensor):
+            raise CaptureError(
+                f"{program.title} returns a tensor whose elements overlap in memory ({spec.target}, shape "
+                f"{list(tensor.shape)}, strides {list(tensor.stride())}), and gradients of it would be wrong: return a "
+                "copy of it (.contiguous())"
+            )
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory otherwise than by ``expand``."""
+    extents = [(stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    if not all(isinstance(number, int) for extent in extents for number in extent):
+        return False
+    reach = 0
+    for stride, size in sorted(extent for extent in extents if extent[0] != 0 and extent[1] > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def refuse_varying_lstm(graph: fx.Graph) -> None:
+    """Raise a ``CaptureError`` for ``nn.LSTM`` on a CPU where sizes vary: a workspace is known for fixed ones only."""
+    for node in graph.nodes:
+        if node.target is not torch.ops.aten.lstm.input or not torch.backends.mkldnn.enabled:
+            continue
+        value: torch.Tensor = value_of(node)[0]
+        if value.device.type == "cpu" and not all(isinstance(size, int) for size in value.shape):
+            raise CaptureError(
+                "nn.LSTM on a CPU runs a kernel of oneDNN whose workspace is known for fixed sizes only, and "
+                "dynamic_shapes lets them vary: train inside of `with torch.backends.mkldnn.flags(enabled=False):`, "
+                "where eager PyTorch and the program both compute it by matrix products"
+            )
 
 
 def _is_own(hook: object) -> bool:

@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from torch import fx, nn
 
 from graphopt import _torch
 from graphopt.capture.flatten import Structure, flatten
+from graphopt.capture.hidden_effects import seeding_refused
 from graphopt.capture.regions import REGION_KEY, observe
 from graphopt.capture.source_lines import source_line, user_frame
 from graphopt.capture.transformers import answered
-from graphopt.errors import CaptureError
+from graphopt.capture.value_checks import kept_as_checks
+from graphopt.errors import CaptureError, TorchVersionError
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.names import NAMES_KEY, identifier
 from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, info, set_info, set_value, value_of
@@ -61,13 +64,19 @@ class _Root(nn.Module):
         args, kwargs = inputs.restore(tensors)
         buffers = [(m, name, b) for m in self.model.modules() for name, b in m.named_buffers(recurse=False)]
         with contextlib.ExitStack() as stack:
+            stack.enter_context(kept_as_checks())
             if as_eager:
                 stack.enter_context(_torch.as_in_eager())
                 stack.enter_context(answered())
-            flat, structure = flatten(call(self.model, *args, **kwargs))
+            flat, structure = flatten(call_under_trace(call, self.model, args, kwargs))
         _write_assigned(buffers)
         note(structure)
         return tuple(flat)
+
+
+def call_under_trace(call: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Call the user's code; what stands above in a traceback is not the user's (``value_checks.STOP``)."""
+    return call(model, *args, **kwargs)
 
 
 def _write_assigned(buffers: list[tuple[nn.Module, str, torch.Tensor]]) -> None:
@@ -108,8 +117,9 @@ def capture_forward(
         return exported
 
     try:
-        exported = _as_eager_first(export, type(model).__name__)
-    except CaptureError:
+        with seeding_refused():
+            exported = _as_eager_first(export, type(model).__name__)
+    except (CaptureError, TorchVersionError):
         raise
     except Exception as error:
         raise _explain(error, model) from error
@@ -153,7 +163,7 @@ def _as_eager_first(export: Callable[[bool], Any], name: str) -> Any:
     """Trace what the model does in eager mode; where that cannot be traced, what it does for compilers."""
     try:
         return export(True)
-    except CaptureError:
+    except (CaptureError, TorchVersionError):
         raise
     except Exception as error:
         if _depends_on_data(error):
@@ -220,6 +230,8 @@ def _explain(error: Exception, model: nn.Module) -> CaptureError:
             "control flow depends on a tensor's values, and a program has one path: use torch.where or torch.cond, "
             "move the decision outside of the model, or make it depend on shapes"
         )
+        if any("torch/distributions" in frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)):
+            advice = "checks of its arguments choose between values here: give validate_args=False"
     else:
         advice = (
             "the model must run on tensors without data (torch.export, non-strict): keep NumPy, .tolist(), printing of "

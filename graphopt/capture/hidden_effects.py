@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from graphopt import _torch
+from graphopt.capture.gru import AS_IN_EAGER
 from graphopt.capture.source_lines import user_frame
 from graphopt.errors import CaptureError
 
-__all__ = ["CAPTURE_LOCK", "capturing", "refuse_backward_hooks", "refuse_parameter_hooks"]
+__all__ = ["CAPTURE_LOCK", "capturing", "refuse_backward_hooks", "refuse_parameter_hooks", "seeding_refused"]
 
 CAPTURE_LOCK = threading.RLock()
 """Held while a model is captured, which works on state of the whole process, and while a call finds its program."""
@@ -28,8 +29,14 @@ CAPTURE_LOCK = threading.RLock()
 _REFUSED: list[tuple[Any, str, str]] = [
     (torch.Tensor, "register_hook", "a hook on a tensor inside of forward, which would not act on gradients"),
     (torch.Tensor, "register_post_accumulate_grad_hook", "a hook on a gradient inside of forward"),
-    (torch, "manual_seed", "torch.manual_seed inside of forward, which would act at the capture and at no later call"),
-    (torch, "seed", "torch.seed inside of forward, which would act at the capture and at no later call"),
+    *(
+        (owner, name, f"torch.{name} inside of forward, which would act at the capture and at no later call")
+        for owner, names in (
+            (torch, ("manual_seed", "seed", "set_rng_state")),
+            (torch.random, ("manual_seed", "seed", "set_rng_state", "fork_rng")),
+        )
+        for name in names
+    ),
 ]
 
 
@@ -45,13 +52,62 @@ def capturing(model: nn.Module) -> Iterator[list[str]]:
     own_saving = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
     assigned: dict[tuple[int, str], None] = {}
     names: list[str] = []
-    with CAPTURE_LOCK, own_saving, contextlib.ExitStack() as stack:
+    kernels = _torch.eager_kernels(AS_IN_EAGER)
+    with CAPTURE_LOCK, own_saving, kernels, _without_stand_ins(model), contextlib.ExitStack() as stack:
         for owner, name, what in _REFUSED:
             stack.enter_context(_refusing(owner, name, what))
         stack.enter_context(_noting_assignments(assigned))
         yield names
     paths = {id(module): path for path, module in model.named_modules()}
     names += [f"{paths[number]}.{name}".lstrip(".") for number, name in assigned if number in paths]
+
+
+_REGISTERED = ("_modules", "_parameters", "_buffers")
+
+
+@contextlib.contextmanager
+def _without_stand_ins(model: nn.Module) -> Iterator[None]:
+    """Refuse forward to make parameters or buffers: made while it is traced, they have no data.
+
+    Raises:
+        CaptureError: behind the block, the model's parts being what they were before.
+    """
+    before = [
+        (module, dict(module.__dict__), {name: dict(module.__dict__[name]) for name in _REGISTERED})
+        for module in model.modules()
+    ]
+    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    yield
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    made = [name for name, tensor in tensors if id(tensor) not in known and _torch.has_no_data(tensor)]
+    if not made:
+        return
+    for module, attributes, registered in before:
+        module.__dict__.clear()
+        module.__dict__.update(attributes)
+        for name, entries in registered.items():
+            module.__dict__[name].clear()
+            module.__dict__[name].update(entries)
+    raise CaptureError(
+        f"forward makes {made[0]!r} while it is traced, so that it would have no data\n"
+        "  what to do: call the model once without graphopt, or make all modules, parameters and buffers in __init__"
+    )
+
+
+@contextlib.contextmanager
+def seeding_refused() -> Iterator[None]:
+    """Refuse code that seeds a random generator or sets its state; tracing itself draws nothing from it.
+
+    Raises:
+        CaptureError: behind the block.
+    """
+    before = torch.get_rng_state()
+    yield
+    if not torch.equal(before, torch.get_rng_state()):
+        raise CaptureError(
+            "forward seeds the random generator, or sets its state, which would act at the capture and at no later "
+            "call\n  what to do: take it out of forward; a seed set before the call acts as in eager mode"
+        )
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.fx import traceback
 
 from graphopt import _torch
-from graphopt.capture.checks import refuse_kernels
+from graphopt.capture.checks import refuse_overlapping, refuse_varying_lstm
 from graphopt.capture.finish_joint import (
     forget_statistics,
     honour_regions,
@@ -21,9 +21,11 @@ from graphopt.capture.finish_joint import (
     seed_backward,
     settle_mutations,
 )
+from graphopt.capture.gradient_layouts import match_layouts, own_gradients
 from graphopt.capture.replace_ops import use_own_ops
 from graphopt.capture.source_lines import user_frame
 from graphopt.errors import CaptureError
+from graphopt.ir.gradients import base_of
 from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, info, set_info, set_value, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
@@ -189,6 +191,7 @@ def capture_joint(forward: Program, tensors: dict[str, torch.Tensor], examples: 
         args = [value_of(node) for node, _ in forward.inputs_of("input")]
         for fake, real in zip(args, examples, strict=True):
             fake.requires_grad_(real.requires_grad)
+    refuse_varying_lstm(forward.graph)
     try:
         trace = _torch.JointTrace(runner, tuple(args))
     except Exception as error:
@@ -199,11 +202,20 @@ def capture_joint(forward: Program, tensors: dict[str, torch.Tensor], examples: 
             "and backward code that needs values are the usual reasons"
         ) from error
     if not trace.requires_grad:
+        results = [value for value in forward.output_values if isinstance(value, fx.Node)]
+        if any(base_of(value).op == "placeholder" for value in results):
+            raise CaptureError(
+                f"everything that {forward.title} returns with a gradient is a view of its inputs or parameters: there "
+                "is nothing for a program to compute; call the model without graphopt"
+            )
         raise CaptureError(
             f"nothing in {forward.title} requires a gradient for these inputs: every parameter is frozen, or the "
             "outputs are detached; unfreeze a parameter, or call the model in eval mode without graphopt"
         )
-    refuse_kernels(trace.graph)
+    differentiated = {
+        int(role.target) for _, role in trace.inputs() if role.kind == "tangent" and str(role.target).isdigit()
+    }
+    refuse_overlapping(forward, differentiated)
     program = _Builder(forward, runner, trace).build()
     return JointCapture(program, trace, [runner.holder[key] for key in trace.parameter_order()])
 
@@ -246,6 +258,9 @@ class _Builder:
         honour_regions(program)
         program.erase_dead()
         name_gradients(program)
+        match_layouts(program)
+        if program.inputs_of("tangent"):
+            own_gradients(program)
         return program
 
     def _placeholder(self, node: fx.Node, role: _torch.AotInput) -> None:
@@ -289,7 +304,9 @@ class _Builder:
     def _call(self, node: fx.Node, by_sequence: dict[int, NodeInfo]) -> None:
         new = self._graph.node_copy(node, lambda n: self._map[n])
         set_value(new, value_of(new))  # a check gives nothing, and torch notes no value then
-        backward = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+        tagged = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+        # torch leaves out calls that it makes when backward has ended, for gradients of another dtype
+        backward = tagged or any(info(source).phase is Phase.BACKWARD for source in new.all_input_nodes)
         source = self._source(node, backward, by_sequence)
         phase = Phase.BACKWARD if backward else Phase.FORWARD
         region = None if backward else source.region

@@ -2,7 +2,8 @@
 
 Dropout becomes two calls, one that draws the mask and one that applies it: as one call with two results, it draws again
 whenever it runs again for one of them. Drawing is slow and the mask is small, so programs are given the choice.
-Attention's softmax becomes one that knows more cheaply where a row has nothing to look at.
+Attention's softmax becomes one that knows more cheaply where a row has nothing to look at. LSTM layers, which hand a
+workspace to their backward, get ops that know its bytes.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphopt.ir.node import info, value_of
+from graphopt.ir.node import info, set_value, value_of
 from graphopt.ir.ops.dropout import dropout_mask, masked_dropout
+from graphopt.ir.ops.lstm import lstm_layer, lstm_layer_backward, workspace_of
 from graphopt.ir.ops.softmax import safe_softmax
 from graphopt.ir.program import Program
 
@@ -38,8 +40,38 @@ def use_own_ops(program: Program) -> None:
         elif node.target is _aten.native_dropout_backward.default and node.args[1].target is dropout_mask:  # type: ignore[union-attr]
             gradient, mask, _ = node.args
             _hand_over(program, node, _call(program, node, masked_dropout, (gradient, mask, mask.args[2])))  # type: ignore[union-attr]
+        elif node.target is _aten.mkldnn_rnn_layer.default:
+            _lay_out(program, node)
+        elif node.target is _aten.mkldnn_rnn_layer_backward.default:
+            _hand_over(program, node, _call(program, node, lstm_layer_backward, node.args))
+        elif node.target is _aten.mul.Tensor and _shares_evenly(node):
+            mask, share = node.args
+            _hand_over(program, node, _call(program, node, _aten.where.ScalarOther, (mask, share, 0.0)))
         elif node.target is _aten._safe_softmax.default and _is_plain(node):
             _hand_over(program, node, _call(program, node, safe_softmax, node.args[:2]))
+
+
+def _shares_evenly(product: fx.Node) -> bool:
+    """Whether a gradient is shared by the elements that a maximum, minimum or median was found at, on a CPU.
+
+    Eager mode writes the shares into zeros; the product, which it takes where it traces, makes negative zeros too.
+    """
+    mask, share = product.args
+    if not isinstance(mask, fx.Node) or not isinstance(share, fx.Node) or share.target is not _aten.div.Tensor:
+        return False
+    count = share.args[1]
+    counted = isinstance(count, fx.Node) and count.target is _aten.sum.default and count.args[0] is mask
+    value: torch.Tensor = value_of(mask)
+    return counted and value.dtype is torch.bool and value.device.type == "cpu" and value_of(share).dim() == 0
+
+
+def _lay_out(program: Program, layer: fx.Node) -> None:
+    """An LSTM layer with the workspace that its backward reads."""
+    values = [value_of(argument) if isinstance(argument, fx.Node) else argument for argument in layer.args]
+    new = _call(program, layer, lstm_layer, (*layer.args, workspace_of(values)))
+    for element in layer.users:
+        set_value(element, value_of(new)[element.args[1]])
+    _hand_over(program, layer, new)
 
 
 def _is_plain(softmax: fx.Node) -> bool:

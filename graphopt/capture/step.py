@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
+import inspect
+import logging
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +13,29 @@ import torch
 from torch import fx
 
 from graphopt import _torch
-from graphopt.capture.checks import refuse_coupling, refuse_hooks
-from graphopt.capture.source_lines import user_frame
-from graphopt.errors import CaptureError
+from graphopt.capture.checks import refuse_coupling, step_hooks
+from graphopt.capture.opaque import OpaqueUpdate, measure_update, stand_in, trace_opaque
+from graphopt.errors import CaptureError, GraphoptError
 from graphopt.ir.node import InputSpec
 from graphopt.rewriting.shards import Shards, check_dense, holds_elements
 
-__all__ = ["UpdateTrace", "hyperparameters", "trace_optimizer"]
+__all__ = ["UpdateTrace", "settings", "trace_optimizer"]
+
+logger = logging.getLogger("graphopt")
+
+_not_traced: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
+_opaque: weakref.WeakKeyDictionary[torch.optim.Optimizer, OpaqueUpdate] = weakref.WeakKeyDictionary()
+
+_NOTED = (
+    "state",
+    "param_groups",
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_warned_capturable_if_run_uncaptured",
+    "_need_device_dtype_check_for_fused",
+    "_opt_called",
+)
+"""What a stand-in for an optimizer has otherwise: what is compared by itself, hooks, and what torch notes there."""
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
@@ -47,12 +64,14 @@ def state_target(parameter: str, key: str) -> str:
     return f"{parameter}/{key}"
 
 
-def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-    """Everything of the parameter groups that is traced as a constant: all but parameters and learning rates.
+def settings(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    """What a trace depends on: that there are no hooks, and all of the groups but parameters and learning rates.
 
-    A change of it needs a new trace.
+    A change of it needs a new trace. An optimizer that runs as it is reads its settings itself.
     """
-    return tuple(
+    if optimizer in _not_traced:
+        return ("as it is",)
+    return step_hooks(optimizer), *(
         (len(group["params"]), *((k, v) for k, v in sorted(group.items()) if k not in ("params", "lr", "initial_lr")))
         for group in optimizer.param_groups
     )
@@ -68,6 +87,9 @@ def trace_optimizer(
 ) -> UpdateTrace:
     """Trace one ``optimizer.step()`` on fake copies of the parameters; the optimizer itself is not touched.
 
+    Where it cannot be traced, since it reads values in Python, keeps numbers there or has hooks, the update is one call
+    of the optimizer as it is.
+
     Args:
         optimizer: any ``torch.optim`` optimizer; implementation flags (``fused``, ``foreach``) that the user set are
             followed, and where none is set the fused implementation is taken for those that have one.
@@ -77,10 +99,9 @@ def trace_optimizer(
         shards: the part of each parameter that is updated; state is then for these elements only.
 
     Raises:
-        CaptureError: where the optimizer cannot be traced; it then works in drop-in mode.
+        CaptureError: where the optimizer owns nothing that is trained.
         GraphoptError: where it cannot be sharded.
     """
-    refuse_hooks(optimizer)
     names = {id(parameter): name for name, parameter in trained.items()}
     groups = [
         (index, [p for p in group["params"] if id(p) in names]) for index, group in enumerate(optimizer.param_groups)
@@ -94,28 +115,38 @@ def trace_optimizer(
     order = [n for n, p in trained.items() if id(p) in owned]
     for name in order if shards is not None else ():
         check_dense(name, trained[name])
-    try:
-        found = _Tracer(optimizer, order, trained, names, mode, shards).run(first)
-    except CaptureError:
-        raise
-    except Exception as error:
-        raise CaptureError(
-            f"{type(optimizer).__name__} cannot be traced into the program: {_reason(error)}\n"
-            f"  where: {user_frame(error.__traceback__, also=('torch/optim/',))}\n"
-            "  what to do: the update must not branch on values (try fused=True, foreach=True or capturable=True where "
-            "the optimizer has them), or keep your loop and use graphopt.optimize, which works with any optimizer"
-        ) from error
+    tracer = _Tracer(optimizer, order, trained, names, mode, shards)
+    reason = _not_traced.get(optimizer) or _takes_closure(optimizer) or step_hooks(optimizer)
+    if not reason:
+        try:
+            found = tracer.run(first)
+        except Exception as error:
+            reason = _reason(error)
+        else:
+            if shards is not None:
+                refuse_coupling(optimizer, found.graph)
+            return found
     if shards is not None:
-        refuse_coupling(optimizer, found.graph)
-    return found
+        raise GraphoptError(
+            f"{type(optimizer).__name__} cannot be sharded, since its update runs as it is: {reason}; "
+            "leave shard-optimizer out"
+        )
+    _not_traced[optimizer] = reason
+    return tracer.opaque(first, reason)
+
+
+def _takes_closure(optimizer: torch.optim.Optimizer) -> str:
+    """That an optimizer evaluates the model by itself, in words; empty where it does not."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    needed = closure is not None and closure.default is closure.empty
+    return "it evaluates the model several times for one update" if needed else ""
 
 
 def _reason(error: Exception) -> str:
+    """Why an optimizer cannot be traced."""
     text = str(error).splitlines()[0] if str(error) else repr(error)
-    if "_local_scalar_dense" in text or "data-dependent" in text:
-        return "it reads a tensor's value as a Python number (.item()) while it updates, and a program has no values"
-    if "closure" in text:
-        return "its step needs a closure that evaluates the model again"
+    if "_local_scalar_dense" in text or "data-dependent" in text or "capturable" in text:
+        return "it reads tensors' values in Python"
     return text
 
 
@@ -132,6 +163,7 @@ class _Tracer:
         shards: Shards | None,
     ) -> None:
         self._optimizer = optimizer
+        self._trained = trained
         self._order = order
         self._names = names
         self._mode = mode
@@ -176,6 +208,7 @@ class _Tracer:
             shadow = self._shadow(parameters, gradients, traced, rates)
             _torch.unwrapped_step(shadow)()
             self._refuse_counting(state, {n: shadow.state.get(p, {}) for n, p in parameters.items()})
+            self._refuse_attributes(shadow, rates)
             made.clear()
             results = []
             for n in self._order:
@@ -201,12 +234,32 @@ class _Tracer:
             for key, value in state.items():
                 old = before.get(name, {}).get(key)
                 if old is not None and not isinstance(value, torch.Tensor) and value != old:
-                    raise CaptureError(
-                        f"{type(self._optimizer).__name__} keeps {key!r} as a Python {type(value).__name__} that "
-                        "changes at every step, so that its update cannot be one static program: keep it in a tensor, "
-                        "or keep "
-                        "your loop and use graphopt.optimize, which works with any optimizer"
+                    raise _ChangingNumberError(
+                        f"it keeps {key!r} as a Python {type(value).__name__} that changes at every step"
                     )
+
+    def _refuse_attributes(self, shadow: torch.optim.Optimizer, rates: list[Any]) -> None:
+        """The same for what it keeps in its parameter groups and in attributes."""
+        for group, own, rate in zip(shadow.param_groups, self._optimizer.param_groups, rates, strict=True):
+            before = {**own, **self._implementation(own), "lr": rate, "params": group["params"]}
+            changed = [key for key, value in group.items() if not _same(value, before.get(key))]
+            if changed:
+                raise _ChangingNumberError(f"its step changes {changed[0]!r} of its parameter groups")
+        for name, value in shadow.__dict__.items():
+            if name not in _NOTED and not _same(value, self._optimizer.__dict__.get(name)):
+                raise _ChangingNumberError(f"its step changes its attribute {name!r}")
+
+    def opaque(self, first: bool, reason: str) -> UpdateTrace:
+        """The update as one call of the optimizer."""
+        updated = {name: self._trained[name] for name in self._order}
+        known = _opaque.get(self._optimizer)
+        if known is None:
+            known = _opaque[self._optimizer] = measure_update(self._optimizer, updated, reason, self._mode)
+            logger.warning("%s runs as it is behind the program: %s", type(self._optimizer).__name__, known)
+        with self._mode:
+            loss = torch.empty(()) if _takes_closure(self._optimizer) else None
+        graph, inputs = trace_opaque(self._optimizer, self._order, self._fake, known, first=first, loss=loss)
+        return UpdateTrace(graph, inputs, [], {})
 
     def _existing_state(self) -> dict[str, dict[str, Any]]:
         """The optimizer's present state with fake tensors, by parameter name."""
@@ -243,14 +296,9 @@ class _Tracer:
         state: Mapping[str, dict[str, Any]],
         rates: list[torch.Tensor],
     ) -> torch.optim.Optimizer:
-        shadow = copy.copy(self._optimizer)
-        for name in ("step", "zero_grad"):
-            shadow.__dict__.pop(name, None)
-        shadow.state = defaultdict(dict)
-        shadow.param_groups = []
-        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            members = [parameters[self._names[id(p)]] for p in group["params"] if self._names.get(id(p)) in parameters]
-            shadow.param_groups.append({**group, **self._implementation(group), "params": members, "lr": rate})
+        shadow = stand_in(self._optimizer, {self._trained[n]: parameter for n, parameter in parameters.items()})
+        for group, rate in zip(shadow.param_groups, rates, strict=True):
+            group.update({**self._implementation(group), "lr": rate})
         for name, parameter in parameters.items():
             parameter.grad = gradients[name]
             if state.get(name):
@@ -273,6 +321,20 @@ class _Tracer:
         if usable and not self._skips_elements(group):
             return {"fused": True}
         return {"foreach": True} if "foreach" in group else {}
+
+
+class _ChangingNumberError(Exception):
+    """An optimizer keeps numbers in Python that change at every step, so that no static program can be its update."""
+
+
+def _same(value: Any, before: Any) -> bool:
+    """Whether something that an optimizer keeps is what it was before a step."""
+    if value is before:
+        return True
+    try:
+        return type(value) is type(before) and bool(value == before)
+    except Exception:  # containers of tensors have no single answer
+        return False
 
 
 def _fake_like(value: Any) -> Any:

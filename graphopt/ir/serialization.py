@@ -147,7 +147,7 @@ def _encode_value(value: Any, *, given: bool = False) -> Any:
         size = _encode_size(value)
         return {"constant": size} if isinstance(size, int) else {"symbolic": size}
     if isinstance(value, torch.SymFloat) and given:
-        return {"number": float(value.node.hint)}
+        return {"number": _torch.number_hint(value)}
     if isinstance(value, (torch.SymFloat, torch.SymBool)):
         return {"computed": type(value).__name__}
     return {"constant": value} if value is None or isinstance(value, (bool, int, float, str)) else None

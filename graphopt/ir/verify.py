@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,8 +144,18 @@ def _drawn(value: Any, node: fx.Node) -> str:
 
 
 def _draws(program: Program) -> list[str]:
+    return _draws_of(program.graph, program.attributes)
+
+
+def _draws_of(graph: fx.Graph, bodies: Mapping[str, fx.GraphModule]) -> list[str]:
+    """What is drawn, in order, in regions too."""
     found = []
-    for node in _calls(program):
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        for body in (bodies[str(a.target)] for a in node.all_input_nodes if a.op == "get_attr" and a.target in bodies):
+            inner = {name: child for name, child in body.named_children() if isinstance(child, fx.GraphModule)}
+            found += _draws_of(body.graph, inner)
         if node.target is _torch.run_and_save_rng_state:
             found.append(f"{node.args[0]} {_drawn(value_of(node)[1], node)}")
         elif schema.is_random(node):

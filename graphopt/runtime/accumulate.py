@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from graphopt.ir.names import identifier
 from graphopt.ir.node import InputSpec, OutputSpec, Phase, info, value_of
 from graphopt.ir.program import Program
 
-__all__ = ["accumulate_gradients", "scale_seed"]
+__all__ = ["accumulate_gradients", "add_gradients", "scale_seed"]
 
 
 def scale_seed(program: Program, batches: int) -> None:
@@ -66,3 +66,13 @@ def accumulate_gradients(program: Program, begun: Collection[str], *, last: bool
 
 def _accumulator(program: Program, parameter: str, value: Any) -> fx.Node:
     return program.add_input(identifier(f"grad {parameter}"), value, InputSpec("gradient", parameter))
+
+
+def add_gradients(answers: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Add gradients to ``.grad`` of the tensors of a batch; several of one tensor are added up first."""
+    sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for tensor, value in answers:
+        known = sums.get(id(tensor))
+        sums[id(tensor)] = (tensor, value if known is None else known[1] + value)
+    for tensor, value in sums.values():
+        tensor.grad = value if tensor.grad is None else tensor.grad.add_(value)

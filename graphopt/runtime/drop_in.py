@@ -21,7 +21,7 @@ from graphopt.ir.program import Program
 from graphopt.rewriting.precision.scaling import CheckedGradients, checked_gradients
 from graphopt.runtime.binding import tensor_getter
 from graphopt.runtime.compile.backend import Boxed, compile_module
-from graphopt.runtime.compile.partition import bind_state, partition
+from graphopt.runtime.compile.partition import bind_state, partition, take_any_strides
 from graphopt.runtime.missing_gradients import MissingGradients
 from graphopt.runtime.runner import Capture, Options, Runner
 
@@ -154,6 +154,7 @@ class DropIn:
             lambda: (forward, backward),
             functools.partial(compiler, "forward"),
             functools.partial(compiler, "backward"),
+            tangents_as_they_are=backend == "eager" and take_any_strides(backward),
         )
         return forward, backward, function
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from graphopt.errors import GraphoptError
+from graphopt.ir.ops.opaque_update import is_updating
 
 __all__ = ["LoopLeftovers"]
 
@@ -47,7 +48,7 @@ class LoopLeftovers:
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        if self._trained and all(parameter.grad is None for parameter in parameters):
+        if self._trained and not is_updating(optimizer) and all(parameter.grad is None for parameter in parameters):
             self._say(f"optimizer.step() finds no gradients: the whole step has updated already; {_ADVICE}")
 
     def _say(self, text: str) -> None:

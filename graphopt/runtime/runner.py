@@ -127,9 +127,12 @@ class Runner(Generic[C]):
         key = signature(self._fingerprint(model), structure, tensors, sizes=sizes)
         found = self.captures.find(key, tensors)
         if found is None:
+            parts = list(map(id, model.modules()))
             found = self.captures.add(key, capture())
             after = signature(self._fingerprint(model), structure, tensors, sizes=sizes)
-            if after != key:  # forward has set attributes while it was captured: the next call finds them so
+            # Forward may have set attributes while it was captured: the next call finds them so. Where it has made
+            # modules, whose random numbers are part of this program, the next call is another one.
+            if after != key and parts == list(map(id, model.modules())):
                 self.captures.add(after, found)
         return found, tensors
 

@@ -19,7 +19,7 @@ __all__ = ["CapturedStep", "CompiledStep", "Variant"]
 class Variant(NamedTuple):
     """Which of a capture's programs: what it does, for how many batches, what waits for it, what passes want."""
 
-    kind: Literal["begin", "middle", "update", "first update"]
+    kind: Literal["begin", "middle", "update", "first update", "evaluation"]
     every: int
     waiting: frozenset[str]
     forms: tuple[tuple[str, str], ...]

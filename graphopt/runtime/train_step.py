@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
@@ -12,18 +13,20 @@ from graphopt import _torch
 from graphopt.capture import CaptureSession
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
 from graphopt.capture.session import call_loss
-from graphopt.capture.step import hyperparameters
+from graphopt.capture.step import settings
 from graphopt.errors import GraphoptError
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.methods import provided
+from graphopt.ir.ops.opaque_update import Evaluate
 from graphopt.ir.program import Program
 from graphopt.rewriting.clock import Clock
 from graphopt.rewriting.pass_ import Pass, Records
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.precision.scaling import checked_gradients, scaling_of
 from graphopt.rewriting.shards import shard_state
-from graphopt.runtime.accumulate import accumulate_gradients, scale_seed
+from graphopt.runtime.accumulate import accumulate_gradients, add_gradients, scale_seed
 from graphopt.runtime.binding import Binding
+from graphopt.runtime.closures import evaluate, evaluations
 from graphopt.runtime.compile.backend import Backend, compile_program
 from graphopt.runtime.leftovers import LoopLeftovers
 from graphopt.runtime.module import take_over
@@ -96,7 +99,9 @@ class TrainStep:
             captured, batch = self._runner.find(self._model, args, kwargs, lambda: self._capture(args, kwargs))
             compiled = self._variant(captured)
             inputs = compiled.binding.gather(batch)
-        with torch.no_grad(), plain_precision():
+        program, again = compiled.program, functools.partial(self._evaluation, captured, batch)
+        closure = evaluations(self._optimizer, program, self._pipeline, self._every, again)
+        with torch.no_grad(), plain_precision(), closure:
             self._store.refresh()
             results = compiled.run(inputs)
             self._store.settle()
@@ -190,7 +195,7 @@ class TrainStep:
                 answers.append((answered[spec.target], value))
             elif spec.role == "gradient":
                 self._gradients[spec.target] = value
-        _add_gradients(answers)
+        add_gradients(answers)
         self._count_batch()
         if skips is not None and compiled.checked is not None:
             skips.look([(compiled.checked, self._store[compiled.checked.target])])
@@ -228,19 +233,25 @@ class TrainStep:
         self._store.require(program.pass_state)
         self._store.check_loaded()
         runner.announce(capture)
-        return CapturedStep(capture.rewritten, capture.rules, hyperparameters(self._optimizer))
+        return CapturedStep(capture.rewritten, capture.rules, settings(self._optimizer))
 
     def _variant(self, captured: CapturedStep) -> CompiledStep:
         """The compiled program that this call needs, made at its first use."""
-        settings = hyperparameters(self._optimizer)
-        if settings != captured.settings:
+        if settings(self._optimizer) != captured.settings:
             captured.variants.clear()
             captured.rewritten.retrace()
-            captured.settings = settings
+            captured.settings = settings(self._optimizer)
         key = self._due(captured.rewritten.program)
         if key not in captured.variants:
             captured.variants[key] = self._compile(self._make(captured.rewritten, key))
         return captured.variants[key]
+
+    def _evaluation(self, captured: CapturedStep, batch: list[torch.Tensor]) -> Evaluate:
+        """What computes the loss and the gradients of a batch once more, without an update."""
+        key = Variant("evaluation", 1, frozenset(), ())
+        if key not in captured.variants:
+            captured.variants[key] = self._compile(self._make(captured.rewritten, key))
+        return functools.partial(evaluate, captured.variants[key], batch)
 
     def _compile(self, program: Program) -> CompiledStep:
         self._runner.make_ready(program)
@@ -276,14 +287,14 @@ class TrainStep:
     def _make(self, rewritten: Rewritten, wanted: Variant) -> Program:
         first = wanted.kind == "first update"
         forms = dict(wanted.forms)
-        if self._every == 1:
+        if self._every == 1 and wanted.kind != "evaluation":
             plain = not first and not forms
             return rewritten.program if plain else rewritten.lower_joint(first=first, forms=forms)
         program = rewritten.stages["joint"].copy()
         scale_seed(program, self._every)
-        if wanted.kind != "begin":
+        if wanted.kind in ("middle", "update", "first update"):
             program = accumulate_gradients(program, self._gradients.keys(), last=wanted.kind != "middle")
-        if wanted.kind in ("begin", "middle"):
+        if wanted.kind in ("begin", "middle", "evaluation"):
             rewritten.finish(program)
             return program
         return rewritten.lower_joint(first=first, program=program, forms=forms)
@@ -391,16 +402,6 @@ class TrainStep:
 
     def __repr__(self) -> str:
         return f"<TrainStep of {type(self._model).__name__}, passes {str(self._pipeline) or 'none'}>"
-
-
-def _add_gradients(answers: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Add gradients to ``.grad`` of the tensors of a batch; several of one tensor are added up first."""
-    sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for tensor, value in answers:
-        known = sums.get(id(tensor))
-        sums[id(tensor)] = (tensor, value if known is None else known[1] + value)
-    for tensor, value in sums.values():
-        tensor.grad = value if tensor.grad is None else tensor.grad.add_(value)
 
 
 def optimize_step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -73,3 +74,28 @@ def test_activations_take_the_bytes_that_are_promised() -> None:
         bytes_[level] = step.program.memory().categories["activations"]
     assert bytes_["O1"] <= 0.60 * bytes_[""]
     assert bytes_["O2"] <= 0.55 * bytes_[""]
+
+
+class CachedAttention(nn.Module):
+    """Attention with dropout whose keys and values get an empty cache in front, as in models of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.project(x).chunk(3, -1)
+        cache = torch.empty(x.shape[0], 0, 8)
+        return F.scaled_dot_product_attention(q, torch.cat([cache, k], 1), torch.cat([cache, v], 1), dropout_p=0.2)
+
+
+def test_attention_with_dropout_and_operands_of_two_dtypes() -> None:
+    torch.manual_seed(0)
+    model, x = CachedAttention(), torch.randn(2, 6, 8)
+    optimized = graphopt.optimize(copy.deepcopy(model), [MixedPrecision()])
+    torch.manual_seed(1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = model(x).float().sum()
+    torch.manual_seed(1)
+    found = optimized(x).float().sum()
+    assert torch.equal(found, expected)

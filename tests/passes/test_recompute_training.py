@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import graphopt
-from graphopt import Phase, Pipeline
+from graphopt import CaptureError, Phase, Pipeline
 from graphopt.ir.node import info, value_of
 from graphopt.passes import Recompute
 from tests.support.covering import covering
@@ -26,7 +27,10 @@ WIDE = torch.linspace(-1, 1, 512 * 16).reshape(512, 16)
 # --- bits ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "adamw", "rmsprop", "adagrad"])
+_SWEPT = [pytest.param(name, marks=pytest.mark.sweep) for name in ("sgd", "adam", "rmsprop", "adagrad")]
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw", *_SWEPT])
 def test_training_equals_eager(optimizer: str) -> None:
     model = Blocks(2 if optimizer == "adamw" else 1)  # what an update does is the same for one block and for several
     assert_same_training(model, optimizer, next_token, [(TOKENS,), ((TOKENS + 1) % 11,)], [Recompute("blocks.*")])
@@ -231,6 +235,8 @@ RUNS = {
     "non-reentrant": functools.partial(checkpoint, use_reentrant=False),
     "keyword": lambda function, x: checkpoint(function, x, use_reentrant=False, preserve_rng_state=True),
 }
+if inspect.signature(checkpoint).parameters["function"].default is None:  # since torch 2.14, it makes decorators too
+    RUNS["decorator"] = lambda function, x: checkpoint(use_reentrant=False)(function)(x)
 
 
 class Checkpointed(nn.Module):
@@ -256,6 +262,17 @@ def test_checkpoint_calls_in_the_model_become_segments(run: str) -> None:
     assert "gelu" in ops(program, Phase.RECOMPUTE)
     assert {info(node).origin for node in program.phase_nodes(Phase.RECOMPUTE)} == {"torch.utils.checkpoint"}
     assert program.memory().peak_bytes < 0.75 * plain.memory().peak_bytes
+
+
+def test_selective_checkpointing_is_refused_by_name() -> None:
+    class Selective(Checkpointed):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept = [torch.ops.aten.addmm.default]
+            context = functools.partial(create_selective_checkpoint_contexts, kept)
+            return checkpoint(self.parts[0], x, use_reentrant=False, context_fn=context)
+
+    with pytest.raises(CaptureError, match=r"selective checkpointing .*create_selective_checkpoint_contexts"):
+        captured(Selective("non-reentrant"), WIDE)
 
 
 def test_checkpoint_calls_and_recompute_work_together() -> None:

@@ -49,26 +49,32 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return python
 
 
-def graphopt_command(run: Run, *arguments: str) -> str:
-    done = run("-m", "graphopt", *arguments)
+def graphopt_commands(run: Run, *commands: str) -> list[str]:
+    """What commands write, run one after the other in one process."""
+    mark = "=" * 20
+    code = (
+        f"from graphopt.cli.main import main\nfor words in {[command.split() for command in commands]}:\n"
+        f"    assert main(words) == 0\n    print({mark!r})"
+    )
+    done = run("-c", code)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout.split(mark + "\n")[:-1]
 
 
 def test_its_pass_and_its_format_are_listed(run: Run) -> None:
-    assert "fold-negations" in graphopt_command(run, "passes")
-    assert "Replace the negation of a negation" in graphopt_command(run, "passes", "fold-negations")
-    formats = json.loads(graphopt_command(run, "formats", "--json"))["formats"]
-    assert {"name": "mermaid", "suffix": ".mmd", "help": "a flowchart in Mermaid's language"} in formats
-    assert "mermaid" in graphopt_command(run, "dump", "--help")
+    passes, one, formats = graphopt_commands(run, "passes", "passes fold-negations", "formats --json")
+    assert "fold-negations" in passes
+    assert "Replace the negation of a negation" in one
+    found = json.loads(formats)["formats"]
+    assert {"name": "mermaid", "suffix": ".mmd", "help": "a flowchart in Mermaid's language"} in found
 
 
 def test_the_command_line_runs_the_one_and_writes_the_other(run: Run) -> None:
-    target = ("dump", "target.py:factory", "--format", "mermaid")
-    plain = graphopt_command(run, *target)
+    target = "dump target.py:factory --format mermaid"
+    with_pass = f"{target} --passes fold-negations"
+    plain, folded, each = graphopt_commands(run, target, with_pass, f"{with_pass} --after-each")
     assert plain.startswith("flowchart TD\n")
-    assert plain.count("neg") > graphopt_command(run, *target, "--passes", "fold-negations").count("neg") == 0
-    each = graphopt_command(run, *target, "--passes", "fold-negations", "--after-each")
+    assert plain.count("neg") > folded.count("neg") == 0
     assert each.count("flowchart TD") == 3
     assert "%% " in each
 
@@ -92,6 +98,17 @@ def test_its_pass_is_verified_like_any_other(run: Run) -> None:
     assert "'break-order', left a program that is not valid" in done.stderr
 
 
+@pytest.fixture(scope="module")
+def refusals(run: Run) -> str:
+    """What looking for formats that are wrong says, one line each."""
+    code = (
+        "import graphopt\nfrom graphopt.ir.formats import find_format\n"
+        "for name in ('absent', 'named-otherwise', 'no-format', 'mermiad'):\n"
+        "    try:\n        find_format(name)\n    except graphopt.GraphoptError as error:\n        print(error)"
+    )
+    return run("-c", code).stdout
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -101,12 +118,9 @@ def test_its_pass_is_verified_like_any_other(run: Run) -> None:
         ("mermiad", "no format called 'mermiad'; did you mean 'mermaid'"),
     ],
 )
-def test_a_format_that_is_wrong_is_an_error_that_names_it(run: Run, name: str, message: str) -> None:
-    code = (
-        "import graphopt\nfrom graphopt.ir.formats import find_format\n"
-        f"try:\n    find_format({name!r})\nexcept graphopt.GraphoptError as error:\n    print(error)"
-    )
-    assert message in run("-c", code).stdout
+def test_a_format_that_is_wrong_is_an_error_that_names_it(refusals: str, name: str, message: str) -> None:
+    (line,) = [line for line in refusals.splitlines() if name in line]
+    assert message in line
 
 
 def test_a_wrong_format_takes_nothing_from_the_others(run: Run) -> None:

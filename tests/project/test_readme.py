@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import pytest
 import torch
@@ -75,7 +75,16 @@ def _smaller(match: re.Match[str]) -> str:
     return {"layers: int = 12": "    layers: int = 2", "context: int = 256": "    context: int = 64"}[match[1]]
 
 
-@pytest.mark.parametrize("arguments", commands("graphopt"), ids=" ".join)
+def command_settings() -> list[Any]:
+    """Every command; `make test` leaves out those that take the longest."""
+    long = {"diff", "compare", "--after-each", "--format"}
+    return [
+        pytest.param(words, marks=pytest.mark.sweep if long.intersection(words) else (), id=" ".join(words))
+        for words in commands("graphopt")
+    ]
+
+
+@pytest.mark.parametrize("arguments", command_settings())
 def test_commands_work(
     arguments: list[str],
     small_examples: Path,

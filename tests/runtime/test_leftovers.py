@@ -123,12 +123,17 @@ def test_an_optimizer_step_of_the_old_loop_is_told_once(caplog: pytest.LogCaptur
     assert "ClipGradients" in said
 
 
-def test_hooks_of_the_user_on_the_optimizer_are_still_refused() -> None:
-    model = network()
+def test_hooks_of_the_user_on_the_optimizer_are_called() -> None:
+    model, seen = network(), []
     optimizer = sgd(model.parameters())
-    optimizer.register_step_pre_hook(lambda *_: None)
-    with pytest.raises(GraphoptError, match="has step hooks"):
-        graphopt.optimize_step(model, optimizer, loss=square)(X)
+    step = graphopt.optimize_step(model, optimizer, loss=square)
+    step(X)
+    handle = optimizer.register_step_pre_hook(lambda *_: seen.append(1))
+    step(X)
+    step(X)
+    handle.remove()
+    step(X)
+    assert seen == [1, 1]
 
 
 # --- passes of a model that is optimized already ---------------------------------------------------------------------

@@ -76,7 +76,7 @@ def _number(value: Any) -> Any:
     """A symbolic number's example; anything else as it is."""
     if isinstance(value, torch.SymInt):
         return _torch.size_hint(value)
-    return float(value.node.hint) if isinstance(value, torch.SymFloat) else value
+    return _torch.number_hint(value) if isinstance(value, torch.SymFloat) else value
 
 
 def call_tensors(node: fx.Node) -> list[torch.Tensor]:

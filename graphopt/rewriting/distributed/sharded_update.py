@@ -138,7 +138,7 @@ def _check_readers(member: Member) -> None:
 
 def _is_flat_view(reader: fx.Node, part: fx.Node) -> bool:
     """Whether this is the beginning of how the update reads its shard: all elements, of which slices are taken."""
-    flattened = reader.target is aten.as_strided.default and reader.args[1] == [value_of(part).numel()]
+    flattened = reader.target is aten.as_strided.default and bool(reader.args[1] == [value_of(part).numel()])
     return flattened and all(user.target is aten.slice.Tensor for user in reader.users)
 
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from torch import fx
+
 from graphopt.analysis.costs.cost import CostReport
 from graphopt.ir.node import info
 from graphopt.ir.ops.values import format_bytes, format_seconds
@@ -96,7 +98,25 @@ def summary_lines(fitting: Fitting, fitted: Fitted, budget: int, costs: CostRepo
         f"what runs again takes {format_seconds(fitted.simulated.again)} on top of {format_seconds(fitting.seconds)}"
         f"{f', waiting for copies {format_seconds(fitted.late)}' if fitted.away else ''}: {share:.1%} more ({how})"
     )
-    return [peak, time]
+    return [peak, time, *_outside(fitting)]
+
+
+def _outside(fitting: Fitting) -> list[str]:
+    """What a peak counts of a loss that the user computes, and what it cannot count."""
+    program = fitting.program
+    if not program.inputs_of("tangent"):
+        return []
+    returned = {
+        id(storage): storage.bytes
+        for value, _ in program.outputs_of("output", "base")
+        if isinstance(value, fx.Node)
+        for storage in fitting.memory.refers[value]
+        if not storage.is_input
+    }
+    counted = format_bytes(sum(returned.values()))
+    return [
+        f"counted until backward ends: {counted} that the model returns; not counted: what the loss outside allocates"
+    ]
 
 
 def away_lines(fitting: Fitting, fitted: Fitted) -> list[str]:

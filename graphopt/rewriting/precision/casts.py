@@ -140,7 +140,7 @@ def repeat_casts(program: Program, *, parameters: bool) -> int:
 def _is_upcast(node: fx.Node) -> bool:
     source = node.args[0]
     low = isinstance(source, fx.Node) and value_of(source).dtype in LOW_DTYPES.values()
-    return low and node.kwargs["dtype"] == torch.float32
+    return low and bool(node.kwargs["dtype"] == torch.float32)
 
 
 def _casts(program: Program) -> Iterator[fx.Node]:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from graphopt import _torch
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, TorchVersionError
 from graphopt.ir.node import info, value_of
 from graphopt.ir.ops import schema
 from graphopt.rewriting.precision.autocast_rules import ELIGIBLE, Autocast, Treatment, tensor_leaves
@@ -99,6 +99,8 @@ class Policy:
         assert isinstance(node.target, _torch.OpOverload)
         try:
             return self._rules.treatment(node.target, *example_arguments(node))
+        except TorchVersionError:
+            raise
         except Exception as error:
             raise refused(node, error) from error
 

@@ -15,7 +15,7 @@ from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
 from graphopt.ir.reuse import apply_reuse
 
-__all__ = ["bind_state", "partition", "saved_values", "split_update"]
+__all__ = ["bind_state", "partition", "saved_values", "split_update", "take_any_strides"]
 
 T = TypeVar("T")
 
@@ -95,6 +95,25 @@ def partition(
     given = [*sizes, *tensors, *tangents]
     backward = _extract(given, late_calls, _answers(program, layout), "GraphoptBackward", live)
     return forward, backward
+
+
+_BOUND_TO_STRIDES = ("as_strided", "_reshape_alias", "view_as_complex", "view_as_real", "view.dtype", "set_")
+"""Ops that read the strides of their argument, or need them to be as they were traced."""
+
+
+def take_any_strides(backward: fx.GraphModule) -> bool:
+    """Let a half take tangents of any strides, as eager mode's backward does; whether it can.
+
+    Views become reshapes, which copy where no view is possible.
+    """
+    calls = [node for node in backward.graph.nodes if node.op == "call_function"]
+    if any(str(node.target).removeprefix("aten.").startswith(_BOUND_TO_STRIDES) for node in calls):
+        return False
+    for node in calls:
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
+    backward.recompile()
+    return True
 
 
 def _answers(program: Program, layout: list[bool]) -> list[Any]:

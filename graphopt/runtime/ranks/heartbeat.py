@@ -21,7 +21,7 @@ from graphopt import _torch
 from graphopt.errors import GraphoptError
 from graphopt.ir.ops.groups import is_talking
 from graphopt.runtime.ranks.diagnosis import classify, collect, wait_for_readers
-from graphopt.runtime.ranks.messages import Report, Verdict, published, read_reports, write_report
+from graphopt.runtime.ranks.messages import Report, Verdict, is_kept, published, read_reports, write_report
 from graphopt.runtime.ranks.places import place_now
 
 __all__ = ["Heartbeat", "Here", "heartbeat", "patience"]
@@ -104,7 +104,7 @@ class Heartbeat:
         store: a client of the store for the thread that looks for the ranks at fault.
 
     Raises:
-        RuntimeError: where the store cannot be cloned or written to.
+        RuntimeError: where the store cannot be cloned or written to, or does not keep what is written.
     """
 
     def __init__(self, store: Any, here: Here) -> None:
@@ -126,6 +126,8 @@ class Heartbeat:
         self._since = (time.monotonic(), here.step)
         here.told, here.failed = False, ""
         self._write()
+        if not is_kept(self._own, self.rank, self._report):
+            raise RuntimeError("it does not keep what is written to it")
         self._thread = threading.Thread(target=self._run, name="graphopt-heartbeat", daemon=True)
         self._thread.start()
 

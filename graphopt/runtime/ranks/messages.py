@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Report", "Verdict", "publish", "published", "read_reports", "write_report"]
+__all__ = ["Report", "Verdict", "is_kept", "publish", "published", "read_reports", "write_report"]
 
 _REPORT = "graphopt/ranks/{}"
 _VERDICT = "graphopt/ranks/verdict"
@@ -57,7 +57,16 @@ def write_report(store: Any, rank: int, report: Report) -> None:
     Raises:
         RuntimeError: where the store does not answer, as from all functions here.
     """
-    store.set(_REPORT.format(rank), json.dumps(asdict(report)))
+    store.set(_REPORT.format(rank), _text(report))
+
+
+def is_kept(store: Any, rank: int, report: Report) -> bool:
+    """Whether a store gives back the report that was written last; that of torch's fake backend forgets everything."""
+    return bool(store.get(_REPORT.format(rank)).decode() == _text(report))
+
+
+def _text(said: Report | Verdict) -> str:
+    return json.dumps(asdict(said))
 
 
 def read_reports(store: Any, ranks: Iterable[int]) -> dict[int, Report | None]:
@@ -83,7 +92,7 @@ def publish(store: Any, verdict: Verdict) -> Verdict:
     Returns:
         the verdict that all of them take: another rank may have been first with its own.
     """
-    text = json.dumps(asdict(verdict))
+    text = _text(verdict)
     before = store.get(_VERDICT).decode() if store.check([_VERDICT]) else ""
     while True:
         if before and _is_current(store, _verdict(before)):

@@ -20,6 +20,7 @@ from graphopt.ir.ops.sparse import sum_entries, sum_sparse
 from graphopt.passes import DataParallel, DeepGradientCompression, FuseUpdate, Recompute, ScaleLoss
 from graphopt.rewriting.distributed import sparse_update as scattered
 from graphopt.rewriting.pass_ import Changed
+from tests.support.properties import examples
 from tests.support.training import mean_square
 
 RATE = 0.125  # a power of two: products with it are exact, so that an element's place in a kernel does not matter
@@ -221,6 +222,7 @@ def test_a_second_time_is_nothing() -> None:
     assert program.to_text() == before
 
 
+@examples(10, many=400)
 @given(
     shapes=st.lists(st.tuples(st.integers(8, 60), st.integers(8, 60), st.booleans()), min_size=1, max_size=5),
     split=st.integers(0, 5), ranks=st.integers(2, 5), bucket=st.sampled_from([0.0, 0.005, 32.0]),

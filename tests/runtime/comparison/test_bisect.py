@@ -121,7 +121,10 @@ def test_every_entry_can_be_denied() -> None:
         assert found.compare(found.rewrite(everything).program).bitwise
 
 
-@pytest.mark.parametrize("current", [LowLinear(dtype="float16"), MixedPrecision(dtype="float16")])
+_ALSO = pytest.param(LowLinear(dtype="float16"), marks=pytest.mark.sweep)
+
+
+@pytest.mark.parametrize("current", [_ALSO, MixedPrecision(dtype="float16")])
 @pytest.mark.parametrize(
     ("target", "culprits"), [(unfit, ("layers.2",)), (overflowing, ("layers.2", "layers.3"))], ids=["weight", "value"]
 )

@@ -75,6 +75,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [found for (found,) in run_ranks(SCRIPT, 2, tmp_path_factory.mktemp("two") / "store")]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", ["dense", "sparse", "local", "bf16", "sharded", "drop-in", "inductor"])
 def test_compiled_steps_exchange_as_generated_ones_do(said: list[dict[str, Any]], way: str) -> None:
     """To the last bit with torch's own ``aot_eager``, within rounding with inductor; equal on all ranks."""

@@ -68,6 +68,7 @@ def budgets(model: nn.Module, loss: Callable[..., torch.Tensor], x: torch.Tensor
 
 
 @quiet
+@pytest.mark.sweep
 def test_a_gpt_fitted_into_a_budget_stays_within_it() -> None:
     model = gpt()
     budget, resident = budgets(model, next_token, TOKENS, 0.66)  # 0.63 is the least

@@ -164,6 +164,34 @@ def test_where_the_store_cannot_be_used_training_goes_on(caplog: pytest.LogCaptu
     assert not beating()
 
 
+class Forgetful:
+    """A store that takes what is written and forgets it, as that of the fake backend does since torch 2.14."""
+
+    def clone(self) -> Forgetful:
+        return self
+
+    def set_timeout(self, seconds: object) -> None:
+        pass
+
+    def set(self, key: str, text: str) -> None:
+        pass
+
+    def get(self, key: str) -> bytes:
+        return b""
+
+
+@pytest.mark.usefixtures("hash_store")
+def test_a_store_that_forgets_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("graphopt._torch.default_store", Forgetful)
+    with caplog.at_level(logging.DEBUG, "graphopt"):
+        assert heartbeat(Here()) is None
+        assert heartbeat(Here()) is None
+    (said,) = [record.message for record in caplog.records]
+    assert said.startswith("ranks that die will not be named: ")
+    assert said.endswith("it does not keep what is written to it")
+    assert not beating()
+
+
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "inf"])
 def test_a_wrong_patience_is_an_error(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("GRAPHOPT_RANK_TIMEOUT", text)

@@ -1,0 +1,58 @@
+"""Ops for which torch has another implementation when it traces: they are traced as eager mode runs them.
+
+For some ops torch registers Python implementations, in smaller ops, that only tracing takes: interpolation in 59 calls
+in place of one, other sums in margin losses. They round otherwise and take more memory. While a model is captured they
+are put aside. The registrations (``OpOverload.py_kernels``) and the cache in front of them have no public accessor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+
+__all__ = ["eager_kernels"]
+
+_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+
+_OPS = (
+    "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa", "_upsample_lanczos2d_aa", "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_bicubic2d", "upsample_bilinear2d",
+    "upsample_linear1d", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_trilinear3d",
+    "gru", "lstm", "rnn_relu", "rnn_tanh", "multi_margin_loss", "multilabel_margin_loss_forward", "hardshrink",
+    "softshrink",
+)  # fmt: skip
+"""The ops, in all overloads. Others stay as they are: dropout, which has to be one known op, and what reads values."""
+
+
+def _overloads() -> Iterator[Any]:
+    for name in _OPS:
+        packet = getattr(torch.ops.aten, name, None)
+        for overload in packet.overloads() if packet is not None else ():
+            yield getattr(packet, overload)
+
+
+@contextlib.contextmanager
+def eager_kernels(ours: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """While the block runs, these ops are traced by the kernels that eager mode takes.
+
+    Args:
+        ours: what other ops are traced as.
+    """
+    saved: list[tuple[Any, dict[Any, Any]]] = []
+    for op in {*_overloads(), *ours}:
+        saved.append((op, {key: op.py_kernels.pop(key) for key in _KEYS if key in op.py_kernels}))
+        if op in ours:
+            op.py_kernels.update(dict.fromkeys(_KEYS, ours[op]))
+        op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for op, known in saved:
+            for key in _KEYS:
+                op.py_kernels.pop(key, None)
+            op.py_kernels.update(known)
+            op._dispatch_cache.clear()

@@ -1,0 +1,270 @@
+"""What graphopt needs of torch's private names, by feature, and the error where the installed torch lacks one.
+
+What every program needs is checked when this file is imported, all of it at once, and before the files that import it;
+what only some programs need is checked by ``require`` when it is used. Both cost microseconds: names are looked up in
+modules that are imported in any case.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from graphopt._torch.versions import INSTALL, KNOWN
+from graphopt.errors import TorchVersionError
+
+__all__ = [
+    "AUTOCAST",
+    "CHECKPOINTS",
+    "GROUPS",
+    "INDUCTOR",
+    "JOINT",
+    "MEMORY",
+    "ON_IMPORT",
+    "ON_USE",
+    "VALUES",
+    "Feature",
+    "attribute",
+    "require",
+    "require_all",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """Something that graphopt does with private names of torch.
+
+    Attributes:
+        what: it does, for people.
+        names: what it needs of each module, separated by spaces; of names joined by ``|`` any one will do.
+    """
+
+    what: str
+    names: Mapping[str, str]
+
+
+VALUES = Feature(
+    "example values of tensors and of sizes",
+    {
+        "torch": "UntypedStorage._cdata",
+        "torch._dynamo.source": "ConstantSource",
+        "torch._guards": "detect_fake_mode",
+        "torch._subclasses.fake_tensor": "FakeTensor FakeTensorMode",
+        "torch.fx.experimental.symbolic_shapes": (
+            "DimDynamic.DYNAMIC GuardOnDataDependentSymNode ShapeEnv.bound_sympy ShapeEnv.create_symfloatnode "
+            "ShapeEnv.create_symintnode ShapeEnv.create_unspecified_symbol"
+        ),
+        "torch.utils._sympy.numbers": "int_oo",
+        "torch.utils._sympy.value_ranges": "ValueRanges",
+    },
+)
+
+TRACING = Feature(
+    "tracing models, losses and optimizers",
+    {
+        "torch": (
+            "_C.DispatchKey.Autograd _C.DispatchKey.CompositeImplicitAutograd "
+            "_C.DisableTorchFunction _from_functional_tensor _library _sync ops.aten._linalg_check_errors.default "
+            "ops.aten._to_copy.default"
+        ),
+        "torch._ops": "HigherOrderOperator.py_impl OpOverload OpOverloadPacket",
+        "torch._subclasses.functional_tensor": "FunctionalTensor",
+        "torch.fx.experimental.proxy_tensor": (
+            "ProxyTorchDispatchMode disable_proxy_modes_tracing get_proxy_mode get_proxy_slot make_fx track_tensor_tree"
+        ),
+        "torch.fx.node": "has_side_effect map_aggregate",
+        "torch.optim.optimizer": "_global_optimizer_post_hooks _global_optimizer_pre_hooks",
+        "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
+        "torch.utils._pytree": ("keystr tree_flatten tree_flatten_with_path tree_leaves tree_map tree_unflatten"),
+    },
+)
+
+JOINT = Feature(
+    "forward and backward as one program",
+    {
+        "torch._functorch.aot_autograd": "aot_compile_joint_with_descriptors aot_export_joint_with_descriptors",
+        "torch._functorch._aot_autograd.descriptors": (
+            "BufferAOTInput GradAOTOutput InputMutationAOTOutput ParamAOTInput PlainAOTInput PlainAOTOutput "
+            "TangentAOTInput"
+        ),
+        "torch._functorch._aot_autograd.schemas": (
+            "MemoryFormatMeta PlainTensorMeta ViewAndMutationMeta.bw_donated_idxs"
+        ),
+        "torch._functorch.config": "donated_buffer patch",
+        "torch.fx.graph": "CodeGen.gen_fn_def",
+    },
+)
+
+CHANGES = Feature(
+    "noticing that something changed since a program was captured",
+    {
+        "torch._C": (
+            "_dynamo.guards.TensorGuards.check _dynamo.guards.dict_version _get_cudnn_sdp_enabled "
+            "_get_flash_sdp_enabled _get_math_sdp_enabled _get_mem_efficient_sdp_enabled _get_mkldnn_enabled"
+        ),
+        "torch.nn.modules.module": (
+            "_global_backward_hooks _global_backward_pre_hooks _global_forward_hooks _global_forward_pre_hooks"
+        ),
+        "torch.utils.hooks": "RemovableHandle.next_id",
+    },
+)
+
+RANDOMNESS = Feature(
+    "the same random numbers in what is computed again",
+    {
+        "torch._higher_order_ops.utils": "registered_hop_fake_fns",
+        "torch._prims.rng_prims": (
+            "run_and_save_rng_state._dispatch_cache run_and_save_rng_state.py_functionalize_impl "
+            "run_and_save_rng_state.py_kernels run_and_save_rng_state.python_key_table run_with_rng_state"
+        ),
+        "torch._subclasses.functional_tensor": "FunctionalTensorMode",
+    },
+)
+
+OPS = Feature(
+    "looking up ops and their overloads",
+    {
+        "torch": "ops.aten.add._qualified_op_name",
+        "torch._C": "_jit_get_schemas_for_operator _jit_resolve_packet",
+        "torch._ops": "_higher_order_ops",
+    },
+)
+
+COLLECTIVES = Feature(
+    "exchanges between ranks as ops of a program",
+    {
+        "torch.ops": (
+            "_c10d_functional.all_gather_into_tensor.default _c10d_functional.all_gather_into_tensor_out.default "
+            "_c10d_functional.all_reduce.default _c10d_functional.all_reduce_.default "
+            "_c10d_functional.all_to_all_single.default _c10d_functional.broadcast.default "
+            "_c10d_functional.broadcast_.default _c10d_functional.reduce_scatter_tensor.default "
+            "_c10d_functional.wait_tensor.default"
+        ),
+    },
+)
+
+ON_IMPORT = (VALUES, TRACING, JOINT, CHANGES, RANDOMNESS, OPS, COLLECTIVES)
+
+CHECKPOINTS = Feature(
+    "recognising torch.utils.checkpoint in a model",
+    {
+        "torch.utils.checkpoint": (
+            "CheckpointFunction noop_context_fn "
+            "_checkpoint_without_reentrant_generator_impl|_checkpoint_without_reentrant_generator"
+        ),
+    },
+)
+
+INDUCTOR = Feature(
+    'the backend "inductor"',
+    {
+        "torch._functorch.config": "enable_autograd_cache patch",
+        "torch._guards": "tracing",
+        "torch._inductor.compile_fx": "compile_fx compile_fx_inner",
+        "torch._inductor.config": "comprehensive_padding fallback_random patch",
+        "torch.fx": "Node._rename",
+    },
+)
+
+AUTOCAST = Feature(
+    "the rules of autocast",
+    {"torch._C": "_dispatch_get_all_op_names _dispatch_has_kernel_for_dispatch_key"},
+)
+
+MEMORY = Feature(
+    "measuring memory on the CPU",
+    {
+        "torch._C": (
+            "_autograd._ProfilerResult.events _autograd._ProfilerResult.experimental_event_tree "
+            "_profiler._EventType.Allocation _profiler._ExtraFields_Allocation.alloc_size "
+            "_profiler._ExtraFields_Allocation.device _profiler._ExtraFields_Allocation.ptr "
+            "_profiler._ProfilerEvent.children _profiler._ProfilerEvent.extra_fields "
+            "_profiler._ProfilerEvent.start_time_ns _profiler._ProfilerEvent.tag"
+        ),
+    },
+)
+
+GROUPS = Feature(
+    "process groups and their stores",
+    {
+        "torch._C._distributed_c10d": "PrefixStore.underlying_store TCPStore",
+        "torch.distributed.distributed_c10d": "_get_default_store _world.pg_names",
+    },
+)
+
+ON_USE = (CHECKPOINTS, INDUCTOR, AUTOCAST, MEMORY, GROUPS)
+
+
+def require(feature: Feature) -> None:
+    """Check that the installed torch has what a feature needs.
+
+    Raises:
+        TorchVersionError: where it lacks any of it, with all that it lacks.
+    """
+    require_all([feature])
+
+
+def require_all(features: Iterable[Feature]) -> None:
+    """Check several features as ``require`` does one, and report whatever is missing at once."""
+    missing = [(name, feature) for feature in features for name in _missing(feature)]
+    if missing:
+        raise _error(missing)
+
+
+def attribute(value: Any, path: str, feature: Feature) -> Any:
+    """``value.a.b`` for the path ``a.b``, of attributes that objects get one by one, which no class tells beforehand.
+
+    Args:
+        value: an object of torch's.
+        path: names joined by dots; of names joined by ``|`` the first that is there is taken.
+        feature: that needs the attribute.
+
+    Raises:
+        TorchVersionError: where an attribute is missing.
+    """
+    for part in path.split("."):
+        name = next((name for name in part.split("|") if hasattr(value, name)), None)
+        if name is None:
+            raise _error([(f"{type(value).__module__}.{type(value).__qualname__}.{part}", feature)])
+        value = getattr(value, name)
+    return value
+
+
+def _missing(feature: Feature) -> list[str]:
+    """The dotted names that the installed torch lacks; a module that it lacks stands for all of its names."""
+    found = []
+    for path, names in feature.names.items():
+        try:
+            module = importlib.import_module(path)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{path}.".startswith(f"{error.name}."):
+                raise  # torch has it, and something else is not installed
+            found.append(path)
+            continue
+        found += [f"{path}.{name}" for name in names.split() if not any(_has(module, n) for n in name.split("|"))]
+    return found
+
+
+def _has(module: Any, name: str) -> bool:
+    try:
+        attrgetter(name)(module)
+    except AttributeError:
+        return False
+    return True
+
+
+def _error(missing: Iterable[tuple[str, Feature]]) -> TorchVersionError:
+    lines = [
+        f"torch {torch.__version__} lacks {name.replace('|', ' or ')}, which graphopt needs for {feature.what}"
+        for name, feature in missing
+    ]
+    advice = f"  what to do: run `{INSTALL}`; graphopt is known to work with torch {KNOWN}"
+    return TorchVersionError("\n".join([*lines, advice]))
+
+
+require_all(ON_IMPORT)
