@@ -14,8 +14,10 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # What `make sweep` runs of the tests that are marked so, in parts
 SWEPT := -m 'sweep and not gpu and not hypothesis'
-MODELS := tests/runtime/test_transformers.py
-FAULTS := tests/runtime/ranks
+OPERATORS := tests/sweeps/test_operators.py tests/sweeps/test_autocast_lists.py
+PROGRAMS := tests/sweeps/test_random_programs.py
+MODELS := tests/runtime/test_transformers.py tests/sweeps/test_architectures.py
+FAULTS := tests/runtime/ranks tests/sweeps/test_faults.py
 SOAK := tests/runtime/test_soak.py tests/rewriting/distributed/test_convergence.py
 
 .DEFAULT_GOAL := help
@@ -37,13 +39,15 @@ test: $(DEV) $(BROWSER) ## run the tests (under ten minutes on two cores)
 	$(PYTEST)
 
 # Each part ends with pytest's own line of how many passed; the next one runs whatever came of the one before.
-sweep: $(DEV) ## run what `make test` leaves out: long property, model, fault and soak runs, and all combinations
+sweep: $(DEV) ## run what `make test` leaves out: properties, ops, programs, models, faults, soak, combinations
 	@status=0; part() { echo "sweep: $$1"; shift; env "$$@" || status=1; }; \
 	part properties HYPOTHESIS_PROFILE=sweep $(PYTEST) -m 'hypothesis and not gpu'; \
+	part operators $(PYTEST) $(SWEPT) $(OPERATORS); \
+	part programs $(PYTEST) $(SWEPT) $(PROGRAMS); \
 	part models $(PYTEST) $(SWEPT) $(MODELS); \
 	part faults $(PYTEST) $(SWEPT) $(FAULTS); \
 	part soak $(PYTEST) $(SWEPT) $(SOAK); \
-	part combinations $(PYTEST) $(SWEPT) $(patsubst %,--ignore=%,$(MODELS) $(FAULTS) $(SOAK)); \
+	part combinations $(PYTEST) $(SWEPT) $(patsubst %,--ignore=%,tests/sweeps $(MODELS) $(FAULTS) $(SOAK)); \
 	exit $$status
 
 lint: $(DEV) ## check style, types, and which way imports run

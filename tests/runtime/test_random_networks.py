@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import event, given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import graphopt
 from graphopt import Pipeline, Program
@@ -22,98 +19,8 @@ from graphopt.ir.verify import verify
 from graphopt.passes import Recompute
 from graphopt.rewriting.pass_ import PassRecord
 from tests.support.properties import examples
+from tests.support.random_ops import OPS, READ_BOTH, SHAPE, Layers
 from tests.support.training import captured, identical, peaks, results
-
-ROWS, D = 24, 8
-SHAPE = (ROWS, D)
-
-
-class Layers(nn.Module):
-    """One layer of each kind that has parameters or buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.wide, self.norm = nn.Linear(D, D), nn.Linear(D, 2 * D), nn.LayerNorm(D)
-        self.batch_norm = nn.BatchNorm1d(D)
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, D))
-        self.register_buffer("average", torch.zeros(D))
-
-
-def swap_halves(x: torch.Tensor) -> torch.Tensor:
-    left, right = x.chunk(2, -1)
-    return torch.cat([right, left], -1)
-
-
-def split_unevenly(x: torch.Tensor) -> torch.Tensor:
-    a, b, c = x.split([2, 5, D - 7], -1)
-    return torch.cat([c.sin(), a, b.cos()], -1)
-
-
-def statistics(x: torch.Tensor) -> torch.Tensor:
-    variance, mean = torch.var_mean(x, -1, keepdim=True)
-    return (x - mean) * torch.rsqrt(variance + 1)
-
-
-def ordered(x: torch.Tensor) -> torch.Tensor:
-    values, indices = x.sort(-1)
-    return values + x.gather(-1, indices.flip(-1))
-
-
-def in_place(x: torch.Tensor) -> torch.Tensor:
-    y = x * 0.5
-    y.add_(1)
-    y[:, :2] = 0
-    return y.mul_(2)
-
-
-def attention(x: torch.Tensor) -> torch.Tensor:
-    parts = x.view(1, 2, ROWS // 2, D)
-    return F.scaled_dot_product_attention(parts, parts, parts, dropout_p=0.2).view(SHAPE)
-
-
-def running_average(layers: Layers, x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        layers.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
-    return x - layers.average
-
-
-Op = Callable[[Layers, torch.Tensor, torch.Tensor], torch.Tensor]
-
-OPS: dict[str, Op] = {
-    "tanh": lambda _, x, y: torch.tanh(x),
-    "gelu": lambda _, x, y: F.gelu(x),
-    "sin": lambda _, x, y: torch.sin(x),
-    "relu": lambda _, x, y: F.relu(x),
-    "softmax": lambda _, x, y: x.softmax(-1),
-    "add": lambda _, x, y: x + y,
-    "mul": lambda _, x, y: x * torch.tanh(y),
-    "sub the detached": lambda _, x, y: x - y.detach(),
-    "scale": lambda layers, x, y: x * layers.scale,
-    "linear": lambda layers, x, y: layers.linear(x),
-    "gated": lambda layers, x, y: F.glu(layers.wide(x), -1) + y,
-    "layer norm": lambda layers, x, y: layers.norm(x),
-    "batch norm": lambda layers, x, y: layers.batch_norm(x.contiguous()),
-    "matmul": lambda _, x, y: torch.tanh(x @ y.t() / D) @ y,
-    "transpose": lambda _, x, y: x.t().contiguous().sin().t(),
-    "reshape": lambda _, x, y: x.reshape(D, ROWS).cumsum(0).reshape(SHAPE) / D,
-    "view": lambda _, x, y: x.view(2, -1, D).flip(0).view(SHAPE),
-    "swap halves": lambda _, x, y: swap_halves(x),
-    "split": lambda _, x, y: split_unevenly(x),
-    "statistics": lambda _, x, y: statistics(x),
-    "sort": lambda _, x, y: ordered(x),
-    "in place": lambda _, x, y: in_place(x),
-    "dropout": lambda _, x, y: F.dropout(x, 0.3),
-    "noise": lambda _, x, y: x + 0.1 * torch.rand_like(y),
-    "bernoulli": lambda _, x, y: x * torch.bernoulli(torch.sigmoid(y.detach())),
-    "attention": lambda _, x, y: attention(x),
-    "running average": lambda layers, x, y: running_average(layers, x),
-    "checkpoint": lambda layers, x, y: checkpoint(
-        lambda z: F.dropout(torch.tanh(layers.linear(z)), 0.2), x, use_reentrant=False
-    ),
-}
-
-
-READ_BOTH = {"add", "mul", "sub the detached", "gated", "matmul", "bernoulli"}
 
 
 @dataclass(frozen=True)
