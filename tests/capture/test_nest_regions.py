@@ -98,7 +98,7 @@ steps = st.recursive(
 )
 
 
-@examples(12, many=400)
+@examples(6, many=400)
 @given(st.lists(steps, min_size=1, max_size=3), st.booleans())
 def test_any_nesting(code: Code, outside: bool) -> None:
     assert_as_eager(code, outside)

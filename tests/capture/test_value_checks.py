@@ -156,7 +156,7 @@ _conditions = st.recursive(
 )
 
 
-@examples(25, many=1000)
+@examples(12, many=1000)
 @given(
     condition=_conditions,
     how=st.sampled_from(["assert {}", "if {}:\n        raise ValueError('x')"]),

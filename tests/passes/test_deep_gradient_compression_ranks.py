@@ -104,7 +104,7 @@ WAYS = [
 ]  # fmt: skip
 
 
-PICKED = ("plain", "float16", "accumulated", "with other passes")
+PICKED = ("plain", "float16", "with other passes")
 
 
 def of_two(way: str) -> Any:
