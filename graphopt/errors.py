@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "CaptureError",
+    "GraphBreakError",
     "GraphoptError",
     "PassError",
     "PipelineError",
@@ -23,6 +24,10 @@ class GraphoptError(Exception):
 
 class CaptureError(GraphoptError):
     """A model, loss or optimizer cannot be turned into one program; the message says where and what to do."""
+
+
+class GraphBreakError(CaptureError):
+    """A model is not one graph: its Python looks at the values of tensors, or does something between tensors."""
 
 
 class PipelineError(GraphoptError):

@@ -12,6 +12,7 @@ from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.node import Phase, info
 from graphopt.ir.ops.values import parse_bytes
 from graphopt.ir.program import Program
+from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning.offloading import Lanes
 from graphopt.rewriting.memory.budget import budget_bytes, check_budget, infeasible, within_already
 from graphopt.rewriting.memory.fit import Fitting, FittingOptions
@@ -62,6 +63,8 @@ class FitMemory(Pass):
     stage: ClassVar[PassStage] = "last"
     numerics: ClassVar[Numerics] = "bitwise"
     after: ClassVar[tuple[str, ...]] = ("fuse-update",)
+    in_parts: ClassVar[bool] = True
+    has_limit: ClassVar[bool] = True
 
     budget: int | str
     host_budget: int | str | None = None
@@ -97,7 +100,8 @@ class FitMemory(Pass):
         if any(info(node).origin.startswith(_ORIGIN) for node in program.phase_nodes(Phase.RECOMPUTE, Phase.FORWARD)):
             return Changed(reason="the program has been fitted already")
         memory = program.memory()
-        budget = budget_bytes(self.budget, memory)
+        room = program.context.room
+        budget = budget_bytes(self.budget, memory) if room is None else room
         reason = within_already(memory, budget)
         if reason:
             return Changed(reason=reason)
@@ -107,16 +111,23 @@ class FitMemory(Pass):
             options = FittingOptions(self.time_limit, searched, self._lanes(), recompute="recompute" in self.allow)
             fitting = Fitting(program, memory, costs.seconds, options)
         fitted = fitting.within(budget)
-        if fitted is None:
+        if fitted is None and room is None:
             raise infeasible(fitting, budget)
+        if fitted is None:
+            fitted = fitting.smallest()
         summary = summary_lines(fitting, fitted, budget, costs)  # of the program as it still is
         done = fitting.apply(program, fitted, origin=_ORIGIN)
         again = len(fitted.simulated.plan.repeats())
         return Changed(
             counts={"run again": again, "random ops replayed": len(done.replayed), "offloaded": len(fitted.away)},
             tensors=tuple(name for node in done.clones for name in info(node).names[:1]),
+            reason="nothing that is run again or moved makes the peak smaller",
             lines=(*summary, *away_lines(fitting, fitted), *plan_lines(fitting, fitted.simulated)),
         )
+
+    def limit(self, memory: MemoryTimeline) -> int:
+        """The budget in bytes."""
+        return budget_bytes(self.budget, memory)
 
     def _lanes(self) -> Callable[[PlanningProblem], Lanes] | None:
         """What copies can do; nothing where they are not allowed, or where the host is the device itself."""

@@ -60,6 +60,7 @@ class Offload(Pass):
     name: ClassVar[str] = "offload"
     stage: ClassVar[PassStage] = "last"
     numerics: ClassVar[Numerics] = "bitwise"
+    in_parts: ClassVar[bool] = True
     after: ClassVar[tuple[str, ...]] = ("fuse-update", "fit-memory", "partition-checkpoints")
 
     tensors: tuple[str, ...] = ()

@@ -51,6 +51,7 @@ class Recompute(Pass):
     name: ClassVar[str] = "recompute"
     stage: ClassVar[PassStage] = "joint"
     numerics: ClassVar[Numerics] = "bitwise"
+    in_parts: ClassVar[bool] = True
     after: ClassVar[tuple[str, ...]] = ("mixed-precision",)
 
     checkpoints: tuple[str, ...]

@@ -41,16 +41,22 @@ class CallRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+_REFUSALS = [
+    logging.getLogger(f"torch.{name}") for name in ("_subclasses.fake_tensor", "fx.experimental.symbolic_shapes")
+]
+
+
 @contextlib.contextmanager
 def refusals_expected() -> Iterator[None]:
-    """While calls are tried that may be refused, keep torch from logging each refusal as an error."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    saved = logger.disabled
-    logger.disabled = True
+    """While calls are tried that may be refused, keep torch from logging each refusal as an error or a warning."""
+    saved = [logger.disabled for logger in _REFUSALS]
+    for logger in _REFUSALS:
+        logger.disabled = True
     try:
         yield
     finally:
-        logger.disabled = saved
+        for logger, disabled in zip(_REFUSALS, saved, strict=True):
+            logger.disabled = disabled
 
 
 def parts_of(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[fx.Graph, list[int]]:

@@ -18,13 +18,14 @@ from torch import fx, nn
 
 from graphopt import _torch
 from graphopt.capture.flatten import Structure, flatten
+from graphopt.capture.graph_part import title_of
 from graphopt.capture.hidden_effects import seeding_refused
 from graphopt.capture.nest_regions import nest_regions
 from graphopt.capture.regions import REGION_KEY, observe
 from graphopt.capture.source_lines import source_line, user_frame
 from graphopt.capture.transformers import answered
 from graphopt.capture.value_checks import kept_as_checks
-from graphopt.errors import CaptureError, TorchVersionError
+from graphopt.errors import CaptureError, GraphBreakError, TorchVersionError
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.names import NAMES_KEY, identifier
 from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, set_info, set_value, unique_names, value_of
@@ -52,6 +53,22 @@ Path = Literal["compiled", "exported", "eager"]
 """What a model that asks is told: that it is compiled and not exported, that it is exported, or neither."""
 
 
+class _Failed(Exception):
+    """An error of the user's code on its way through torch, which would print the graph so far to standard error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+    @property
+    def partial_fx_graph(self) -> Any:
+        raise AttributeError
+
+    @partial_fx_graph.setter
+    def partial_fx_graph(self, _graph: Any) -> None:
+        pass
+
+
 class _Root(nn.Module):
     """Calls the user's model (or loss) on flat tensors and returns flat tensors, noting the result's structure."""
 
@@ -73,7 +90,10 @@ class _Root(nn.Module):
             if path != "exported":
                 stack.enter_context(_torch.as_in_eager(compiling=path == "compiled"))
                 stack.enter_context(answered())
-            flat, structure = flatten(call_under_trace(call, self.model, args, kwargs))
+            try:
+                flat, structure = flatten(call_under_trace(call, self.model, args, kwargs))
+            except Exception as error:
+                raise _Failed(error) from error
         _write_assigned(buffers)
         note(structure)
         return tuple(flat)
@@ -121,9 +141,13 @@ def capture_forward(
             torch.enable_grad(),
             _torch.without_regions(),
             warnings.catch_warnings(record=True) as caught,
+            _torch.refusals_expected(),
         ):
             warnings.simplefilter("always")
-            exported = torch.export.export(root, tuple(tensors), strict=False, dynamic_shapes=shapes)
+            try:
+                exported = torch.export.export(root, tuple(tensors), strict=False, dynamic_shapes=shapes)
+            except _Failed as failed:
+                raise failed.error from None
         _pass_on(caught)
         return exported
 
@@ -135,7 +159,7 @@ def capture_forward(
     except Exception as error:
         raise _explain(error, model) from error
     program = _to_program(exported, seen[-1], inputs, scalar_loss)
-    program.title = type(model).__name__
+    program.title = title_of(model)
     return ForwardCapture(program, inputs, seen[-1], tensors)
 
 
@@ -153,7 +177,7 @@ def _pass_on(caught: list[warnings.WarningMessage]) -> None:
         names = [name.strip() for name in match["names"].split(",")]
         kept = [name.removeprefix("self.model.") for name in names if "_flat_weights" not in name]
         if kept:
-            raise CaptureError(
+            raise GraphBreakError(
                 f"forward keeps tensors in {', '.join(kept)}, and a program cannot set attributes: return them, or "
                 "register them as buffers of a fixed shape"
             )
@@ -254,7 +278,8 @@ def _explain(error: Exception, model: nn.Module) -> CaptureError:
             "the model must run on tensors without data (torch.export, non-strict): keep NumPy, .tolist(), printing of "
             "values and file access out of forward"
         )
-    return CaptureError(f"{name} cannot be captured: {text}\n  where: {where}\n  what to do: {advice}")
+    kind = GraphBreakError if _depends_on_data(error) else CaptureError
+    return kind(f"{name} cannot be captured: {text}\n  where: {where}\n  what to do: {advice}")
 
 
 def _to_program(exported: Any, returned: Structure, inputs: Structure, scalar_loss: bool) -> Program:

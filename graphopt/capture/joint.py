@@ -24,7 +24,7 @@ from graphopt.capture.finish_joint import (
 from graphopt.capture.gradient_layouts import match_layouts, own_gradients
 from graphopt.capture.replace_ops import use_own_ops
 from graphopt.capture.source_lines import user_frame
-from graphopt.errors import CaptureError
+from graphopt.errors import CaptureError, GraphBreakError
 from graphopt.ir.gradients import base_of
 from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, info, set_info, set_value, value_of
 from graphopt.ir.ops import schema
@@ -235,7 +235,8 @@ def _explain(error: Exception, title: str) -> CaptureError:
             "the op's result, or its size, depends on values (.item(), nonzero, an index by a mask): use torch.where "
             "or a product with the mask, or move it outside of the model"
         )
-    return CaptureError(
+    kind = GraphBreakError if isinstance(error, _torch.NEEDS_VALUES) else CaptureError
+    return kind(
         f"{title} cannot be differentiated as one program: {_first_line(error)}\n  where: {where}\n"
         f"  what to do: {advice}"
     )
@@ -361,7 +362,7 @@ class _Builder:
         value = getattr(self._trace.graph.owning_module, str(node.target))
         if isinstance(value, fx.GraphModule):
             (user, *_) = node.users
-            raise CaptureError(
+            raise GraphBreakError(
                 f"{self._forward.title} calls {user.target}, which runs one body or another, and a training program "
                 "has one path\n  what to do: compute both and choose with torch.where, or move the decision outside "
                 "of the model"

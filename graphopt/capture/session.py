@@ -13,6 +13,7 @@ from graphopt import _torch
 from graphopt.capture.append_update import append_update
 from graphopt.capture.checks import refuse_wrapped
 from graphopt.capture.forward import ForwardCapture, capture_forward
+from graphopt.capture.graph_part import title_of
 from graphopt.capture.hidden_effects import capturing, refuse_backward_hooks, refuse_parameter_hooks
 from graphopt.capture.joint import JointCapture, capture_joint
 from graphopt.capture.step import trace_optimizer
@@ -157,7 +158,7 @@ class CaptureSession:
     @property
     def title(self) -> str:
         """Whose program it is: the model's class, for people."""
-        return type(self.model).__name__
+        return title_of(self.model)
 
     @property
     def captured(self) -> ForwardCapture:

@@ -20,12 +20,15 @@ class Context:
             saved with its state. One dictionary for all programs of a step.
         compiled: whether a compiler makes the code that runs. It chooses itself what it overwrites: only sums of
             gradients are taken in place before it.
+        room: bytes that the program may take at its peak, where it is one part of a model and what a pass is told is
+            for all parts; a program that needs more is to take as little as can be. None for a program by itself.
     """
 
     history: tuple[str, ...] = ()
     forms: Mapping[str, str] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
     compiled: bool = False
+    room: int | None = None
 
     def after(self, spec: str) -> Context:
         """The context behind one more pass; a pass of several stages counts once."""

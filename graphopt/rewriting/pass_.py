@@ -13,6 +13,7 @@ from graphopt.ir.methods import provided
 from graphopt.ir.node import Stage
 from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
+from graphopt.ir.timeline import MemoryTimeline
 from graphopt.rewriting.spec import format_pass
 
 __all__ = ["STAGES", "Changed", "Numerics", "Pass", "PassRecord", "PassStage", "Records"]
@@ -68,6 +69,8 @@ class Pass(abc.ABC):
         requires: names of passes that must be given too.
         conflicts: names of passes that must not be given too.
         changes_signature: whether inputs or outputs of the program may differ afterwards.
+        in_parts: whether it may rewrite the parts of a model one by one that is not captured whole.
+        has_limit: whether it keeps a program within so many bytes (``limit``).
     """
 
     name: ClassVar[str]
@@ -78,6 +81,8 @@ class Pass(abc.ABC):
     requires: ClassVar[tuple[str, ...]] = ()
     conflicts: ClassVar[tuple[str, ...]] = ()
     changes_signature: ClassVar[bool] = False
+    in_parts: ClassVar[bool] = False
+    has_limit: ClassVar[bool] = False
 
     @abc.abstractmethod
     def apply(self, program: Program) -> Changed:
@@ -106,6 +111,18 @@ class Pass(abc.ABC):
         """
         del program
         return True
+
+    def limit(self, memory: MemoryTimeline) -> int | None:
+        """The bytes that the pass keeps a program within; None for a pass that keeps to none.
+
+        A model that is captured in parts has one limit for all of them: for each part, ``Context.room`` is what its
+        program may take.
+
+        Args:
+            memory: of the program as it is without the pass.
+        """
+        del memory
+        return None
 
     def __str__(self) -> str:
         return format_pass(self)

@@ -2,57 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from graphopt.capture import CaptureSession
-from graphopt.capture.flatten import Structure
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
-from graphopt.capture.joint import JointCapture
-from graphopt.errors import GraphoptError
-from graphopt.ir.autocast import plain_precision
-from graphopt.ir.node import InputSpec
-from graphopt.ir.program import Program
-from graphopt.rewriting.precision.scaling import CheckedGradients, checked_gradients
-from graphopt.runtime.binding import tensor_getter
-from graphopt.runtime.compile.backend import Boxed, compile_module
-from graphopt.runtime.compile.partition import bind_state, partition, take_any_strides
-from graphopt.runtime.missing_gradients import MissingGradients
-from graphopt.runtime.runner import Capture, Options, Runner
+from graphopt.errors import GraphBreakError, GraphoptError
+from graphopt.rewriting.precision.scaling import CheckedGradients
+from graphopt.runtime.compiled_joint import CompiledJoint, compile_joint
+from graphopt.runtime.parts import Parts
+from graphopt.runtime.runner import Options, Runner
 
 __all__ = ["DropIn"]
-
-
-@dataclass
-class _Compiled(Capture):
-    """One capture, compiled into a differentiable function of parameters, buffers and inputs."""
-
-    outputs: Structure
-    forward: fx.GraphModule
-    backward: fx.GraphModule
-    function: Callable[..., Any]
-    inputs: list[Callable[[], torch.Tensor]]
-    tangents: MissingGradients
-    checked: CheckedGradients | None
-
-    def gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The arguments of the function for the tensors of a call."""
-        return [get() for get in self.inputs] + tensors
-
-    def call(self, arguments: list[torch.Tensor]) -> Any:
-        """What the model returns."""
-        if not self.tangents.needed:
-            with plain_precision():
-                return self.outputs.restore(self.function(*arguments))
-        reached, arguments = self.tangents.before(arguments)
-        with plain_precision():
-            flat = self.function(*arguments)
-        return self.outputs.restore(self.tangents.after(reached, flat))
 
 
 class DropIn:
@@ -66,6 +30,7 @@ class DropIn:
 
     Attributes:
         scaler: the scaler that the model shares its loss scale with, once there is one.
+        parts: those of a model that cannot be captured whole, once that is known.
     """
 
     def __init__(
@@ -77,17 +42,22 @@ class DropIn:
     ) -> None:
         self.original = original
         self.options = options
-        self.runner: Runner[_Compiled] = Runner(options, "joint", parameter)
+        self.runner: Runner[CompiledJoint] = Runner(options, "joint", parameter)
         self.scaler: Any = None
+        self.parts: Parts | None = None
         self._plain = plain
 
     @property
-    def latest(self) -> _Compiled:
+    def latest(self) -> CompiledJoint:
         """The capture that served the latest call.
 
         Raises:
             GraphoptError: before the first one.
         """
+        if self.parts is not None:
+            raise GraphoptError(
+                f"{self.original.__name__} runs in parts, since it cannot be captured whole: .parts has their programs"
+            )
         latest = self.runner.captures.latest
         if latest is None:
             raise GraphoptError(
@@ -97,73 +67,37 @@ class DropIn:
 
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the program for a call of the model."""
-        with CAPTURE_LOCK:
-            found, tensors = self.runner.find(model, args, kwargs, lambda: self._capture(model, args, kwargs))
-            arguments = found.gather(tensors)
-        return found.call(arguments)
+        if self.parts is None:
+            try:
+                with CAPTURE_LOCK:
+                    found, tensors = self.runner.find(model, args, kwargs, lambda: self._capture(model, args, kwargs))
+                    arguments = found.gather(tensors)
+                return found.call(arguments)
+            except GraphBreakError as error:
+                self.parts = Parts(self.original.forward, self.runner, error)
+        return self.parts.call(model, args, kwargs)
 
     def prepare(self, model: nn.Module, example_inputs: Any) -> None:
         """Capture for positional example inputs."""
-        self.runner.find_example(model, example_inputs, lambda args: self._capture(model, args, {}))
+        try:
+            self.runner.find_example(model, example_inputs, lambda args: self._capture(model, args, {}))
+        except GraphBreakError as error:
+            self.parts = Parts(self.original.forward, self.runner, error)  # which are met when the model runs
 
     def checked(self) -> list[tuple[CheckedGradients, torch.Tensor]]:
         """What the programs check for infinities, with the tensors in which they note it."""
         found = [capture.checked for capture in self.runner.captures.all() if capture.checked is not None]
         return [(checked, self.runner.store[checked.target]) for checked in found]
 
-    def _capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Compiled:
+    def _capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CompiledJoint:
         plain, runner = self._plain(), self.runner
         session = CaptureSession(plain, args, kwargs, dynamic_shapes=self.options.dynamic_shapes, keep=runner.is_first)
         capture = runner.rewrite(session)
         vars(model).update({name: vars(plain)[name] for name in session.assigned if name in vars(plain)})
-        program, joint = capture.rewritten.program, session.joint
-        assert joint is not None
+        program = capture.rewritten.program
         if not runner.captures.all():
             runner.prepare(program, plain)
         runner.make_ready(program)
-        forward, backward, function = self._compile(program, joint)
+        compiled = compile_joint(runner, session, capture)
         runner.announce(capture)
-        targets = [spec.target for spec in joint.inputs]
-        return _Compiled(
-            capture.rewritten,
-            capture.rules,
-            session.captured.outputs,
-            forward,
-            backward,
-            function,
-            [_getter(plain, program, spec) for spec in joint.inputs],
-            MissingGradients(program, targets),
-            checked_gradients(program),
-        )
-
-    def _compile(
-        self, program: Program, joint: JointCapture
-    ) -> tuple[fx.GraphModule, fx.GraphModule, Callable[..., Any]]:
-        """The two halves of a joint program, and the function that autograd differentiates by them."""
-        backend = self.options.backend
-        live = {target: self.runner.store[target] for target in program.pass_state}
-        forward, backward = partition(program, joint.trace.backward_layout(), live)
-        # forward begins with what is resident, so that it may take what the whole program takes at its peak
-        room = program.memory().allocated_peak_bytes if backend == "inductor" else 0
-
-        def compiler(part: Literal["forward", "backward"], module: fx.GraphModule, inputs: Any) -> Boxed:
-            bind_state(module, program, live)
-            run = compile_module(module, list(inputs), backend, room=room if part == "forward" else 0)
-            return self.runner.watch.guard(run, module, program, part)
-
-        function = joint.trace.compile(
-            lambda: (forward, backward),
-            functools.partial(compiler, "forward"),
-            functools.partial(compiler, "backward"),
-            tangents_as_they_are=backend == "eager" and take_any_strides(backward),
-        )
-        return forward, backward, function
-
-
-def _getter(model: nn.Module, program: Program, spec: InputSpec) -> Callable[[], torch.Tensor]:
-    """Fetches a parameter, buffer or constant."""
-    if spec.role != "constant":
-        return tensor_getter(model, spec.target)
-    name = next(node.name for node, known in program.inputs_of("constant") if known.target == spec.target)
-    constant = program.constants[name]
-    return lambda: constant
+        return compiled

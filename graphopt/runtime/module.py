@@ -47,6 +47,12 @@ class Optimized(nn.Module):
         return self._graphopt.latest.rewritten.program
 
     @property
+    def parts(self) -> tuple[Program, ...]:
+        """The programs of a model that cannot be captured whole, in order; of any other, its one program."""
+        parts = self._graphopt.parts
+        return (self.program,) if parts is None else parts.programs
+
+    @property
     def graph_module(self) -> fx.GraphModule:
         """The latest joint program as one generated module (autograd runs its two halves)."""
         return self.program.to_graph_module()
@@ -68,7 +74,9 @@ class Optimized(nn.Module):
 
     @property
     def records(self) -> Records:
-        """What each pass did."""
+        """What each pass did; for a model in parts, part by part."""
+        if self._graphopt.parts is not None:
+            return Records(self._graphopt.parts.records)
         return Records(self._graphopt.latest.rewritten.records)
 
     def _repr_html_(self) -> str:

@@ -95,6 +95,7 @@ def rewrite(
     until: Stage,
     verify: Verify = "structure",
     context: Context | None = None,
+    log: bool = True,
 ) -> Rewritten:
     """Run a pipeline over a capture, lowering it to stage ``until``.
 
@@ -107,11 +108,12 @@ def rewrite(
         until: the last stage.
         verify: how far each pass is checked.
         context: of the programs; an empty one by default.
+        log: log what each pass does.
     """
     result = Rewritten(session, pipeline, verify)
     snapshots = Snapshots()
     with working(f"capturing {session.title}") as show:
-        instruments: list[Instrument] = [LogPasses(), ShowPasses(show), snapshots]
+        instruments: list[Instrument] = [*([LogPasses()] if log else []), ShowPasses(show), snapshots]
         dump = DumpDirectory.from_environment(session.title, pipeline)
         if dump is not None:
             instruments.append(dump)

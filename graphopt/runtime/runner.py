@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -164,8 +164,12 @@ class Runner(Generic[C]):
         with CAPTURE_LOCK:
             return self.find(model, tuple(inputs), {}, lambda: capture(tuple(inputs)))[0]
 
-    def rewrite(self, session: CaptureSession) -> Capture:
+    def rewrite(self, session: CaptureSession, *, room: int | None = None) -> Capture:
         """Run the passes over a capture.
+
+        Args:
+            session: the capture.
+            room: the bytes that its program may take where it is one part of a model (``Context.room``).
 
         Raises:
             RankError: where passes talk to other ranks, and that fails.
@@ -173,8 +177,9 @@ class Runner(Generic[C]):
         """
         options = self.options
         with self.watch.capturing():
+            context = replace(self._context, room=room)
             rewritten = rewrite(
-                session, options.pipeline, until=self._until, verify=options.verify, context=self._context
+                session, options.pipeline, until=self._until, verify=options.verify, context=context, log=room is None
             )
         self._tell_assignments(session)
         if options.verify == "numerics":

@@ -84,6 +84,8 @@ def assert_equal(expected: dict[str, torch.Tensor | None], found: dict[str, torc
         [["autocast", [0, ["autocast", [0]], 0]]],
         [["autocast", [["no_grad", []]]], 0],
         [["autocast", [0, ["elsewhere plain", [0, ["plain", [0]]]], 0]]],
+        [["no_grad", [["elsewhere plain", [0]]]]],
+        [["autocast", [["no_grad", [["elsewhere plain", [0, ["plain", [0]], 1]]]]]]],
     ],
     ids=str,
 )

@@ -272,8 +272,14 @@ class Rewriter:
     # --- regions and composite ops -----------------------------------------------------------------------------------
 
     def _visit_own_autocast(self, program: Program, node: fx.Node) -> None:
-        """What the model runs under autocast itself, or keeps out of it, is as captured."""
-        if any(source in self._changed for source in node.all_input_nodes):
+        """What the model runs under autocast itself, or keeps out of it, is as captured.
+
+        A region for devices on which it has no tensors changes nothing about what is around it.
+        """
+        kinds = {value_of(source).device.type for source in tensor_nodes(node)}
+        if kinds and str(node.args[0]) not in kinds:
+            self._visit_body(program, node, self._walk_all)
+        elif any(source in self._changed for source in node.all_input_nodes):
             with regions.autocast_of(node):
                 self._visit_body(program, node, self._refresh_all)
 

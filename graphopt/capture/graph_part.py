@@ -1,0 +1,99 @@
+"""One graph that torch's Dynamo has cut out of a model, as a module of its own that is captured like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from graphopt import _torch
+from graphopt.errors import CaptureError
+
+__all__ = ["GraphPart", "title_of"]
+
+
+class GraphPart(nn.Module):
+    """Runs a graph with the parameters and buffers that it was cut out with, under the names that these have.
+
+    Args:
+        graph: as Dynamo gives it to a backend; parameters and buffers are among its inputs.
+        arguments: of a call of the graph.
+        names: the names of the model's parameters and buffers, by their ``id``.
+        title: the name of the model's class.
+
+    Attributes:
+        places: where each parameter and buffer stands among the arguments, by its name.
+        others: where the other arguments stand.
+
+    Raises:
+        CaptureError: where the graph takes what is not a tensor.
+    """
+
+    def __init__(self, graph: fx.GraphModule, arguments: Sequence[Any], names: Mapping[int, str], title: str) -> None:
+        super().__init__()
+        if not all(isinstance(argument, torch.Tensor) for argument in arguments):
+            raise CaptureError(
+                f"a part of {title} takes a number that differs from call to call, which a program cannot\n"
+                "  what to do: make sizes and numbers in forward depend on the shapes of its arguments alone"
+            )
+        self.places: dict[str, int] = {}
+        self.others: list[int] = []
+        for place, tensor in enumerate(arguments):
+            name = names.get(id(tensor))
+            if name is None or name in self.places:
+                self.others.append(place)
+            else:
+                self.places[name] = place
+                self._register(name, tensor)
+        _torch.with_paths(graph, self._whole_paths(graph))
+        self._run = _Interpreter(graph)
+        self._inputs = len(arguments)
+        self.title = title
+
+    def _register(self, name: str, tensor: torch.Tensor) -> None:
+        *path, last = name.split(".")
+        module: nn.Module = self
+        for step in path:
+            if step not in module._modules:
+                module.add_module(step, nn.Module())
+            module = module._modules[step]  # type: ignore[assignment]
+        if isinstance(tensor, nn.Parameter):
+            module.register_parameter(last, tensor)
+        else:
+            module.register_buffer(last, tensor)
+
+    def _whole_paths(self, graph: fx.GraphModule) -> Any:
+        """Gives the paths of the whole model for those in the function that was cut, by the names of parameters."""
+        inputs = graph.graph.find_nodes(op="placeholder")
+        for name, place in self.places.items():
+            local = _torch.relative_path(_torch.place_of_input(inputs[place]))
+            if local and (name == local or name.endswith(f".{local}")):
+                above = name[: len(name) - len(local)]
+                return lambda path: (above + path).rstrip(".")
+        return lambda path: path
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        arguments: list[Any] = [None] * self._inputs
+        for name, place in self.places.items():
+            path, _, last = name.rpartition(".")
+            arguments[place] = getattr(self.get_submodule(path), last)
+        for place, tensor in zip(self.others, inputs, strict=True):
+            arguments[place] = tensor
+        return self._run(arguments)
+
+
+class _Interpreter:
+    """Runs a graph node by node, so that what is traced has each node's module path and source line."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self._graph = graph
+
+    def __call__(self, arguments: Sequence[Any]) -> Any:
+        return fx.Interpreter(self._graph).run(*arguments)
+
+
+def title_of(model: nn.Module) -> str:
+    """Whose program it is that is captured from ``model``, for people: the name of the class that users know."""
+    return model.title if isinstance(model, GraphPart) else type(model).__name__

@@ -1,0 +1,120 @@
+"""A joint program compiled into a function that autograd differentiates."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+
+from graphopt.capture import CaptureSession
+from graphopt.capture.flatten import Structure
+from graphopt.capture.joint import JointCapture
+from graphopt.ir.autocast import plain_precision
+from graphopt.ir.node import InputSpec
+from graphopt.ir.program import Program
+from graphopt.rewriting.precision.scaling import CheckedGradients, checked_gradients
+from graphopt.runtime.binding import tensor_getter
+from graphopt.runtime.compile.backend import Boxed, compile_module
+from graphopt.runtime.compile.partition import bind_state, partition, take_any_strides
+from graphopt.runtime.missing_gradients import MissingGradients
+from graphopt.runtime.runner import Capture, Runner
+
+__all__ = ["CompiledJoint", "compile_joint"]
+
+
+@dataclass
+class CompiledJoint(Capture):
+    """One capture, compiled into a differentiable function of parameters, buffers and inputs.
+
+    Attributes:
+        outputs: the structure of what the model returns.
+        forward: the half that runs at the call.
+        backward: the half that autograd runs.
+        function: takes parameters, buffers and constants, then the tensors of a call.
+        inputs: gives the first of these, one by one.
+        tangents: which outputs a gradient has to reach.
+        checked: what the program checks for infinities, where it does.
+    """
+
+    outputs: Structure
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    function: Callable[..., Any]
+    inputs: list[Callable[[], torch.Tensor]]
+    tangents: MissingGradients
+    checked: CheckedGradients | None
+
+    def gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The arguments of the function for the tensors of a call."""
+        return [get() for get in self.inputs] + tensors
+
+    def call(self, arguments: list[torch.Tensor]) -> Any:
+        """What the model returns."""
+        if not self.tangents.needed:
+            with plain_precision():
+                return self.outputs.restore(self.function(*arguments))
+        reached, arguments = self.tangents.before(arguments)
+        with plain_precision():
+            flat = self.function(*arguments)
+        return self.outputs.restore(self.tangents.after(reached, flat))
+
+
+def compile_joint(runner: Runner[CompiledJoint], session: CaptureSession, capture: Capture) -> CompiledJoint:
+    """Compile what passes made of a capture of a model that is not a whole step.
+
+    Args:
+        runner: whose options and pass state count.
+        session: the capture, lowered to its joint program.
+        capture: the same with its passes.
+    """
+    program, joint = capture.rewritten.program, session.joint
+    assert joint is not None
+    forward, backward, function = _compile(runner, program, joint)
+    return CompiledJoint(
+        capture.rewritten,
+        capture.rules,
+        session.captured.outputs,
+        forward,
+        backward,
+        function,
+        [_getter(session.model, program, spec) for spec in joint.inputs],
+        MissingGradients(program, [spec.target for spec in joint.inputs]),
+        checked_gradients(program),
+    )
+
+
+def _compile(
+    runner: Runner[CompiledJoint], program: Program, joint: JointCapture
+) -> tuple[fx.GraphModule, fx.GraphModule, Callable[..., Any]]:
+    """The two halves of a joint program, and the function that autograd differentiates by them."""
+    backend = runner.options.backend
+    live = {target: runner.store[target] for target in program.pass_state}
+    forward, backward = partition(program, joint.trace.backward_layout(), live)
+    # forward begins with what is resident, so that it may take what the whole program takes at its peak
+    room = program.memory().allocated_peak_bytes if backend == "inductor" else 0
+
+    def compiler(part: Literal["forward", "backward"], module: fx.GraphModule, inputs: Any) -> Boxed:
+        bind_state(module, program, live)
+        run = compile_module(module, list(inputs), backend, room=room if part == "forward" else 0)
+        return runner.watch.guard(run, module, program, part)
+
+    function = joint.trace.compile(
+        lambda: (forward, backward),
+        functools.partial(compiler, "forward"),
+        functools.partial(compiler, "backward"),
+        tangents_as_they_are=backend == "eager" and take_any_strides(backward),
+    )
+    return forward, backward, function
+
+
+def _getter(model: nn.Module, program: Program, spec: InputSpec) -> Callable[[], torch.Tensor]:
+    """Fetches a parameter, buffer or constant."""
+    if spec.role != "constant":
+        return tensor_getter(model, spec.target)
+    name = next(node.name for node, known in program.inputs_of("constant") if known.target == spec.target)
+    constant = program.constants[name]
+    return lambda: constant

@@ -1,0 +1,235 @@
+"""A model that is not one graph, captured in parts: torch's Dynamo cuts, each part has a program, the rest is eager.
+
+Dynamo runs the model's Python at each call as eager mode does, and hands over the graphs between the places where it
+looks at values. A pass that keeps a program within so many bytes gets a share for each part. As the parts are met in
+the first call, one by one, each has its smallest peak there; behind that call all of them are planned together.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from graphopt import _torch
+from graphopt.capture import CaptureSession
+from graphopt.capture.graph_part import GraphPart
+from graphopt.capture.hidden_effects import CAPTURE_LOCK, refuse_backward_hooks
+from graphopt.errors import CaptureError, GraphBreakError
+from graphopt.ir.program import Program
+from graphopt.rewriting.pass_ import PassRecord
+from graphopt.runtime.compiled_joint import CompiledJoint, compile_joint
+from graphopt.runtime.part_budget import PartBytes, fit_together
+from graphopt.runtime.runner import Capture, Runner
+
+__all__ = ["Parts"]
+
+logger = logging.getLogger("graphopt")
+
+
+@dataclass(eq=False)
+class _Part:
+    """One graph of a model, called with the arguments that Dynamo gives it.
+
+    Attributes:
+        owner: captures it when it is called first.
+        graph: as Dynamo made it.
+        times: how often it runs in one call of the model, at most.
+        compiled: what runs; None before the first call, and for a part that runs as it is.
+        reason: why it runs as it is.
+    """
+
+    owner: Parts
+    graph: fx.GraphModule
+    times: int = 0
+    compiled: CompiledJoint | None = None
+    reason: str = ""
+    session: CaptureSession | None = None
+    fetch: list[Callable[[tuple[Any, ...]], Any]] = field(default_factory=list)
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self.compiled is None and not self.reason:
+            with CAPTURE_LOCK:
+                self.owner.capture(self, arguments)
+        if self.compiled is None:
+            return self.graph(*arguments)
+        self.owner.note(self)
+        return self.compiled.call([get(arguments) for get in self.fetch])
+
+
+class Parts:
+    """The parts of one optimized model.
+
+    Args:
+        forward: of the class that the model was made from.
+        runner: whose options, pipeline and pass state count.
+        reason: why the model cannot be captured whole.
+
+    Raises:
+        GraphBreakError: where a pass cannot rewrite the parts one by one.
+    """
+
+    def __init__(self, forward: Callable[..., Any], runner: Runner[CompiledJoint], reason: GraphBreakError) -> None:
+        others = [current.name for current in runner.options.pipeline.passes if not current.in_parts]
+        if others or runner.options.dynamic_shapes is not None:
+            what = ", ".join(others) or "dynamic_shapes"
+            raise GraphBreakError(f"{reason}\n  in parts: {what} cannot be applied to the parts of a model") from reason
+        self._runner = runner
+        self._reason = reason
+        self._function = torch.compile(forward, backend=self._cut, dynamic=False)
+        self._limited = any(current.has_limit for current in runner.options.pipeline.passes)
+        self._parts: list[_Part] = []
+        self._names: dict[int, str] = {}
+        self._resident = 0
+        self._title = ""
+        self._calls = threading.local()
+        self._settled = False
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The programs of the parts, in the order in which they were met."""
+        return tuple(part.compiled.rewritten.program for part in self._parts if part.compiled is not None)
+
+    @property
+    def records(self) -> list[PassRecord]:
+        """What passes did, part by part."""
+        return [record for part in self._parts if part.compiled for record in part.compiled.rewritten.records]
+
+    def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a call of the model.
+
+        Raises:
+            CaptureError: for backward hooks of submodules, which a part would lose.
+            GraphoptError: where passes keep programs within a limit that the parts together do not meet.
+        """
+        if not self._settled:
+            self._look_at(model, args, kwargs)
+        self._calls.made = []
+        with _torch.cut_as_in_eager(strict=self._limited):
+            result = self._function(model, *args, **kwargs)
+        self._count(self._calls.made)
+        return result
+
+    def note(self, part: _Part) -> None:
+        """Take notice of a part that runs in this thread's call."""
+        self._calls.made.append(part)
+
+    def capture(self, part: _Part, arguments: tuple[Any, ...]) -> None:
+        """Capture a part that is called for the first time, or find out why it runs as it is."""
+        if not torch.is_grad_enabled() or not any(_requires_grad(argument) for argument in arguments):
+            part.reason = "nothing in it requires a gradient"
+            return
+        self._settled = False
+        try:
+            module = GraphPart(part.graph, arguments, self._names, self._title)
+            session = CaptureSession(module, tuple(arguments[place] for place in module.others))
+            capture = self._runner.rewrite(session, room=0 if self._limited else None)
+        except CaptureError as error:
+            part.reason = str(error).partition("\n")[0]
+            logger.warning("a part of %s runs as it is, and its bytes are not counted: %s", self._title, part.reason)
+            return
+        program = capture.rewritten.program
+        if not self.programs:
+            self._runner.prepare(program, module)
+        self._runner.make_ready(program)
+        part.session = session
+        self._use(part, capture)
+
+    def _use(self, part: _Part, capture: Capture) -> None:
+        """Let a part run what passes made of it."""
+        session = part.session
+        assert session is not None
+        assert session.joint is not None
+        module = session.model
+        assert isinstance(module, GraphPart)
+        compiled = compile_joint(self._runner, session, capture)
+        fetch: list[Callable[[tuple[Any, ...]], Any]] = []
+        for spec, get in zip(session.joint.inputs, compiled.inputs, strict=True):
+            fetch.append(_constant(get()) if spec.role == "constant" else _argument(module.places[spec.target]))
+        part.fetch = [*fetch, *map(_argument, module.others)]
+        part.compiled = compiled
+
+    def _cut(self, graph: fx.GraphModule, _examples: Any) -> Callable[..., Any]:
+        """What torch calls a backend: takes one of Dynamo's graphs, and gives what runs in its place."""
+        return _Part(self, graph)
+
+    def _look_at(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Remember what the model's tensors are called, and what is resident in any case."""
+        refuse_backward_hooks(model)
+        self._title = type(model).__name__
+        named = [*model.named_parameters(), *model.named_buffers()]
+        self._names = {id(tensor): name for name, tensor in named}
+        given = [leaf for leaf in _torch.pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (*(t for _, t in named), *given)}
+        self._resident = sum(storages.values())
+
+    def _count(self, made: list[_Part]) -> None:
+        """Behind a call of the model: plan all parts together where there are new ones, or one runs more often."""
+        with CAPTURE_LOCK:
+            times = Counter(made)
+            if self._settled and all(count <= part.times for part, count in times.items()):
+                return
+            position = 0
+            for part in times:
+                if part not in self._parts:
+                    self._parts.insert(position, part)
+                part.times = max(part.times, times[part])
+                position = self._parts.index(part) + 1
+            if self._limited and self._parts:
+                self._plan()
+            if not self._settled:
+                self._settled = True
+                logger.warning(
+                    "%s runs in parts, %d so far, with eager code between them whose bytes are not counted, since it "
+                    "cannot be captured whole: %s", self._title, len(self._parts), _first_lines(self._reason),
+                )  # fmt: skip
+
+    def _plan(self) -> None:
+        """Give each part its share of the limit."""
+        found = fit_together(
+            [_Rewrites(self._runner, part) for part in self._parts],
+            self._runner.options.pipeline,
+            self._resident,
+        )
+        for part, (capture, joint) in zip(self._parts, found, strict=True):
+            assert part.session is not None
+            part.session.joint = joint
+            self._use(part, capture)
+
+
+class _Rewrites:
+    """The programs that passes make of one part, by the bytes that they may take."""
+
+    def __init__(self, runner: Runner[CompiledJoint], part: _Part) -> None:
+        assert part.session is not None
+        self._runner, self._session = runner, part.session
+        self.times = part.times
+
+    def within(self, room: int) -> tuple[PartBytes, Any]:
+        """What passes make of the part in so many bytes, or in as few as they can: its bytes, and the capture."""
+        capture = self._runner.rewrite(self._session, room=room)
+        self._runner.make_ready(capture.rewritten.program)
+        return PartBytes.of(capture.rewritten.program, self.times), (capture, self._session.joint)
+
+
+def _requires_grad(argument: Any) -> bool:
+    return isinstance(argument, torch.Tensor) and argument.requires_grad
+
+
+def _argument(place: int) -> Callable[[tuple[Any, ...]], Any]:
+    return lambda arguments: arguments[place]
+
+
+def _constant(value: torch.Tensor) -> Callable[[tuple[Any, ...]], Any]:
+    return lambda _arguments: value
+
+
+def _first_lines(reason: GraphBreakError) -> str:
+    """What cannot be captured, and where."""
+    return "; ".join(line.strip() for line in str(reason).splitlines()[:2])
