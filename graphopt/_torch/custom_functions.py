@@ -20,6 +20,9 @@ from graphopt.errors import GraphoptError
 
 __all__ = ["apply_function", "custom_function", "intercept_custom_functions"]
 
+_OF_GRAPHS = "AutogradFunctionApply."
+"""Part of the name of the functions that stand for a user's in the graphs of Dynamo."""
+
 _ORIGINAL_APPLY = torch.autograd.Function.__dict__["apply"]
 
 
@@ -69,7 +72,7 @@ def intercept_custom_functions(check: Callable[[type, tuple[Any, ...]], None]) -
     """
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        internal = cls.__module__.split(".")[0] == "torch"
+        internal = cls.__module__.split(".")[0] == "torch" and _OF_GRAPHS not in cls.__qualname__
         if internal or kwargs or not _any_traced(args):
             return _ORIGINAL_APPLY.__get__(None, cls)(*args, **kwargs)
         check(cls, args)

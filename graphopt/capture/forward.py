@@ -53,7 +53,7 @@ Path = Literal["compiled", "exported", "eager"]
 """What a model that asks is told: that it is compiled and not exported, that it is exported, or neither."""
 
 
-class _Failed(Exception):
+class _UserCodeError(Exception):
     """An error of the user's code on its way through torch, which would print the graph so far to standard error."""
 
     def __init__(self, error: Exception) -> None:
@@ -93,7 +93,7 @@ class _Root(nn.Module):
             try:
                 flat, structure = flatten(call_under_trace(call, self.model, args, kwargs))
             except Exception as error:
-                raise _Failed(error) from error
+                raise _UserCodeError(error) from error
         _write_assigned(buffers)
         note(structure)
         return tuple(flat)
@@ -146,7 +146,7 @@ def capture_forward(
             warnings.simplefilter("always")
             try:
                 exported = torch.export.export(root, tuple(tensors), strict=False, dynamic_shapes=shapes)
-            except _Failed as failed:
+            except _UserCodeError as failed:
                 raise failed.error from None
         _pass_on(caught)
         return exported
@@ -262,7 +262,7 @@ def _depends_on_data(error: Exception) -> bool:
     return isinstance(error, _torch.GuardOnDataDependentSymNode) or "data-dependent" in str(error)
 
 
-def _explain(error: Exception, model: nn.Module) -> CaptureError:
+def _explain(error: Exception, model: nn.Module) -> GraphBreakError:
     where = user_frame(error.__traceback__)
     text = str(error).strip().split("\n")[0] or type(error).__name__
     name = type(model).__name__
@@ -278,8 +278,7 @@ def _explain(error: Exception, model: nn.Module) -> CaptureError:
             "the model must run on tensors without data (torch.export, non-strict): keep NumPy, .tolist(), printing of "
             "values and file access out of forward"
         )
-    kind = GraphBreakError if _depends_on_data(error) else CaptureError
-    return kind(f"{name} cannot be captured: {text}\n  where: {where}\n  what to do: {advice}")
+    return GraphBreakError(f"{name} cannot be captured: {text}\n  where: {where}\n  what to do: {advice}")
 
 
 def _to_program(exported: Any, returned: Structure, inputs: Structure, scalar_loss: bool) -> Program:

@@ -75,6 +75,7 @@ class GraphPart(nn.Module):
         return lambda path: path
 
     def forward(self, *inputs: torch.Tensor) -> Any:
+        """What the graph returns for its own parameters and buffers and the other tensors of a call."""
         arguments: list[Any] = [None] * self._inputs
         for name, place in self.places.items():
             path, _, last = name.rpartition(".")

@@ -26,7 +26,7 @@ from graphopt.capture.replace_ops import use_own_ops
 from graphopt.capture.source_lines import user_frame
 from graphopt.errors import CaptureError, GraphBreakError
 from graphopt.ir.gradients import base_of
-from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, info, set_info, set_value, value_of
+from graphopt.ir.node import TRACE_CONSTANT, InputSpec, NodeInfo, OutputSpec, Phase, info, set_info, set_value, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
 
@@ -372,7 +372,7 @@ class _Builder:
             new = self._graph.placeholder(str(node.target))
         set_value(new, node.meta.get("val", value))
         self._constants[new.name] = value
-        set_info(new, NodeInfo(Phase.FORWARD, names=(new.name,), origin="constant"))
+        set_info(new, NodeInfo(Phase.FORWARD, names=(new.name,), origin=TRACE_CONSTANT))
         self._specs.insert(0, InputSpec("constant", new.name))
         self._map[node] = new
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from graphopt import _torch
 from graphopt.capture.source_lines import user_frame
-from graphopt.errors import CaptureError
+from graphopt.errors import CaptureError, GraphBreakError
 from graphopt.ir.names import add_name
 
 __all__ = ["REGION_KEY", "observe"]
@@ -101,7 +101,7 @@ def _check_function(cls: type, args: tuple[Any, ...]) -> None:
         leaves = _torch.pytree.tree_leaves(arg)
         for leaf in leaves:
             if not isinstance(leaf, _WRITABLE):
-                raise CaptureError(
+                raise GraphBreakError(
                     f"{cls.__qualname__}.apply at {user_frame()} gets a {type(leaf).__name__} as argument {position}; "
                     "a captured autograd function takes tensors, numbers, strings, dtypes and devices: "
                     "pass what the object holds instead of the object"

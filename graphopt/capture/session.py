@@ -13,9 +13,10 @@ from graphopt import _torch
 from graphopt.capture.append_update import append_update
 from graphopt.capture.checks import refuse_wrapped
 from graphopt.capture.forward import ForwardCapture, capture_forward
-from graphopt.capture.graph_part import title_of
+from graphopt.capture.graph_part import GraphPart, title_of
 from graphopt.capture.hidden_effects import capturing, refuse_backward_hooks, refuse_parameter_hooks
 from graphopt.capture.joint import JointCapture, capture_joint
+from graphopt.capture.split_uses import split_uses
 from graphopt.capture.step import trace_optimizer
 from graphopt.errors import CaptureError
 from graphopt.ir.autocast import mark_around, plain_precision, under_autocast
@@ -75,6 +76,10 @@ class CaptureSession:
         dynamic_shapes: as in ``torch.export``, for the model's (or the loss's) arguments.
         keep: leave numbers and texts that forward sets in modules set, as behind a call in eager mode.
 
+    Attributes:
+        joint: the joint program as it was lowered last.
+        repeated: for a part of a model, the inputs that its program takes again (``split_uses``).
+
     Raises:
         CaptureError: for a model that is wrapped, or with hooks that a program would lose.
     """
@@ -106,6 +111,7 @@ class CaptureSession:
         self._scalar_loss = loss is not None
         self._dynamic_shapes = dynamic_shapes
         self._keep = keep
+        self.repeated: list[str] = []
         self._captures: dict[torch.dtype | None, ForwardCapture] = {}
         self._assigned: dict[str, None] = {}
 
@@ -147,6 +153,8 @@ class CaptureSession:
         program = captured.program
         mark_around(program.graph, program.attributes, len(devices))
         self._assigned |= dict.fromkeys(assigned)
+        if isinstance(self.model, GraphPart):
+            captured, self.repeated = split_uses(captured, self.tensors())
         return captured
 
     def _devices(self) -> list[str]:

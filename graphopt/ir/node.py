@@ -13,6 +13,7 @@ from torch import fx
 from graphopt.errors import GraphoptError
 
 __all__ = [
+    "TRACE_CONSTANT",
     "Candidate",
     "InputSpec",
     "NodeInfo",
@@ -140,6 +141,10 @@ def set_info(node: fx.Node, known: NodeInfo) -> None:
 def value_of(node: fx.Node) -> Any:
     """What a node gives, without data: a fake tensor, a number, a tuple of these; None for one without a value."""
     return node.meta.get("val")
+
+
+TRACE_CONSTANT = "constant of the trace"
+"""The origin of an input that the trace has met as a value, and that no caller gives."""
 
 
 def set_value(node: fx.Node, example: Any) -> None:

@@ -17,7 +17,7 @@ from graphopt.ir.timeline import MemoryTimeline
 from graphopt.rewriting.memory.budget import BudgetError
 from graphopt.rewriting.pipeline import Pipeline
 
-__all__ = ["PartBytes", "Rewrites", "fit_together", "timeline"]
+__all__ = ["PartBytes", "Rewrites", "Together", "fit_together", "timeline"]
 
 _HALVINGS = 4
 """How often the range between the smallest plans and none at all is halved."""
@@ -56,6 +56,21 @@ class PartBytes:
         return cls(memory, begins, kept, sum(p.numel() * p.element_size() for p in parameters), times)
 
 
+@dataclass(frozen=True)
+class Together:
+    """Plans for all parts of a model.
+
+    Attributes:
+        made: what stands for the program of each part.
+        peak: of all of them, in bytes, as predicted.
+        limit: in bytes.
+    """
+
+    made: list[Any]
+    peak: int
+    limit: int
+
+
 class Rewrites(Protocol):
     """The programs that passes make of one part."""
 
@@ -86,8 +101,8 @@ def timeline(parts: Sequence[PartBytes], resident: int) -> MemoryTimeline:
     return MemoryTimeline(nodes, amounts, resident, [], [0] * len(nodes), {})
 
 
-def fit_together(parts: Sequence[Rewrites], pipeline: Pipeline, resident: int) -> list[Any]:
-    """What stands for the programs of all parts, planned so that together they are within the limit of the passes.
+def fit_together(parts: Sequence[Rewrites], pipeline: Pipeline, resident: int) -> Together:
+    """Plan the programs of all parts so that together they are within the limit of the passes.
 
     Each part may take a share of the bytes between its smallest peak and that without a plan, the same share for all
     of them, and the largest that fits.
@@ -105,7 +120,7 @@ def fit_together(parts: Sequence[Rewrites], pipeline: Pipeline, resident: int) -
     limits = [limit for current in pipeline.passes if (limit := current.limit(whole)) is not None]
     limit = min(limits)
     if whole.peak_bytes <= limit:
-        return [made for _, made in free]
+        return Together([made for _, made in free], whole.peak_bytes, limit)
     small = [part.within(0) for part in parts]
     best, peak = small, timeline([found for found, _ in small], resident).peak_bytes
     if peak > limit:
@@ -122,11 +137,12 @@ def fit_together(parts: Sequence[Rewrites], pipeline: Pipeline, resident: int) -
             part.within(_between(least, most, share))
             for part, (least, _), (most, _) in zip(parts, small, free, strict=True)
         ]
-        if timeline([found for found, _ in tried], resident).peak_bytes <= limit:
-            best, low = tried, share
+        reached = timeline([found for found, _ in tried], resident).peak_bytes
+        if reached <= limit:
+            best, peak, low = tried, reached, share
         else:
             high = share
-    return [made for _, made in best]
+    return Together([made for _, made in best], peak, limit)
 
 
 def _between(least: PartBytes, most: PartBytes, share: float) -> int:

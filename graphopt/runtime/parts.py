@@ -22,6 +22,7 @@ from graphopt.capture import CaptureSession
 from graphopt.capture.graph_part import GraphPart
 from graphopt.capture.hidden_effects import CAPTURE_LOCK, refuse_backward_hooks
 from graphopt.errors import CaptureError, GraphBreakError
+from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
 from graphopt.rewriting.pass_ import PassRecord
 from graphopt.runtime.compiled_joint import CompiledJoint, compile_joint
@@ -152,7 +153,9 @@ class Parts:
         fetch: list[Callable[[tuple[Any, ...]], Any]] = []
         for spec, get in zip(session.joint.inputs, compiled.inputs, strict=True):
             fetch.append(_constant(get()) if spec.role == "constant" else _argument(module.places[spec.target]))
-        part.fetch = [*fetch, *map(_argument, module.others)]
+        others = {f"args[{number}]": place for number, place in enumerate(module.others)}
+        places = {**module.places, **others}
+        part.fetch = [*fetch, *map(_argument, [*module.others, *(places[name] for name in session.repeated)])]
         part.compiled = compiled
 
     def _cut(self, graph: fx.GraphModule, _examples: Any) -> Callable[..., Any]:
@@ -197,7 +200,11 @@ class Parts:
             self._runner.options.pipeline,
             self._resident,
         )
-        for part, (capture, joint) in zip(self._parts, found, strict=True):
+        logger.info(
+            "%s: the programs of its %d parts take %s together at most (predicted), of %s", self._title,
+            len(self._parts), format_bytes(found.peak), format_bytes(found.limit),
+        )  # fmt: skip
+        for part, (capture, joint) in zip(self._parts, found.made, strict=True):
             assert part.session is not None
             part.session.joint = joint
             self._use(part, capture)

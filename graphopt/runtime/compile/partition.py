@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from graphopt import _torch
 from graphopt.ir.gradients import base_of
-from graphopt.ir.node import Phase, info, value_of
+from graphopt.ir.node import TRACE_CONSTANT, Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
 from graphopt.ir.reuse import apply_reuse
@@ -23,7 +23,7 @@ T = TypeVar("T")
 def saved_values(program: Program) -> list[fx.Node]:
     """What forward computes or is given, and something after forward reads: tensors first, then sizes."""
     late = _late(program)
-    there = late.union(node for node, _ in program.inputs_of("pass_state"))
+    there = late.union(node for node, _ in program.inputs_of("pass_state")).union(_trace_constants(program))
     _, late_nodes = _divide(program.graph.nodes, late)
     read, _ = _divide(_read_by(late_nodes), there)
     returned, _ = _divide(_nodes_among(value for value, _ in program.outputs_of("gradient")), late)
@@ -88,6 +88,7 @@ def partition(
     early_calls, late_calls = _divide(_calls(program), _late(program))
     tangents = [node for node, _ in program.inputs_of("tangent")]
     live = {node: (state or {})[spec.target] for node, spec in program.inputs_of("pass_state")}
+    live |= {node: program.constants[node.name] for node in _trace_constants(program)}
     primals, _ = _divide(program.placeholders, {*tangents, *live})
     tensors, sizes = _tensors_and_sizes(saved_values(program))
     results = [value for value, _ in program.outputs_of("mutation", "output", "base", "loss")]
@@ -127,6 +128,11 @@ def bind_state(module: fx.GraphModule, program: Program, state: Mapping[str, tor
     for node, spec in program.inputs_of("pass_state"):
         if hasattr(module, node.name):
             setattr(module, node.name, state[spec.target])
+
+
+def _trace_constants(program: Program) -> list[fx.Node]:
+    """The inputs that the trace has met as values: nobody gives them, and halves have them as buffers."""
+    return [node for node, _ in program.inputs_of("constant") if info(node).origin == TRACE_CONSTANT]
 
 
 def _nodes_among(values: Iterable[Any]) -> list[fx.Node]:
