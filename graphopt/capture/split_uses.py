@@ -45,13 +45,37 @@ def split_uses(captured: ForwardCapture, tensors: dict[str, torch.Tensor]) -> tu
         example = tensors.get(spec.target) if spec.role == "parameter" else given[spec.target]
         if example is None or not example.requires_grad or node in written:
             continue
+        _see_through(node)
         _, *earlier = _latest_first(node)
         for number, (user, place) in enumerate(earlier, start=2):
             new = _another(program, node, f"{spec.target} (use {number})")
             _replace_one(user, place, node, new)
             examples.append(example.detach().requires_grad_())
             repeated.append(spec.target)
+    program.erase_dead()
     return dataclasses.replace(captured, program=program, example_tensors=examples), repeated
+
+
+_ITSELF = ("to", "type_as", "contiguous", "resolve_conj", "resolve_neg", "flatten", "dropout", "feature_dropout",
+           "alpha_dropout", "atleast_1d", "atleast_2d", "atleast_3d")  # fmt: skip
+"""Ops that give their argument itself where there is nothing to change, and then are no step of autograd's."""
+
+
+def _see_through(node: fx.Node) -> None:
+    """Let calls that use what an op gives use ``node``, where the op gives it itself."""
+    for user in node.graph.nodes:
+        takes = user.op == "call_function" and user.args and user.args[0] is node
+        if takes and schema.op_name(user) in _ITSELF and _is_itself(user, node):
+            user.replace_all_uses_with(node)
+
+
+def _is_itself(call: fx.Node, node: fx.Node) -> bool:
+    result, tensor = value_of(call), value_of(node)
+    if schema.op_name(call) in ("dropout", "feature_dropout", "alpha_dropout"):
+        return not call.args[2]
+    copied = "copy" in call.kwargs or any(argument is True for argument in call.args)
+    kind, other = (tensor.dtype, tensor.device, tensor.layout), (result.dtype, result.device, result.layout)
+    return not copied and kind == other and tensor.shape == result.shape and tensor.stride() == result.stride()
 
 
 def _another(program: Program, node: fx.Node, target: str) -> fx.Node:

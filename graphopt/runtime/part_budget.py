@@ -134,8 +134,8 @@ def fit_together(parts: Sequence[Rewrites], pipeline: Pipeline, resident: int) -
     for _ in range(_HALVINGS):
         share = (low + high) / 2
         tried = [
-            part.within(_between(least, most, share))
-            for part, (least, _), (most, _) in zip(parts, small, free, strict=True)
+            part.within(_between(least[0], most[0], share)) if _differ(least[0], most[0]) else most
+            for part, least, most in zip(parts, small, free, strict=True)
         ]
         reached = timeline([found for found, _ in tried], resident).peak_bytes
         if reached <= limit:
@@ -143,6 +143,11 @@ def fit_together(parts: Sequence[Rewrites], pipeline: Pipeline, resident: int) -
         else:
             high = share
     return Together([made for _, made in best], peak, limit)
+
+
+def _differ(least: PartBytes, most: PartBytes) -> bool:
+    """Whether there is anything between the smallest plan of a part and none."""
+    return (least.memory.peak_bytes, least.kept) != (most.memory.peak_bytes, most.kept)
 
 
 def _between(least: PartBytes, most: PartBytes, share: float) -> int:
