@@ -54,8 +54,7 @@ from graphopt._torch.dispatcher import has_autocast_rule as has_autocast_rule
 from graphopt._torch.dispatcher import is_composite as is_composite
 from graphopt._torch.dispatcher import qualified_name as qualified_name
 from graphopt._torch.dynamo import cut_as_in_eager as cut_as_in_eager
-from graphopt._torch.dynamo import place_of_input as place_of_input
-from graphopt._torch.dynamo import relative_path as relative_path
+from graphopt._torch.dynamo import input_paths as input_paths
 from graphopt._torch.dynamo import with_paths as with_paths
 from graphopt._torch.eager_kernels import eager_kernels as eager_kernels
 from graphopt._torch.export_regions import AUTOCAST_BEGINS as AUTOCAST_BEGINS

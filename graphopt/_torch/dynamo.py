@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-__all__ = ["cut_as_in_eager", "place_of_input", "relative_path", "with_paths"]
+__all__ = ["cut_as_in_eager", "input_paths", "with_paths"]
 
 _MOST_GRAPHS = 64
 """Of one function, before Dynamo runs it without cutting it: its own limit of 8 is for graphs that are compiled."""
@@ -38,14 +38,17 @@ def cut_as_in_eager(strict: bool) -> contextlib.AbstractContextManager[Any]:
     return patched
 
 
-def place_of_input(node: fx.Node) -> str:
-    """Where an input of one of Dynamo's graphs comes from, as its guards write it; empty where that is not known."""
-    source = getattr(node.meta.get("grapharg"), "source", None)
-    name = getattr(source, "name", "")
-    return str(name() if callable(name) else name)
+def input_paths(graph: fx.GraphModule) -> list[str]:
+    """Where the inputs of one of Dynamo's graphs come from, as modules have it; empty where that is not known.
+
+    To be asked while Dynamo hands the graph over; it forgets it then.
+    """
+    sources = [getattr(node.meta.get("grapharg"), "source", None) for node in graph.graph.find_nodes(op="placeholder")]
+    names = [getattr(source, "name", "") for source in sources]
+    return [_relative_path(str(name() if callable(name) else name)) for name in names]
 
 
-def relative_path(path: str) -> str:
+def _relative_path(path: str) -> str:
     """A path of Dynamo's (``L['self']._modules['layers']._modules['0']``) as modules have it (``layers.0``)."""
     short = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", path)
     short = re.sub(r"\[(\d+)\]", r".\1", _ROOT.sub("", short, count=1))
@@ -63,5 +66,5 @@ def with_paths(graph: fx.GraphModule, place: Callable[[str], str]) -> None:
         stack = node.meta.get("nn_module_stack")
         if stack:
             node.meta["nn_module_stack"] = {
-                key: (place(relative_path(path)), kind) for key, (path, kind) in stack.items()
+                key: (place(_relative_path(path)), kind) for key, (path, kind) in stack.items()
             }

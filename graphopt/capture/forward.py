@@ -32,7 +32,7 @@ from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, set_info, s
 from graphopt.ir.ops.schema import op_name
 from graphopt.ir.program import Program
 
-__all__ = ["ForwardCapture", "capture_forward"]
+__all__ = ["IN_PARTS", "ForwardCapture", "capture_forward"]
 
 logger = logging.getLogger("graphopt")
 
@@ -262,6 +262,10 @@ def _depends_on_data(error: Exception) -> bool:
     return isinstance(error, _torch.GuardOnDataDependentSymNode) or "data-dependent" in str(error)
 
 
+IN_PARTS = "; or keep your loop, where graphopt.optimize captures such a model in parts"
+"""What else can be done about a model that is not one graph."""
+
+
 def _explain(error: Exception, model: nn.Module) -> GraphBreakError:
     where = user_frame(error.__traceback__)
     text = str(error).strip().split("\n")[0] or type(error).__name__
@@ -278,7 +282,7 @@ def _explain(error: Exception, model: nn.Module) -> GraphBreakError:
             "the model must run on tensors without data (torch.export, non-strict): keep NumPy, .tolist(), printing of "
             "values and file access out of forward"
         )
-    return GraphBreakError(f"{name} cannot be captured: {text}\n  where: {where}\n  what to do: {advice}")
+    return GraphBreakError(f"{name} cannot be captured: {text}\n  where: {where}\n  what to do: {advice}{IN_PARTS}")
 
 
 def _to_program(exported: Any, returned: Structure, inputs: Structure, scalar_loss: bool) -> Program:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.traceback import preserve_node_meta
 
 from graphopt import _torch
 from graphopt.errors import CaptureError
@@ -21,6 +22,7 @@ class GraphPart(nn.Module):
         graph: as Dynamo gives it to a backend; parameters and buffers are among its inputs.
         arguments: of a call of the graph.
         names: the names of the model's parameters and buffers, by their ``id``.
+        paths: where the arguments come from in the function that was cut (``input_paths``).
         title: the name of the model's class.
 
     Attributes:
@@ -31,7 +33,14 @@ class GraphPart(nn.Module):
         CaptureError: where the graph takes what is not a tensor.
     """
 
-    def __init__(self, graph: fx.GraphModule, arguments: Sequence[Any], names: Mapping[int, str], title: str) -> None:
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        arguments: Sequence[Any],
+        names: Mapping[int, str],
+        paths: Sequence[str],
+        title: str,
+    ) -> None:
         super().__init__()
         if not all(isinstance(argument, torch.Tensor) for argument in arguments):
             raise CaptureError(
@@ -47,7 +56,7 @@ class GraphPart(nn.Module):
             else:
                 self.places[name] = place
                 self._register(name, tensor)
-        _torch.with_paths(graph, self._whole_paths(graph))
+        _torch.with_paths(graph, self._whole_paths(paths))
         self._run = _Interpreter(graph)
         self._inputs = len(arguments)
         self.title = title
@@ -64,15 +73,13 @@ class GraphPart(nn.Module):
         else:
             module.register_buffer(last, tensor)
 
-    def _whole_paths(self, graph: fx.GraphModule) -> Any:
+    def _whole_paths(self, paths: Sequence[str]) -> Callable[[str], str]:
         """Gives the paths of the whole model for those in the function that was cut, by the names of parameters."""
-        inputs = graph.graph.find_nodes(op="placeholder")
+        above = ""
         for name, place in self.places.items():
-            local = _torch.relative_path(_torch.place_of_input(inputs[place]))
-            if local and (name == local or name.endswith(f".{local}")):
-                above = name[: len(name) - len(local)]
-                return lambda path: (above + path).rstrip(".")
-        return lambda path: path
+            if paths[place] and name.endswith(f".{paths[place]}"):
+                above = name.removesuffix(paths[place])
+        return lambda path: (above + path).rstrip(".")
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         """What the graph returns for its own parameters and buffers and the other tensors of a call."""
@@ -92,7 +99,8 @@ class _Interpreter:
         self._graph = graph
 
     def __call__(self, arguments: Sequence[Any]) -> Any:
-        return fx.Interpreter(self._graph).run(*arguments)
+        with preserve_node_meta():
+            return fx.Interpreter(self._graph).run(*arguments)
 
 
 def title_of(model: nn.Module) -> str:

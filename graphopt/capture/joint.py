@@ -21,6 +21,7 @@ from graphopt.capture.finish_joint import (
     seed_backward,
     settle_mutations,
 )
+from graphopt.capture.forward import IN_PARTS
 from graphopt.capture.gradient_layouts import match_layouts, own_gradients
 from graphopt.capture.replace_ops import use_own_ops
 from graphopt.capture.source_lines import user_frame
@@ -233,7 +234,7 @@ def _explain(error: Exception, title: str) -> CaptureError:
     if isinstance(error, _torch.NEEDS_VALUES):
         advice = (
             "the op's result, or its size, depends on values (.item(), nonzero, an index by a mask): use torch.where "
-            "or a product with the mask, or move it outside of the model"
+            "or a product with the mask, or move it outside of the model" + IN_PARTS
         )
     kind = GraphBreakError if isinstance(error, _torch.NEEDS_VALUES) else CaptureError
     return kind(
@@ -260,6 +261,7 @@ class _Builder:
         self._map: dict[fx.Node, fx.Node] = {}
         self._specs: list[InputSpec] = []
         self._constants: dict[str, torch.Tensor] = {}
+        self._in_backward = False
         self._input_names = [(node.name, spec) for node, spec in forward.inputs_of("input")]
 
     def build(self) -> Program:
@@ -329,6 +331,9 @@ class _Builder:
         tagged = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
         # torch leaves out calls that it makes when backward has ended, for gradients of another dtype
         backward = tagged or any(info(source).phase is Phase.BACKWARD for source in new.all_input_nodes)
+        # and calls of a backward that runs a graph of its own, which are like these: backward runs behind all of forward
+        backward |= self._in_backward and not schema.mutated_inputs(node)
+        self._in_backward |= backward
         source = self._source(node, backward, by_sequence)
         phase = Phase.BACKWARD if backward else Phase.FORWARD
         region = None if backward else source.region

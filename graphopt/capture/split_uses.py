@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -107,7 +108,7 @@ def _replace_one(user: fx.Node, place: int, node: fx.Node, new: fx.Node) -> None
     """Let a call take another value in one of the places where it takes ``node``."""
     seen = iter(range(len(schema.nodes_in((user.args, user.kwargs)))))
 
-    def other(item: object) -> object:
+    def other(item: Any) -> Any:
         return new if item is node and next(seen) == place else item
 
     user.args, user.kwargs = _torch.map_aggregate((user.args, user.kwargs), other)  # type: ignore[assignment]

@@ -19,7 +19,7 @@ from graphopt.rewriting.pipeline import Pipeline
 
 __all__ = ["PartBytes", "Rewrites", "Together", "fit_together", "timeline"]
 
-_HALVINGS = 4
+_HALVINGS = 3
 """How often the range between the smallest plans and none at all is halved."""
 
 _ANY = 2**62

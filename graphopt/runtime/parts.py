@@ -8,7 +8,6 @@ the first call, one by one, each has its smallest peak there; behind that call a
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -41,23 +40,28 @@ class _Part:
     Attributes:
         owner: captures it when it is called first.
         graph: as Dynamo made it.
+        paths: where its arguments come from.
         times: how often it runs in one call of the model, at most.
         compiled: what runs; None before the first call, and for a part that runs as it is.
         reason: why it runs as it is.
+        session: its capture.
+        smallest: where there is a limit, the rewritten capture that takes least, with its joint program as lowered.
+        fetch: gives the arguments of what runs, one by one, from those of a call.
     """
 
     owner: Parts
     graph: fx.GraphModule
+    paths: list[str]
     times: int = 0
     compiled: CompiledJoint | None = None
     reason: str = ""
     session: CaptureSession | None = None
+    smallest: tuple[Capture, Any] | None = None
     fetch: list[Callable[[tuple[Any, ...]], Any]] = field(default_factory=list)
 
     def __call__(self, *arguments: Any) -> Any:
         if self.compiled is None and not self.reason:
-            with CAPTURE_LOCK:
-                self.owner.capture(self, arguments)
+            self.owner.capture(self, arguments)
         if self.compiled is None:
             return self.graph(*arguments)
         self.owner.note(self)
@@ -89,8 +93,8 @@ class Parts:
         self._names: dict[int, str] = {}
         self._resident = 0
         self._title = ""
-        self._calls = threading.local()
-        self._settled = False
+        self._made: Counter[_Part] = Counter()
+        self._settled = self._told = False
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -103,23 +107,23 @@ class Parts:
         return [record for part in self._parts if part.compiled for record in part.compiled.rewritten.records]
 
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a call of the model.
+        """Run a call of the model. Calls of several threads run one after the other: at any of them Dynamo may cut anew.
 
         Raises:
             CaptureError: for backward hooks of submodules, which a part would lose.
             GraphoptError: where passes keep programs within a limit that the parts together do not meet.
         """
-        if not self._settled:
-            self._look_at(model, args, kwargs)
-        self._calls.made = []
-        with _torch.cut_as_in_eager(strict=self._limited):
+        with CAPTURE_LOCK, _torch.cut_as_in_eager(strict=self._limited):
+            if not self._settled:
+                self._look_at(model, args, kwargs)
+            self._made.clear()
             result = self._function(model, *args, **kwargs)
-        self._count(self._calls.made)
+            self._count()
         return result
 
     def note(self, part: _Part) -> None:
-        """Take notice of a part that runs in this thread's call."""
-        self._calls.made.append(part)
+        """Take notice of a part that runs in the call of now."""
+        self._made[part] += 1
 
     def capture(self, part: _Part, arguments: tuple[Any, ...]) -> None:
         """Capture a part that is called for the first time, or find out why it runs as it is."""
@@ -128,7 +132,7 @@ class Parts:
             return
         self._settled = False
         try:
-            module = GraphPart(part.graph, arguments, self._names, self._title)
+            module = GraphPart(part.graph, arguments, self._names, part.paths, self._title)
             session = CaptureSession(module, tuple(arguments[place] for place in module.others))
             capture = self._runner.rewrite(session, room=0 if self._limited else None)
         except CaptureError as error:
@@ -139,7 +143,7 @@ class Parts:
         if not self.programs:
             self._runner.prepare(program, module)
         self._runner.make_ready(program)
-        part.session = session
+        part.session, part.smallest = session, (capture, session.joint)
         self._use(part, capture)
 
     def _use(self, part: _Part, capture: Capture) -> None:
@@ -160,7 +164,7 @@ class Parts:
 
     def _cut(self, graph: fx.GraphModule, _examples: Any) -> Callable[..., Any]:
         """What torch calls a backend: takes one of Dynamo's graphs, and gives what runs in its place."""
-        return _Part(self, graph)
+        return _Part(self, graph, _torch.input_paths(graph))
 
     def _look_at(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Remember what the model's tensors are called, and what is resident in any case."""
@@ -172,26 +176,30 @@ class Parts:
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (*(t for _, t in named), *given)}
         self._resident = sum(storages.values())
 
-    def _count(self, made: list[_Part]) -> None:
+    def _count(self) -> None:
         """Behind a call of the model: plan all parts together where there are new ones, or one runs more often."""
-        with CAPTURE_LOCK:
-            times = Counter(made)
-            if self._settled and all(count <= part.times for part, count in times.items()):
-                return
-            position = 0
-            for part in times:
-                if part not in self._parts:
-                    self._parts.insert(position, part)
-                part.times = max(part.times, times[part])
-                position = self._parts.index(part) + 1
-            if self._limited and self._parts:
-                self._plan()
-            if not self._settled:
-                self._settled = True
-                logger.warning(
-                    "%s runs in parts, %d so far, with eager code between them whose bytes are not counted, since it "
-                    "cannot be captured whole: %s", self._title, len(self._parts), _first_lines(self._reason),
-                )  # fmt: skip
+        if self._settled and all(count <= part.times for part, count in self._made.items()):
+            return
+        position = 0
+        for part, count in self._made.items():
+            if part not in self._parts:
+                self._parts.insert(position, part)
+            part.times = max(part.times, count)
+            position = self._parts.index(part) + 1
+        if self._limited and self._parts:
+            self._plan()
+        self._settled = True
+        if not self._told:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Say once that the model is not one program; and before, that it has no part with a program so far."""
+        self._told = bool(self._parts)
+        how = f"in parts, {len(self._parts)} so far, with eager code between them whose bytes are not counted"
+        logger.warning(
+            "%s runs %s, since it cannot be captured whole: %s", self._title,
+            how if self._parts else "as it is in this call", _first_lines(self._reason),
+        )  # fmt: skip
 
     def _plan(self) -> None:
         """Give each part its share of the limit."""
@@ -206,8 +214,10 @@ class Parts:
         )  # fmt: skip
         for part, (capture, joint) in zip(self._parts, found.made, strict=True):
             assert part.session is not None
-            part.session.joint = joint
-            self._use(part, capture)
+            assert part.compiled is not None
+            if part.compiled.rewritten is not capture.rewritten:  # a joint program can be compiled once
+                part.session.joint = joint
+                self._use(part, capture)
 
 
 class _Rewrites:
@@ -215,11 +225,13 @@ class _Rewrites:
 
     def __init__(self, runner: Runner[CompiledJoint], part: _Part) -> None:
         assert part.session is not None
-        self._runner, self._session = runner, part.session
+        self._runner, self._session, self._smallest = runner, part.session, part.smallest
         self.times = part.times
 
     def within(self, room: int) -> tuple[PartBytes, Any]:
         """What passes make of the part in so many bytes, or in as few as they can: its bytes, and the capture."""
+        if room == 0 and self._smallest is not None:
+            return PartBytes.of(self._smallest[0].rewritten.program, self.times), self._smallest
         capture = self._runner.rewrite(self._session, room=room)
         self._runner.make_ready(capture.rewritten.program)
         return PartBytes.of(capture.rewritten.program, self.times), (capture, self._session.joint)

@@ -1,0 +1,369 @@
+"""Models that are not one graph: captured in parts, with eager mode's bits, under one budget."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import graphopt
+from graphopt import CaptureError, GraphoptError, Pass
+from graphopt.passes import ClipGradients, FitMemory, MixedPrecision, Offload, Recompute
+from tests.support.properties import examples
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+"""Dynamo's own code warns, and hides it in a way that does not work where warnings are errors."""
+
+
+class Layer(nn.Module):
+    """A residual layer; its input is used twice, and by a cast that changes nothing."""
+
+    def __init__(self, d: int = 8) -> None:
+        super().__init__()
+        self.norm, self.up, self.down, self.drop = (
+            nn.LayerNorm(d),
+            nn.Linear(d, 4 * d),
+            nn.Linear(4 * d, d),
+            nn.Dropout(),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low = x.to(torch.float32)
+        return low + self.drop(self.down(F.gelu(self.up(self.norm(low))))) * x.sigmoid()
+
+
+class Skipping(nn.Module):
+    """Leaves out layers by chance, as LayerDrop does; the first result is used by all that follow."""
+
+    def __init__(self, layers: int = 3, d: int = 8, drop: float = 0.3) -> None:
+        super().__init__()
+        self.layers, self.head, self.p = nn.ModuleList(Layer(d) for _ in range(layers)), nn.Linear(d, 3), drop
+        self.register_buffer("scale", torch.full((d,), 1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x = x * self.scale
+        for layer in self.layers:
+            if self.training and torch.rand([]) < self.p:
+                continue
+            x = layer(x) + first
+        return self.head(x)
+
+
+class Routed(nn.Module):
+    """Sends each row through one of two experts, chosen by values; the experts get as many rows as there are."""
+
+    def __init__(self, d: int = 8) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(d, 2), nn.ModuleList(nn.Linear(d, d) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.router(x)
+        result = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (scores.argmax(-1) == number).nonzero().flatten()
+            result = result.index_add(0, rows, expert(x[rows]) * scores[rows, number, None])
+        return x + result
+
+
+class Clamp(torch.autograd.Function):
+    """Passes on less of a gradient than there is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient.clamp(-0.01, 0.01) * torch.tensor(0.5) * (x > 0)
+
+
+class Checked(nn.Module):
+    """Looks at values between two layers, writes a buffer, and has a backward of its own."""
+
+    def __init__(self, d: int = 8) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(d, d), nn.BatchNorm1d(d), nn.Linear(d, d)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        x = Clamp.apply(self.norm(self.first(x)))
+        large = x.abs().max().item() > 1
+        return {"y": self.last(x / 2 if large else x), "large": large, "x": x}
+
+
+class Keeping(nn.Module):
+    """Keeps what it computed last in an attribute, and uses it at the next call."""
+
+    def __init__(self, d: int = 8) -> None:
+        super().__init__()
+        self.layer = nn.Linear(d, d)
+        self.last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x if self.last is None else x + self.last)
+        self.last = x.detach()
+        return x
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "skipping": Skipping, "routed": Routed, "checked": Checked, "keeping": Keeping,
+}  # fmt: skip
+
+
+def value_of_output(result: Any) -> torch.Tensor:
+    if isinstance(result, dict):
+        return result["y"].square().mean() + result["x"].square().sum() * 0.01
+    return result.square().mean()
+
+
+def trained(model: nn.Module, batches: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Losses, gradients, parameters and buffers over some steps, and the random stream behind them."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torch.manual_seed(3)
+    found: dict[str, torch.Tensor] = {}
+    for number, batch in enumerate(batches):
+        optimizer.zero_grad()
+        loss = value_of_output(model(batch))
+        loss.backward()
+        found[f"{number}.loss"] = loss.detach()
+        found |= {f"{number}.{n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+    return found | {n: t.clone() for n, t in model.state_dict().items()} | {"generator": torch.get_rng_state()}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
+
+
+def batches(count: int, rows: int = 16, d: int = 8) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(rows, d) for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize(
+    "passes",
+    [[], [Recompute("auto")], [FitMemory("100%", cost="roofline")], [Offload(tier="disk", min_bytes=1)]],
+    ids=["none", "recompute", "fit", "offload"],
+)
+def test_training_equals_eager_training(name: str, passes: list[Pass]) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    expected = trained(copy.deepcopy(model), batches(5))
+    optimized = graphopt.optimize(model, passes)
+    assert_equal(trained(optimized, batches(5)), expected)
+    assert optimized.parts or name == "routed"  # whose loop Dynamo does not cut
+    assert all(record.name == passes[0].name for record in optimized.records)
+    assert len(optimized.records) == len(optimized.parts) * len(passes)
+
+
+@examples(3, many=60)
+@given(st.integers(0, 2**20), st.integers(1, 4), st.floats(0, 0.9), st.booleans())
+def test_any_choice_of_layers_and_sizes(seed: int, layers: int, drop: float, transposed: bool) -> None:
+    """Layers in any order and number, inputs of several shapes and strides."""
+    torch.manual_seed(seed)
+    model = Skipping(layers, drop=drop)
+    given = [*batches(2), *batches(2, rows=5)]
+    given = [batch.t().contiguous().t() for batch in given] if transposed else given
+    expected = trained(copy.deepcopy(model), given)
+    assert_equal(trained(graphopt.optimize(model), given), expected)
+
+
+def test_why_it_is_in_parts_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = graphopt.optimize(Checked())
+    with caplog.at_level(logging.WARNING, "graphopt"):
+        trained(model, batches(3))
+    (text,) = [record.getMessage() for record in caplog.records if record.name == "graphopt"]
+    assert "Checked runs in parts, 2 so far, with eager code between them whose bytes are not counted" in text
+    assert "test_parts.py" in text
+    assert "Could not guard on data-dependent expression" in text
+    with pytest.raises(GraphoptError, match=r"Checked runs in parts.*\.parts has their programs"):
+        _ = model.program
+
+
+def test_a_whole_model_is_one_part() -> None:
+    model = graphopt.optimize(nn.Linear(8, 2))
+    model(batches(1)[0]).sum().backward()
+    assert model.parts == (model.program,)
+
+
+def test_tensors_keep_their_names() -> None:
+    model = graphopt.optimize(Skipping(drop=0.0))
+    trained(model, batches(1))
+    names = {name for part in model.parts for name in part.names()}
+    assert {"layers.0.up.weight", "layers.0.norm::native_layer_norm", "layers.0.up::addmm"} <= names
+
+
+class Looking(nn.Module):
+    """Blocks, with a look at values behind each."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer(16) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        if x.detach().abs().max() > 1e9:
+            return x
+        x = self.blocks[1](x)
+        if x.detach().abs().max() > 1e9:
+            return x
+        return self.blocks[2](x)
+
+
+def peak(model: nn.Module, batch: torch.Tensor) -> int:
+    """The most bytes above what is there, in a step whose gradients are made anew."""
+
+    def step() -> None:
+        model(batch).square().mean().backward()
+
+    step()
+    model.zero_grad()
+    return graphopt.measure_peak(step).allocated_peak_bytes
+
+
+def test_one_budget_covers_all_parts() -> None:
+    torch.manual_seed(0)
+    base, batch = Looking(), torch.randn(128, 16)
+    highest = peak(graphopt.optimize(copy.deepcopy(base)), batch)
+    resident = sum(t.nbytes for t in (*base.parameters(), *base.buffers(), batch))
+    budget = resident + int(0.77 * highest)
+    model = graphopt.optimize(copy.deepcopy(base), [FitMemory(budget, cost="roofline")])
+    reached = peak(model, batch)
+    assert reached < 0.8 * highest
+    assert resident + reached <= budget + 2 * batch.nbytes  # eager code between parts, and the loss
+    assert len(model.parts) == 3
+    losses = []
+    for one in (model, base):
+        torch.manual_seed(1)
+        losses.append(one(batch).sum())
+    assert torch.equal(*losses)
+
+
+def test_the_first_step_is_within_the_budget_as_well() -> None:
+    torch.manual_seed(0)
+    base, batch = Looking(), torch.randn(128, 16)
+    highest = peak(graphopt.optimize(copy.deepcopy(base)), batch)
+    resident = sum(t.nbytes for t in (*base.parameters(), *base.buffers(), batch))
+    model = graphopt.optimize(copy.deepcopy(base), [FitMemory(resident + int(0.77 * highest), cost="roofline")])
+    loss = model(batch).square().mean()  # parts are captured, and planned behind them
+    assert graphopt.measure_peak(loss.backward).allocated_peak_bytes <= 0.77 * highest
+
+
+def test_a_budget_that_the_parts_do_not_meet_is_refused_with_the_smallest_peak() -> None:
+    model = graphopt.optimize(Looking(), [FitMemory(10_000, cost="roofline")])
+    with pytest.raises(
+        GraphoptError, match=r"no plan fits into 10.0 kB .*: in 3 parts the model's smallest peak is \d+"
+    ):
+        model(torch.randn(128, 16))
+
+
+@pytest.mark.parametrize(
+    ("passes", "named"), [([MixedPrecision()], "mixed-precision"), ([Recompute("auto"), ClipGradients(1.0)], "clip")]
+)
+def test_passes_that_act_on_more_than_a_part_are_refused(passes: list[Pass], named: str) -> None:
+    try:
+        model = graphopt.optimize(Checked(), passes)
+    except GraphoptError:
+        return  # not for drop-in models at all
+    with pytest.raises(CaptureError, match=f"(?s)where: .*test_parts.*in parts: {named}.* cannot be applied"):
+        model(batches(1)[0])
+
+
+def test_a_whole_step_names_the_way_out() -> None:
+    model = Checked()
+    step = graphopt.optimize_step(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda m, x: m(x)["y"].mean()
+    )
+    with pytest.raises(CaptureError, match=r"graphopt\.optimize captures such a model in parts"):
+        step(batches(1)[0])
+
+
+def test_errors_of_the_model_are_its_own() -> None:
+    model = graphopt.optimize(Checked())
+    with pytest.raises(RuntimeError, match=r"reduction dim.*\[4, 5\] X \[8, 8\]"):
+        model(torch.randn(4, 5))
+    assert len(trained(model, batches(2))) > 2
+
+
+def test_hooks_added_later_act(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = Checked()
+    plain, optimized = copy.deepcopy(model), graphopt.optimize(copy.deepcopy(model))
+    assert_equal(trained(optimized, batches(2)), trained(plain, batches(2)))
+    for one in (plain, optimized):
+        one.last.register_forward_hook(lambda _m, _args, result: result * 2)
+    assert_equal(trained(optimized, batches(2)), trained(plain, batches(2)))
+
+
+def test_backward_hooks_of_submodules_are_refused() -> None:
+    model = Checked()
+    model.last.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(CaptureError, match="the submodule 'last' has a backward hook"):
+        graphopt.optimize(model)(batches(1)[0])
+
+
+def test_without_gradients_and_in_eval_mode_the_plain_forward_runs() -> None:
+    torch.manual_seed(0)
+    model = Checked()
+    optimized = graphopt.optimize(copy.deepcopy(model))
+    with torch.no_grad():
+        assert torch.equal(optimized(batches(1)[0])["y"], model(batches(1)[0])["y"])
+    assert torch.equal(optimized.eval()(batches(1)[0])["y"], model.eval()(batches(1)[0])["y"])
+    with pytest.raises(GraphoptError, match="nothing is captured yet"):
+        _ = optimized.program
+
+
+def test_under_autocast() -> None:
+    def run(model: nn.Module) -> dict[str, torch.Tensor]:
+        torch.manual_seed(3)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = value_of_output(model(batches(1)[0]))
+        loss.backward()
+        return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    torch.manual_seed(0)
+    for model in (Skipping(drop=0.3), Checked()):
+        assert_equal(run(graphopt.optimize(copy.deepcopy(model))), run(model))
+
+
+def test_accumulated_gradients_and_copies() -> None:
+    torch.manual_seed(0)
+    model = Skipping()
+    plain, optimized = copy.deepcopy(model), graphopt.optimize(copy.deepcopy(model), [Recompute("auto")])
+    for one in (plain, optimized):
+        torch.manual_seed(3)
+        for batch in batches(3):
+            one(batch).square().mean().backward()
+    assert_equal({n: p.grad for n, p in optimized.named_parameters()}, {n: p.grad for n, p in plain.named_parameters()})
+    assert_equal(trained(copy.deepcopy(optimized), batches(2)), trained(copy.deepcopy(plain), batches(2)))
+
+
+def test_several_threads() -> None:
+    torch.manual_seed(0)
+    model = Checked().requires_grad_(True)
+    model.norm.eval()
+    optimized = graphopt.optimize(copy.deepcopy(model))
+    expected = [model(batch)["y"] for batch in batches(4)]
+    found: dict[int, torch.Tensor] = {}
+
+    def call(number: int, batch: torch.Tensor) -> None:
+        found[number] = optimized(batch)["y"]
+
+    threads = [threading.Thread(target=call, args=pair) for pair in enumerate(batches(4))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [torch.equal(found[number], value) for number, value in enumerate(expected)] == [True] * 4
