@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
 
 from torch import fx
+
+from graphopt._torch.private_names import PARTS, require
 
 __all__ = ["cut_as_in_eager", "input_paths", "with_paths"]
 
@@ -25,17 +28,26 @@ def cut_as_in_eager(strict: bool) -> contextlib.AbstractContextManager[Any]:
 
     Args:
         strict: raise an error for a function of more graphs than are made, which would run without graphs.
-    """
-    from torch._dynamo import config  # torch imports Dynamo when it is first needed, in seconds
 
+    Raises:
+        TorchVersionError: where the installed torch lacks what it takes.
+    """
     changes = {
         "skip_nnmodule_hook_guards": False,
         "recompile_limit": _MOST_GRAPHS,
         "accumulated_recompile_limit": 16 * _MOST_GRAPHS,
         "fail_on_recompile_limit_hit": strict,
     }
-    patched: contextlib.AbstractContextManager[Any] = config.patch(changes)
+    patched: contextlib.AbstractContextManager[Any] = _config().patch(changes)
     return patched
+
+
+@functools.cache
+def _config() -> Any:
+    require(PARTS)
+    from torch._dynamo import config  # torch imports Dynamo when it is first needed, in seconds
+
+    return config
 
 
 def input_paths(graph: fx.GraphModule) -> list[str]:

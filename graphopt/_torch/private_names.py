@@ -27,6 +27,7 @@ __all__ = [
     "MEMORY",
     "ON_IMPORT",
     "ON_USE",
+    "PARTS",
     "VALUES",
     "Feature",
     "attribute",
@@ -172,6 +173,11 @@ CHECKPOINTS = Feature(
     },
 )
 
+PARTS = Feature(
+    "models that are captured in parts",
+    {"torch._dynamo.config": "patch recompile_limit skip_nnmodule_hook_guards"},
+)
+
 INDUCTOR = Feature(
     'the backend "inductor"',
     {
@@ -209,7 +215,7 @@ GROUPS = Feature(
     },
 )
 
-ON_USE = (CHECKPOINTS, INDUCTOR, AUTOCAST, MEMORY, GROUPS)
+ON_USE = (CHECKPOINTS, PARTS, INDUCTOR, AUTOCAST, MEMORY, GROUPS)
 
 
 def require(feature: Feature) -> None:

@@ -331,7 +331,7 @@ class _Builder:
         tagged = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
         # torch leaves out calls that it makes when backward has ended, for gradients of another dtype
         backward = tagged or any(info(source).phase is Phase.BACKWARD for source in new.all_input_nodes)
-        # and calls of a backward that runs a graph of its own, which are like these: backward runs behind all of forward
+        # and calls of a backward that runs a graph of its own; what stands behind the first of these belongs to them
         backward |= self._in_backward and not schema.mutated_inputs(node)
         self._in_backward |= backward
         source = self._source(node, backward, by_sequence)

@@ -111,4 +111,4 @@ def _replace_one(user: fx.Node, place: int, node: fx.Node, new: fx.Node) -> None
     def other(item: Any) -> Any:
         return new if item is node and next(seen) == place else item
 
-    user.args, user.kwargs = _torch.map_aggregate((user.args, user.kwargs), other)  # type: ignore[assignment]
+    user.args, user.kwargs = _torch.map_aggregate((user.args, user.kwargs), other)

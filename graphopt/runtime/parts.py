@@ -107,7 +107,7 @@ class Parts:
         return [record for part in self._parts if part.compiled for record in part.compiled.rewritten.records]
 
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a call of the model. Calls of several threads run one after the other: at any of them Dynamo may cut anew.
+        """Run a call of the model; those of several threads one after the other, as Dynamo may cut anew at any of them.
 
         Raises:
             CaptureError: for backward hooks of submodules, which a part would lose.

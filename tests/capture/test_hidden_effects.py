@@ -31,7 +31,7 @@ class Branches(nn.Module):
 
 def test_bodies_that_a_value_chooses_are_refused() -> None:
     with pytest.raises(CaptureError, match=r"Branches calls cond, which runs one body or another(.|\n)*torch\.where"):
-        graphopt.optimize(Branches())(X)
+        graphopt.capture(Branches(), (X,))
 
 
 class Calls(nn.Module):

@@ -115,7 +115,7 @@ def test_programs_with_checks_are_written_and_read() -> None:
 @pytest.mark.parametrize("forward", CHOICES)
 def test_what_may_go_on_is_refused(forward: Forward) -> None:
     with pytest.raises(CaptureError, match=r"(?s)control flow depends on a tensor's values|data-dependent"):
-        graphopt.optimize(Calls(forward))(X)
+        graphopt.capture(Calls(forward), (X,))
 
 
 @pytest.mark.usefixtures("checked")
@@ -124,7 +124,7 @@ def test_distributions_that_choose_between_values_are_refused_with_the_way_out()
         return D.MultivariateNormal(layer(x), torch.eye(4)).log_prob(x)
 
     with pytest.raises(CaptureError, match="validate_args=False"):
-        graphopt.optimize(Calls(multivariate))(X)
+        graphopt.capture(Calls(multivariate), (X,))
 
 
 def test_results_whose_size_depends_on_values_are_refused_with_their_line() -> None:
@@ -133,7 +133,7 @@ def test_results_whose_size_depends_on_values_are_refused_with_their_line() -> N
         return y[y > 0].sum()
 
     with pytest.raises(CaptureError, match=r"one program: aten\.nonzero") as caught:
-        graphopt.optimize(Calls(positive))(X)
+        graphopt.capture(Calls(positive), (X,))
     where, advice = str(caught.value).splitlines()[1:]
     assert re.search(r"checked_models\.py:\d+ in forward", where)
     assert "an index by a mask" in advice
@@ -156,6 +156,7 @@ _conditions = st.recursive(
 )
 
 
+@pytest.mark.filterwarnings("ignore")  # of Dynamo, where the model is captured in parts
 @examples(12, many=1000)
 @given(
     condition=_conditions,

@@ -110,7 +110,7 @@ def test_tensors_kept_in_attributes_are_refused() -> None:
             return self.kept.tanh()
 
     with pytest.raises(CaptureError, match=r"forward keeps tensors in kept.*return them, or register them as buffers"):
-        graphopt.optimize(Keeps())(X)
+        graphopt.capture(Keeps(), (X,))
 
 
 # --- custom functions ------------------------------------------------------------------------------------------------
@@ -242,12 +242,13 @@ class Decides(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("way", ["drop-in", "step"])
+@pytest.mark.parametrize("way", ["capture", "step"])
 def test_control_flow_on_values_names_the_line(way: str) -> None:
     model = Decides()
     lines, start = inspect.getsourcelines(Decides)
     line = start + next(number for number, text in enumerate(lines) if "if y.sum()" in text)
-    run = graphopt.optimize(model) if way == "drop-in" else graphopt.optimize_step(model, sgd(model.parameters()))
+    step = graphopt.optimize_step(model, sgd(model.parameters()))
+    run = step if way == "step" else lambda x: graphopt.capture(model, (x,))
     with pytest.raises(CaptureError, match=rf"test_models\.py:{line} in forward: if y\.sum\(\) > 0") as caught:
         run(X)
     assert "torch.where" in str(caught.value)
