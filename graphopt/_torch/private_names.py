@@ -175,7 +175,12 @@ CHECKPOINTS = Feature(
 
 PARTS = Feature(
     "models that are captured in parts",
-    {"torch._dynamo.config": "patch recompile_limit skip_nnmodule_hook_guards"},
+    {
+        "torch._dynamo.config": (
+            "accumulated_recompile_limit fail_on_recompile_limit_hit patch recompile_limit "
+            "rewrite_assert_with_torch_assert skip_nnmodule_hook_guards suppress_errors"
+        ),
+    },
 )
 
 INDUCTOR = Feature(

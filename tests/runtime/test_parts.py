@@ -292,7 +292,7 @@ def test_a_whole_step_names_the_way_out() -> None:
 
 def test_errors_of_the_model_are_its_own() -> None:
     model = graphopt.optimize(Checked())
-    with pytest.raises(RuntimeError, match=r"reduction dim.*\[4, 5\] X \[8, 8\]"):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(torch.randn(4, 5))
     assert len(trained(model, batches(2))) > 2
 
