@@ -70,7 +70,7 @@ def _relative_path(path: str) -> str:
 
 
 def with_paths(graph: fx.GraphModule, place: Callable[[str], str]) -> None:
-    """Give the nodes of one of Dynamo's graphs the module paths of the whole model.
+    """Give the nodes of one of Dynamo's graphs the module paths of the whole model, where they have them not yet.
 
     Args:
         graph: to change.
@@ -80,5 +80,6 @@ def with_paths(graph: fx.GraphModule, place: Callable[[str], str]) -> None:
         stack = node.meta.get("nn_module_stack")
         if stack:
             node.meta["nn_module_stack"] = {
-                key: (place(_relative_path(path)), kind) for key, (path, kind) in stack.items()
+                key: (place(_relative_path(path)) if _ROOT.match(path) else path, kind)
+                for key, (path, kind) in stack.items()
             }

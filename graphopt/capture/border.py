@@ -62,7 +62,11 @@ BORDER = (
     Row("checks of values inside of ops, such as `torch.linalg.inv`'s", "traced", "they raise as in eager mode"),
     Row("`print` and other effects of forward outside of torch", "at the capture"),
     Row("`assert` and `if …: raise` on values", "traced", "as ops that raise the same, with the source line"),
-    Row("other control flow that depends on values", "refused", "with the source line"),
+    Row(
+        "other control flow that depends on values, tensors kept in attributes",
+        "honoured",
+        "a drop-in model is captured in parts, with eager code between them; a whole step refuses it",
+    ),
     Row("outputs that the caller keeps", "honoured", "their bytes are counted until backward ends"),
     Row("what a loss outside of a drop-in model allocates", "told", "it is not part of a budget; the record says so"),
 )

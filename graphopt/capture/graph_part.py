@@ -30,7 +30,7 @@ class GraphPart(nn.Module):
         others: where the other arguments stand.
 
     Raises:
-        CaptureError: where the graph takes what is not a tensor.
+        CaptureError: where the graph takes what is not a tensor, or does what a program would lose.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class GraphPart(nn.Module):
                 f"a part of {title} takes a number that differs from call to call, which a program cannot\n"
                 "  what to do: make sizes and numbers in forward depend on the shapes of its arguments alone"
             )
+        _refuse_unknown(graph, title)
         self.places: dict[str, int] = {}
         self.others: list[int] = []
         for place, tensor in enumerate(arguments):
@@ -101,6 +102,14 @@ class _Interpreter:
     def __call__(self, arguments: Sequence[Any]) -> Any:
         with preserve_node_meta():
             return fx.Interpreter(self._graph).run(*arguments)
+
+
+def _refuse_unknown(graph: fx.GraphModule, title: str) -> None:
+    """Raise a ``CaptureError`` for calls that do more than compute: Dynamo has ops of its own for hooks and others."""
+    for node in graph.graph.nodes:
+        own = isinstance(node.target, _torch.HigherOrderOperator) and str(node.target) != "autograd_function_apply"
+        if own or (node.op == "call_method" and str(node.target).startswith("register_")):
+            raise CaptureError(f"a part of {title} uses {getattr(node.target, '__name__', node.target)}")
 
 
 def title_of(model: nn.Module) -> str:

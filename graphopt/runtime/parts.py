@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from graphopt.rewriting.pass_ import PassRecord
 from graphopt.runtime.compiled_joint import CompiledJoint, compile_joint
 from graphopt.runtime.part_budget import PartBytes, fit_together
 from graphopt.runtime.runner import Capture, Runner
+from graphopt.runtime.signature import part_signature
 
 __all__ = ["Parts"]
 
@@ -47,6 +48,7 @@ class _Part:
         session: its capture.
         smallest: where there is a limit, the rewritten capture that takes least, with its joint program as lowered.
         fetch: gives the arguments of what runs, one by one, from those of a call.
+        variants: by what Dynamo does not look at (``part_signature``), the part of the same graph that runs.
     """
 
     owner: Parts
@@ -58,8 +60,17 @@ class _Part:
     session: CaptureSession | None = None
     smallest: tuple[Capture, Any] | None = None
     fetch: list[Callable[[tuple[Any, ...]], Any]] = field(default_factory=list)
+    variants: dict[Hashable, _Part] = field(default_factory=dict)
 
     def __call__(self, *arguments: Any) -> Any:
+        key = part_signature(arguments)
+        if key not in self.variants:
+            first = not self.variants
+            self.variants[key] = self if first else replace(self, compiled=None, reason="", times=0)
+        return self.variants[key].run(arguments)
+
+    def run(self, arguments: tuple[Any, ...]) -> Any:
+        """Run the program for these arguments, which is captured where there is none."""
         if self.compiled is None and not self.reason:
             self.owner.capture(self, arguments)
         if self.compiled is None:

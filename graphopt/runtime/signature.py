@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 
@@ -10,7 +11,7 @@ from graphopt.capture.fingerprint import global_flags
 from graphopt.capture.flatten import Structure
 from graphopt.ir.autocast import autocast_state
 
-__all__ = ["signature"]
+__all__ = ["part_signature", "signature"]
 
 
 def signature(
@@ -32,6 +33,12 @@ def signature(
         global_flags(),
         autocast_state(),
     )
+
+
+def part_signature(arguments: tuple[Any, ...]) -> Hashable:
+    """What a part of a model depends on beside what Dynamo looks at: torch's settings, and memory that is shared."""
+    tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+    return _sharing(tensors), global_flags()
 
 
 def _metadata(tensor: torch.Tensor, sizes: bool) -> Hashable:

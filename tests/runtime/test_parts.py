@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import graphopt
 from graphopt import CaptureError, GraphoptError, Pass
@@ -305,6 +306,57 @@ def test_hooks_added_later_act(caplog: pytest.LogCaptureFixture) -> None:
     for one in (plain, optimized):
         one.last.register_forward_hook(lambda _m, _args, result: result * 2)
     assert_equal(trained(optimized, batches(2)), trained(plain, batches(2)))
+
+
+class Attending(nn.Module):
+    """Attention, whose kernel torch's settings choose, behind a look at values; a hook halves a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.scale = nn.Linear(8, 24), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.abs().max() > 1e9:
+            return x
+        q, k, v = self.qkv(x).view(1, -1, 3, 8).unbind(2)
+        v.register_hook(lambda gradient: gradient / 2)
+        return F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None]) * self.scale
+
+
+def test_what_is_around_a_call_counts() -> None:
+    """Settings of torch, attributes that change, hooks inside of forward."""
+    torch.manual_seed(0)
+    model = Attending()
+    optimized = graphopt.optimize(copy.deepcopy(model))
+    for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+        for one in (model, optimized):
+            one.scale += 0.5
+        with sdpa_kernel(backend):
+            assert_equal(trained(optimized, batches(2, rows=300)), trained(model, batches(2, rows=300)))
+
+
+def test_arguments_that_share_memory() -> None:
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            if x.abs().max() > 1e9:
+                return x
+            y = y.add_(1)
+            return self.layer(x) + y
+
+    torch.manual_seed(0)
+    model = Adds()
+    optimized = graphopt.optimize(copy.deepcopy(model))
+    for shared in (False, True, False):
+        found = []
+        for one in (model, optimized):
+            x = batches(1)[0]
+            y = x[:] if shared else x.clone()
+            found.append([one(x, y), x, y])
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 def test_backward_hooks_of_submodules_are_refused() -> None:
