@@ -23,7 +23,7 @@ from graphopt.capture.hidden_effects import CAPTURE_LOCK, refuse_backward_hooks
 from graphopt.errors import CaptureError, GraphBreakError
 from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
-from graphopt.rewriting.pass_ import PassRecord
+from graphopt.rewriting.pass_ import Changed, PassRecord
 from graphopt.runtime.compiled_joint import CompiledJoint, compile_joint
 from graphopt.runtime.part_budget import PartBytes, fit_together
 from graphopt.runtime.runner import Capture, Runner
@@ -32,6 +32,9 @@ from graphopt.runtime.signature import part_signature
 __all__ = ["Parts"]
 
 logger = logging.getLogger("graphopt")
+
+
+_BETWEEN = "eager code between them whose bytes are not counted"
 
 
 @dataclass(eq=False)
@@ -46,7 +49,7 @@ class _Part:
         compiled: what runs; None before the first call, and for a part that runs as it is.
         reason: why it runs as it is.
         session: its capture.
-        smallest: where there is a limit, the rewritten capture that takes least, with its joint program as lowered.
+        smallest: where there is a limit, what runs with the fewest bytes, and its joint program as lowered.
         fetch: gives the arguments of what runs, one by one, from those of a call.
         variants: by what Dynamo does not look at (``part_signature``), the part of the same graph that runs.
     """
@@ -58,7 +61,7 @@ class _Part:
     compiled: CompiledJoint | None = None
     reason: str = ""
     session: CaptureSession | None = None
-    smallest: tuple[Capture, Any] | None = None
+    smallest: tuple[CompiledJoint, Any] | None = None
     fetch: list[Callable[[tuple[Any, ...]], Any]] = field(default_factory=list)
     variants: dict[Hashable, _Part] = field(default_factory=dict)
 
@@ -106,6 +109,7 @@ class Parts:
         self._title = ""
         self._made: Counter[_Part] = Counter()
         self._settled = self._told = False
+        self._as_they_are: list[str] = []
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -114,8 +118,12 @@ class Parts:
 
     @property
     def records(self) -> list[PassRecord]:
-        """What passes did, part by part."""
-        return [record for part in self._parts if part.compiled for record in part.compiled.rewritten.records]
+        """Why the model is in parts and what runs as it is; then what passes did, part by part."""
+        lines = (_first_lines(self._reason), _BETWEEN, *(f"runs as it is: {reason}" for reason in self._as_they_are))
+        counts = {"parts with a program": len(self.programs), "parts as they are": len(self._as_they_are)}
+        changed = Changed(counts=counts, lines=lines)
+        first = PassRecord("parts", "parts", "joint", "bitwise", changed, 0.0, 0, 0, None, None)
+        return [first, *(record for part in self._parts if part.compiled for record in part.compiled.rewritten.records)]
 
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a call of the model; those of several threads one after the other, as Dynamo may cut anew at any of them.
@@ -144,18 +152,24 @@ class Parts:
         self._settled = False
         try:
             module = GraphPart(part.graph, arguments, self._names, part.paths, self._title)
-            session = CaptureSession(module, tuple(arguments[place] for place in module.others))
+            session = CaptureSession(module, self._examples([arguments[place] for place in module.others]))
             capture = self._runner.rewrite(session, room=0 if self._limited else None)
         except CaptureError as error:
             part.reason = str(error).partition("\n")[0]
+            self._as_they_are.append(part.reason)
             logger.warning("a part of %s runs as it is, and its bytes are not counted: %s", self._title, part.reason)
             return
-        program = capture.rewritten.program
-        if not self.programs:
-            self._runner.prepare(program, module)
-        self._runner.make_ready(program)
-        part.session, part.smallest = session, (capture, session.joint)
+        self._runner.make_ready(capture.rewritten.program)
+        part.session = session
         self._use(part, capture)
+        assert part.compiled is not None
+        part.smallest = part.compiled, session.joint
+
+    def _examples(self, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """What a part is captured with: activations as they are would stay alive with its capture."""
+        if self._runner.options.verify == "numerics" or part_signature(tuple(inputs))[0]:
+            return tuple(inputs)
+        return tuple(map(_stand_in, inputs))
 
     def _use(self, part: _Part, capture: Capture) -> None:
         """Let a part run what passes made of it."""
@@ -206,7 +220,7 @@ class Parts:
     def _tell(self) -> None:
         """Say once that the model is not one program; and before, that it has no part with a program so far."""
         self._told = bool(self._parts)
-        how = f"in parts, {len(self._parts)} so far, with eager code between them whose bytes are not counted"
+        how = f"in parts, {len(self._parts)} so far, with {_BETWEEN}"
         logger.warning(
             "%s runs %s, since it cannot be captured whole: %s", self._title,
             how if self._parts else "as it is in this call", _first_lines(self._reason),
@@ -226,7 +240,10 @@ class Parts:
         for part, (capture, joint) in zip(self._parts, found.made, strict=True):
             assert part.session is not None
             assert part.compiled is not None
-            if part.compiled.rewritten is not capture.rewritten:  # a joint program can be compiled once
+            assert part.smallest is not None
+            if capture is part.smallest[0]:  # which is compiled; a joint program can be that once
+                part.compiled = part.smallest[0]
+            else:
                 part.session.joint = joint
                 self._use(part, capture)
 
@@ -250,6 +267,16 @@ class _Rewrites:
 
 def _requires_grad(argument: Any) -> bool:
     return isinstance(argument, torch.Tensor) and argument.requires_grad
+
+
+def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like another one, without memory of its own."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return tensor
+    with torch.no_grad():
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        like.untyped_storage().resize_(0)
+    return like.requires_grad_(tensor.requires_grad)
 
 
 def _argument(place: int) -> Callable[[tuple[Any, ...]], Any]:

@@ -35,7 +35,7 @@ def signature(
     )
 
 
-def part_signature(arguments: tuple[Any, ...]) -> Hashable:
+def part_signature(arguments: tuple[Any, ...]) -> tuple[Hashable, Hashable]:
     """What a part of a model depends on beside what Dynamo looks at: torch's settings, and memory that is shared."""
     tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
     return _sharing(tensors), global_flags()

@@ -165,8 +165,9 @@ def test_training_equals_eager_training(name: str, passes: list[Pass]) -> None:
     optimized = graphopt.optimize(model, passes)
     assert_equal(trained(optimized, batches(5)), expected)
     assert optimized.parts or name == "routed"  # whose loop Dynamo does not cut
-    assert all(record.name == passes[0].name for record in optimized.records)
-    assert len(optimized.records) == len(optimized.parts) * len(passes)
+    first, *records = optimized.records
+    assert first.changed.counts["parts with a program"] == len(optimized.parts)
+    assert [record.name for record in records] == [current.name for current in passes] * len(optimized.parts)
 
 
 @examples(3, many=60)
@@ -189,6 +190,8 @@ def test_why_it_is_in_parts_is_said_once(caplog: pytest.LogCaptureFixture) -> No
     assert "Checked runs in parts, 2 so far, with eager code between them whose bytes are not counted" in text
     assert "test_parts.py" in text
     assert "Could not guard on data-dependent expression" in text
+    assert model.records[0].changed.lines[0] in text
+    assert model.records[0].changed.lines[1] == "eager code between them whose bytes are not counted"
     with pytest.raises(GraphoptError, match=r"Checked runs in parts.*\.parts has their programs"):
         _ = model.program
 
@@ -207,9 +210,9 @@ def test_tensors_keep_their_names() -> None:
 
 
 class Looking(nn.Module):
-    """Blocks, with a look at values behind each."""
+    """Blocks, with a look at values between them."""
 
-    def __init__(self, layers: int = 3) -> None:
+    def __init__(self, layers: int = 2) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Layer(16) for _ in range(layers))
 
@@ -217,10 +220,7 @@ class Looking(nn.Module):
         x = self.blocks[0](x)
         if x.detach().abs().max() > 1e9:
             return x
-        x = self.blocks[1](x)
-        if x.detach().abs().max() > 1e9:
-            return x
-        return self.blocks[2](x)
+        return self.blocks[1](x)
 
 
 def peak(model: nn.Module, batch: torch.Tensor) -> int:
@@ -236,7 +236,7 @@ def peak(model: nn.Module, batch: torch.Tensor) -> int:
 
 def test_one_budget_covers_all_parts() -> None:
     torch.manual_seed(0)
-    base, batch = Looking(), torch.randn(128, 16)
+    base, batch = Looking(), torch.randn(64, 16)
     highest = peak(graphopt.optimize(copy.deepcopy(base)), batch)
     resident = sum(t.nbytes for t in (*base.parameters(), *base.buffers(), batch))
     budget = resident + int(0.77 * highest)
@@ -244,7 +244,7 @@ def test_one_budget_covers_all_parts() -> None:
     reached = peak(model, batch)
     assert reached < 0.8 * highest
     assert resident + reached <= budget + 2 * batch.nbytes  # eager code between parts, and the loss
-    assert len(model.parts) == 3
+    assert len(model.parts) == 2
     losses = []
     for one in (model, base):
         torch.manual_seed(1)
@@ -254,7 +254,7 @@ def test_one_budget_covers_all_parts() -> None:
 
 def test_the_first_step_is_within_the_budget_as_well() -> None:
     torch.manual_seed(0)
-    base, batch = Looking(), torch.randn(128, 16)
+    base, batch = Looking(), torch.randn(64, 16)
     highest = peak(graphopt.optimize(copy.deepcopy(base)), batch)
     resident = sum(t.nbytes for t in (*base.parameters(), *base.buffers(), batch))
     model = graphopt.optimize(copy.deepcopy(base), [FitMemory(resident + int(0.77 * highest), cost="roofline")])
@@ -263,11 +263,11 @@ def test_the_first_step_is_within_the_budget_as_well() -> None:
 
 
 def test_a_budget_that_the_parts_do_not_meet_is_refused_with_the_smallest_peak() -> None:
-    model = graphopt.optimize(Looking(), [FitMemory(10_000, cost="roofline")])
+    model = graphopt.optimize(Looking(), [FitMemory(9_000, cost="roofline")])
     with pytest.raises(
-        GraphoptError, match=r"no plan fits into 10.0 kB .*: in 3 parts the model's smallest peak is \d+"
+        GraphoptError, match=r"no plan fits into 9.0 kB .*: in 2 parts the model's smallest peak is \d+"
     ):
-        model(torch.randn(128, 16))
+        model(torch.randn(64, 16))
 
 
 @pytest.mark.parametrize(
