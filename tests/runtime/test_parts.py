@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import threading
 from collections.abc import Callable
@@ -260,6 +261,14 @@ def test_the_first_step_is_within_the_budget_as_well() -> None:
     model = graphopt.optimize(copy.deepcopy(base), [FitMemory(resident + int(0.77 * highest), cost="roofline")])
     loss = model(batch).square().mean()  # parts are captured, and planned behind them
     assert graphopt.measure_peak(loss.backward).allocated_peak_bytes <= 0.77 * highest
+
+
+def test_no_activation_of_the_first_call_stays_alive() -> None:
+    model, batch = graphopt.optimize(Looking()), torch.randn(64, 16)
+    model(batch).sum().backward()
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor and thing.shape == batch.shape]
+    assert [tensor for tensor in tensors if tensor is not batch and tensor.untyped_storage().nbytes()] == []
 
 
 def test_a_budget_that_the_parts_do_not_meet_is_refused_with_the_smallest_peak() -> None:
