@@ -53,7 +53,9 @@ def intercept_checkpoint(region: Callable[[Any], contextlib.AbstractContextManag
     class _Reentrant:
         @staticmethod
         def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-            with region(None):
+            # Reentrant autograd knows its arguments only: where none of them has a gradient, nothing inside gets one.
+            reached = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+            with contextlib.nullcontext() if reached else torch.no_grad(), region(None):
                 return function(*args)
 
     require(CHECKPOINTS)

@@ -47,8 +47,8 @@ class Optimized(nn.Module):
         return self._graphopt.latest.rewritten.program
 
     @property
-    def parts(self) -> tuple[Program, ...]:
-        """The programs of a model that cannot be captured whole, in order; of any other, its one program."""
+    def programs(self) -> tuple[Program, ...]:
+        """The programs of a model that is captured in parts, in order; of any other, its one program."""
         parts = self._graphopt.parts
         return (self.program,) if parts is None else parts.programs
 

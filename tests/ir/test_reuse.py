@@ -429,3 +429,22 @@ def _arguments(op: Any, layout: str, dtype: torch.dtype, number: float) -> list[
             others = {"threshold": 0, "dim": found[0].dim() - 1, "half_to_float": False, "input_dtype": dtype}
             found.append(others.get(argument.name, number))
     return found
+
+
+def test_products_of_complex_numbers_are_not_written_over_a_factor() -> None:
+    """Written in place, they round otherwise: the gradient of ``torch.linalg.eigvals`` multiplies such numbers."""
+
+    class Values(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.eigvals(x)
+
+    for seed in range(5):
+        torch.manual_seed(seed)
+        matrix = torch.randn(2, 5, 5)
+        gradients = []
+        for model in (Values(), graphopt.optimize(Values())):
+            given = matrix.clone().requires_grad_()
+            values = torch.view_as_real(model(given))
+            (values * torch.arange(values.numel()).view(values.shape).cos()).sum().backward()
+            gradients.append(given.grad)
+        assert torch.equal(*gradients)

@@ -264,6 +264,27 @@ def test_checkpoint_calls_in_the_model_become_segments(run: str) -> None:
     assert program.memory().peak_bytes < 0.75 * plain.memory().peak_bytes
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_reentrant_checkpoints_of_what_has_no_gradient_give_none() -> None:
+    """As in eager mode: reentrant autograd sees its arguments only, and parameters inside stay without a gradient."""
+
+    class Ends(Checkpointed):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.parts[2](super().forward(x))
+
+    torch.manual_seed(0)
+    model = Ends("reentrant", p=0.0)
+    optimized = graphopt.optimize(copy.deepcopy(model))
+    for one in (model, optimized):
+        one(WIDE).square().mean().backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    found = {name: parameter.grad for name, parameter in optimized.named_parameters()}
+    without = {name for name, gradient in expected.items() if gradient is None}
+    assert without == {name for name, gradient in found.items() if gradient is None}
+    assert {"parts.0.0.weight", "parts.1.0.weight"} <= without
+    assert all(torch.equal(gradient, found[name]) for name, gradient in expected.items() if gradient is not None)
+
+
 def test_selective_checkpointing_is_refused_by_name() -> None:
     class Selective(Checkpointed):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

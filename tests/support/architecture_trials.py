@@ -146,7 +146,7 @@ class _Trial:
         found = train(model, adamw, own_loss, self.batches)
         (batch,) = self.batches[0]
         measured = max(_peak(model, _drops_outputs, batch), _peak(model, _keeps_outputs, batch))
-        return found, model.parts, measured, any(record.changed for record in model.records)
+        return found, model.programs, measured, any(record.changed for record in model.records)
 
     def _whole_step(self, passes: Sequence[Pass]) -> tuple[Training, tuple[Program, ...], int, bool]:
         model, found = copy.deepcopy(self.model), Training()

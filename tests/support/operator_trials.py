@@ -245,7 +245,7 @@ def _unseeded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _recompute(verdict: Verdict, make: Callable[[], Call]) -> Verdict:
     for passes in ([Recompute("auto")], [Recompute("result*")]):
         found, optimized = _compared(verdict, make, passes)
-        if found.kind != "equal" or optimized.records[0].changed:
+        if found.kind != "equal" or any(record.changed for record in optimized.records if record.name == "recompute"):
             return found
     return replace(verdict, kind="nothing to recompute")
 

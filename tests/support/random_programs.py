@@ -204,9 +204,9 @@ def loss_of(outputs: Any, given: Any, parts: frozenset[str]) -> torch.Tensor:
     Of what was given to the model, and came back, nothing is in it: what the program and the loss read both has a
     gradient of two parts, which eager mode adds in the order of all reads, and autograd behind a program in one of two.
     """
-    held = {leaf.untyped_storage().data_ptr() for leaf in _tensors(given) if leaf.requires_grad}
+    held = {leaf.untyped_storage()._cdata for leaf in _tensors(given) if leaf.requires_grad}
     leaves = [leaf for leaf in _tensors(outputs) if leaf.requires_grad]
-    leaves = [leaf for leaf in leaves if leaf.untyped_storage().data_ptr() not in held]
+    leaves = [leaf for leaf in leaves if leaf.untyped_storage()._cdata not in held]
     total = torch.zeros(())
     for leaf in leaves[-1:] if "dead outputs" in parts else leaves:
         total = total + (leaf.float() * torch.arange(leaf.numel()).reshape(leaf.shape).cos()).sum()

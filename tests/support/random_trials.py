@@ -167,14 +167,16 @@ def _trained(recipe: Recipe, make: Make, whole: bool, change: Callable[[nn.Modul
 def _rewritten(recipe: Recipe, make: Make, whole: bool, passes: list[Pass]) -> _Run:
     """Train with passes; where a budget cannot be met, with the smallest one that the message says there is."""
     run = _stepped if whole else _dropped_in
-    try:
-        return run(recipe, make, passes)
-    except graphopt.GraphoptError as error:
-        smallest = re.search(r"the smallest peak found is (\d+) bytes", str(error))
-        if smallest is None:
-            raise
-    least = FitMemory(int(smallest[1]), cost="roofline")
-    return run(recipe, make, [least if isinstance(given, FitMemory) else given for given in passes])
+    for _ in range(4):  # another signature may have another one
+        try:
+            return run(recipe, make, passes)
+        except graphopt.GraphoptError as error:
+            smallest = re.search(r"the smallest peak found is (\d+) bytes", str(error))
+            if smallest is None:
+                raise
+        least = FitMemory(int(smallest[1]), cost="roofline")
+        passes = [least if isinstance(given, FitMemory) else given for given in passes]
+    return run(recipe, make, passes)
 
 
 def _dropped_in(recipe: Recipe, make: Make, passes: list[Pass]) -> _Run:
