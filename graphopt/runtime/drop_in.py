@@ -56,8 +56,8 @@ class DropIn:
         """
         if self.parts is not None:
             raise GraphoptError(
-                f"{self.original.__name__} runs in parts, since it cannot be captured whole: .programs has those of its "
-                "parts"
+                f"{self.original.__name__} runs in parts, since it cannot be captured whole: .programs has those of "
+                "its parts"
             )
         latest = self.runner.captures.latest
         if latest is None:
