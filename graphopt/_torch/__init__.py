@@ -53,7 +53,10 @@ from graphopt._torch.dispatcher import autocast_operators as autocast_operators
 from graphopt._torch.dispatcher import has_autocast_rule as has_autocast_rule
 from graphopt._torch.dispatcher import is_composite as is_composite
 from graphopt._torch.dispatcher import qualified_name as qualified_name
+from graphopt._torch.dynamo import MOST_GRAPHS as MOST_GRAPHS
+from graphopt._torch.dynamo import cut as cut
 from graphopt._torch.dynamo import cut_as_in_eager as cut_as_in_eager
+from graphopt._torch.dynamo import function_that_is_cut as function_that_is_cut
 from graphopt._torch.dynamo import input_paths as input_paths
 from graphopt._torch.dynamo import with_paths as with_paths
 from graphopt._torch.eager_kernels import eager_kernels as eager_kernels

@@ -7,41 +7,56 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import logging
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import fx
 
 from graphopt._torch.private_names import PARTS, require
 
-__all__ = ["cut_as_in_eager", "input_paths", "with_paths"]
+__all__ = ["MOST_GRAPHS", "cut", "cut_as_in_eager", "function_that_is_cut", "input_paths", "with_paths"]
 
-_MOST_GRAPHS = 64
-"""Of one function, before Dynamo runs it without cutting it: its own limit of 8 is for graphs that are compiled."""
+MOST_GRAPHS = 64
+"""Of one function, before it runs without being cut: Dynamo's own limit of 8 is for graphs that are compiled."""
+
+_CUT_HINTS = logging.getLogger("torch._dynamo.variables.tensor")
 
 _ROOT = re.compile(r"^L\['\w+'\]\.?|^L__self___?")
 
 
-def cut_as_in_eager(strict: bool) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def cut_as_in_eager(limited: bool = True) -> Iterator[None]:
     """While functions are cut: hooks of modules are looked at in every call.
 
     Args:
-        strict: raise an error for a function of more graphs than are made, which would run without graphs.
+        limited: let a function of more than ``MOST_GRAPHS`` graphs run without being cut.
 
     Raises:
         TorchVersionError: where the installed torch lacks what it takes.
     """
     changes = {
         "skip_nnmodule_hook_guards": False,
-        "recompile_limit": _MOST_GRAPHS,
-        "accumulated_recompile_limit": 16 * _MOST_GRAPHS,
-        "fail_on_recompile_limit_hit": strict,
+        "recompile_limit": MOST_GRAPHS if limited else sys.maxsize,
+        "accumulated_recompile_limit": sys.maxsize,  # counts the graphs of all models of a class
         "rewrite_assert_with_torch_assert": False,  # which would raise a RuntimeError
         "suppress_errors": True,  # code that Dynamo cannot read runs as it is
     }
-    patched: contextlib.AbstractContextManager[Any] = _config().patch(changes)
-    return patched
+    _CUT_HINTS.addFilter(_is_no_hint)
+    try:
+        with _config().patch(changes):
+            yield
+    finally:
+        _CUT_HINTS.removeFilter(_is_no_hint)
+
+
+def _is_no_hint(record: logging.LogRecord) -> bool:
+    """Whether a line of torch's log is something else than advice to avoid a cut; cuts are told by us."""
+    return "Graph break from" not in str(record.msg)
 
 
 @functools.cache
@@ -50,6 +65,25 @@ def _config() -> Any:
     from torch._dynamo import config  # torch imports Dynamo when it is first needed, in seconds
 
     return config
+
+
+def cut(
+    function: Callable[..., Any], backend: Callable[[fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """A function that Dynamo cuts, each of whose graphs a backend takes; other models of its class do not count."""
+    apart: dict[str, Any] = (
+        {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+    )
+    result: Callable[..., Any] = torch.compile(function, backend=backend, dynamic=False, **apart)
+    return result
+
+
+def function_that_is_cut() -> int:
+    """A number for the function, or the rest of one behind a cut, whose graph Dynamo is handing over."""
+    from torch._guards import CompileContext
+
+    identity = CompileContext.current_compile_id()
+    return -1 if identity is None or identity.frame_id is None else identity.frame_id
 
 
 def input_paths(graph: fx.GraphModule) -> list[str]:

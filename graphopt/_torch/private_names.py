@@ -177,9 +177,10 @@ PARTS = Feature(
     "models that are captured in parts",
     {
         "torch._dynamo.config": (
-            "accumulated_recompile_limit fail_on_recompile_limit_hit patch recompile_limit "
+            "accumulated_recompile_limit patch recompile_limit "
             "rewrite_assert_with_torch_assert skip_nnmodule_hook_guards suppress_errors"
         ),
+        "torch._guards": "CompileContext.current_compile_id",
     },
 )
 

@@ -75,7 +75,7 @@ class DropIn:
                     arguments = found.gather(tensors)
                 return found.call(arguments)
             except GraphBreakError as error:
-                self.parts = Parts(self.original.forward, self.runner, error)
+                self.parts = Parts(self.original, self.runner, error)
         return self.parts.call(model, args, kwargs)
 
     def prepare(self, model: nn.Module, example_inputs: Any) -> None:
@@ -83,7 +83,8 @@ class DropIn:
         try:
             self.runner.find_example(model, example_inputs, lambda args: self._capture(model, args, {}))
         except GraphBreakError as error:
-            self.parts = Parts(self.original.forward, self.runner, error)  # which are met when the model runs
+            self.parts = Parts(self.original, self.runner, error)
+            self.parts.tell_beforehand()
 
     def checked(self) -> list[tuple[CheckedGradients, torch.Tensor]]:
         """What the programs check for infinities, with the tensors in which they note it."""

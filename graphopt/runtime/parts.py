@@ -86,7 +86,7 @@ class Parts:
     """The parts of one optimized model.
 
     Args:
-        forward: of the class that the model was made from.
+        original: the class that the model was made from.
         runner: whose options, pipeline and pass state count.
         reason: why the model cannot be captured whole.
 
@@ -94,20 +94,22 @@ class Parts:
         GraphBreakError: where a pass cannot rewrite the parts one by one.
     """
 
-    def __init__(self, forward: Callable[..., Any], runner: Runner[CompiledJoint], reason: GraphBreakError) -> None:
-        others = [current.name for current in runner.options.pipeline.passes if not current.in_parts]
+    def __init__(self, original: type[nn.Module], runner: Runner[CompiledJoint], reason: GraphBreakError) -> None:
+        pipeline = runner.options.pipeline
+        others = [each.name for each in pipeline.passes if not each.in_parts or each in pipeline.training]
         if others or runner.options.dynamic_shapes is not None:
             what = ", ".join(others) or "dynamic_shapes"
             raise GraphBreakError(f"{reason}\n  in parts: {what} cannot be applied to the parts of a model") from reason
         self._runner = runner
         self._reason = reason
-        self._function = torch.compile(forward, backend=self._cut, dynamic=False)
-        self._limited = any(current.has_limit for current in runner.options.pipeline.passes)
+        self._function = _torch.cut(original.forward, self._cut)
+        self._limited = any(each.has_limit for each in pipeline.passes)
         self._parts: list[_Part] = []
         self._names: dict[int, str] = {}
         self._resident = 0
-        self._title = ""
+        self._title = original.__name__
         self._made: Counter[_Part] = Counter()
+        self._graphs: Counter[int] = Counter()
         self._settled = self._told = False
         self._as_they_are: list[str] = []
 
@@ -132,7 +134,7 @@ class Parts:
             CaptureError: for backward hooks of submodules, which a part would lose.
             GraphoptError: where passes keep programs within a limit that the parts together do not meet.
         """
-        with CAPTURE_LOCK, _torch.cut_as_in_eager(strict=self._limited):
+        with CAPTURE_LOCK, _torch.cut_as_in_eager(limited=not self._limited):
             if not self._settled:
                 self._look_at(model, args, kwargs)
             self._made.clear()
@@ -188,13 +190,29 @@ class Parts:
         part.compiled = compiled
 
     def _cut(self, graph: fx.GraphModule, _examples: Any) -> Callable[..., Any]:
-        """What torch calls a backend: takes one of Dynamo's graphs, and gives what runs in its place."""
+        """What torch calls a backend: takes one of Dynamo's graphs, and gives what runs in its place.
+
+        Dynamo does not raise what a backend raises, so that what cannot be within a limit is said when it is to run.
+        """
+        function = _torch.function_that_is_cut()
+        self._graphs[function] += 1
+        if self._limited and self._graphs[function] > _torch.MOST_GRAPHS:
+            return self._refuse_another
         return _Part(self, graph, _torch.input_paths(graph))
+
+    def _refuse_another(self, *_arguments: Any) -> Any:
+        """Runs in place of one graph too many, where without its program a limit would not hold."""
+        raise GraphBreakError(
+            f"{self._title} runs in parts, and one function of it has had {_torch.MOST_GRAPHS} graphs, one for each "
+            "combination of sizes and values that it looked at\n"
+            f"  limit: {', '.join(str(each) for each in self._runner.options.pipeline.passes if each.has_limit)} would "
+            "not hold for one more, since no other program is made for it\n"
+            "  to do: give it inputs of fewer sizes (pad them), or optimize it anew, which forgets the programs of now"
+        )
 
     def _look_at(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Remember what the model's tensors are called, and what is resident in any case."""
         refuse_backward_hooks(model)
-        self._title = type(model).__name__
         named = [*model.named_parameters(), *model.named_buffers()]
         self._names = {id(tensor): name for name, tensor in named}
         given = [leaf for leaf in _torch.pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -216,6 +234,13 @@ class Parts:
         self._settled = True
         if not self._told:
             self._tell()
+
+    def tell_beforehand(self) -> None:
+        """Say that example inputs have captured nothing, since parts are met where the model runs."""
+        logger.warning(
+            "%s will run in parts, which are captured at its first call and not for the example inputs, since it "
+            "cannot be captured whole: %s", self._title, _first_lines(self._reason),
+        )  # fmt: skip
 
     def _tell(self) -> None:
         """Say once that the model is not one program; and before, that it has no part with a program so far."""
