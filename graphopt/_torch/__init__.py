@@ -26,6 +26,7 @@ from torch.fx.node import map_aggregate as map_aggregate
 
 from graphopt._torch.aot_autograd import AotInput as AotInput
 from graphopt._torch.aot_autograd import AotOutput as AotOutput
+from graphopt._torch.aot_autograd import GradientRoutes as GradientRoutes
 from graphopt._torch.aot_autograd import JointTrace as JointTrace
 from graphopt._torch.boxed_code import BoxedCodeGen as BoxedCodeGen
 from graphopt._torch.c10d import all_gather_into_tensor as all_gather_into_tensor
@@ -114,6 +115,7 @@ __all__ = [
     "CallRecorder",
     "FakeTensor",
     "FakeTensorMode",
+    "GradientRoutes",
     "GuardOnDataDependentSymNode",
     "HigherOrderOperator",
     "InductorCode",

@@ -22,7 +22,7 @@ from graphopt._torch.checks_in_graphs import plain_checks
 from graphopt._torch.private_names import JOINT, attribute
 from graphopt.errors import CaptureError
 
-__all__ = ["AotInput", "AotOutput", "JointTrace"]
+__all__ = ["AotInput", "AotOutput", "GradientRoutes", "JointTrace"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,22 @@ class AotOutput:
     kind: str
     index: int | None = None
     of: AotInput | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GradientRoutes:
+    """How gradients of what a callable returns, or has changed, come back into it.
+
+    Attributes:
+        tangents: for each tangent, in order, the outputs whose gradients are part of it: one, or all views of a tensor
+            that is computed inside.
+        changed: for tangents that are of an argument after its change, the place of the argument.
+        views: for outputs that are an argument or a view of one, and have its gradient, the place of the argument.
+    """
+
+    tangents: list[tuple[int, ...]]
+    changed: dict[int, int]
+    views: dict[int, int]
 
 
 def _classify_input(desc: Any) -> AotInput:
@@ -123,6 +139,35 @@ class JointTrace:
     def parameter_order(self) -> list[str]:
         """The names of the module's parameters and buffers in the order in which the compiled callable takes them."""
         return [str(role.target) for _, role in self.inputs() if role.kind in ("parameter", "buffer")]
+
+    def gradient_routes(self) -> GradientRoutes:
+        """Where gradients come in."""
+        metadata = attribute(self._joint, "_aot_state.fw_metadata", JOINT)
+        outputs: list[tuple[str, int | None]] = [
+            (info.output_type.name, info.base_idx) if info.requires_grad else ("", None)
+            for info in metadata.output_info
+        ]
+        bases: dict[int, tuple[int, ...]] = {}
+        views: dict[int, int] = {}
+        for number, (kind, base) in enumerate(outputs):
+            if base is not None and kind in ("alias_of_intermediate", "alias_of_intermediate_save_as_output"):
+                bases[base] = (*bases.get(base, ()), number)
+            if base is not None and kind in ("alias_of_input", "is_input"):
+                views[number] = base
+        arguments = [role for _, role in self.inputs() if role.kind != "tangent"]
+        tangents: list[tuple[int, ...]] = []
+        changed: dict[int, int] = {}
+        remaining = iter(sorted(bases))
+        for node in self.graph.find_nodes(op="placeholder"):
+            desc = node.meta["desc"]
+            if _classify_input(desc).kind != "tangent":
+                continue
+            output = _classify_output(desc.output)
+            if output.kind == "mutation":
+                changed[len(tangents)] = arguments.index(output.of)  # type: ignore[arg-type]
+            direct = () if output.index is None else (output.index,)
+            tangents.append(bases[next(remaining)] if output.kind == "base" else direct)
+        return GradientRoutes(tangents, changed, views)
 
     def compile(
         self,

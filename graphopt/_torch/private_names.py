@@ -96,7 +96,7 @@ JOINT = Feature(
             "TangentAOTInput"
         ),
         "torch._functorch._aot_autograd.schemas": (
-            "MemoryFormatMeta PlainTensorMeta ViewAndMutationMeta.bw_donated_idxs"
+            "MemoryFormatMeta OutputAliasInfo PlainTensorMeta ViewAndMutationMeta.bw_donated_idxs"
         ),
         "torch._functorch.config": "donated_buffer patch",
         "torch.fx.graph": "CodeGen.gen_fn_def",

@@ -23,6 +23,9 @@ from graphopt.ir.program import Program
 __all__ = ["apply_reuse", "overwritable_in_forward", "reused_operands"]
 
 _ADD = torch.ops.aten.add.Tensor
+_LAID_OUT_ANEW = ("mm", "addmm", "bmm", "baddbmm", "native_layer_norm_backward", "embedding_dense_backward")
+"""Ops whose results have the same strides whatever those of their arguments."""
+
 _BEHIND_FORWARD = (Phase.BACKWARD, Phase.RECOMPUTE)
 
 
@@ -36,6 +39,7 @@ def reused_operands(program: Program, *, in_forward: bool = True) -> dict[fx.Nod
     """
     root, last = _lives(program)
     position = {node: index for index, node in enumerate(program.graph.nodes)}
+    open_strides = _with_open_strides(program)
     phases = (Phase.FORWARD, *_BEHIND_FORWARD) if in_forward and not program.context.compiled else _BEHIND_FORWARD
     found: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:
@@ -43,9 +47,26 @@ def reused_operands(program: Program, *, in_forward: bool = True) -> dict[fx.Nod
         if form is None or info(node).phase not in phases or (program.context.compiled and node.target is not _ADD):
             continue
         dying = [a for a in _operands(node, form) if last[root[a]] == position[node]]
+        if not open_strides.isdisjoint(node.all_input_nodes):
+            dying = [a for a in dying if form.dimension is None and a is node.args[0]]
         operand = next((a for a in dying if _may_overwrite(node, a, root)), None)
         if operand is not None:
             found[node] = operand
+    return found
+
+
+def _with_open_strides(program: Program) -> set[fx.Node]:
+    """Values whose strides follow those of the tangents, which come as the loss outside of the program makes them.
+
+    A pointwise call lays its result out as its first argument is: that one may be overwritten whatever its strides, and
+    another one only where all of them are known.
+    """
+    found = {node for node, _ in program.inputs_of("tangent") if value_of(node).dim() > 1}
+    if found:
+        for node in program.graph.nodes:
+            settled = node.op != "call_function" or schema.op_name(node) in _LAID_OUT_ANEW
+            if not settled and not found.isdisjoint(node.all_input_nodes):
+                found.add(node)
     return found
 
 

@@ -57,10 +57,10 @@ class CompiledJoint(Capture):
         if not self.tangents.needed:
             with plain_precision():
                 return self.outputs.restore(self.function(*arguments))
-        reached, arguments = self.tangents.before(arguments)
+        reached, given = self.tangents.before(arguments)
         with plain_precision():
-            flat = self.function(*arguments)
-        return self.outputs.restore(self.tangents.after(reached, flat))
+            flat = self.function(*given)
+        return self.outputs.restore(self.tangents.after(reached, flat, given, arguments))
 
 
 def compile_joint(runner: Runner[CompiledJoint], session: CaptureSession, capture: Capture) -> CompiledJoint:
@@ -82,7 +82,7 @@ def compile_joint(runner: Runner[CompiledJoint], session: CaptureSession, captur
         backward,
         function,
         [_getter(session.model, program, spec) for spec in joint.inputs],
-        MissingGradients(program, [spec.target for spec in joint.inputs]),
+        MissingGradients(program, [spec.target for spec in joint.inputs], joint.trace.gradient_routes()),
         checked_gradients(program),
     )
 

@@ -7,6 +7,7 @@ torch's compiled functions take a missing tangent for zeros, and optimizers trea
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,10 +43,10 @@ class MissingGradients:
     Args:
         program: of stage joint with tangents.
         inputs: the names of the parameters and buffers that the compiled function takes first, in order.
+        routes: how gradients come into it.
     """
 
-    def __init__(self, program: Program, inputs: list[str]) -> None:
-        outputs = [spec.target for _, spec in program.outputs_of("output")]
+    def __init__(self, program: Program, inputs: list[str], routes: _torch.GradientRoutes) -> None:
         tangents = [node for node, _ in program.inputs_of("tangent")]
         reach: dict[fx.Node, frozenset[int]] = {node: frozenset([number]) for number, node in enumerate(tangents)}
         for node in program.graph.nodes:
@@ -57,28 +58,55 @@ class MissingGradients:
             if isinstance(value, fx.Node)
         }
         names = [*inputs, *(spec.target for _, spec in program.inputs_of("input"))]
-        self._sources = [gradients.get(name) for name in names]
-        self.needed = len(tangents) > 1 and len(outputs) == len(program.outputs_of("output", "base"))
+        self._changed = routes.changed
+        self._sources = {
+            place: gradients[name]
+            for place, name in enumerate(names)
+            if name in gradients and place not in routes.changed.values()
+        }
+        self._notes: dict[int, int] = {output: number for number, of in enumerate(routes.tangents) for output in of}
+        for output, place in routes.views.items():  # whose gradients come by themselves, past every tangent
+            self._notes[output] = number = len(tangents) + output
+            if place in self._sources:
+                self._sources[place] |= {number}
+        self.needed = len(tangents) > 1
 
     def before(self, tensors: list[torch.Tensor]) -> tuple[set[int], list[torch.Tensor]]:
         """The function's arguments with their gradients under control, and where this call's outputs are noted."""
         reached: set[int] = set()
-        places = [i for i, s in enumerate(self._sources) if s is not None and tensors[i].requires_grad]
+        places = [place for place in self._sources if tensors[place].requires_grad]
         if not places:
             return reached, tensors
-        sources = tuple(self._sources[place] or frozenset() for place in places)
+        sources = tuple(self._sources[place] for place in places)
         views = _torch.apply_function(_Drop, reached, sources, *(tensors[place] for place in places))
         result = list(tensors)
         for place, view in zip(places, views, strict=True):
             result[place] = view
         return reached, result
 
-    def after(self, reached: set[int], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The call's outputs, those with a gradient noting when one reaches them."""
-        trained = [output for output in outputs if isinstance(output, torch.Tensor) and output.requires_grad]
-        for number, output in enumerate(trained):
-            output.register_hook(functools.partial(_note, reached, number))  # type: ignore[no-untyped-call]
-        return outputs
+    def after(
+        self, reached: set[int], outputs: Sequence[Any], given: list[torch.Tensor], tensors: list[torch.Tensor]
+    ) -> tuple[Any, ...]:
+        """The call's outputs, those with a gradient noting when one reaches them.
+
+        Args:
+            reached: where they note it.
+            outputs: of the function.
+            given: its arguments, as ``before`` gave them.
+            tensors: the arguments of the call, one of which an output may be.
+        """
+        originals = {id(view): tensor for view, tensor in zip(given, tensors, strict=True)}
+        for number, place in self._changed.items():
+            _note_gradient(tensors[place], reached, number)
+        for output, number in self._notes.items():
+            if id(outputs[output]) not in originals:
+                _note_gradient(outputs[output], reached, number)
+        return tuple(originals.get(id(output), output) for output in outputs)
+
+
+def _note_gradient(tensor: Any, reached: set[int], number: int) -> None:
+    if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+        tensor.register_hook(functools.partial(_note, reached, number))  # type: ignore[no-untyped-call]
 
 
 def _note(reached: set[int], number: int, gradient: torch.Tensor | None) -> None:
