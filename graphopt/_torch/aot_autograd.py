@@ -141,7 +141,7 @@ class JointTrace:
         return [str(role.target) for _, role in self.inputs() if role.kind in ("parameter", "buffer")]
 
     def gradient_routes(self) -> GradientRoutes:
-        """Where gradients come in."""
+        """Where gradients come in, as torch notes it (``OutputAliasInfo``)."""
         metadata = attribute(self._joint, "_aot_state.fw_metadata", JOINT)
         outputs: list[tuple[str, int | None]] = [
             (info.output_type.name, info.base_idx) if info.requires_grad else ("", None)

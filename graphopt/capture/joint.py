@@ -22,6 +22,7 @@ from graphopt.capture.finish_joint import (
     settle_mutations,
 )
 from graphopt.capture.forward import IN_PARTS
+from graphopt.capture.forward_interpreter import HOLDS, PLACE, Interpreter
 from graphopt.capture.gradient_layouts import match_layouts, own_gradients
 from graphopt.capture.replace_ops import use_own_ops
 from graphopt.capture.source_lines import user_frame
@@ -35,17 +36,6 @@ __all__ = ["JointCapture", "capture_joint"]
 
 _MARK = "graphopt"
 """Where joint nodes get the place of the forward node they were traced under (in ``meta["custom"]``)."""
-
-_DROPOUTS = (
-    torch.ops.aten.dropout.default,
-    torch.ops.aten.feature_dropout.default,
-    torch.ops.aten.alpha_dropout.default,
-    torch.ops.aten.feature_alpha_dropout.default,
-)
-"""Ops that draw nothing where they drop nothing or all; traced, torch would copy their argument, or draw."""
-
-_HOLDS = "graphopt_holds"
-"""Where a joint node under construction gets the places of the forward nodes whose value it is."""
 
 _IDENTITIES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 """Ops that autograd's bookkeeping leaves behind; in a program they are their argument."""
@@ -97,70 +87,7 @@ class _Runner(nn.Module):
             for node in module.graph.find_nodes(op="placeholder")
         ]
         with traceback.preserve_node_meta():
-            return tuple(_Interpreter(module).run(*values))
-
-
-_PLACE = "graphopt_place"
-"""The attribute of an error that says which line of the user's code made the call that raised it."""
-
-
-class _Interpreter(fx.Interpreter):
-    """Runs a forward program, and notes on each joint node under construction which forward values it holds.
-
-    Custom autograd functions run as themselves, with their own backward.
-    """
-
-    def __init__(self, module: fx.GraphModule, prefix: str = "") -> None:
-        super().__init__(module)
-        self._prefix = prefix
-        self._bodies = {id(child): name for name, child in module.named_children()}
-
-    def _inside(self, body: fx.GraphModule) -> _Interpreter:
-        return _Interpreter(body, f"{self._prefix}{self._bodies[id(body)]}/")
-
-    def run_node(self, n: fx.Node) -> Any:
-        try:
-            result = super().run_node(n)
-        except Exception as error:
-            if not hasattr(error, _PLACE) and n.op == "call_function":
-                setattr(error, _PLACE, info(n).source)
-            raise
-        if isinstance(result, torch.Tensor):
-            node = _torch.traced_node(result)
-            if node is not None:
-                node.meta[_HOLDS] = (*node.meta.get(_HOLDS, ()), self._prefix + n.name)
-        return result
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target is _torch.custom_function:
-            return _torch.custom_function.original(*args)
-        if target is torch.ops.higher_order.wrap_with_autocast:
-            device, dtype, enabled, cache, body, *inputs = args
-            with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache):
-                return self._inside(body).run(*inputs)
-        if target is torch.ops.higher_order.wrap_with_set_grad_enabled:
-            enabled, body, *inputs = args
-            with torch.set_grad_enabled(enabled):
-                return self._inside(body).run(*inputs)
-        if target in _DROPOUTS and (args[1] == 0 or not args[2]):
-            return args[0]
-        if target in _DROPOUTS and args[1] == 1:
-            return args[0].mul(torch.zeros((), dtype=args[0].dtype, device=args[0].device))
-        result = super().call_function(target, args, kwargs)
-        return _as_kernels_lay_out(target, args, result)
-
-
-def _as_kernels_lay_out(target: Any, args: tuple[Any, ...], result: Any) -> Any:
-    """Give a result the strides that the real kernel gives it, where torch's data-less kernel says otherwise.
-
-    BatchNorm returns a dense tensor in one of the usual memory formats; traced, it keeps a transposed input's strides,
-    and what follows would take other paths than in eager mode.
-    """
-    if target is not torch.ops.aten.batch_norm.default:
-        return result
-    formats = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}.get(result.dim(), ())
-    usual = any(args[0].is_contiguous(memory_format=f) for f in (torch.contiguous_format, *formats))
-    return result if usual else result.contiguous()
+            return tuple(Interpreter(module).run(*values))
 
 
 def _as_module(program: Program) -> fx.GraphModule:
@@ -226,7 +153,7 @@ def capture_joint(forward: Program, tensors: dict[str, torch.Tensor], examples: 
 
 
 def _explain(error: Exception, title: str) -> CaptureError:
-    where = getattr(error, _PLACE, "") or user_frame(error.__traceback__)
+    where = getattr(error, PLACE, "") or user_frame(error.__traceback__)
     advice = (
         "check that the same call trains in eager mode; in-place changes of inputs or parameters, and backward code "
         "that needs values, are the usual reasons"
@@ -297,7 +224,7 @@ class _Builder:
             name = next(n for n, key in self._runner._inputs.items() if key == role.target)
         new = self._graph.placeholder(name)
         set_value(new, value_of(node))
-        new.meta[_HOLDS] = node.meta.get(_HOLDS, ())
+        new.meta[HOLDS] = node.meta.get(HOLDS, ())
         phase = Phase.BACKWARD if role.kind == "tangent" else Phase.FORWARD
         names = self._known[name].names if name in self._known else (spec.target,)
         set_info(new, NodeInfo(phase, names=names, origin=spec.role))
@@ -323,7 +250,7 @@ class _Builder:
     def _see_through(self, node: fx.Node) -> None:
         """An identity is its operand, which then holds what both hold."""
         self._map[node] = kept = self._map[node.all_input_nodes[0]]
-        kept.meta[_HOLDS] = (*kept.meta.get(_HOLDS, ()), *node.meta.get(_HOLDS, ()))
+        kept.meta[HOLDS] = (*kept.meta.get(HOLDS, ()), *node.meta.get(HOLDS, ()))
 
     def _call(self, node: fx.Node, by_sequence: dict[int, NodeInfo]) -> None:
         new = self._graph.node_copy(node, lambda n: self._map[n])
@@ -404,7 +331,7 @@ class _Builder:
             if node.op == "output":
                 continue
             known = info(node)
-            marks = node.meta.pop(_HOLDS, ())
+            marks = node.meta.pop(HOLDS, ())
             marked = [name for mark in marks for name in self._known[mark].names if "::" not in name]
             names = [*known.names, *(name for name in dict.fromkeys(marked) if name not in known.names)]
             value = value_of(node)

@@ -1,0 +1,185 @@
+"""Runs a forward program node by node while torch traces it, so that each op is what eager mode makes of it.
+
+Traced, some calls are others than in eager mode: torch writes in-place calls as calls that return a new tensor, which
+may be laid out otherwise, and takes other formulas for gradients where it cannot look at values.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _torch
+from graphopt.ir.node import info
+from graphopt.ir.ops.product import prod_backward
+from graphopt.ir.ops.values import is_dense
+
+__all__ = ["HOLDS", "PLACE", "Interpreter"]
+
+HOLDS = "graphopt_holds"
+"""Where a joint node under construction gets the places of the forward nodes whose value it is."""
+
+PLACE = "graphopt_place"
+"""The attribute of an error that says which line of the user's code made the call that raised it."""
+
+_aten = torch.ops.aten
+
+_DROPOUTS = (
+    _aten.dropout.default,
+    _aten.feature_dropout.default,
+    _aten.alpha_dropout.default,
+    _aten.feature_alpha_dropout.default,
+)
+"""Ops that draw nothing where they drop nothing or all; traced, torch would copy their argument, or draw."""
+
+_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+_SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
+_PRODUCTS = (_aten.prod.default, _aten.prod.dim_int)
+
+
+class Interpreter(fx.Interpreter):
+    """Runs a forward program, and notes on each joint node under construction which forward values it holds.
+
+    Custom autograd functions run as themselves, with their own backward.
+    """
+
+    def __init__(self, module: fx.GraphModule, prefix: str = "") -> None:
+        super().__init__(module)
+        self._prefix = prefix
+        self._bodies = {id(child): name for name, child in module.named_children()}
+
+    def _inside(self, body: fx.GraphModule) -> Interpreter:
+        return Interpreter(body, f"{self._prefix}{self._bodies[id(body)]}/")
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node; the node that torch traces for it, or the error that it raises, says which one it was."""
+        try:
+            result = super().run_node(n)
+        except Exception as error:
+            if not hasattr(error, PLACE) and n.op == "call_function":
+                setattr(error, PLACE, info(n).source)
+            raise
+        if isinstance(result, torch.Tensor):
+            node = _torch.traced_node(result)
+            if node is not None:
+                node.meta[HOLDS] = (*node.meta.get(HOLDS, ()), self._prefix + n.name)
+        return result
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an op so that what is traced is what eager mode runs."""
+        if target is _torch.custom_function:
+            return _torch.custom_function.original(*args)
+        if target in (_AUTOCAST, _SET_GRAD):
+            return self._region(target, args)
+        if target in _DROPOUTS and (args[1] in (0, 1) or not args[2]):
+            return _without_draw(*args)
+        if target in _PRODUCTS:
+            return _product(*args, **kwargs)
+        functional = _functional_form(target)
+        if functional is not None and _is_laid_out_its_own_way(args[0]):
+            return self._written(target, functional, args, kwargs)
+        result = super().call_function(target, args, kwargs)
+        return _as_kernels_lay_out(target, args, result)
+
+    def _region(self, target: Any, args: tuple[Any, ...]) -> Any:
+        """Run the calls of a region under its settings."""
+        if target is _AUTOCAST:
+            device, dtype, enabled, cache, body, *inputs = args
+            with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache):
+                return self._inside(body).run(*inputs)
+        enabled, body, *inputs = args
+        with torch.set_grad_enabled(enabled):
+            return self._inside(body).run(*inputs)
+
+    def _written(self, target: Any, functional: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an op that writes to its first argument, which keeps its strides.
+
+        torch traces it as one that returns a new tensor, whose strides may be others, or in which random numbers go
+        into other places.
+        """
+        given: torch.Tensor = args[0]
+        if target is _aten.bernoulli_.float:
+            order = sorted(range(given.dim()), key=given.stride, reverse=True)
+            drawn = functional(given.permute(order), *args[1:], **kwargs)
+            return given.copy_(drawn.permute([order.index(dimension) for dimension in range(given.dim())]))
+        if target is not _aten.dropout_.default:
+            with torch.no_grad():
+                strides = functional(given.detach(), *args[1:], **kwargs).stride()
+            if strides == given.stride():
+                return super().call_function(target, args, kwargs)
+        return given.copy_(self.call_function(functional, args, kwargs))
+
+
+def _without_draw(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """A dropout that keeps all elements, or none."""
+    if p == 0 or not train:
+        return x
+    return torch.mul(x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+@functools.cache
+def _functional_form(target: Any) -> Any:
+    """The op that returns what another one writes to its first argument; None for all other ops."""
+    if not isinstance(target, _torch.OpOverload):
+        return None
+    name, arguments = target._schema.name, target._schema.arguments
+    writes = bool(arguments) and arguments[0].alias_info is not None and arguments[0].alias_info.is_write
+    if target is _aten.bernoulli_.float:
+        return _aten.bernoulli.p
+    random = torch.Tag.nondeterministic_seeded in target.tags and target is not _aten.dropout_.default
+    if random or not (name.startswith("aten::") and name.endswith("_") and writes):
+        return None
+    packet = getattr(_aten, name.removeprefix("aten::").removesuffix("_"), None)
+    return getattr(packet, target._overloadname, None) if packet is not None else None
+
+
+def _is_laid_out_its_own_way(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has all elements once, in another order than that of its dimensions."""
+    return not tensor.is_contiguous() and is_dense(tensor)
+
+
+def _as_kernels_lay_out(target: Any, args: tuple[Any, ...], result: Any) -> Any:
+    """Give a result the strides that the real kernel gives it, where torch's data-less kernel says otherwise.
+
+    BatchNorm returns a dense tensor in one of the usual memory formats; traced, it keeps a transposed input's strides,
+    and what follows would take other paths than in eager mode.
+    """
+    if target is not torch.ops.aten.batch_norm.default:
+        return result
+    formats = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}.get(result.dim(), ())
+    usual = any(args[0].is_contiguous(memory_format=f) for f in (torch.contiguous_format, *formats))
+    return result if usual else result.contiguous()
+
+
+# --- products --------------------------------------------------------------------------------------------------------
+
+
+class _Product(torch.autograd.Function):
+    """A product, whose backward looks for zeros as eager mode's does; traced, torch's takes the longer way always."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dims: tuple[int, bool] | None) -> torch.Tensor:
+        result: torch.Tensor = _aten.prod.default(x) if dims is None else _aten.prod.dim_int(x, *dims)
+        ctx.save_for_backward(x, result)
+        ctx.dims = dims
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, result = ctx.saved_tensors
+        dim, keepdim = ctx.dims or (None, False)
+        return prod_backward(gradients[0], x, result, dim, keepdim), None
+
+
+def _product(
+    x: torch.Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    """``aten::prod``."""
+    x = x if dtype is None else x.to(dtype)
+    dims = None if dim is None else (dim, keepdim)
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return _aten.prod.default(x) if dims is None else _aten.prod.dim_int(x, *dims)
+    return _torch.apply_function(_Product, x, dims)
