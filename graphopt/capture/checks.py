@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+import logging
+from collections.abc import Container, Iterable
 
 import torch
 from torch import fx, nn
 
 from graphopt import _torch
 from graphopt.errors import CaptureError, GraphoptError
-from graphopt.ir.node import value_of
+from graphopt.ir.gradients import base_of
+from graphopt.ir.node import info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import tensors_of
 from graphopt.ir.program import Program
 
-__all__ = ["refuse_coupling", "refuse_overlapping", "refuse_varying_lstm", "refuse_wrapped", "step_hooks"]
+__all__ = [
+    "refuse_coupling",
+    "refuse_overlapping",
+    "refuse_varying_lstm",
+    "refuse_wrapped",
+    "step_hooks",
+    "tell_shared_outputs",
+]
+
+logger = logging.getLogger("graphopt")
 
 _WAY_OUT = {
     "OptimizedModule": "it is wrapped by torch.compile; pass the bare module (model._orig_mod) and choose "
@@ -91,6 +102,41 @@ def _overlaps(tensor: torch.Tensor) -> bool:
             return True
         reach += stride * (size - 1)
     return False
+
+
+def tell_shared_outputs(program: Program, groups: Iterable[tuple[int, ...]]) -> None:
+    """Warn of results that are views of one tensor which forward reads too: the sum of their gradients is rounded anew.
+
+    torch adds up what reaches such results outside of a program; eager mode adds it in the order of all uses.
+
+    Args:
+        program: of stage forward.
+        groups: the numbers of outputs whose gradients come in as one.
+    """
+    for group in groups:
+        nodes = [value for value in map(program.output_values.__getitem__, group) if isinstance(value, fx.Node)]
+        if len(nodes) < 2:
+            continue
+        base = base_of(nodes[0])
+        readers = {
+            reader
+            for node in program.graph.nodes
+            if node.op != "output" and base_of(node) is base
+            for reader in node.users
+            if reader.op == "call_function" and base_of(reader) is not base and _passes_gradients(reader)
+        }
+        if readers:
+            logger.warning(
+                "%s returns %s as views of one tensor (%s), and uses it further: its gradients are added in another "
+                "order than in eager mode, which may round the last bit; return a copy (.clone()) for eager mode's bits",
+                program.title,
+                ", ".join(program.outputs[number].target for number in group),
+                info(base).names[0] if info(base).names else base.name,
+            )
+
+
+def _passes_gradients(node: fx.Node) -> bool:
+    return any(tensor.requires_grad for tensor in tensors_of(value_of(node)))
 
 
 def refuse_varying_lstm(graph: fx.Graph) -> None:

@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.fx import traceback
 
 from graphopt import _torch
-from graphopt.capture.checks import refuse_overlapping, refuse_varying_lstm
+from graphopt.capture.checks import refuse_overlapping, refuse_varying_lstm, tell_shared_outputs
 from graphopt.capture.finish_joint import (
     forget_statistics,
     honour_regions,
@@ -148,6 +148,7 @@ def capture_joint(forward: Program, tensors: dict[str, torch.Tensor], examples: 
         int(role.target) for _, role in trace.inputs() if role.kind == "tangent" and str(role.target).isdigit()
     }
     refuse_overlapping(forward, differentiated)
+    tell_shared_outputs(forward, trace.gradient_routes().tangents)
     program = _Builder(forward, runner, trace).build()
     return JointCapture(program, trace, [runner.holder[key] for key in trace.parameter_order()])
 
