@@ -51,11 +51,13 @@ class GradientRoutes:
             that is computed inside.
         changed: for tangents that are of an argument after its change, the place of the argument.
         views: for outputs that are an argument or a view of one, and have its gradient, the place of the argument.
+        together: groups of outputs that are one tensor and views of it; their gradients are added up outside.
     """
 
     tangents: list[tuple[int, ...]]
     changed: dict[int, int]
     views: dict[int, int]
+    together: list[tuple[int, ...]]
 
 
 def _classify_input(desc: Any) -> AotInput:
@@ -149,11 +151,14 @@ class JointTrace:
         ]
         bases: dict[int, tuple[int, ...]] = {}
         views: dict[int, int] = {}
+        returned: dict[int, tuple[int, ...]] = {}
         for number, (kind, base) in enumerate(outputs):
             if base is not None and kind in ("alias_of_intermediate", "alias_of_intermediate_save_as_output"):
                 bases[base] = (*bases.get(base, ()), number)
             if base is not None and kind in ("alias_of_input", "is_input"):
                 views[number] = base
+            if base is not None and kind == "alias_of_intermediate_base_is_user_output":
+                returned[base] = (*returned.get(base, (base,)), number)
         arguments = [role for _, role in self.inputs() if role.kind != "tangent"]
         tangents: list[tuple[int, ...]] = []
         changed: dict[int, int] = {}
@@ -167,7 +172,8 @@ class JointTrace:
                 changed[len(tangents)] = arguments.index(output.of)  # type: ignore[arg-type]
             direct = () if output.index is None else (output.index,)
             tangents.append(bases[next(remaining)] if output.kind == "base" else direct)
-        return GradientRoutes(tangents, changed, views)
+        together = [group for group in (*bases.values(), *returned.values()) if len(group) > 1]
+        return GradientRoutes(tangents, changed, views, together)
 
     def compile(
         self,

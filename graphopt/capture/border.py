@@ -68,6 +68,11 @@ BORDER = (
         "a drop-in model is captured in parts, with eager code between them; a whole step refuses it",
     ),
     Row("outputs that the caller keeps", "honoured", "their bytes are counted until backward ends"),
+    Row(
+        "results that are views of one tensor which forward reads too",
+        "told",
+        "torch adds up their gradients outside of the program, in another order than eager mode",
+    ),
     Row("what a loss outside of a drop-in model allocates", "told", "it is not part of a budget; the record says so"),
 )
 """Every row; what is not in it is read at the capture."""

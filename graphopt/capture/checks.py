@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container, Iterable
+from typing import cast
 
 import torch
 from torch import fx, nn
@@ -111,13 +112,10 @@ def tell_shared_outputs(program: Program, groups: Iterable[tuple[int, ...]]) -> 
 
     Args:
         program: of stage forward.
-        groups: the numbers of outputs whose gradients come in as one.
+        groups: the numbers of outputs that are one tensor and views of it.
     """
     for group in groups:
-        nodes = [value for value in map(program.output_values.__getitem__, group) if isinstance(value, fx.Node)]
-        if len(nodes) < 2:
-            continue
-        base = base_of(nodes[0])
+        base = base_of(cast(fx.Node, program.output_values[group[0]]))
         readers = {
             reader
             for node in program.graph.nodes
@@ -128,7 +126,7 @@ def tell_shared_outputs(program: Program, groups: Iterable[tuple[int, ...]]) -> 
         if readers:
             logger.warning(
                 "%s returns %s as views of one tensor (%s), and uses it further: its gradients are added in another "
-                "order than in eager mode, which may round the last bit; return a copy (.clone()) for eager mode's bits",
+                "order than in eager mode, which may round the last bit; return a copy (.clone()) to avoid it",
                 program.title,
                 ", ".join(program.outputs[number].target for number in group),
                 info(base).names[0] if info(base).names else base.name,
@@ -136,7 +134,7 @@ def tell_shared_outputs(program: Program, groups: Iterable[tuple[int, ...]]) -> 
 
 
 def _passes_gradients(node: fx.Node) -> bool:
-    return any(tensor.requires_grad for tensor in tensors_of(value_of(node)))
+    return any(tensor.is_floating_point() for tensor in tensors_of(value_of(node)))
 
 
 def refuse_varying_lstm(graph: fx.Graph) -> None:

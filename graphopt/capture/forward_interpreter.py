@@ -103,13 +103,16 @@ class Interpreter(fx.Interpreter):
         given: torch.Tensor = args[0]
         if target is _aten.bernoulli_.float:
             order = sorted(range(given.dim()), key=given.stride, reverse=True)
-            drawn = functional(given.permute(order), *args[1:], **kwargs)
+            drawn = functional(given.permute(order), *(args[1:] or (0.5,)), **kwargs)
             return given.copy_(drawn.permute([order.index(dimension) for dimension in range(given.dim())]))
-        if target is not _aten.dropout_.default:
-            with torch.no_grad():
-                strides = functional(given.detach(), *args[1:], **kwargs).stride()
-            if strides == given.stride():
-                return super().call_function(target, args, kwargs)
+        if target is _aten.dropout_.default:
+            kept = 1 - args[1]
+            noise = self.call_function(_aten.bernoulli_.float, (torch.empty_like(given), kept), {})
+            return given.mul_(noise.div_(kept))
+        with torch.no_grad():
+            strides = functional(given.detach(), *args[1:], **kwargs).stride()
+        if strides == given.stride():
+            return super().call_function(target, args, kwargs)
         return given.copy_(self.call_function(functional, args, kwargs))
 
 

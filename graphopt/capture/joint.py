@@ -148,7 +148,7 @@ def capture_joint(forward: Program, tensors: dict[str, torch.Tensor], examples: 
         int(role.target) for _, role in trace.inputs() if role.kind == "tangent" and str(role.target).isdigit()
     }
     refuse_overlapping(forward, differentiated)
-    tell_shared_outputs(forward, trace.gradient_routes().tangents)
+    tell_shared_outputs(forward, trace.gradient_routes().together)
     program = _Builder(forward, runner, trace).build()
     return JointCapture(program, trace, [runner.holder[key] for key in trace.parameter_order()])
 

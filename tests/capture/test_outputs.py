@@ -110,6 +110,31 @@ def test_a_model_that_returns_views_of_what_it_is_given_is_told_so() -> None:
         graphopt.optimize(Weighted(lambda w, x: w.t()))(X)
 
 
+SHARED: dict[str, tuple[Function, bool]] = {
+    "a view beside what is read too": (lambda w, x: ((h := w * x), h[1:], h.exp()), True),  # type: ignore[return-value]
+    "two views": (lambda w, x: ((h := w * x)[1:], h.t(), h.exp()), True),  # type: ignore[return-value]
+    "read no further": (lambda w, x: ((h := w * x), h[1:]), False),  # type: ignore[return-value]
+    "a copy": (lambda w, x: ((h := w * x), h[1:].clone(), h.exp()), False),  # type: ignore[return-value]
+    "one of them": (lambda w, x: ((h := w * x)[1:], h.exp()), False),  # type: ignore[return-value]
+}
+
+
+@pytest.mark.parametrize(("function", "told"), SHARED.values(), ids=SHARED)
+def test_views_of_one_tensor_are_told_where_it_is_read_too(
+    function: Function, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Weighted(function)
+    optimized = graphopt.optimize(copy.deepcopy(model))
+    for current in (model, optimized):
+        sum(output.sin().sum() for output in current(X)).backward()
+    assert ("as views of one tensor" in caplog.text) == told
+    if told:
+        assert ".clone()" in caplog.text
+        torch.testing.assert_close(model.weight.grad, optimized.weight.grad)
+    else:
+        assert torch.equal(model.weight.grad, optimized.weight.grad)  # type: ignore[arg-type]
+
+
 COMPLEX: dict[str, Function] = {
     "hfft": lambda w, x: torch.fft.hfft(w * x),
     "irfft": lambda w, x: torch.fft.irfft(torch.fft.rfft(w * x)),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["SAME", "difference", "first_difference"]
+__all__ = ["SAME", "close", "difference", "first_difference"]
 
 SAME = "the same bits"
 """What is said of torch's own tracing where it differs from eager mode exactly as a program does."""
@@ -42,6 +42,20 @@ def first_difference(one: Any, other: Any) -> str:
         if found := difference(mine, their):
             return f"{pytree.keystr(path)}: {found}"
     return ""
+
+
+def close(one: Any, other: Any) -> bool:
+    """Whether two nested values differ by rounding at most."""
+    (ours, form), (theirs, other_form) = pytree.tree_flatten(one), pytree.tree_flatten(other)
+    if form != other_form:
+        return False
+    for mine, their in zip(ours, theirs, strict=True):
+        if not isinstance(mine, torch.Tensor) or not mine.is_floating_point():
+            if difference(mine, their):
+                return False
+        elif not torch.allclose(_dense(mine.detach()), _dense(their.detach()), 1e-4, 1e-5, equal_nan=True):
+            return False
+    return True
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

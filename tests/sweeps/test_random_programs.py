@@ -16,7 +16,7 @@ pytestmark = pytest.mark.sweep
 PROGRAMS, AT_A_TIME = 5400, 60
 """Of these numbers one in fifteen is a program that eager mode refuses."""
 
-REFUSED = ("the optimizer holds none of the parameters that get a gradient",)
+REFUSED = ("the optimizer holds none of the parameters that get a gradient", "elements overlap in memory")
 """What messages say about the programs that are refused."""
 
 
@@ -35,7 +35,7 @@ def test_random_programs_train_as_in_eager_mode(
     verdicts = [Verdict(**found) for found in outcome.values]
     record_property("counts", dict(Counter(f"{verdict.way} {verdict.kind}" for verdict in verdicts)))
     assert not outcome.died, f"{outcome.died} in program {first + len(verdicts)}\n{outcome.said}"
-    assert [verdict for verdict in verdicts if verdict.kind not in ("equal", "invalid", "refused")] == []
+    assert [verdict for verdict in verdicts if verdict.kind not in ("equal", "invalid", "refused", "told")] == []
     refused = [verdict for verdict in verdicts if verdict.kind == "refused"]
     assert [verdict for verdict in refused if not any(part in verdict.detail for part in REFUSED)] == []
     assert sum(verdict.kind == "equal" for verdict in verdicts) > 0.8 * AT_A_TIME
