@@ -46,6 +46,7 @@ from graphopt._torch.change_detection import dict_version as dict_version
 from graphopt._torch.change_detection import global_module_hooks as global_module_hooks
 from graphopt._torch.change_detection import has_global_backward_hooks as has_global_backward_hooks
 from graphopt._torch.change_detection import hooks_added as hooks_added
+from graphopt._torch.change_detection import in_function_transform as in_function_transform
 from graphopt._torch.change_detection import kernel_choices as kernel_choices
 from graphopt._torch.custom_functions import apply_function as apply_function
 from graphopt._torch.custom_functions import custom_function as custom_function
@@ -61,6 +62,7 @@ from graphopt._torch.dynamo import function_that_is_cut as function_that_is_cut
 from graphopt._torch.dynamo import input_paths as input_paths
 from graphopt._torch.dynamo import with_paths as with_paths
 from graphopt._torch.eager_kernels import eager_kernels as eager_kernels
+from graphopt._torch.eager_layouts import eager_layouts as eager_layouts
 from graphopt._torch.export_regions import AUTOCAST_BEGINS as AUTOCAST_BEGINS
 from graphopt._torch.export_regions import AUTOCAST_ENDS as AUTOCAST_ENDS
 from graphopt._torch.export_regions import SETS_GRAD_MODE as SETS_GRAD_MODE
@@ -93,6 +95,7 @@ from graphopt._torch.overloads import OpOverloadPacket as OpOverloadPacket
 from graphopt._torch.overloads import higher_order_ops as higher_order_ops
 from graphopt._torch.overloads import is_registered as is_registered
 from graphopt._torch.overloads import resolve_overload as resolve_overload
+from graphopt._torch.second_derivatives import explain_second_derivatives as explain_second_derivatives
 from graphopt._torch.symbolic_sizes import fake_mode as fake_mode
 from graphopt._torch.symbolic_sizes import number_hint as number_hint
 from graphopt._torch.symbolic_sizes import size_hint as size_hint
@@ -140,7 +143,9 @@ __all__ = [
     "default_store",
     "dict_version",
     "eager_kernels",
+    "eager_layouts",
     "example_twins",
+    "explain_second_derivatives",
     "fake_mode",
     "generated_function",
     "global_module_hooks",
@@ -150,6 +155,7 @@ __all__ = [
     "has_no_data",
     "higher_order_ops",
     "hooks_added",
+    "in_function_transform",
     "intercept_checkpoint",
     "intercept_custom_functions",
     "is_composite",

@@ -20,6 +20,7 @@ __all__ = [
     "global_module_hooks",
     "has_global_backward_hooks",
     "hooks_added",
+    "in_function_transform",
     "kernel_choices",
 ]
 
@@ -51,6 +52,11 @@ def global_module_hooks() -> tuple[int, ...]:
 def has_global_backward_hooks() -> bool:
     """Whether a backward hook acts on all modules."""
     return bool(module._global_backward_hooks or module._global_backward_pre_hooks)
+
+
+def in_function_transform() -> bool:
+    """Whether a transform of ``torch.func`` (``grad``, ``vjp``, ``jvp``, ``vmap``, …) is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]  # pyright: ignore
 
 
 def kernel_choices() -> tuple[bool, ...]:

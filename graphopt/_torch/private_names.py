@@ -75,7 +75,10 @@ TRACING = Feature(
             "_C.DisableTorchFunction _from_functional_tensor _library _sync ops.aten._linalg_check_errors.default "
             "ops.aten._to_copy.default"
         ),
+        "torch._decomp": "decomposition_table",
         "torch._ops": "HigherOrderOperator.py_impl OpOverload OpOverloadPacket",
+        "torch._subclasses.fake_impls": "op_implementations_checks",
+        "torch._subclasses.fake_tensor": "FakeTensorMode.cache_clear",
         "torch._subclasses.functional_tensor": "FunctionalTensor",
         "torch.fx.experimental.proxy_tensor": (
             "ProxyTorchDispatchMode disable_proxy_modes_tracing get_proxy_mode get_proxy_slot make_fx track_tensor_tree"
@@ -107,7 +110,8 @@ CHANGES = Feature(
     "noticing that something changed since a program was captured",
     {
         "torch._C": (
-            "_dynamo.guards.TensorGuards.check _dynamo.guards.dict_version _get_cudnn_sdp_enabled "
+            "_dynamo.guards.TensorGuards.check _dynamo.guards.dict_version _functorch.peek_interpreter_stack "
+            "_get_cudnn_sdp_enabled "
             "_get_flash_sdp_enabled _get_math_sdp_enabled _get_mem_efficient_sdp_enabled _get_mkldnn_enabled"
         ),
         "torch.nn.modules.module": (

@@ -1,4 +1,4 @@
-"""What ops allocate for themselves while they run: measured, once per op and shapes, on inputs of zeros.
+"""What ops allocate for themselves while they run: measured, once per op and shapes, on zeros or on what takes most.
 
 Kernels reorder layouts, build masks and keep partial sums; no schema tells how much. Each distinct call of a program is
 therefore run once by itself, within limits, while the allocator is watched. The random-number generators are left as
@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from graphopt import _torch
-from graphopt.analysis.costs.isolated_call import LARGEST_CALL, call_bytes, call_key, call_tensors, prepare, sizes
+from graphopt.analysis.costs.isolated_call import LARGEST_CALL, Fill, call_bytes, call_key, call_tensors, prepare, sizes
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
@@ -120,6 +120,21 @@ def _measure(missing: dict[str, fx.Node]) -> None:
         _measured.update(_measure_cpu(cpu))
 
 
+_MOST: dict[str, float] = {"linalg_matrix_exp": 1e3}
+"""Ops that allocate by values, and the number in all places of their arguments with which they allocate most.
+
+A matrix exponential takes the longer series for large norms, and squares behind it.
+"""
+
+
+def _filled(node: fx.Node) -> Fill:
+    """What makes the arguments that a call is measured on: zeros, but for ops that allocate more for others."""
+    number = _MOST.get(schema.op_name(node)) if isinstance(node.target, _torch.OpOverload) else None
+    if number is None:
+        return _zeros
+    return lambda count, dtype, device: torch.full((count,), number, dtype=dtype, device=device)
+
+
 def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.zeros(count, dtype=dtype, device=device)
 
@@ -131,7 +146,7 @@ def _measure_cpu(nodes: dict[str, fx.Node]) -> dict[str, Usage]:
     with torch.random.fork_rng(devices=[]), torch.no_grad(), _torch.profile_memory() as profile:
         for key, node in nodes.items():
             try:
-                target, args, kwargs = prepare(node, _zeros)
+                target, args, kwargs = prepare(node, _filled(node))
                 with torch.profiler.record_function(f"{_MARK}{len(done)}"):
                     result = target(*args, **kwargs)
                 results.append(tuple(t.untyped_storage().nbytes() for t in tensors_of(result)))
@@ -146,7 +161,7 @@ def _measure_cpu(nodes: dict[str, fx.Node]) -> dict[str, Usage]:
 def _measure_cuda(node: fx.Node) -> Usage:
     try:
         with torch.random.fork_rng(), torch.no_grad():
-            target, args, kwargs = prepare(node, _zeros)
+            target, args, kwargs = prepare(node, _filled(node))
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             result = target(*args, **kwargs)

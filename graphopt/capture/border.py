@@ -53,6 +53,12 @@ BORDER = (
         "honoured",
         "a drop-in model runs plainly, a step gives the loss and trains nothing",
     ),
+    Row(
+        "transforms of `torch.func`, `functional_call` with other parameters",
+        "told",
+        "a drop-in model runs in eager mode there",
+    ),
+    Row("second derivatives", "refused", "of a drop-in model; first ones may be taken with `create_graph=True`"),
     Row("autocast around the call", "signature", "and its casts are traced"),
     Row("deterministic algorithms, default dtype, matmul precision, kernels for attention, oneDNN", "signature"),
     Row("anomaly mode", "signature"),

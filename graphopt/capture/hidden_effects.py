@@ -56,8 +56,8 @@ def capturing(model: nn.Module, *, keep: bool = False) -> Iterator[list[str]]:
     own_saving = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
     assigned: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
     names: list[str] = []
-    kernels = _torch.eager_kernels(AS_IN_EAGER)
-    with CAPTURE_LOCK, own_saving, kernels, _without_stand_ins(model), contextlib.ExitStack() as stack:
+    kernels, layouts = _torch.eager_kernels(AS_IN_EAGER), _torch.eager_layouts()
+    with CAPTURE_LOCK, own_saving, kernels, layouts, _without_stand_ins(model), contextlib.ExitStack() as stack:
         for owner, name, what in _REFUSED:
             stack.enter_context(_refusing(owner, name, what))
         stack.enter_context(_noting_assignments(assigned))

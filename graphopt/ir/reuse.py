@@ -48,7 +48,7 @@ def reused_operands(program: Program, *, in_forward: bool = True) -> dict[fx.Nod
             continue
         dying = [a for a in _operands(node, form) if last[root[a]] == position[node]]
         if not open_strides.isdisjoint(node.all_input_nodes):
-            dying = [a for a in dying if form.dimension is None and a is node.args[0]]
+            dying = [a for a in dying if form.dimension is None and a is node.args[form.layout]]
         operand = next((a for a in dying if _may_overwrite(node, a, root)), None)
         if operand is not None:
             found[node] = operand
@@ -58,8 +58,8 @@ def reused_operands(program: Program, *, in_forward: bool = True) -> dict[fx.Nod
 def _with_open_strides(program: Program) -> set[fx.Node]:
     """Values whose strides follow those of the tangents, which come as the loss outside of the program makes them.
 
-    A pointwise call lays its result out as its first argument is: that one may be overwritten whatever its strides, and
-    another one only where all of them are known.
+    A pointwise call lays its result out as one of its arguments is (``InPlace.layout``): that one may be overwritten
+    whatever its strides, and another one only where all of them are known.
     """
     found = {node for node, _ in program.inputs_of("tangent") if value_of(node).dim() > 1}
     if found:

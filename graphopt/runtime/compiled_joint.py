@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
+from graphopt import _torch
 from graphopt.capture import CaptureSession
 from graphopt.capture.flatten import Structure
 from graphopt.capture.joint import JointCapture
@@ -25,6 +26,11 @@ from graphopt.runtime.runner import Capture, Runner
 
 __all__ = ["CompiledJoint", "compile_joint"]
 
+_TWICE = (
+    "{0} is differentiated a second time (create_graph=True, as for gradient penalties or Hessians), and its program "
+    "has one backward only: for that, call the model that was given to graphopt.optimize; the two share all parameters"
+)
+
 
 @dataclass
 class CompiledJoint(Capture):
@@ -38,6 +44,7 @@ class CompiledJoint(Capture):
         inputs: gives the first of these, one by one.
         tangents: which outputs a gradient has to reach.
         checked: what the program checks for infinities, where it does.
+        explained: whether a second derivative gives graphopt's error.
     """
 
     outputs: Structure
@@ -47,6 +54,7 @@ class CompiledJoint(Capture):
     inputs: list[Callable[[], torch.Tensor]]
     tangents: MissingGradients
     checked: CheckedGradients | None
+    explained: bool = False
 
     def gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """The arguments of the function for the tensors of a call."""
@@ -56,11 +64,18 @@ class CompiledJoint(Capture):
         """What the model returns."""
         if not self.tangents.needed:
             with plain_precision():
-                return self.outputs.restore(self.function(*arguments))
+                return self.outputs.restore(self._run(arguments))
         reached, given = self.tangents.before(arguments)
         with plain_precision():
-            flat = self.function(*given)
+            flat = self._run(given)
         return self.outputs.restore(self.tangents.after(reached, flat, given, arguments))
+
+    def _run(self, arguments: list[torch.Tensor]) -> Any:
+        results = self.function(*arguments)
+        if not self.explained:
+            self.explained = True
+            _torch.explain_second_derivatives(results, _TWICE.format(self.rewritten.program.title))
+        return results
 
 
 def compile_joint(runner: Runner[CompiledJoint], session: CaptureSession, capture: Capture) -> CompiledJoint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,12 @@ from graphopt.runtime.parts import Parts
 from graphopt.runtime.runner import Options, Runner
 
 __all__ = ["DropIn"]
+
+logger = logging.getLogger("graphopt")
+
+
+class _ReplacedError(Exception):
+    """A call in which other tensors stand in the place of parameters."""
 
 
 class DropIn:
@@ -46,6 +53,7 @@ class DropIn:
         self.scaler: Any = None
         self.parts: Parts | None = None
         self._plain = plain
+        self._told: set[str] = set()
 
     @property
     def latest(self) -> CompiledJoint:
@@ -74,9 +82,23 @@ class DropIn:
                     found, tensors = self.runner.find(model, args, kwargs, lambda: self._capture(model, args, kwargs))
                     arguments = found.gather(tensors)
                 return found.call(arguments)
+            except _ReplacedError:
+                why = "its parameters are other tensors in this call (torch.func.functional_call)"
+                return self.run_as_it_is(model, args, kwargs, why)
             except GraphBreakError as error:
                 self.parts = Parts(self.original, self.runner, error)
         return self.parts.call(model, args, kwargs)
+
+    def run_as_it_is(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], why: str) -> Any:
+        """Run a call in eager mode; the first one for a reason is told."""
+        if why not in self._told:
+            self._told.add(why)
+            logger.warning(
+                "%s runs in eager mode where %s: no pass acts there, and its bytes are not counted",
+                self.original.__name__,
+                why,
+            )
+        return self.original.forward(model, *args, **kwargs)
 
     def prepare(self, model: nn.Module, example_inputs: Any) -> None:
         """Capture for positional example inputs."""
@@ -92,6 +114,10 @@ class DropIn:
         return [(checked, self.runner.store[checked.target]) for checked in found]
 
     def _capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CompiledJoint:
+        if any(
+            not isinstance(p, nn.Parameter) for m in model.modules() for p in m._parameters.values() if p is not None
+        ):
+            raise _ReplacedError
         plain, runner = self._plain(), self.runner
         session = CaptureSession(plain, args, kwargs, dynamic_shapes=self.options.dynamic_shapes, keep=runner.is_first)
         capture = runner.rewrite(session)

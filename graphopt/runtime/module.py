@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
+from graphopt import _torch
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
 from graphopt.errors import CaptureError, PipelineError
 from graphopt.ir.methods import provided
@@ -151,9 +152,11 @@ def _optimized_class(cls: type[nn.Module]) -> type[Optimized]:
 
     @functools.wraps(cls.forward)
     def forward(self: Optimized, *args: Any, **kwargs: Any) -> Any:
-        if self.training and torch.is_grad_enabled() and not _is_traced():
-            return self._graphopt.call(self, args, kwargs)
-        return cls.forward(self, *args, **kwargs)
+        if not self.training or not torch.is_grad_enabled() or _is_traced():
+            return cls.forward(self, *args, **kwargs)
+        if _torch.in_function_transform():
+            return self._graphopt.run_as_it_is(self, args, kwargs, "a transform of torch.func is at work")
+        return self._graphopt.call(self, args, kwargs)
 
     body = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (Optimized, cls), body)
@@ -172,7 +175,7 @@ def optimize(
 
     The user's loop stays as it is: ``loss = criterion(model(x), y); loss.backward(); optimizer.step()``. Captures
     happen at the first call of each signature (shapes, dtypes, structure, training flags); calls in eval mode or under
-    ``no_grad`` run the plain forward.
+    ``no_grad`` run the plain forward. So do calls inside of transforms of ``torch.func``, with a warning.
 
     Args:
         model: the bare module. It is not changed, and shares everything with the result.

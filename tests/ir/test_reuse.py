@@ -392,6 +392,18 @@ def test_in_place_gives_the_same_bits_where_an_operand_was(op: Any) -> None:
         assert torch.equal(result.view(_BITS[dtype]), expected.view(_BITS[dtype])), (dtype, layout)
 
 
+BACKWARDS = [op for op, form in IN_PLACE.items() if form.dimension is None and form.operands == (0, 1)]
+
+
+@pytest.mark.parametrize("op", BACKWARDS, ids=str)
+def test_the_argument_that_gives_the_layout_is_the_one_that_is_named(op: Any) -> None:
+    given = _arguments(op, "contiguous", torch.float32, 0.5)
+    given = [x.reshape(-1)[:6].reshape(2, 3) if isinstance(x, torch.Tensor) else x for x in given]
+    for place in (0, 1):
+        turned = [x.t().contiguous().t() if number == place else x for number, x in enumerate(given)]
+        assert (op(*turned).stride() == (1, 2)) == (place == IN_PLACE[op].layout)
+
+
 @pytest.mark.parametrize("op", [op for op, form in IN_PLACE.items() if form.dimension is not None], ids=str)
 def test_softmax_in_place_gives_the_same_bits_at_every_width(op: Any) -> None:
     form, generator = IN_PLACE[op], torch.Generator().manual_seed(0)

@@ -33,6 +33,7 @@ class InPlace:
         keywords: whether calls with keywords (``alpha``, ``rounding_mode``) can be written so.
         dimension: position of the argument that names a dimension, where only calls over the last one, of contiguous
             tensors on a CPU, can be written so.
+        layout: position of the argument in whose layout the result comes where they differ.
     """
 
     target: Any
@@ -40,6 +41,7 @@ class InPlace:
     out: str = ""
     keywords: bool = False
     dimension: int | None = None
+    layout: int = 0
 
 
 _UNARY = ("abs", "cos", "exp", "log", "neg", "reciprocal", "relu", "rsqrt", "sigmoid", "silu", "sin", "sqrt", "tanh")
@@ -57,8 +59,11 @@ IN_PLACE: dict[Any, InPlace] = {
     **{getattr(_aten, name).default: InPlace(getattr(_aten, f"{name}_").default) for name in _UNARY},
     **{
         getattr(_aten, name).default: InPlace(getattr(_aten, name).grad_input, (0, 1), "grad_input", keywords=True)
-        for name in ("gelu_backward", "sigmoid_backward", "silu_backward", "tanh_backward", "threshold_backward")
+        for name in ("gelu_backward", "sigmoid_backward", "silu_backward", "tanh_backward")
     },
+    _aten.threshold_backward.default: InPlace(
+        _aten.threshold_backward.grad_input, (0, 1), "grad_input", keywords=True, layout=1
+    ),
     _aten._softmax.default: InPlace(_aten._softmax.out, out="out", dimension=1),
     _aten._log_softmax.default: InPlace(_aten._log_softmax.out, out="out", dimension=1),
     safe_softmax: InPlace(safe_softmax_, dimension=1),
