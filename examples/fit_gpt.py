@@ -131,8 +131,8 @@ def finish(console: Console, runs: Sequence[Run], before: MemoryTimeline, option
         console.print(f"{len(wrong)} values differ from eager PyTorch: {', '.join(wrong[:5])}", style="red")
     else:
         console.print(
-            f"All {len(eager.losses)} losses, and all {len(eager.state)} tensors of the model, of the optimizer's state "
-            "and of the generator's, are equal to the last bit (torch.equal)."
+            f"All {len(eager.losses)} losses, and all {len(eager.state)} tensors of the model, the optimizer's state "
+            "and the random generator, are equal to the last bit (torch.equal)."
         )
     page = options.out / "step.html"
     page.parent.mkdir(parents=True, exist_ok=True)
