@@ -59,7 +59,7 @@ def _target(config: GPTConfig, batch: Batch) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argument_parser(__doc__, steps=6, out=Path("runs/fit_gpt"))
+    parser = argument_parser(__doc__, steps=5, out=Path("runs/fit_gpt"))
     parser.add_argument("--budget", type=_budget, default="128MB", help="bytes that a step may take")
     parser.add_argument("--batch", type=int, default=8, help="sequences in a batch")
     parser.add_argument("--context", type=int, default=256, help="tokens in a sequence")
