@@ -126,7 +126,7 @@ def test_what_make_is_asked_for_exists() -> None:
 
 
 def test_scripts_in_commands_exist_and_every_script_has_one() -> None:
-    pattern = r"(?:python|torchrun) (?:--\S+ \d+ )?((?:examples|tests/benchmarks)/\w+\.py)"
+    pattern = r"(?:python|torchrun)\s+(?:--\S+ \d+ )?((?:examples|tests/benchmarks)/\w+\.py)"
     named = {name for document in DOCUMENTS for name in re.findall(pattern, text_of(document))}
     assert [name for name in named if not (ROOT / name).is_file()] == []
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
