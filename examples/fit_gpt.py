@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     console.print(
         f"A GPT of {millions:.1f} million parameters, {config.layers} blocks, trained on English text in batches of "
-        f"{options.batch} × {options.context} bytes; {torch.get_num_threads()} threads."
+        f"{options.batch} × {options.context} bytes; threads: {torch.get_num_threads()}."
     )
     before = graphopt.capture(model, batches[0], loss=next_token_loss, optimizer=optimizer).memory()
     budget, needed = parse_bytes(options.budget), format_bytes(before.peak_bytes)

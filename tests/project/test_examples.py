@@ -107,7 +107,7 @@ FITTED = ["--steps", "3", "--batch", "8", "--context", "64", "--layers", "2", "-
 
 @pytest.fixture(scope="module")
 def fit(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The demo in a pipe: a step that takes 4.7 MB is given 2 MB."""
+    """The demo in a pipe: a step that takes 5.1 MB is given 2 MB."""
     folder = tmp_path_factory.mktemp("fitted") / "new" / "folder"
     with loading() as load, redirect_stdout(io.StringIO()) as printed, pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "80")
