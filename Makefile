@@ -32,8 +32,8 @@ help: ## say what can be made
 
 install: $(DEV) ## install graphopt from this folder, and everything for tests and lint, into .venv
 
-demo: $(CORE) ## train a small GPT on real text, plain and with recomputation (about two minutes)
-	$(BIN)/python examples/train_gpt.py
+demo: $(CORE) ## train a small GPT on real text within a third of the bytes that it takes (about a minute)
+	$(BIN)/python examples/fit_gpt.py
 
 test: $(DEV) $(BROWSER) ## run the tests (under ten minutes on two cores)
 	$(PYTEST)
@@ -61,7 +61,7 @@ format: $(DEV) ## rewrite the sources in the agreed style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(DEV) $(BROWSER) ## measure what the README says (about an hour and a half)
+bench: $(DEV) $(BROWSER) ## measure what tests/benchmarks/README.md says (an hour and a half)
 	$(BIN)/python tests/benchmarks/recompute.py
 	$(BIN)/python tests/benchmarks/step_frontier.py
 	$(BIN)/python tests/benchmarks/mixed_precision.py

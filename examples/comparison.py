@@ -61,6 +61,7 @@ class Run:
         step_seconds: the median over the steps that were not measured.
         capture_seconds: capture, passes, verification and code generation; 0 for eager PyTorch.
         program: the rewritten program; None for eager PyTorch.
+        step: what ran it; None for eager PyTorch.
     """
 
     way: Way
@@ -71,6 +72,7 @@ class Run:
     step_seconds: float
     capture_seconds: float
     program: graphopt.Program | None
+    step: graphopt.TrainStep | None
 
 
 def argument_parser(description: str | None, *, steps: int, out: Path) -> argparse.ArgumentParser:
@@ -116,7 +118,7 @@ def train(way: Way, build: Build, loss: Loss, batches: Sequence[Batch], *, seed:
     torch.manual_seed(seed)
     model, optimizer = build()
     task = progress.add_task(way.name, total=len(batches))
-    program, started = None, time.perf_counter()
+    program, captured, started = None, None, time.perf_counter()
     if way.captured:
         captured = graphopt.optimize_step(model, optimizer, way.passes, loss=loss).prepare(*batches[0])
         step: Step = captured
@@ -137,7 +139,7 @@ def train(way: Way, build: Build, loss: Loss, batches: Sequence[Batch], *, seed:
         progress.advance(task)
     return Run(
         way, losses, _state(model, optimizer), program.memory().allocated_peak_bytes if program else None, measured,
-        statistics.median(seconds[1:]), capture_seconds if program else 0.0, program,
+        statistics.median(seconds[1:]), capture_seconds if program else 0.0, program, captured,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Both examples at tiny sizes: what they print, write and return, and that they notice differences."""
+"""The examples at tiny sizes: what they print, write and return, and that they notice differences."""
 
 from __future__ import annotations
 
@@ -100,6 +100,74 @@ def test_the_rewritten_program_is_written_and_named(run: Run) -> None:
     assert ElementTree.parse(run.folder / "step.svg").getroot().tag.endswith("svg")
 
 
+# --- fitting ---------------------------------------------------------------------------------------------------------
+
+FITTED = ["--steps", "3", "--batch", "8", "--context", "64", "--layers", "2", "--d", "32", "--heads", "2"]
+
+
+@pytest.fixture(scope="module")
+def fit(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The demo in a pipe: a step that takes 5.1 MB is given 2 MB."""
+    folder = tmp_path_factory.mktemp("fitted") / "new" / "folder"
+    with loading() as load, redirect_stdout(io.StringIO()) as printed, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "80")
+        status = load("fit_gpt").main([*FITTED, "--budget", "2MB", "--out", str(folder)])
+    return Run("fit_gpt", status, printed.getvalue(), folder)
+
+
+def test_a_step_that_does_not_fit_is_fitted_and_equal(fit: Run) -> None:
+    assert fit.status == 0, fit.printed
+    rows = re.findall(r"^ (eager PyTorch|FitMemory) +([\d.]+) MB +(no|yes) +\d+ ms +(\d+\.\d{6})", fit.printed, re.M)
+    (eager, measured, no, loss), (fitted, small, yes, same) = rows
+    assert (eager, no, fitted, yes) == ("eager PyTorch", "no", "FitMemory", "yes")
+    assert float(small) <= 2.0 < float(measured)
+    assert loss == same
+    assert "equal to the last bit (torch.equal)" in " ".join(fit.printed.split())
+
+
+def test_memory_is_drawn_before_and_after_on_one_scale(fit: Run) -> None:
+    before, after = fit.printed.split("3 steps each way")
+    charts = [re.findall(r"^.*│.*│$", text, re.M) for text in (before, after)]
+    assert len(charts[0]) == len(charts[1])
+    assert charts[0][0].split("│")[0] == charts[1][0].split("│")[0]
+    assert "█" in charts[0][1]
+    assert "█" not in "".join(charts[1][:4])
+    for chart in charts:
+        (line,) = [row for row in chart if row.lstrip().startswith("2.0 MB")]
+        assert "┄" in line
+
+
+def test_the_demo_is_readable_in_80_columns(fit: Run) -> None:
+    path = str(fit.folder / "step.html")
+    assert max(len(line) for line in fit.printed.splitlines() if path not in line) <= 80
+    assert "\x1b" not in fit.printed
+
+
+def test_the_page_of_the_fit_is_written_and_named(fit: Run) -> None:
+    page = fit.folder / "step.html"
+    assert str(page) in fit.printed
+    assert "fit-memory" in page.read_text(encoding="utf-8")
+
+
+def test_a_budget_that_is_no_limit_is_told(load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load("fit_gpt").main([*FITTED, "--budget", "1GB", "--out", str(tmp_path)]) == 1
+    assert "which fits into 1GB as it is: lower --budget" in " ".join(capsys.readouterr().out.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--budget", "much"], "is not a number of bytes"), (["--d", "30", "--heads", "4"], "is not a multiple of")],
+)
+def test_wrong_options_of_the_fit_are_refused(
+    arguments: list[str], message: str, load: Load, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        load("fit_gpt").main(arguments)
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.sweep
 def test_a_difference_is_printed_and_returned(
     load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -127,7 +195,7 @@ def test_too_few_steps_are_refused(name: str, load: Load, capsys: pytest.Capture
     assert "take at least 3" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "millions"), [("train_gpt", 9.7), ("resnet50_checkpoints", 23.5)])
+@pytest.mark.parametrize(("name", "millions"), [("train_gpt", 9.7), ("fit_gpt", 4.9), ("resnet50_checkpoints", 23.5)])
 def test_factories_are_targets_of_the_command_line(name: str, millions: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     target = load_target(f"{EXAMPLES / name}.py:factory")

@@ -1,4 +1,4 @@
-"""The README's table of passes, made from the classes: ``python -m tests.support.catalogue --check README.md``."""
+"""The tables of passes, made from the classes: ``python -m tests.support.catalogue --check passes/README.md``."""
 
 from __future__ import annotations
 
@@ -12,30 +12,39 @@ from graphopt.capture.border import BORDER
 from graphopt.errors import GraphoptError
 from graphopt.report.text.pass_table import passes_json
 from graphopt.rewriting.pass_ import Pass
+from graphopt.rewriting.registry import available_passes
 
-__all__ = ["main", "passes_table", "replace_table"]
+__all__ = ["border_table", "brought_up_to_date", "main", "options_table", "passes_table", "replace_table"]
 
 START, END = "<!-- passes -->", "<!-- /passes -->"
 
-_HEADINGS = ("pass", "as text", "options", "rewrites", "numerics", "what it does")
+_PASSES = ("pass", "as text", "rewrites", "numerics", "what it does")
+_OPTIONS = ("pass", "options")
 
 
 def passes_table(passes: Iterable[type[Pass]]) -> str:
     """A Markdown table with one row for each pass class, in the order given."""
-    rows = [_row(data) for data in passes_json(passes)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (_HEADINGS, ["---"] * len(_HEADINGS), *rows))
+    return _table(_PASSES, [_row(data) for data in passes_json(passes)])
+
+
+def options_table(passes: Iterable[type[Pass]]) -> str:
+    """A Markdown table of the options of each pass class, with type and default, in the order given."""
+    rows = [(_class(data), "<br>".join(map(_option, data["options"])) or "none") for data in passes_json(passes)]
+    return _table(_OPTIONS, rows)
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    escaped = ([cell.replace("|", "\\|") for cell in row] for row in rows)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (headings, ["---"] * len(headings), *escaped))
+
+
+def _class(data: dict[str, Any]) -> str:
+    return f"`{data['class'].rpartition('.')[2]}`"
 
 
 def _row(data: dict[str, Any]) -> list[str]:
-    cells = [
-        f"`{data['class'].rpartition('.')[2]}`",
-        f"`{data['name']}`",
-        "<br>".join(map(_option, data["options"])) or "none",
-        data["stage"],
-        data["numerics"],
-        " ".join([data["summary"], *_order(data)]),
-    ]
-    return [cell.replace("|", "\\|") for cell in cells]
+    about = " ".join([data["summary"], *_order(data)])
+    return [_class(data), f"`{data['name']}`", data["stage"], data["numerics"], about]
 
 
 def _option(option: dict[str, Any]) -> str:
@@ -50,8 +59,7 @@ def _order(data: dict[str, Any]) -> list[str]:
 
 def border_table() -> str:
     """The table of what is at the border of a capture."""
-    rows = [(row.what, row.how, row.note) for row in BORDER]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (("what", "how", ""), ("---",) * 3, *rows))
+    return _table(("what", "how", ""), [(row.what, row.how, row.note) for row in BORDER])
 
 
 def replace_table(text: str, table: str, start: str = START, end: str = END) -> str:
@@ -66,27 +74,35 @@ def replace_table(text: str, table: str, start: str = START, end: str = END) -> 
     return f"{before}{start}\n{table}\n{end}{rest.split(end)[1]}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Check or write the table of the built-in passes; returns 1 where a check finds another one."""
-    from graphopt.rewriting.registry import available_passes
+def brought_up_to_date(text: str) -> str:
+    """``text`` with the table of the built-in passes, and the one of their options, as the classes have them.
 
+    Raises:
+        GraphoptError: as ``replace_table`` raises it.
+    """
+    own = [cls for cls in available_passes().values() if cls.__module__.startswith("graphopt.passes.")]
+    text = replace_table(text, passes_table(own))
+    return replace_table(text, options_table(own), "<!-- options -->", "<!-- /options -->")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check or write the tables of the built-in passes; returns 1 where a check finds others."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.catalogue", description=__doc__)
     action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--check", type=Path, metavar="FILE", help="say whether the table in FILE is current")
-    action.add_argument("--write", type=Path, metavar="FILE", help="bring the table in FILE up to date")
+    action.add_argument("--check", type=Path, metavar="FILE", help="say whether the tables in FILE are current")
+    action.add_argument("--write", type=Path, metavar="FILE", help="bring the tables in FILE up to date")
     options = parser.parse_args(argv)
     path: Path = options.check or options.write
-    own = [cls for cls in available_passes().values() if cls.__module__.startswith("graphopt.passes.")]
     try:
         text = path.read_text(encoding="utf-8")
-        current = replace_table(text, passes_table(own))
+        current = brought_up_to_date(text)
     except (OSError, GraphoptError) as error:
         print(f"{path}: {error}", file=sys.stderr)
         return 2
     if options.write and current != text:
         path.write_text(current, encoding="utf-8")
     elif current != text:
-        print(f"{path}: the table of passes is not current: {parser.prog} --write {path}", file=sys.stderr)
+        print(f"{path}: the tables of passes are not current: {parser.prog} --write {path}", file=sys.stderr)
         return 1
     return 0
 

@@ -20,6 +20,7 @@ from graphopt.report.text.memory_bands import (
 __all__ = ["category_style", "chart"]
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
+_LIMIT = "┄"
 _PLAIN_ROWS, _COLORED_ROWS = 8, 14
 _NARROWEST = 40
 
@@ -29,26 +30,30 @@ def category_style(category: str) -> str:
     return CATEGORY_STYLES.get(category, OTHER_STYLE)[0]
 
 
-def chart(timeline: MemoryTimeline, width: int, *, colored: bool = False) -> list[list[Span]]:
+def chart(
+    timeline: MemoryTimeline, width: int, *, colored: bool = False, top: int = 0, limit: int | None = None
+) -> list[list[Span]]:
     """Bytes above what is resident, at the highest of each column's calls; ``▲`` marks the peak.
 
     Args:
         timeline: with at least one call.
         width: columns that the chart may take; at least 40 are taken.
         colored: stack the categories, each in its color, in a higher chart, and say which is which.
+        top: bytes that the chart reaches up to at least, so that two charts can have one scale.
+        limit: bytes at which a dashed line crosses the chart, such as a budget; it has to be above what is resident.
 
     Returns:
         lines, each made of pieces with their rich styles; none has a style unless ``colored``.
     """
-    return list(_Chart(timeline, max(width, _NARROWEST), colored).lines())
+    return list(_Chart(timeline, max(width, _NARROWEST), colored, top, limit).lines())
 
 
 class _Chart:
-    def __init__(self, timeline: MemoryTimeline, width: int, colored: bool) -> None:
-        self.timeline, self.colored = timeline, colored
+    def __init__(self, timeline: MemoryTimeline, width: int, colored: bool, top: int, limit: int | None) -> None:
+        self.timeline, self.colored, self.limit = timeline, colored, limit
         self.rows = _COLORED_ROWS if colored else _PLAIN_ROWS
-        self.low, self.high = timeline.resident_bytes, timeline.peak_bytes
-        self.peak = timeline.bytes.index(self.high)
+        self.low, self.high = timeline.resident_bytes, max(timeline.peak_bytes, top, limit or 0)
+        self.peak = timeline.bytes.index(timeline.peak_bytes)
         self.sections = sections(timeline)
         self.label = max(len(format_bytes(self.low)), len(format_bytes(self.high)))
         self.widths = _widths(self.sections, width - self.label - 2 - len(self.sections))
@@ -59,6 +64,9 @@ class _Chart:
         calls, label = len(self.timeline.nodes), self.label
         yield [(f"bytes over the {calls} calls, from what is resident up to the peak (▲)", "")]
         labels = [format_bytes(self.high), *[""] * (self.rows - 2), format_bytes(self.low)]
+        crossed = self._crossed()
+        if self.limit is not None and crossed is not None:
+            labels[crossed] = format_bytes(self.limit)
         axis = names = ""
         blocks: list[list[Span]] = [[] for _ in labels]
         for section in self.sections:
@@ -67,7 +75,9 @@ class _Chart:
             stacks = [self._stack(column) for column in shown]
             for row, cells in enumerate(blocks):
                 base = (self.rows - 1 - row) * 8
-                cells += _joined([*(_cell(stack, base) for stack in stacks), (" " * (space - len(shown)) + "│", "")])
+                blank = _LIMIT if row == crossed else " "
+                drawn = [_cell(stack, base, blank) for stack in stacks]
+                cells += _joined([*drawn, (blank * (space - len(shown)) + "│", "")])
             axis += "".join("▲" if self.peak in column else "─" for column in shown).ljust(space, "─") + "┴"
             names += section.name.ljust(space + 1)
         for text, cells in zip(labels, blocks, strict=True):
@@ -79,6 +89,12 @@ class _Chart:
         for section in self.sections:
             most = format_bytes(max(self.timeline.bytes[section.start : section.end]))
             yield [(f"{section.name}: {section.size} calls, up to {most}", "")]
+
+    def _crossed(self) -> int | None:
+        """The row, from the top, that the limit crosses: the first one above a bar of so many bytes."""
+        if self.limit is None or not self.low <= self.limit < self.high:
+            return None
+        return self.rows - 1 - min(self._eighths(self.limit - self.low) // 8, self.rows - 1)
 
     def _key(self) -> Iterator[Span]:
         for name in reversed(self.moving):
@@ -103,11 +119,11 @@ class _Chart:
         return max(1 if size > 0 else 0, round(size / (self.high - self.low) * self.rows * 8))
 
 
-def _cell(stack: list[Span], base: int) -> Span:
+def _cell(stack: list[Span], base: int, blank: str) -> Span:
     """The character of one row: a block as high as the lowest style in it, on the most frequent one above."""
     styles = [style for _, style in stack[base : base + 8]]
     if not styles:
-        return " ", ""
+        return blank, ""
     lowest = styles[0]
     height = next((index for index, style in enumerate(styles) if style != lowest), len(styles))
     if height == len(styles):

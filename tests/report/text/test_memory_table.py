@@ -13,6 +13,7 @@ from torch import fx, nn
 import graphopt
 from graphopt import GraphoptError, Program
 from graphopt.ir.node import info, value_of
+from graphopt.report.text.memory_chart import chart
 from graphopt.report.text.memory_table import memory_json, memory_text
 from graphopt.report.text.tensor_table import tensors_json, tensors_table
 from tests.support.reporting import Net, Tiny, joint, total, without_line_numbers
@@ -93,6 +94,29 @@ def test_memory_chart_has_the_update() -> None:
     text = memory_text(program, width=1)
     assert re.search(r"forward +backward +update$", text, re.MULTILINE)
     assert re.search(r"^update: [1-9]\d* calls, up to", text, re.MULTILINE)
+
+
+def test_a_chart_has_the_scale_and_the_line_that_are_asked_for() -> None:
+    timeline = joint(Gate(), 64, 4).memory()
+    plain, scaled = (
+        ["".join(text for text, _ in line) for line in chart(timeline, 60, **options)]
+        for options in ({}, {"top": 3 * timeline.peak_bytes, "limit": 2 * timeline.peak_bytes})
+    )
+    assert len(plain) == len(scaled)
+    assert "┄" not in "".join(plain)
+    assert scaled[1].lstrip().startswith("15.4 kB │")
+    (crossed,) = [index for index, line in enumerate(scaled) if "┄" in line]
+    assert scaled[crossed].lstrip().startswith("10.3 kB │┄")
+    assert not any("█" in line for line in scaled[1 : crossed + 1])
+    assert any("█" in line for line in scaled[crossed + 1 :])
+
+
+def test_a_chart_reaches_up_to_a_limit_above_the_peak_and_none_below_its_base() -> None:
+    timeline = joint(Gate(), 64, 4).memory()
+    above = chart(timeline, 60, limit=2 * timeline.peak_bytes)
+    assert above[1][0][0].lstrip().startswith("10.3 kB │")
+    below = chart(timeline, 60, limit=timeline.resident_bytes - 1)
+    assert "┄" not in "".join(text for line in below for text, _ in line)
 
 
 def test_memory_json_adds_up() -> None:
