@@ -77,7 +77,7 @@ bench: $(DEV) $(BROWSER) ## measure what the README says (about an hour and a ha
 	$(BIN)/python tests/benchmarks/planner.py --graphs 100
 
 docs: $(DEV) ## build the reference, to be read and searched without a network: build/docs/index.html
-	$(BIN)/python -m tests.support.documentation build/docs
+	$(BIN)/python -m tests.support.documentation.site build/docs
 
 notebooks: $(DEV) ## execute the notebooks and store their outputs (about two minutes)
 	$(BIN)/python -m tests.support.notebooks
