@@ -41,7 +41,7 @@ class Frame:
 
     Args:
         page: HTML that needs nothing else. Its scripts run apart from the notebook, and reach nothing of it.
-        height: of the frame, in pixels; at most nine tenths of the window's are used.
+        height: of the frame, in pixels; nine tenths of the window at most.
     """
 
     def __init__(self, page: str, height: int = 720) -> None:

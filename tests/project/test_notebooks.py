@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_every_output_is_followed_by_words(stored: Any) -> None:
     assert cells[0].cell_type == cells[-1].cell_type == "markdown"
     unexplained = [
         cell.source
-        for cell, following in zip(cells, cells[1:], strict=False)
+        for cell, following in pairwise(cells)
         if cell.cell_type == "code" and cell.outputs and following.cell_type == "code"
     ]
     assert not unexplained

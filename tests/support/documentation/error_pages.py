@@ -13,7 +13,7 @@ from tests.support.documentation.pages import Entry, Page, plain_text
 from tests.support.documentation.pass_pages import docstring_html
 from tests.support.ranks import run_ranks
 
-__all__ = ["LOST_RANK", "ERRORS", "error_page", "message_of"]
+__all__ = ["ERRORS", "LOST_RANK", "error_page", "message_of"]
 
 ERRORS: list[type[Exception]] = [
     *(found for name in errors.__all__ if isinstance(found := getattr(errors, name), type)),

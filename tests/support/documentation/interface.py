@@ -66,9 +66,7 @@ def _entries(module: pdoc.doc.Module, path: str) -> Iterator[Entry]:
         for member in module.flattened_own_members:
             if member.kind != "module" and not member.name.startswith("_"):
                 text = plain_text(member.docstring.replace("<", "&lt;"))
-                yield Entry(
-                    f"{module.modulename}.{member.qualname}", member.kind, f"{path}#{member.qualname}", text
-                )
+                yield Entry(f"{module.modulename}.{member.qualname}", member.kind, f"{path}#{member.qualname}", text)
 
 
 def public_names() -> dict[str, str]:

@@ -62,9 +62,7 @@ def sections(body: str, page: str, kind: str, path: str) -> list[Entry]:
     found = [Entry(page, kind, path, plain_text(parts[0]))] if plain_text(parts[0]) or len(parts) == 1 else []
     for anchor, heading, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
         title = plain_text(heading)
-        found.append(
-            Entry(title if title == page else f"{page}: {title}", kind, f"{path}#{anchor}", plain_text(text))
-        )
+        found.append(Entry(title if title == page else f"{page}: {title}", kind, f"{path}#{anchor}", plain_text(text)))
     return found
 
 

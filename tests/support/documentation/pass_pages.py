@@ -1,4 +1,4 @@
-"""A page for each pass that comes with graphopt: what it does, its options, its text form, what it goes together with."""
+"""A page for each pass that comes with graphopt: what it does, its options, its text form, what goes together."""
 
 from __future__ import annotations
 

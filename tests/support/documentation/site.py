@@ -1,4 +1,4 @@
-"""Build the reference, to be read and searched without a network: ``python -m tests.support.documentation.site FOLDER``.
+"""Build the reference, for reading without a network: ``python -m tests.support.documentation.site FOLDER``.
 
 It holds the public interface, a page for each pass and each error, the Markdown documents and the notebooks.
 """
