@@ -48,8 +48,8 @@ class Frame:
         self.page, self.height = page, height
 
     def _repr_html_(self) -> str:
-        size = f'width="100%" height="{self.height}"'
-        return f'<iframe sandbox="allow-scripts" {size} style="border:0;max-height:90vh" srcdoc="{_attribute(self.page)}"></iframe>'
+        size = f'width="100%" height="{self.height}" style="border:0;max-height:90vh"'
+        return f'<iframe sandbox="allow-scripts" {size} srcdoc="{_attribute(self.page)}"></iframe>'
 
     def __repr__(self) -> str:
         return f"<Frame: a page of {len(self.page):,} letters>"

@@ -16,8 +16,10 @@ from tests.support.ranks import run_ranks
 __all__ = ["ERRORS", "LOST_RANK", "error_page", "message_of"]
 
 ERRORS: list[type[Exception]] = [
-    *(found for name in errors.__all__ if isinstance(found := getattr(errors, name), type)),
-    *(found for name in planning.__all__ if issubclass(found := getattr(planning, name, str), Exception)),
+    found
+    for module in (errors, planning)
+    for name in module.__all__
+    if isinstance(found := getattr(module, name), type) and issubclass(found, Exception)
 ]
 """Every error that graphopt raises on purpose."""
 
