@@ -82,7 +82,8 @@ def namespace() -> dict[str, Any]:
     operations = tuple(planning.Operation(*call) for call in calls)
     problem = planning.Problem(operations, sizes=(80, 100, 10, 10, 10), boundary=3)
     return {
-        "final": final, "dataclass": dataclass, "torch": torch, "nn": nn, "F": F, "graphopt": graphopt, "planning": planning,
+        "final": final, "dataclass": dataclass, "torch": torch, "nn": nn, "F": F, "graphopt": graphopt,
+        "planning": planning,
         **offered,
         "model": model, "x": x, "loss": loss, "optimizer": optimizer, "problem": problem,
     }  # fmt: skip

@@ -63,10 +63,12 @@ def _entries(module: pdoc.doc.Module, path: str) -> Iterator[Entry]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield Entry(module.modulename, "module", path, plain_text(module.docstring))
-        for member in module.flattened_own_members:
-            if member.kind != "module" and not member.name.startswith("_"):
-                text = plain_text(member.docstring.replace("<", "&lt;"))
-                yield Entry(f"{module.modulename}.{member.qualname}", member.kind, f"{path}#{member.qualname}", text)
+        for member in module.members.values():
+            methods = member.own_members if isinstance(member, pdoc.doc.Class) else []
+            for found in (member, *methods):
+                if found.kind != "module" and not found.name.startswith("_"):
+                    text = plain_text(found.docstring.replace("<", "&lt;"))
+                    yield Entry(f"{module.modulename}.{found.qualname}", found.kind, f"{path}#{found.qualname}", text)
 
 
 def public_names() -> dict[str, str]:

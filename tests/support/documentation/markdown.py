@@ -56,7 +56,7 @@ def render_markdown(text: str) -> str:
     taken: dict[str, int] = {}
 
     def heading(match: re.Match[str]) -> str:
-        anchor = re.sub(r"[^\w\- ]", "", plain_text(match[2]).lower()).replace(" ", "-")
+        anchor = re.sub(r"[^\w\- ]", "", html.unescape(re.sub(r"<[^>]*>", "", match[2])).lower()).replace(" ", "-")
         number = taken.get(anchor, 0)
         taken[anchor] = number + 1
         return f'<h{match[1]} id="{anchor}{f"-{number}" if number else ""}">{match[2]}</h{match[1]}>'

@@ -49,6 +49,7 @@ def pass_page(cls: type[Pass]) -> Page:
         [
             f"<h1>{cls.__name__}</h1>",
             docstring_html(doc),
+            '<p>The example uses <a href="../index.html#examples">names that all examples use</a>.</p>',
             '<h2 id="options">Options</h2>',
             _options(data["options"], described),
             '<h2 id="contract">How it is given, and what it goes together with</h2>',
@@ -59,7 +60,7 @@ def pass_page(cls: type[Pass]) -> Page:
     entries = [
         Entry(cls.__name__, f"pass {cls.name}", path, plain_text(body)),
         *(
-            Entry(f"{cls.__name__}({name}=)", "option", f"{path}#option-{name}", text)
+            Entry(f"{cls.__name__}({name.replace('-', '_')}=)", "option", f"{path}#option-{name}", text)
             for name, text in described.items()
         ),
     ]
@@ -72,7 +73,9 @@ def _take_arguments(doc: str) -> tuple[dict[str, str], str]:
     if block is None:
         return {}, doc
     items = re.findall(r"^ {4}(\w+):[ \n](.*(?:\n {5,}.*|\n(?=\n {5}))*)", block[1], re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in items}, doc[: block.start()] + doc[block.end() :]
+    return {name.replace("_", "-"): " ".join(text.split()) for name, text in items}, doc[: block.start()] + doc[
+        block.end() :
+    ]
 
 
 def _options(options: list[dict[str, Any]], described: dict[str, str]) -> str:
