@@ -9,7 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 from graphopt.report.console.escape import safe
 from graphopt.report.console.progress_bar import TerminalProgress
@@ -69,7 +69,7 @@ def _display(first: dict[str, str]) -> Iterator[Callable[[dict[str, str]], None]
         return
     from IPython.display import display
 
-    handle: Any = display(first, raw=True, display_id=True)
+    handle = cast(Any, display)(first, raw=True, display_id=True)
     shown = time.monotonic()
 
     def update(bundle: dict[str, str]) -> None:

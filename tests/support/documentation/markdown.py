@@ -22,6 +22,9 @@ from tests.support.paths import ROOT
 
 __all__ = ["Links", "document_page", "documents", "notebook_page", "notebooks", "render_markdown"]
 
+_CODE = '<pre class="pdoc-code codehilite">'
+"""How a block of coloured code begins; the classes are those of pdoc's stylesheet."""
+
 _SKIPPED = {"build", "dist", "runs", "node_modules"}
 
 
@@ -53,6 +56,7 @@ def _files(folder: Path) -> Iterator[Path]:
 def render_markdown(text: str) -> str:
     """HTML of Markdown: tables, HTML as it is, coloured code, headings with the anchors that code hosts give them."""
     body = str(MarkdownIt("commonmark", {"html": True, "highlight": _coloured}).enable("table").render(text))
+    body = body.replace("<pre><code", f"{_CODE}<code")
     taken: dict[str, int] = {}
 
     def heading(match: re.Match[str]) -> str:
@@ -140,7 +144,7 @@ def _cell(cell: Any) -> str:
     if cell.cell_type == "markdown":
         return render_markdown(cell.source)
     shown = "".join(_output(output) for output in cell.outputs)
-    code = f"<pre><code>{_coloured(cell.source, 'python') or html.escape(cell.source)}</code></pre>"
+    code = f"{_CODE}<code>{_coloured(cell.source, 'python') or html.escape(cell.source)}</code></pre>"
     return f'{code}<div class="output">{shown}</div>' if shown else code
 
 
