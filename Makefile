@@ -21,10 +21,10 @@ FAULTS := tests/runtime/ranks tests/sweeps/test_faults.py
 SOAK := tests/runtime/test_soak.py tests/rewriting/distributed/test_convergence.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test sweep lint format bench clean
+.PHONY: help install demo test sweep lint format bench docs notebooks clean
 
 help: ## say what can be made
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "Variables: PYTHON ($(PYTHON)) is what .venv is made with; TORCH ($(TORCH)) is what pip installs first,"
 	@echo "empty for any version that pyproject.toml allows; VENV_FLAGS=--system-site-packages uses packages that"
@@ -76,8 +76,14 @@ bench: $(DEV) $(BROWSER) ## measure what tests/benchmarks/README.md says (an hou
 	$(BIN)/python tests/benchmarks/page.py
 	$(BIN)/python tests/benchmarks/planner.py --graphs 100
 
+docs: $(DEV) ## build the reference, to be read and searched without a network: build/docs/index.html
+	$(BIN)/python -m tests.support.documentation.site build/docs
+
+notebooks: $(DEV) ## execute the notebooks and store their outputs (about two minutes)
+	$(BIN)/python -m tests.support.notebooks
+
 clean: ## remove .venv, caches and everything else that make made; runs/ stays
-	rm -rf $(VENV) dist .import_linter_cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .import_linter_cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find graphopt passes tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and by its exact version: pip would otherwise take the newest build that pyproject.toml allows.

@@ -55,6 +55,10 @@ class AdaptiveLocalSGD(TrainingPass):
         last_step: number of the last update, counted from 0, which averages whatever the interval; None where it is not
             known, then call ``step.synchronize()`` behind it.
         average_state: whether the optimizer's state (momentum) is averaged too.
+
+    Example:
+        >>> str(graphopt.Pipeline([AdaptiveLocalSGD(max_k_steps=8), DataParallel()]))
+        'data-parallel,adaptive-local-sgd{max-k-steps=8}'
     """
 
     name: ClassVar[str] = "adaptive-local-sgd"

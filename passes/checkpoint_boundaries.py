@@ -40,6 +40,12 @@ class CheckpointBoundaries(Pass):
 
     Raises:
         GraphoptError: where neither is asked for.
+
+    Example:
+        >>> passes = [Recompute("blocks.*"), CheckpointBoundaries()]
+        >>> step = graphopt.optimize_step(model, optimizer, passes, loss=loss).prepare(x)
+        >>> step.records[-1].name
+        'checkpoint-boundaries'
     """
 
     name: ClassVar[str] = "checkpoint-boundaries"

@@ -42,6 +42,11 @@ class ClipGradients(Pass):
 
     Raises:
         GraphoptError: where not exactly one limit is given, or a value is out of range.
+
+    Example:
+        >>> step = graphopt.optimize_step(model, optimizer, [ClipGradients(max_norm=1.0)], loss=loss).prepare(x)
+        >>> step.records[0].name, step(x).ndim
+        ('clip-gradients', 0)
     """
 
     name: ClassVar[str] = "clip-gradients"

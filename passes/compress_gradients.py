@@ -74,6 +74,10 @@ class CompressGradients(TrainingPass):
 
     Raises:
         GraphoptError: for unknown values, options of ``powersgd`` without it, and ``powersgd`` in a drop-in model.
+
+    Example:
+        >>> str(graphopt.Pipeline([CompressGradients("powersgd", rank=2), DataParallel()]))
+        'data-parallel,compress-gradients{how=powersgd rank=2}'
     """
 
     name: ClassVar[str] = "compress-gradients"

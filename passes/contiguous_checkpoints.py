@@ -41,6 +41,12 @@ class ContiguousCheckpoints(Pass):
 
     After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020
     (arXiv 1910.02054), section 6.3, memory defragmentation.
+
+    Example:
+        >>> passes = [Recompute("blocks.*"), ContiguousCheckpoints()]
+        >>> step = graphopt.optimize_step(model, optimizer, passes, loss=loss).prepare(x)
+        >>> step.records[-1].name
+        'contiguous-checkpoints'
     """
 
     name: ClassVar[str] = "contiguous-checkpoints"

@@ -63,6 +63,10 @@ class DataParallel(TrainingPass):
 
     Raises:
         GraphoptError: where torch.distributed is not initialised, and where there is no such group.
+
+    Example:
+        >>> str(graphopt.Pipeline([DataParallel(bucket_mb=25.0)]))
+        'data-parallel{bucket-mb=25.0}'
     """
 
     name: ClassVar[str] = "data-parallel"

@@ -118,6 +118,10 @@ class DeepGradientCompression(TrainingPass):
 
     Raises:
         GraphoptError: for options out of range, and where the optimizer would apply momentum a second time.
+
+    Example:
+        >>> str(graphopt.Pipeline([DeepGradientCompression(rampup_begin_step=1000), DataParallel()]))
+        'data-parallel,deep-gradient-compression{rampup-begin-step=1000}'
     """
 
     name: ClassVar[str] = "deep-gradient-compression"

@@ -57,6 +57,12 @@ class FitMemory(Pass):
     Raises:
         GraphoptError: where no plan is within the budget, with the smallest peak and the largest tensors alive there;
             for options that mean nothing.
+
+    Example:
+        >>> step = graphopt.optimize_step(model, optimizer, [FitMemory("80%", cost="roofline")], loss=loss).prepare(x)
+        >>> plain = graphopt.capture(model, (x,), loss=loss, optimizer=optimizer)
+        >>> step.program.memory().peak_bytes <= 0.8 * plain.memory().peak_bytes
+        True
     """
 
     name: ClassVar[str] = "fit-memory"

@@ -39,6 +39,11 @@ class FuseUpdate(Pass):
 
     As in LOMO, Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources", 2023
     (arXiv 2306.09782), for any optimizer that can be traced.
+
+    Example:
+        >>> step = graphopt.optimize_step(model, optimizer, [FuseUpdate()], loss=loss).prepare(x)
+        >>> step.records[0].name
+        'fuse-update'
     """
 
     name: ClassVar[str] = "fuse-update"

@@ -42,6 +42,10 @@ class LocalSGD(TrainingPass):
         last_step: number of the last update, counted from 0, which averages whatever the interval; None where it is not
             known.
         average_state: whether the optimizer's state (momentum) is averaged too; it is not by default, as published.
+
+    Example:
+        >>> str(graphopt.Pipeline([LocalSGD(k_steps=8), DataParallel()]))
+        'data-parallel,local-sgd{k-steps=8}'
     """
 
     name: ClassVar[str] = "local-sgd"

@@ -55,6 +55,12 @@ class Offload(Pass):
 
     Raises:
         GraphoptError: for a name that is unknown or cannot be moved; where the host or the disk has no room.
+
+    Example:
+        >>> passes = [Offload(("blocks.0",), min_bytes=1000, cost="roofline")]
+        >>> step = graphopt.optimize_step(model, optimizer, passes, loss=loss).prepare(x)
+        >>> step.records[0].changed.tensors
+        ('blocks.0',)
     """
 
     name: ClassVar[str] = "offload"

@@ -54,6 +54,10 @@ class PartitionCheckpoints(Pass):
         GraphoptError: where torch.distributed is not initialised, where there is no such group, and where the ranks
             of the group have different checkpoints; at the first run, naming rank and tensor, where these hold other
             values.
+
+    Example:
+        >>> str(graphopt.Pipeline([PartitionCheckpoints(min_bytes=1000), Recompute("blocks.*")]))
+        'recompute{checkpoints=blocks.*},partition-checkpoints{min-bytes=1000}'
     """
 
     name: ClassVar[str] = "partition-checkpoints"

@@ -46,6 +46,12 @@ class Recompute(Pass):
 
     Raises:
         GraphoptError: for a name that is unknown, or that is not a tensor of forward.
+
+    Example:
+        >>> step = graphopt.optimize_step(model, optimizer, [Recompute("blocks.*")], loss=loss).prepare(x)
+        >>> record = step.records[0]
+        >>> record.peak_after < record.peak_before
+        True
     """
 
     name: ClassVar[str] = "recompute"

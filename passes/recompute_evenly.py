@@ -27,6 +27,11 @@ class RecomputeEvenly(Pass):
 
     Raises:
         GraphoptError: for a number below 1.
+
+    Example:
+        >>> step = graphopt.optimize_step(model, optimizer, [RecomputeEvenly(2)], loss=loss).prepare(x)
+        >>> step.records[0].changed.counts["recomputed"] > 0
+        True
     """
 
     name: ClassVar[str] = "recompute-evenly"

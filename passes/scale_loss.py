@@ -54,6 +54,12 @@ class ScaleLoss(LossScaleOptions, Pass):
 
     Raises:
         GraphoptError: for both names of one setting, and for values out of range.
+
+    Example:
+        >>> passes = [MixedPrecision("float16", scale_loss=False), ScaleLoss(init_scale=1024.0)]
+        >>> step = graphopt.optimize_step(model, optimizer, passes, loss=loss).prepare(x)
+        >>> step(x).dtype
+        torch.float32
     """
 
     name: ClassVar[str] = "scale-loss"

@@ -52,6 +52,10 @@ class ShardOptimizer(TrainingPass):
     Raises:
         GraphoptError: for an optimizer that does not work element by element, parameters that do not fill their memory,
             gradients that are exchanged over another group or several, or that a pass needs in full.
+
+    Example:
+        >>> str(graphopt.Pipeline([ShardOptimizer(), DataParallel()]))
+        'data-parallel,shard-optimizer'
     """
 
     name: ClassVar[str] = "shard-optimizer"

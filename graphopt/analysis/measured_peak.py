@@ -24,6 +24,11 @@ class MeasuredPeak:
         retained_bytes: bytes still allocated when it ended (results, gradients), above the start.
         device: the device that was measured.
         result: what the function returned.
+
+    Example:
+        >>> peak = graphopt.measure_peak(lambda: torch.zeros(1000, dtype=torch.float32))
+        >>> peak.allocated_peak_bytes, peak.device
+        (4000, 'cpu')
     """
 
     allocated_peak_bytes: int
@@ -45,6 +50,10 @@ def measure_peak(fn: Callable[[], Any], *, device: str | torch.device = "cpu") -
 
     Raises:
         GraphoptError: for a device of another kind.
+
+    Example:
+        >>> graphopt.measure_peak(lambda: torch.zeros(256)).allocated_peak_bytes
+        1024
     """
     kind = torch.device(device)
     gc.collect()

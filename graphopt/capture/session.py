@@ -247,6 +247,13 @@ def capture(
 
     Raises:
         CaptureError: where the model, the loss or the optimizer cannot be captured: what, where, and what to do.
+
+    Example:
+        >>> program = graphopt.capture(model, (x,), loss=loss, optimizer=optimizer)
+        >>> program.stage
+        'step'
+        >>> graphopt.capture(model, (x,), stage="forward").stage
+        'forward'
     """
     positional = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     session = CaptureSession(model, positional, kwargs, loss=loss, optimizer=optimizer, dynamic_shapes=dynamic_shapes)

@@ -42,6 +42,11 @@ class Format:
         write: ``write(program, **options)`` gives text, or data for JSON.
         help: what it is, in a few words.
         comment: how a line of comment begins, where several programs can stand in one file; "" where they cannot.
+
+    Example:
+        >>> titles = graphopt.Format("title", ".txt", lambda program: program.title, "the model's class")
+        >>> titles.text(graphopt.capture(model, (x,)))
+        '_Net'
     """
 
     name: str
@@ -70,6 +75,12 @@ def register_format(form: Format) -> None:
 
     Raises:
         GraphoptError: where another format has the name.
+
+    Example:
+        >>> count = graphopt.Format("count", ".txt", lambda program: str(len(program.tensors)), "how many tensors")
+        >>> graphopt.register_format(count)
+        >>> graphopt.capture(model, (x,)).to("count") > "0"
+        True
     """
     if _registered.get(form.name, form) != form:
         raise GraphoptError(f"there is a format called {form.name!r} already: choose another name")
@@ -113,7 +124,12 @@ def _loaded(entry: EntryPoint) -> Format:
 
 
 def available_formats() -> dict[str, Format]:
-    """Every format by name: graphopt's own, then installed ones; what cannot be imported is left out, and logged."""
+    """Every format by name: graphopt's own, then installed ones; what cannot be imported is left out, and logged.
+
+    Example:
+        >>> "svg" in graphopt.available_formats()
+        True
+    """
     found = dict(_registered)
     for name in sorted(_entries()):
         if name in _registered:

@@ -32,6 +32,13 @@ def name(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
     Raises:
         GraphoptError: where ``name`` is empty or holds one of the glob characters ``*`` and ``?``.
+
+    Example:
+        >>> class Named(nn.Module):
+        ...     def forward(self, x):
+        ...         return graphopt.name(x.exp(), "hidden") + 1
+        >>> "hidden" in graphopt.capture(Named(), (x.requires_grad_(),)).names()
+        True
     """
     if not name or "*" in name or "?" in name:
         raise GraphoptError(f"{name!r} cannot name a tensor: use a non-empty text without the glob characters * and ?")

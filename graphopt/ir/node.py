@@ -35,7 +35,15 @@ _INFO = "graphopt"
 
 
 class Phase(enum.StrEnum):
-    """When in a step a node runs, and what for."""
+    """When in a step a node runs, and what for.
+
+    Example:
+        >>> program = graphopt.capture(model, (x,), loss=loss)
+        >>> any(program.phase_nodes(graphopt.Phase.BACKWARD))
+        True
+        >>> [phase.value for phase in graphopt.Phase][:2]
+        ['forward', 'backward']
+    """
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -46,7 +54,14 @@ class Phase(enum.StrEnum):
 
 
 class Policy(enum.StrEnum):
-    """What planners decide about a forward value that backward reads; torch's own words."""
+    """What planners decide about a forward value that backward reads; torch's own words.
+
+    Example:
+        >>> step = graphopt.optimize_step(model, optimizer, [Recompute("blocks.*")], loss=loss).prepare(x)
+        >>> from graphopt.ir.node import info
+        >>> any(info(node).policy is graphopt.Policy.MUST_SAVE for node in step.program.nodes)
+        True
+    """
 
     MUST_SAVE = "MUST_SAVE"
     MUST_RECOMPUTE = "MUST_RECOMPUTE"

@@ -57,6 +57,13 @@ class Program:
         lower: makes the next stage's program out of this one; None on the last stage or after loading from a file.
         pass_state: what passes keep across runs, by the target of its input (``add_state``).
         context: what it has in common with the programs of other stages: passes so far, forms, numbers.
+
+    Example:
+        >>> program = graphopt.capture(model, (x,), loss=loss, optimizer=optimizer)
+        >>> program.stage, program.memory().peak_bytes > 4 * x.numel()
+        ('step', True)
+        >>> program.tensors[0].name
+        'blocks.0.0.weight'
     """
 
     graph: fx.Graph

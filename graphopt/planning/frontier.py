@@ -16,7 +16,13 @@ __all__ = ["Frontier", "Point"]
 
 @dataclass(slots=True)
 class Point:
-    """One plan on the frontier: its peak in bytes, the seconds that it runs again, and its decisions."""
+    """One plan on the frontier: its peak in bytes, the seconds that it runs again, and its decisions.
+
+    Example:
+        >>> point = planning.find_frontier(problem).within(1000)
+        >>> point.peak <= 1000, point.again
+        (True, 0.0)
+    """
 
     peak: int
     again: float
@@ -34,6 +40,11 @@ class Frontier:
 
     Attributes:
         cut_short: what ended the search before its planned effort was spent; empty where nothing did.
+
+    Example:
+        >>> frontier = planning.find_frontier(problem)
+        >>> frontier.lowest.peak, len(frontier) >= 1
+        (180, True)
     """
 
     def __init__(self) -> None:

@@ -35,7 +35,14 @@ _FIRST_PRICE = 10.0
 
 
 class InfeasibleError(ValueError):
-    """No plan was found within a budget; ``smallest`` is the plan with the lowest peak that was found."""
+    """No plan was found within a budget; ``smallest`` is the plan with the lowest peak that was found.
+
+    Example:
+        >>> planning.plan(problem, 1)
+        Traceback (most recent call last):
+            ...
+        graphopt.planning.planner.InfeasibleError: ...
+    """
 
     def __init__(self, budget: int, smallest: Simulated) -> None:
         super().__init__(f"no plan fits into {budget} bytes; the smallest one found takes {smallest.peak} bytes")
@@ -99,6 +106,12 @@ def find_frontier(
 
     Returns:
         the frontier; its ``cut_short`` says whether the search was ended before its planned effort was spent.
+
+    Example:
+        >>> for point in planning.find_frontier(problem):
+        ...     print(point.peak, "bytes,", point.again, "seconds run again")
+        180 bytes, 1.0 seconds run again
+        200 bytes, 0.0 seconds run again
     """
     search = _Search(problem, time_limit, progress)
     try:
@@ -279,6 +292,11 @@ def plan(problem: Problem, budget: int, *, time_limit: float | None = None) -> S
 
     Raises:
         InfeasibleError: where none is found; it holds the plan with the lowest peak.
+
+    Example:
+        >>> fitted = planning.plan(problem, budget=200)
+        >>> fitted.peak <= 200
+        True
     """
     scheduler = Scheduler(problem)
     plain = scheduler.evaluate(NOTHING)

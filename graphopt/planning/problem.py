@@ -11,7 +11,14 @@ __all__ = ["InvalidPlanError", "Operation", "Plan", "Problem", "Simulated", "sim
 
 
 class InvalidPlanError(ValueError):
-    """A problem or a plan that cannot be: something is read before it is made, or run again that may not be."""
+    """A problem or a plan that cannot be: something is read before it is made, or run again that may not be.
+
+    Example:
+        >>> planning.simulate(problem, planning.Plan((0, 2, 1, 3, 4)))
+        Traceback (most recent call last):
+            ...
+        graphopt.planning.problem.InvalidPlanError: ...
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +37,10 @@ class Operation:
         overwrites: values of its one result's size, any one of which that may take the place of where nothing reads the
             value afterwards, and both are made by first runs or both by repeated ones.
         name: for people.
+
+    Example:
+        >>> planning.Operation(reads=(0,), makes=(1,), seconds=0.5, name="relu").made_again
+        (1,)
     """
 
     reads: tuple[int, ...]
@@ -61,6 +72,13 @@ class Problem:
         boundary: the index of the first operation of backward; what is made before and read after it is what plans
             decide about first. 0 takes the place where the most bytes are alive.
         names: of the values, for people.
+
+    Example:
+        >>> first, second = planning.Operation((), (0,), 1.0), planning.Operation((0,), (1,), 5.0)
+        >>> backward = planning.Operation((1, 0), (2,), 1.0)
+        >>> problem = planning.Problem((first, second, backward), sizes=(80, 100, 10), boundary=2)
+        >>> problem.seconds, problem.sizes
+        (7.0, (80, 100, 10))
     """
 
     operations: tuple[Operation, ...]
@@ -129,6 +147,10 @@ class Plan:
 
     A value lives from the run that makes it to its last read before it is made again. A plan without repeats is the
     program as it is.
+
+    Example:
+        >>> planning.Plan((0, 1, 2, 0, 3)).repeats()
+        [0]
     """
 
     steps: tuple[int, ...]
@@ -154,6 +176,11 @@ class Simulated:
         peak: the most of them.
         seconds: of all steps.
         again: seconds of the steps that run again.
+
+    Example:
+        >>> plain = planning.simulate(problem, planning.Plan((0, 1, 2, 3, 4)))
+        >>> plain.peak, plain.seconds, plain.again
+        (200, 9.0, 0.0)
     """
 
     plan: Plan
@@ -267,6 +294,10 @@ def simulate(problem: Problem, plan: Plan) -> Simulated:
 
     Raises:
         InvalidPlanError: for a plan that cannot run.
+
+    Example:
+        >>> planning.simulate(problem, planning.Plan((0, 1, 2, 0, 3, 4))).again
+        1.0
     """
     steps, operations = plan.steps, problem.operations
     lives = lifetimes(problem, steps)

@@ -21,7 +21,7 @@ from graphopt.report.console.terminal import write
 from graphopt.report.pictures.memory_timeline import timeline_svg
 from graphopt.rewriting.pass_ import PassRecord
 
-__all__ = ["Frame", "Records", "program_html", "records_html", "rewritten_html", "show_page", "timeline_html"]
+__all__ = ["Frame", "in_notebook", "program_html", "records_html", "rewritten_html", "show_page", "timeline_html"]
 
 _LARGEST = 150_000
 """Letters of a picture that a notebook gets; a larger one is left to ``to_svg``."""
@@ -36,27 +36,20 @@ _LEFT = ' style="text-align:left"'
 _SCROLL = '<div style="overflow:auto;max-height:40em">'
 
 
-class Records(list[PassRecord]):
-    """What each pass did: a list that a notebook shows as a table."""
-
-    def _repr_html_(self) -> str:
-        return records_html(self)
-
-
 class Frame:
     """A page in a frame of a notebook.
 
     Args:
         page: HTML that needs nothing else. Its scripts run apart from the notebook, and reach nothing of it.
-        height: of the frame, in pixels.
+        height: of the frame, in pixels; nine tenths of the window at most.
     """
 
     def __init__(self, page: str, height: int = 720) -> None:
         self.page, self.height = page, height
 
     def _repr_html_(self) -> str:
-        size = f'width="100%" height="{self.height}"'
-        return f'<iframe sandbox="allow-scripts" {size} style="border:0" srcdoc="{_attribute(self.page)}"></iframe>'
+        size = f'width="100%" height="{self.height}" style="border:0;max-height:90vh"'
+        return f'<iframe sandbox="allow-scripts" {size} srcdoc="{_attribute(self.page)}"></iframe>'
 
     def __repr__(self) -> str:
         return f"<Frame: a page of {len(self.page):,} letters>"
@@ -73,7 +66,7 @@ def show_page(page: str, title: str) -> Frame | Path:
         the frame that a notebook shows, or the file that the browser was asked to open; it is in the folder of
         temporary files, and stays.
     """
-    if _in_notebook():
+    if in_notebook():
         return Frame(page)
     plain = "".join(letter if letter.isalnum() else "-" for letter in title)[:40] or "program"
     folder = Path(tempfile.mkdtemp(prefix="graphopt-"))
@@ -84,7 +77,7 @@ def show_page(page: str, title: str) -> Frame | Path:
     return path
 
 
-def _in_notebook() -> bool:
+def in_notebook() -> bool:
     """Whether this process is a notebook's kernel."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None

@@ -1,7 +1,7 @@
 """What the layers below show and compute by name: formats, pictures, notebook displays, progress, the overview.
 
 ``graphopt`` calls ``register`` when it is imported, so that ``program.to_svg()``, ``program.memory()`` and the like
-find their functions, and long work shows itself on a terminal.
+find their functions, and long work shows itself on a terminal and in a notebook.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from graphopt.ir.text import to_text
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.report.console.escape import safe
 from graphopt.report.console.overview import announce
-from graphopt.report.console.progress_bar import TerminalProgress
 from graphopt.report.formats.dot import to_dot
 from graphopt.report.formats.model_explorer import to_model_explorer
 from graphopt.report.formats.perfetto import to_perfetto
 from graphopt.report.formats.python import to_python
 from graphopt.report.notebook import program_html, records_html, rewritten_html, show_page, timeline_html
+from graphopt.report.notebook_progress import NotebookProgress
 from graphopt.report.page import page_of_program, page_of_snapshots
 from graphopt.report.pictures.memory_timeline import timeline_svg
 from graphopt.report.pictures.picture import to_svg
@@ -68,7 +68,7 @@ def register() -> None:
     provide(Optimized, "notebook", _optimized_html)
     provide(TrainStep, "notebook", _step_html)
     provide(TrainStep, "show", _show_step)
-    show_progress(TerminalProgress())
+    show_progress(NotebookProgress())
     observe_captures(announce)
 
 

@@ -42,9 +42,6 @@ def from_deepspeed(
 ) -> list[Pass]:
     """The passes that do what a DeepSpeed configuration asks for under ``activation_checkpointing``.
 
-    >>> from_deepspeed("ds_config.json", checkpoints="blocks.*")
-    [Recompute(checkpoints=('blocks.*',)), PartitionCheckpoints(group='', min_bytes=0), Offload(...)]
-
     ========================================= ==============================================================
     field                                     what becomes of it
     ========================================= ==============================================================
@@ -69,6 +66,11 @@ def from_deepspeed(
         GraphoptError: for a file that is not there or not JSON, an unknown field (with the nearest ones), a value of
             another type, and what DeepSpeed refuses too: ``contiguous_memory_optimization`` without
             ``partition_activations`` and ``number_checkpoints``. All problems at once.
+
+    Example:
+        >>> config = {"activation_checkpointing": {"cpu_checkpointing": True}}
+        >>> graphopt.configs.from_deepspeed(config, checkpoints="blocks.*")
+        [Recompute(checkpoints=('blocks.*',)), Offload(...)]
     """
     section = _section(_read(config), "activation_checkpointing", "DeepSpeed")
     problems = _unknown(section, _DEEPSPEED)
@@ -104,9 +106,6 @@ def from_deepspeed(
 def from_paddle(config: Mapping[str, Any] | str | Path) -> list[Pass]:
     """The passes that do what Paddle's ``recompute_configs`` asks for.
 
-    >>> from_paddle({"recompute_configs": {"checkpoints": ["net.0", "net.1"], "enable_offload": True}})
-    [Recompute(checkpoints=('net.0', 'net.1')), Offload(...)]
-
     ``checkpoints`` become ``Recompute``, ``enable_offload`` becomes ``Offload``. ``checkpoint_shape`` is not needed,
     since the capture knows the shapes; a warning of the logger ``graphopt`` says so. With ``recompute`` false there is
     nothing to do, as in Paddle.
@@ -119,6 +118,11 @@ def from_paddle(config: Mapping[str, Any] | str | Path) -> list[Pass]:
         GraphoptError: for a file that is not there or not JSON, an unknown field (with the nearest ones), a value of
             another type, no checkpoints, and a ``checkpoint_shape`` with a size below 1, which Paddle refuses too. All
             problems at once.
+
+    Example:
+        >>> config = {"recompute_configs": {"checkpoints": ["net.0", "net.1"], "enable_offload": True}}
+        >>> graphopt.configs.from_paddle(config)
+        [Recompute(checkpoints=('net.0', 'net.1')), Offload(...)]
     """
     whole = _read(config)
     if whole.get("recompute") is False:

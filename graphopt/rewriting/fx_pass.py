@@ -33,6 +33,13 @@ class FxPass(Pass):
         stage: which program it rewrites: forward, joint, step or last.
         numerics: what it promises: bitwise, tolerant or changes.
         name: what it is called in logs and errors; the function's name in kebab-case by default.
+
+    Example:
+        >>> def rename(graph_module):
+        ...     for node in graph_module.graph.nodes:
+        ...         node.meta["seen"] = True
+        >>> graphopt.FxPass(rename, stage="joint", numerics="bitwise").name
+        'rename'
     """
 
     name: ClassVar[str] = "fx"

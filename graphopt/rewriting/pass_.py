@@ -35,6 +35,12 @@ class Changed:
         tensors: names of the tensors that the pass decided about.
         lines: what a user should read, one line each.
         reason: why nothing was done, for a pass that did nothing.
+
+    Example:
+        >>> str(graphopt.Changed({"recomputed": 4}))
+        '4 recomputed'
+        >>> bool(graphopt.Changed(reason="nothing is kept for backward"))
+        False
     """
 
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -71,6 +77,16 @@ class Pass(abc.ABC):
         changes_signature: whether inputs or outputs of the program may differ afterwards.
         in_parts: whether it may rewrite the parts of a model one by one that is not captured whole.
         has_limit: whether it keeps a program within so many bytes (``limit``).
+
+    Example:
+        >>> @dataclass(frozen=True)
+        ... class CountCalls(graphopt.Pass):
+        ...     name, stage, numerics = "count-calls", "joint", "bitwise"
+        ...     def apply(self, program):
+        ...         return graphopt.Changed(reason=f"{len(program.nodes) > 0}: there are calls")
+        >>> step = graphopt.optimize_step(model, optimizer, [CountCalls()], loss=loss).prepare(x)
+        >>> step.records[0].changed.reason
+        'True: there are calls'
     """
 
     name: ClassVar[str]

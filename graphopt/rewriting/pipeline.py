@@ -35,6 +35,11 @@ class Pipeline:
     Raises:
         PipelineError: with every problem at once: unknown names and options, a pass given twice, conflicts, missing
             requirements, circular order.
+
+    Example:
+        >>> pipeline = graphopt.Pipeline("fit-memory{budget=8GB},mixed-precision")
+        >>> [current.name for current in pipeline.passes]
+        ['mixed-precision', 'fit-memory']
     """
 
     def __init__(self, passes: str | Iterable[Pass] = ()) -> None:

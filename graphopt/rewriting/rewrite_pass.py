@@ -27,7 +27,7 @@ class Rewrite(Pass):
     >>> aten = torch.ops.aten
     >>> @final
     ... @dataclass(frozen=True)
-    ... class FoldTransposes(Rewrite):
+    ... class FoldTransposes(graphopt.Rewrite):
     ...     '''Replace the transpose of a transpose by the matrix itself.'''
     ...
     ...     name, numerics = "fold-transposes", "bitwise"

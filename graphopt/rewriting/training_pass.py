@@ -19,6 +19,20 @@ class TrainingPass(Pass):
     """A pass that also acts between steps, or whose program depends on how far training is.
 
     Every method does nothing by default; a pass has those that it needs.
+
+    Example:
+        >>> updates = []
+        >>> @dataclass(frozen=True)
+        ... class CountUpdates(graphopt.TrainingPass):
+        ...     name, stage, numerics = "count-updates", "step", "bitwise"
+        ...     def apply(self, program):
+        ...         return graphopt.Changed(reason="it only counts")
+        ...     def advance(self, clock):
+        ...         updates.append(clock)
+        >>> step = graphopt.optimize_step(model, optimizer, [CountUpdates()], loss=loss)
+        >>> losses = [step(x) for _ in range(3)]
+        >>> len(updates)
+        3
     """
 
     def prepare(self, model: nn.Module) -> None:

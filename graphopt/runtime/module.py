@@ -194,6 +194,13 @@ def optimize(
     Raises:
         PipelineError: where the passes do not fit together, or one needs the whole step.
         CaptureError: where the model cannot be captured.
+
+    Example:
+        >>> model = graphopt.optimize(model, [Recompute("blocks.*")])
+        >>> model(x).square().mean().backward()
+        >>> optimizer.step()
+        >>> model.records[0].name
+        'recompute'
     """
     options = Options.checked(model, passes, dynamic_shapes, backend, verify)
     if isinstance(model, Optimized):

@@ -32,7 +32,7 @@ _OFFSET = 2718
 class RandomStreams:
     """Streams of random numbers by name, for the CPU and every CUDA device.
 
-    >>> streams = RandomStreams.model_parallel(seed=1, rank=0)
+    >>> streams = graphopt.RandomStreams.model_parallel(seed=1, rank=0)
     >>> with streams.using("model-parallel"):
     ...     first = torch.rand(3)  # other numbers on every rank
     >>> with streams.using("replicated"):

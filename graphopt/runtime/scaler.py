@@ -322,6 +322,13 @@ def scaler(*models: nn.Module) -> Scaler:
     Raises:
         GraphoptError: for something else, for models whose passes scale differently, and for a model that has a scaler
             together with others already.
+
+    Example:
+        >>> model = graphopt.optimize(model, [MixedPrecision("float16")])
+        >>> scaler = graphopt.scaler(model)
+        >>> scaler.scale(loss(model, x)).backward()
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
     """
     found: list[Optimized] = []
     for model in models:

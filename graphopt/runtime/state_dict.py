@@ -79,6 +79,12 @@ def redistribute(states: Sequence[Mapping[str, Any]], ranks: int) -> list[dict[s
 
     Raises:
         GraphoptError: where a rank's state is missing, or the states are not of one step.
+
+    Example:
+        >>> step = graphopt.optimize_step(model, optimizer, loss=loss)
+        >>> saved = [step.prepare(x).state_dict()]
+        >>> len(graphopt.redistribute(saved, ranks=2))
+        2
     """
     if ranks < 1:
         raise GraphoptError(f"redistribute needs a number of ranks of at least 1, got {ranks}")

@@ -47,6 +47,14 @@ class TrainStep:
     A call with another signature (shapes, dtypes, structure, training flags, frozen parameters) is captured on its own.
 
     Make one with ``graphopt.optimize_step``.
+
+    Example:
+        >>> step = graphopt.optimize_step(model, optimizer, [Recompute("blocks.*")], loss=loss)
+        >>> losses = [step(x).item() for _ in range(2)]
+        >>> losses[1] < losses[0]
+        True
+        >>> step.evaluate(x).item() < losses[1]
+        True
     """
 
     def __init__(
@@ -433,6 +441,13 @@ def optimize_step(
     Raises:
         PipelineError: where the passes do not fit together.
         CaptureError: where the model, loss or optimizer cannot be captured; the optimizer then works in drop-in mode.
+
+    Example:
+        >>> step = graphopt.optimize_step(model, optimizer, [Recompute("blocks.*")], loss=loss)
+        >>> for batch in (x, x):
+        ...     value = step(batch)
+        >>> value.shape, step.records[0].name
+        (torch.Size([]), 'recompute')
     """
     model, taken = take_over(model, passes)
     step = TrainStep(model, optimizer, Options.checked(model, taken, dynamic_shapes, backend, verify), loss)

@@ -33,6 +33,12 @@ def consolidate(states: Sequence[dict[str, Any]], parameters: Iterable[torch.Ten
 
     Raises:
         GraphoptError: where a rank's state is missing, or does not fit the parameters.
+
+    Example:
+        >>> state = {"state": {0: {"momentum_buffer": torch.arange(4.0)}}, "param_groups": []}
+        >>> shards = [graphopt.sharded_state.split(state, rank, 2) for rank in range(2)]
+        >>> graphopt.sharded_state.consolidate(shards, [torch.zeros(4)])["state"][0]["momentum_buffer"]
+        tensor([0., 1., 2., 3.])
     """
     if not states:
         raise GraphoptError("consolidate needs the state of every rank, got none")
@@ -81,6 +87,11 @@ def split(state: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
 
     Raises:
         GraphoptError: where there is no such rank.
+
+    Example:
+        >>> state = {"state": {0: {"momentum_buffer": torch.arange(4.0)}}, "param_groups": []}
+        >>> graphopt.sharded_state.split(state, rank=1, ranks=2)["state"][0]["momentum_buffer"]
+        tensor([2., 3.])
     """
     if not 0 <= rank < ranks:
         raise GraphoptError(f"there is no rank {rank} of {ranks} ranks: they are counted from 0")

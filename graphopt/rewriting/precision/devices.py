@@ -14,6 +14,10 @@ def fast_dtype(device: torch.device | str = "cpu") -> torch.dtype | None:
 
     Args:
         device: a CPU or a CUDA device; None for any other.
+
+    Example:
+        >>> graphopt.fast_dtype("cpu") in (None, torch.bfloat16, torch.float16)
+        True
     """
     kind = torch.device(device).type
     for dtype in (torch.bfloat16, torch.float16):
