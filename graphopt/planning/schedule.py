@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from itertools import accumulate
+from bisect import bisect_left
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from graphopt.planning.problem import Plan, Problem, Simulated
+from graphopt.planning.problem import Plan, Problem, Simulated, repeated_seconds
+from graphopt.planning.step_bytes import step_bytes
 
 __all__ = ["Decision", "Drops", "Scheduler"]
 
@@ -30,6 +31,9 @@ class Decision(NamedTuple):
 Drops = frozenset[Decision]
 """All that is decided for a plan."""
 
+_VOID = -1
+"""Stands for the stop of a decision that changes nothing."""
+
 
 class Scheduler:
     """Turns drops into steps and bytes, fast: the inner loop of every search.
@@ -46,12 +50,11 @@ class Scheduler:
         self.seconds = [operation.seconds for operation in problem.operations]
         self.scratch = [operation.scratch for operation in problem.operations]
         self.remakes = [operation.made_again for operation in problem.operations]
-        self.overwrites = [operation.overwrites for operation in problem.operations]
-        self._overwritten = {value for values in self.overwrites for value in values}
-        self.memo = {i: operation.memo for i, operation in enumerate(problem.operations) if operation.memo}
         self.droppable = problem.droppable()
         self._base = problem.seconds
         self._readers = problem.readers
+        self._bytes = step_bytes(problem)
+        self._stops: dict[Decision, int] = {}
 
     def readers(self, value: int) -> list[int]:
         """The operations that read a value in the program as it is, in order."""
@@ -62,40 +65,66 @@ class Scheduler:
         return self._readers[value][-1] if self._readers[value] else self.makers[value]
 
     def steps(self, drops: Iterable[Decision]) -> list[int]:
-        """The runs that follow from these drops; drops of what may not run again are left out."""
-        gone, early = self._by_moment(drops)
-        present = bytearray(len(self.problem.sizes))
-        reads, makes = self.reads, self.makes
+        """The runs that follow from these drops; drops of what may not run again are left out.
+
+        Between the operations at which something may have to be made again, first runs follow each other.
+        """
+        gone, early, stops = self._by_moment(drops)
+        gone.sort(reverse=True)
+        present = bytearray(b"\1") * len(self.problem.sizes)
+        reads = self.reads
         steps: list[int] = []
-        for index, needed in enumerate(reads):
-            for value in gone.get(index, ()):
-                present[value] = 0
+        done = 0
+        for index in sorted(stops):
+            steps.extend(range(done, index))
+            done = index
+            while gone and gone[-1][0] <= index:
+                present[gone.pop()[1]] = 0
             for value in early.get(index, ()):
                 if not present[value]:
                     self._again(value, present, steps)
-            for value in needed:
+            for value in reads[index]:
                 if not present[value]:
                     self._again(value, present, steps)
-            steps.append(index)
-            for value in makes[index]:
-                present[value] = 1
+        steps.extend(range(done, len(reads)))
         return steps
 
-    def _by_moment(self, drops: Iterable[Decision]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-        """What is dropped at each moment, and what is made again there; what may not run again is left out."""
-        droppable, makers = self.droppable, self.makers
-        gone: dict[int, list[int]] = {}
+    def _by_moment(self, drops: Iterable[Decision]) -> tuple[list[Decision], dict[int, list[int]], set[int]]:
+        """What is dropped, what is made again at each moment, and at which moments something may be missing.
+
+        What may not run again is left out, and what is decided about a value that is not made yet.
+        """
+        gone: list[Decision] = []
         early: dict[int, list[int]] = {}
-        for moment, value, remake in drops:
-            if not droppable[value]:
+        stops: set[int] = set()
+        known = self._stops
+        for decision in drops:
+            stop = known.get(decision)
+            if stop is None:
+                stop = known[decision] = self._stop(decision)
+            if stop == _VOID:
                 continue
-            if not remake:
-                gone.setdefault(moment, []).append(value)
-            elif makers[value] < moment:
-                early.setdefault(moment, []).append(value)
+            if decision.remake:
+                early.setdefault(stop, []).append(decision.value)
+            else:
+                gone.append(decision)
+            stops.add(stop)
+        stops.discard(len(self.reads))
         for values in early.values():
             values.sort()
-        return gone, early
+        return gone, early, stops
+
+    def _stop(self, decision: Decision) -> int:
+        """The first operation at which a decision may make something run again; `_VOID` for one without an effect."""
+        moment, value, remake = decision
+        count = len(self.reads)
+        if not self.droppable[value] or self.makers[value] >= moment or moment >= count:
+            return _VOID
+        if remake:
+            return moment
+        readers = self._readers[value]
+        place = bisect_left(readers, moment)
+        return readers[place] if place < len(readers) else count
 
     def _again(self, value: int, present: bytearray, steps: list[int]) -> None:
         """Append the steps that make a value again, from what is there."""
@@ -115,91 +144,10 @@ class Scheduler:
                 present[made] = 1
 
     def evaluate(self, drops: Iterable[Decision]) -> Simulated:
-        """Steps, bytes and seconds of these drops."""
-        return self.measure(self.steps(drops))
-
-    def measure(self, steps: list[int]) -> Simulated:
-        """Bytes and seconds of steps that are known to be valid; the same as ``simulate``, without its checks."""
-        problem, sizes = self.problem, self.problem.sizes
-        change = [0] * (len(steps) + 1)
-        last, overwriting = self._lives(steps, change)
-        if problem.held:
-            self._hold(steps, last, problem.held)
-        for value, place in enumerate(last):
-            change[place + 1] -= sizes[value]
-        change.pop()
-        extra = [self.scratch[step] for step in steps]
-        if overwriting:
-            self._overwrite(overwriting, last, extra)
-        if self.memo:
-            self._memos(steps, change, extra)
-        alive = [count + more for count, more in zip(accumulate(change), extra, strict=True)]
-        if problem.resident:
-            alive = [count + problem.resident for count in alive]
-        seconds = self.seconds
-        total = sum([seconds[step] for step in steps])
-        return Simulated(Plan(tuple(steps)), alive, max(alive, default=problem.resident), total, total - self._base)
-
-    def _lives(self, steps: list[int], change: list[int]) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """Where lives end; ``change`` gets the sizes of births, and of the ends of all but the newest lives.
-
-        Returns:
-            for each value the last step that touches its newest life; and (step, value, end of its life, or 0 where
-            that is the newest one) of whatever results may take the place of. Plain lists and tuples, because this is
-            the innermost loop of every search.
-        """
-        reads, makes, remakes, sizes = self.reads, self.makes, self.remakes, self.problem.sizes
-        overwrites, overwritten = self.overwrites, self._overwritten
-        born, last = [-1] * len(sizes), [-1] * len(sizes)
-        again = bytearray(len(sizes))
-        overwriting: list[tuple[int, int, int]] = []
-        earlier: dict[tuple[int, int], int] = {}
-        upcoming = 0
-        for place, step in enumerate(steps):
-            for value in reads[step]:
-                last[value] = place
-            first = step == upcoming
-            for value in overwrites[step]:
-                if again[value] != first:
-                    overwriting.append((place, value, born[value]))
-            upcoming += first
-            for value in makes[step] if first else remakes[step]:
-                if born[value] >= 0:
-                    change[last[value] + 1] -= sizes[value]
-                    if value in overwritten:
-                        earlier[value, born[value]] = last[value]
-                again[value] = not first
-                born[value] = last[value] = place
-                change[place] += sizes[value]
-        return last, [(place, value, earlier.get((value, since), 0)) for place, value, since in overwriting]
-
-    def _overwrite(self, overwriting: list[tuple[int, int, int]], last: list[int], extra: list[int]) -> None:
-        """Take off ``extra`` what steps do not need because their results take the place of what ends there."""
-        sizes = self.problem.sizes
-        saved = {place: sizes[value] for place, value, end in overwriting if (end or last[value]) == place}
-        for place, count in saved.items():
-            extra[place] -= count
-
-    def _memos(self, steps: list[int], change: list[int], extra: list[int]) -> None:
-        """Add what operations that run again leave behind, until their last runs, and need once more meanwhile."""
-        first: dict[int, int] = {}
-        last: dict[int, int] = {}
-        for place, step in enumerate(steps):
-            if step in self.memo:
-                if step in first:
-                    last[step] = place
-                    extra[place] += self.memo[step]
-                else:
-                    first[step] = place
-        for step, place in last.items():
-            change[first[step]] += self.memo[step]
-            if place + 1 < len(change):
-                change[place + 1] -= self.memo[step]
-
-    def _hold(self, steps: list[int], last: list[int], held: Mapping[int, int]) -> None:
-        """Move the ends of values that are held behind the first runs of what they are held for."""
-        position: dict[int, int] = {}
-        for place, step in enumerate(steps):
-            position.setdefault(step, place)
-        for value, until in held.items():
-            last[value] = max(last[value], position.get(until, len(steps) - 1))
+        """Steps, bytes and seconds of these drops; the same as ``simulate`` gives for the steps."""
+        steps = self.steps(drops)
+        alive = self._bytes(steps)
+        again = repeated_seconds(steps, self.seconds)
+        return Simulated(
+            Plan(tuple(steps)), alive, max(alive, default=self.problem.resident), self._base + again, again
+        )
