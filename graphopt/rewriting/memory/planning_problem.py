@@ -88,7 +88,7 @@ def _outdated(program: Program, memory: MemoryTimeline) -> set[fx.Node]:
 
 def repeatable_calls(program: Program) -> set[fx.Node]:
     """The calls of a program that may run again."""
-    memory = simulate(program, forward_in_place=False)
+    memory = simulate(program, measure=False, forward_in_place=False)
     repeatable = _Repeatable(program, memory)
     return {node for node in memory.nodes if repeatable(node)}
 
