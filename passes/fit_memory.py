@@ -16,6 +16,7 @@ from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning.offloading import Lanes
 from graphopt.rewriting.memory.budget import budget_bytes, check_budget, infeasible, within_already
 from graphopt.rewriting.memory.fit import Fitting, FittingOptions
+from graphopt.rewriting.memory.named_plan import CarriedPlan, shared_calls
 from graphopt.rewriting.memory.planning_problem import PlanningProblem
 from graphopt.rewriting.memory.summary import away_lines, plan_lines, summary_lines
 from graphopt.rewriting.memory.transfer_insertion import host_lanes
@@ -107,10 +108,14 @@ class FitMemory(Pass):
             return Changed(reason="the program has been fitted already")
         memory = program.memory()
         room = program.context.room
-        budget = budget_bytes(self.budget, memory) if room is None else room
+        plans, key = program.context.plans, (str(self), shared_calls(program))
+        carried = plans.get(key) if plans is not None else None
+        budget = self._bytes(memory, carried) if room is None else room
         reason = within_already(memory, budget)
         if reason:
             return Changed(reason=reason)
+        if carried is not None and carried.plan.fits(program, budget):
+            return _done(program, carried)
         with measuring() as measured:
             costs = costs_of(memory, self.cost, progress=measured)
         with searching() as searched:
@@ -122,14 +127,16 @@ class FitMemory(Pass):
         if fitted is None:
             fitted = fitting.smallest()
         summary = summary_lines(fitting, fitted, budget, costs)  # of the program as it still is
-        done = fitting.apply(program, fitted, origin=_ORIGIN)
-        again = len(fitted.simulated.plan.repeats())
-        return Changed(
-            counts={"run again": again, "random ops replayed": len(done.replayed), "offloaded": len(fitted.away)},
-            tensors=tuple(name for node in done.clones for name in info(node).names[:1]),
-            reason="nothing that is run again or moved makes the peak smaller",
-            lines=(*summary, *away_lines(fitting, fitted), *plan_lines(fitting, fitted.simulated)),
-        )
+        lines = (*summary, *away_lines(fitting, fitted), *plan_lines(fitting, fitted.simulated))
+        found = CarriedPlan(budget, fitting.named(fitted), lines)
+        if plans is not None:
+            plans.setdefault(key, found)
+        return _done(program, found)
+
+    def _bytes(self, memory: MemoryTimeline, carried: CarriedPlan | None) -> int:
+        """The budget in bytes; a share means that of the program that was planned, in all programs of a step."""
+        shares = isinstance(self.budget, str) and self.budget.endswith("%")
+        return carried.budget if carried is not None and shares else budget_bytes(self.budget, memory)
 
     def limit(self, memory: MemoryTimeline) -> int:
         """The budget in bytes."""
@@ -142,3 +149,15 @@ class FitMemory(Pass):
         room = self._room()
         profile = PROFILES.get(self.cost)
         return lambda planning: host_lanes(planning, room, rate=profile.host_bandwidth if profile else None)
+
+
+def _done(program: Program, found: CarriedPlan) -> Changed:
+    """Do to a program what was planned for it, or for another one of the capture."""
+    plan = found.plan
+    done = plan.apply(program, origin=_ORIGIN)
+    return Changed(
+        counts={"run again": len(plan.again), "random ops replayed": len(done.replayed), "offloaded": len(plan.moves)},
+        tensors=tuple(name for node in done.clones for name in info(node).names[:1]),
+        reason="nothing that is run again or moved makes the peak smaller",
+        lines=found.lines,
+    )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from graphopt.analysis.costs.cost import COSTS, CostReport, costs_of
+from graphopt.analysis.costs.cost import COSTS, PROFILES, CostReport, costs_of, remeasure
 from graphopt.cli.exchange import exchange_arguments, exchange_plan, exchange_problem
 from graphopt.cli.output import (
     check_output,
@@ -85,6 +85,7 @@ _BUDGET_HELP = (
 _COST_HELP = (
     "where the seconds of calls come from: measured here and kept (default), this device's roofline, or another's"
 )
+_REMEASURE_HELP = "measure everything anew, and replace what was kept; with --cost measured"
 
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,9 +100,17 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     stage_argument(parser, ("joint", "step"))
     parser.add_argument("--time-limit", type=_seconds, metavar="S", help="end the search after S seconds")
     parser.add_argument("--cost", choices=COSTS, default="measured", help=_COST_HELP)
+    parser.add_argument("--remeasure", action="store_true", help=_REMEASURE_HELP)
     output_arguments(parser, ("text", "json", "svg"))
     exchange_arguments(parser)
-    parser.set_defaults(verify="structure", problem=lambda options: two_formats(options) or exchange_problem(options))
+    parser.set_defaults(verify="structure", problem=_problem)
+
+
+def _problem(options: argparse.Namespace) -> str:
+    """What is wrong with the arguments together; empty where nothing is."""
+    if options.remeasure and options.cost in PROFILES:
+        return f"--remeasure measures on this device, and --cost {options.cost} takes no time from it: leave one out"
+    return two_formats(options) or exchange_problem(options)
 
 
 def _budget(text: str) -> str:
@@ -129,6 +138,8 @@ def plan(options: argparse.Namespace) -> None:
         GraphoptError: for a target or passes that are wrong; for a budget that no plan meets, after what was found has
             been written; of several such errors all but the last are printed.
     """
+    if options.remeasure:
+        remeasure()
     if options.world_size is not None:
         exchange_plan(options)
         return
@@ -143,6 +154,8 @@ def plan(options: argparse.Namespace) -> None:
     write_output(options, _render(format_of(options), fitting, report, answers, costs))
     if report.remark and (options.output is not None or format_of(options) != "text"):
         terminal.write(f"warning: {report.remark}", sys.stderr)
+    if costs.remark and (options.output is not None or not options.budget or format_of(options) != "text"):
+        terminal.write(f"warning: {costs.remark}", sys.stderr)
     errors = [answer.error for answer in answers if answer.error is not None]
     for error in errors[:-1]:
         terminal.write_error(error)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 __all__ = ["Context"]
 
@@ -18,6 +19,8 @@ class Context:
             (``TrainingPass.form``).
         numbers: what passes have found once and go on with, by ``pass/what``: those of the step's clock, which are
             saved with its state. One dictionary for all programs of a step.
+        plans: what passes have planned for one program of a capture and carry over to its others, by the pass and
+            what the plan depends on. One dictionary for all programs of a capture; None for a program by itself.
         compiled: whether a compiler makes the code that runs. It chooses itself what it overwrites: only sums of
             gradients are taken in place before it.
         room: bytes that the program may take at its peak, where it is one part of a model and what a pass is told is
@@ -27,6 +30,7 @@ class Context:
     history: tuple[str, ...] = ()
     forms: Mapping[str, str] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
+    plans: dict[Hashable, Any] | None = None
     compiled: bool = False
     room: int | None = None
 

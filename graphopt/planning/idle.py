@@ -41,16 +41,18 @@ class Touches:
 
     Attributes:
         moments: for each place in the plan, the operation that was the next one to run for the first time.
-        values: the value of each instance.
+        values: the value of each instance; with ``droppable``, of those alone that can be dropped.
         places: the places in the plan that touch each instance, ascending; the first one makes it.
     """
 
-    def __init__(self, scheduler: Scheduler, simulated: Simulated) -> None:
+    def __init__(self, scheduler: Scheduler, simulated: Simulated, *, droppable: bool = False) -> None:
         self.moments: list[int] = []
         self.values: list[int] = []
         self.places: list[list[int]] = []
         current: dict[int, list[int]] = {}
-        reads, makes, remakes = scheduler.reads, scheduler.makes, scheduler.remakes
+        reads, makes, remakes = (
+            scheduler.touches if droppable else (scheduler.reads, scheduler.makes, scheduler.remakes)
+        )
         upcoming = 0
         for place, step in enumerate(simulated.plan.steps):
             self.moments.append(upcoming)

@@ -113,8 +113,9 @@ class Explorer:
     def _lower(self, start: Trial) -> list[Trial]:
         """Decisions that could lower the peak, tried."""
         simulated = start.simulated
+        self.scheduler.stay_near(start.drops)
         place = simulated.bytes.index(simulated.peak)
-        touches = Touches(self.scheduler, simulated)
+        touches = Touches(self.scheduler, simulated, droppable=True)
         tried: list[Trial] = []
         for group in self._waiting(simulated, touches, place):
             for part in _parts(group):
@@ -130,18 +131,14 @@ class Explorer:
     def _waiting(self, simulated: Simulated, touches: Touches, place: int) -> list[list[Idle]]:
         """What waits at a place and can be dropped, the largest first; each with all that waits like it elsewhere."""
         sizes = self.scheduler.problem.sizes
-        waiting = self._droppable(touches.idle_at(place))
+        waiting = touches.idle_at(place)
         waiting.sort(key=lambda idle: -sizes[idle.value])
         if self._roles is not None:
             return self._waiting_alike(self._roles, simulated, touches, waiting)
         waiting = waiting[: self._width]
         if self._everywhere:
-            waiting += [idle for idle in self._droppable(touches.idle()) if idle not in waiting]
+            waiting += [idle for idle in touches.idle() if idle not in waiting]
         return [[idle] for idle in waiting]
-
-    def _droppable(self, found: list[Idle]) -> list[Idle]:
-        droppable = self.scheduler.droppable
-        return [idle for idle in found if droppable[idle.value]]
 
     def _waiting_alike(
         self, roles: Roles, simulated: Simulated, touches: Touches, waiting: Sequence[Idle]
@@ -154,7 +151,7 @@ class Explorer:
             return roles.values[idle.value], roles.operations[idle.moment], roles.operations[step], first_run
 
         keys = list(dict.fromkeys(map(key, waiting)))[: self._width]
-        return _grouped(keys, self._droppable(touches.idle()), key)
+        return _grouped(keys, touches.idle(), key)
 
     def _drop(self, drops: Drops, moments: Mapping[int, int]) -> list[Trial]:
         """Drop values: alone; with the sources that would come back to life; with all that is made only on the way.
@@ -207,7 +204,8 @@ class Explorer:
         for step in steps:
             if step == upcoming:
                 upcoming += 1
-                again = []
+                if again:
+                    again = []
                 continue
             again.append(step)
             waiting = wanted.get(step, {})
@@ -290,6 +288,7 @@ class Explorer:
     def _take_back(self, start: Trial) -> None:
         """Try to do without each drop that makes something run again; and without all that make nothing run."""
         scheduler = self.scheduler
+        scheduler.stay_near(start.drops)
         again = {v for step in start.simulated.plan.repeats() for v in scheduler.remakes[step]}
         working = [decision for decision in start.drops if decision.value in again]
         working.sort(key=lambda decision: (-scheduler.seconds[scheduler.makers[decision.value]], _order(decision)))
@@ -329,7 +328,7 @@ class Explorer:
 
     def _at_random(self, drops: Drops, chance: Random) -> Drops:
         """Take back one of some decisions, or drop something that is idle; unchanged where there is neither."""
-        waiting = self._droppable(Touches(self.scheduler, self.offer(drops)).idle())
+        waiting = Touches(self.scheduler, self.offer(drops), droppable=True).idle()
         if drops and (not waiting or chance.random() < 0.4):
             return drops - {chance.choice(sorted(drops, key=_order))}
         if not waiting:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-__all__ = ["InvalidPlanError", "Operation", "Plan", "Problem", "Simulated", "simulate"]
+__all__ = ["InvalidPlanError", "Operation", "Plan", "Problem", "Simulated", "repeated_seconds", "simulate"]
 
 
 class InvalidPlanError(ValueError):
@@ -317,5 +317,21 @@ def simulate(problem: Problem, plan: Plan) -> Simulated:
             change[first_run[step]] += operations[step].memo
             change[place + 1] -= operations[step].memo
     alive = [problem.resident + count + more for count, more in zip(accumulate(change[:-1]), extra, strict=True)]
-    seconds = sum(operations[step].seconds for step in steps)
-    return Simulated(plan, alive, max(alive, default=problem.resident), seconds, seconds - problem.seconds)
+    again = repeated_seconds(steps, [operation.seconds for operation in operations])
+    return Simulated(plan, alive, max(alive, default=problem.resident), problem.seconds + again, again)
+
+
+def repeated_seconds(steps: Sequence[int], seconds: Sequence[float]) -> float:
+    """Seconds of the steps that run again.
+
+    Args:
+        steps: whose first runs are in the program's order.
+        seconds: of each operation.
+    """
+    total, upcoming = 0.0, 0
+    for step in steps:
+        if step == upcoming:
+            upcoming += 1
+        else:
+            total += seconds[step]
+    return total

@@ -177,7 +177,7 @@ class Runner(Generic[C]):
         """
         options = self.options
         with self.watch.capturing():
-            context = replace(self._context, room=room)
+            context = replace(self._context, room=room, plans={} if room is None else None)
             rewritten = rewrite(
                 session, options.pipeline, until=self._until, verify=options.verify, context=context, log=room is None
             )

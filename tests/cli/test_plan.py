@@ -11,7 +11,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 
 import graphopt
 from graphopt import Changed, Pass, Program
+from graphopt.analysis.costs import figures, measurements
 from graphopt.analysis.costs.cost import PROFILES, cost_report
 from graphopt.capture import CaptureSession
 from graphopt.cli import plan as plan_command
@@ -35,6 +36,7 @@ from graphopt.rewriting.pipeline import Pipeline
 from graphopt.runtime.rewrite import rewrite
 from tests.report.console.test_terminal import Terminal
 from tests.support.command import RECOMPUTE, Command, Outcome, install, target
+from tests.support.costs import kept, use_changed, use_folder
 
 COST = "a100-80gb"
 """Seconds that no machine's load changes."""
@@ -138,6 +140,35 @@ def test_passes_run_before(run: Command) -> None:
     assert data["passes"] == [RECOMPUTE]
     rewritten = rewrite(session_of(target("plain")), Pipeline(RECOMPUTE), until="joint")
     assert [data["plain"]["peak_bytes"]] == [record.peak_after for record in rewritten.records]
+
+
+def test_times_are_measured_anew_where_that_is_asked_for(
+    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = use_folder(tmp_path, monkeypatch)
+    monkeypatch.setattr(figures, "_fresh", False)
+    planned(run, "--json", cost="measured")
+
+    def poison(data: Any) -> None:
+        data["seconds"] = dict.fromkeys(data["seconds"], 1234.5)
+
+    use_changed(folder, poison, monkeypatch)
+    assert planned(run, "--json", cost="measured").data["plain"]["seconds"] > 1234.5
+    assert planned(run, "--json", "--remeasure", cost="measured").data["plain"]["seconds"] < 1234.5
+    assert max(kept(tmp_path / "changed")["seconds"].values()) < 1234.5
+    refused = planned(run, "--remeasure")
+    assert refused.code != 0
+    assert f"--cost {COST} takes no time from it" in refused.err
+
+
+def test_times_of_a_busy_machine_are_told(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_folder(tmp_path, monkeypatch)
+    monkeypatch.setattr(measurements, "measured_seconds", lambda node, device: figures.Figure(1e-3, doubtful=True))
+    found = planned(run, "-b", "90%", cost="measured")
+    assert re.search(r"^\d+ measured times were taken while the machine had other work", found.out, re.MULTILINE)
+    assert "other work" not in found.err
+    alone = planned(run, cost="measured")
+    assert re.search(r"^warning: \d+ measured times were taken while", alone.err, re.MULTILINE)
 
 
 @pytest.mark.sweep

@@ -11,7 +11,7 @@ from torch import nn
 
 import graphopt
 from graphopt import GraphoptError, Pipeline
-from graphopt.analysis.costs import cost
+from graphopt.analysis.costs import measurements
 from graphopt.errors import PassError, PipelineError
 from graphopt.passes import FitMemory
 from graphopt.rewriting.memory import free_memory as freememory
@@ -164,7 +164,7 @@ def test_by_the_roofline_no_op_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> float:
         raise AssertionError("a call was measured")
 
-    monkeypatch.setattr(cost, "measured_seconds", fail)
+    monkeypatch.setattr(measurements, "measured_seconds", fail)
     for name in ("roofline", "a100-80gb"):
         assert applied(captured(wide(), ROWS), fit("70%", cost=name))[1].changed
 

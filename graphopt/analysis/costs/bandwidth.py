@@ -10,8 +10,8 @@ from typing import Literal
 
 import torch
 
-from graphopt.analysis.costs.figures import device_here, figures_of
-from graphopt.analysis.costs.timing import SHORTEST, median_seconds
+from graphopt.analysis.costs.figures import Figure, device_here, figures_of
+from graphopt.analysis.costs.timing import SHORTEST, shortest_seconds
 from graphopt.errors import GraphoptError
 
 __all__ = ["Tier", "link_bandwidth"]
@@ -70,15 +70,15 @@ def _ranks(given: int | None) -> int:
     return int(text)
 
 
-def _host_bandwidth(device: torch.device) -> float:
+def _host_bandwidth(device: torch.device) -> Figure:
     there = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
     here = torch.ones(COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    away = median_seconds(lambda: here.copy_(there, non_blocking=True), device, runs=COPIES)
-    back = median_seconds(lambda: there.copy_(here, non_blocking=True), device, runs=COPIES)
-    return COPY_BYTES / max(away, back)
+    away = shortest_seconds(lambda: here.copy_(there, non_blocking=True), device, runs=COPIES)
+    back = shortest_seconds(lambda: there.copy_(here, non_blocking=True), device, runs=COPIES)
+    return max(away, back).rate(COPY_BYTES)
 
 
-def _disk_bandwidth(folder: Path) -> float:
+def _disk_bandwidth(folder: Path) -> Figure:
     block = os.urandom(1024**2)  # some file systems do not write zeros
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
@@ -99,7 +99,7 @@ def _disk_bandwidth(folder: Path) -> float:
             f"the disk at {folder} cannot be measured: {error}; {DISK_BYTES} bytes are written there for a moment, "
             "so give directory= a folder that exists, can be written and has room"
         ) from error
-    return DISK_BYTES / max(written, read, SHORTEST)
+    return Figure(DISK_BYTES / max(written, read, SHORTEST))
 
 
 def _write(file: int, data: bytes) -> None:

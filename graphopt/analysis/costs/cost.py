@@ -2,7 +2,8 @@
 
 Planners weigh bytes against these seconds and against the bandwidth of the links to the host and to the disk. Each
 distinct call (op, shapes, strides, dtypes, device, other arguments, number of threads) is run by itself a few times,
-and the figures are kept in a file (see `cache_folder`): a second program of the same shapes costs nothing.
+and the figures are kept in a file (see `cache_folder`): a second program of the same shapes costs nothing. What was
+taken while the machine had other work, or cannot be, is measured again: at the end, and by the next process.
 """
 
 from __future__ import annotations
@@ -17,15 +18,14 @@ import torch
 from torch import fx
 
 from graphopt.analysis.costs.bandwidth import Tier, link_bandwidth
-from graphopt.analysis.costs.figures import Figures, cache_folder, figures_of
-from graphopt.analysis.costs.isolated_call import LARGEST_CALL, call_bytes, call_key, call_tensors, refusal
+from graphopt.analysis.costs.figures import cache_folder, remeasure
+from graphopt.analysis.costs.isolated_call import call_key, call_tensors
+from graphopt.analysis.costs.measurements import Measurements
 from graphopt.analysis.costs.profiles import EFFICIENCY, PROFILES, DeviceProfile, profile_of
 from graphopt.analysis.costs.roofline import call_device, flops_of, moved_bytes, roofline_seconds
-from graphopt.analysis.costs.timing import measured_seconds
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.timeline import MemoryTimeline
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "moved_bytes",
     "op_seconds",
     "profile_of",
+    "remeasure",
     "roofline_seconds",
 ]
 
@@ -68,6 +69,7 @@ class CostReport:
         free: how many take no time: inputs, outputs, views, elements of tuples, sizes.
         runs: distinct calls that were measured now.
         reasons: for each op that the roofline stands for although measuring was asked for, why.
+        doubtful: distinct calls whose times were taken while the machine had other work.
     """
 
     seconds: tuple[float, ...]
@@ -77,13 +79,23 @@ class CostReport:
     free: int
     runs: int = 0
     reasons: Mapping[str, str] = field(default_factory=dict)
+    doubtful: int = 0
+
+    @property
+    def remark(self) -> str:
+        """What a user should know about how the times were taken; empty where that is nothing."""
+        if not self.doubtful:
+            return ""
+        times = "time was" if self.doubtful == 1 else "times were"
+        return f"{self.doubtful} measured {times} taken while the machine had other work; the next process repeats them"
 
     def __str__(self) -> str:
         text = (
             f"{sum(self.seconds):.4g} s in {len(self.seconds)} calls: {self.measured} measured ({self.runs} distinct), "
             f"{self.cached} from the cache, {self.estimated} by the roofline, {self.free} free"
         )
-        return "\n".join([text, *(f"by the roofline: {op}: {reason}" for op, reason in self.reasons.items())])
+        remarks = [self.remark] if self.remark else []
+        return "\n".join([text, *remarks, *(f"by the roofline: {op}: {reason}" for op, reason in self.reasons.items())])
 
 
 def op_seconds(
@@ -128,7 +140,7 @@ def cost_report(
     nodes = list(calls)
     paid = [node for node in nodes if not _is_free(node)]
     estimate = _Roofline(profile, cache)
-    found = _Measurements(cache)
+    found = Measurements(cache)
     if method == "measured":
         with plain_precision():
             found.run(dict.fromkeys(paid), progress)
@@ -137,99 +149,13 @@ def cost_report(
     known = sum(node in found.seconds for node in paid)
     by_call = tuple(seconds.get(node, 0.0) for node in nodes)
     counts = (measured, known - measured, len(paid) - known, len(nodes) - len(paid))
-    return CostReport(by_call, *counts, found.runs, found.reasons)
+    return CostReport(by_call, *counts, found.runs, found.reasons, found.doubtful)
 
 
 def _is_free(node: fx.Node) -> bool:
     if node.op != "call_function" or node.target is operator.getitem or schema.hands_on(node):
         return True
     return not call_tensors(node)
-
-
-def _refusal(node: fx.Node) -> str:
-    """Why a call is not measured; empty where it is."""
-    reason = refusal(node)
-    if reason:
-        return reason
-    for kind in {tensor.device.type for tensor in call_tensors(node)} - {"cpu"}:
-        if kind != "cuda" or not torch.cuda.is_available():
-            return f"there is no {kind} device here"
-    size = call_bytes(node)
-    return f"the call takes {format_bytes(size)}" if size > LARGEST_CALL else ""
-
-
-class _Measurements:
-    """Seconds of calls that can be run, looked up or measured.
-
-    Attributes:
-        seconds: of each call whose time is known.
-        new: the calls whose time was measured now.
-        runs: how many distinct calls were measured now.
-        reasons: why ops were not measured.
-    """
-
-    def __init__(self, cache: bool) -> None:
-        self.seconds: dict[fx.Node, float] = {}
-        self.new: set[fx.Node] = set()
-        self.runs = 0
-        self.reasons: dict[str, str] = {}
-        self._cache = cache
-        self._figures: dict[torch.device, Figures] = {}
-
-    def run(self, calls: Iterable[fx.Node], progress: Callable[[int, int], None] | None) -> None:
-        """Look up every call, and measure those that are not known."""
-        alike: dict[str, list[fx.Node]] = {}
-        for node in calls:
-            reason = _refusal(node)
-            if reason:
-                self._refuse(node, reason)
-            else:
-                alike.setdefault(call_key(node), []).append(node)
-        missing = {key: nodes for key, nodes in alike.items() if not self._look_up(key, nodes)}
-        try:
-            with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(missing.values())):
-                for done, (key, nodes) in enumerate(missing.items(), 1):
-                    self._measure(key, nodes)
-                    if progress is not None:
-                        progress(done, len(missing))
-        finally:
-            for figures in self._figures.values():
-                figures.save()
-
-    def _look_up(self, key: str, nodes: list[fx.Node]) -> bool:
-        found = self._figures_of(nodes[0]).get("seconds", key)
-        if found is not None:
-            self.seconds.update(dict.fromkeys(nodes, found))
-        return found is not None
-
-    def _measure(self, key: str, nodes: list[fx.Node]) -> None:
-        try:
-            found = measured_seconds(nodes[0], call_device(nodes[0]))
-        except Exception as error:  # checks of values refuse made-up data; the device may be full
-            self._refuse(nodes[0], str(error).splitlines()[0] if str(error) else type(error).__name__)
-            return
-        self._figures_of(nodes[0]).put("seconds", key, found)
-        self.seconds.update(dict.fromkeys(nodes, found))
-        self.new.update(nodes)
-        self.runs += 1
-
-    def _refuse(self, node: fx.Node, reason: str) -> None:
-        op = schema.op_name(node)
-        if op not in self.reasons:
-            logger.info("the time of %s is estimated, not measured: %s", op, reason)
-            self.reasons[op] = reason
-
-    def _figures_of(self, node: fx.Node) -> Figures:
-        device = call_device(node)
-        if device not in self._figures:
-            self._figures[device] = figures_of(device, cache=self._cache)
-        return self._figures[device]
-
-
-def _cuda_devices(groups: Iterable[list[fx.Node]]) -> list[int]:
-    """The CUDA devices whose generators may be used while calls are measured."""
-    devices = {tensor.device for nodes in groups for tensor in call_tensors(nodes[0])}
-    return sorted({torch.cuda.current_device() if d.index is None else d.index for d in devices if d.type == "cuda"})
 
 
 class _Roofline:

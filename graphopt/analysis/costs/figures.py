@@ -2,6 +2,9 @@
 
 There is one file for each device name, release of torch and number of threads. A file that cannot be read is logged,
 measured again and replaced; a folder that cannot be written is logged once, and figures then live in memory only.
+
+A figure that was taken while the machine did other work is kept with a mark: this process uses it, and the next one
+measures again.
 """
 
 from __future__ import annotations
@@ -16,22 +19,35 @@ import uuid
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from graphopt.errors import GraphoptError
 
-__all__ = ["Figures", "cache_folder", "device_here", "device_name", "figures_of"]
+__all__ = ["Figure", "Figures", "cache_folder", "device_here", "device_name", "figures_of", "remeasure"]
 
 logger = logging.getLogger("graphopt")
 
 Section = Literal["seconds", "profile", "bandwidth"]
 _SECTIONS: tuple[Section, ...] = ("seconds", "profile", "bandwidth")
-_FORMAT = 1
+_FORMAT = 2
 
-_Values = dict[Section, dict[str, float]]
+
+class Figure(NamedTuple):
+    """A measured number, and whether it is doubtful: taken while other work disturbed every run."""
+
+    value: float
+    doubtful: bool = False
+
+    def rate(self, work: float) -> Figure:
+        """So much work for each of the seconds that this figure is."""
+        return Figure(work / self.value, self.doubtful)
+
+
+_Values = dict[Section, dict[str, Figure]]
 _opened: dict[tuple[Path | None, str], Figures] = {}
+_fresh = False
 
 
 class Figures:
@@ -40,42 +56,50 @@ class Figures:
     Args:
         path: the file; None keeps the figures in memory.
         identity: what the figures hold for; a file that says something else is not used.
+        fresh: take no figure from the file; those that are measured now replace what is there.
     """
 
-    def __init__(self, path: Path | None, identity: Mapping[str, str]) -> None:
+    def __init__(self, path: Path | None, identity: Mapping[str, str], *, fresh: bool = False) -> None:
         self._path = path
         self._identity = dict(identity)
-        self._values = self._read()
+        self._values: _Values = {section: {} for section in _SECTIONS}
+        if not fresh:
+            for section, values in self._read().items():
+                self._values[section] = {key: figure for key, figure in values.items() if not figure.doubtful}
         self._changed = False
 
-    def get(self, section: Section, key: str) -> float | None:
-        """The figure called ``key``, or None where it is not known."""
+    def get(self, section: Section, key: str) -> Figure | None:
+        """The figure called ``key``, or None where it is not known; doubtful ones are those of this process."""
         return self._values[section].get(key)
 
-    def put(self, section: Section, key: str, value: float) -> None:
+    def put(self, section: Section, key: str, figure: Figure) -> None:
         """Remember a figure; ``save`` writes it."""
-        self._values[section][key] = value
+        self._values[section][key] = figure
         self._changed = True
 
-    def once(self, section: Section, key: str, measure: Callable[[], float]) -> float:
+    def once(self, section: Section, key: str, measure: Callable[[], Figure]) -> float:
         """The figure called ``key``; measured where it is not known."""
         found = self.get(section, key)
         if found is None:
             found = measure()
             self.put(section, key, found)
-        return found
+        return found.value
 
     def save(self) -> None:
         """Write all figures beside what other processes have written in the meantime; the file is replaced at once.
 
-        Of two processes that save at the same moment, one can lose what it wrote until it saves again.
+        A doubtful figure does not take the place of one that is not. Of two processes that save at the same moment, one
+        can lose what it wrote until it saves again.
         """
         if self._path is None or not self._changed:
             return
-        stored = self._read()
-        merged = {section: {**stored[section], **self._values[section]} for section in _SECTIONS}
+        merged = self._read()
+        for section, values in merged.items():
+            for key, figure in self._values[section].items():
+                if not figure.doubtful or values.get(key, figure).doubtful:
+                    values[key] = figure
         try:
-            _replace(self._path, json.dumps({"format": _FORMAT, **self._identity, **merged}, indent=1))
+            _replace(self._path, json.dumps({"format": _FORMAT, **self._identity, **_as_json(merged)}, indent=1))
         except OSError as error:
             logger.warning("measured costs cannot be written to %s (%s); they are kept in memory", self._path, error)
             self._path = None
@@ -97,8 +121,10 @@ class Figures:
         if {key: data.get(key) for key in ("format", *self._identity)} != {"format": _FORMAT, **self._identity}:
             logger.warning("measured costs in %s are another machine's or format's; they are replaced", self._path)
             return found
+        doubtful = _doubtful_keys(data.get("doubtful"))
         for section in _SECTIONS:
-            found[section] = self._checked(data.get(section), section)
+            values = self._checked(data.get(section), section)
+            found[section] = {key: Figure(value, key in doubtful[section]) for key, value in values.items()}
         return found
 
     def _checked(self, values: Any, section: Section) -> dict[str, float]:
@@ -110,6 +136,26 @@ class Figures:
             wrong = len(values) - len(good)
             logger.warning("%d of the %s in %s are not positive numbers; left out", wrong, section, self._path)
         return good
+
+
+def _as_json(values: _Values) -> dict[str, Any]:
+    """The figures by section, and the keys of the doubtful ones."""
+    numbers: dict[str, Any] = {
+        section: {key: figure.value for key, figure in found.items()} for section, found in values.items()
+    }
+    marked = {section: [key for key, figure in found.items() if figure.doubtful] for section, found in values.items()}
+    return {**numbers, "doubtful": {section: keys for section, keys in marked.items() if keys}}
+
+
+def _doubtful_keys(marked: Any) -> dict[Section, set[str]]:
+    """The keys of the doubtful figures that a file lists; what is not a list of texts marks nothing."""
+    lists = marked if isinstance(marked, dict) else {}
+    return {
+        section: {key for key in lists[section] if isinstance(key, str)}
+        if isinstance(lists.get(section), list)
+        else set()
+        for section in _SECTIONS
+    }
 
 
 def _is_figure(value: Any) -> bool:
@@ -164,8 +210,18 @@ def figures_of(device: torch.device, *, cache: bool = True) -> Figures:
     path = None if folder is None else folder / f"{slug}.json"
     key = (path, slug)
     if key not in _opened:
-        _opened[key] = Figures(path, identity)
+        _opened[key] = Figures(path, identity, fresh=_fresh)
     return _opened[key]
+
+
+def remeasure() -> None:
+    """Measure anew from now on: this process takes no figure that was measured before, and replaces those it needs.
+
+    For a machine that has changed, or figures that were taken while it had other work.
+    """
+    global _fresh
+    _fresh = True
+    _opened.clear()
 
 
 def device_here(device: torch.device | str) -> torch.device:

@@ -11,8 +11,8 @@ from functools import partial
 import torch
 
 from graphopt.analysis.costs.bandwidth import COPIES, COPY_BYTES, link_bandwidth
-from graphopt.analysis.costs.figures import device_here, device_name, figures_of
-from graphopt.analysis.costs.timing import median_seconds
+from graphopt.analysis.costs.figures import Figure, device_here, device_name, figures_of
+from graphopt.analysis.costs.timing import shortest_seconds
 from graphopt.errors import GraphoptError
 from graphopt.ir.autocast import plain_precision
 
@@ -138,21 +138,21 @@ def profile_of(device: torch.device | str, *, cache: bool = True) -> DeviceProfi
     return DeviceProfile(device_name(place), flops, memory_bandwidth, overhead, host_bandwidth, _memory_bytes(place))
 
 
-def _flops(dtype: torch.dtype, device: torch.device) -> float:
+def _flops(dtype: torch.dtype, device: torch.device) -> Figure:
     width = 4096 if device.type == "cuda" else 384
     one = torch.ones(width, width, dtype=dtype, device=device)
-    return 2 * width**3 / median_seconds(lambda: one @ one, device)
+    return shortest_seconds(lambda: one @ one, device).rate(2 * width**3)
 
 
-def _memory_bandwidth(device: torch.device) -> float:
+def _memory_bandwidth(device: torch.device) -> Figure:
     source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.ones_like(source)
-    return 2 * COPY_BYTES / median_seconds(lambda: target.copy_(source), device, runs=COPIES)
+    return shortest_seconds(lambda: target.copy_(source), device, runs=COPIES).rate(2 * COPY_BYTES)
 
 
-def _overhead(device: torch.device) -> float:
+def _overhead(device: torch.device) -> Figure:
     one = torch.ones(1, device=device)
-    return median_seconds(lambda: one + one, device, runs=_SMALL_RUNS)
+    return shortest_seconds(lambda: one + one, device, runs=_SMALL_RUNS)
 
 
 def _memory_bytes(device: torch.device) -> int:

@@ -23,7 +23,7 @@ from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import tensors_of
 
-__all__ = ["call_device", "flops_of", "moved_bytes", "roofline_seconds"]
+__all__ = ["call_device", "call_precision", "flops_of", "moved_bytes", "roofline_seconds"]
 
 logger = logging.getLogger("graphopt")
 
@@ -43,7 +43,7 @@ def roofline_seconds(node: fx.Node, profile: DeviceProfile) -> float:
         return profile.overhead
     crossing = _crosses(node)
     bandwidth = profile.host_bandwidth if crossing else profile.memory_bandwidth
-    arithmetic = flops_of(node) / profile.peak_flops(_precision(node))
+    arithmetic = flops_of(node) / profile.peak_flops(call_precision(node))
     return max(arithmetic, moved_bytes(node) / bandwidth) + profile.overhead
 
 
@@ -53,7 +53,8 @@ def call_device(node: fx.Node) -> torch.device:
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
-def _precision(node: fx.Node) -> torch.dtype:
+def call_precision(node: fx.Node) -> torch.dtype:
+    """The dtype that a call computes in: that of the first of its arguments that has floating-point numbers."""
     return next((tensor.dtype for tensor in _given(node) if tensor.dtype.is_floating_point), torch.float32)
 
 

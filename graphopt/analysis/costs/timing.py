@@ -1,18 +1,26 @@
-"""Running something several times and taking the median of its seconds."""
+"""Running something several times and taking the shortest of its times; other work on the machine is noticed.
+
+What disturbs a run makes it longer, so that the shortest of several is the nearest to what it takes by itself. Runs in
+which the thread lost the processor for a while do not count towards how many are wanted; where there are no others, the
+figure is marked.
+"""
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
 from torch import fx
 
+from graphopt.analysis.costs.figures import Figure
 from graphopt.analysis.costs.isolated_call import prepare
 
-__all__ = ["measured_seconds", "median_seconds"]
+__all__ = ["SHORTEST", "Lap", "lap", "measured_seconds", "shortest_seconds"]
 
 RUNS = 7
 """How often something is run on a CPU after a first run that is not counted."""
@@ -23,16 +31,54 @@ CUDA_RUNS = 30
 FEWEST = 3
 """How many of them there are at least, unless `LONGEST` is over."""
 
+_MOST = 3
+"""How many times as many runs there are at most, where some of them are disturbed."""
+
 BUDGET, LONGEST = 0.05, 0.15
 """Seconds after which no further run begins: once there are `FEWEST`, and at any number above none."""
 
 SHORTEST = 1e-9
 """Seconds that are never gone below, so that every figure is positive."""
 
+_LOST = 0.05
+_LOST_SECONDS = 2e-5
+"""What a run may lose to other work and still count: this share of its time, or these seconds."""
+
+_SLICE = 0.004
+"""Seconds for which a thread that had to give its processor away waits, where that cannot be read from clocks."""
+
+_SCATTER = 2.0
+"""On CUDA, how much longer than the shortest run the one in the middle is where other work is running."""
+
 _BLOCK = 65536
 
 
-def measured_seconds(node: fx.Node, device: torch.device) -> float:
+@dataclass(frozen=True, slots=True)
+class Lap:
+    """One run: its seconds, and whether it was disturbed."""
+
+    seconds: float
+    disturbed: bool
+
+
+def lap(run: Callable[[], object]) -> Lap:
+    """Run something once on the CPU.
+
+    With one thread, the thread's own clock says how long it waited for a processor. With several, the processor is
+    wanted by one of them all the time, and how often one was made to leave it says the same less exactly.
+    """
+    switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+    worked = time.thread_time()
+    begin = time.perf_counter()
+    run()
+    seconds = time.perf_counter() - begin
+    lost = seconds - (time.thread_time() - worked)
+    if torch.get_num_threads() > 1:
+        lost = _SLICE * (resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - switches)
+    return Lap(seconds, lost > max(_LOST * seconds, _LOST_SECONDS))
+
+
+def measured_seconds(node: fx.Node, device: torch.device) -> Figure:
     """Seconds that one call of a program takes by itself, on arguments made up for it.
 
     Floating-point arguments are uniform in [0, 1), which probabilities, roots and logarithms take: on CUDA, a check of
@@ -43,33 +89,38 @@ def measured_seconds(node: fx.Node, device: torch.device) -> float:
         device: where it runs.
     """
     target, args, kwargs = prepare(node, _uniform)
-    return median_seconds(lambda: target(*args, **kwargs), device)
+    return shortest_seconds(lambda: target(*args, **kwargs), device)
 
 
-def median_seconds(run: Callable[[], object], device: torch.device, *, runs: int | None = None) -> float:
-    """The median of the seconds that ``run`` takes, and that it takes to free what it returns.
+def shortest_seconds(run: Callable[[], object], device: torch.device, *, runs: int | None = None) -> Figure:
+    """The shortest time that ``run`` takes, and that it takes to free what it returns.
 
     Args:
         run: what is measured; its first run is not counted.
         device: where it runs; on CUDA the device's own clock is read.
-        runs: how often it is run, within the limits on time; `RUNS` or `CUDA_RUNS` by default.
+        runs: how often it is run undisturbed, within the limits on time; `RUNS` or `CUDA_RUNS` by default.
+
+    Returns:
+        the seconds, doubtful where no run was undisturbed.
     """
     if device.type == "cuda":
-        return _median_cuda(run, device, runs or CUDA_RUNS)
+        return _shortest_cuda(run, device, runs or CUDA_RUNS)
     run()
-    taken: list[float] = []
-    while len(taken) < (runs or RUNS) and _may_go_on(len(taken), sum(taken)):
-        begin = time.perf_counter()
-        run()
-        taken.append(time.perf_counter() - begin)
-    return max(median(taken), SHORTEST)
+    laps: list[Lap] = []
+    quiet, elapsed = 0, 0.0
+    wanted = runs or RUNS
+    while quiet < wanted and len(laps) < _MOST * wanted and _may_go_on(len(laps), quiet, elapsed):
+        laps.append(lap(run))
+        quiet += not laps[-1].disturbed
+        elapsed += laps[-1].seconds
+    return Figure(max(min(found.seconds for found in laps), SHORTEST), doubtful=not quiet)
 
 
-def _may_go_on(done: int, elapsed: float) -> bool:
-    return done == 0 or elapsed < (BUDGET if done >= FEWEST else LONGEST)
+def _may_go_on(done: int, quiet: int, elapsed: float) -> bool:
+    return done == 0 or elapsed < (BUDGET if quiet >= FEWEST else LONGEST)
 
 
-def _median_cuda(run: Callable[[], object], device: torch.device, runs: int) -> float:
+def _shortest_cuda(run: Callable[[], object], device: torch.device, runs: int) -> Figure:
     with torch.cuda.device(device):
         run()
         torch.cuda.synchronize()
@@ -86,7 +137,8 @@ def _median_cuda(run: Callable[[], object], device: torch.device, runs: int) -> 
             end.record()
             marks.append((begin, end))
         torch.cuda.synchronize()
-        return max(float(median(begin.elapsed_time(end) for begin, end in marks)) / 1000, SHORTEST)
+        taken = [float(begin.elapsed_time(end)) / 1000 for begin, end in marks]
+        return Figure(max(min(taken), SHORTEST), doubtful=median(taken) > _SCATTER * max(min(taken), SHORTEST))
 
 
 def _uniform(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-from torch import fx
 
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
@@ -14,9 +12,9 @@ from graphopt.planning.frontier import Frontier, Point
 from graphopt.planning.offloading import Away, Lanes, Moved, moved_away
 from graphopt.planning.planner import find_frontier
 from graphopt.planning.schedule import Scheduler
+from graphopt.rewriting.memory.named_plan import NamedMove, NamedPlan
 from graphopt.rewriting.memory.planning_problem import PlanningProblem, planning_problem
-from graphopt.rewriting.memory.recompute_plan import Again, Recomputation, recompute
-from graphopt.rewriting.memory.transfer_insertion import Move, move
+from graphopt.rewriting.memory.recompute_plan import Recomputation
 
 __all__ = ["Fitted", "Fitting", "FittingOptions"]
 
@@ -181,59 +179,14 @@ class Fitting:
 
     def apply(self, program: Program, fitted: Fitted, *, origin: str) -> Recomputation:
         """Rewrite a program (this one, or a copy of it) as a plan says."""
-        named = {node.name: node for node in program.graph.nodes}
-        done, calls = self._rerun(program, named, fitted.simulated, origin)
-        moves = []
-        for item in fitted.away:
-            copy, window = item.copy, item.window
-            original = named[self.planning.makers[item.value].name]
-            maker = done.replaced.get(original) or original
-            places = (window.freed, window.fetched, copy.needed)
-            moves.append(Move(maker, maker, *(_from(calls, place) for place in places)))
-        if moves:
-            assert self.lanes is not None
-            move(program, moves, self.tier, origin=origin)
-        return done
+        return self.named(fitted).apply(program, origin=origin)
 
-    def _rerun(
-        self, program: Program, named: Mapping[str, fx.Node], simulated: Simulated, origin: str
-    ) -> tuple[Recomputation, list[fx.Node | None]]:
-        """Insert what runs again; also returns the call of every step."""
-        nodes = [named[node.name] if node is not None else None for node in self.planning.nodes]
-        runs: list[Again] = []
-        waiting: list[fx.Node] = []
-        upcoming = 0
-        for step in simulated.plan.steps:
-            node = nodes[step]
-            if step != upcoming:
-                assert node is not None
-                waiting.append(node)
-                continue
-            upcoming += 1
-            if node is not None:
-                runs += [Again(again, node, origin) for again in waiting]
-                waiting.clear()
-        done = recompute(program, runs)
-        return done, self._calls(simulated, nodes, done)
-
-    def _calls(
-        self, simulated: Simulated, nodes: Sequence[fx.Node | None], done: Recomputation
-    ) -> list[fx.Node | None]:
-        """The call of every step in a program that has been rewritten."""
-        clones = {node: iter(made) for node, made in done.clones.items()}
-        found: list[fx.Node | None] = []
-        upcoming = 0
-        for step in simulated.plan.steps:
-            node = nodes[step]
-            if step == upcoming:
-                upcoming += 1
-                found.append(node if node is None else done.first(node))
-            else:
-                assert node is not None
-                found.append(next(clones[done.replaced.get(node, node)]))
-        return found
-
-
-def _from(calls: Sequence[fx.Node | None], place: int) -> fx.Node:
-    """The call of a step, or of the next one that is a call."""
-    return next(node for node in calls[place:] if node is not None)
+    def named(self, fitted: Fitted) -> NamedPlan:
+        """A plan by the names of the program's calls."""
+        nodes, makers = self.planning.nodes, self.planning.makers
+        names = ["" if node is None else node.name for node in nodes]
+        moves = [
+            NamedMove(makers[item.value].name, item.window.freed, item.window.fetched, item.copy.needed)
+            for item in fitted.away
+        ]
+        return NamedPlan(tuple(names[step] for step in fitted.simulated.plan.steps), tuple(moves), self.tier)

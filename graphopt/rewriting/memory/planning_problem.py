@@ -20,7 +20,7 @@ from graphopt.ir.timeline import MemoryTimeline, Storage
 from graphopt.planning import Operation, Problem
 from graphopt.rewriting.memory.replay import can_recompute, stale_values
 
-__all__ = ["PlanningProblem", "planning_problem"]
+__all__ = ["PlanningProblem", "planning_problem", "repeatable_calls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +86,39 @@ def _outdated(program: Program, memory: MemoryTimeline) -> set[fx.Node]:
     return found
 
 
+def repeatable_calls(program: Program) -> set[fx.Node]:
+    """The calls of a program that may run again."""
+    memory = simulate(program, measure=False, forward_in_place=False)
+    repeatable = _Repeatable(program, memory)
+    return {node for node in memory.nodes if repeatable(node)}
+
+
+class _Repeatable:
+    """Says which calls may run again: pure ones of forward, whose arguments are not overwritten meanwhile."""
+
+    def __init__(self, program: Program, memory: MemoryTimeline) -> None:
+        self._stale = stale_values(program)
+        self._outdated = _outdated(program, memory)
+
+    def __call__(self, node: fx.Node) -> bool:
+        if info(node).phase is not Phase.FORWARD or not can_recompute(node):
+            return False
+        if node.target in (_torch.run_and_save_rng_state, _torch.run_with_rng_state):
+            return False
+        pure = without_statistics(node)
+        sources = node.all_input_nodes if pure is None else [a for a in pure[1] if isinstance(a, fx.Node)]
+        if self._stale.intersection(sources) or node in self._outdated:
+            return False
+        return isinstance(value_of(node), (torch.Tensor, tuple, list))
+
+
 class _Reader:
     def __init__(self, program: Program, memory: MemoryTimeline, seconds: Sequence[float]) -> None:
         self._program = program
         self._memory = memory
         self._seconds = seconds
         self._refers = memory.refers
-        self._stale = stale_values(program)
-        self._outdated = _outdated(program, memory)
+        self._repeatable = _Repeatable(program, memory)
         self._overwritable = overwritable_in_forward(program)
         self._numbers: dict[int, int] = {}
         self._storages: list[Storage] = []
@@ -181,17 +206,6 @@ class _Reader:
         found = [self._numbers.get(id(s)) for a in self._overwritable.get(node, ()) for s in self._refers[a]]
         size = sum(self._storages[made].bytes for made in makes) if len(makes) == 1 else -1
         return tuple(value for value in found if value is not None and self._storages[value].bytes == size)
-
-    def _repeatable(self, node: fx.Node) -> bool:
-        if info(node).phase is not Phase.FORWARD or not can_recompute(node):
-            return False
-        if node.target in (_torch.run_and_save_rng_state, _torch.run_with_rng_state):
-            return False
-        pure = without_statistics(node)
-        sources = node.all_input_nodes if pure is None else [a for a in pure[1] if isinstance(a, fx.Node)]
-        if self._stale.intersection(sources) or node in self._outdated:
-            return False
-        return isinstance(value_of(node), (torch.Tensor, tuple, list))
 
     def _lasting(self) -> dict[int, int]:
         """What the program returns lives to the end, or until the user's loss has been computed."""

@@ -98,7 +98,7 @@ def summary_lines(fitting: Fitting, fitted: Fitted, budget: int, costs: CostRepo
         f"what runs again takes {format_seconds(fitted.simulated.again)} on top of {format_seconds(fitting.seconds)}"
         f"{f', waiting for copies {format_seconds(fitted.late)}' if fitted.away else ''}: {share:.1%} more ({how})"
     )
-    return [peak, time, *_outside(fitting)]
+    return [peak, time, *([costs.remark] if costs.remark else []), *_outside(fitting)]
 
 
 def _outside(fitting: Fitting) -> list[str]:

@@ -122,7 +122,7 @@ def test_calls_run_on_numbers_that_make_kernels_work_in_the_layout_of_the_progra
         assert cost_report([node]).measured == 1
         assert torch.is_autocast_enabled("cpu")
     assert not watch.autocast
-    assert 4 <= len(watch.given) <= 8
+    assert len(watch.given) >= 4
     for floats, integers, mask, like in watch.given:
         assert 0 <= float(floats.min()) < 0.01 < 0.99 < float(floats.max()) < 1
         assert float(floats.std()) > 0.2

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from graphopt import GraphoptError, Program
+from graphopt.analysis.costs import figures
 from graphopt.analysis.costs.cost import (
     EFFICIENCY,
     PROFILES,
@@ -21,8 +22,9 @@ from graphopt.analysis.costs.cost import (
     link_bandwidth,
     op_seconds,
     profile_of,
+    remeasure,
 )
-from graphopt.analysis.costs.figures import Figures
+from graphopt.analysis.costs.figures import Figure, Figures
 from tests.support.costs import TOY, call, kept, small_program, use_changed, use_folder
 
 aten = torch.ops.aten
@@ -91,6 +93,7 @@ def test_each_number_of_threads_has_figures_of_its_own(program: Program, folder:
 BROKEN: dict[str, bytes] = {
     "empty": b"", "cut off": b'{"format": 1, "sec', "not text": b"\xff\xfe\x00", "a list": b"[1, 2]",
     "nothing": b"null", "deep": b"[" * 200_000, "of another format": b'{"format": 99, "seconds": {}}',
+    "of the format before": b'{"format": 1, "seconds": {"a": 1.0}}',
 }  # fmt: skip
 
 
@@ -158,23 +161,70 @@ def test_the_folder_is_the_one_that_the_environment_names(monkeypatch: pytest.Mo
 def test_writers_at_the_same_time_keep_what_the_others_wrote(tmp_path: Path) -> None:
     path, identity = tmp_path / "figures.json", {"device": "x"}
     one, other = Figures(path, identity), Figures(path, identity)
-    one.put("seconds", "a", 1.0)
-    other.put("seconds", "b", 2.0)
-    one.put("profile", "c", 3.0)
+    one.put("seconds", "a", Figure(1.0))
+    other.put("seconds", "b", Figure(2.0))
+    one.put("profile", "c", Figure(3.0))
     one.save()
     other.save()
     both = Figures(path, identity)
-    assert [both.get("seconds", key) for key in "ab"] == [1.0, 2.0]
-    assert both.get("profile", "c") == 3.0
+    assert [both.get("seconds", key) for key in "ab"] == [Figure(1.0), Figure(2.0)]
+    assert both.get("profile", "c") == Figure(3.0)
     assert both.get("seconds", "c") is None
     assert Figures(path, {"device": "y"}).get("seconds", "a") is None
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_doubtful_figure_is_kept_with_a_mark_and_does_not_replace_another(tmp_path: Path, first: bool) -> None:
+    path, identity = tmp_path / "figures.json", {"device": "x"}
+    doubtful, settled = Figures(path, identity), Figures(path, identity)
+    doubtful.put("seconds", "a", Figure(9.0, doubtful=True))
+    doubtful.put("seconds", "b", Figure(8.0, doubtful=True))
+    settled.put("seconds", "a", Figure(1.0))
+    for each in (doubtful, settled) if first else (settled, doubtful):
+        each.save()
+    data = json.loads(path.read_text())
+    assert (data["seconds"], data["doubtful"]) == ({"a": 1.0, "b": 8.0}, {"seconds": ["b"]})
+    assert doubtful.get("seconds", "b") == Figure(8.0, doubtful=True)
+    later = Figures(path, identity)
+    assert (later.get("seconds", "a"), later.get("seconds", "b")) == (Figure(1.0), None)
+
+
+@pytest.mark.parametrize("marks", [None, 1, "a", ["a"], {"seconds": 1}, {"seconds": {"a": 1}}, {"seconds": [[], 1]}])
+def test_marks_that_are_none_leave_the_figures_as_they_are(tmp_path: Path, marks: Any) -> None:
+    path = tmp_path / "figures.json"
+    path.write_text(json.dumps({"format": 2, "seconds": {"a": 1.0}, "profile": {}, "bandwidth": {}, "doubtful": marks}))
+    assert Figures(path, {}).get("seconds", "a") == Figure(1.0)
+
+
+def test_what_is_measured_anew_replaces_what_is_in_the_file(
+    program: Program, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op_seconds(program.nodes)
+    bandwidth = link_bandwidth("cpu", "host")
+
+    def poison(data: Any) -> None:
+        data["seconds"] = dict.fromkeys(data["seconds"], 1234.5) | {"of another program": 7.0}
+        data["bandwidth"]["host"] = 80.0
+
+    use_changed(folder, poison, monkeypatch)
+    assert 1234.5 in op_seconds(program.nodes)
+    monkeypatch.setattr(figures, "_fresh", False)
+    remeasure()
+    report = cost_report(program.nodes)
+    assert report.cached == 0 < report.measured
+    assert max(report.seconds) < 1234.5
+    assert link_bandwidth("cpu", "host") != 80.0 != bandwidth
+    written = kept(folder.parent / "changed")["seconds"]
+    assert written.pop("of another program") == 7.0
+    assert max(written.values()) < 1234.5
+    assert cost_report(program.nodes).measured == 0
+
+
 def _write_many(path: Path, name: str) -> None:
-    figures = Figures(path, {})
+    mine = Figures(path, {})
     for index in range(40):
-        figures.put("seconds", f"{name}{index}", 1.0 + index)
-        figures.save()
+        mine.put("seconds", f"{name}{index}", Figure(1.0 + index))
+        mine.save()
 
 
 def test_a_reader_never_sees_half_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from graphopt.analysis.costs.cost import PROFILES, Method, check_cost, cost_report, profile_of
-from graphopt.analysis.costs.figures import figures_of
+from graphopt.analysis.costs.figures import Figure, figures_of
 from graphopt.analysis.costs.isolated_call import sizes
-from graphopt.analysis.costs.timing import median_seconds
+from graphopt.analysis.costs.timing import shortest_seconds
 from graphopt.errors import GraphoptError
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.node import Phase, info, value_of
@@ -264,7 +264,7 @@ def rates_of(device: torch.device, cost: str = "measured") -> Rates:
     return Rates(copy, taken)
 
 
-def _selection_seconds(device: torch.device) -> float:
+def _selection_seconds(device: torch.device) -> Figure:
     """Seconds per element of momentum correction and selection, on numbers that are normally distributed."""
     drawn = torch.randn(_SELECTED_FROM, generator=torch.Generator().manual_seed(0), device="cpu").to(device)
     u, v = torch.zeros_like(drawn), drawn.clone()
@@ -274,4 +274,5 @@ def _selection_seconds(device: torch.device) -> float:
         return select(v, entries(_SELECTED_FROM, _SPARSITY))
 
     with plain_precision(), torch.no_grad():
-        return median_seconds(once, device) / _SELECTED_FROM
+        found = shortest_seconds(once, device)
+    return Figure(found.value / _SELECTED_FROM, found.doubtful)

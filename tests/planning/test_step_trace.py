@@ -1,0 +1,94 @@
+"""Plans that are derived from one that is known: the same as those that are found from the start."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphopt.planning import schedule as schedule_module
+from graphopt.planning import simulate
+from graphopt.planning.problem import Problem
+from graphopt.planning.schedule import Decision, Drops, Scheduler
+from graphopt.planning.step_bytes import ArrayBytes, ListBytes
+from graphopt.planning.step_trace import StepTrace
+from graphopt.planning.stops import Stops
+from tests.support.planning_graphs import drops_of, overwriting, problems, seeded_problem
+from tests.support.properties import examples
+
+
+def decisions(problem: Problem) -> st.SearchStrategy[Drops]:
+    """Some decisions about a problem: up to a few dozens of them."""
+    one = st.builds(
+        Decision,
+        st.integers(0, len(problem.operations)),
+        st.integers(0, len(problem.sizes) - 1),
+        st.booleans(),
+    )
+    return st.frozensets(one, max_size=40)
+
+
+@given(st.data())
+@examples(150, many=3000)
+def test_derived_runs_are_those_from_the_start(data: st.DataObject) -> None:
+    problem = data.draw(problems())
+    stops = Stops(problem)
+    known = data.draw(decisions(problem))
+    trace = StepTrace(stops, known)
+    assert trace.steps_of(known) == stops.steps(known)
+    for _ in range(3):
+        changed = data.draw(st.frozensets(st.sampled_from(sorted(known)), max_size=3)) if known else frozenset()
+        drops = known.difference(changed) | data.draw(drops_of(problem))
+        found = trace.steps_of(drops)
+        if found is not None:
+            assert found == stops.steps(drops)
+
+
+def random_drops(problem: Problem, draw: Random, count: int) -> Drops:
+    moments, values = len(problem.operations), len(problem.sizes)
+    return frozenset(
+        Decision(draw.randrange(moments), draw.randrange(values), draw.random() < 0.2) for _ in range(count)
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_walk_through_decisions_of_a_large_problem(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As searches do it: a few decisions come or go, and now and then the plan that others are derived from changes."""
+    monkeypatch.setattr(schedule_module, "_FEW", 0)
+    problem = seeded_problem(seed, fewest=40, most=60)
+    problem = overwriting(problem) if seed % 2 else problem
+    near, stops, draw = Scheduler(problem), Stops(problem), Random(seed)
+    current = random_drops(problem, draw, 80)
+    derived = 0
+    for number in range(60):
+        if number % 6 == 0:
+            near.stay_near(current)
+        gone = draw.sample(sorted(current), draw.randint(0, 3))
+        drops = current.difference(gone) | random_drops(problem, draw, draw.randint(0, 4))
+        assert near._near is not None
+        derived += near._near.steps_of(drops) is not None
+        found = near.evaluate(drops)
+        assert list(found.plan.steps) == stops.steps(drops)
+        assert found == simulate(problem, found.plan)
+        current = drops
+    assert derived > 50
+
+
+def test_decisions_that_differ_in_much_are_not_derived() -> None:
+    problem = seeded_problem(1, fewest=40, most=60)
+    one, other = (random_drops(problem, Random(seed), 40) for seed in (1, 2))
+    assert StepTrace(Stops(problem), one).steps_of(other) is None
+
+
+@given(st.data())
+@examples(60, many=1000)
+def test_lists_and_arrays_give_the_bytes_of_the_simulator(data: st.DataObject) -> None:
+    problem = data.draw(problems())
+    if data.draw(st.booleans()):
+        problem = overwriting(problem)
+    plan = Scheduler(problem).evaluate(data.draw(drops_of(problem))).plan
+    expected = simulate(problem, plan).bytes
+    assert ListBytes(problem)(plan.steps) == expected
+    assert ArrayBytes(problem)(plan.steps) == expected
