@@ -16,6 +16,7 @@ from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning.offloading import Lanes
 from graphopt.rewriting.memory.budget import budget_bytes, check_budget, infeasible, within_already
 from graphopt.rewriting.memory.fit import Fitting, FittingOptions
+from graphopt.rewriting.memory.frontier_data import frontier_data
 from graphopt.rewriting.memory.planning_problem import PlanningProblem
 from graphopt.rewriting.memory.summary import away_lines, plan_lines, summary_lines
 from graphopt.rewriting.memory.transfer_insertion import host_lanes
@@ -123,6 +124,7 @@ class FitMemory(Pass):
             tensors=tuple(name for node in done.clones for name in info(node).names[:1]),
             reason="nothing that is run again or moved makes the peak smaller",
             lines=(*summary, *away_lines(fitting, fitted), *plan_lines(fitting, fitted.simulated)),
+            details={"frontier": lambda: frontier_data(fitting, fitted, budget, costs)},
         )
 
     def limit(self, memory: MemoryTimeline) -> int:

@@ -96,7 +96,7 @@ const ink = {};
 
 function readColours() {
   const style = getComputedStyle(document.documentElement);
-  for (const name of ["paper", "panel", "line", "ink", "dim", "mark", "frame", "frame-line", "kept", "kept-ink", "mono", "sans"]) {
+  for (const name of ["paper", "panel", "line", "ink", "dim", "mark", "frame", "frame-line", "kept", "kept-ink", "flow", "mono", "sans"]) {
     ink[name] = style.getPropertyValue(`--${name}`).trim();
   }
   ink.phase = data.phases.map((phase) => style.getPropertyValue(`--${phase}`).trim());
