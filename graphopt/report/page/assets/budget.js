@@ -81,16 +81,16 @@ class Budget {
 
   table() {
     this.rows = planRows.map((one) => {
-      const bars = ["k", "r", "o"].map((code) => element("i", { class: `share-${code}` }));
+      const bars = ["k", "r", "o"].map((code) => element("span", { class: `share-${code}` }));
       const cells = { what: element("span"), bytes: element("span") };
-      const name = one.tensors.length > 1 ? `${one.pattern} × ${one.tensors.length}` : one.pattern;
-      const show = link(brief(name, 200), () => showRecord(frontier.snapshot, frontier.tensors.record[one.tensors[0]]), { title: brief(name, 300) });
+      const name = one.tensors.length > 1 ? `${one.pattern} × ${one.tensors.length}` : text(frontier.tensors.name[one.tensors[0]]);
+      const show = link(ending(name, 44), () => showRecord(frontier.snapshot, frontier.tensors.record[one.tensors[0]]), { title: brief(name, 300) });
       const size = one.tensors.length > 1 ? `${one.tensors.length} × ${bytesText(one.bytes)}` : bytesText(one.bytes);
       const tr = row([show, size, element("span", { class: "share", "aria-hidden": "true" }, ...bars), cells.what, cells.bytes, secondsText(one.seconds)], ["name", "number", "", "", "number", "number"]);
       return { one, tr, bars, cells };
     });
     this.sum = element("span");
-    const head = row(["tensor", "bytes", "", "in this plan", "stays in memory", "computing it takes"], ["", "number", "", "", "number", "number"], "th");
+    const head = row(["tensor", "bytes", "", "in this plan", "kept", "to compute"], ["", "number", "", "", "number", "number"], "th");
     replaceChildren(byId("plan-table"), element("table", {}, element("thead", {}, head), element("tbody", {}, this.rows.map(({ tr }) => tr)), element("tfoot", {}, row(["all tensors", "", "", "", this.sum, ""], ["", "number", "", "", "number", "number"]))));
   }
 

@@ -1,10 +1,8 @@
 // What lies between the boxes: who reads whom on one side of the U, and what forward keeps for backward.
 
 /** A ribbon of the largest box is as thick as the box; all others are thinner in proportion. */
-const THICKEST = BOX - 6;
+const THICKEST = BOX;
 const HAIRLINE = 0.75;
-
-const ENDS = { kept: "kept", again: "computed again", away: "moved away" };
 
 /** The edges between the bands of a picture, as they are folded, for one snapshot or one plan. */
 class Wiring {
@@ -198,7 +196,7 @@ class WirePainter {
     const { painter, context } = this;
     const sums = new Map();
     for (const ribbon of this.wiring.ribbons) {
-      if (ribbon.kind === "again") continue;
+      if (ribbon.kind === "again" || (ribbon.kind === "away" && ribbon.fromLane === FORWARD_LANE)) continue;
       const key = ribbon.from * 8 + ribbon.fromLane;
       sums.set(key, (sums.get(key) || 0) + ribbon.bytes);
     }

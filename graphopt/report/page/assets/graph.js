@@ -86,6 +86,7 @@ class Graph {
     const same = top && this.bands.list.find((band) => band.item === top.item);
     if (same && this.camera.y > 0) this.camera.y = same.y + offset;
     this.current = null;
+    this.grow();
     this.clamp();
     this.changed();
   }
@@ -138,6 +139,13 @@ class Graph {
     return { width: this.canvas.clientWidth, height: this.canvas.clientHeight };
   }
 
+  /** Be as high as what is drawn, within what the style allows; higher than before only, unless it is fitted anew. */
+  grow(anew = false) {
+    const wanted = Math.ceil((this.bands.height + 70) * this.camera.scale);
+    const now = anew ? 0 : Number.parseFloat(this.canvas.style.height) || 0;
+    if (wanted > now) this.canvas.style.height = `${wanted}px`;
+  }
+
   /** Take the measures of a wide or a narrow canvas. */
   resize() {
     const before = metrics;
@@ -152,6 +160,7 @@ class Graph {
     const whole = worldRight + metrics.labels + 24;
     this.camera.scale = Math.min(Math.max(width / whole, 0.62), 1.1);
     this.camera.x = -metrics.labels - 14;
+    this.grow(true);
     this.clamp();
     this.redraw();
   }

@@ -113,7 +113,7 @@ function drawLegend() {
   const lines = [["kept", ["kept for backward", ", as thick as its bytes"]], ["flow", ["is read by"]]];
   if (frontier) lines.push(["again", ["computed again"]]);
   if (data.phases.some((phase, i) => phase === "transfer" && used.has(i)) || lanes[OUTSIDE_LANE].used) lines.push(["away", ["moved away"]]);
-  const samples = lines.map(([kind, [word, more = ""]]) => element("span", {}, element("i", { class: `line ${kind}` }), WORDS[word] ? term(word) : word, more));
+  const samples = lines.map(([kind, [word, more = ""]]) => element("span", {}, element("span", { class: `line ${kind}` }), WORDS[word] ? term(word) : word, more));
   replaceChildren(byId("legend"), ...marks, ...samples, element("span", {}, signs));
 }
 

@@ -32,13 +32,6 @@ function planAt(place) {
   return { place, codes, peak: frontier.peaks[place], extra: frontier.extra[place], runs: frontier.runs[place], kept: totals.k, again: totals.r, away: totals.o };
 }
 
-/** The place of the plan that a budget of so many bytes gets: the fastest within it; the smallest where none is. */
-function planWithin(budget) {
-  let best = 0;
-  frontier.peaks.forEach((peak, place) => { if (peak <= budget && frontier.extra[place] <= frontier.extra[best]) best = place; });
-  return best;
-}
-
 /** The readers of what the planned snapshot keeps, by the records that make it. */
 const readersOfPlanned = (() => {
   const found = new Map();

@@ -224,22 +224,31 @@ function pillAt(lane, slot, band) {
   return { x: lanes[lane].x + (slot % per) * step, y: band.y + PAD + Math.floor(slot / per) * PITCH, width: step - 5, height: PILL };
 }
 
-/** Open modules level by level as long as the rows stay few, and rows where the calls are few. */
+/** How many rows some items take, as they are open and closed. */
+const rowsTaken = (items) => items.reduce((sum, item) => sum + (item.open && item.kind !== "visit" ? 1 + rowsTaken(item.shown) : 1), 0);
+
+/** Open some items, unless the rows become too many; says whether they are open. */
+function openIfFew(items) {
+  items.forEach((item) => { item.open = true; });
+  if (rowsTaken(tree) <= FEW_BANDS) return true;
+  items.forEach((item) => { item.open = false; });
+  return false;
+}
+
+/** Open modules level by level as long as the rows stay few, groups of equal ones first; and rows where the calls are few. */
 function openAtFirst() {
-  eachItem(tree, (item) => { item.open = item.kind === "group"; item.all = false; });
+  eachItem(tree, (item) => { item.open = item.all = false; });
   updateItem.open = false;
-  const count = (items) => items.reduce((sum, item) => sum + (item.open && item.kind !== "visit" ? 1 + count(item.shown) : 1), 0);
   for (let depth = 0; depth < 12; depth++) {
-    const opened = [];
-    eachItem(tree, (item) => { if (item.depth === depth && item.kind === "module") opened.push(item); });
-    opened.forEach((item) => { item.open = true; });
-    if (count(tree) > FEW_BANDS) {
-      opened.forEach((item) => { item.open = false; });
-      break;
-    }
+    const level = [];
+    eachItem(tree, (item) => { if (item.depth === depth && item.kind !== "visit" && isShown(item)) level.push(item); });
+    if (!openIfFew(level) && !openIfFew(level.filter((item) => item.kind === "group"))) break;
   }
   if (snapshotAt(data.after).ids.length <= FEW_CALLS) openCalls();
 }
+
+/** Whether all that is around an item is open. */
+const isShown = ({ parent }) => parent === null || (parent.open && isShown(parent));
 
 function openCalls() {
   eachItem(tree, (item) => { if (item.kind === "visit") item.open = true; });
