@@ -1,4 +1,4 @@
-"""Pictures of the interactive page for the documents: a GPT, a U-Net and a BERT, light, dark, and as a phone shows them.
+"""Pictures of the interactive page for the documents: a GPT, a U-Net and a BERT, light, dark and on a phone.
 
 ``--pages FOLDER`` keeps the pages themselves; without ``--write`` no picture is written into ``examples/``.
 """
@@ -25,8 +25,16 @@ from graphopt.runtime.rewrite import rewrite
 models = example_models()
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-LOOKS = {"light": ((1280, 1500), False), "dark": ((1280, 1500), True), "phone": ((390, 1700), False)}
+LOOKS = {
+    "light": ((1280, 1080), False),
+    "dark": ((1280, 1080), True),
+    "phone": ((390, 1200), False),
+    "first": ((1280, 2300), False),
+}
 """The size of the window in pixels, and whether the system is set to dark."""
+
+PARTS = {"light": "budget", "dark": "budget-bar", "phone": "budget-bar"}
+"""What is at the top of the window."""
 
 FIT = "fit-memory{budget=55% cost=roofline allow=recompute}"
 
@@ -71,27 +79,28 @@ def pixel_loss(model: nn.Module, images: torch.Tensor, classes: torch.Tensor) ->
     return F.cross_entropy(model(images), classes)
 
 
-def _step(model: nn.Module, batch: tuple[torch.Tensor, ...], loss: Callable[..., torch.Tensor], passes: str) -> str:
+def _step(model: nn.Module, batch: tuple[torch.Tensor, ...], loss: Callable[..., torch.Tensor]) -> str:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     session = CaptureSession(model, batch, None, loss=loss, optimizer=optimizer)
-    return _page(session, passes)
+    return _page(session)
 
 
-def _page(session: CaptureSession, passes: str) -> str:
-    result = rewrite(session, Pipeline(passes), until="step")
+def _page(session: CaptureSession) -> str:
+    result = rewrite(session, Pipeline(FIT), until="step")
     return page_of_story(story_of_snapshots(result.snapshots, result.records))
 
 
-def _gpt(passes: str) -> str:
+def gpt() -> str:
+    """The page of the examples' GPT with six blocks and dropout."""
     config = models.GPTConfig(vocab=512, context=128, d=128, layers=6, heads=4, dropout=0.1)
     batch = tuple(torch.randint(config.vocab, (2, 8, config.context)))
-    return _step(models.GPT(config), batch, models.next_token_loss, passes)
+    return _step(models.GPT(config), batch, models.next_token_loss)
 
 
 def unet() -> str:
     """The page of a U-Net with four levels on images of 96 by 96 pixels."""
     batch = torch.randn(16, 3, 96, 96), torch.randint(2, (16, 96, 96))
-    return _step(UNet(16, 4), batch, pixel_loss, FIT)
+    return _step(UNet(16, 4), batch, pixel_loss)
 
 
 def bert() -> str:
@@ -105,26 +114,29 @@ def bert() -> str:
     tokens = torch.zeros(8, 128, dtype=torch.long)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     session = CaptureSession(model, (), {"input_ids": tokens, "labels": tokens}, loss=True, optimizer=optimizer)
-    return _page(session, FIT)
+    return _page(session)
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    "gpt": lambda: _gpt(FIT),
-    "gpt-checkpoints": lambda: _gpt("recompute{checkpoints=blocks.*}"),
+    "gpt": gpt,
     "unet": unet,
     "bert": bert,
 }
 
 
 def shoot(browser: Browser, file: Path, look: str, picture: Path) -> None:
-    """A picture of the page's first screen, in one of ``LOOKS``; of few colours, so that it stays small."""
+    """A picture of the page's budget and program, in one of ``LOOKS``."""
     (width, height), dark = LOOKS[look]
     context = browser.new_context(
-        viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light", offline=True
+        viewport={"width": width, "height": height},
+        color_scheme="dark" if dark else "light",
+        device_scale_factor=0.8 if look == "first" else 1,
+        offline=True,
     )
     page = context.new_page()
     page.goto(file.resolve().as_uri())
     page.wait_for_selector("main:not([hidden])")
+    page.evaluate("part => document.getElementById(part).scrollIntoView()", PARTS.get(look, "title"))
     page.wait_for_timeout(200)
     page.screenshot(path=picture)
     context.close()
@@ -138,6 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--write", action="store_true", help="write the pictures into examples/")
     given = options.parse_args(argv)
     given.pages.mkdir(parents=True, exist_ok=True)
+    (EXAMPLES / "pages").mkdir(exist_ok=True)
     for name in given.models:
         torch.manual_seed(0)
         (given.pages / f"{name}.html").write_text(PAGES[name](), encoding="ascii")
@@ -146,8 +159,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         for name in given.models:
-            for look in LOOKS:
+            for look in PARTS:
                 shoot(browser, given.pages / f"{name}.html", look, EXAMPLES / "pages" / f"{name}-{look}.png")
+        if "gpt" in given.models:
+            shoot(browser, given.pages / "gpt.html", "first", EXAMPLES / "page.png")
         browser.close()
     return 0
 

@@ -151,7 +151,7 @@ def _changes(difference: Difference, new: dict[fx.Node, int], old: dict[fx.Node,
 def _kept(
     placement: Placement, refers: dict[fx.Node, list[Storage]], number: dict[fx.Node, int]
 ) -> dict[str, list[int]]:
-    """What forward keeps for backward, as columns: the record that makes it, its bytes, and the record that reads it."""
+    """What forward keeps for backward, as columns: the record that makes it, its bytes, the record that reads it."""
     found = last_readers(placement, refers)
     return {
         "record": [number[storage.owner] for storage, _ in found],

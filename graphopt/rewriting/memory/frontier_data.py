@@ -21,9 +21,9 @@ def frontier_data(fitting: Fitting, fitted: Fitted, budget: int, costs: CostRepo
     """What the search of ``fitting`` found, from few bytes to many; sizes in bytes, times in seconds.
 
     ``plans`` holds a text for each plan, with one character for each of ``tensors`` (``KEPT``, ``AGAIN``, ``AWAY``,
-    ``NOT_NEEDED``): those that forward makes and that backward needs under any plan. ``chosen`` is the place of the plan
-    that was carried out, ``plain`` that of the program as it is. ``calls`` has the seconds of each call of the program,
-    in running order.
+    ``NOT_NEEDED``): those that forward makes and that backward needs under any plan. ``chosen`` is the place of the
+    plan that was carried out, ``plain`` that of the program as it is. ``calls`` has the seconds of each call of the
+    program, in running order.
 
     Args:
         fitting: whose program may have been rewritten since.
