@@ -36,6 +36,7 @@ def frontier_data(fitting: Fitting, fitted: Fitted, budget: int, costs: CostRepo
     coded = [_decided(fitting, plan, needed) for plan in plans]
     tensors = sorted({value for decided in coded for value in decided})
     problem, storages = fitting.planning.problem, fitting.planning.storages
+    makers = problem.makers
     return {
         "plain_bytes": fitting.memory.peak_bytes,
         "resident_bytes": fitting.memory.resident_bytes,
@@ -53,7 +54,7 @@ def frontier_data(fitting: Fitting, fitted: Fitted, budget: int, costs: CostRepo
             "name": [problem.names[value] for value in tensors],
             "node": [storages[value].owner.name for value in tensors],
             "bytes": [problem.sizes[value] for value in tensors],
-            "seconds": [problem.operations[problem.makers[value]].seconds for value in tensors],
+            "seconds": [problem.operations[makers[value]].seconds for value in tensors],
         },
         "calls": list(costs.seconds),
     }
@@ -73,17 +74,17 @@ def _plans(fitting: Fitting, fitted: Fitted) -> list[Fitted]:
 
 def _decided(fitting: Fitting, plan: Fitted, needed: set[int]) -> dict[int, str]:
     """What a plan does with each tensor of forward that is alive in backward; ``needed`` are those of no plan."""
-    problem = fitting.planning.problem
+    problem, makers = fitting.planning.problem, fitting.planning.problem.makers
     kept = crossing(fitting, plan.simulated)
     again = set(plan.simulated.plan.repeats())
     away = {item.value for item in plan.away}
     found: dict[int, str] = {}
     for value in needed | kept | away:
-        if not problem.sizes[value] or problem.makers[value] >= problem.boundary:
+        if not problem.sizes[value] or makers[value] >= problem.boundary:
             continue
         if value in away:
             found[value] = AWAY
-        elif problem.makers[value] in again:
+        elif makers[value] in again:
             found[value] = AGAIN if value in needed else NOT_NEEDED
         elif value in kept:
             found[value] = KEPT

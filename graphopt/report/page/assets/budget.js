@@ -84,7 +84,7 @@ class Budget {
       const bars = ["k", "r", "o"].map((code) => element("span", { class: `share-${code}` }));
       const cells = { what: element("span"), bytes: element("span") };
       const name = one.tensors.length > 1 ? `${one.pattern} × ${one.tensors.length}` : text(frontier.tensors.name[one.tensors[0]]);
-      const show = link(ending(name, 44), () => showRecord(frontier.snapshot, frontier.tensors.record[one.tensors[0]]), { title: brief(name, 300) });
+      const show = link(ending(name, 34), () => showRecord(frontier.snapshot, frontier.tensors.record[one.tensors[0]]), { title: brief(name, 300) });
       const size = one.tensors.length > 1 ? `${one.tensors.length} × ${bytesText(one.bytes)}` : bytesText(one.bytes);
       const tr = row([show, size, element("span", { class: "share", "aria-hidden": "true" }, ...bars), cells.what, cells.bytes, secondsText(one.seconds)], ["name", "number", "", "", "number", "number"]);
       return { one, tr, bars, cells };

@@ -11,12 +11,13 @@ class Wiring {
    * @param snapshot whose calls are drawn
    * @param values what backward needs: `{ row, lane, toRow, toLane, bytes, kind }` each
    * @param scale pixels of a ribbon's width for a byte; 0 to find one
+   * @param same a wiring of the same bands and snapshot, which differs in values alone
    */
-  constructor(bands, snapshot, values, scale = 0) {
+  constructor(bands, snapshot, values, scale = 0, same = null) {
     this.bands = bands;
     this.snapshot = snapshot;
-    this.columns = this.occupied();
-    this.flows = this.gather(snapshot.flows);
+    this.columns = same ? same.columns : this.occupied();
+    this.flows = same ? same.flows : this.gather(snapshot.flows);
     this.weigh(values, scale);
   }
 

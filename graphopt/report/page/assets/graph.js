@@ -28,7 +28,8 @@ class Graph {
       const values = this.place === null ? valuesOf(this.snapshot) : valuesOfPlan(this.place);
       const base = snapshotAt(data.before);
       if (!this.ribbonScale && base.stage === this.snapshot.stage) this.ribbonScale = new Wiring(this.bands, base, valuesOf(base)).scale;
-      this._wiring = new Wiring(this.bands, this.snapshot, values, this.ribbonScale);
+      this._wiring = new Wiring(this.bands, this.snapshot, values, this.ribbonScale, this.same);
+      this.same = this._wiring;
     }
     return this._wiring;
   }
@@ -45,7 +46,7 @@ class Graph {
 
   /** Forget what was found for the rows, the snapshot or the plan of before. */
   changed(rows = true) {
-    this._wiring = this._largest = null;
+    this._wiring = this._largest = this.same = null;
     if (rows) this.ribbonScale = 0;
     this.redraw();
   }
