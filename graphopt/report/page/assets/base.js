@@ -72,7 +72,8 @@ function secondsText(seconds) {
   return "";
 }
 
-const countText = (count) => count.toLocaleString("en-US");
+const grouped = new Intl.NumberFormat("en-US");
+const countText = (count) => grouped.format(count);
 
 /** "1 call", "2 calls". */
 const plural = (count, what) => `${countText(count)} ${what}${count === 1 ? "" : "s"}`;

@@ -19,10 +19,13 @@ const planRows = (() => {
 class Budget {
   constructor() {
     this.place = frontier.chosen;
+    this.inView = true;
     this.canvas = byId("frontier");
     this.slider = byId("budget-slider");
     this.slider.max = frontier.peaks.length - 1;
     replaceChildren(byId("budget-ticks"), frontier.peaks.map((_, place) => element("option", { value: place })));
+    this.told = [element("b"), element("b"), element("span"), element("span", { class: "tag" })];
+    replaceChildren(byId("budget-figures"), this.told);
     this.table();
     this.listen();
     this.say();
@@ -30,6 +33,10 @@ class Budget {
 
   listen() {
     this.slider.addEventListener("input", () => this.choose(Number(this.slider.value)));
+    new IntersectionObserver((entries) => {
+      this.inView = entries[entries.length - 1].isIntersecting;
+      this.draw();
+    }).observe(this.canvas);
     byId("budget-less").addEventListener("click", () => this.choose(this.place - 1));
     byId("budget-more").addEventListener("click", () => this.choose(this.place + 1));
     byId("budget-back").addEventListener("click", () => { this.choose(frontier.chosen); showSnapshot(data.after); });
@@ -63,10 +70,8 @@ class Budget {
     if (Number(this.slider.value) !== this.place) this.slider.value = this.place;
     this.slider.setAttribute("aria-valuetext", `peak ${bytesText(plan.peak)}, ${extraText(plan.extra)} time; ${words}`);
     const kind = this.place === frontier.chosen ? "the plan that was carried out" : this.place === frontier.plain ? "the program as it is" : "a plan, not carried out";
-    replaceChildren(
-      byId("budget-figures"), element("b", {}, `peak ${bytesText(plan.peak)}`), element("b", {}, `time ${extraText(plan.extra)}`),
-      element("span", {}, words), element("span", { class: "tag" }, kind),
-    );
+    const told = [`peak ${bytesText(plan.peak)}`, `time ${extraText(plan.extra)}`, words, kind];
+    told.forEach((value, i) => { this.told[i].textContent = value; });
     byId("budget-less").disabled = this.place === 0;
     byId("budget-more").disabled = this.place === frontier.peaks.length - 1;
     byId("budget-back").hidden = graph === undefined || graph.place === null;
@@ -90,7 +95,7 @@ class Budget {
       return { one, tr, bars, cells };
     });
     this.sum = element("span");
-    const head = row(["tensor", "bytes", "", "in this plan", "kept", "to compute"], ["", "number", "", "", "number", "number"], "th");
+    const head = row(["tensor", "bytes", "", "in this plan", "kept", "takes"], ["", "number", "", "", "number", "number"], "th");
     replaceChildren(byId("plan-table"), element("table", {}, element("thead", {}, head), element("tbody", {}, this.rows.map(({ tr }) => tr)), element("tfoot", {}, row(["all tensors", "", "", "", this.sum, ""], ["", "number", "", "", "number", "number"]))));
   }
 
@@ -126,7 +131,9 @@ class Budget {
     this.choose(frontier.peaks.reduce((best, _, place) => (distance(place) < distance(best) ? place : best), 0));
   }
 
+  /** Draw the chart, unless it is out of view; it is drawn when it comes into view. */
   draw() {
+    if (!this.inView) return;
     const { context, width, height } = prepareCanvas(this.canvas);
     const { left, right, top, bottom } = FRONTIER_MARGIN;
     this.plot = { x: left, y: top, width: Math.max(width - left - right, 10), height: height - top - bottom };
@@ -208,9 +215,10 @@ let budget = null;
 
 /** Show a plan in the picture; the plan that was carried out is shown as the program that came of it. */
 function showPlan(place) {
+  const before = graph.snapshot.index, planned = graph.place !== null;
   graph.showPlan(place === frontier.chosen ? null : place);
   if (place === frontier.chosen) showSnapshot(data.after);
-  else tellSnapshot();
+  else if (!planned || graph.snapshot.index !== before) tellSnapshot();
 }
 
 function startBudget() {
