@@ -131,9 +131,9 @@ class Budget {
     this.choose(frontier.peaks.reduce((best, _, place) => (distance(place) < distance(best) ? place : best), 0));
   }
 
-  /** Draw the chart, unless it is out of view; it is drawn when it comes into view. */
-  draw() {
-    if (!this.inView) return;
+  /** Draw the chart; while it is out of view only where `always`, since it is drawn when it comes into view. */
+  draw(always = false) {
+    if (!this.inView && !always) return;
     const { context, width, height } = prepareCanvas(this.canvas);
     const { left, right, top, bottom } = FRONTIER_MARGIN;
     this.plot = { x: left, y: top, width: Math.max(width - left - right, 10), height: height - top - bottom };

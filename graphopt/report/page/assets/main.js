@@ -177,7 +177,7 @@ function applyTheme(printing = false) {
 
 function repaint() {
   drawCharts();
-  if (budget) budget.draw();
+  if (budget) budget.draw(true);
   drawLegend();
   graph.draw();
 }
