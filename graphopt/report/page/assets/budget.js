@@ -39,7 +39,7 @@ class Budget {
     }).observe(this.canvas);
     byId("budget-less").addEventListener("click", () => this.choose(this.place - 1));
     byId("budget-more").addEventListener("click", () => this.choose(this.place + 1));
-    byId("budget-back").addEventListener("click", () => { this.choose(frontier.chosen); showSnapshot(data.after); });
+    byId("budget-back").addEventListener("click", () => this.choose(frontier.chosen));
     this.canvas.addEventListener("pointerdown", (event) => this.point(event));
     this.canvas.addEventListener("pointermove", (event) => { if (event.buttons & 1) this.point(event); });
     this.canvas.addEventListener("keydown", (event) => {
