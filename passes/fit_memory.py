@@ -16,6 +16,7 @@ from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning.offloading import Lanes
 from graphopt.rewriting.memory.budget import budget_bytes, check_budget, infeasible, within_already
 from graphopt.rewriting.memory.fit import Fitting, FittingOptions
+from graphopt.rewriting.memory.frontier_data import frontier_data
 from graphopt.rewriting.memory.named_plan import CarriedPlan, shared_calls
 from graphopt.rewriting.memory.planning_problem import PlanningProblem
 from graphopt.rewriting.memory.summary import away_lines, plan_lines, summary_lines
@@ -128,7 +129,8 @@ class FitMemory(Pass):
             fitted = fitting.smallest()
         summary = summary_lines(fitting, fitted, budget, costs)  # of the program as it still is
         lines = (*summary, *away_lines(fitting, fitted), *plan_lines(fitting, fitted.simulated))
-        found = CarriedPlan(budget, fitting.named(fitted), lines)
+        details = {"frontier": lambda: frontier_data(fitting, fitted, budget, costs)}
+        found = CarriedPlan(budget, fitting.named(fitted), lines, details)
         if plans is not None:
             plans.setdefault(key, found)
         return _done(program, found)
@@ -160,4 +162,5 @@ def _done(program: Program, found: CarriedPlan) -> Changed:
         tensors=tuple(name for node in done.clones for name in info(node).names[:1]),
         reason="nothing that is run again or moved makes the peak smaller",
         lines=found.lines,
+        details=found.details,
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -35,6 +35,8 @@ class Changed:
         tensors: names of the tensors that the pass decided about.
         lines: what a user should read, one line each.
         reason: why nothing was done, for a pass that did nothing.
+        details: what reports can ask for, by name: each function gives plain data for JSON when it is called, so that
+            only those who show it pay for it (``{"frontier": …}``).
 
     Example:
         >>> str(graphopt.Changed({"recomputed": 4}))
@@ -48,6 +50,7 @@ class Changed:
     tensors: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
     reason: str = ""
+    details: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return any(self.counts.values())

@@ -9,10 +9,10 @@ from torch import fx
 
 from graphopt.analysis.liveness import storages_of
 from graphopt.ir.formats import Format, available_formats
-from graphopt.ir.node import Phase
 from graphopt.ir.timeline import MemoryTimeline, Storage
 from graphopt.report.page.changes import text_diffs
-from graphopt.report.page.kept import activations, activations_json, kept_storages
+from graphopt.report.page.frontier_columns import frontier_json
+from graphopt.report.page.kept import activations, activations_json, last_readers
 from graphopt.report.page.lineage import Difference, Lineage, follow
 from graphopt.report.page.pass_rows import passes_json, sentence
 from graphopt.report.page.records import PHASES, REFERENCE, Records, Strings, runs
@@ -25,7 +25,7 @@ from graphopt.rewriting.dump import environment
 
 __all__ = ["PAGE_SCHEMA", "page_data"]
 
-PAGE_SCHEMA = 1
+PAGE_SCHEMA = 2
 """The version of the data's layout."""
 
 
@@ -70,6 +70,7 @@ def page_data(story: Story) -> dict[str, Any]:
         "reference": REFERENCE,
         "diffs": [found.to_json() for found in text_diffs(story)],
         "activations": activations_json(activations(*pair)),
+        "frontier": frontier_json(story, numbers, strings),
         "environment": environment(),
         "pipeline": story.pipeline,
         "command": story.command,
@@ -131,7 +132,7 @@ def _snapshots(
                 "changes": None
                 if difference is None or previous is None
                 else _changes(difference, number, numbers[previous]),
-                "kept": _kept_by_row(sheet.placements[index], refers, len(sheet.visits)),
+                "kept": _kept(sheet.placements[index], refers, number),
             }
         )
     return shown
@@ -147,15 +148,16 @@ def _changes(difference: Difference, new: dict[fx.Node, int], old: dict[fx.Node,
     }
 
 
-def _kept_by_row(placement: Placement, refers: dict[fx.Node, list[Storage]], update: int) -> dict[str, list[list[int]]]:
-    """Predicted bytes that calls of each row keep for backward, here and moved away: pairs of a row and bytes."""
-    here: dict[int, int] = {}
-    away: dict[int, int] = {}
-    for storage in kept_storages(placement, refers):
-        row = placement.row.get(storage.owner, update)
-        total = away if placement.known[storage.owner].phase is Phase.TRANSFER else here
-        total[row] = total.get(row, 0) + storage.bytes
-    return {"here": [list(pair) for pair in here.items()], "away": [list(pair) for pair in away.items()]}
+def _kept(
+    placement: Placement, refers: dict[fx.Node, list[Storage]], number: dict[fx.Node, int]
+) -> dict[str, list[int]]:
+    """What forward keeps for backward, as columns: the record that makes it, its bytes, the record that reads it."""
+    found = last_readers(placement, refers)
+    return {
+        "record": [number[storage.owner] for storage, _ in found],
+        "bytes": [storage.bytes for storage, _ in found],
+        "reader": [number[reader] for _, reader in found],
+    }
 
 
 def _sheet_json(sheet: Sheet, strings: Strings) -> dict[str, Any]:

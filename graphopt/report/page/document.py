@@ -19,7 +19,8 @@ from graphopt.runtime.rewrite import Rewritten
 __all__ = ["SCRIPTS", "page_of_program", "page_of_rewritten", "page_of_snapshots", "page_of_story"]
 
 SCRIPTS = (
-    "base.js", "program.js", "timeline.js", "rows.js", "drawing.js", "graph.js", "details.js", "tables.js", "main.js",
+    "base.js", "words.js", "program.js", "plan.js", "timeline.js", "rows.js", "summaries.js", "edges.js", "drawing.js",
+    "graph.js", "details.js", "search.js", "tables.js", "budget.js", "main.js",
 )  # fmt: skip
 """The scripts in the order in which they are put together; they share one scope, which nothing outside sees."""
 

@@ -15,9 +15,9 @@ from graphopt.ir.ops.values import tensors_of, type_text
 from graphopt.ir.text import short_source
 from graphopt.ir.timeline import MemoryTimeline, Storage
 from graphopt.report.page.sheet import merge_orders
-from graphopt.report.pictures.visits import Placement
+from graphopt.report.pictures.visits import Lane, Placement
 
-__all__ = ["Activation", "activations", "activations_json", "kept_storages"]
+__all__ = ["Activation", "activations", "activations_json", "kept_storages", "last_readers"]
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """A part of a module path that is a number."""
@@ -37,6 +37,27 @@ def kept_storages(placement: Placement, refers: dict[fx.Node, list[Storage]]) ->
         for source in node.all_input_nodes:
             found |= {id(s): s for s in refers[source] if s.owner in placement.early and s.bytes}
     return sorted(found.values(), key=lambda storage: storage.first)
+
+
+def last_readers(placement: Placement, refers: dict[fx.Node, list[Storage]]) -> list[tuple[Storage, fx.Node]]:
+    """What is kept for backward, and for each the call that stands for its last use.
+
+    That is the first of the calls that read it in the row where it is read last.
+
+    Args:
+        placement: which calls are on which side, and in which row.
+        refers: the storages behind each node's value.
+    """
+    reading: dict[int, dict[tuple[int, Lane], fx.Node]] = {}
+    for node in placement.calls:
+        if node in placement.early:
+            continue
+        for source in node.all_input_nodes:
+            for storage in refers[source]:
+                rows = reading.setdefault(id(storage), {})
+                row = placement.row.get(node, -1), placement.lane(node)
+                rows[row] = rows.pop(row, node)
+    return [(s, next(reversed(reading[id(s)].values()))) for s in kept_storages(placement, refers)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,7 @@ class _Record(NamedTuple):
     row: int
     lane: int
     slot: int
+    view: int
 
 
 class Records:
@@ -88,7 +89,7 @@ class Records:
             text(node.name), text(_op(node)), call, reads, *self._type(node),
             PHASES.index(known.phase), text(known.module), tuple(text(name) for name in known.names),
             text(known.source), text(known.origin), text(known.policy.value if known.policy else ""),
-            text(roles.get(node, "")), *places.get(node, _OUTSIDE),
+            text(roles.get(node, "")), *places.get(node, _OUTSIDE), int(_is_minor(node)),
         )  # fmt: skip
 
     def _type(self, node: fx.Node) -> tuple[int, int]:
@@ -138,6 +139,11 @@ def _op(node: fx.Node) -> str:
 def _is_view(node: fx.Node) -> bool:
     """Whether a value makes no storage of its own, as ``Program.tensors`` counts it."""
     return node.op == "call_function" and bool(schema.aliased_inputs(schema.maker(node)))
+
+
+def _is_minor(node: fx.Node) -> bool:
+    """Whether a call computes nothing: a view, or one of the results of another call."""
+    return node.op == "call_function" and (schema.is_view(node) or schema.op_name(node) == "getitem")
 
 
 def _roles(program: Program) -> dict[fx.Node, str]:

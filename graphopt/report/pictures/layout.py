@@ -36,7 +36,7 @@ __all__ = [
     "lay_out",
 ]
 
-MAX_ROWS = 60
+MAX_ROWS = 30
 """Rows that a folded picture has at most, unless the outermost modules are more than that."""
 
 BOX_HEIGHT = 48.0

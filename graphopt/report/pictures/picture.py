@@ -92,7 +92,7 @@ def to_svg(program: Program, fold: bool = True) -> str:
 
     Args:
         program: of any stage. The peak is predicted for joint and step programs.
-        fold: draw equal consecutive blocks once ("×6"), and close modules where the picture would exceed 60 rows.
+        fold: draw equal consecutive blocks once ("×6"), and close modules where the picture would exceed 30 rows.
     """
     (layout,) = lay_out([program], fold=fold)
     return "\n".join(_Drawing(program, layout).draw()) + "\n"

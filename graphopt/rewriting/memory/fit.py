@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphopt.ir.program import Program
@@ -138,6 +139,21 @@ class Fitting:
         smallest = self.smallest()
         return smallest if smallest.peak_bytes <= budget else None
 
+    def trade(self, most: int) -> list[Fitted]:
+        """Plans of which none is better in both bytes and seconds, as the planner expects them, from few bytes to many.
+
+        Args:
+            most: how many (2 at least); of more than that, those whose peaks are evenly spread.
+        """
+        best: list[_Choice] = []
+        for choice in sorted(self._choices(), key=lambda choice: (choice.peak, choice.seconds)):
+            if not best or choice.seconds < best[-1].seconds:
+                best.append(choice)
+        low, high = best[0].peak, best[-1].peak
+        goals = [low + (high - low) * number // (most - 1) for number in range(most)]
+        spread = {bisect_right(best, goal, key=lambda choice: choice.peak) - 1: None for goal in goals}
+        return [self._expected(best[place]) for place in (spread if len(best) > most else range(len(best)))]
+
     def check(self, point: Point) -> Fitted:
         """A plan with the peak of the program that comes of it."""
         return self._fitted(_Choice(point.peak, point.again, point))
@@ -165,6 +181,12 @@ class Fitting:
         for moved in self._moved or ():
             found.append(_Choice(moved.peak, moved.simulated.again + moved.late, moved))
         return found
+
+    def _expected(self, choice: _Choice) -> Fitted:
+        """A plan with what the planner expects, not looked at as a program."""
+        if isinstance(choice.plan, Point):
+            return Fitted(self.simulate(choice.plan), choice.peak)
+        return Fitted(choice.plan.simulated, choice.peak, choice.plan.away, choice.plan.late)
 
     def _fitted(self, choice: _Choice) -> Fitted:
         if isinstance(choice.plan, Point):

@@ -7,8 +7,9 @@ serves both.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
@@ -134,11 +135,13 @@ class CarriedPlan:
         budget: in bytes, of the program that it was found for.
         plan: what is done.
         lines: what a user should read about it.
+        details: what reports can ask for (``Changed.details``).
     """
 
     budget: int
     plan: NamedPlan
     lines: tuple[str, ...] = ()
+    details: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
 
 
 def shared_calls(program: Program) -> str:

@@ -16,7 +16,7 @@ from graphopt.planning import Simulated
 from graphopt.planning.problem import lifetimes
 from graphopt.rewriting.memory.fit import Fitted, Fitting
 
-__all__ = ["Decision", "away_lines", "decisions", "plan_lines", "summary_lines"]
+__all__ = ["Decision", "away_lines", "crossing", "decisions", "plan_lines", "summary_lines"]
 
 _NUMBER = re.compile(r"(?<![A-Za-z_0-9])\d+(?![A-Za-z_0-9])")
 
@@ -47,8 +47,8 @@ class Decision:
 def decisions(fitting: Fitting, simulated: Simulated) -> list[Decision]:
     """For every tensor of forward that lives on in backward, or would without the plan: what is done with it."""
     problem = fitting.planning.problem
-    plain = _crossing(fitting, fitting.scheduler.evaluate(frozenset()))
-    planned = _crossing(fitting, simulated)
+    plain = crossing(fitting, fitting.scheduler.evaluate(frozenset()))
+    planned = crossing(fitting, simulated)
     makers = problem.makers
     runs: dict[int, int] = {}
     for step in simulated.plan.repeats():
@@ -77,8 +77,8 @@ def _reason(action: str, times: int, droppable: bool, plain: bool) -> str:
     return "dropping it is not worth its time" if plain else "what runs again starts from it"
 
 
-def _crossing(fitting: Fitting, simulated: Simulated) -> set[int]:
-    """The values that are alive when backward begins, and read after that."""
+def crossing(fitting: Fitting, simulated: Simulated) -> set[int]:
+    """The values that are alive when backward begins under a plan, and read after that, by their numbers."""
     problem = fitting.planning.problem
     steps = simulated.plan.steps
     start = steps.index(problem.boundary) if problem.boundary < len(problem.operations) else len(steps)

@@ -14,8 +14,11 @@ import graphopt
 from graphopt import Phase, Pipeline, Program
 from graphopt.capture import CaptureSession
 from graphopt.ir.node import info, value_of
+from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import format_bytes, type_text
 from graphopt.report.page import MeasuredPeaks, Story, page_of_story, story_of_snapshots
+from graphopt.report.page.kept import kept_storages
+from graphopt.report.pictures.visits import Placement, merge_visits
 from graphopt.runtime.rewrite import rewrite
 from tests.support.browser import SIZES, Opened, chromium, opened
 from tests.support.training import Blocks, next_token
@@ -57,6 +60,12 @@ def page(browser: Browser, file: Path) -> Iterator[Opened]:
 
 def programs(story: Story) -> tuple[Program, Program]:
     return story.snapshots[story.before].program, story.snapshots[story.after].program
+
+
+def placed(program: Program) -> Placement:
+    placement = Placement(program)
+    placement.place(merge_visits([placement.order]))
+    return placement
 
 
 # --- passes and the sentence -----------------------------------------------------------------------------------------
@@ -376,9 +385,10 @@ def test_keys_move_and_zoom_the_picture(page: Opened) -> None:
     page.page.click("#open-all")
     page.show("#graph").focus()
     place = page.ask("place", "embedding")
-    page.page.keyboard.press("ArrowDown")
+    page.page.keyboard.press("Shift+ArrowDown")
     moved = page.ask("place", "embedding")
-    assert moved["y"] < place["y"]
+    assert moved["world"] == place["world"]
+    assert moved["y"] != place["y"]
     page.page.keyboard.press("-")
     assert page.ask("place", "embedding") != moved
     page.page.keyboard.press("j")
@@ -390,3 +400,87 @@ def test_keys_move_and_zoom_the_picture(page: Opened) -> None:
     assert page.ask("selected") is None
     page.page.keyboard.press("?")
     assert page.page.locator("#help").is_visible()
+
+
+def test_keys_step_through_the_modules_and_fold_them(page: Opened) -> None:
+    page.show("#graph").focus()
+    rows = [label for label, _ in page.ask("bands")]
+    page.page.keyboard.press("ArrowDown")
+    page.page.keyboard.press("ArrowDown")
+    assert page.ask("current") == rows[1]
+    group = next(i for i, label in enumerate(rows) if "…" in label)
+    for _ in range(group - 1):
+        page.page.keyboard.press("ArrowDown")
+    assert page.ask("current") == rows[group]
+    page.page.keyboard.press("Enter")
+    assert page.text("#hovered").startswith("folded: ")
+    folded = page.ask("bands")
+    assert len(folded) < len(rows)
+    page.page.keyboard.press("ArrowRight")
+    assert [label for label, _ in page.ask("bands")] == rows
+    page.page.keyboard.press("ArrowLeft")
+    assert page.ask("bands") == folded
+
+
+# --- edges -----------------------------------------------------------------------------------------------------------
+
+
+def test_edges_are_there_without_a_click(page: Opened, story: Story) -> None:
+    assert page.ask("flows") > 10
+    after = programs(story)[1]
+    kept = kept_storages(placed(after), after.memory().refers)
+    ribbons = page.ask("ribbons")
+    assert sum(ribbon["bytes"] for ribbon in ribbons) == sum(storage.bytes for storage in kept)
+    assert {ribbon["kind"] for ribbon in ribbons} == {"kept"}
+
+
+def test_bands_are_as_wide_as_their_bytes_folded_or_not(page: Opened) -> None:
+    folded = page.ask("ribbons")
+    page.page.click("#open-all")
+    opened_all = page.ask("ribbons")
+    assert len(opened_all) > len(folded)
+    assert sum(one["bytes"] for one in opened_all) == sum(one["bytes"] for one in folded)
+    for ribbons in (folded, opened_all):
+        thick = [one for one in ribbons if one["width"] > 1]
+        assert thick
+        scale = thick[0]["width"] / thick[0]["bytes"]
+        assert all(one["width"] == pytest.approx(one["bytes"] * scale) for one in thick)
+
+
+def test_views_are_folded_away_until_they_are_wanted(page: Opened, story: Story) -> None:
+    after = programs(story)[1]
+    view = next(node.name for node in after.graph.nodes if node.op == "call_function" and schema.is_view(node))
+    place = page.ask("place", view)
+    assert place["closed"]
+    assert not page.page.is_checked("#views")
+    page.find(view)
+    assert page.page.is_checked("#views")
+    assert not page.ask("place", view)["closed"]
+
+
+def test_enter_steps_through_the_hits(page: Opened) -> None:
+    page.page.fill("#search", "addmm")
+    total = int(page.text("#hits").split()[0])
+    assert total > 2
+    seen = []
+    for number in (1, 2):
+        page.page.press("#search", "Enter")
+        assert page.text("#hits") == f"{number} of {total}"
+        seen.append(page.ask("selected"))
+    page.page.press("#search", "Shift+Enter")
+    assert page.text("#hits") == f"1 of {total}"
+    assert page.ask("selected") == seen[0] != seen[1]
+    page.page.press("#search", "Shift+Enter")
+    assert page.text("#hits") == f"{total} of {total}"
+    canvas = page.page.locator("#graph").bounding_box()
+    place = page.ask("place", page.ask("selected"))
+    assert canvas is not None
+    assert canvas["y"] < place["y"] < canvas["y"] + canvas["height"]
+
+
+def test_two_large_numbers_come_first(page: Opened, story: Story) -> None:
+    before, after = (format_bytes(program.memory().peak_bytes) for program in programs(story))
+    assert page.page.locator("#figures .value").all_inner_texts()[0] == f"{before} → {after}"
+    assert page.page.evaluate("document.querySelector('main > section').id") == "memory"
+    assert page.page.locator("#budget").is_hidden()
+    assert page.page.locator("#by-seconds").is_hidden()

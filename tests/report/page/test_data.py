@@ -286,7 +286,23 @@ def test_activations_are_what_is_kept(story: Story) -> None:
 def test_rows_keep_what_the_activations_are(story: Story, data: dict[str, Any]) -> None:
     for name, at in (("before", 3), ("after", 4)):
         kept = data["snapshots"][data[name]]["kept"]
-        assert sum(size for _, size in kept["here"] + kept["away"]) == sum(row[at] for row in data["activations"])
+        assert sum(kept["bytes"]) == sum(row[at] for row in data["activations"])
+
+
+def test_what_is_kept_leads_from_forward_to_a_reader_in_backward(story: Story, data: dict[str, Any]) -> None:
+    program = story.snapshots[story.before].program
+    kept, records, strings = data["snapshots"][data["before"]]["kept"], data["records"], data["strings"]
+    nodes = {node.name: node for node in program.graph.nodes}
+    refers = program.memory().refers
+    for maker, reader in zip(kept["record"], kept["reader"], strict=True):
+        made, read = (nodes[strings[records["name"][record]]] for record in (maker, reader))
+        assert records["lane"][maker] < 2 <= records["lane"][reader]
+        stored = {id(storage) for storage in refers[made]}
+        assert any(stored & {id(storage) for storage in refers[source]} for source in read.all_input_nodes)
+
+
+def test_a_page_without_a_search_has_no_frontier(data: dict[str, Any]) -> None:
+    assert data["frontier"] is None
 
 
 # --- diffs, options, the file ----------------------------------------------------------------------------------------

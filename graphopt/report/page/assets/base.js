@@ -20,6 +20,14 @@ function brief(value, room) {
   return shown.length > room ? `${shown.slice(0, room - 1)}…` : shown;
 }
 
+/** The end of a visible text, from a part of a path on, in at most `room` characters. */
+function ending(value, room) {
+  const shown = visible(value);
+  if (shown.length <= room) return shown;
+  const end = shown.slice(1 - room);
+  return `…${end.slice(Math.max(end.indexOf("."), 0))}`;
+}
+
 /** An element with attributes and children; texts become text and nothing else. */
 function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
@@ -64,7 +72,8 @@ function secondsText(seconds) {
   return "";
 }
 
-const countText = (count) => count.toLocaleString("en-US");
+const grouped = new Intl.NumberFormat("en-US");
+const countText = (count) => grouped.format(count);
 
 /** "1 call", "2 calls". */
 const plural = (count, what) => `${countText(count)} ${what}${count === 1 ? "" : "s"}`;
@@ -96,7 +105,7 @@ const ink = {};
 
 function readColours() {
   const style = getComputedStyle(document.documentElement);
-  for (const name of ["paper", "panel", "line", "ink", "dim", "mark", "frame", "frame-line", "kept", "kept-ink", "mono", "sans"]) {
+  for (const name of ["paper", "panel", "line", "ink", "dim", "mark", "frame", "frame-line", "kept", "kept-ink", "flow", "mono", "sans"]) {
     ink[name] = style.getPropertyValue(`--${name}`).trim();
   }
   ink.phase = data.phases.map((phase) => style.getPropertyValue(`--${phase}`).trim());

@@ -1,7 +1,6 @@
-// Beside the picture: the facts of the selected call, and the search.
+// Beside the picture: the facts of the selected call.
 
 const MOST_LISTED = 60;
-const MOST_FOUND = 50;
 
 /** A record as a link that selects it. */
 function recordLink(id) {
@@ -28,7 +27,7 @@ function fact(list, name, ...values) {
 function showDetails(snapshot, id) {
   const panel = byId("details");
   if (id === null) {
-    replaceChildren(panel, element("p", { class: "dim" }, "Click a call to see its shape, bytes, source line and origin. Click a module to open or fold it."));
+    replaceChildren(panel, element("p", { class: "dim" }, "Click a module to open it, and a call in it to see its shape, bytes, source line and origin."));
     return;
   }
   const facts = element("dl");
@@ -80,84 +79,4 @@ function showRecord(index, id) {
   showSnapshot(index);
   graph.reveal(id);
   byId("program").scrollIntoView();
-}
-
-// --- search -----------------------------------------------------------------------------------------------------------
-
-/** The records of a snapshot whose node name, tensor names, op or module hold a text; the best come first. */
-function search(snapshot, wanted) {
-  const needle = wanted.trim().toLowerCase();
-  if (!needle) return [];
-  const found = [];
-  for (const id of snapshot.ids) {
-    const rank = rankOf(id, needle);
-    if (rank) found.push([rank, id]);
-  }
-  return found.sort((one, other) => one[0] - other[0]).map(([, id]) => id);
-}
-
-/** 1 for a name that is the text, 2 for one that starts with it, 3 for one that holds it, 4 for op or module; else 0. */
-function rankOf(id, needle) {
-  let best = 0;
-  for (const name of [text(records.name[id]), ...namesOf(id)]) {
-    const at = name.toLowerCase().indexOf(needle);
-    if (at < 0) continue;
-    const rank = at > 0 ? 3 : name.length === needle.length ? 1 : 2;
-    best = best ? Math.min(best, rank) : rank;
-  }
-  if (best) return best;
-  return text(records.op[id]).toLowerCase() === needle || text(records.module[id]).toLowerCase().includes(needle) ? 4 : 0;
-}
-
-const finder = { found: [], at: 0 };
-
-function showFound() {
-  const list = byId("found");
-  const wanted = byId("search").value;
-  finder.found = search(graph.snapshot, wanted);
-  finder.at = 0;
-  graph.matches = new Set(finder.found);
-  graph.redraw();
-  list.hidden = !wanted.trim();
-  const items = finder.found.slice(0, MOST_FOUND).map((id, i) => element(
-    "li", { "aria-selected": String(i === 0) },
-    link(`${brief(nameOf(id), 160)}  ·  ${brief(text(records.op[id]), 40)}, ${isInput(id) ? "input" : data.phases[records.phase[id]]}`, () => choose(i)),
-  ));
-  const total = finder.found.length;
-  const shown = total > MOST_FOUND ? `the best ${MOST_FOUND} of ${countText(total)}` : total ? `${countText(total)} found` : "nothing found";
-  replaceChildren(list, element("li", { class: "dim" }, shown), items);
-}
-
-function choose(index) {
-  if (finder.found[index] === undefined) return;
-  finder.at = index;
-  byId("found").hidden = true;
-  graph.reveal(finder.found[index]);
-}
-
-function moveChoice(step) {
-  const items = [...byId("found").querySelectorAll("li[aria-selected]")];
-  if (!items.length) return;
-  items[finder.at]?.setAttribute("aria-selected", "false");
-  finder.at = (finder.at + step + items.length) % items.length;
-  items[finder.at].setAttribute("aria-selected", "true");
-  items[finder.at].scrollIntoView({ block: "nearest" });
-}
-
-function startSearch() {
-  const field = byId("search");
-  field.addEventListener("input", showFound);
-  field.addEventListener("focus", () => { if (field.value.trim()) byId("found").hidden = false; });
-  field.addEventListener("keydown", (event) => {
-    const actions = {
-      Enter: () => choose(finder.at), ArrowDown: () => moveChoice(1), ArrowUp: () => moveChoice(-1),
-      Escape: () => { field.value = ""; showFound(); },
-    };
-    if (!(event.key in actions)) return;
-    event.preventDefault();
-    actions[event.key]();
-  });
-  document.addEventListener("pointerdown", (event) => {
-    if (!event.target.closest(".search")) byId("found").hidden = true;
-  });
 }

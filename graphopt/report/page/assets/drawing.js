@@ -64,62 +64,6 @@ class Pen {
   }
 }
 
-/** What runs in some rows: for each column and phase how many calls of which ops, and what changed. */
-function summarise(snapshot, first, end) {
-  const key = first * 1e6 + end;
-  if (!snapshot.summaries.has(key)) {
-    const boxes = new Map();
-    for (let at = first; at < end; at++) for (const id of snapshot.rows[at]) count(boxes, snapshot, id);
-    snapshot.summaries.set(key, [...boxes.values()].sort((a, b) => a.lane - b.lane || a.phase - b.phase));
-  }
-  return snapshot.summaries.get(key);
-}
-
-function count(boxes, snapshot, id) {
-  const lane = records.lane[id], phase = records.phase[id], key = lane * 16 + phase;
-  if (!boxes.has(key)) boxes.set(key, { lane, phase, calls: 0, ops: new Map(), changes: [0, 0, 0, 0, 0] });
-  const box = boxes.get(key);
-  const change = snapshot.changeOf(id);
-  box.changes[change] += 1;
-  if (change === ERASED) return;
-  box.calls += 1;
-  const op = box.ops.get(records.op[id]) || { calls: 0, bytes: 0 };
-  op.calls += 1;
-  op.bytes += records.bytes[id];
-  box.ops.set(records.op[id], op);
-}
-
-/** "addmm ×2, gelu": which ops run how often, those with the largest results first; views only where there is nothing else. */
-function opsText(box) {
-  const all = [...box.ops.entries()];
-  const real = all.filter(([op, { bytes }]) => bytes > 0 && text(op) !== "getitem");
-  return (real.length ? real : all)
-    .sort((one, other) => other[1].bytes - one[1].bytes)
-    .map(([op, { calls }]) => (calls > 1 ? `${opLabel(op)} ×${calls}` : opLabel(op)))
-    .join(", ");
-}
-
-/** Signs and numbers of what changed in a box: "+12 −3". */
-function changesText(box) {
-  return [CREATED, ERASED, MOVED, REWIRED].filter((kind) => box.changes[kind]).map((kind) => `${CHANGE_SIGNS[kind]}${box.changes[kind]}`).join(" ");
-}
-
-/** The rows that a band stands for; of a group drawn once, those of its first module. */
-function rowsOf(item) {
-  const shown = item.kind === "group" ? item.children[0] : item;
-  return [shown.first, shown.end];
-}
-
-/** Bytes that calls of an item keep for backward: in place, and moved away; of all modules of a group. */
-function keptBy(snapshot, item) {
-  let here = 0, away = 0;
-  for (let at = item.first; at < item.end; at++) {
-    here += snapshot.kept.get(at) || 0;
-    away += snapshot.away.get(at) || 0;
-  }
-  return { here, away };
-}
-
 class Painter {
   constructor(graph, context, width, height) {
     Object.assign(this, { graph, context, width, height });
@@ -130,6 +74,8 @@ class Painter {
     this.pen.context = context;
     this.text = this.scale * 11 >= READABLE;
     this.faded = this.snapshot.changed && byId("pale").checked;
+    this.measure = MEASURES[graph.measure];
+    this.wires = new WirePainter(this, graph.wiring);
     this.batches = new Map();
   }
 
@@ -144,9 +90,14 @@ class Painter {
     context.textBaseline = "middle";
     context.textAlign = "left";
     this.frames();
+    this.wires.ribbons();
+    this.wires.flows();
     for (const band of this.bands.list.slice(this.bands.at(this.top), this.bands.at(this.bottom) + 1)) this.band(band);
     this.flush();
+    if (this.text) this.wires.sizes();
+    if (graph.place !== null) this.detours();
     this.laneNames();
+    this.current();
     this.edges();
     context.restore();
   }
@@ -157,7 +108,7 @@ class Painter {
     this.context.fillStyle = ink.dim;
     for (const lane of lanes.filter((one) => one.used)) {
       const arrow = lane.label.startsWith("backward") ? "↑" : "↓";
-      this.context.fillText(`${lane.label.split(" ").pop()} ${arrow}`, lane.x + 2, -10);
+      this.pen.write(`${lane.label.split(" ").pop()} ${arrow}`, lane.x + 2, -10, lane.width + metrics.laneGap);
     }
   }
 
@@ -167,7 +118,7 @@ class Painter {
       if (frame.y > this.bottom || frame.y + frame.height < this.top) continue;
       const inset = Math.min(frame.depth, 6) * 6;
       context.beginPath();
-      context.roundRect(-LABELS - 8 + inset, frame.y, WORLD_RIGHT + LABELS + 8 - 2 * inset + 8, frame.height, 6);
+      context.roundRect(-metrics.labels - 8 + inset, frame.y, worldRight + metrics.labels + 12 - 2 * inset, frame.height, 6);
       context.fillStyle = frame.depth % 2 ? ink.paper : ink.frame;
       context.fill();
       context.strokeStyle = ink["frame-line"];
@@ -178,14 +129,13 @@ class Painter {
   }
 
   band(band) {
-    if (this.text) this.label(band);
+    if (this.text && (!metrics.inside || band.kind === "head")) this.label(band);
     if (band.kind === "head") return;
     if (band.kind === "calls") {
       for (const id of this.snapshot.rows[band.item.first]) this.call(id, band);
     } else {
       this.closed(band);
     }
-    this.keptArrow(band);
   }
 
   // --- labels -----------------------------------------------------------------------------------------------------
@@ -193,16 +143,16 @@ class Painter {
   label(band) {
     const { context, pen } = this;
     const { item } = band;
-    const x = -LABELS + band.depth * INSET;
+    const x = -metrics.labels + band.depth * INSET;
     const y = band.y + (band.kind === "calls" ? PAD + PILL / 2 : band.height / 2);
     this.triangle(x + 4, y, item.open);
     pen.use(11, band.kind === "head" ? "bold" : "");
     context.fillStyle = ink.ink;
     const badge = item.kind === "group" ? `×${item.copies}` : "";
-    const room = (band.kind === "head" ? LABELS + 140 : LABELS - 16) - band.depth * INSET - (badge.length + 2) * 7 - 14;
+    const wide = band.kind === "head" ? metrics.labels + 200 : metrics.labels - 12;
+    const room = wide - band.depth * INSET - (badge.length + 2) * 7 - 14;
     const taken = pen.write(item.label, x + 14, y, room, true);
     if (badge) this.badge(band, badge, x + 14 + taken + 8, y);
-    if (band.kind === "head" && item.kind === "group") this.keptNote(item, x + 14 + taken + 8 + (badge.length + 2) * 7 + 84, y);
   }
 
   triangle(x, y, open) {
@@ -227,14 +177,6 @@ class Painter {
     band.badge = { x, width };
   }
 
-  keptNote(item, x, y) {
-    const { here } = keptBy(this.snapshot, item);
-    if (!here || item.all) return;
-    this.pen.use(10.5);
-    this.context.fillStyle = ink["kept-ink"];
-    this.context.fillText(`keeps ${bytesText(here)} in all`, x, y);
-  }
-
   // --- closed modules ---------------------------------------------------------------------------------------------
 
   closed(band) {
@@ -242,52 +184,105 @@ class Painter {
     for (let lane = 0; lane < lanes.length; lane++) {
       const mine = boxes.filter((box) => box.lane === lane);
       mine.forEach((box, i) => {
-        const width = (lanes[lane].width - 5) / mine.length;
-        this.box(box, lanes[lane].x + i * width, band.y + 2, width - (mine.length > 1 ? 3 : 0));
+        const width = lanes[lane].width / mine.length;
+        this.box(box, lanes[lane].x + i * width, band.y + GAP / 2, width - (mine.length > 1 ? 3 : 0), band);
       });
     }
   }
 
-  box(box, x, y, width) {
-    const { context, pen } = this;
-    const height = CLOSED - 4;
-    const changed = box.changes.slice(1).some(Boolean);
-    const dim = this.faded && !changed;
+  box(box, x, y, width, band) {
+    const { context } = this;
+    const dim = this.faded && !box.changes.slice(1).some(Boolean);
     if (!this.text) {
-      this.batch(ink.phase[box.phase], dim ? 0.25 : 0.85).push(x, y, width, height);
+      this.batch(ink.phase[box.phase], dim ? 0.25 : 0.85).push(x, y, width, BOX);
       return;
     }
     context.globalAlpha = dim ? 0.55 : 1;
+    this.outlined(x, y, width, BOX, box.calls ? ink.tint[box.phase] : ink.paper, ink.phase[box.phase], box.calls ? [] : [4, 3]);
+    this.bar(box, x, y, width);
+    drawMark(context, box.phase, x + 10, y + 11, 4.5);
+    this.words(box, x, y, width, band);
+    context.globalAlpha = 1;
+  }
+
+  outlined(x, y, width, height, fill, stroke, dash) {
+    const { context } = this;
     context.beginPath();
     context.roundRect(x, y, width, height, 4);
-    context.fillStyle = box.calls ? ink.tint[box.phase] : ink.paper;
+    context.fillStyle = fill;
     context.fill();
-    context.strokeStyle = ink.phase[box.phase];
-    if (!box.calls) context.setLineDash([4, 3]);
+    context.strokeStyle = stroke;
+    context.setLineDash(dash);
     context.stroke();
     context.setLineDash([]);
-    drawMark(context, box.phase, x + 10, y + height / 2, 5);
+  }
+
+  /** A bar along the bottom of a box, as long as its share of the largest box: by bytes made, or by seconds. */
+  bar(box, x, y, width) {
+    const share = this.measure.of(box) / this.graph.largest();
+    if (!(share > 0)) return;
+    this.context.fillStyle = ink.phase[box.phase];
+    this.context.fillRect(x + 3, y + BOX - 5, Math.max(1, (width - 6) * Math.min(share, 1)), 3);
+  }
+
+  words(box, x, y, width, band) {
+    const { context, pen } = this;
     const note = changesText(box);
     const noteWidth = note ? note.length * 6.4 + 8 : 0;
+    const named = metrics.inside && box.lane === FORWARD_LANE;
+    const count = band.item.kind === "group" ? ` each ×${band.item.copies}` : "";
+    const first = named ? `${band.item.label}${band.item.kind === "group" ? ` ×${band.item.copies}` : ""}` : box.calls ? opsText(box) : "erased";
+    const size = this.measure.of(box) ? ` · ${this.measure.write(box)}` : "";
     context.fillStyle = ink.ink;
-    pen.use(10.5);
-    pen.write(box.calls ? opsText(box) : "erased", x + 20, y + 10.5, width - 24);
+    pen.use(10.5, named ? "bold" : "");
+    pen.write(first, x + 19, y + 11, width - 22, named);
     context.fillStyle = ink.dim;
     pen.use(10);
-    pen.write(plural(box.calls, "call"), x + 20, y + 23, width - 26 - noteWidth);
-    if (note) {
-      context.fillStyle = ink.ink;
-      pen.use(10.5, "bold");
-      context.fillText(note, x + width - noteWidth, y + 23);
+    pen.write(`${metrics.inside ? box.calls : plural(box.calls, "call")}${size}${metrics.inside ? "" : count}`, x + 19, y + 23.5, width - 22 - noteWidth);
+    if (!note) return;
+    context.fillStyle = ink.ink;
+    pen.use(10.5, "bold");
+    context.fillText(note, x + width - noteWidth, y + 23.5);
+  }
+
+  /** What the plan of the slider would do beside what is drawn: computed again in the middle, moved away at the left. */
+  detours() {
+    const { again, away } = this.graph.wiring.detours();
+    for (const [found, lane, phase, sign] of [[again, RECOMPUTE_LANE, PHASE.recompute, "again"], [away, OUTSIDE_LANE, PHASE.transfer, "away"]]) {
+      for (const [band, { bytes, count }] of found) {
+        const box = this.bands.boxAt(band, lane);
+        const y = box.y + Math.min(box.height, BOX) / 2 - BOX / 2;
+        if (y > this.bottom || y + BOX < this.top) continue;
+        if (!this.text) {
+          this.batch(ink.phase[phase], 0.85).push(box.x, y + 4, lanes[lane].width, BOX - 8);
+          continue;
+        }
+        this.outlined(box.x, y, lanes[lane].width, BOX, ink.tint[phase], ink.phase[phase], [5, 3]);
+        drawMark(this.context, phase, box.x + 10, y + 11, 4.5);
+        this.context.fillStyle = ink.ink;
+        this.pen.use(10.5);
+        this.pen.write(bytesText(bytes), box.x + 19, y + 11, lanes[lane].width - 22);
+        this.context.fillStyle = ink.dim;
+        this.pen.use(10);
+        this.pen.write(`${plural(count, "tensor")} ${sign}`, box.x + 19, y + 24, lanes[lane].width - 22);
+      }
     }
-    context.globalAlpha = 1;
+    this.flush();
+  }
+
+  /** The ring around the row that keys act on, while the picture has the focus. */
+  current() {
+    const band = this.graph.current === null ? undefined : this.bands.list[this.graph.current];
+    if (!band || document.activeElement !== this.graph.canvas) return;
+    this.outline({ x: -metrics.labels - 2, y: band.y + 2, width: worldRight + metrics.labels, height: band.height - 4 }, 2);
   }
 
   // --- calls ------------------------------------------------------------------------------------------------------
 
   call(id, band) {
-    const lane = records.lane[id];
-    const { x, y, width, height } = pillAt(lane, records.slot[id], band);
+    const lane = records.lane[id], slot = this.bands.slotOf(id);
+    if (slot === undefined) return;
+    const { x, y, width, height } = pillAt(lane, slot, band);
     if (y > this.bottom || y + height < this.top) return;
     const change = this.snapshot.changeOf(id), phase = records.phase[id];
     const found = this.graph.matches.has(id);
@@ -345,40 +340,7 @@ class Painter {
       context.fill();
     }
     context.globalAlpha = 1;
-  }
-
-  // --- what forward keeps -----------------------------------------------------------------------------------------
-
-  keptArrow(band) {
-    const { here, away } = keptBy(this.snapshot, band.item);
-    if (!here && !away) return;
-    const { context, pen } = this;
-    const lane = lanes[FORWARD_LANE];
-    const x = lane.x + lane.width, end = x + KEPT_GAP - 12;
-    const y = band.y + (band.kind === "calls" ? PAD + PILL / 2 : band.height / 2);
-    const width = Math.max(1.2, (8 * (here || away)) / this.graph.mostKept());
-    context.strokeStyle = here ? ink.kept : ink.phase[PHASE.transfer];
-    context.fillStyle = context.strokeStyle;
-    context.globalAlpha = 0.55;
-    context.lineWidth = width;
-    if (!here) context.setLineDash([6, 4]);
-    context.beginPath();
-    context.moveTo(x, y + 6);
-    context.lineTo(end - 4, y + 6);
-    context.stroke();
-    context.setLineDash([]);
-    context.beginPath();
-    context.moveTo(end + 4, y + 6);
-    context.lineTo(end - 4, y + 2 - width / 2);
-    context.lineTo(end - 4, y + 10 + width / 2);
-    context.fill();
-    context.globalAlpha = 1;
-    context.lineWidth = 1;
-    if (!this.text) return;
-    pen.use(10);
-    context.fillStyle = ink["kept-ink"];
-    const label = here ? bytesText(here) + (away ? ` + ${bytesText(away)}` : "") : `${bytesText(away)} away`;
-    pen.write(label, x + 4, y - 6, KEPT_GAP - 14);
+    this.batches.clear();
   }
 
   // --- neighbours -------------------------------------------------------------------------------------------------

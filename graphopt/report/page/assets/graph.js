@@ -7,15 +7,61 @@ class Graph {
     this.canvas = canvas;
     this.context = canvas.getContext("2d");
     this.pen = new Pen(this.context);
-    this.camera = { x: -LABELS - 16, y: -24, scale: 1 };
+    this.camera = { x: -metrics.labels - 16, y: -24, scale: 1 };
     this.selected = null;
     this.hovered = null;
     this.matches = new Set();
     this.pointers = new Map();
     this.snapshot = snapshotAt(data.after);
+    this.place = null;
+    this.current = null;
+    this.measure = "bytes";
+    this.views = false;
     openAtFirst();
-    this.bands = new Bands(this.snapshot.stage);
+    this.bands = new Bands(this.snapshot.stage, this.views);
     this.listen();
+  }
+
+  /** The edges of what is shown, found when they are first drawn after a change. */
+  get wiring() {
+    if (!this._wiring) {
+      const values = this.place === null ? valuesOf(this.snapshot) : valuesOfPlan(this.place);
+      const base = snapshotAt(data.before);
+      if (!this.ribbonScale && base.stage === this.snapshot.stage) this.ribbonScale = new Wiring(this.bands, base, valuesOf(base)).scale;
+      this._wiring = new Wiring(this.bands, this.snapshot, values, this.ribbonScale, this.same);
+      this.same = this._wiring;
+    }
+    return this._wiring;
+  }
+
+  /** The most that any box has of what bars show. */
+  largest() {
+    if (!this._largest) {
+      const { of } = MEASURES[this.measure];
+      const drawn = this.bands.list.filter((band) => band.kind === "closed");
+      this._largest = Math.max(1e-12, ...drawn.flatMap((band) => summarise(this.snapshot, ...rowsOf(band.item)).map(of)));
+    }
+    return this._largest;
+  }
+
+  /** Forget what was found for the rows, the snapshot or the plan of before. */
+  changed(rows = true) {
+    this._wiring = this._largest = this.same = null;
+    if (rows) this.ribbonScale = 0;
+    this.redraw();
+  }
+
+  /** Show what a plan of the frontier would do, on the program that it was found for; null for programs as they are. */
+  showPlan(place) {
+    this.place = place;
+    if (place !== null && this.snapshot.index !== frontier.snapshot) this.show(frontier.snapshot);
+    this._wiring = null;
+    this.redraw();
+  }
+
+  showViews(views) {
+    this.views = views;
+    this.rearranged(() => this.bands.showViews(views));
   }
 
   // --- what is shown ------------------------------------------------------------------------------------------------
@@ -24,12 +70,12 @@ class Graph {
   show(index) {
     const next = snapshotAt(index);
     const selected = this.selected === null ? undefined : next.counterpart(this.selected);
-    if (next.stage !== this.bands.stage) this.rearranged(() => { this.bands = new Bands(next.stage); });
+    if (next.stage !== this.bands.stage) this.rearranged(() => { this.bands = new Bands(next.stage, this.views); });
     this.snapshot = next;
     this.selected = selected === undefined ? null : selected;
     this.hovered = null;
-    this.kept = undefined;
-    this.redraw();
+    if (this.place !== null && index !== frontier.snapshot) this.place = null;
+    this.changed(false);
   }
 
   /** Change the heights of rows; the row at the top of the view stays there. */
@@ -40,9 +86,10 @@ class Graph {
     this.bands.arrange();
     const same = top && this.bands.list.find((band) => band.item === top.item);
     if (same && this.camera.y > 0) this.camera.y = same.y + offset;
-    this.kept = undefined;
+    this.current = null;
+    this.grow();
     this.clamp();
-    this.redraw();
+    this.changed();
   }
 
   toggle(band, onBadge) {
@@ -56,6 +103,7 @@ class Graph {
   /** Bring a record into view, opening what is around it, and select it. */
   reveal(id) {
     if (!isInput(id)) {
+      if (records.view[id] && !this.views) this.showHidden();
       this.rearranged(() => openRow(records.row[id]));
       const place = this.bands.place(id);
       if (place) this.center(place);
@@ -75,21 +123,15 @@ class Graph {
 
   select(id) {
     this.selected = id;
+    this.current = null;
     showDetails(this.snapshot, id);
     this.redraw();
   }
 
-  /** The most bytes that a drawn row keeps. */
-  mostKept() {
-    if (this.kept === undefined) {
-      this.kept = 1;
-      for (const band of this.bands.list) {
-        if (band.kind === "head") continue;
-        const { here, away } = keptBy(this.snapshot, band.item);
-        this.kept = Math.max(this.kept, here, away);
-      }
-    }
-    return this.kept;
+  /** Show views as well, because one of them is wanted. */
+  showHidden() {
+    byId("views").checked = true;
+    this.showViews(true);
   }
 
   // --- camera -------------------------------------------------------------------------------------------------------
@@ -98,11 +140,28 @@ class Graph {
     return { width: this.canvas.clientWidth, height: this.canvas.clientHeight };
   }
 
+  /** Be as high as what is drawn, within what the style allows; higher than before only, unless it is fitted anew. */
+  grow(anew = false) {
+    const wanted = Math.ceil((this.bands.height + 70) * this.camera.scale);
+    const now = anew ? 0 : Number.parseFloat(this.canvas.style.height) || 0;
+    if (wanted > now) this.canvas.style.height = `${wanted}px`;
+  }
+
+  /** Take the measures of a wide or a narrow canvas. */
+  resize() {
+    const before = metrics;
+    measureLanes(this.size().width);
+    if (metrics === before) return;
+    this.rearranged(() => {});
+    this.fit();
+  }
+
   fit() {
     const { width } = this.size();
-    const whole = WORLD_RIGHT + LABELS + 32;
-    this.camera.scale = Math.min(Math.max(width / whole, 0.58), 1.1);
-    this.camera.x = -LABELS - 16;
+    const whole = worldRight + metrics.labels + 24;
+    this.camera.scale = Math.min(Math.max(width / whole, 0.62), 1.1);
+    this.camera.x = -metrics.labels - 14;
+    this.grow(true);
     this.clamp();
     this.redraw();
   }
@@ -113,7 +172,7 @@ class Graph {
     const { camera } = this;
     const margin = 60 / camera.scale;
     camera.y = Math.min(Math.max(camera.y, -24 - margin), Math.max(this.bands.height + margin - height / camera.scale, -24));
-    camera.x = Math.min(Math.max(camera.x, -LABELS - 16 - width / camera.scale / 2), WORLD_RIGHT - margin);
+    camera.x = Math.min(Math.max(camera.x, -metrics.labels - 16 - width / camera.scale / 2), worldRight - margin);
   }
 
   pan(dx, dy) {
@@ -167,10 +226,10 @@ class Graph {
   }
 
   callAt(band, lane, x, y) {
-    const per = PER_LINE[lane];
+    const per = metrics.perLine[lane];
     const cell = Math.min(per - 1, Math.floor((x - lanes[lane].x) / (lanes[lane].width / per)));
     const slot = Math.floor((y - band.y - PAD) / PITCH) * per + cell;
-    const here = this.snapshot.rows[band.item.first].filter((id) => records.lane[id] === lane && records.slot[id] === slot);
+    const here = this.snapshot.rows[band.item.first].filter((id) => records.lane[id] === lane && this.bands.slotOf(id) === slot);
     return here.find((id) => !this.snapshot.isGhost(id)) ?? here[0];
   }
 
@@ -196,8 +255,8 @@ class Graph {
     const where = brief(item.path || item.label, 200);
     const boxes = summarise(this.snapshot, ...rowsOf(item)).filter((box) => lane < 0 || box.lane === lane);
     const parts = boxes.map((box) => `${data.phases[box.phase]}: ${plural(box.calls, "call")}${changesText(box) ? ` (${changesText(box)})` : ""}`);
-    const { here } = keptBy(this.snapshot, item);
-    return `${where}${item.kind === "group" ? `, ×${item.copies}, each` : ""} — ${parts.join(", ")}${here ? `; keeps ${bytesText(here)} for backward (predicted)` : ""}`;
+    const { here } = this.wiring.keptBy(this.bands.list.indexOf(band));
+    return `${where}${item.kind === "group" ? `, ×${item.copies}, each` : ""}: ${parts.join(", ")}${here ? `; keeps ${bytesText(here)} for backward (predicted)` : ""}`;
   }
 
   click(event) {
@@ -221,6 +280,7 @@ class Graph {
     });
     canvas.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
     canvas.addEventListener("keydown", (event) => this.key(event));
+    for (const name of ["focus", "blur"]) canvas.addEventListener(name, () => this.redraw());
   }
 
   down(event) {
@@ -277,19 +337,57 @@ class Graph {
 
   key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const far = event.shiftKey ? 400 : 80;
+    const moves = { ArrowUp: [0, 80], ArrowDown: [0, -80], ArrowLeft: [80, 0], ArrowRight: [-80, 0] };
     const actions = {
-      ArrowUp: () => this.pan(0, far), ArrowDown: () => this.pan(0, -far),
-      ArrowLeft: () => this.pan(far, 0), ArrowRight: () => this.pan(-far, 0),
+      ArrowUp: () => this.step(-1), ArrowDown: () => this.step(1), ArrowLeft: () => this.unfold(false), ArrowRight: () => this.unfold(true),
       PageUp: () => this.pan(0, this.size().height * 0.9), PageDown: () => this.pan(0, -this.size().height * 0.9),
       Home: () => this.pan(0, 1e9), End: () => this.pan(0, -1e9),
       "+": () => this.zoom(1.25), "=": () => this.zoom(1.25), "-": () => this.zoom(0.8), 0: () => this.fit(),
       j: () => this.neighbour(1), k: () => this.neighbour(-1), Escape: () => this.clear(),
-      Enter: () => this.selected !== null && byId("details").querySelector("button")?.focus(),
+      Enter: () => this.enter(), " ": () => this.unfold(),
     };
-    if (!(event.key in actions)) return;
+    const action = event.shiftKey && event.key in moves ? () => this.pan(...moves[event.key]) : actions[event.key];
+    if (!action) return;
     event.preventDefault();
-    actions[event.key]();
+    action();
+  }
+
+  /** Make another row the current one, and bring it into view. */
+  step(by) {
+    const { list } = this.bands;
+    if (!list.length) return;
+    const start = this.current === null ? this.bands.at(Math.max(this.camera.y, 0)) - (by > 0 ? 1 : 0) : this.current;
+    this.current = Math.min(Math.max(start + by, 0), list.length - 1);
+    this.keepInView(list[this.current]);
+    this.tellCurrent();
+    this.redraw();
+  }
+
+  keepInView({ y, height }) {
+    const view = this.size().height / this.camera.scale, margin = Math.min(60, view / 4);
+    if (y - margin < this.camera.y) this.camera.y = y - margin;
+    else if (y + height + margin > this.camera.y + view) this.camera.y = y + height + margin - view;
+    this.clamp();
+  }
+
+  tellCurrent() {
+    const band = this.bands.list[this.current];
+    const state = band.kind === "closed" ? "folded" : "open";
+    byId("hovered").textContent = `${state}: ${this.tell({ band, lane: -1 })}`;
+  }
+
+  /** Open or fold the current row; without a wish, the other of what it is. */
+  unfold(open) {
+    const band = this.current === null ? undefined : this.bands.list[this.current];
+    if (!band || band.item.open === open) return;
+    this.toggle(band, false);
+    this.current = Math.max(0, this.bands.list.findIndex((one) => one.item === band.item));
+    this.tellCurrent();
+  }
+
+  enter() {
+    if (this.selected !== null && this.current === null) byId("details").querySelector("button")?.focus();
+    else this.unfold();
   }
 
   /** Select the next or the previous call, in the order of running. */
@@ -301,7 +399,7 @@ class Graph {
   }
 
   clear() {
-    this.selected = null;
+    this.selected = this.current = null;
     this.matches = new Set();
     showDetails(this.snapshot, null);
     this.redraw();

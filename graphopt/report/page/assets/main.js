@@ -1,20 +1,27 @@
 // Putting the parts together: snapshots, theme, keys, printing.
 
 const KEYS = [
-  ["/", "search"], ["[ and ]", "snapshot before, next snapshot"], ["d", "theme"], ["?", "these keys"],
-  ["in the picture: drag, arrows, Page Up, Page Down", "move"], ["wheel (after a click), Ctrl+wheel, + −, pinch", "move, zoom"], ["0", "fit the width"],
-  ["j and k", "next call, call before, in running order"], ["Enter", "go to the facts of the selected call"], ["Esc", "select nothing"],
-  ["Home, End", "top, bottom"], ["in a chart: ← → (Shift: 10), Home, End, p", "select a moment; the peak"],
+  ["/", "search; Enter: next hit, Shift+Enter: the one before"], ["[ and ]", "snapshot before, next snapshot"], ["d", "theme"], ["?", "these keys"],
+  ["in the picture: ↑ ↓", "module above, module below"], ["Enter or Space", "open or fold it; with a selected call: go to its facts"], ["← →", "fold, open"],
+  ["drag, Shift+arrows, Page Up, Page Down", "move"], ["wheel (after a click), Ctrl+wheel, + −, pinch", "move, zoom"], ["0", "fit the width"],
+  ["j and k", "next call, call before, in running order"], ["Esc", "select nothing"], ["Home, End", "top, bottom"],
+  ["in a chart: ← → (Shift: 10), Home, End, p", "select a moment; the peak"],
 ];
 
 let graph;
 
 /** Show a snapshot in the picture; the slider and what is written beside it follow. */
 function showSnapshot(index) {
-  byId("slider").value = index;
   if (graph.snapshot.index !== index) graph.show(index);
-  const { label, stage } = graph.snapshot;
-  replaceChildren(byId("snapshot"), `${index + 1} of ${data.snapshots.length} · ${stage} stage · `, element("b", {}, brief(label, 300)));
+  tellSnapshot();
+}
+
+/** Write beside the slider which snapshot is shown, and what changed on the way to it. */
+function tellSnapshot() {
+  const { label, stage, index } = graph.snapshot;
+  byId("slider").value = index;
+  const planned = graph.place === null ? "" : " and what the plan of the budget would do";
+  replaceChildren(byId("snapshot"), `${index + 1} of ${data.snapshots.length} · ${stage} stage · `, element("b", {}, brief(label, 300)), planned);
   byId("changed").textContent = changedText(graph.snapshot);
   byId("earlier").disabled = index === 0;
   byId("later").disabled = index === data.snapshots.length - 1;
@@ -38,7 +45,10 @@ function changedText({ compared, counts, ids }) {
 function slideTo(index) {
   if (index < 0 || index >= data.snapshots.length) return;
   if (!slideTo.used) byId("pale").checked = slideTo.used = true;
+  graph.place = null;
+  graph.changed(false);
   showSnapshot(index);
+  if (budget) budget.say();
 }
 
 const stepSnapshot = (step) => slideTo(graph.snapshot.index + step);
@@ -57,11 +67,25 @@ function startSnapshots() {
 function startTools() {
   const actions = {
     "zoom-in": () => graph.zoom(1.25), "zoom-out": () => graph.zoom(0.8), fit: () => graph.fit(),
-    "open-all": () => graph.rearranged(openEverything), "close-all": () => graph.rearranged(openAtFirst),
-    "help-button": toggleHelp, theme: nextTheme,
+    "open-all": showEverything, "close-all": () => graph.rearranged(openAtFirst),
+    "help-button": toggleHelp, theme: nextTheme, "by-bytes": () => measureBy("bytes"), "by-seconds": () => measureBy("seconds"),
   };
+  byId("views").addEventListener("change", () => graph.showViews(byId("views").checked));
   for (const [id, action] of Object.entries(actions)) byId(id).addEventListener("click", action);
   replaceChildren(byId("help"), KEYS.map(([key, what]) => element("div", {}, element("kbd", {}, key), ` ${what}`)));
+}
+
+/** Open all modules, and show every call. */
+function showEverything() {
+  graph.showHidden();
+  graph.rearranged(openEverything);
+}
+
+/** Let the bars in boxes show bytes or seconds. */
+function measureBy(what) {
+  graph.measure = what;
+  for (const name of ["bytes", "seconds"]) byId(`by-${name}`).setAttribute("aria-pressed", String(name === what));
+  graph.changed(false);
 }
 
 function toggleHelp() {
@@ -86,7 +110,56 @@ function drawLegend() {
     return element("span", {}, canvas, phase);
   });
   const signs = data.snapshots.some((snapshot) => snapshot.changes) ? "+ created · − erased (dashed, its place stays empty) · ↕ moved · Δ reads other values" : "";
-  replaceChildren(byId("legend"), ...marks, element("span", {}, "→ kept for backward (predicted bytes)"), element("span", {}, signs));
+  const lines = [["kept", ["kept for backward", ", as thick as its bytes"]], ["flow", ["is read by"]]];
+  if (frontier) lines.push(["again", ["computed again"]]);
+  if (data.phases.some((phase, i) => phase === "transfer" && used.has(i)) || lanes[OUTSIDE_LANE].used) lines.push(["away", ["moved away"]]);
+  const samples = lines.map(([kind, [word, more = ""]]) => element("span", {}, element("span", { class: `line ${kind}` }), WORDS[word] ? term(word) : word, more));
+  replaceChildren(byId("legend"), ...marks, ...samples, element("span", {}, signs));
+}
+
+// --- the first numbers ------------------------------------------------------------------------------------------------
+
+/** One large number, what it is, and what it was. */
+function figure(label, value, note) {
+  return element("div", { class: "figure" }, element("div", { class: "what" }, label), element("div", { class: "value" }, value), element("div", { class: "note" }, ...note));
+}
+
+/** Peak memory before and after, and what it costs in time or, where that is not known, what is kept for backward. */
+function startFigures() {
+  const { before, after } = data.timelines;
+  const place = byId("figures");
+  if (data.stage === "forward") {
+    place.hidden = true;
+    return;
+  }
+  const was = before ? before.peak_bytes : after.peak_bytes, now = after.peak_bytes;
+  const peak = was === now ? [bytesText(now)] : [element("span", { class: "was" }, bytesText(was)), " → ", bytesText(now)];
+  const change = was === now ? "" : `${now < was ? "−" : "+"}${oneDecimal(Math.abs(100 * (now / was - 1)))} %, `;
+  const figures = [figure(["Peak memory of a step"], peak, [change, term("predicted")])];
+  const keeps = (at) => data.activations.reduce((total, one) => total + one[at], 0);
+  if (frontier) {
+    const extra = frontier.extra[frontier.chosen];
+    const how = frontier.measured ? term("measured") : term("roofline", "estimated");
+    figures.push(figure(["Time of a step"], [extraText(extra)], [`${secondsText(extra)} on top of ${secondsText(frontier.seconds)}, `, how]));
+  } else if (data.activations.length) {
+    const [old, left] = [keeps(3), keeps(4)];
+    const value = before && old !== left ? [element("span", { class: "was" }, bytesText(old)), " → ", bytesText(left)] : [bytesText(left)];
+    figures.push(figure([term("kept for backward", "Kept for backward")], value, [term("predicted")]));
+  }
+  replaceChildren(place, figures);
+}
+
+/** The picture in words, for those who do not see it. */
+function describePicture() {
+  const outer = tree.map((item) => (item.kind === "group" ? `${item.label}, ${item.copies} equal ones` : item.label)).slice(0, 40);
+  const { here, away } = graph.snapshot.kept.reduce((sum, one) => {
+    sum[data.phases[records.phase[one.record]] === "transfer" ? "away" : "here"] += one.bytes;
+    return sum;
+  }, { here: 0, away: 0 });
+  const moved = away ? `, ${bytesText(away)} are moved away` : "";
+  byId("graph-words").textContent = visible(`Forward runs down the left through ${outer.join("; ")}. Backward runs up the right through the same modules. ${bytesText(here)} are kept for backward${moved}.`);
+  const recomputes = lanes[RECOMPUTE_LANE].used ? ", computed again between them" : "";
+  byId("program-words").textContent = `forward down the left, backward up the right${recomputes}; bands are what is kept for backward`;
 }
 
 // --- theme ------------------------------------------------------------------------------------------------------------
@@ -104,6 +177,7 @@ function applyTheme(printing = false) {
 
 function repaint() {
   drawCharts();
+  if (budget) budget.draw(true);
   drawLegend();
   graph.draw();
 }
@@ -133,7 +207,9 @@ function start() {
   applyTheme();
   document.querySelector("main").hidden = false;
   byId("title").textContent = brief(data.title, 2000);
+  startFigures();
   startPasses();
+  startWords();
   startDiffs();
   startActivations();
   startOrigin();
@@ -142,11 +218,14 @@ function start() {
   startSnapshots();
   startTools();
   startSearch();
+  startBudget();
   showSnapshot(data.after);
+  describePicture();
+  graph.resize();
   graph.fit();
   repaint();
   document.addEventListener("keydown", keys);
-  new ResizeObserver(() => repaint()).observe(byId("graph"));
+  new ResizeObserver(() => { graph.resize(); repaint(); }).observe(byId("graph"));
   new ResizeObserver(() => drawCharts()).observe(byId("charts"));
   systemDark.addEventListener("change", () => { applyTheme(); repaint(); });
   addEventListener("beforeprint", () => { applyTheme(true); repaint(); });
@@ -170,13 +249,20 @@ window.graphoptPage = {
     const box = graph.canvas.getBoundingClientRect();
     const { x, y, scale } = graph.camera;
     const top = box.top + (band.y + band.height / 2 - y) * scale;
-    return { x: box.left + (-LABELS + band.depth * INSET + 4 - x) * scale, y: top, kind: band.kind, open: band.item.open };
+    return { x: box.left + (-metrics.labels + band.depth * INSET + 4 - x) * scale, y: top, kind: band.kind, open: band.item.open };
   },
   selected: () => (graph.selected === null ? null : text(records.name[graph.selected])),
   hovered: () => (graph.hovered === null ? null : text(records.name[graph.hovered])),
   changes: () => Object.fromEntries([CREATED, ERASED, MOVED, REWIRED].map((kind) => [
     CHANGE_NAMES[kind], [...graph.snapshot.ids, ...graph.snapshot.ghosts].filter((id) => graph.snapshot.changeOf(id) === kind).map((id) => text(records.name[id])),
   ])),
+  ribbons: () => graph.wiring.ribbons.map(({ from, to, bytes, width, kind }) => ({
+    from: graph.bands.list[from].item.path, to: graph.bands.list[to].item.path, bytes, width, kind,
+  })),
+  flows: () => graph.wiring.flows.length,
+  plan: () => (budget ? { place: budget.place, shown: graph.place } : null),
+  choosePlan: (place) => budget.choose(place),
+  current: () => (graph.current === null ? null : graph.bands.list[graph.current].item.label),
   bands: () => graph.bands.list.map((band) => [band.item.label, band.kind]),
   draw: () => graph.draw(),
   pan: (dx, dy) => graph.pan(dx, dy),

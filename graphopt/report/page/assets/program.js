@@ -33,8 +33,7 @@ class Snapshot {
     this.label = given.label;
     this.stage = given.stage;
     this.ids = fromRuns(given.nodes);
-    this.kept = new Map(given.kept.here);
-    this.away = new Map(given.kept.away);
+    this.kept = given.kept.record.map((record, i) => ({ record, bytes: given.kept.bytes[i], reader: given.kept.reader[i] }));
     this.compared = given.changes !== null;
     this.change = new Map();
     this.ghosts = this.compared ? fromRuns(given.changes.erased) : new Int32Array(0);
@@ -47,6 +46,24 @@ class Snapshot {
     this.counts.erased = this.ghosts.length;
     this.changed = this.change.size + this.ghosts.length > 0;
     this.summaries = new Map();
+  }
+
+  /** Which rows and columns read which others on their side of the U: `[row, column, row, column]` each, once. */
+  get flows() {
+    if (!this._flows) {
+      const found = new Map();
+      for (const id of this.ids) if (!isInput(id)) for (const source of this.inputs(id)) this.flow(found, source, id);
+      this._flows = [...found.values()];
+    }
+    return this._flows;
+  }
+
+  flow(found, source, id) {
+    if (isInput(source)) return;
+    const from = records.row[source] * 8 + records.lane[source], to = records.row[id] * 8 + records.lane[id];
+    const early = records.lane[source] < 2, late = records.lane[id] >= 2;
+    const key = from * 1e6 + to;
+    if (from !== to && early !== late && !found.has(key)) found.set(key, [from >> 3, from & 7, to >> 3, to & 7]);
   }
 
   /** The record of each node, by the number of its name. */

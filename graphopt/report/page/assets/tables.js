@@ -23,9 +23,10 @@ function passCells(one) {
     showSnapshot(index);
     byId("program").scrollIntoView();
   });
-  const sorted = [...one.options].sort((first, other) => first[2] - other[2]);
-  const options = sorted.map(([option, value, standard]) => element("div", {}, standard ? `${option}=${value}` : element("b", {}, `${option}=${value}`)));
-  const spec = options.length ? options : one.spec === one.name ? [] : [one.spec];
+  const written = one.options.filter(([, , standard]) => !standard).map(([option, value]) => element("div", {}, element("b", {}, `${option}=${value}`)));
+  const others = one.options.filter(([, , standard]) => standard).map(([option, value]) => element("div", {}, `${option}=${value}`));
+  const folded = others.length ? [element("details", {}, element("summary", {}, `${plural(others.length, "option")} as usual`), ...others)] : [];
+  const spec = one.options.length ? [...written, ...folded] : one.spec === one.name ? [] : [one.spec];
   return [
     element("span", {}, element("b", {}, name), element("div", { class: "options" }, ...spec)),
     one.stage,
@@ -42,9 +43,10 @@ function passCells(one) {
 const difference = (before, after, write) => (before === after ? write(before) : `${write(before)} → ${write(after)}`);
 
 function linesCell(one) {
-  const columns = one.lines.some((line) => /\S {2,}\S/.test(line));
-  const lines = columns ? element("pre", {}, one.lines.join("\n")) : element("ul", {}, one.lines.map((line) => element("li", {}, line)));
-  const cell = element("span", {}, one.lines.length ? lines : "");
+  const isRow = (line) => /\S {2,}\S/.test(line);
+  const said = one.lines.filter((line) => line && !isRow(line)), rows = one.lines.filter(isRow);
+  const cell = element("span", {}, said.length ? element("ul", {}, said.map((line) => element("li", {}, line))) : "");
+  if (rows.length) cell.append(element("details", {}, element("summary", {}, `table of ${plural(rows.length - 1, "row")}`), element("pre", {}, rows.join("\n"))));
   if (one.tensors.length) {
     const names = element("ul", {}, one.tensors.map((name) => element("li", { class: "code" }, name)));
     cell.append(element("details", {}, element("summary", {}, `${plural(one.tensors.length, "tensor")} decided about`), names));
