@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "ArgumentError",
     "CaptureError",
     "GraphBreakError",
     "GraphoptError",
@@ -15,11 +16,19 @@ __all__ = [
     "TorchVersionError",
     "VerifyError",
     "did_you_mean",
+    "near_words",
 ]
 
 
 class GraphoptError(Exception):
     """Base of every error that graphopt raises on purpose."""
+
+
+class ArgumentError(GraphoptError, TypeError, ValueError):
+    """An argument is not what a function takes; the message names it, what it got, and what it takes.
+
+    It is a ``TypeError`` and a ``ValueError`` as well, as Python's own are.
+    """
 
 
 class CaptureError(GraphoptError):
@@ -64,10 +73,25 @@ class RankError(GraphoptError, RuntimeError):
         self.ranks = ranks
 
 
-def did_you_mean(name: str, known: Iterable[str], limit: int = 5) -> str:
+def near_words(word: str, known: Iterable[str], limit: int = 5) -> list[str]:
+    """The words closest to ``word``, whatever their case and whether ``-``, ``_`` or nothing is between their parts."""
+    choices = {choice: _plain(choice) for choice in known}
+    plain = _plain(word)
+    same = [choice for choice, letters in choices.items() if letters == plain]
+    if same:
+        return same[:limit]
+    found = difflib.get_close_matches(plain, list(choices.values()), n=limit, cutoff=0.51)
+    near = [choice for letters in dict.fromkeys(found) for choice, own in choices.items() if own == letters]
+    if not near and plain:
+        near = [choice for choice, letters in choices.items() if plain in letters]
+    return near[:limit]
+
+
+def _plain(word: str) -> str:
+    return word.lower().replace("-", "").replace("_", "")
+
+
+def did_you_mean(name: object, known: Iterable[str], limit: int = 5) -> str:
     """A sentence with the names closest to ``name``, or an empty string where none is close."""
-    choices = list(known)
-    near = difflib.get_close_matches(name, choices, n=limit, cutoff=0.5)
-    if not near:
-        near = [choice for choice in choices if name.lower() in choice.lower()][:limit]
+    near = near_words(name, known, limit) if isinstance(name, str) else []
     return f"did you mean {', '.join(repr(choice) for choice in near)}?" if near else ""

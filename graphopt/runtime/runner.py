@@ -7,14 +7,16 @@ then passes prepare the model, ranks agree on what they are going to exchange, a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import nn
 
+from graphopt.arguments import choice, shown
 from graphopt.capture import CaptureSession
+from graphopt.capture.call_checks import check_dynamic_shapes
 from graphopt.capture.checks import refuse_wrapped
 from graphopt.capture.fingerprint import ModelFingerprint
 from graphopt.capture.flatten import flatten_call
@@ -23,8 +25,7 @@ from graphopt.errors import CaptureError
 from graphopt.ir.context import Context
 from graphopt.ir.node import Stage
 from graphopt.ir.program import Program
-from graphopt.rewriting.pass_ import Pass
-from graphopt.rewriting.pipeline import Pipeline
+from graphopt.rewriting.pipeline import Passes, Pipeline
 from graphopt.runtime.captures import Captures, SizeRule, size_rules
 from graphopt.runtime.check_numerics import check_numerics
 from graphopt.runtime.compile.backend import Backend, check_backend
@@ -54,7 +55,7 @@ class Options:
     def checked(
         cls,
         model: nn.Module,
-        passes: str | Iterable[Pass] | Pipeline,
+        passes: Passes | Pipeline,
         dynamic_shapes: Any,
         backend: Backend,
         verify: Verify,
@@ -62,12 +63,16 @@ class Options:
         """The options, where they fit together.
 
         Raises:
+            ArgumentError: for sizes or a check of another form.
             CaptureError: for a model that is wrapped.
             GraphoptError: for a backend that there is not.
             PipelineError: where the passes do not fit together.
         """
         refuse_wrapped(model)
         check_backend(backend)
+        check_dynamic_shapes(dynamic_shapes)
+        if verify not in (True, False):
+            verify = cast(Verify, choice("verify", verify, ("structure", "numerics"), {"off": "", "none": ""}) or False)
         return cls(passes if isinstance(passes, Pipeline) else Pipeline(passes), dynamic_shapes, backend, verify)
 
 
@@ -157,9 +162,11 @@ class Runner(Generic[C]):
         Raises:
             CaptureError: where these are no tuple.
         """
+        if isinstance(inputs, torch.Tensor):
+            inputs = (inputs,)
         if not isinstance(inputs, (tuple, list)):
             raise CaptureError(
-                f"example_inputs is a tuple with the positional arguments of a call, got {type(inputs).__name__}"
+                f"example_inputs is a tuple with the positional arguments of a call, got {shown(inputs)}"
             )
         with CAPTURE_LOCK:
             return self.find(model, tuple(inputs), {}, lambda: capture(tuple(inputs)))[0]

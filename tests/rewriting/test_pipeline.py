@@ -74,7 +74,7 @@ def test_conflicts_requirements_and_duplicates_are_all_reported() -> None:
         "'b' needs 'c'",
         "$.passes[3]: 'leveled' is given twice",
         "$.passes[4]: Plain is a class; give an object: Plain(...)",
-        "$.passes[5]: 'text' is not a pass",
+        "$.passes[5]: there is no pass called 'text'",
     ):
         assert part in str(caught.value)
     assert "needs 'a'" not in str(caught.value)
