@@ -34,7 +34,7 @@ from graphopt.ir.program import Program
 
 __all__ = ["IN_PARTS", "ForwardCapture", "capture_forward"]
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 _EXPORT_KINDS = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "constant", "USER_INPUT": "input"}
 
@@ -216,7 +216,7 @@ def _as_eager_first(export: Callable[[Path], Any], name: str) -> Any:
         for path in _OTHER_PATHS:
             with contextlib.suppress(Exception):
                 exported = export(path)
-                logger.info("%s is captured on the path %s: %s", name, _OTHER_PATHS[path], error)
+                logger.debug("%s is captured on the path %s: %s", name, _OTHER_PATHS[path], error)
                 return exported
         raise
 

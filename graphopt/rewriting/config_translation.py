@@ -18,7 +18,7 @@ from graphopt.rewriting.registry import find_pass
 
 __all__ = ["from_deepspeed", "from_paddle"]
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 _DEEPSPEED: dict[str, Any] = {
     "partition_activations": False,

@@ -11,7 +11,7 @@ from graphopt.rewriting.pass_ import Pass
 
 __all__ = ["available_passes", "find_pass"]
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 
 @lru_cache(maxsize=1)

@@ -39,7 +39,7 @@ from graphopt.runtime.state_store import StateStore
 
 __all__ = ["Capture", "Options", "Runner"]
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
