@@ -15,6 +15,7 @@ __all__ = [
     "RankError",
     "TorchVersionError",
     "VerifyError",
+    "as_cause",
     "did_you_mean",
     "near_words",
 ]
@@ -71,6 +72,14 @@ class RankError(GraphoptError, RuntimeError):
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
+
+
+def as_cause(error: Exception) -> Exception:
+    """An error whose message another one repeats, to be its cause: it shows the line that raised it, and no more."""
+    while error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+        error.__traceback__ = error.__traceback__.tb_next
+    error.__cause__ = error.__context__ = None
+    return error
 
 
 def near_words(word: str, known: Iterable[str], limit: int = 5) -> list[str]:

@@ -25,7 +25,7 @@ from graphopt.capture.regions import REGION_KEY, observe
 from graphopt.capture.source_lines import source_line, user_frame
 from graphopt.capture.transformers import answered
 from graphopt.capture.value_checks import kept_as_checks
-from graphopt.errors import CaptureError, GraphBreakError, TorchVersionError
+from graphopt.errors import CaptureError, GraphBreakError, TorchVersionError, as_cause
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.names import NAMES_KEY, identifier
 from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, set_info, set_value, unique_names, value_of
@@ -167,7 +167,8 @@ def capture_forward(
     except (CaptureError, TorchVersionError):
         raise
     except Exception as error:
-        raise _explain(error, model) from error
+        explained = _explain(error, model)
+        raise explained from None if _depends_on_data(error) else as_cause(error)
     program = _to_program(exported, seen[-1], inputs, scalar_loss)
     program.title = title_of(model)
     return ForwardCapture(program, inputs, seen[-1], tensors)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from graphopt.arguments import shown
-from graphopt.errors import GraphoptError, PassError, PipelineError, VerifyError
+from graphopt.errors import GraphoptError, PassError, PipelineError, VerifyError, as_cause
 from graphopt.ir import verify as verifier
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.node import Stage
@@ -124,7 +124,7 @@ class Pipeline:
             except GraphoptError as error:
                 for instrument in instruments:
                     instrument.failed_pass(current, before, error)
-                raise self._failure(current, due, program.stage, error) from error
+                raise self._failure(current, due, program.stage, error) from as_cause(error)
             except Exception as error:
                 for instrument in instruments:
                     instrument.failed_pass(current, before, error)
