@@ -50,7 +50,6 @@ _BISECT_HELP = "find a smallest set to keep in float32 so that the loss and all 
 
 def compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command, and an example."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     target_argument(parser)
     passes_argument(parser, required=True)

@@ -89,7 +89,6 @@ _COST_HELP = (
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command, and an example."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     target_argument(parser)
     parser.add_argument(

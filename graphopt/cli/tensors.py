@@ -27,7 +27,6 @@ examples:
 
 def tensors_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command, and examples."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     target_argument(parser)
     parser.add_argument(
