@@ -116,7 +116,8 @@ def test_tolerance(run: Command) -> None:
         "layers.2", "layers.3", "layers.4", "loss", "layers.4.weight~", "layers.3.weight~",
     ]  # fmt: skip
     assert over.err == (
-        "graphopt: error: 6 tensors are not within the tolerance of 0.01; the worst is 'layers.2' with a relative error of inf\n"
+        "graphopt: error: 6 tensors are not within the tolerance of 0.01; "
+        "the worst is 'layers.2' with a relative error of inf\n"
     )
     one = run("compare", low("overflowing"), "-p", LOW, "--tolerance", "0.01", "--tensors", "loss")
     assert one.err.startswith("graphopt: error: 1 tensor is not within")
