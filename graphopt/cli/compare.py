@@ -54,7 +54,9 @@ def compare_arguments(parser: argparse.ArgumentParser) -> None:
     target_argument(parser)
     passes_argument(parser, required=True)
     stage_argument(parser, ("joint", "step"))
-    parser.add_argument("--tensors", action="append", default=[], metavar="GLOB", help=_TENSORS_HELP)
+    parser.add_argument(
+        "--match", "--tensors", dest="tensors", action="append", default=[], metavar="GLOB", help=_TENSORS_HELP
+    )
     parser.add_argument(
         "--limit", type=_whole, default=_LIMIT, metavar="N", help=f"list the N worst (default {_LIMIT})"
     )

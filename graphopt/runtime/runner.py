@@ -7,7 +7,8 @@ then passes prepare the model, ranks agree on what they are going to exchange, a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, cast
 
@@ -27,6 +28,7 @@ from graphopt.ir.node import Stage
 from graphopt.ir.program import Program
 from graphopt.rewriting.pipeline import Passes, Pipeline
 from graphopt.runtime.captures import Captures, SizeRule, size_rules
+from graphopt.runtime.changing_sizes import ChangingSizes
 from graphopt.runtime.check_numerics import check_numerics
 from graphopt.runtime.compile.backend import Backend, check_backend
 from graphopt.runtime.observers import tell_observers
@@ -100,6 +102,7 @@ class Runner(Generic[C]):
         captures: by signature.
         store: the tensors that passes keep across runs.
         watch: of the ranks that programs exchange with.
+        names: of the positional arguments of a call, as far as they have names.
     """
 
     def __init__(
@@ -117,6 +120,8 @@ class Runner(Generic[C]):
         self._agreement = Agreement()
         self._fingerprint = ModelFingerprint()
         self._told: set[str] = set()
+        self._sizes = ChangingSizes()
+        self.names: Sequence[str] = ()
         self._context = Context(numbers={} if numbers is None else numbers, compiled=options.backend != "eager")
 
     def find(
@@ -133,7 +138,11 @@ class Runner(Generic[C]):
         found = self.captures.find(key, tensors)
         if found is None:
             parts, first = list(map(id, model.modules())), self.is_first
+            started = time.perf_counter()
             found = self.captures.add(key, capture())
+            told = self._sizes.note(self.names, args, kwargs, time.perf_counter() - started) if sizes else ""
+            if told:
+                logger.warning("%s: %s", type(model).__name__, told)
             after = signature(self._fingerprint(model), structure, tensors, sizes=sizes)
             # Where forward has set something while it was captured, or made modules, the next call is another one,
             # behind the first capture; behind others what is set there (a list) is not what makes a difference.

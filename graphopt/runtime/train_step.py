@@ -12,7 +12,7 @@ from torch import fx, nn
 from graphopt import _torch
 from graphopt.arguments import whole_number
 from graphopt.capture import CaptureSession
-from graphopt.capture.call_checks import check_loss, check_optimizer
+from graphopt.capture.call_checks import argument_names, check_loss, check_optimizer
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
 from graphopt.capture.session import call_loss
 from graphopt.capture.step import settings
@@ -71,6 +71,7 @@ class TrainStep:
         self._gradients: dict[str, torch.Tensor] = {}
         numbers: dict[str, float] = {}
         self._runner: Runner[CapturedStep] = Runner(options, "step", model.get_parameter, numbers)
+        self._runner.names = argument_names(model, loss)
         self._store = self._runner.store
         self._clock = Clock(rates=self._rates, numbers=numbers, state=self._store.__getitem__)
         scaling = scaling_of(options.pipeline.passes)
