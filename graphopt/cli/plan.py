@@ -83,7 +83,8 @@ _BUDGET_HELP = (
     "for several (default: the trade between bytes and time only)"
 )
 _COST_HELP = (
-    "where the seconds of calls come from: measured here and kept (default), this device's roofline, or another's"
+    "where the seconds of calls come from: measured here and kept (default), this device's roofline, or another's: "
+    + ", ".join(COSTS)
 )
 
 
@@ -97,7 +98,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     passes_argument(parser)
     stage_argument(parser, ("joint", "step"))
     parser.add_argument("--time-limit", type=_seconds, metavar="S", help="end the search after S seconds")
-    parser.add_argument("--cost", choices=COSTS, default="measured", help=_COST_HELP)
+    parser.add_argument("--cost", choices=COSTS, default="measured", metavar="COST", help=_COST_HELP)
     output_arguments(parser, ("text", "json", "svg"))
     exchange_arguments(parser)
     parser.set_defaults(verify="structure", problem=lambda options: two_formats(options) or exchange_problem(options))
