@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from graphopt import _torch
-from graphopt.arguments import choice
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, choice
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import DTYPE_NAMES

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from graphopt import _torch
-from graphopt.arguments import shown, wrong_argument
-from graphopt.errors import ArgumentError, CaptureError, did_you_mean, near_words
+from graphopt.errors import ArgumentError, CaptureError, did_you_mean, near_words, shown, wrong_argument
 
 __all__ = [
     "argument_names",

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from graphopt import _torch
-from graphopt.arguments import choice, wrong_argument
 from graphopt.capture.append_update import append_update
 from graphopt.capture.call_checks import (
     argument_names,
@@ -26,7 +25,7 @@ from graphopt.capture.hidden_effects import capturing, refuse_backward_hooks, re
 from graphopt.capture.joint import JointCapture, capture_joint
 from graphopt.capture.split_uses import split_uses
 from graphopt.capture.step import trace_optimizer
-from graphopt.errors import CaptureError
+from graphopt.errors import CaptureError, choice, wrong_argument
 from graphopt.ir.autocast import mark_around, plain_precision, under_autocast
 from graphopt.ir.node import Stage
 from graphopt.ir.program import Program

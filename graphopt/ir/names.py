@@ -11,8 +11,7 @@ from typing import TypeVar
 import torch
 
 from graphopt import _torch
-from graphopt.arguments import check_type
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, check_type
 from graphopt.ir.near_names import near_names
 
 __all__ = ["NAMES_KEY", "add_name", "identifier", "match_names", "name", "one_line"]

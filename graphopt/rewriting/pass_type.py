@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from graphopt.arguments import shown, wrong_argument
-from graphopt.errors import ArgumentError, GraphoptError, did_you_mean
+from graphopt.errors import ArgumentError, GraphoptError, did_you_mean, shown, wrong_argument
 from graphopt.ir.ops.values import parse_bytes
 
 __all__ = ["PassType"]

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from graphopt.arguments import shown
-from graphopt.errors import GraphoptError, PassError, PipelineError, VerifyError, as_cause
+from graphopt.errors import GraphoptError, PassError, PipelineError, VerifyError, as_cause, shown
 from graphopt.ir import verify as verifier
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.node import Stage

@@ -15,14 +15,13 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import nn
 
-from graphopt.arguments import choice, shown
 from graphopt.capture import CaptureSession
 from graphopt.capture.call_checks import check_dynamic_shapes
 from graphopt.capture.checks import refuse_wrapped
 from graphopt.capture.fingerprint import ModelFingerprint
 from graphopt.capture.flatten import flatten_call
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
-from graphopt.errors import CaptureError
+from graphopt.errors import CaptureError, choice, shown
 from graphopt.ir.context import Context
 from graphopt.ir.node import Stage
 from graphopt.ir.program import Program

@@ -10,13 +10,12 @@ import torch
 from torch import fx, nn
 
 from graphopt import _torch
-from graphopt.arguments import whole_number
 from graphopt.capture import CaptureSession
 from graphopt.capture.call_checks import argument_names, check_loss, check_optimizer
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
 from graphopt.capture.session import call_loss
 from graphopt.capture.step import settings
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, whole_number
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.methods import provided
 from graphopt.ir.ops.opaque_update import Evaluate

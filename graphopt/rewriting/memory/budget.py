@@ -6,8 +6,7 @@ import math
 import re
 from itertools import accumulate
 
-from graphopt.arguments import wrong_argument
-from graphopt.errors import ArgumentError, GraphoptError
+from graphopt.errors import ArgumentError, GraphoptError, wrong_argument
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.values import format_bytes, parse_bytes
 from graphopt.ir.program import Program
