@@ -5,6 +5,7 @@ from __future__ import annotations
 from graphopt.analysis.measured_peak import MeasuredPeak, measure_peak
 from graphopt.capture import capture
 from graphopt.errors import (
+    ArgumentError,
     CaptureError,
     GraphoptError,
     PassError,
@@ -39,6 +40,7 @@ __version__ = VERSION
 register()
 
 __all__ = [
+    "ArgumentError",
     "CaptureError",
     "Changed",
     "Format",

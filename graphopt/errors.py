@@ -1,11 +1,14 @@
-"""The exceptions of graphopt, and the one way they name near alternatives."""
+"""The exceptions of graphopt, the one way they name near alternatives, and checks of what users hand over."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import math
+import types
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 __all__ = [
+    "ArgumentError",
     "CaptureError",
     "GraphBreakError",
     "GraphoptError",
@@ -14,7 +17,15 @@ __all__ = [
     "RankError",
     "TorchVersionError",
     "VerifyError",
+    "as_cause",
+    "check_type",
+    "choice",
     "did_you_mean",
+    "near_words",
+    "no_such_word",
+    "shown",
+    "whole_number",
+    "wrong_argument",
 ]
 
 
@@ -28,6 +39,13 @@ class GraphoptError(Exception):
         Traceback (most recent call last):
             ...
         graphopt.errors.GraphoptError: ...
+    """
+
+
+class ArgumentError(GraphoptError, TypeError, ValueError):
+    """An argument is not what a function takes; the message names it, what it got, and what it takes.
+
+    It is a ``TypeError`` and a ``ValueError`` as well, as Python's own are.
     """
 
 
@@ -146,10 +164,126 @@ class RankError(GraphoptError, RuntimeError):
         self.ranks = ranks
 
 
-def did_you_mean(name: str, known: Iterable[str], limit: int = 5) -> str:
+def as_cause(error: Exception) -> Exception:
+    """An error whose message another one repeats, to be its cause: it shows the line that raised it, and no more."""
+    while error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+        error.__traceback__ = error.__traceback__.tb_next
+    error.__cause__ = error.__context__ = None
+    return error
+
+
+def near_words(word: str, known: Iterable[str], limit: int = 5) -> list[str]:
+    """The words closest to ``word``, whatever their case and whether ``-``, ``_`` or nothing is between their parts."""
+    choices = {choice: _plain(choice) for choice in known}
+    plain = _plain(word)
+    same = [choice for choice, letters in choices.items() if letters == plain]
+    if same:
+        return same[:limit]
+    found = difflib.get_close_matches(plain, list(choices.values()), n=limit, cutoff=0.51)
+    near = [choice for letters in dict.fromkeys(found) for choice, own in choices.items() if own == letters]
+    if not near and plain:
+        near = [choice for choice, letters in choices.items() if plain in letters]
+    return near[:limit]
+
+
+def _plain(word: str) -> str:
+    return word.lower().replace("-", "").replace("_", "")
+
+
+def did_you_mean(name: object, known: Iterable[str], limit: int = 5) -> str:
     """A sentence with the names closest to ``name``, or an empty string where none is close."""
-    choices = list(known)
-    near = difflib.get_close_matches(name, choices, n=limit, cutoff=0.5)
-    if not near:
-        near = [choice for choice in choices if name.lower() in choice.lower()][:limit]
+    near = near_words(name, known, limit) if isinstance(name, str) else []
     return f"did you mean {', '.join(repr(choice) for choice in near)}?" if near else ""
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+_LONGEST = 60
+"""Letters of a value that are shown."""
+
+
+def shown(value: object) -> str:
+    """A value in an error: itself where it is short, and what it is."""
+    if value is None or isinstance(value, bool):
+        return str(value)
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, types.MethodType)):
+        return f"the function {value.__name__}"
+    kind = type(value).__name__
+    if isinstance(value, (tuple, list, set, frozenset, dict)) and len(value) > 1:
+        return f"a {kind} of {len(value)} ({', '.join(dict.fromkeys(type(item).__name__ for item in value))})"
+    text = repr(value)
+    short = len(text) <= _LONGEST and "\n" not in text and " at 0x" not in text
+    article = "an" if kind[0] in "AEIOUaeiou" else "a"
+    return f"{text} ({kind})" if short else f"{article} {kind}"
+
+
+def wrong_argument(argument: str, value: object, wanted: str, hint: str = "") -> ArgumentError:
+    """The error for an argument that is something else than what is wanted.
+
+    Args:
+        argument: its name, with its owner where that is not clear.
+        value: what it got.
+        wanted: what it takes, as the end of a sentence: ``a number of bytes``.
+        hint: what to write instead.
+    """
+    return ArgumentError(f"{argument} is {wanted}, got {shown(value)}{hint and f'; {hint}'}")
+
+
+def check_type(argument: str, value: object, kinds: type | tuple[type, ...], wanted: str, hint: str = "") -> None:
+    """Refuse a value that is of none of the types; True and False count as numbers nowhere.
+
+    Raises:
+        ArgumentError: as ``wrong_argument`` says.
+    """
+    wanted_kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+    if (isinstance(value, bool) and bool not in wanted_kinds) or not isinstance(value, kinds):
+        raise wrong_argument(argument, value, wanted, hint)
+
+
+def no_such_word(argument: str, word: object, known: Collection[object]) -> ArgumentError:
+    """The error for a word that an argument does not know, with the near ones or all that it knows."""
+    words = [str(other) for other in known]
+    listed = f"it is {', '.join(map(repr, known))}"
+    near = did_you_mean(word, words) if isinstance(word, str) else ""
+    return ArgumentError(f"{argument}={word!r:.80} is not known; {f'{near} ({listed})' if near else listed}")
+
+
+def choice(argument: str, value: object, known: Sequence[str], aliases: Mapping[str, str] | None = None) -> str:
+    """One of the words that an argument knows, also where it is written in other case or under another name.
+
+    Args:
+        argument: its name.
+        value: what it got.
+        known: the words.
+        aliases: other names in lower case, with the words that they stand for.
+
+    Raises:
+        ArgumentError: for any other value, with the near words.
+    """
+    if isinstance(value, str):
+        lower = value.strip().lower()
+        found = {word.lower(): word for word in known} | dict(aliases or {})
+        if lower in found:
+            return found[lower]
+    raise no_such_word(argument, value, known)
+
+
+def whole_number(argument: str, value: object, *, least: int = 0, of: str = "") -> int:
+    """A whole number, also where it is written as ``8e9``.
+
+    Args:
+        argument: its name.
+        value: what it got.
+        least: the smallest that is allowed.
+        of: what is counted.
+
+    Raises:
+        ArgumentError: for a fraction, for what is no number, and for a number that is too small.
+    """
+    if isinstance(value, float) and math.isfinite(value) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise wrong_argument(argument, value, f"a whole number{of and f' of {of}'} of at least {least}")
+    return value

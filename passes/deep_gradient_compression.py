@@ -49,7 +49,7 @@ from graphopt.rewriting.training_pass import TrainingPass
 
 __all__ = ["DeepGradientCompression"]
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 _DENSE = "dense"
 _LEFT_OUT = "deep-gradient-compression/left out"

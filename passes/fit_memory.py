@@ -14,7 +14,7 @@ from graphopt.ir.ops.values import parse_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning.offloading import Lanes
-from graphopt.rewriting.memory.budget import budget_bytes, check_budget, infeasible, within_already
+from graphopt.rewriting.memory.budget import budget_bytes, check_budget, infeasible, refuse_hopeless, within_already
 from graphopt.rewriting.memory.fit import Fitting, FittingOptions
 from graphopt.rewriting.memory.frontier_data import frontier_data
 from graphopt.rewriting.memory.named_plan import CarriedPlan, shared_calls
@@ -117,6 +117,8 @@ class FitMemory(Pass):
             return Changed(reason=reason)
         if carried is not None and carried.plan.fits(program, budget):
             return _done(program, carried)
+        if room is None:
+            refuse_hopeless(program, memory, budget, moves="offload" in self.allow and self._room() != 0)
         with measuring() as measured:
             costs = costs_of(memory, self.cost, progress=measured)
         with searching() as searched:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from graphopt import _torch
-from graphopt.errors import GraphoptError, did_you_mean
+from graphopt.errors import GraphoptError, choice
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import DTYPE_NAMES
@@ -29,6 +29,10 @@ from graphopt.rewriting.precision.scaling import LossScaling, check_and_update, 
 from graphopt.rewriting.precision.written_casts import open_regions, plain_dtypes
 
 __all__ = ["MixedPrecision"]
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "16": "float16", "f16": "float16"}
+_LEVELS = {"1": "O1", "2": "O2", "01": "O1", "02": "O2"}
+"""Other words for dtypes and levels."""
 
 
 @final
@@ -65,7 +69,7 @@ class MixedPrecision(LossScaleOptions, Pass):
     program sees float32, and a loss inside is float32. Buffers that forward updates stay float32.
 
     Args:
-        dtype: ``bfloat16`` or ``float16``.
+        dtype: ``bfloat16`` or ``float16``, also as ``bf16``, ``fp16``, ``half``, or torch's object.
         level: ``O1`` or ``O2``.
         allow: what to run in the low dtype whatever the level says: names of ops (``softmax``, ``aten.softmax``), of
             tensors, of modules (everything in them), or globs. A tensor counts more than a module, a longer path more
@@ -98,10 +102,8 @@ class MixedPrecision(LossScaleOptions, Pass):
     scale_loss: bool | None = None
 
     def __post_init__(self) -> None:
-        for option, value, known in (("dtype", self.dtype, tuple(LOW_DTYPES)), ("level", self.level, ("O1", "O2"))):
-            if value not in known:
-                hint = did_you_mean(str(value), known) or f"use {' or '.join(map(repr, known))}"
-                raise GraphoptError(f"{option}={value!r} is no {option} of mixed precision; {hint}")
+        object.__setattr__(self, "dtype", choice("mixed-precision: dtype", self.dtype, tuple(LOW_DTYPES), _DTYPES))
+        object.__setattr__(self, "level", choice("mixed-precision: level", self.level, ("O1", "O2"), _LEVELS))
         check_entries(self.allow, self.deny)
         if self.scaling is None and self.given():
             raise GraphoptError(

@@ -28,7 +28,7 @@ INSTALL = "pip install 'torch>={}.{},<{}.{}'".format(*_OLDEST, _NEWEST[0], _NEWE
 FOLDER = os.path.dirname(torch.__file__)
 """Where torch's own source files are."""
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 
 _installed = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])

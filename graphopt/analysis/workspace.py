@@ -26,7 +26,7 @@ from graphopt.ir.ops.values import storage_bytes, tensors_of
 
 __all__ = ["Usage", "measured_usage"]
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from graphopt import _torch
+from graphopt.capture.call_checks import check_model
 from graphopt.errors import CaptureError, GraphoptError
 from graphopt.ir.gradients import base_of
 from graphopt.ir.node import info, value_of
@@ -59,8 +60,8 @@ _NORMS = ("_foreach_norm", "_foreach_max")
 
 def refuse_wrapped(model: object) -> None:
     """Raise a ``CaptureError`` with the way out for a model, or a part of one, that another tool has wrapped."""
-    if not isinstance(model, nn.Module):
-        raise CaptureError(f"expected an nn.Module, got {type(model).__name__}: {model!r}")
+    check_model(model)
+    assert isinstance(model, nn.Module)
     for path, module in model.named_modules():
         for cls in type(module).__mro__:
             if cls.__name__ in _WAY_OUT and cls.__module__.startswith("torch."):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from traceback import walk_tb
 from typing import Any, Literal
@@ -17,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from graphopt import _torch
+from graphopt.capture.call_checks import shapes_by_argument
 from graphopt.capture.flatten import Structure, flatten
 from graphopt.capture.graph_part import title_of
 from graphopt.capture.hidden_effects import seeding_refused
@@ -25,7 +25,7 @@ from graphopt.capture.regions import REGION_KEY, observe
 from graphopt.capture.source_lines import source_line, user_frame
 from graphopt.capture.transformers import answered
 from graphopt.capture.value_checks import kept_as_checks
-from graphopt.errors import CaptureError, GraphBreakError, TorchVersionError
+from graphopt.errors import CaptureError, GraphBreakError, TorchVersionError, as_cause
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.names import NAMES_KEY, identifier
 from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, set_info, set_value, unique_names, value_of
@@ -34,7 +34,7 @@ from graphopt.ir.program import Program
 
 __all__ = ["IN_PARTS", "ForwardCapture", "capture_forward"]
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 _EXPORT_KINDS = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "constant", "USER_INPUT": "input"}
 
@@ -121,9 +121,19 @@ def capture_forward(
     *,
     call: Callable[..., Any],
     dynamic_shapes: Any = None,
+    names: Sequence[str] = (),
     scalar_loss: bool = False,
 ) -> ForwardCapture:
     """Trace ``call(model, *args, **kwargs)`` into a forward program.
+
+    Args:
+        model: whose parameters the program refers to.
+        args: positional example inputs.
+        kwargs: keyword example inputs.
+        call: what is traced.
+        dynamic_shapes: sizes that may vary, by position or by the names of the arguments.
+        names: of the positional arguments, as far as they have names.
+        scalar_loss: whether the result has to be one number.
 
     Raises:
         CaptureError: where the model's Python cannot be traced, naming the line of user code and what to do.
@@ -131,7 +141,7 @@ def capture_forward(
     given, inputs = flatten((tuple(args), dict(kwargs)))
     tensors = _distinct(given)
     seen: list[Structure] = []
-    shapes = _flat_shapes(dynamic_shapes, inputs, model)
+    shapes = _flat_shapes(dynamic_shapes, inputs, names)
 
     def export(path: Path) -> Any:
         root = _Root(model, call, inputs, seen, path)
@@ -157,7 +167,8 @@ def capture_forward(
     except (CaptureError, TorchVersionError):
         raise
     except Exception as error:
-        raise _explain(error, model) from error
+        explained = _explain(error, model)
+        raise explained from None if _depends_on_data(error) else as_cause(error)
     program = _to_program(exported, seen[-1], inputs, scalar_loss)
     program.title = title_of(model)
     return ForwardCapture(program, inputs, seen[-1], tensors)
@@ -206,7 +217,7 @@ def _as_eager_first(export: Callable[[Path], Any], name: str) -> Any:
         for path in _OTHER_PATHS:
             with contextlib.suppress(Exception):
                 exported = export(path)
-                logger.info("%s is captured on the path %s: %s", name, _OTHER_PATHS[path], error)
+                logger.debug("%s is captured on the path %s: %s", name, _OTHER_PATHS[path], error)
                 return exported
         raise
 
@@ -217,24 +228,12 @@ _OTHER_PATHS: dict[Path, str] = {
 }
 
 
-def _flat_shapes(dynamic_shapes: Any, inputs: Structure, model: nn.Module) -> Any:
+def _flat_shapes(dynamic_shapes: Any, inputs: Structure, names: Sequence[str]) -> Any:
     """The user's ``dynamic_shapes``, written for the call's arguments, as torch.export wants it for flat tensors."""
     if dynamic_shapes is None:
         return None
     args, kwargs = inputs.restore(range(sum(inputs.is_tensor)))
-    if isinstance(dynamic_shapes, Mapping):
-        named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | dict(kwargs)
-        unknown = sorted(set(dynamic_shapes) - set(named))
-        if unknown:
-            raise CaptureError(f"dynamic_shapes names {unknown}, but the call has the arguments {sorted(named)}")
-        pairs = [(value, dynamic_shapes.get(key)) for key, value in named.items()]
-    elif len(dynamic_shapes) == len(args):
-        pairs = list(zip(args, dynamic_shapes, strict=True))
-    else:
-        raise CaptureError(
-            f"dynamic_shapes has {len(dynamic_shapes)} entries for {len(args)} positional arguments: give one for each "
-            "(None where nothing varies), or a dict by argument name"
-        )
+    pairs = shapes_by_argument(dynamic_shapes, args, kwargs, names)
     flat: dict[int, Any] = {}
     for value, shape in pairs:
         flat |= _shapes_by_place(value, shape)

@@ -19,7 +19,7 @@ from graphopt.ir.ops.values import format_bytes, storage_bytes
 
 __all__ = ["OpaqueUpdate", "measure_update", "stand_in", "trace_opaque"]
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 LARGEST = 1024**3
 """Bytes of a parameter beyond which its update is not tried."""

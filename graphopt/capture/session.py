@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 from torch import nn
 
 from graphopt import _torch
 from graphopt.capture.append_update import append_update
+from graphopt.capture.call_checks import (
+    argument_names,
+    check_call,
+    check_dynamic_shapes,
+    check_loss,
+    check_optimizer,
+)
 from graphopt.capture.checks import refuse_wrapped
 from graphopt.capture.forward import ForwardCapture, capture_forward
 from graphopt.capture.graph_part import GraphPart, title_of
@@ -18,7 +25,7 @@ from graphopt.capture.hidden_effects import capturing, refuse_backward_hooks, re
 from graphopt.capture.joint import JointCapture, capture_joint
 from graphopt.capture.split_uses import split_uses
 from graphopt.capture.step import trace_optimizer
-from graphopt.errors import CaptureError
+from graphopt.errors import CaptureError, choice, wrong_argument
 from graphopt.ir.autocast import mark_around, plain_precision, under_autocast
 from graphopt.ir.node import Stage
 from graphopt.ir.program import Program
@@ -81,6 +88,7 @@ class CaptureSession:
         repeated: for a part of a model, the inputs that its program takes again (``split_uses``).
 
     Raises:
+        ArgumentError: for a loss, an optimizer, sizes or a call of another form.
         CaptureError: for a model that is wrapped, or with hooks that a program would lose.
     """
 
@@ -96,8 +104,12 @@ class CaptureSession:
         keep: bool = False,
     ) -> None:
         refuse_wrapped(model)
-        if optimizer is not None and loss is None:
-            loss = True
+        check_loss(loss, model)
+        check_dynamic_shapes(dynamic_shapes)
+        if optimizer is not None:
+            check_optimizer(optimizer, model)
+            loss = True if loss is None else loss
+        check_call(model, loss, args, kwargs or {})
         self.model = model
         self.optimizer = optimizer
         self.joint: JointCapture | None = None
@@ -107,6 +119,7 @@ class CaptureSession:
         if optimizer is not None:
             refuse_parameter_hooks(model)
         self._call = under_autocast(call)
+        self._names = argument_names(model, loss)
         self._example = (args, kwargs or {})
         self._scalar_loss = loss is not None
         self._dynamic_shapes = dynamic_shapes
@@ -148,6 +161,7 @@ class CaptureSession:
                 kwargs,
                 call=call,
                 dynamic_shapes=self._dynamic_shapes,
+                names=self._names,
                 scalar_loss=self._scalar_loss,
             )
         program = captured.program
@@ -246,6 +260,7 @@ def capture(
         The program; ``program.lower(program)`` gives the next stage where there is one.
 
     Raises:
+        ArgumentError: for an argument of another form, or a call that does not fit the model or the loss.
         CaptureError: where the model, the loss or the optimizer cannot be captured: what, where, and what to do.
 
     Example:
@@ -255,13 +270,35 @@ def capture(
         >>> graphopt.capture(model, (x,), stage="forward").stage
         'forward'
     """
-    positional = (args,) if isinstance(args, torch.Tensor) else tuple(args)
+    refuse_wrapped(model)
+    positional = _positional(args, kwargs)
+    wanted = _stage(stage, optimizer)
     session = CaptureSession(model, positional, kwargs, loss=loss, optimizer=optimizer, dynamic_shapes=dynamic_shapes)
     program = session.forward()
-    wanted = stage or ("step" if optimizer is not None else "joint")
-    if wanted == "step" and optimizer is None:
-        raise CaptureError("the step stage holds the optimizer's update: give optimizer=")
     while program.stage != wanted:
         assert program.lower is not None
         program = program.lower(program)
     return program
+
+
+def _positional(args: object, kwargs: object) -> tuple[Any, ...]:
+    """The positional example inputs, also where a tensor stands alone."""
+    if isinstance(args, torch.Tensor):
+        return (args,)
+    if isinstance(args, Mapping):
+        raise wrong_argument("args", args, "a tuple of the positional example inputs", "give names in kwargs={...}")
+    if not isinstance(args, (tuple, list)):
+        raise wrong_argument("args", args, "a tuple of the positional example inputs", "capture(model, (x,))")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise wrong_argument("kwargs", kwargs, "a dict of the keyword example inputs")
+    return tuple(args)
+
+
+def _stage(stage: object, optimizer: object) -> Stage:
+    """The stage that is wanted: the last one that there is, where none is named."""
+    if stage is None:
+        return "joint" if optimizer is None else "step"
+    wanted = choice("stage", stage, get_args(Stage))
+    if wanted == "step" and optimizer is None:
+        raise CaptureError("the step stage holds the optimizer's update: give optimizer=")
+    return cast(Stage, wanted)

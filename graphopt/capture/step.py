@@ -21,7 +21,7 @@ from graphopt.rewriting.shards import Shards, check_dense, holds_elements
 
 __all__ = ["UpdateTrace", "settings", "trace_optimizer"]
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 _not_traced: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
 _opaque: weakref.WeakKeyDictionary[torch.optim.Optimizer, OpaqueUpdate] = weakref.WeakKeyDictionary()

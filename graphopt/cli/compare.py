@@ -50,12 +50,13 @@ _BISECT_HELP = "find a smallest set to keep in float32 so that the loss and all 
 
 def compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command, and an example."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     target_argument(parser)
     passes_argument(parser, required=True)
     stage_argument(parser, ("joint", "step"))
-    parser.add_argument("--tensors", action="append", default=[], metavar="GLOB", help=_TENSORS_HELP)
+    parser.add_argument(
+        "--match", "--tensors", dest="tensors", action="append", default=[], metavar="GLOB", help=_TENSORS_HELP
+    )
     parser.add_argument(
         "--limit", type=_whole, default=_LIMIT, metavar="N", help=f"list the N worst (default {_LIMIT})"
     )

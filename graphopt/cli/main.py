@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import graphopt
 from graphopt.cli import compare, memory, plan, tensors, view
+from graphopt.cli.command_parser import CommandParser, commands_of
+from graphopt.cli.completion import SHELLS, completion_script
 from graphopt.cli.output import (
     check_output,
     format_of,
@@ -90,7 +92,7 @@ def _warnings_on_stderr() -> Iterator[None]:
     """The logger's records at WARNING as lines on stderr; errors are left to ``main``, which prints the exception."""
     logger = logging.getLogger("graphopt")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(terminal.LogFormatter("warning: %(message)s"))
+    handler.setFormatter(terminal.LogFormatter("graphopt: warning: %(message)s"))
     handler.addFilter(lambda record: record.levelno == logging.WARNING)
     propagate, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
@@ -118,10 +120,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="graphopt",
         description="Look at a PyTorch training step as one program, and at what passes make of it.",
-        epilog="Exit codes: 0 fine, 1 an error in the target or the passes, 2 wrong arguments.",
+        epilog=_EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"graphopt {graphopt.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -133,8 +135,9 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(command=command, parser=added, problem=lambda options: "")
         return added
 
-    passes = add(_passes, "passes", "list the installed passes with their options, or explain one")
+    passes = add(_passes, "passes", "list the installed passes, or explain one with its options")
     passes.add_argument("name", nargs="?", metavar="NAME", help="a pass to explain")
+    passes.add_argument("--long", action="store_true", help="all of them with their options")
     add(_formats, "formats", "list the formats that a program can be written in")
     tensors.tensors_arguments(
         add(tensors.tensors, "tensors", "list the tensors of a program: names, bytes, where they come from")
@@ -151,7 +154,32 @@ def _parser() -> argparse.ArgumentParser:
     plan.plan_arguments(
         add(plan.plan, "plan", "show what fits into how many bytes at what cost in time, and the plan for each budget")
     )
+    shells = add(_completion, "completion", "print a script that completes commands and options in a shell")
+    shells.add_argument("shell", choices=SHELLS, help="source the output, as in: source <(graphopt completion bash)")
+    helped = add(_help, "help", "explain a command, or list all")
+    helped.add_argument("about", nargs="?", metavar="COMMAND", choices=tuple(commands.choices), help="what to explain")
     return parser
+
+
+_EPILOG = """\
+graphopt help COMMAND explains one. A TARGET is pkg.module:factory or
+path/file.py:factory; its factory returns (model, example_inputs).
+
+exit codes:
+  0    fine
+  1    a check failed: an error in the target or in passes, a budget that no
+       plan meets, a tolerance that is exceeded; the message is on stderr
+  2    wrong use: arguments that do not parse or do not go together
+  130  interrupted from the keyboard
+
+environment:
+  GRAPHOPT_LOG       off, error, warning, info or debug: what goes to stderr
+                     where it is no terminal and logging is not set up (default:
+                     info, one line for each capture)
+  GRAPHOPT_OVERVIEW  1 prints the overview at the start of training anywhere,
+                     0 nowhere (default: on a terminal)
+  GRAPHOPT_DUMP      a folder in which each run leaves its programs
+"""
 
 
 def _dump_arguments(parser: argparse.ArgumentParser) -> None:
@@ -178,7 +206,18 @@ def _passes(options: argparse.Namespace) -> None:
     if options.json:
         print_json({"passes": pass_table.passes_json(found)})
     else:
-        print_text(pass_table.passes_text(found, whole=options.name is not None))
+        long = options.long or options.name is not None
+        whole = options.name is not None
+        print_text(pass_table.passes_text(found, whole=whole) if long else pass_table.passes_list(found))
+
+
+def _help(options: argparse.Namespace) -> None:
+    parser = _parser()
+    print_text((commands_of(parser)[options.about] if options.about else parser).format_help())
+
+
+def _completion(options: argparse.Namespace) -> None:
+    print_text(completion_script(options.shell, commands_of(_parser())))
 
 
 def _dump(options: argparse.Namespace) -> None:

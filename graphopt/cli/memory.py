@@ -44,10 +44,11 @@ example:
 
 def memory_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command, and an example."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     program_arguments(parser)
-    parser.add_argument("--top", type=_positive, default=10, metavar="N", help="list the N largest (default 10)")
+    parser.add_argument(
+        "--limit", "--top", dest="top", type=_positive, default=10, metavar="N", help="list the N largest (default 10)"
+    )
     parser.add_argument(
         "--precision",
         action="store_true",

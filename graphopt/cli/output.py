@@ -36,7 +36,7 @@ JSON_SCHEMA = 1
 
 def output_arguments(parser: argparse.ArgumentParser, formats: Sequence[str]) -> None:
     """Add ``--format``, with text as its default, and ``--output``."""
-    parser.add_argument("--format", choices=formats, help="default: text")
+    parser.add_argument("--format", choices=formats, metavar="FORMAT", help=f"{', '.join(formats)} (default: text)")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write to FILE (default: stdout)")
 
 

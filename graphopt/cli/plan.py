@@ -83,14 +83,14 @@ _BUDGET_HELP = (
     "for several (default: the trade between bytes and time only)"
 )
 _COST_HELP = (
-    "where the seconds of calls come from: measured here and kept (default), this device's roofline, or another's"
+    "where the seconds of calls come from: measured here and kept (default), this device's roofline, or another's: "
+    + ", ".join(COSTS)
 )
 _REMEASURE_HELP = "measure everything anew, and replace what was kept; with --cost measured"
 
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command, and an example."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     target_argument(parser)
     parser.add_argument(
@@ -99,7 +99,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     passes_argument(parser)
     stage_argument(parser, ("joint", "step"))
     parser.add_argument("--time-limit", type=_seconds, metavar="S", help="end the search after S seconds")
-    parser.add_argument("--cost", choices=COSTS, default="measured", help=_COST_HELP)
+    parser.add_argument("--cost", choices=COSTS, default="measured", metavar="COST", help=_COST_HELP)
     parser.add_argument("--remeasure", action="store_true", help=_REMEASURE_HELP)
     output_arguments(parser, ("text", "json", "svg"))
     exchange_arguments(parser)

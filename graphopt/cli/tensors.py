@@ -27,7 +27,6 @@ examples:
 
 def tensors_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command, and examples."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     target_argument(parser)
     parser.add_argument(
@@ -40,7 +39,10 @@ def tensors_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoints", action="store_true", help="the tensors that separate the network, and the bytes each saves"
     )
     which.add_argument("--saved", action="store_true", help="only what forward keeps for backward")
-    parser.add_argument("--phase", choices=[phase.value for phase in Phase], help="only tensors made in this phase")
+    phases = [phase.value for phase in Phase]
+    parser.add_argument(
+        "--phase", choices=phases, metavar="PHASE", help=f"only tensors made in this phase: {', '.join(phases)}"
+    )
     parser.add_argument(
         "--min-bytes",
         type=_byte_count,

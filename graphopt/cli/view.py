@@ -32,7 +32,6 @@ example:
 
 def view_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command, and an example."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     program_arguments(parser)
     parser.add_argument(

@@ -29,7 +29,7 @@ GROUP = "graphopt.formats"
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from typing import TypeVar
 import torch
 
 from graphopt import _torch
-from graphopt.errors import GraphoptError, did_you_mean
+from graphopt.errors import GraphoptError, check_type
+from graphopt.ir.near_names import near_names
 
 __all__ = ["NAMES_KEY", "add_name", "identifier", "match_names", "name", "one_line"]
 
@@ -40,6 +41,8 @@ def name(tensor: torch.Tensor, name: str) -> torch.Tensor:
         >>> "hidden" in graphopt.capture(Named(), (x.requires_grad_(),)).names()
         True
     """
+    check_type("graphopt.name's first argument", tensor, torch.Tensor, "a tensor", 'name(tensor, "res2a")')
+    check_type("a name of a tensor", name, str, "text", 'name(tensor, "res2a")')
     if not name or "*" in name or "?" in name:
         raise GraphoptError(f"{name!r} cannot name a tensor: use a non-empty text without the glob characters * and ?")
     add_name(tensor, name)
@@ -84,6 +87,7 @@ def match_names(patterns: Iterable[str], table: Mapping[str, T], what: str = "te
     found: set[str] = set()
     problems: list[str] = []
     for pattern in patterns:
+        check_type(f"a name of a {what}", pattern, str, "text")
         if pattern in table:
             found.add(pattern)
             continue
@@ -91,8 +95,16 @@ def match_names(patterns: Iterable[str], table: Mapping[str, T], what: str = "te
         if matches:
             found.update(matches)
         else:
-            problems.append(f"{pattern!r} names no {what}; {did_you_mean(pattern, table)}".rstrip("; "))
+            hint = near_names(pattern, table, lambda guess: _names_something(guess, table))
+            problems.append(f"{pattern!r} names no {what}; {hint}".rstrip("; "))
     if problems:
         hint = f"{len(table)} names exist; list them with `graphopt tensors TARGET` or program.tensors"
         raise GraphoptError("\n".join([*problems, hint]))
     return {key: value for key, value in table.items() if key in found}
+
+
+def _names_something(pattern: str, table: Iterable[str]) -> bool:
+    """Whether a name or glob stands for a name in the table."""
+    if set(pattern) & set("*?"):
+        return any(_glob(pattern).fullmatch(name) for name in table)
+    return pattern in table

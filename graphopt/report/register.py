@@ -19,6 +19,7 @@ from graphopt.ir.serialization import to_json
 from graphopt.ir.text import to_text
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.report.console.escape import safe
+from graphopt.report.console.log_lines import log_capture
 from graphopt.report.console.overview import announce
 from graphopt.report.formats.dot import to_dot
 from graphopt.report.formats.model_explorer import to_model_explorer
@@ -70,6 +71,7 @@ def register() -> None:
     provide(TrainStep, "show", _show_step)
     show_progress(NotebookProgress())
     observe_captures(announce)
+    observe_captures(log_capture)
 
 
 def _show_program(program: Program) -> Any:

@@ -18,7 +18,7 @@ from graphopt.rewriting.registry import find_pass
 
 __all__ = ["from_deepspeed", "from_paddle"]
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 _DEEPSPEED: dict[str, Any] = {
     "partition_activations": False,
@@ -125,6 +125,10 @@ def from_paddle(config: Mapping[str, Any] | str | Path) -> list[Pass]:
         [Recompute(checkpoints=('net.0', 'net.1')), Offload(...)]
     """
     whole = _read(config)
+    others = [key for key, value in whole.items() if key not in ("recompute", "recompute_configs", *_PADDLE) and value]
+    if others and "recompute" in {*whole, *others}:
+        _tell_left_out(others)
+        whole = {key: value for key, value in whole.items() if key not in others}
     if whole.get("recompute") is False:
         logger.warning("recompute is false, so recompute_configs is not read, as in Paddle")
         return []
@@ -147,6 +151,23 @@ def from_paddle(config: Mapping[str, Any] | str | Path) -> list[Pass]:
     if values["enable_offload"]:
         passes.append(_make("offload", min_bytes=0))
     return passes
+
+
+_INSTEAD = {
+    "amp": "MixedPrecision",
+    "dgc": "DeepGradientCompression",
+    "localsgd": "LocalSGD",
+    "adaptive_localsgd": "AdaptiveLocalSGD",
+    "sharding": "ShardOptimizer",
+}
+"""The passes that do what other switches of a strategy ask for."""
+
+
+def _tell_left_out(fields: Sequence[str]) -> None:
+    """Name every field of a strategy that is not honoured, with the pass to give for it."""
+    instead = [f"{_INSTEAD[name]}(...) for {name}" for name in fields if name in _INSTEAD]
+    advice = f"; give {', '.join(instead)}" if instead else ""
+    logger.warning("from_paddle reads recompute and recompute_configs, not %s%s", ", ".join(fields), advice)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

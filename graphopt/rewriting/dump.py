@@ -22,7 +22,7 @@ from graphopt.rewriting.pipeline import Pipeline
 
 __all__ = ["DumpDirectory", "environment"]
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 _VARIABLE = "GRAPHOPT_DUMP"
 

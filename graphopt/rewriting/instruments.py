@@ -11,7 +11,7 @@ from graphopt.rewriting.pass_ import Pass, PassRecord
 
 __all__ = ["Instrument", "LogPasses", "ShowPasses", "Snapshots"]
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 
 class Instrument(Protocol):
@@ -28,7 +28,7 @@ class Instrument(Protocol):
 
 
 class LogPasses:
-    """One line per pass on the logger ``graphopt``, at INFO; lines of passes that did nothing at WARNING."""
+    """One line per pass on the logger of this module, at INFO; lines of passes that did nothing at WARNING."""
 
     def before_pass(self, current: Pass, program: Program) -> None:
         """Say at DEBUG that the pass starts."""
@@ -41,8 +41,7 @@ class LogPasses:
             logger.info("  %s", line)
 
     def failed_pass(self, current: Pass, before: Program, error: Exception) -> None:
-        """Say that the pass failed."""
-        logger.error("%s failed: %s", current, error)
+        """Nothing: the error says it, and is raised."""
 
 
 class Snapshots:

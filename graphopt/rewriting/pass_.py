@@ -14,6 +14,7 @@ from graphopt.ir.node import Stage
 from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
+from graphopt.rewriting.pass_type import PassType
 from graphopt.rewriting.spec import format_pass
 
 __all__ = ["STAGES", "Changed", "Numerics", "Pass", "PassRecord", "PassStage", "Records"]
@@ -61,8 +62,10 @@ class Changed:
         return ", ".join(f"{count} {what}" for what, count in self.counts.items())
 
 
-class Pass(abc.ABC):
+class Pass(metaclass=PassType):
     """A rewrite of a program. Subclasses are final frozen dataclasses whose fields are their options.
+
+    Options are compared with the types of the fields where an object is made.
 
     What a pass does between steps, beside rewriting, is ``TrainingPass``.
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from graphopt.errors import GraphoptError, PassError, PipelineError, VerifyError
+from graphopt.errors import GraphoptError, PassError, PipelineError, VerifyError, as_cause, shown
 from graphopt.ir import verify as verifier
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.node import Stage
@@ -23,14 +23,19 @@ from graphopt.rewriting.shards import Shards
 from graphopt.rewriting.spec import parse_passes
 from graphopt.rewriting.training_pass import TrainingPass
 
-__all__ = ["Pipeline"]
+__all__ = ["Passes", "Pipeline"]
+
+
+Passes = str | Pass | Iterable[Pass | str] | None
+"""What stands for a list of passes: objects or their text form, in a list or alone."""
 
 
 class Pipeline:
     """An ordered list of passes.
 
     Args:
-        passes: ``Pass`` objects, or their text form; their order is free where nothing constrains it.
+        passes: ``Pass`` objects or their text form, in a list or alone, or another pipeline; None for no passes. Their
+            order is free where nothing constrains it.
 
     Raises:
         PipelineError: with every problem at once: unknown names and options, a pass given twice, conflicts, missing
@@ -42,9 +47,8 @@ class Pipeline:
         ['mixed-precision', 'fit-memory']
     """
 
-    def __init__(self, passes: str | Iterable[Pass] = ()) -> None:
-        given: Sequence[Any] = parse_passes(passes, find_pass) if isinstance(passes, str) else list(passes)
-        self.passes: tuple[Pass, ...] = tuple(_ordered(given))
+    def __init__(self, passes: Passes = ()) -> None:
+        self.passes: tuple[Pass, ...] = tuple(_ordered(_listed(passes)))
 
     def __str__(self) -> str:
         return ",".join(str(p) for p in self.passes)
@@ -124,7 +128,7 @@ class Pipeline:
             except GraphoptError as error:
                 for instrument in instruments:
                     instrument.failed_pass(current, before, error)
-                raise self._failure(current, due, program.stage, error) from error
+                raise self._failure(current, due, program.stage, error) from as_cause(error)
             except Exception as error:
                 for instrument in instruments:
                     instrument.failed_pass(current, before, error)
@@ -185,15 +189,51 @@ def _with_saving(changed: Changed, was: MemoryTimeline, now: MemoryTimeline) -> 
     return replace(changed, bytes_saved=saved, lines=lines)
 
 
+def _listed(passes: Any) -> list[Any]:
+    """The objects that ``passes`` stands for, and what else is in a list of them.
+
+    Raises:
+        PipelineError: for what is no list of passes, and for text that describes none.
+    """
+    if passes is None:
+        return []
+    if isinstance(passes, str):
+        return parse_passes(passes, find_pass)
+    if isinstance(passes, Pipeline):
+        return list(passes.passes)
+    if isinstance(passes, (Pass, type)):
+        return [passes]
+    if isinstance(passes, Mapping) or not isinstance(passes, Iterable):
+        hint = "; it is run where FxPass(...) wraps it" if callable(passes) else ""
+        raise PipelineError(
+            f"passes is a list of passes, such as [Recompute(...)], or text, such as {_EXAMPLE!r}, got "
+            f"{shown(passes)}{hint}"
+        )
+    return [found for item in passes for found in (_parsed(item) if isinstance(item, str) else [item])]
+
+
+def _parsed(text: str) -> list[Any]:
+    """The passes of one text in a list, or the error that is to be reported with what else is wrong."""
+    try:
+        return parse_passes(text, find_pass)
+    except PipelineError as error:
+        return [error]
+
+
+_EXAMPLE = "recompute{checkpoints=blocks.*}"
+
+
 def _ordered(given: Sequence[Any]) -> list[Pass]:
     problems: list[str] = []
     by_name: dict[str, Pass] = {}
     for index, item in enumerate(given):
-        if isinstance(item, type) and issubclass(item, Pass):
+        if isinstance(item, PipelineError):
+            problems.append(f"$.passes[{index}]: {item}")
+        elif isinstance(item, type) and issubclass(item, Pass):
             problems.append(f"$.passes[{index}]: {item.__name__} is a class; give an object: {item.__name__}(...)")
         elif not isinstance(item, Pass):
             problems.append(
-                f"$.passes[{index}]: {item!r} is not a pass; wrap a function on a GraphModule in FxPass(...)"
+                f"$.passes[{index}]: {shown(item)} is not a pass; wrap a function on a GraphModule in FxPass(...)"
             )
         elif not isinstance(item, TrainingPass) and (unused := _never_called(item)):
             problems.append(

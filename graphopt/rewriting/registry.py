@@ -11,7 +11,7 @@ from graphopt.rewriting.pass_ import Pass
 
 __all__ = ["available_passes", "find_pass"]
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 
 @lru_cache(maxsize=1)
@@ -27,14 +27,22 @@ def _registered() -> dict[str, EntryPoint]:
 
 
 def find_pass(name: str) -> type[Pass]:
-    """The pass class registered under ``name`` (kebab-case) in the entry-point group ``graphopt.passes``.
+    """The pass class registered under ``name`` in the entry-point group ``graphopt.passes``.
+
+    Args:
+        name: in kebab-case (``fit-memory``); the name of its class and other spellings (``FitMemory``, ``fit_memory``)
+            stand for the same pass.
 
     Raises:
         PipelineError: for an unknown name, with the nearest ones; or where what is registered is not a pass.
     """
+    name = _spelled(name)
     entry = _registered().get(name)
     if entry is None:
+        meant = [known for known in _ELSEWHERE.get(_letters(name), ()) if known in _registered()]
         hint = did_you_mean(name, _registered()) or f"known passes: {', '.join(sorted(_registered()))}"
+        if meant:
+            hint = f"did you mean {' or '.join(map(repr, meant))}?"
         raise PipelineError(f"there is no pass called {name!r}; {hint}")
     try:
         cls = entry.load()
@@ -46,6 +54,42 @@ def find_pass(name: str) -> type[Pass]:
     if cls.name != name:
         raise PipelineError(f"{entry.value} is registered as {name!r} but calls itself {cls.name!r}")
     return cls
+
+
+_ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "activationcheckpointing": ("recompute", "recompute-evenly"),
+    "amp": ("mixed-precision",),
+    "autocast": ("mixed-precision",),
+    "bf16": ("mixed-precision",),
+    "budget": ("fit-memory",),
+    "checkpoint": ("recompute", "recompute-evenly"),
+    "checkpointing": ("recompute", "recompute-evenly"),
+    "clipgradnorm": ("clip-gradients",),
+    "ddp": ("data-parallel",),
+    "dgc": ("deep-gradient-compression",),
+    "fp16": ("mixed-precision",),
+    "gradientcheckpointing": ("recompute", "recompute-evenly"),
+    "gradscaler": ("scale-loss", "mixed-precision"),
+    "half": ("mixed-precision",),
+    "memory": ("fit-memory",),
+    "powersgd": ("compress-gradients",),
+    "remat": ("recompute", "fit-memory"),
+    "zero": ("shard-optimizer",),
+}
+"""What a pass is called elsewhere, in lower case and without ``-`` and ``_``."""
+
+
+def _spelled(name: str) -> str:
+    """A name as it is registered, where it is written like one but for case, ``-`` and ``_``."""
+    if name in _registered():
+        return name
+    letters = _letters(name)
+    found = [known for known in _registered() if _letters(known) == letters]
+    return found[0] if len(found) == 1 else name
+
+
+def _letters(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
 
 
 def available_passes() -> dict[str, type[Pass]]:

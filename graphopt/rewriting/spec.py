@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from graphopt.errors import PipelineError, did_you_mean
+from graphopt.errors import GraphoptError, PipelineError, did_you_mean
 
 __all__ = ["format_pass", "option_fields", "parse_passes"]
 
@@ -106,6 +106,10 @@ def _split(text: str) -> Iterator[tuple[str, list[tuple[str, list[Any]]], str]]:
         options: list[tuple[str, list[Any]]] = []
         if position < len(text) and text[position] == "{":
             options, position = _options(text, position + 1)
+        elif position < len(text) and text[position] in "([=:":
+            raise PipelineError(
+                _point(text, position, f"options go in braces, {name}{{option=value}}, not behind this")
+            )
         yield name, options, f"$.passes[{index}] ({name})"
         index += 1
         while position < len(text) and text[position].isspace():
@@ -129,7 +133,9 @@ def _options(text: str, position: int) -> tuple[list[tuple[str, list[Any]]], int
             return options, position + 1
         match = _NAME.match(text, position)
         if match is None or match.end() >= len(text) or text[match.end()] != "=":
-            raise PipelineError(_point(text, position, "expected option=value here"))
+            raise PipelineError(
+                _point(text, position, "expected option=value here (a value with spaces goes in quotes)")
+            )
         name, position = match[1], match.end() + 1
         values: list[Any] = []
         while True:
@@ -139,6 +145,8 @@ def _options(text: str, position: int) -> tuple[list[tuple[str, list[Any]]], int
                 position += 1
                 continue
             break
+        if position < len(text) and text[position] == "=":
+            raise PipelineError(_point(text, position, "options are separated by spaces, and values by commas"))
         options.append((name, values))
 
 
@@ -182,13 +190,18 @@ def _build(cls: type, options: list[tuple[str, list[Any]]], place: str) -> Any:
     values, problems = _read_options(known, options, place)
     given = {known[name].field for name, _ in options if name in known}
     missing = [option for option in fields if option.required and option.field not in given]
-    problems += [f"{place}: needs the option {option.name}" for option in missing]
+    problems += [f"{place}: needs the option {option.name}: write {_with(cls, option)}" for option in missing]
     if problems:
         raise PipelineError("\n".join(problems))
     try:
         return cls(**values)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (GraphoptError, TypeError, ValueError, OverflowError) as error:
         raise PipelineError(f"{place}: {error}") from error
+
+
+def _with(cls: type, option: OptionField) -> str:
+    """How an option is given in text."""
+    return f"{getattr(cls, 'name', cls.__name__)}{{{option.name}=...}}"
 
 
 def _read_options(
@@ -248,7 +261,8 @@ def _convert_one(raw: list[Any], kind: Any) -> Any:
     if typing.get_origin(kind) is typing.Literal:
         if text in typing.get_args(kind):
             return text
-        raise ValueError(f"{text!r} is not one of {', '.join(map(str, typing.get_args(kind)))}")
+        words = [str(word) for word in typing.get_args(kind)]
+        raise ValueError(f"{text!r} is not one of {', '.join(words)}; {did_you_mean(text, words)}".rstrip("; "))
     if kind is str:
         return text
     read = _READERS.get(kind)

@@ -16,7 +16,7 @@ from graphopt.ir.program import Program
 
 __all__ = ["Captures", "HasRules", "SizeRule", "size_rules"]
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 _MANY = 8
 
 

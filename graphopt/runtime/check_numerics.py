@@ -19,7 +19,7 @@ from graphopt.runtime.rewrite import Rewritten
 
 __all__ = ["check_numerics", "run_once"]
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 
 def run_once(program: Program, inputs: list[Any], seed: int = 0) -> tuple[Any, ...]:

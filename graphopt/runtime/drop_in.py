@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from graphopt.capture import CaptureSession
+from graphopt.capture.call_checks import argument_names
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
 from graphopt.errors import GraphBreakError, GraphoptError
 from graphopt.rewriting.precision.scaling import CheckedGradients
@@ -119,6 +120,7 @@ class DropIn:
         ):
             raise _ReplacedError
         plain, runner = self._plain(), self.runner
+        runner.names = argument_names(plain, None)
         session = CaptureSession(plain, args, kwargs, dynamic_shapes=self.options.dynamic_shapes, keep=runner.is_first)
         capture = runner.rewrite(session)
         vars(model).update({name: vars(plain)[name] for name in session.assigned if name in vars(plain)})

@@ -13,7 +13,7 @@ from graphopt.ir.ops.opaque_update import is_updating
 
 __all__ = ["LoopLeftovers"]
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 _ADVICE = (
     "leave out loss.backward(), clip_grad_norm_ (the pass ClipGradients does it), optimizer.step(), zero_grad() and "

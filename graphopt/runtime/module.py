@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from graphopt.errors import CaptureError, PipelineError
 from graphopt.ir.methods import provided
 from graphopt.ir.program import Program
 from graphopt.rewriting.pass_ import Pass, Records
-from graphopt.rewriting.pipeline import Pipeline
+from graphopt.rewriting.pipeline import Passes, Pipeline
 from graphopt.runtime.compile.backend import Backend
 from graphopt.runtime.drop_in import DropIn
 from graphopt.runtime.rewrite import Verify
@@ -107,13 +107,13 @@ class Optimized(nn.Module):
         return _rebuild, (plain, self._graphopt.options, self._graphopt.runner.store.state_dict())
 
 
-def take_over(model: nn.Module, passes: str | Iterable[Pass] | Pipeline) -> tuple[nn.Module, list[Pass]]:
+def take_over(model: nn.Module, passes: Passes | Pipeline) -> tuple[nn.Module, list[Pass]]:
     """A model as it was before ``optimize``, and its passes together with those of what is made of it now.
 
     Raises:
         PipelineError: where a pass is in both.
     """
-    given = list(passes.passes if isinstance(passes, Pipeline) else Pipeline(passes).passes)
+    given = list((passes if isinstance(passes, Pipeline) else Pipeline(passes)).passes)
     if not isinstance(model, Optimized):
         return model, given
     inner = list(model._graphopt.options.pipeline.passes)
@@ -164,7 +164,7 @@ def _optimized_class(cls: type[nn.Module]) -> type[Optimized]:
 
 def optimize(
     model: M,
-    passes: str | Iterable[Pass] = (),
+    passes: Passes = (),
     *,
     example_inputs: tuple[Any, ...] | None = None,
     dynamic_shapes: Any = None,
@@ -179,7 +179,8 @@ def optimize(
 
     Args:
         model: the bare module. It is not changed, and shares everything with the result.
-        passes: ``Pass`` objects, or their text form (``"recompute{checkpoints=blocks.*}"``); in any order.
+        passes: ``Pass`` objects or their text form (``"recompute{checkpoints=blocks.*}"``), in a list in any order, or
+            one alone; None for no passes.
         example_inputs: positional inputs to capture with right away.
         dynamic_shapes: sizes that may vary, as for ``torch.export.export``.
         backend: ``"eager"`` (the generated code), ``"inductor"``, or ``callable(graph_module, inputs)`` applied to the

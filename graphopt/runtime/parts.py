@@ -31,7 +31,7 @@ from graphopt.runtime.signature import part_signature
 
 __all__ = ["Parts"]
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 
 _BETWEEN = "eager code between them whose bytes are not counted"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -33,6 +34,7 @@ class Rewritten:
         stages: the program of each stage after its passes.
         records: every pass that ran.
         snapshots: ``(label, program)`` after capture, after each lowering and after each pass.
+        seconds: that capture, lowering and passes took.
     """
 
     session: CaptureSession
@@ -41,6 +43,7 @@ class Rewritten:
     stages: dict[Stage, Program] = field(default_factory=dict)
     records: list[PassRecord] = field(default_factory=list)
     snapshots: list[tuple[str, Program]] = field(default_factory=list)
+    seconds: float = 0.0
 
     @property
     def program(self) -> Program:
@@ -111,6 +114,7 @@ def rewrite(
         log: log what each pass does.
     """
     result = Rewritten(session, pipeline, verify)
+    started = time.perf_counter()
     snapshots = Snapshots()
     with working(f"capturing {session.title}") as show:
         instruments: list[Instrument] = [*([LogPasses()] if log else []), ShowPasses(show), snapshots]
@@ -131,6 +135,7 @@ def rewrite(
             show(f"lowering the {program.stage} stage")
             program = result.lower(program)
         result.snapshots = snapshots.programs
+        result.seconds = time.perf_counter() - started
         if dump is not None:
             dump.finish(result.records)
     return result

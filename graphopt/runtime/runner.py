@@ -7,25 +7,27 @@ then passes prepare the model, ranks agree on what they are going to exchange, a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import nn
 
 from graphopt.capture import CaptureSession
+from graphopt.capture.call_checks import check_dynamic_shapes
 from graphopt.capture.checks import refuse_wrapped
 from graphopt.capture.fingerprint import ModelFingerprint
 from graphopt.capture.flatten import flatten_call
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
-from graphopt.errors import CaptureError
+from graphopt.errors import CaptureError, choice, shown
 from graphopt.ir.context import Context
 from graphopt.ir.node import Stage
 from graphopt.ir.program import Program
-from graphopt.rewriting.pass_ import Pass
-from graphopt.rewriting.pipeline import Pipeline
+from graphopt.rewriting.pipeline import Passes, Pipeline
 from graphopt.runtime.captures import Captures, SizeRule, size_rules
+from graphopt.runtime.changing_sizes import ChangingSizes
 from graphopt.runtime.check_numerics import check_numerics
 from graphopt.runtime.compile.backend import Backend, check_backend
 from graphopt.runtime.observers import tell_observers
@@ -38,7 +40,7 @@ from graphopt.runtime.state_store import StateStore
 
 __all__ = ["Capture", "Options", "Runner"]
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Options:
     def checked(
         cls,
         model: nn.Module,
-        passes: str | Iterable[Pass] | Pipeline,
+        passes: Passes | Pipeline,
         dynamic_shapes: Any,
         backend: Backend,
         verify: Verify,
@@ -62,12 +64,16 @@ class Options:
         """The options, where they fit together.
 
         Raises:
+            ArgumentError: for sizes or a check of another form.
             CaptureError: for a model that is wrapped.
             GraphoptError: for a backend that there is not.
             PipelineError: where the passes do not fit together.
         """
         refuse_wrapped(model)
         check_backend(backend)
+        check_dynamic_shapes(dynamic_shapes)
+        if verify not in (True, False):
+            verify = cast(Verify, choice("verify", verify, ("structure", "numerics"), {"off": "", "none": ""}) or False)
         return cls(passes if isinstance(passes, Pipeline) else Pipeline(passes), dynamic_shapes, backend, verify)
 
 
@@ -95,6 +101,7 @@ class Runner(Generic[C]):
         captures: by signature.
         store: the tensors that passes keep across runs.
         watch: of the ranks that programs exchange with.
+        names: of the positional arguments of a call, as far as they have names.
     """
 
     def __init__(
@@ -112,6 +119,8 @@ class Runner(Generic[C]):
         self._agreement = Agreement()
         self._fingerprint = ModelFingerprint()
         self._told: set[str] = set()
+        self._sizes = ChangingSizes()
+        self.names: Sequence[str] = ()
         self._context = Context(numbers={} if numbers is None else numbers, compiled=options.backend != "eager")
 
     def find(
@@ -128,7 +137,11 @@ class Runner(Generic[C]):
         found = self.captures.find(key, tensors)
         if found is None:
             parts, first = list(map(id, model.modules())), self.is_first
+            started = time.perf_counter()
             found = self.captures.add(key, capture())
+            told = self._sizes.note(self.names, args, kwargs, time.perf_counter() - started) if sizes else ""
+            if told:
+                logger.warning("%s: %s", type(model).__name__, told)
             after = signature(self._fingerprint(model), structure, tensors, sizes=sizes)
             # Where forward has set something while it was captured, or made modules, the next call is another one,
             # behind the first capture; behind others what is set there (a list) is not what makes a difference.
@@ -157,9 +170,11 @@ class Runner(Generic[C]):
         Raises:
             CaptureError: where these are no tuple.
         """
+        if isinstance(inputs, torch.Tensor):
+            inputs = (inputs,)
         if not isinstance(inputs, (tuple, list)):
             raise CaptureError(
-                f"example_inputs is a tuple with the positional arguments of a call, got {type(inputs).__name__}"
+                f"example_inputs is a tuple with the positional arguments of a call, got {shown(inputs)}"
             )
         with CAPTURE_LOCK:
             return self.find(model, tuple(inputs), {}, lambda: capture(tuple(inputs)))[0]

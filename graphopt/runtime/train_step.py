@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -11,17 +11,18 @@ from torch import fx, nn
 
 from graphopt import _torch
 from graphopt.capture import CaptureSession
+from graphopt.capture.call_checks import argument_names, check_loss, check_optimizer
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
 from graphopt.capture.session import call_loss
 from graphopt.capture.step import settings
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, whole_number
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.methods import provided
 from graphopt.ir.ops.opaque_update import Evaluate
 from graphopt.ir.program import Program
 from graphopt.rewriting.clock import Clock
-from graphopt.rewriting.pass_ import Pass, Records
-from graphopt.rewriting.pipeline import Pipeline
+from graphopt.rewriting.pass_ import Records
+from graphopt.rewriting.pipeline import Passes, Pipeline
 from graphopt.rewriting.precision.scaling import checked_gradients, scaling_of
 from graphopt.rewriting.shards import shard_state
 from graphopt.runtime.accumulate import accumulate_gradients, add_gradients, scale_seed
@@ -64,10 +65,8 @@ class TrainStep:
         options: Options,
         loss: Callable[..., torch.Tensor] | None = None,
     ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise GraphoptError(
-                f"optimize_step needs a torch.optim optimizer as its second argument, got {optimizer!r}"
-            )
+        check_optimizer(optimizer, model)
+        check_loss(loss, model)
         self._model = model
         self._optimizer = optimizer
         self._pipeline = options.pipeline
@@ -79,6 +78,7 @@ class TrainStep:
         self._gradients: dict[str, torch.Tensor] = {}
         numbers: dict[str, float] = {}
         self._runner: Runner[CapturedStep] = Runner(options, "step", model.get_parameter, numbers)
+        self._runner.names = argument_names(model, loss)
         self._store = self._runner.store
         self._clock = Clock(rates=self._rates, numbers=numbers, state=self._store.__getitem__)
         scaling = scaling_of(options.pipeline.passes)
@@ -153,8 +153,7 @@ class TrainStep:
         Raises:
             GraphoptError: for less than one, or in the middle of an accumulation.
         """
-        if not isinstance(batches, int) or batches < 1:
-            raise GraphoptError(f"accumulate needs a number of batches of at least 1, got {batches!r}")
+        batches = whole_number("accumulate's argument", batches, least=1, of="batches")
         if self._batches:
             raise GraphoptError(
                 f"{self._batches} of {self._every} batches are accumulated: change the number after an update"
@@ -416,7 +415,7 @@ class TrainStep:
 def optimize_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    passes: str | Iterable[Pass] = (),
+    passes: Passes = (),
     *,
     loss: Callable[..., torch.Tensor] | None = None,
     example_inputs: tuple[Any, ...] | None = None,
@@ -429,7 +428,7 @@ def optimize_step(
     Args:
         model: the bare module; updated in place. The passes of a result of ``optimize`` are taken over.
         optimizer: a ``torch.optim`` object over its parameters; stays the source of truth.
-        passes: ``Pass`` objects, or their text form; in any order.
+        passes: ``Pass`` objects or their text form, in a list in any order, or one alone; None for no passes.
         loss: ``loss(model, *batch)`` returning a scalar; None where the model returns the loss or an object with
             ``.loss``.
         example_inputs: a batch to capture with right away; otherwise the first call captures.
@@ -439,6 +438,7 @@ def optimize_step(
             program on the example inputs), or False.
 
     Raises:
+        ArgumentError: for a loss, an optimizer or sizes of another form.
         PipelineError: where the passes do not fit together.
         CaptureError: where the model, loss or optimizer cannot be captured; the optimizer then works in drop-in mode.
 

@@ -173,10 +173,16 @@ def _program(module: nn.Module) -> graphopt.Program:
 
 def smallest_budget(setting: Setting, resident: int) -> int:
     """The smallest peak that ``FitMemory`` finds, in bytes above the resident ones; its error holds it."""
-    try:
-        graphopt.optimize(setting.fresh(), [FitMemory(resident + 1)], example_inputs=setting.batch)
-    except GraphoptError as error:
-        if not isinstance(error.__cause__, BudgetError):
-            raise
-        return error.__cause__.smallest_bytes - resident
-    raise GraphoptError("a budget of one byte above what is resident was met: nothing is to be fitted here")
+    budget = resident + 256
+    for _ in range(2):  # below what every plan takes nothing is searched
+        try:
+            graphopt.optimize(setting.fresh(), [FitMemory(budget)], example_inputs=setting.batch)
+        except GraphoptError as error:
+            if not isinstance(error.__cause__, BudgetError):
+                raise
+            budget = error.__cause__.smallest_bytes
+            if error.__cause__.searched:
+                return budget - resident
+        else:
+            break
+    raise GraphoptError("a budget of what every plan takes above what is resident was met: nothing is to be fitted")

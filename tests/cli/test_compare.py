@@ -116,17 +116,18 @@ def test_tolerance(run: Command) -> None:
         "layers.2", "layers.3", "layers.4", "loss", "layers.4.weight~", "layers.3.weight~",
     ]  # fmt: skip
     assert over.err == (
-        "error: 6 tensors are not within the tolerance of 0.01; the worst is 'layers.2' with a relative error of inf\n"
+        "graphopt: error: 6 tensors are not within the tolerance of 0.01; "
+        "the worst is 'layers.2' with a relative error of inf\n"
     )
     one = run("compare", low("overflowing"), "-p", LOW, "--tolerance", "0.01", "--tensors", "loss")
-    assert one.err.startswith("error: 1 tensor is not within")
+    assert one.err.startswith("graphopt: error: 1 tensor is not within")
     assert run("compare", low("overflowing"), "-p", LOW, "--tolerance", "0.01", "--tensors", "layers.0").code == 0
 
 
 def test_an_unknown_tensor_is_an_error_with_near_names(run: Command) -> None:
     outcome = run("compare", low("exact"), "-p", LOW, "--tensors", "layer.0")
     assert (outcome.code, outcome.out) == (1, "")
-    assert "error: 'layer.0' names no tensor that both programs have; did you mean 'layers.0'" in outcome.err
+    assert "graphopt: error: 'layer.0' names no tensor that both programs have; did you mean 'layers.0'" in outcome.err
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,9 @@ def test_all_mistakes_in_passes_reach_the_user_at_once(run: Command) -> None:
 def test_a_failing_pass_names_itself_and_the_pipeline(run: Command) -> None:
     outcome = run("dump", target("plain"), "-p", "recompute{checkpoints=block.0}")
     assert (outcome.code, outcome.out) == (1, "")
-    assert outcome.err.startswith("error: pass 1/1 of the joint stage, 'recompute', failed: 'block.0' names no tensor;")
+    assert outcome.err.startswith(
+        "graphopt: error: pass 1/1 of the joint stage, 'recompute', failed: 'block.0' names no tensor;"
+    )
     assert "did you mean 'blocks.0'" in outcome.err
     assert "\n  pipeline: >>> recompute{checkpoints=block.0} <<<\n" in outcome.err
     assert "Traceback" not in outcome.err
@@ -71,7 +73,7 @@ def test_a_pass_that_did_nothing_is_reported(run: Command, monkeypatch: pytest.M
     install(monkeypatch, Idle)
     outcome = run("dump", target("plain"), "-p", "idle")
     assert outcome.code == 0
-    assert outcome.err.startswith("warning: idle: nothing: there is no work; ")
+    assert outcome.err.startswith("graphopt: warning: idle: nothing: there is no work; ")
     assert outcome.err.count("\n") == 1
 
 
@@ -113,13 +115,20 @@ def written(folder: Path, code: str) -> str:
 
 def test_mistakes_in_a_target_are_errors_without_a_traceback(run: Command, tmp_path: Path) -> None:
     near = run("dump", target("plane"))
-    assert (near.code, near.out, near.err) == (1, "", f"error: {FILE} has no 'plane'; did you mean 'plain'?\n")
+    assert (near.code, near.out, near.err) == (
+        1,
+        "",
+        f"graphopt: error: {FILE} has no 'plane'; did you mean 'plain'?\n",
+    )
     code = "def build():\n    error = ValueError('no')\n    error.add_note('a note')\n    raise error\n"
     text = written(tmp_path, code)
     raising = run("dump", text)
     assert (raising.code, raising.out) == (1, "")
     where = text.removesuffix(":build")
-    assert raising.err == f"error: {text} raised ValueError: no\n  where: {where}:4 in build: raise error\n  a note\n"
+    assert (
+        raising.err
+        == f"graphopt: error: {text} raised ValueError: no\n  where: {where}:4 in build: raise error\n  a note\n"
+    )
     assert "ValueError: no\n" in run("dump", text, "--traceback").err
 
 
@@ -132,7 +141,7 @@ def test_a_model_that_cannot_be_captured(run: Command, tmp_path: Path) -> None:
     text = written(tmp_path, code)
     outcome = run("dump", text)
     assert (outcome.code, outcome.out) == (1, "")
-    assert "\nerror: Jumpy cannot be captured" in f"\n{outcome.err}"
+    assert "\ngraphopt: error: Jumpy cannot be captured" in f"\n{outcome.err}"
     assert f"where: {text.removesuffix(':build')}:7 in forward: return x if" in outcome.err
 
 

@@ -229,7 +229,7 @@ def test_targets_that_are_not_there_or_train_nothing(run: Command, tmp_path: Pat
     )
     outcome = planned(run, of=f"{file}:build")
     assert outcome.code == 1
-    assert outcome.err.startswith("error: no parameter of Linear gets a gradient")
+    assert outcome.err.startswith("graphopt: error: no parameter of Linear gets a gradient")
 
 
 def test_help_says_that_it_is_one_or_the_other(run: Command) -> None:

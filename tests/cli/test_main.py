@@ -12,6 +12,8 @@ import pytest
 
 import graphopt
 from graphopt import Program
+from graphopt.cli.command_parser import commands_of
+from graphopt.cli.main import _parser
 from graphopt.rewriting.registry import available_passes
 from tests.support.command import FILE, RECOMPUTE, Command, Double, install, target
 
@@ -41,8 +43,11 @@ def test_help(run: Command, command: tuple[str, ...]) -> None:
     ("argv", "message"),
     [
         ((), "required"),
-        (("dmup", "x:y"), "invalid choice: 'dmup'"),
+        (("dmup", "x:y"), "did you mean 'dump'"),
         (("dump",), "TARGET"),
+        (("plan", "x:y", "--budgt", "8GB"), "did you mean '--budget'"),
+        (("help", "dmup"), "did you mean 'dump'"),
+        (("dump",), "see: graphopt help dump"),
         (("dump", "x:y", "--stage", "jont"), "invalid choice: 'jont'"),
         (("dump", "x:y", "--format", "pdf"), "invalid choice: 'pdf'"),
         (("dump", "x:y", "--json", "--format", "dot"), "two formats"),
@@ -60,13 +65,30 @@ def test_wrong_arguments_exit_with_2(run: Command, argv: tuple[str, ...], messag
     outcome = run(*argv)
     assert (outcome.code, outcome.out) == (2, "")
     assert message in outcome.err
+    assert outcome.err.startswith("graphopt: error: ")
+
+
+def test_help_is_a_command_and_has_the_exit_codes(run: Command) -> None:
+    whole = run("help")
+    assert whole.code == 0
+    assert whole.out == run("--help").out
+    for words in ("exit codes:", "0    fine", "1    a check failed", "2    wrong use", "130", "GRAPHOPT_LOG"):
+        assert words in whole.out
+    assert run("help", "plan").out == run("plan", "--help").out
+
+
+def test_help_keeps_to_80_columns(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in ("", *commands_of(_parser())):
+        lines = run("help", *([command] if command else [])).out.splitlines()
+        assert [line for line in lines if len(line) > 80 and not line.startswith("  graphopt ")] == []
 
 
 # --- passes ----------------------------------------------------------------------------------------------------------
 
 
 def test_passes_lists_what_is_installed(run: Command) -> None:
-    outcome = run("passes")
+    outcome = run("passes", "--long")
     assert outcome.code == 0
     blocks = outcome.out.strip().split("\n\n")
     assert [block.split("\n")[0] for block in blocks] == list(available_passes())
@@ -75,6 +97,12 @@ def test_passes_lists_what_is_installed(run: Command) -> None:
     assert "stage: joint; numerics: bitwise" in block
     assert "option checkpoints: tuple[str, ...], required" in block
     assert "Args:" not in block
+
+
+def test_passes_has_a_line_for_each_by_default(run: Command) -> None:
+    lines = run("passes").out.splitlines()
+    assert [line.split()[0] for line in lines[: len(available_passes())]] == list(available_passes())
+    assert max(map(len, lines)) <= 80
 
 
 def test_passes_explains_one(run: Command) -> None:
@@ -95,7 +123,10 @@ def test_passes_as_data(run: Command) -> None:
 def test_unknown_pass_names_the_near_ones(run: Command) -> None:
     outcome = run("passes", "recompte")
     assert (outcome.code, outcome.out) == (1, "")
-    assert outcome.err == "error: there is no pass called 'recompte'; did you mean 'recompute', 'recompute-evenly'?\n"
+    assert (
+        outcome.err
+        == "graphopt: error: there is no pass called 'recompte'; did you mean 'recompute', 'recompute-evenly'?\n"
+    )
 
 
 # --- tensors ---------------------------------------------------------------------------------------------------------
@@ -338,7 +369,7 @@ def test_errors_of_a_process() -> None:
     command = [sys.executable, "-m", "graphopt", "passes", "recompte"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: there is no pass called 'recompte'")
+    assert done.stderr.startswith("graphopt: error: there is no pass called 'recompte'")
 
 
 @pytest.mark.sweep

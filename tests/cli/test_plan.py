@@ -226,16 +226,16 @@ def test_budgets_as_data_are_what_fit_memory_does(run: Command) -> None:
 
 
 def test_a_budget_that_nothing_meets_is_fit_memorys_error(run: Command) -> None:
-    outcome = planned(run, "-b", "90%", "-b", "1kB")
+    outcome = planned(run, "-b", "90%", "-b", "30kB")
     assert outcome.code == 1
     session = session_of(TINY)
     with pytest.raises(graphopt.GraphoptError, match="no plan fits") as caught:
-        rewrite(session, Pipeline([FitMemory("1kB", cost=COST)]), until="joint")
+        rewrite(session, Pipeline([FitMemory("30kB", cost=COST)]), until="joint")
     cause = caught.value.__cause__
     assert cause is not None
-    assert outcome.err.startswith(f"error: {cause}\n")
+    assert outcome.err.startswith(f"graphopt: error: {cause}\n")
     assert all(f"  {note}" in outcome.err for note in cause.__notes__)
-    assert section(outcome.out, "1kB")[1] == "no plan was found within it"
+    assert section(outcome.out, "30kB")[1] == "no plan was found within it"
     assert any(line.startswith("run again  ") for line in section(outcome.out, "90%"))
 
 
@@ -243,7 +243,7 @@ def test_every_budget_that_nothing_meets_is_an_error(run: Command) -> None:
     outcome = planned(run, "-b", "1kB", "-b", "96%", "-b", "10%", "--json")
     assert outcome.code == 1
     assert [answer["feasible"] for answer in outcome.data["budgets"]] == [False, True, False]
-    assert outcome.err.count("error: no plan fits into ") == 2
+    assert outcome.err.count("graphopt: error: no plan fits into ") == 2
     assert outcome.data["budgets"][0]["error"] in outcome.err
 
 

@@ -101,9 +101,8 @@ def test_options_that_mean_nothing(options: dict[str, Any], message: str) -> Non
         Offload(**options)
 
 
-def test_a_name_instead_of_a_tuple_of_names() -> None:
-    with pytest.raises(TypeError, match="write"):
-        Offload("net.1")  # type: ignore[arg-type]
+def test_a_name_stands_for_a_tuple_of_one() -> None:
+    assert Offload("net.1") == Offload(("net.1",))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ def test_wrapped_models_are_refused_with_the_way_out(make: Callable[[], nn.Modul
 
 
 def test_what_is_no_model_or_is_optimized_already_is_refused() -> None:
-    with pytest.raises(CaptureError, match=r"expected an nn\.Module, got function"):
+    with pytest.raises(CaptureError, match=r"to be an nn\.Module, got the function"):
         graphopt.optimize(lambda x: x)  # type: ignore[type-var]
     with pytest.raises(CaptureError, match="optimized already: give all passes to one call"):
         graphopt.optimize(graphopt.optimize(network()))

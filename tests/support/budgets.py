@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphopt import Program
+from graphopt import PassError, Program
 from graphopt.passes import FitMemory
 from graphopt.rewriting.memory.budget import BudgetError
-from tests.support.errors import attempt
+from graphopt.rewriting.memory.floor import least_bytes
 from tests.support.fitting import applied
 from tests.support.training import Net
 
@@ -24,10 +24,15 @@ def fit(budget: int | str, **options: Any) -> FitMemory:
 
 
 def smallest_of(program: Program, **options: Any) -> int:
-    """The smallest peak that the error for a budget of nothing holds."""
-    cause = attempt(lambda: applied(program, fit(1, **options))).__cause__
-    assert isinstance(cause, BudgetError)
-    return cause.smallest_bytes
+    """The smallest peak that is found, which the error for a budget below it holds."""
+    least = least_bytes(program.memory())
+    try:
+        applied(program, fit(least, **options))
+    except PassError as error:
+        if isinstance(error.__cause__, BudgetError):
+            return error.__cause__.smallest_bytes
+        raise
+    return least
 
 
 def budgets_of(program: Program, count: int) -> list[int]:

@@ -52,7 +52,7 @@ __all__ = [
 COSTS = ("measured", "roofline", *PROFILES)
 """The names of cost models: measured on this device, its roofline, the roofline of a device by name."""
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 Method = Literal["measured", "roofline"]
 

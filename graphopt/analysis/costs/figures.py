@@ -27,7 +27,7 @@ from graphopt.errors import GraphoptError
 
 __all__ = ["Figure", "Figures", "cache_folder", "device_here", "device_name", "figures_of", "remeasure"]
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 Section = Literal["seconds", "profile", "bandwidth"]
 _SECTIONS: tuple[Section, ...] = ("seconds", "profile", "bandwidth")

@@ -25,7 +25,7 @@ from graphopt.ir.ops.values import tensors_of
 
 __all__ = ["call_device", "call_precision", "flops_of", "moved_bytes", "roofline_seconds"]
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 
 def roofline_seconds(node: fx.Node, profile: DeviceProfile) -> float:

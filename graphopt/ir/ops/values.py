@@ -78,18 +78,25 @@ _UNITS = {"": 1, "b": 1, **_DECIMAL_UNITS, **_BINARY_UNITS}
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from text such as ``8GB`` (powers of ten), ``512 MiB`` (powers of two) or ``1000000``.
+    """Bytes from text such as ``8GB`` (powers of ten), ``512 MiB`` (powers of two), ``1000000`` or ``8e9``.
 
     Raises:
         ValueError: for anything else.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", text)
+    match = re.fullmatch(r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE][+]?\d{1,3})?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS:
-        raise ValueError(f"{text!r:.60} is not a number of bytes: write 8GB, 512MiB or 1000000")
+        raise ValueError(f"{text!r:.60} is not a number of bytes: {_meant(match)}write 8GB, 512MiB or 1000000")
     count = float(match[1]) * _UNITS[match[2].lower()]
     if count >= 2**63:
         raise ValueError(f"{text!r:.60} is more than any memory has")
     return int(count)
+
+
+def _meant(match: re.Match[str] | None) -> str:
+    """What a number with an unknown unit probably means: ``8G`` is ``8GB`` to many."""
+    letters = match[2].lower().removesuffix("yte").removesuffix("ytes") if match is not None else ""
+    unit = next((known for known in (f"{letters}b", letters) if known in _UNITS and len(known) > 1), "")
+    return f"did you mean {match[1]}{unit[:-1].upper().replace('I', 'i')}B? " if match is not None and unit else ""
 
 
 def format_bytes(count: float) -> str:

@@ -20,7 +20,7 @@ from graphopt.runtime.rewrite import Rewritten
 
 __all__ = ["announce", "overview_spans", "overview_text"]
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 _VARIABLE = "GRAPHOPT_OVERVIEW"
 _LONGEST = 120

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 from graphopt.report.console.escape import visible
+from graphopt.report.console.log_lines import send_log_to_stderr
 from graphopt.report.console.terminal import displayed, first_rank, is_terminal, working
 
 __all__ = ["TerminalProgress", "progress_bar"]
@@ -45,7 +46,8 @@ class TerminalProgress:
     """Shows long work on the terminal that stderr is, of rank 0; nothing elsewhere."""
 
     def working(self, message: str) -> AbstractContextManager[Callable[[str], None]]:
-        """A spinner with ``message``."""
+        """A spinner with ``message``; before the first work of all, the log gets somewhere to go."""
+        send_log_to_stderr()
         return working(message)
 
     def bar(self, message: str) -> AbstractContextManager[Callable[[float, str], None]]:

@@ -26,6 +26,7 @@ __all__ = [
     "working",
     "write",
     "write_error",
+    "write_problem",
     "write_spans",
 ]
 
@@ -110,9 +111,14 @@ def _write_plain(text: str, stream: TextIO) -> None:
 
 def write_error(error: BaseException) -> None:
     """The message and the notes of an error on stderr."""
-    lines = f"error: {error}".split("\n")
-    lines += [f"  {line}" for note in getattr(error, "__notes__", ()) for line in note.split("\n")]
-    write("\n".join(lines), sys.stderr, style=lambda line: "bold red" if line.startswith("error: ") else "")
+    lines = [f"  {line}" for note in getattr(error, "__notes__", ()) for line in note.split("\n")]
+    write_problem("\n".join([str(error), *lines]))
+
+
+def write_problem(message: str) -> None:
+    """What is wrong, on stderr, begun as all errors of the command line are."""
+    begin = "graphopt: error: "
+    write(f"{begin}{message}", sys.stderr, style=lambda line: "bold red" if line.startswith(begin) else "")
 
 
 class LogFormatter(logging.Formatter):

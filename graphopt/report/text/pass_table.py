@@ -9,7 +9,18 @@ from typing import Any
 from graphopt.rewriting.pass_ import Pass
 from graphopt.rewriting.spec import OptionField, option_fields
 
-__all__ = ["passes_json", "passes_text"]
+__all__ = ["passes_json", "passes_list", "passes_text"]
+
+
+def passes_list(passes: Iterable[type[Pass]], width: int = 80) -> str:
+    """A line for each pass: its name and what it does, cut at ``width`` columns."""
+    rows = [(cls.name, (inspect.getdoc(cls) or "").partition("\n")[0].replace("``", "")) for cls in passes]
+    names = max((len(name) for name, _ in rows), default=0)
+    lines = [f"{name:{names}}  {summary}" for name, summary in rows]
+    return "\n".join([*(line if len(line) <= width else f"{line[: width - 1]}…" for line in lines), "", _MORE])
+
+
+_MORE = "graphopt passes NAME explains one with its options, --long lists all options"
 
 
 def passes_text(passes: Iterable[type[Pass]], *, whole: bool = False) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 from itertools import accumulate
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import ArgumentError, GraphoptError, wrong_argument
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.values import format_bytes, parse_bytes
+from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.rewriting.memory.fit import Fitting
+from graphopt.rewriting.memory.floor import always_alive, least_bytes, what_would_help
 from graphopt.rewriting.memory.free_memory import free_bytes
 
 __all__ = [
@@ -17,34 +20,71 @@ __all__ = [
     "budget_bytes",
     "check_budget",
     "infeasible",
+    "refuse_hopeless",
     "within_already",
 ]
 
 
 class BudgetError(GraphoptError):
-    """No plan fits into a budget; ``smallest_bytes`` is the smallest peak that was found."""
+    """No plan fits into a budget.
 
-    def __init__(self, message: str, smallest_bytes: int) -> None:
+    Args:
+        message: for people.
+        smallest_bytes: the smallest peak that was found; where nothing was searched, bytes that every plan takes.
+        searched: whether plans were searched; they are not where the budget is below what every plan takes.
+    """
+
+    def __init__(self, message: str, smallest_bytes: int, *, searched: bool = True) -> None:
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
+        self.searched = searched
 
 
-def check_budget(budget: int | str) -> None:
+def check_budget(budget: object) -> None:
     """Refuse what is no budget: a number of bytes, ``"8GB"``, ``"512MiB"``, ``"60%"`` or ``"auto"``.
 
     Raises:
-        TypeError: for what is neither a number nor text.
-        GraphoptError: for text of another form.
+        ArgumentError: for a number that no program can be kept within, and for text of another form.
     """
-    if isinstance(budget, bool) or not isinstance(budget, (int, str)):
-        raise TypeError(f"budget is a number of bytes, text such as 8GB or 60%, or auto; got {budget!r}")
-    if isinstance(budget, int) and budget >= 2**63:
-        raise GraphoptError("budget is a number of bytes, and this one is more than any memory has")
-    if isinstance(budget, str) and budget != "auto" and not re.fullmatch(r"\d+(\.\d+)?%", budget):
+    if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
+        raise wrong_argument("budget", budget, _FORMS)
+    if not isinstance(budget, str):
+        _check_number(budget)
+    elif budget.strip().lower() != "auto":
+        percent = _PERCENT.fullmatch(budget)
         try:
-            parse_bytes(budget)
+            count = float(percent[1]) if percent else parse_bytes(budget)
         except ValueError as error:
-            raise GraphoptError(f"budget={budget!r}: {error}, 60% (of the peak), or auto (what is free)") from None
+            raise ArgumentError(f"budget={budget!r}: {error}, 60% (of the peak), or auto (what is free)") from None
+        if percent and count == 0:
+            raise ArgumentError(f"budget={budget!r} is nothing: no program runs in no bytes; write 60%")
+        if not percent:
+            _check_number(float(budget) if _NUMBER.fullmatch(budget) and "." in budget else count)
+
+
+_FORMS = "a number of bytes, text such as 8GB or 60%, or auto"
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+_NUMBER = re.compile(r"\s*\d*\.?\d*\s*")
+_FEWEST = 256
+"""Bytes below which a number is meant otherwise: no program is so small that a budget for it is a question."""
+
+
+def _check_number(budget: float) -> None:
+    """Refuse a number of bytes that is none, or that no program can be kept within."""
+    meant = ""
+    if 0 < budget <= 1 and isinstance(budget, float):
+        meant = f"; did you mean '{budget:.0%}' of the peak?"
+    elif 0 < budget < _FEWEST:
+        meant = f"; did you mean '{budget:g}GB'?"
+    if isinstance(budget, int) and budget >= 2**63:
+        raise ArgumentError("budget is a number of bytes, and this one is more than any memory has")
+    if not math.isfinite(budget) or budget < _FEWEST:
+        raise ArgumentError(f"budget={budget!r} is no number of bytes that a program fits into{meant or _WRITE}")
+    if budget != int(budget):
+        raise ArgumentError(f"budget={budget!r}: bytes come in whole numbers{_WRITE}")
+
+
+_WRITE = ": write a number such as 8_000_000_000, or text such as '8GB' or '60%'"
 
 
 def budget_bytes(budget: int | str, memory: MemoryTimeline) -> int:
@@ -59,13 +99,14 @@ def budget_bytes(budget: int | str, memory: MemoryTimeline) -> int:
     Raises:
         GraphoptError: for ``auto``, where it is not known how much is free.
     """
-    if isinstance(budget, int):
-        return budget
-    if budget == "auto":
+    if not isinstance(budget, str):
+        return int(budget)
+    if budget.strip().lower() == "auto":
         devices = {value_of(node).device for node in memory.nodes if hasattr(value_of(node), "device")}
         return memory.resident_bytes + int(0.95 * sum(free_bytes(device) for device in devices))
-    if budget.endswith("%"):
-        return int(_lasting_peak(memory) * float(budget[:-1]) / 100)
+    percent = _PERCENT.fullmatch(budget)
+    if percent:
+        return int(_lasting_peak(memory) * float(percent[1]) / 100)
     return parse_bytes(budget)
 
 
@@ -88,6 +129,48 @@ def within_already(memory: MemoryTimeline, budget: int) -> str:
     return f"the peak of the program as it is, {peak}, is within the budget of {room}"
 
 
+def refuse_hopeless(program: Program, memory: MemoryTimeline, budget: int, *, moves: bool = True) -> None:
+    """Refuse a budget that is known to be too small before plans are searched.
+
+    Args:
+        program: to be fitted.
+        memory: its timeline.
+        budget: in bytes.
+        moves: whether values may be moved to the host.
+
+    Raises:
+        BudgetError: with what is always alive, the least bytes that every plan takes, and what would lower them.
+    """
+    least = least_bytes(memory)
+    if budget >= least:
+        return
+    resident = format_bytes(memory.resident_bytes)
+    error = BudgetError(
+        f"no plan fits into {format_bytes(budget)} ({budget} bytes): parameters, optimizer state and inputs alone take "
+        f"{resident}, with what the program leaves behind {format_bytes(always_alive(memory))}, and every plan takes "
+        f"{format_bytes(least)} ({least} bytes) or more; nothing was searched",
+        least,
+        searched=False,
+    )
+    residents = sorted((s for s in memory.storages if s.is_input and s.bytes), key=lambda s: -s.bytes)
+    error.add_note("the largest tensors that are there all the time:")
+    for storage in residents[:_SHOWN]:
+        name = storage.names[0] if storage.names else storage.owner.name
+        error.add_note(f"  {name}: {format_bytes(storage.bytes)} ({storage.category})")
+    _advise(error, program, memory, moves=moves)
+    raise error
+
+
+_SHOWN = 8
+"""Tensors that an error names."""
+
+
+def _advise(error: BudgetError, program: Program, memory: MemoryTimeline, *, moves: bool) -> None:
+    error.add_note("what to do: a larger budget, a smaller batch, or passes that lower what is always there:")
+    for line in what_would_help(program, memory, moves=moves):
+        error.add_note(f"  {line}")
+
+
 def infeasible(fitting: Fitting, budget: int) -> BudgetError:
     """The error where no plan fits into ``budget`` bytes: the smallest peak found, and what is alive there.
 
@@ -107,9 +190,10 @@ def infeasible(fitting: Fitting, budget: int) -> BudgetError:
         smallest.peak_bytes,
     )
     error.add_note(f"the smallest peak is reached at {_named(memory)}; the largest tensors alive there:")
-    for item in memory.alive[:8]:
+    for item in memory.alive[:_SHOWN]:
         error.add_note(f"  {item.name}: {format_bytes(item.bytes)} ({item.category}) {item.source}".rstrip())
-    error.add_note("what to do: a larger budget, a smaller batch, or passes that make these tensors smaller")
+    moves = fitting.lanes is not None and fitting.lanes.room > 0
+    _advise(error, fitting.program, memory, moves=moves)
     return error
 
 

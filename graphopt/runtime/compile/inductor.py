@@ -28,7 +28,7 @@ __all__ = ["compile_graph"]
 
 Boxed = Callable[[list[Any]], Any]
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 _FEWEST = 8
 """Parts of fewer calls than this are not divided further: their generated code runs as it is."""

@@ -26,7 +26,7 @@ from graphopt.runtime.ranks.places import place_now
 
 __all__ = ["Heartbeat", "Here", "heartbeat", "patience"]
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 _PATIENCE = 5.0
 _INTERVAL = 1.0

@@ -27,7 +27,7 @@ from graphopt.runtime.ranks.places import follow, place_of
 
 __all__ = ["StepWatch"]
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 _EXCHANGE = re.compile(r"gloo|NCCL|Connection (closed|reset)|Application timeout|Timed out waiting")
 """How backends word the failure of an exchange; only read where the error does not come from a call that is known."""

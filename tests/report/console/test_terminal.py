@@ -57,7 +57,7 @@ def test_errors_with_their_notes(capsys: pytest.CaptureFixture[str]) -> None:
     error = GraphoptError("first line\nsecond line")
     error.add_note("a note\nof two lines")
     terminal.write_error(error)
-    assert capsys.readouterr().err == "error: first line\nsecond line\n  a note\n  of two lines\n"
+    assert capsys.readouterr().err == "graphopt: error: first line\nsecond line\n  a note\n  of two lines\n"
 
 
 def test_what_a_line_of_a_report_looks_like() -> None:

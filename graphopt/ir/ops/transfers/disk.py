@@ -17,7 +17,7 @@ from graphopt.ir.ops.transfers.freelist import FreeList, aligned
 
 __all__ = ["DiskFile", "DiskSpace"]
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 VARIABLE = "GRAPHOPT_DISK"
 """The environment variable that names the directory."""

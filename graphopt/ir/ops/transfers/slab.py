@@ -16,7 +16,7 @@ from graphopt.ir.ops.transfers.freelist import FreeList, aligned
 
 __all__ = ["HostSlab", "HostSpace"]
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 GROWTH = 32 * 1024**2
 """Bytes by which a slab grows at least; on a CPU, pages that are never touched take no memory."""

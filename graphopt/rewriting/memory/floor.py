@@ -1,0 +1,94 @@
+"""What no plan goes below, and the passes that would lower it: what an error about a budget can say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from graphopt.ir.node import value_of
+from graphopt.ir.ops.values import format_bytes, tensors_of
+from graphopt.ir.program import Program
+from graphopt.ir.timeline import MemoryTimeline
+
+__all__ = ["always_alive", "least_bytes", "what_would_help"]
+
+_KEPT = ("activations", "recomputed")
+
+
+def always_alive(memory: MemoryTimeline) -> int:
+    """Bytes that no plan can do without at the end: what is there before a program, and what it leaves behind."""
+    left = sum(s.bytes for s in memory.storages if not s.is_input and s.last >= len(memory.nodes))
+    return memory.resident_bytes + left
+
+
+def least_bytes(memory: MemoryTimeline) -> int:
+    """Bytes below which no plan of a program peaks, whatever it runs again or moves away.
+
+    At the least there is what ``always_alive`` counts, or what is resident with the operands or the results of one
+    call, whichever is more, and its temporaries.
+    """
+    calls = (_operands_or_results(memory, node) for node in memory.nodes)
+    most = max((own + extra for own, extra in zip(calls, memory.temporaries, strict=True)), default=0)
+    return max(always_alive(memory), memory.resident_bytes + most)
+
+
+def _operands_or_results(memory: MemoryTimeline, node: fx.Node) -> int:
+    """The larger of the bytes that a call reads and of those that it makes, inputs of the program left out."""
+    results = {id(s): s.bytes for s in memory.refers.get(node, ()) if not s.is_input}
+    operands = {
+        id(s): s.bytes for source in node.all_input_nodes for s in memory.refers.get(source, ()) if not s.is_input
+    }
+    return max(sum(results.values()), sum(operands.values()))
+
+
+def what_would_help(program: Program, memory: MemoryTimeline, *, moves: bool) -> Iterator[str]:
+    """A line for each pass that would lower a peak, with the bytes that it would take off there.
+
+    Args:
+        program: that was to be fitted.
+        memory: of it, or of the smallest plan that was found.
+        moves: whether values may be moved to the host already.
+    """
+    done = " ".join(program.history)
+    alive = Counter(memory.categories)
+    gradients = _gradients(memory)
+    if "mixed-precision" not in done and (halved := _single_precision(memory) // 2):
+        yield f"MixedPrecision() keeps activations in two bytes an element: up to {format_bytes(halved)} less"
+    if gradients and program.stage == "joint":
+        yield (
+            "graphopt.optimize_step with FuseUpdate() in the place of graphopt.optimize updates a parameter when its "
+            f"gradient is there: up to {format_bytes(sum(gradients) - max(gradients))} less"
+        )
+    elif gradients and "fuse-update" not in done:
+        saved = format_bytes(sum(gradients) - max(gradients))
+        yield f"FuseUpdate() updates each parameter when its gradient is there: up to {saved} less"
+    kept = sum(alive[name] for name in _KEPT)
+    if kept and not moves:
+        yield (
+            f"host_budget=, or Offload(tier='disk'), lets activations wait elsewhere, where {format_bytes(kept)} are "
+            "alive (on a CPU the host's memory is the device's own)"
+        )
+    if alive["optimizer state"] and "shard-optimizer" not in done:
+        state = format_bytes(alive["optimizer state"])
+        yield f"ShardOptimizer() on several ranks leaves each its share of the {state} of optimizer state"
+
+
+def _gradients(memory: MemoryTimeline) -> list[int]:
+    """The bytes of the gradients that are alive at the peak."""
+    position = memory.bytes.index(memory.peak_bytes) if memory.bytes else -1
+    return [s.bytes for s in memory.storages if s.category == "gradients" and s.first <= position <= s.last and s.bytes]
+
+
+def _single_precision(memory: MemoryTimeline) -> int:
+    """The bytes in float32 that forward made, or made again, and that are alive at the peak."""
+    position = memory.bytes.index(memory.peak_bytes) if memory.bytes else -1
+    return sum(
+        s.bytes
+        for s in memory.storages
+        if s.category in _KEPT
+        and s.first <= position <= s.last
+        and any(tensor.dtype is torch.float32 for tensor in tensors_of(value_of(s.owner)))
+    )
