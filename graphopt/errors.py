@@ -45,7 +45,14 @@ class GraphoptError(Exception):
 class ArgumentError(GraphoptError, TypeError, ValueError):
     """An argument is not what a function takes; the message names it, what it got, and what it takes.
 
-    It is a ``TypeError`` and a ``ValueError`` as well, as Python's own are.
+    It is a ``TypeError`` and a ``ValueError`` as well, as Python's own are. What to do: give what the message says; where
+    a name was wrong, it has the near ones.
+
+    Example:
+        >>> graphopt.passes.Recompute(3)
+        Traceback (most recent call last):
+            ...
+        graphopt.errors.ArgumentError: ...
     """
 
 

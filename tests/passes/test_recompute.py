@@ -160,7 +160,7 @@ def test_all_unknown_names_are_reported_at_once() -> None:
 
 
 def test_checkpoints_are_text() -> None:
-    with pytest.raises(TypeError, match="names of tensors"):
+    with pytest.raises(TypeError, match="Recompute: checkpoints is text or a tuple"):
         Recompute([3])  # type: ignore[list-item]
     assert Recompute("a") == Recompute(["a"]) == Recompute(("a",))
 
