@@ -45,8 +45,8 @@ class GraphoptError(Exception):
 class ArgumentError(GraphoptError, TypeError, ValueError):
     """An argument is not what a function takes; the message names it, what it got, and what it takes.
 
-    It is a ``TypeError`` and a ``ValueError`` as well, as Python's own are. What to do: give what the message says; near
-    names are in it where a name was wrong.
+    It is a ``TypeError`` and a ``ValueError`` as well, as Python's own are. What to do: give what the message says;
+    near names are in it where a name was wrong.
 
     Example:
         >>> graphopt.passes.Recompute(3)
