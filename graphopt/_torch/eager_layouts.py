@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 __all__ = ["eager_layouts"]
 
 _CONTIGUOUS = -1
+"""In place of an argument: the result is contiguous, whatever the arguments are."""
 
 _LAID_OUT_AS = {
     "_log_softmax_backward_data.default": _CONTIGUOUS,
@@ -49,14 +50,14 @@ def eager_layouts() -> Iterator[None]:
     for op, place in _overloads():
         saved[op] = decomposition_table[op]
         decomposition_table[op] = _laid_out(saved[op], place)
-    checks = list(op_implementations_checks)
-    op_implementations_checks.insert(0, (_UNDECOMPOSED.__contains__, _without_data))
+    ours = (_UNDECOMPOSED.__contains__, _without_data)
+    op_implementations_checks.insert(0, ours)
     FakeTensorMode.cache_clear()  # it has results of before
     try:
         yield
     finally:
         decomposition_table.update(saved)
-        op_implementations_checks[:] = checks
+        op_implementations_checks.remove(ours)
         FakeTensorMode.cache_clear()
 
 
