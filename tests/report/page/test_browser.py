@@ -20,18 +20,12 @@ from graphopt.report.page import MeasuredPeaks, Story, page_of_story, story_of_s
 from graphopt.report.page.kept import kept_storages
 from graphopt.report.pictures.visits import Placement, merge_visits
 from graphopt.runtime.rewrite import rewrite
-from tests.support.browser import SIZES, Opened, chromium, opened
+from tests.support.browser import SIZES, Opened, opened
 from tests.support.training import Blocks, next_token
 
 LAYERS = 3
 PASSES = "recompute{checkpoints=blocks.*},fuse-update"
 MEASURED = MeasuredPeaks(before=54_321, after=12_345)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

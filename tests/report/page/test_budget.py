@@ -16,17 +16,11 @@ from graphopt.capture import CaptureSession
 from graphopt.ir.ops.values import format_bytes
 from graphopt.report.page import Story, page_of_story, story_of_snapshots
 from graphopt.runtime.rewrite import rewrite
-from tests.support.browser import Opened, chromium, opened
+from tests.support.browser import Opened, opened
 from tests.support.training import Blocks, next_token
 
 LAYERS = 3
 WORDS = {"k": "kept", "r": "computed again", "o": "moved away"}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from graphopt.ir.context import Context
 from graphopt.ir.node import info, set_info
 from graphopt.report.page import page_of_program, page_of_story
 from graphopt.report.page.story import Snapshot, Story
-from tests.support.browser import Opened, chromium, opened
+from tests.support.browser import Opened, opened
 from tests.support.training import captured
 
 ATTACK = "</script><img src=x onerror=alert(1)><script>alert(2)</script>"
@@ -44,12 +44,6 @@ def hostile() -> Program:
 @pytest.fixture(scope="module")
 def program() -> Program:
     return hostile()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
 
 
 @pytest.fixture
