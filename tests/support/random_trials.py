@@ -197,10 +197,12 @@ def _rewritten(recipe: Recipe, make: Make, whole: bool, passes: list[Pass]) -> _
         try:
             return run(recipe, make, passes)
         except graphopt.GraphoptError as error:
-            smallest = re.search(r"the smallest peak found is (\d+) bytes", str(error))
+            smallest = re.search(
+                r"the smallest peak found is (\d+) bytes|every plan takes [^(]*\((\d+) bytes\) or more", str(error)
+            )
             if smallest is None:
                 raise
-        least = FitMemory(int(smallest[1]), cost="roofline")
+        least = FitMemory(int(smallest[1] or smallest[2]), cost="roofline")
         passes = [least if isinstance(given, FitMemory) else given for given in passes]
     return run(recipe, make, passes)
 
