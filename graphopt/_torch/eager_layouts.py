@@ -1,6 +1,6 @@
 """Ops whose results are laid out otherwise without data than with: traced, they get the strides that kernels give.
 
-For some pointwise ops torch computes on tensors without data in smaller ops (``torch._decomp``), or has rules for them
+For some ops torch computes on tensors without data in smaller ops (``torch._decomp``), or has rules for them
 (``torch._subclasses.fake_impls``), whose result follows another argument's strides than that of the kernel, where
 arguments are laid out differently. What follows would be traced as views that the real tensors do not have.
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import op_implementations_checks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -42,31 +43,107 @@ _LAID_OUT_AS = {
 }
 """By op, the position of the argument whose strides its result has on a CPU."""
 
+_SUM = -2
+"""In place of an argument: the layout of a sum of the arguments, broadcast."""
+
+_IN_FORMAT_OF = {
+    "_native_batch_norm_legit.default": 0,
+    "_native_batch_norm_legit.no_stats": 0,
+    "_native_batch_norm_legit_functional.default": 0,
+    "batch_norm_backward.default": 1,
+    "channel_shuffle.default": 0,
+    "div.Tensor_mode": _SUM,
+    "logaddexp.default": _SUM,
+    "max_unpool2d.default": 0,
+    "native_batch_norm.default": 0,
+    "native_batch_norm_backward.default": 1,
+    "native_group_norm.default": 0,
+    "native_layer_norm_backward.default": _CONTIGUOUS,
+    "normal.Tensor_Tensor": _CONTIGUOUS,
+    "reflection_pad2d_backward.default": 1,
+    "reflection_pad3d.default": 0,
+    "reflection_pad3d_backward.default": 1,
+    "replication_pad2d_backward.default": 1,
+    "replication_pad3d.default": 0,
+    "replication_pad3d_backward.default": 1,
+}
+"""By op, the position of the argument in whose memory format (contiguous, or channels last) the first result is."""
+
 
 @contextlib.contextmanager
 def eager_layouts() -> Iterator[None]:
     """While the block runs, the results of these ops have the strides that kernels give them."""
     saved: dict[Any, Any] = {}
+    rules, busy = dict(_formatted()), list[Any]()
+
+    def laid_out(mode: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """What torch makes of an op without data, in its kernel's layout."""
+        busy.append(op)  # so that torch goes its way now
+        try:
+            with mode:
+                return _formatted_result(op(*args, **kwargs), *rules[op], args)
+        finally:
+            busy.pop()
+
     for op, place in _overloads():
         saved[op] = decomposition_table[op]
         decomposition_table[op] = _laid_out(saved[op], place)
-    ours = (_UNDECOMPOSED.__contains__, _without_data)
-    op_implementations_checks.insert(0, ours)
+    for op in rules.keys() & decomposition_table.keys():
+        saved[op] = decomposition_table[op]
+        decomposition_table[op] = _formatted_decomposition(saved[op], *rules[op])
+    ours = [(_UNDECOMPOSED.__contains__, _without_data), (lambda op: op in rules and not busy, laid_out)]
+    op_implementations_checks[:0] = ours
     FakeTensorMode.cache_clear()  # it has results of before
     try:
         yield
     finally:
         decomposition_table.update(saved)
-        op_implementations_checks.remove(ours)
+        op_implementations_checks[:] = [each for each in op_implementations_checks if each not in ours]
         FakeTensorMode.cache_clear()
 
 
 def _overloads() -> Iterator[tuple[Any, int]]:
     for name, place in _LAID_OUT_AS.items():
-        packet, _, overload = name.partition(".")
-        found = getattr(getattr(torch.ops.aten, packet, None), overload, None)
+        found = _overload(name)
         if found in decomposition_table:
             yield found, place
+
+
+def _formatted() -> Iterator[tuple[Any, tuple[int, bool]]]:
+    """The ops that lay out their first result by a memory format: as which argument, and whether there are more."""
+    for name, place in _IN_FORMAT_OF.items():
+        found = _overload(name)
+        if found is not None:
+            yield found, (place, len(found._schema.returns) > 1)
+
+
+def _overload(name: str) -> Any:
+    packet, _, which = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet, None), which, None)
+
+
+def _formatted_decomposition(theirs: Callable[..., Any], place: int, several: bool) -> Callable[..., Any]:
+    """A decomposition whose first result is laid out as the kernel's."""
+
+    @functools.wraps(theirs)
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        return _formatted_result(theirs(*args, **kwargs), place, several, args)
+
+    return decomposed
+
+
+def _formatted_result(result: Any, place: int, several: bool, args: tuple[Any, ...]) -> Any:
+    """The result of an op with its first tensor in the kernel's layout."""
+    first = result[0] if several else result
+    if not isinstance(first, torch.Tensor) or first.dim() < 3 or first.device.type != "cpu":
+        return result
+    if place == _SUM:
+        like = torch.empty_like(torch.ops.aten.add.Tensor(*args[:2]), dtype=first.dtype)
+    elif place == _CONTIGUOUS:
+        like = torch.empty_like(first, memory_format=torch.contiguous_format)
+    else:
+        like = torch.empty_like(first, memory_format=suggest_memory_format(args[place]))
+    return (like, *result[1:]) if several else like
 
 
 def _laid_out(theirs: Callable[..., Any], place: int) -> Callable[..., Any]:

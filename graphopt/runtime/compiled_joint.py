@@ -117,11 +117,12 @@ def _compile(
         run = compile_module(module, list(inputs), backend, room=room if part == "forward" else 0)
         return runner.watch.guard(run, module, program, part)
 
+    tangents = [node.name for node, _ in program.inputs_of("tangent")]
     function = joint.trace.compile(
         lambda: (forward, backward),
         functools.partial(compiler, "forward"),
         functools.partial(compiler, "backward"),
-        tangents_as_they_are=backend == "eager" and take_any_strides(backward),
+        tangents_as_they_are=backend == "eager" and take_any_strides(backward, tangents),
     )
     return forward, backward, function
 

@@ -1,4 +1,4 @@
-"""One model of transformers trained in eager mode and with each pass: the same bits, and the peak that was foretold."""
+"""One model of transformers or timm trained in eager mode and with each pass: same bits, and the peak foretold."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Verdict:
 
 
 def try_architecture(name: str, ways: Sequence[str], passes: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """What comes of passes in each way: verdicts as dictionaries."""
+    """What comes of passes in each way: verdicts as dictionaries. The names of timm's models begin with ``timm:``."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     with warnings.catch_warnings():
@@ -91,7 +91,7 @@ class _Trial:
     """The model, its batches, and its eager training."""
 
     def __init__(self, name: str) -> None:
-        self.model, pair = ARCHITECTURES[name].build(2)
+        self.model, pair = _architecture(name).build(2)
         self.batches = [(pair[number % 2],) for number in range(STEPS)]
         self.eager = train(copy.deepcopy(self.model), adamw, own_loss, self.batches)
         self.low = self._under_autocast()
@@ -168,6 +168,14 @@ class _Trial:
         theirs = {name: _as_found(expected.tensors[name], name) for name in names}
         mine = {name: _as_found(value, name) for name, value in found.tensors.items() if hidden not in name}
         return first_difference(mine, theirs)
+
+
+def _architecture(name: str) -> Any:
+    if not name.startswith("timm:"):
+        return ARCHITECTURES[name]
+    from tests.support.timm_architectures import TIMM  # which is installed where the sweep over them runs only
+
+    return TIMM[name.removeprefix("timm:")]
 
 
 def _as_found(value: torch.Tensor, name: str) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -101,20 +101,48 @@ def partition(
 _BOUND_TO_STRIDES = ("as_strided", "_reshape_alias", "view_as_complex", "view_as_real", "view.dtype", "set_")
 """Ops that read the strides of their argument, or need them to be as they were traced."""
 
+_AS_THE_FIRST = ("index_add", "index_put", "index_copy", "scatter", "select_scatter", "slice_scatter", "copy")
+"""Ops whose results have the strides of their first argument."""
 
-def take_any_strides(backward: fx.GraphModule) -> bool:
+_OF_THEIR_OWN = ("new_", "slice_backward", "select_backward", "mm.", "addmm.", "bmm.", "baddbmm.", "repeat.")
+"""Ops whose results have the same strides whatever strides their arguments have."""
+
+
+def take_any_strides(backward: fx.GraphModule, tangents: Collection[str]) -> bool:
     """Let a half take tangents of any strides, as eager mode's backward does; whether it can.
 
-    Views become reshapes, which copy where no view is possible.
+    Views become reshapes, which copy where no view is possible. What reads the strides of a value that follow those of
+    a tangent cannot take others.
+
+    Args:
+        backward: the half.
+        tangents: the names of its inputs that are tangents.
     """
-    calls = [node for node in backward.graph.nodes if node.op == "call_function"]
-    if any(str(node.target).removeprefix("aten.").startswith(_BOUND_TO_STRIDES) for node in calls):
-        return False
-    for node in calls:
-        if node.target is torch.ops.aten.view.default:
-            node.target = torch.ops.aten.reshape.default
+    follows: set[fx.Node] = set()
+    for node in backward.graph.nodes:
+        if _has_strides_of(node, follows, tangents):
+            follows.add(node)
+        if node.op == "call_function" and _op(node).startswith(_BOUND_TO_STRIDES) and node.args[0] in follows:
+            return False
+    for node in backward.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
     backward.recompile()
     return True
+
+
+def _has_strides_of(node: fx.Node, follows: set[fx.Node], tangents: Collection[str]) -> bool:
+    """Whether the strides of a value may be others where those of the tangents are, with the values that are so."""
+    if node.op != "call_function":
+        return node.name in tangents
+    op = _op(node)
+    if op.startswith(_OF_THEIR_OWN) or node.kwargs.get("memory_format") is torch.contiguous_format:
+        return False
+    read = node.args[:1] if op.startswith(_AS_THE_FIRST) else node.all_input_nodes
+    return any(source in follows for source in read)
+
+
+def _op(node: fx.Node) -> str:
+    return str(node.target).removeprefix("aten.")
 
 
 def _answers(program: Program, layout: list[bool]) -> list[Any]:

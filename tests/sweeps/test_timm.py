@@ -1,0 +1,40 @@
+"""One model of each family of timm trains as in eager mode under every pass, with the peak that was foretold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.architecture_trials import PASSES, Verdict
+from tests.support.isolated import Isolated, Outcome
+from tests.support.timm_architectures import TIMM
+
+pytestmark = pytest.mark.sweep
+
+
+@pytest.fixture(scope="module")
+def tried() -> Iterator[Callable[..., Outcome]]:
+    with Isolated("tests.support.architecture_trials:try_architecture") as call:
+        yield call
+
+
+@pytest.mark.parametrize("name", list(TIMM))
+def test_a_model_of_timm_trains_as_in_eager_mode_under_every_pass(
+    name: str, tried: Callable[..., Outcome], record_property: Callable[[str, Any], None]
+) -> None:
+    way = "whole step" if list(TIMM).index(name) % 2 else "drop-in"
+    outcome = tried(f"timm:{name}", [way], list(PASSES))
+    verdicts = [Verdict(**found) for found in outcome.values]
+    record_property("row", f"{name} ({way}): " + "; ".join(f"{v.passes} {v.kind}" for v in verdicts))
+    assert not outcome.died, f"{outcome.died}\n{outcome.said}"
+    for verdict in verdicts:
+        unmet = verdict.kind == "refused" and verdict.passes == "fit" and "no plan fits" in verdict.detail
+        if not unmet and verdict.kind != "eager fails":
+            assert verdict.kind == "equal", verdict
+            assert verdict.foretold, verdict
+
+
+def test_there_are_at_least_60_models() -> None:
+    assert len(TIMM) >= 60
