@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import math
 import types
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import ParamSpec, TypeVar
 
 __all__ = [
     "ArgumentError",
@@ -21,6 +24,7 @@ __all__ = [
     "check_type",
     "choice",
     "did_you_mean",
+    "known_keywords",
     "near_words",
     "no_such_word",
     "shown",
@@ -294,3 +298,42 @@ def whole_number(argument: str, value: object, *, least: int = 0, of: str = "") 
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise wrong_argument(argument, value, f"a whole number{of and f' of {of}'} of at least {least}")
     return value
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function refuse keywords that it does not have with the near ones; for those that users call by keyword.
+
+    Raises:
+        ArgumentError: when the function is called with another keyword.
+    """
+    known = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in known:
+                near = did_you_mean(name, known) or did_you_mean(_KEYWORDS.get(name, ""), known)
+                listed = f"it takes {', '.join(known)}"
+                hint = f"{near} ({listed})" if near else listed
+                raise ArgumentError(f"{function.__name__} has no argument {name!r}; {hint}")
+        return function(*args, **kwargs)
+
+    return call
+
+
+_KEYWORDS = {
+    "criterion": "loss",
+    "loss_fn": "loss",
+    "opt": "optimizer",
+    "optim": "optimizer",
+    "inputs": "example_inputs",
+    "batch": "example_inputs",
+    "dynamic": "dynamic_shapes",
+    "pipeline": "passes",
+    "check": "verify",
+}
+"""What other libraries call these arguments."""

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from graphopt import _torch
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, wrong_argument
+from graphopt.ir.device_argument import device_argument
 
 __all__ = ["MeasuredPeak", "measure_peak"]
 
@@ -49,13 +50,17 @@ def measure_peak(fn: Callable[[], Any], *, device: str | torch.device = "cpu") -
         device: ``"cpu"`` or a CUDA device.
 
     Raises:
+        ArgumentError: for what cannot be called, and for what is no device.
         GraphoptError: for a device of another kind.
 
     Example:
         >>> graphopt.measure_peak(lambda: torch.zeros(256)).allocated_peak_bytes
         1024
     """
-    kind = torch.device(device)
+    if not callable(fn):
+        hint = "the call has run already: write measure_peak(lambda: ...) around it"
+        raise wrong_argument("measure_peak's fn", fn, "a function without arguments", hint)
+    kind = device_argument("measure_peak's device", device)
     gc.collect()
     if kind.type == "cuda":
         torch.cuda.synchronize(kind)

@@ -13,6 +13,8 @@ from torch import fx
 from graphopt.errors import GraphoptError
 
 __all__ = [
+    "INPUT_ROLES",
+    "OUTPUT_ROLES",
     "TRACE_CONSTANT",
     "Candidate",
     "InputSpec",
@@ -30,6 +32,12 @@ __all__ = [
 ]
 
 Stage = Literal["forward", "joint", "step"]
+
+INPUT_ROLES = (
+    "parameter", "buffer", "constant", "input", "tangent", "gradient", "state", "hyperparameter", "pass_state",
+)  # fmt: skip
+OUTPUT_ROLES = ("output", "loss", "gradient", "mutation", "state", "base")
+"""What inputs and outputs of a program can be; see ``InputSpec`` and ``OutputSpec``."""
 
 _INFO = "graphopt"
 

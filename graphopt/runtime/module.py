@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from graphopt import _torch
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
-from graphopt.errors import CaptureError, PipelineError
+from graphopt.errors import CaptureError, PipelineError, known_keywords
 from graphopt.ir.methods import provided
 from graphopt.ir.program import Program
 from graphopt.rewriting.pass_ import Pass, Records
@@ -162,6 +162,7 @@ def _optimized_class(cls: type[nn.Module]) -> type[Optimized]:
     return type(cls.__name__, (Optimized, cls), body)
 
 
+@known_keywords
 def optimize(
     model: M,
     passes: Passes = (),

@@ -10,10 +10,10 @@ import torch
 from torch import fx, nn
 
 from graphopt import _torch
-from graphopt.capture.call_checks import check_loss, check_optimizer
+from graphopt.capture.call_checks import check_call, check_loss, check_optimizer
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
 from graphopt.capture.session import call_loss
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, check_type, known_keywords
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.methods import provided
 from graphopt.ir.program import Program
@@ -59,6 +59,7 @@ class TrainStep:
         options: Options,
         loss: Callable[..., torch.Tensor] | None = None,
     ) -> None:
+        check_type("TrainStep's options", options, Options, "made by graphopt.optimize_step: call that")
         check_optimizer(optimizer, model)
         check_loss(loss, model)
         self._model = model
@@ -83,6 +84,7 @@ class TrainStep:
         and says so once.
 
         Raises:
+            ArgumentError: where the batch does not fit the loss, or the model.
             CaptureError: at the first call of a signature, where it cannot be captured.
             RankError: where an exchange with other ranks fails, naming those that died or hang.
             GraphoptError: where gradients from outside are waiting in ``.grad``, and after too many steps in a row
@@ -120,6 +122,7 @@ class TrainStep:
                 module.training = training
 
     def _loss_alone(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        check_call(self._model, self._loss or True, args, kwargs)
         return call_loss(self._model, self._loss or True, args, kwargs).detach()
 
     def prepare(self, *args: Any, **kwargs: Any) -> TrainStep:
@@ -260,6 +263,7 @@ class TrainStep:
         """Continue where ``state_dict`` was taken; also before the first call, which then checks what passes hold.
 
         Raises:
+            ArgumentError: for what is no state, and for entries of another type.
             GraphoptError: for a state of another version, of other passes, or of another rank where ranks differ.
         """
         self._progress.load_state_dict(state, dict(self._model.named_parameters()))
@@ -271,6 +275,7 @@ class TrainStep:
         return f"<TrainStep of {type(self._model).__name__}, passes {str(self._pipeline) or 'none'}>"
 
 
+@known_keywords
 def optimize_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
