@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from graphopt import _torch
-from graphopt.errors import GraphoptError, wrong_argument
+from graphopt.errors import GraphoptError, public, wrong_argument
 from graphopt.ir.device_argument import device_argument
 
 __all__ = ["MeasuredPeak", "measure_peak"]
@@ -38,6 +38,7 @@ class MeasuredPeak:
     result: Any
 
 
+@public
 def measure_peak(fn: Callable[[], Any], *, device: str | torch.device = "cpu") -> MeasuredPeak:
     """Run ``fn`` once and measure the peak of torch's allocator, to the byte.
 

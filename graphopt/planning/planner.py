@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from random import Random
 
-from graphopt.errors import GraphoptError, check_type, wrong_argument
+from graphopt.errors import GraphoptError, check_type, public, wrong_argument
 from graphopt.planning.chain import chain_plans
 from graphopt.planning.cuts import CutNetwork, priced_cuts
 from graphopt.planning.frontier import Frontier, Point
@@ -87,6 +87,7 @@ def _effort(problem: Problem, roles: Roles) -> Effort:
     return Effort(targets=12, rounds=20, work=int(1_800_000 * growth), width=12 if count < 400 else 5, everywhere=False)
 
 
+@public
 def find_frontier(
     problem: Problem,
     *,
@@ -294,6 +295,7 @@ def _widest(plain: Simulated) -> int:
     return plain.bytes.index(plain.peak)
 
 
+@public
 def plan(problem: Problem, budget: int, *, time_limit: float | None = None) -> Simulated:
     """The fastest plan found whose peak is at most ``budget`` bytes.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from graphopt.errors import GraphoptError, check_type
+from graphopt.errors import GraphoptError, check_type, public
 from graphopt.planning.planner_arguments import check_indices, check_quantity, check_seconds, check_sizes
 
 __all__ = ["InvalidPlanError", "Operation", "Plan", "Problem", "Simulated", "repeated_seconds", "simulate"]
@@ -317,6 +317,7 @@ def _called(problem: Problem, index: int) -> str:
     return f"operation {index} ({problem.operations[index].name or 'unnamed'})"
 
 
+@public
 def simulate(problem: Problem, plan: Plan) -> Simulated:
     """What a plan takes, exactly.
 

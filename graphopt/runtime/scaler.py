@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphopt.errors import GraphoptError, check_type, shown
+from graphopt.errors import GraphoptError, check_type, public, shown
 from graphopt.ir.ops import scale as ops
 from graphopt.rewriting.precision.scaling import BAD, GOOD, SCALE, CheckedGradients, LossScaling, counters
 from graphopt.rewriting.precision.scaling import scaling_of as settings_of
@@ -320,6 +320,7 @@ def _described(given: object) -> str:
     return shown(given)
 
 
+@public
 def scaler(*models: nn.Module) -> Scaler:
     """The loss scale of optimized models, in place of ``torch.amp.GradScaler`` in a loop that is otherwise unchanged.
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graphopt.errors import GraphoptError, check_type, whole_number, wrong_argument
+from graphopt.errors import GraphoptError, check_type, public, whole_number, wrong_argument
 
 __all__ = ["STATE_VERSION", "check_state", "place", "redistribute"]
 
@@ -84,6 +84,7 @@ def _check_entries(state: Mapping[str, Any]) -> None:
     check_type("the state's 'local'", state["local"], (list, tuple), "a list of names")
 
 
+@public
 def redistribute(states: Sequence[Mapping[str, Any]], ranks: int) -> list[dict[str, Any]]:
     """The states of a step for another number of ranks.
 

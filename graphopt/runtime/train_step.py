@@ -13,7 +13,7 @@ from graphopt import _torch
 from graphopt.capture.call_checks import check_call, check_loss, check_optimizer
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
 from graphopt.capture.session import call_loss
-from graphopt.errors import GraphoptError, check_type, known_keywords
+from graphopt.errors import GraphoptError, check_type, public
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.methods import provided
 from graphopt.ir.program import Program
@@ -76,6 +76,7 @@ class TrainStep:
 
     # --- running -----------------------------------------------------------------------------------------------------
 
+    @public
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run one step on a batch; returns the loss, detached, of the shape that the loss function gives it.
 
@@ -106,6 +107,7 @@ class TrainStep:
             self._store.settle()
         return self._accept(compiled, results, batch)
 
+    @public
     def evaluate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The loss of a batch in eval mode and without gradients, for validation; nothing is changed.
 
@@ -125,6 +127,7 @@ class TrainStep:
         check_call(self._model, self._loss or True, args, kwargs)
         return call_loss(self._model, self._loss or True, args, kwargs).detach()
 
+    @public
     def prepare(self, *args: Any, **kwargs: Any) -> TrainStep:
         """Capture and compile for a batch like this one without running; returns the step itself."""
         with CAPTURE_LOCK:
@@ -135,6 +138,7 @@ class TrainStep:
         """Capture and compile for a batch given as a tuple, as ``example_inputs=`` is."""
         self._programs.variant(self._programs.find_example(example_inputs))
 
+    @public
     def accumulate(self, batches: int) -> TrainStep:
         """Update at every ``batches``-th call only, with the mean of the gradients of these calls.
 
@@ -147,6 +151,7 @@ class TrainStep:
         self._progress.accumulate(batches)
         return self
 
+    @public
     def synchronize(self) -> TrainStep:
         """Bring together what passes let differ between ranks for a while, such as the parameters of local SGD.
 
@@ -252,6 +257,7 @@ class TrainStep:
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
+    @public
     def state_dict(self) -> dict[str, Any]:
         """What the step itself owns: what passes hold, and the gradients accumulated so far of how many batches.
 
@@ -259,6 +265,7 @@ class TrainStep:
         """
         return self._progress.state_dict()
 
+    @public
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where ``state_dict`` was taken; also before the first call, which then checks what passes hold.
 
@@ -275,7 +282,7 @@ class TrainStep:
         return f"<TrainStep of {type(self._model).__name__}, passes {str(self._pipeline) or 'none'}>"
 
 
-@known_keywords
+@public
 def optimize_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

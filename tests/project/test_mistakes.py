@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
+import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +23,10 @@ from graphopt import (
     Format,
     FxPass,
     GraphoptError,
+    Pass,
     Phase,
     Pipeline,
+    Program,
     RandomStreams,
     capture,
     configs,
@@ -38,6 +46,7 @@ from graphopt.passes import (
     RecomputeEvenly,
     ScaleLoss,
 )
+from graphopt.rewriting.memory.budget import BudgetError
 from tests.support.errors import told
 from tests.support.training import Blocks, Net, mean_square
 
@@ -351,8 +360,110 @@ def test_an_error_is_told_once(caplog: pytest.LogCaptureFixture, capfd: pytest.C
     assert caught.value.__suppress_context__
     with pytest.raises(graphopt.PassError, match="names no tensor") as failed:
         optimize(NET, Recompute("nothing"))(X)
-    cause = failed.value.__cause__
-    assert cause is not None
-    assert cause.__traceback__ is None or cause.__traceback__.tb_next is None
+    assert failed.value.__cause__ is None, "its text is in the message"
+    assert failed.value.__suppress_context__
+    text = "".join(traceback.format_exception(failed.value))
+    assert text.count("names no tensor") == 1
+    assert "/graphopt/rewriting/" not in text
     assert caplog.records == []
     assert capfd.readouterr().err == ""
+
+
+def test_a_cause_with_attributes_keeps_them_and_is_told_once() -> None:
+    with pytest.raises(graphopt.PassError, match="searched") as caught:
+        optimize(NET, FitMemory("300"))(X)
+    assert isinstance(caught.value.__cause__, BudgetError)
+    assert caught.value.__cause__.smallest_bytes > 300
+    text = "".join(traceback.format_exception(caught.value))
+    assert text.count("what to do") == 1
+
+
+@dataclass(frozen=True)
+class Broken(Pass):
+    """Fails in the user's own code."""
+
+    name, stage, numerics = "broken", "joint", "bitwise"
+
+    def apply(self, program: Program) -> Changed:
+        return Changed({"halves": self.half(len(program.nodes))})
+
+    def half(self, count: int) -> int:
+        return count // 0
+
+
+def test_a_traceback_shows_the_users_lines_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of graphopt there is the line at which the error leaves; everything is there where it is asked for."""
+
+    def shown() -> list[str]:
+        with pytest.raises(graphopt.PassError) as caught:
+            optimize(NET, [Broken()], example_inputs=(X,))
+        cause = caught.value.__cause__
+        assert isinstance(cause, ZeroDivisionError)
+        chain = (*traceback.extract_tb(caught.value.__traceback__), *traceback.extract_tb(cause.__traceback__))
+        return [Path(frame.filename).name for frame in chain]
+
+    here = Path(__file__).name
+    assert shown() == [here, "errors.py", here, here]
+    monkeypatch.setenv("GRAPHOPT_TRACEBACK", "full")
+    full = shown()
+    assert {"pipeline.py", "drop_in.py", "rewrite.py"} <= set(full)
+    assert full[0] == full[-1] == here
+
+
+QUIET = """
+import torch, graphopt
+from torch import nn
+from graphopt.passes import FitMemory
+
+class Jumpy(nn.Module):
+    def forward(self, x):
+        return x.sin() if x.sum() > 0 else x
+
+class Outside(nn.Module):
+    def forward(self, x):
+        return torch.from_numpy(x.exp().detach().numpy())
+
+class Misfit(nn.Module):
+    def forward(self, x):
+        return x @ torch.zeros(3, 3)
+
+x = torch.ones(8, 4, requires_grad=True)
+for model in (Jumpy(), Outside(), Misfit()):
+    for loss in (None, lambda model, x: model(x).sum()):
+        try:
+            graphopt.capture(model, (x,), loss=loss)
+        except graphopt.CaptureError as error:
+            print(type(model).__name__, "is refused")
+        else:
+            raise AssertionError(model)
+model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(6)])
+step = graphopt.optimize_step(
+    model, torch.optim.SGD(model.parameters(), lr=0.1), [FitMemory("90%")], loss=lambda model, x: model(x).sum()
+)
+x = torch.ones(256, 4)
+step(x)
+graphopt.measure_peak(lambda: step(x))
+with torch.profiler.profile() as profile:
+    step(torch.ones(512, 4))
+print(len(profile.events()) > 0)
+try:
+    with torch.profiler.profile():
+        graphopt.measure_peak(lambda: None)
+except graphopt.GraphoptError as error:
+    print(error)
+"""
+
+
+def test_nothing_of_torch_reaches_stderr(tmp_path: Path) -> None:
+    """Not the graphs that it prints above refusals, nor what its profiler says: also where the user runs a profiler."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1"}
+    environment.pop("KINETO_LOG_LEVEL", None)
+    done = subprocess.run(
+        [sys.executable, "-c", QUIET], capture_output=True, text=True, check=False, timeout=300, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("is refused") == 6
+    assert "True\nmemory is measured by torch's profiler, which is running already" in done.stdout
+    lines = done.stderr.splitlines()
+    assert [line for line in lines if not line.startswith("graphopt: ")] == []
+    assert sum("a profiler of torch is running" in line for line in lines) == 1
