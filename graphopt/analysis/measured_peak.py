@@ -58,9 +58,10 @@ def measure_peak(fn: Callable[[], Any], *, device: str | torch.device = "cpu") -
         >>> graphopt.measure_peak(lambda: torch.zeros(256)).allocated_peak_bytes
         1024
     """
-    if not callable(fn):
+    given: object = fn
+    if not callable(given):
         hint = "the call has run already: write measure_peak(lambda: ...) around it"
-        raise wrong_argument("measure_peak's fn", fn, "a function without arguments", hint)
+        raise wrong_argument("measure_peak's fn", given, "a function without arguments", hint)
     kind = device_argument("measure_peak's device", device)
     gc.collect()
     if kind.type == "cuda":

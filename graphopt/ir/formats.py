@@ -22,10 +22,13 @@ from typing import Any
 
 from graphopt.errors import GraphoptError, check_type, did_you_mean, wrong_argument
 
-__all__ = ["GROUP", "Format", "available_formats", "find_format", "register_format"]
+__all__ = ["GROUP", "OWN", "Format", "available_formats", "find_format", "format_names", "register_format"]
 
 GROUP = "graphopt.formats"
 """The entry point group of formats."""
+
+OWN = ("text", "python", "dot", "svg", "json", "html", "perfetto", "model-explorer")
+"""The formats that graphopt brings along (``graphopt.report.register`` has them)."""
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
@@ -132,6 +135,11 @@ def _loaded(entry: EntryPoint) -> Format:
     if form.name != entry.name:
         raise GraphoptError(f"{entry.value} is registered as {entry.name!r} but calls itself {form.name!r}")
     return form
+
+
+def format_names() -> tuple[str, ...]:
+    """The names of all formats, without importing what is behind them."""
+    return tuple(dict.fromkeys((*OWN, *_registered, *sorted(_entries()))))
 
 
 def available_formats() -> dict[str, Format]:

@@ -137,10 +137,11 @@ class RandomStreams:
                 then. Inside ``using``.
         """
         self._refuse_inside("load_state_dict()")
-        if not isinstance(state, Mapping) or not all(isinstance(of, Mapping) for of in state.values()):
-            hint = "torch.load(path) gives it from a file" if isinstance(state, str) else ""
+        given: Any = state
+        if not isinstance(given, Mapping) or not all(isinstance(of, Mapping) for of in given.values()):
+            hint = "" if isinstance(given, Mapping) else "torch.load(path) gives it from a file"
             raise wrong_argument(
-                "state", state, "what RandomStreams.state_dict() returned: streams, then devices", hint
+                "state", given, "what RandomStreams.state_dict() returned: streams, then devices", hint
             )
         missing, unknown = set(self._states) - set(state), set(state) - set(self._states)
         if missing or unknown:

@@ -58,9 +58,10 @@ def check_state(state: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]
 
 
 def _check_version(state: Mapping[str, Any]) -> None:
-    if not isinstance(state, Mapping):
-        hint = "torch.load(path) gives it from a file" if isinstance(state, str) else ""
-        raise wrong_argument("state", state, "what TrainStep.state_dict() returned", hint)
+    given: object = state
+    if not isinstance(given, Mapping):
+        hint = "torch.load(path) gives it from a file" if isinstance(given, str) else ""
+        raise wrong_argument("state", given, "what TrainStep.state_dict() returned", hint)
     if state.get("version") != STATE_VERSION or set(state) != _KEYS:
         raise GraphoptError(
             f"this is no state of a TrainStep of this version: expected the keys {sorted(_KEYS)} and version "

@@ -233,7 +233,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         for row in results
     ]  # fmt: skip
-    headings = ("model", "calls", "page", "story", "write", "open", "drag cpu", "all", "drag", "folded", "every call", "far")
+    headings = (
+        "model",
+        "calls",
+        "page",
+        "story",
+        "write",
+        "open",
+        "drag cpu",
+        "all",
+        "drag",
+        "folded",
+        "every call",
+        "far",
+    )
     show(
         {"results": results},
         [make_table("The interactive page; frames a second at the right", headings, rows)],

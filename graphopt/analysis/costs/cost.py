@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from graphopt.analysis.costs.bandwidth import Tier, link_bandwidth
+from graphopt.analysis.costs.device_names import COSTS
 from graphopt.analysis.costs.figures import cache_folder, remeasure
 from graphopt.analysis.costs.isolated_call import call_key, call_tensors
 from graphopt.analysis.costs.measurements import Measurements
@@ -49,9 +50,6 @@ __all__ = [
     "remeasure",
     "roofline_seconds",
 ]
-
-COSTS = ("measured", "roofline", *PROFILES)
-"""The names of cost models: measured on this device, its roofline, the roofline of a device by name."""
 
 logger = logging.getLogger(__name__)
 

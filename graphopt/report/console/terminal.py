@@ -11,8 +11,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, TextIO
 
-import torch.distributed as dist
-
 from graphopt.report.console.escape import visible
 
 __all__ = [
@@ -47,8 +45,9 @@ def is_terminal(stream: TextIO) -> bool:
 
 def first_rank() -> bool:
     """Whether this process speaks for all: rank 0 of torch.distributed or of a launcher, or the only process."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank() == 0
+    dist = sys.modules.get("torch.distributed")  # only where it is imported can there be a process group
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return bool(dist.get_rank() == 0)
     return os.environ.get("RANK", "0") == "0"
 
 
