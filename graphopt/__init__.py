@@ -12,7 +12,9 @@ def _prints_words_alone() -> bool:
     """Whether this process is the command ``graphopt`` asked for its version, help or completion: no torch for that."""
     program, *rest = sys.argv or [""]
     name = program.replace("\\", "/").rpartition("/")[2].removesuffix(".exe")
-    own = name == "graphopt" or (program == "-m" and sys.orig_argv[1:3] == ["-m", "graphopt"])
+    own = name == "graphopt" or (
+        program == "-m" and ("-m", "graphopt") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
+    )
     asked = [word for word in rest if word in ("--version", "--help", "-h")]
     return own and bool(asked or rest[:1] in (["help"], ["completion"]))
 

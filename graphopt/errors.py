@@ -201,7 +201,7 @@ _NOT_USERS = tuple(
 def short_traceback(error: GraphoptError) -> GraphoptError:
     """An error as it leaves graphopt: without the frames below, and its causes without those above the user's code.
 
-    What a cause only says again is not shown twice: such a cause goes away, or keeps its attributes alone.
+    What a cause only says again is not shown twice: such a cause goes away, or keeps its type and attributes alone.
 
     The environment variable ``GRAPHOPT_TRACEBACK=full`` keeps everything, for those who work on graphopt or on a pass.
     """
@@ -210,7 +210,7 @@ def short_traceback(error: GraphoptError) -> GraphoptError:
     error.__traceback__ = None
     cause = error.__cause__
     if cause is not None and _repeats(cause, error):
-        if isinstance(cause, GraphoptError) and vars(cause).keys() - {"__notes__"}:
+        if isinstance(cause, GraphoptError) and not isinstance(error, type(cause)):
             cause.args = ("what the error below says",)
             own, told = getattr(cause, "__notes__", []), getattr(error, "__notes__", [])
             cause.__notes__ = [note for note in own if note not in told]
