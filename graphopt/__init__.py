@@ -12,11 +12,9 @@ def _prints_words_alone() -> bool:
     """Whether this process is the command ``graphopt`` asked for its version, help or completion: no torch for that."""
     program, *rest = sys.argv or [""]
     name = program.replace("\\", "/").rpartition("/")[2].removesuffix(".exe")
-    own = name == "graphopt" or (
-        program == "-m" and ("-m", "graphopt") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
-    )
+    as_module = program == "-m" and ("-m", "graphopt") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
     asked = [word for word in rest if word in ("--version", "--help", "-h")]
-    return own and bool(asked or rest[:1] in (["help"], ["completion"]))
+    return (name == "graphopt" or as_module) and bool(asked or rest[:1] in (["help"], ["completion"]))
 
 
 if TYPE_CHECKING or not _prints_words_alone():

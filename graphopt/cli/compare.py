@@ -8,7 +8,7 @@ import shlex
 import sys
 from typing import Any, Literal, cast
 
-from graphopt.cli.output import print_json, print_text, program_title
+from graphopt.cli.output import print_json, print_report, program_title
 from graphopt.cli.programs import stage_to_show
 from graphopt.cli.target import load_target
 from graphopt.errors import GraphoptError
@@ -64,7 +64,7 @@ def _show(options: argparse.Namespace, outcome: Outcome, comparison: Comparison)
         bound |= {"exceeding": [row.name for row in over]} if bound else {}
         print_json({**_head(outcome), **bound, **comparison_json(comparison, options.limit)})
     else:
-        print_text(_records(outcome), comparison_text(comparison, options.limit))
+        print_report(_records(outcome), comparison_text(comparison, options.limit))
     if over:
         count = "1 tensor is" if len(over) == 1 else f"{len(over)} tensors are"
         raise GraphoptError(
@@ -120,4 +120,4 @@ def _show_denied(
         print_json({**_head(outcome), **denied_json(denied, candidates, by, options.bisect, str(pipeline))})
         return
     what = ", ".join(options.match) or "the loss and all gradients"
-    print_text(denied_text(denied, candidates, by, options.bisect, shlex.quote(str(pipeline)), what))
+    print_report(denied_text(denied, candidates, by, options.bisect, shlex.quote(str(pipeline)), what))

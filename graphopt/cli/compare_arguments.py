@@ -20,8 +20,10 @@ names of the form path::op are left out. --bisect tries sets of modules or ops t
 set found until then.
 
 example:
-  graphopt compare examples/train_gpt.py:factory --passes "mixed-precision{dtype=bfloat16}" --tensors "blocks.**"
-  graphopt compare examples/train_gpt.py:factory --passes "mixed-precision{dtype=float16}" --bisect 0.01 --by op
+  graphopt compare examples/train_gpt.py:factory \\
+    --passes "mixed-precision{dtype=bfloat16}" --tensors "blocks.**"
+  graphopt compare examples/train_gpt.py:factory \\
+    --passes "mixed-precision{dtype=float16}" --bisect 0.01 --by op
 """
 
 _TENSORS_HELP = (

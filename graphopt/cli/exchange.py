@@ -9,6 +9,7 @@ import sys
 from graphopt.cli.arguments import format_of
 from graphopt.cli.output import check_output, report_passes, write_output
 from graphopt.cli.programs import rewritten_program
+from graphopt.ir.columns import filled
 from graphopt.report.console import terminal
 from graphopt.report.console.progress_bar import progress_bar
 from graphopt.report.text.exchange_table import exchange_json, exchange_text
@@ -57,7 +58,7 @@ def exchange_plan(options: argparse.Namespace) -> None:
     if format_of(options) == "json":
         write_output(options, json.dumps(exchange_json(plan, program.history), indent=2))
     else:
-        write_output(options, exchange_text(plan, program.history))
+        write_output(options, filled(exchange_text(plan, program.history)))
 
 
 def _pipeline(passes: str) -> Pipeline:

@@ -11,6 +11,7 @@ from graphopt.cli.output import (
     check_output,
     json_data,
     print_json,
+    print_report,
     print_text,
     program_title,
     records_text,
@@ -19,8 +20,8 @@ from graphopt.cli.output import (
 )
 from graphopt.cli.programs import before_passes, rewritten_program
 from graphopt.cli.view import view_command
+from graphopt.ir.columns import aligned, filled
 from graphopt.ir.formats import available_formats, find_format
-from graphopt.ir.text import aligned
 from graphopt.report.console import terminal
 from graphopt.report.page import page_of_rewritten
 from graphopt.report.text import pass_table
@@ -39,7 +40,7 @@ def passes(options: argparse.Namespace) -> None:
     else:
         long = options.long or options.name is not None
         whole = options.name is not None
-        print_text(pass_table.passes_text(found, whole=whole) if long else pass_table.passes_list(found))
+        print_report(pass_table.passes_text(found, whole=whole) if long else pass_table.passes_list(found))
 
 
 def dump(options: argparse.Namespace) -> None:
@@ -73,7 +74,7 @@ def diff(options: argparse.Namespace) -> None:
     if options.json:
         print_json({**program_title(rewritten.program), "passes": records_json(rewritten.records), "diff": text})
     else:
-        print_text(records_text(rewritten), text)
+        print_text(filled(records_text(rewritten)), text)
 
 
 def formats(options: argparse.Namespace) -> None:
@@ -82,4 +83,4 @@ def formats(options: argparse.Namespace) -> None:
     if options.json:
         print_json({"formats": [{"name": form.name, "suffix": form.suffix, "help": form.help} for form in found]})
     else:
-        print_text("\n".join(aligned([(form.name, form.suffix, form.help) for form in found])))
+        print_report("\n".join(aligned([(form.name, form.suffix, form.help) for form in found])))

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from graphopt.cli.arguments import budget_problem
 from graphopt.cli.command_line import command_line
 from graphopt.errors import GraphoptError
+from graphopt.ir.columns import table_width
 from graphopt.report.console import terminal
 
 __all__ = ["main"]
@@ -53,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _command(options: argparse.Namespace) -> None:
     """Run the command; its module, and with it torch, is imported now."""
     module, _, name = options.command.partition(":")
-    getattr(importlib.import_module(f"graphopt.cli.{module}"), name)(options)
+    width = None if getattr(options, "output", None) is not None else terminal.shown_width(sys.stdout)
+    with table_width(width):
+        getattr(importlib.import_module(f"graphopt.cli.{module}"), name)(options)
 
 
 def _leave_stdout() -> None:

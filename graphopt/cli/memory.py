@@ -11,13 +11,14 @@ from graphopt.cli.arguments import format_of
 from graphopt.cli.output import (
     check_output,
     json_data,
-    print_text,
+    print_report,
     program_title,
     records_text,
     report_passes,
     write_output,
 )
 from graphopt.cli.programs import before_passes, pipeline_of, rewritten_program
+from graphopt.ir.columns import filled
 from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
 from graphopt.report.console import terminal
@@ -85,13 +86,13 @@ def _show(options: argparse.Namespace, rewritten: Rewritten, before: Program, ex
         programs = [("==== before\n", before), ("==== after\n", after)]
     if not colored:
         texts = [heading + memory_text(program, options.limit, width) for heading, program in programs]
-        write_output(options, "\n".join(piece for piece in [head, *texts, explained] if piece))
+        write_output(options, filled("\n".join(piece for piece in [head, *texts, explained] if piece)))
         return
     if head:
-        print_text(head + "\n")
+        print_report(head + "\n")
     for number, (heading, program) in enumerate(programs):
         lines = memory_spans(program, options.limit, width)
         lines = [[(heading.rstrip("\n"), "bold")], *lines] if heading else lines
         terminal.write_spans([[("", "")], *lines] if number else lines, sys.stdout)
     if explained:
-        print_text("\n" + explained)
+        print_report("\n" + explained)

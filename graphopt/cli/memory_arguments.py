@@ -13,7 +13,8 @@ On a terminal the chart stacks the categories in colours. svg is a picture for p
 png is the same through rsvg-convert or inkscape, whichever is installed.
 
 example:
-  graphopt memory examples/train_gpt.py:factory --passes "recompute{checkpoints=blocks.*}" --format svg -o memory.svg
+  graphopt memory examples/train_gpt.py:factory \\
+    --passes "recompute{checkpoints=blocks.*}" --format svg -o memory.svg
 """
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from graphopt.errors import GraphoptError
+from graphopt.ir.columns import filled
 from graphopt.ir.program import Program
 from graphopt.report.console import terminal
 from graphopt.report.text.snapshots import record_lines
@@ -19,6 +20,7 @@ __all__ = [
     "check_output",
     "json_data",
     "print_json",
+    "print_report",
     "print_text",
     "program_title",
     "records_text",
@@ -65,6 +67,11 @@ def print_text(*pieces: str) -> None:
 def json_data(data: Mapping[str, Any]) -> dict[str, Any]:
     """What a command says to machines: the number of its form, ``schema``, and the data, which may have its own."""
     return {"schema": JSON_SCHEMA, **data}
+
+
+def print_report(*pieces: str) -> None:
+    """The same, with sentences broken at the width of the terminal; not for programs, whose lines stay."""
+    print_text(*map(filled, pieces))
 
 
 def print_json(data: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from graphopt.cli.exchange import exchange_plan
 from graphopt.cli.output import check_output, report_passes, write_output
 from graphopt.cli.programs import rewritten_program
 from graphopt.errors import GraphoptError
+from graphopt.ir.columns import filled
 from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
@@ -133,7 +134,7 @@ def _render(form: str, fitting: Fitting, report: FrontierReport, answers: Sequen
     if form == "json":
         budgets = [_answer_json(fitting, answer) for answer in answers]
         return json.dumps({**report.to_json(), "budgets": budgets}, indent=2)
-    return "\n".join([report.to_text(), *(_answer_text(fitting, answer, costs) for answer in answers)])
+    return filled("\n".join([report.to_text(), *(_answer_text(fitting, answer, costs) for answer in answers)]))
 
 
 def _mark(fitting: Fitting, answer: _Answer) -> BudgetMark:

@@ -29,8 +29,10 @@ describe it.
 
 examples:
   graphopt plan examples/train_gpt.py:factory --budget 200MB --budget 60%
-  graphopt plan examples/train_gpt.py:factory --budget 60% --format svg -o frontier.svg
-  graphopt plan examples/train_gpt.py:factory --world-size 64 --bandwidth 1Gbit
+  graphopt plan examples/train_gpt.py:factory \\
+    --budget 60% --format svg -o frontier.svg
+  graphopt plan examples/train_gpt.py:factory \\
+    --world-size 64 --bandwidth 1Gbit
 """
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from graphopt.cli.output import print_json, print_text, program_title
+from graphopt.cli.output import print_json, print_report, program_title
 from graphopt.cli.programs import rewritten_program
 from graphopt.errors import GraphoptError
 from graphopt.ir.names import match_names
@@ -41,7 +41,7 @@ def _print_candidates(program: Program, patterns: list[str], options: argparse.N
         data = {"checkpoints": candidates.candidates_json(chosen), "left_out": left_out}
         print_json({**program_title(program), **data})
     else:
-        print_text(candidates.candidates_text(chosen), _rest(left_out))
+        print_report(candidates.candidates_text(chosen), _rest(left_out))
 
 
 def _print_tensors(program: Program, patterns: list[str], options: argparse.Namespace) -> None:
@@ -55,7 +55,7 @@ def _print_tensors(program: Program, patterns: list[str], options: argparse.Name
     styled = [(line, "bold" if number == 0 and shown.rows else "") for number, line in enumerate(lines)]
     terminal.write_spans([[span] for span in styled], sys.stdout)
     if left_out:
-        print_text(_rest(left_out))
+        print_report(_rest(left_out))
 
 
 def _filters(options: argparse.Namespace) -> tables.TensorFilters:

@@ -12,7 +12,8 @@ __all__ = ["tensors_arguments"]
 _EPILOG = """\
 examples:
   graphopt tensors examples/train_gpt.py:factory "blocks.0.*" --saved
-  graphopt tensors examples/train_gpt.py:factory --match "blocks.**" --phase backward --sort bytes --limit 20
+  graphopt tensors examples/train_gpt.py:factory \\
+    --match "blocks.**" --phase backward --sort bytes --limit 20
 """
 
 

@@ -17,7 +17,8 @@ Bytes on it are predicted, the seconds that passes took are measured. Names, sha
 it, no values of tensors.
 
 example:
-  graphopt view examples/train_gpt.py:factory --passes "recompute{checkpoints=blocks.*}" -o step.html --open
+  graphopt view examples/train_gpt.py:factory \\
+    --passes "recompute{checkpoints=blocks.*}" -o step.html --open
 """
 
 

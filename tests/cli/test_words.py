@@ -66,10 +66,8 @@ def test_an_option_is_spelled_and_explained_alike_wherever_it_is() -> None:
         for option, values in words_of(parser).items():
             if option not in ("--format", "--stage"):
                 found.setdefault(option, set()).add(tuple(values))
-        shorts = {
-            option for action in parser._actions for option in action.option_strings if not option.startswith("--")
-        }
-        assert shorts <= {"-h", "-p", "-b", "-o"}, name
+        options = {option for action in parser._actions for option in action.option_strings}
+        assert {option for option in options if not option.startswith("--")} <= {"-h", "-p", "-b", "-o"}, name
     assert [option for option, values in found.items() if len(values) > 1] == []
     fitting = {"--budget", "--cost", "--time-limit", "--remeasure", "--passes", "--stage"}
     for name in ("view", "dump", "memory", "diff", "plan"):

@@ -20,6 +20,7 @@ __all__ = [
     "first_rank",
     "is_terminal",
     "line_style",
+    "shown_width",
     "terminal_width",
     "working",
     "write",
@@ -33,6 +34,9 @@ _SUMMARY = re.compile(r"\+\d+ nodes, -\d+ nodes")
 
 _PLAIN_WIDTH = 100
 """Columns where nothing says how many there are."""
+
+_LEAST_WIDTH = 60
+"""Columns that tables take in any case."""
 
 Span = tuple[str, str]
 """Text and its rich style."""
@@ -54,6 +58,13 @@ def first_rank() -> bool:
 def terminal_width() -> int:
     """Columns of the terminal (or what ``COLUMNS`` says), 100 where there is none."""
     return shutil.get_terminal_size(fallback=(_PLAIN_WIDTH, 24)).columns
+
+
+def shown_width(stream: TextIO) -> int | None:
+    """The columns that reports keep to: of a terminal, or what ``COLUMNS`` says; None for files and pipes."""
+    if not stream.isatty() and not os.environ.get("COLUMNS", "").isdecimal():
+        return None
+    return max(terminal_width(), _LEAST_WIDTH)
 
 
 def line_style(line: str) -> str:
