@@ -63,18 +63,19 @@ def _paragraphs(doc: str) -> list[str]:
     found: list[str] = []
     for line in doc.splitlines():
         text = line.strip()
-        follows = found and found[-1].strip() and text and not _BEGINS.match(text)
-        indent = len(line) - len(line.lstrip())
-        if (
-            follows
-            and not found[-1].endswith(":")
-            and not _EXAMPLE.match(found[-1].strip())
-            and indent >= len(found[-1]) - len(found[-1].lstrip())
-        ):
+        if _goes_on(found[-1] if found else "", line):
             found[-1] = f"{found[-1]} {text}"
         else:
             found.append(line.rstrip())
     return found
+
+
+def _goes_on(before: str, line: str) -> bool:
+    """Whether a line goes on with the sentence of the one before it."""
+    last, text = before.strip(), line.strip()
+    if not last or not text or _BEGINS.match(text) or _EXAMPLE.match(last) or last.endswith(":"):
+        return False
+    return len(line) - len(line.lstrip()) >= len(before) - len(before.lstrip())
 
 
 _EXAMPLE = re.compile(r">>>|\.\.\.")
