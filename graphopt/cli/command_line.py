@@ -85,6 +85,8 @@ environment:
                      info, one line for each capture)
   GRAPHOPT_OVERVIEW  1 prints the overview at the start of training anywhere,
                      0 nowhere (default: on a terminal)
+  GRAPHOPT_TRACEBACK full shows every frame of an error, and each of its causes
+                     (default: where it left graphopt, and lines of your own)
   GRAPHOPT_DUMP      a folder in which each run leaves its programs
 """
 
