@@ -188,13 +188,8 @@ def as_cause(error: Exception) -> Exception:
 
 
 _TORCH = importlib.util.find_spec("torch")
-_NOT_USERS = tuple(
-    str(folder.resolve()) + os.sep
-    for folder in (
-        Path(__file__).parent,
-        *(Path(place) for place in (_TORCH and _TORCH.submodule_search_locations) or ()),
-    )
-)
+_FOLDERS = [Path(__file__).parent, *map(Path, (_TORCH and _TORCH.submodule_search_locations) or ())]
+_NOT_USERS = tuple(f"{place}{os.sep}" for folder in _FOLDERS for place in {folder, folder.resolve()})
 """Where files of graphopt and of torch are."""
 
 
@@ -235,8 +230,6 @@ def _repeats(cause: BaseException, error: BaseException) -> bool:
     """Whether a cause says nothing that its error does not say: no other words, and no line of the user's."""
     if str(cause) not in str(error):
         return False
-    if isinstance(cause, GraphoptError):
-        return True
     frame = cause.__traceback__
     while frame is not None:
         if not frame.tb_frame.f_code.co_filename.startswith(_NOT_USERS):

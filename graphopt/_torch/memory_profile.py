@@ -24,7 +24,7 @@ __all__ = ["allocator_events", "peaks_between_marks", "profile_memory", "profile
 def profiler_is_running() -> bool:
     """Whether this thread is inside of a profile of torch, of which there is one at a time."""
     require(MEMORY)
-    return bool(torch.autograd._profiler_enabled())
+    return bool(attribute(torch, "autograd._profiler_enabled", MEMORY)())
 
 
 @contextlib.contextmanager

@@ -410,6 +410,24 @@ def test_a_traceback_shows_the_users_lines_alone(monkeypatch: pytest.MonkeyPatch
     assert full[0] == full[-1] == here
 
 
+@dataclass(frozen=True)
+class Choosy(Pass):
+    """Refuses in the words of graphopt, in the user's own code."""
+
+    name, stage, numerics = "choosy", "joint", "bitwise"
+
+    def apply(self, program: Program) -> Changed:
+        raise GraphoptError(f"{program.title} is not to my taste")
+
+
+def test_the_line_of_a_pass_that_refuses_is_kept() -> None:
+    with pytest.raises(graphopt.PassError, match="not to my taste") as caught:
+        optimize(NET, [Choosy()], example_inputs=(X,))
+    text = "".join(traceback.format_exception(caught.value))
+    assert "in apply" in text
+    assert Path(__file__).name in text
+
+
 QUIET = """
 import torch, graphopt
 from torch import nn
