@@ -10,7 +10,7 @@ import sys
 from typing import Any, Literal, cast, get_args
 
 from graphopt.cli.output import print_json, print_text, program_title
-from graphopt.cli.programs import passes_argument, stage_argument, stage_to_show, target_argument
+from graphopt.cli.programs import passes_argument, pipeline_of, stage_argument, stage_to_show, target_argument
 from graphopt.cli.target import load_target
 from graphopt.errors import GraphoptError
 from graphopt.report.console import terminal
@@ -95,7 +95,7 @@ def compare(options: argparse.Namespace) -> None:
         GraphoptError: for a target or passes that are wrong, or a pattern that names nothing; after the table, where a
             tensor exceeds ``--tolerance``; where no set keeps results within ``--bisect``.
     """
-    pipeline = Pipeline(options.passes)
+    pipeline = pipeline_of(options)
     if options.bisect is not None:
         precision_pass(pipeline)
     with contextlib.redirect_stdout(sys.stderr), terminal.working(f"capturing {options.target}"):

@@ -30,6 +30,7 @@ from graphopt.cli.output import (
 )
 from graphopt.cli.programs import (
     before_passes,
+    pipeline_of,
     program_arguments,
     rewritten_program,
 )
@@ -41,7 +42,6 @@ from graphopt.report.page import page_of_rewritten
 from graphopt.report.text import pass_table
 from graphopt.report.text.after_each_pass import after_each_lines
 from graphopt.report.text.snapshots import records_json, snapshots_json, snapshots_text
-from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.registry import available_passes, find_pass
 
 __all__ = ["main"]
@@ -228,7 +228,7 @@ def _dump(options: argparse.Namespace) -> None:
         report_passes(rewritten)
     if form == "html":
         text = page_of_rewritten(
-            rewritten, pipeline=str(Pipeline(options.passes)), command=view.view_command(options)
+            rewritten, pipeline=str(pipeline_of(options)), command=view.view_command(options)
         )  # fmt: skip
     elif form == "json":
         data = snapshots_json(rewritten) if options.after_each else rewritten.program.to_json()

@@ -19,7 +19,7 @@ from graphopt.cli.output import (
     two_formats,
     write_output,
 )
-from graphopt.cli.programs import before_passes, program_arguments, rewritten_program
+from graphopt.cli.programs import before_passes, pipeline_of, program_arguments, rewritten_program
 from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
 from graphopt.report.console import terminal
@@ -28,7 +28,6 @@ from graphopt.report.pictures.memory_timeline import timeline_svg
 from graphopt.report.text import precision_table as precision
 from graphopt.report.text.memory_table import memory_json, memory_spans, memory_text
 from graphopt.report.text.snapshots import records_json
-from graphopt.rewriting.pipeline import Pipeline
 from graphopt.runtime.rewrite import Rewritten
 
 __all__ = ["memory", "memory_arguments"]
@@ -78,7 +77,7 @@ def memory(options: argparse.Namespace) -> None:
             nothing is installed that makes one.
     """
     check_output(options)
-    pipeline = Pipeline(options.passes)
+    pipeline = pipeline_of(options)
     rewritten = rewritten_program(options, pipeline)
     before, after = before_passes(rewritten), rewritten.program
     form = format_of(options)

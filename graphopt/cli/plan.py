@@ -23,7 +23,7 @@ from graphopt.cli.output import (
     two_formats,
     write_output,
 )
-from graphopt.cli.programs import passes_argument, rewritten_program, stage_argument, target_argument
+from graphopt.cli.programs import passes_argument, pipeline_of, rewritten_program, stage_argument, target_argument
 from graphopt.errors import GraphoptError
 from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
@@ -144,7 +144,7 @@ def plan(options: argparse.Namespace) -> None:
         exchange_plan(options)
         return
     check_output(options)
-    rewritten = rewritten_program(options, _pipeline(options.passes))
+    rewritten = rewritten_program(options, _pipeline(options))
     report_passes(rewritten)
     memory = rewritten.program.memory()
     costs = _costs(memory, options.cost)
@@ -163,9 +163,9 @@ def plan(options: argparse.Namespace) -> None:
         raise errors[-1]
 
 
-def _pipeline(passes: str) -> Pipeline:
+def _pipeline(options: argparse.Namespace) -> Pipeline:
     """The passes that run before; the one whose plans are shown is left out, and the user is told."""
-    pipeline = Pipeline(passes)
+    pipeline = pipeline_of(options)
     left_out = [current for current in pipeline.passes if current.name == _FITTER]
     for current in left_out:
         terminal.write(f"{current} does not run: its plans are what is shown; see --budget and --cost", sys.stderr)

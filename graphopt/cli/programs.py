@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import get_args
 
 from graphopt.cli.target import Target, load_target
@@ -20,6 +21,7 @@ from graphopt.runtime.rewrite import Rewritten, Verify, rewrite
 __all__ = [
     "before_passes",
     "passes_argument",
+    "pipeline_of",
     "program_arguments",
     "rewritten_program",
     "stage_argument",
@@ -36,6 +38,7 @@ _TARGET_HELP = (
 )
 _VERIFY_HELP = "check the invariants after each pass (default), also compare results on the example inputs, or neither"
 _PASSES_HELP = 'passes as text, such as "recompute{checkpoints=blocks.*}"; `graphopt passes` lists them'
+_CONFIG_HELP = "a file with passes, as TOML, JSON or YAML; graphopt.configs.save writes one"
 
 
 def target_argument(parser: argparse.ArgumentParser) -> None:
@@ -44,8 +47,19 @@ def target_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def passes_argument(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
-    """Add ``--passes``."""
-    parser.add_argument("-p", "--passes", default="", required=required, metavar="PASSES", help=_PASSES_HELP)
+    """Add ``--passes``, and ``--config``, one of which can be given."""
+    group = parser.add_mutually_exclusive_group(required=required)
+    group.add_argument("-p", "--passes", default="", metavar="PASSES", help=_PASSES_HELP)
+    group.add_argument("--config", type=Path, metavar="FILE", help=_CONFIG_HELP)
+
+
+def pipeline_of(options: argparse.Namespace) -> Pipeline:
+    """The passes of ``--passes`` or of ``--config``.
+
+    Raises:
+        GraphoptError: for passes that are wrong, and for a file that cannot be read.
+    """
+    return Pipeline(options.config if getattr(options, "config", None) is not None else options.passes)
 
 
 def stage_argument(parser: argparse.ArgumentParser, stages: Sequence[Stage] = _STAGES) -> None:
@@ -56,7 +70,7 @@ def stage_argument(parser: argparse.ArgumentParser, stages: Sequence[Stage] = _S
 
 
 def program_arguments(parser: argparse.ArgumentParser, *, needs_passes: bool = False) -> None:
-    """Add ``TARGET``, ``--passes``, ``--verify`` and ``--stage``."""
+    """Add ``TARGET``, ``--passes`` and ``--config``, ``--verify`` and ``--stage``."""
     target_argument(parser)
     passes_argument(parser, required=needs_passes)
     parser.add_argument("--verify", choices=_VERIFY, default="structure", help=_VERIFY_HELP)
@@ -67,13 +81,13 @@ def rewritten_program(options: argparse.Namespace, pipeline: Pipeline | None = N
     """Load the target, capture it and run the passes. What the user's code prints goes to stderr.
 
     Args:
-        options: ``target``, ``stage``, ``verify``, and ``passes`` where no pipeline is given.
+        options: ``target``, ``stage``, ``verify``, and ``passes`` or ``config`` where no pipeline is given.
         pipeline: the passes to run.
 
     Raises:
         GraphoptError: for a target that gives no program, passes that are wrong or fail, a stage that is not reached.
     """
-    pipeline = pipeline or Pipeline(options.passes)
+    pipeline = pipeline or pipeline_of(options)
     with contextlib.redirect_stdout(sys.stderr), terminal.working(f"capturing {options.target}"):
         target = load_target(options.target)
         stage = stage_to_show(options.stage, target, pipeline, options.verify)

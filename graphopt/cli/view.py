@@ -10,11 +10,10 @@ import webbrowser
 from pathlib import Path
 
 from graphopt.cli.output import check_output, print_json, program_title, report_passes, write_output
-from graphopt.cli.programs import program_arguments, rewritten_program
+from graphopt.cli.programs import pipeline_of, program_arguments, rewritten_program
 from graphopt.report.console import terminal
 from graphopt.report.page import page_of_rewritten
 from graphopt.report.text.snapshots import records_json
-from graphopt.rewriting.pipeline import Pipeline
 
 __all__ = ["view", "view_arguments", "view_command"]
 
@@ -45,6 +44,8 @@ def view_command(options: argparse.Namespace) -> str:
     words = ["graphopt", "view", options.target]
     if options.passes:
         words += ["--passes", options.passes]
+    elif options.config is not None:
+        words += ["--config", str(options.config)]
     if options.stage:
         words += ["--stage", options.stage]
     return shlex.join(words)
@@ -57,7 +58,7 @@ def view(options: argparse.Namespace) -> None:
         GraphoptError: for a target or passes that are wrong, or a file that cannot be written.
     """
     check_output(options)
-    pipeline = Pipeline(options.passes)
+    pipeline = pipeline_of(options)
     rewritten = rewritten_program(options, pipeline)
     report_passes(rewritten)
     # tracing the optimizer once more, for the program without passes, may let the user's code print again
