@@ -96,7 +96,7 @@ def _values(options: Field, fields: list[OptionField]) -> tuple[dict[str, Any], 
     """The values of options by field, and what is wrong with the others."""
     known = {field.name: field for field in fields} | {field.field: field for field in fields}
     values: dict[str, Any] = {}
-    problems = []
+    problems: list[str] = []
     if options.value is None:
         return values, problems
     for name, found in options.entries():
@@ -195,15 +195,17 @@ def passes_to_data(passes: Iterable[Any], find: Callable[[str], type], *, null: 
         PipelineError: for a pass that would not be found by its name.
     """
     found: list[Any] = []
+    names = set()
     for item in passes:
-        if find(item.name) is not type(item):
+        name, options = item.name, _options(item)
+        names.add(name)
+        if find(name) is not type(item):
             raise PipelineError(
-                f"{item} is not the pass that is registered as {item.name!r}, and a file would not give it back"
+                f"{item} is not the pass that is registered as {name!r}, and a file would not give it back"
             )
-        options = _options(item)
         text = not null and any(_holds_nothing(value) for value in options.values())
-        found.append(format_pass(item) if text else {item.name: options})
-    if all(isinstance(entry, dict) for entry in found) and len({item.name for item in passes}) == len(found):
+        found.append(format_pass(item) if text else {name: options})
+    if all(isinstance(entry, dict) for entry in found) and len(names) == len(found):
         return {"passes": {name: options for entry in found for name, options in entry.items()}}
     return {"passes": found}
 

@@ -171,12 +171,12 @@ class _Parts:
 
     def _ops(self, section: Section, name: str) -> tuple[str, ...]:
         """Ops by the names that torch has for them."""
-        found = section.use(name)
+        found: list[str] = section.use(name)
         others = {op: known.OPS[op] for op in found if op in known.OPS}
         if others:
             changed = ", ".join(f"{op} is {ours}" for op, ours in others.items())
             self._findings.note(f"amp_configs.{name} is taken with torch's names of ops: {changed}")
-        return tuple(dict.fromkeys(others.get(op, op) for op in found))
+        return tuple(dict.fromkeys(known.OPS.get(op) or op for op in found))
 
     # --- several ranks -----------------------------------------------------------------------------------------------
 
@@ -251,6 +251,8 @@ class _Parts:
         section = self._section("gradient_merge", known.MERGE)
         if section is not None:
             self._merged["gradient_merge_configs.k_steps"] = section.use("k_steps")
+            if section["k_steps"] == 1:
+                self._findings.note("gradient_merge is on with k_steps 1: every batch makes an update")
             if not section["avg"]:
                 section.warn("avg", "step.accumulate takes the mean; multiply the loss by k_steps for the sum")
             section.note("avg", "is what step.accumulate does")

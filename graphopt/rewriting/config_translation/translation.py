@@ -92,8 +92,10 @@ def whole(smallest: int = 0) -> Callable[[Field], int]:
     def read(found: Field) -> int:
         value = found.value
         if isinstance(value, float) and value.is_integer():
-            found = Field(int(value), found.path)
-        return found.whole(smallest)
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+            raise found.expected(f"a whole number of at least {smallest}")
+        return value
 
     return read
 
@@ -212,7 +214,7 @@ class Section:
 
     def _read(self, name: str, value: Field, auto: bool) -> None:
         if name not in self._known:
-            hint = did_you_mean(name[:100], self._known) or f"the fields here are {', '.join(self._known)}"
+            hint = did_you_mean(name[:100], self._known, 3) or f"the fields here are {', '.join(self._known)}"
             self._findings.problems.append(f"{value.path}: there is no such field; {hint}")
         elif auto and value.value == "auto":
             self._findings.warn(
