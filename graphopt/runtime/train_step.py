@@ -21,6 +21,7 @@ from graphopt.ir.methods import provided
 from graphopt.ir.ops.opaque_update import Evaluate
 from graphopt.ir.program import Program
 from graphopt.rewriting.clock import Clock
+from graphopt.rewriting.distributed.named_shards import accept_named_shards, name_shards
 from graphopt.rewriting.pass_ import Records
 from graphopt.rewriting.pipeline import Passes, Pipeline
 from graphopt.rewriting.precision.scaling import checked_gradients, scaling_of
@@ -34,7 +35,7 @@ from graphopt.runtime.module import take_over
 from graphopt.runtime.rewrite import Rewritten, Verify
 from graphopt.runtime.runner import Options, Runner
 from graphopt.runtime.skipped_steps import SkipWatch
-from graphopt.runtime.state_dict import STATE_VERSION, check_state, place
+from graphopt.runtime.state_dict import STATE_VERSION, check_state, named_state, place, plain_state
 from graphopt.runtime.step_variants import CapturedStep, CompiledStep, Variant
 
 __all__ = ["TrainStep", "optimize_step"]
@@ -67,6 +68,7 @@ class TrainStep:
     ) -> None:
         check_optimizer(optimizer, model)
         check_loss(loss, model)
+        accept_named_shards(optimizer)
         self._model = model
         self._optimizer = optimizer
         self._pipeline = options.pipeline
@@ -234,8 +236,10 @@ class TrainStep:
         )
         capture = runner.rewrite(session)
         program, shards = capture.rewritten.program, capture.rewritten.shards
+        accept_named_shards(self._optimizer)
         if shards is not None:
             shard_state(self._optimizer, {name: self._model.get_parameter(name) for name in shards}, shards)
+            name_shards(self._optimizer)
         if not runner.captures.all() and not self._clock.steps:  # a resumed run goes on with what each rank has loaded
             runner.prepare(program, self._model)
         self._store.require(program.pass_state)
@@ -318,6 +322,16 @@ class TrainStep:
         return latest
 
     @property
+    def model(self) -> nn.Module:
+        """The model that is trained."""
+        return self._model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer whose update the step runs."""
+        return self._optimizer
+
+    @property
     def pipeline(self) -> Pipeline:
         """The passes."""
         return self._pipeline
@@ -370,10 +384,11 @@ class TrainStep:
     def state_dict(self) -> dict[str, Any]:
         """What the step itself owns: what passes hold, and the gradients accumulated so far of how many batches.
 
-        Of this rank: where passes keep what differs from rank to rank (residuals), each rank saves its own.
+        Of this rank: where passes keep what differs from rank to rank (residuals), each rank saves its own, and the
+        names of these tensors say whose they are. ``graphopt.checkpoint`` saves it with model and optimizer.
         """
         rank, ranks = place()
-        return {
+        state = {
             "version": STATE_VERSION,
             "rank": rank,
             "ranks": ranks,
@@ -385,6 +400,7 @@ class TrainStep:
             "gradients": {name: tensor.clone() for name, tensor in self._gradients.items()},
             "held": self._store.state_dict(),
         }
+        return named_state(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where ``state_dict`` was taken; also before the first call, which then checks what passes hold.
@@ -393,6 +409,7 @@ class TrainStep:
             GraphoptError: for a state of another version, of other passes, or of another rank where ranks differ.
         """
         parameters = dict(self._model.named_parameters())
+        state = plain_state(state)
         check_state(state, parameters)
         self._store.load(state["held"], state["local"])
         self._clock.steps = int(state["steps"])
