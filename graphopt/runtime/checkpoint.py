@@ -81,8 +81,8 @@ def save(
     write = _WRITERS[choice("format", format, tuple(_WRITERS))]
     keep = whole_number("keep", keep, least=1, of="checkpoints")
     parts, place_of_all = _parts(what), _folder(folder)
-    structure, tensors = together(lambda: pack(_state_of_all(parts)), "the checkpoint cannot be made")
-    return write_checkpoint(place_of_all, keep, lambda into: write(into, structure, tensors))
+    state = together(lambda: pack(_state_of_all(parts)), "the checkpoint cannot be made")
+    return write_checkpoint(place_of_all, keep, lambda into: write(into, state))
 
 
 def load(folder: str | os.PathLike[str], what: TrainStep | Mapping[str, Any]) -> dict[str, Any]:

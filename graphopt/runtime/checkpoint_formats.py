@@ -6,7 +6,6 @@ name of its rank. Equality is compared, not assumed.
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 import warnings
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_by_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_by_dcp
 
 from graphopt.errors import GraphoptError
-from graphopt.runtime.packed_state import unpack
+from graphopt.runtime.packed_state import Packed, unpack
 from graphopt.runtime.state_dict import place
 
 __all__ = ["read_states", "write_by_dcp", "write_by_torch"]
@@ -34,11 +33,13 @@ _STRUCTURE = "structure"
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def write_by_torch(folder: Path, structure: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write this rank's state, as ``pack`` gave it, to a file of its own."""
+def write_by_torch(folder: Path, state: Packed) -> None:
+    """Write this rank's state to a file of its own."""
     rank, ranks = place()
+    tensors = {path: _whole(tensor) for path, tensor in state.tensors.items()}
+    content = {_STRUCTURE: state.structure, "tensors": tensors}
     with (folder / f"rank{rank}of{ranks}.pt").open("wb") as file:
-        torch.save({_STRUCTURE: structure, "tensors": {path: _whole(tensor) for path, tensor in tensors.items()}}, file)
+        torch.save(content, file)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -47,13 +48,13 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if storage.nbytes() == tensor.numel() * tensor.element_size() else tensor.clone()
 
 
-def write_by_dcp(folder: Path, structure: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write all ranks' states, as ``pack`` gave them, to one checkpoint of ``torch.distributed.checkpoint``."""
+def write_by_dcp(folder: Path, state: Packed) -> None:
+    """Write all ranks' states to one checkpoint of ``torch.distributed.checkpoint``."""
     rank, ranks = place()
-    shared = _equal_everywhere(tensors, ranks)
+    shared = _equal_everywhere(state.digests, ranks)
     whose = f"rank{rank}of{ranks}"
-    named = {f"{'shared' if path in shared else whose}{path}": tensor for path, tensor in tensors.items()}
-    named[f"{whose}/{_STRUCTURE}"] = torch.frombuffer(bytearray(structure, "utf-8"), dtype=torch.uint8)
+    named = {f"{'shared' if path in shared else whose}{path}": tensor for path, tensor in state.tensors.items()}
+    named[f"{whose}/{_STRUCTURE}"] = torch.frombuffer(bytearray(state.structure, "utf-8"), dtype=torch.uint8)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -62,21 +63,13 @@ def write_by_dcp(folder: Path, structure: str, tensors: Mapping[str, torch.Tenso
         raise RuntimeError("; ".join(f"rank {of}: {what[0]}" for of, what in error.failures.items())) from None
 
 
-def _equal_everywhere(tensors: Mapping[str, torch.Tensor], ranks: int) -> set[str]:
+def _equal_everywhere(digests: Mapping[str, str], ranks: int) -> set[str]:
     """The tensors that are the same on all ranks to the last bit."""
     if ranks == 1:
-        return set(tensors)
-    mine = {path: _digest(tensor) for path, tensor in tensors.items()}
-    found: list[dict[str, bytes]] = [{}] * ranks
-    dist.all_gather_object(found, mine)
-    return {path for path, digest in mine.items() if all(other.get(path) == digest for other in found)}
-
-
-def _digest(tensor: torch.Tensor) -> bytes:
-    """Of dtype, shape, strides and bits."""
-    found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}".encode(), digest_size=16)
-    found.update(memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
-    return found.digest()
+        return set(digests)
+    found: list[dict[str, str]] = [{}] * ranks
+    dist.all_gather_object(found, dict(digests))
+    return {path for path, digest in digests.items() if all(other.get(path) == digest for other in found)}
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

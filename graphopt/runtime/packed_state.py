@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,14 +14,29 @@ import torch
 from graphopt.errors import GraphoptError
 from graphopt.ir.checked_json import Field
 
-__all__ = ["pack", "unpack"]
+__all__ = ["Packed", "pack", "unpack"]
 
 _PLAIN = (str, int, float, bool, type(None))
 _DEEPEST = 50
 
 
-def pack(state: Any) -> tuple[str, dict[str, torch.Tensor]]:
-    """The structure of a state as JSON, and its tensors by path.
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A state that is taken apart.
+
+    Attributes:
+        structure: all but the tensors, as JSON; has the digest of each tensor, so that a damaged one is noticed.
+        tensors: by path, as they are in the state.
+        digests: of what is in each tensor, by path.
+    """
+
+    structure: str
+    tensors: dict[str, torch.Tensor]
+    digests: dict[str, str]
+
+
+def pack(state: Any) -> Packed:
+    """The structure of a state, and its tensors by path.
 
     Args:
         state: mappings, lists and tuples of tensors, texts, numbers, truth values and None.
@@ -27,26 +44,26 @@ def pack(state: Any) -> tuple[str, dict[str, torch.Tensor]]:
     Raises:
         GraphoptError: for anything else in it, naming the place.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    structure = _packed(state, "", tensors, 0)
-    return json.dumps(structure), tensors
+    packed = Packed("", {}, {})
+    structure = _packed(state, "", packed, 0)
+    return replace(packed, structure=json.dumps(structure))
 
 
-def _packed(value: Any, path: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
+def _packed(value: Any, path: str, packed: Packed, depth: int) -> Any:
     if depth > _DEEPEST:
         raise GraphoptError(f"the state is nested more than {_DEEPEST} levels deep, at {path[:200]}")
     if isinstance(value, torch.Tensor):
-        return _packed_tensor(value, path, tensors)
+        return _packed_tensor(value, path, packed)
     if isinstance(value, float):  # of numpy too
         return {"value": float(value)}
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, (str, int)) or isinstance(key, bool):
                 raise GraphoptError(f"a checkpoint cannot hold the key {key!r:.80} at {path or 'the top'}: use text")
-        entries = [[key, _packed(item, f"{path}/{key}", tensors, depth + 1)] for key, item in value.items()]
+        entries = [[key, _packed(item, f"{path}/{key}", packed, depth + 1)] for key, item in value.items()]
         return {"counter" if isinstance(value, Counter) else "mapping": entries}
     if type(value) in (list, tuple):
-        items = [_packed(item, f"{path}/{index}", tensors, depth + 1) for index, item in enumerate(value)]
+        items = [_packed(item, f"{path}/{index}", packed, depth + 1) for index, item in enumerate(value)]
         return {type(value).__name__: items}
     if type(value) in _PLAIN:
         return {"value": value}
@@ -56,13 +73,21 @@ def _packed(value: Any, path: str, tensors: dict[str, torch.Tensor], depth: int)
     )
 
 
-def _packed_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _packed_tensor(value: torch.Tensor, path: str, packed: Packed) -> dict[str, Any]:
     if value.layout is not torch.strided or type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise GraphoptError(f"a checkpoint cannot hold the {type(value).__name__} ({value.layout}) at {path}")
-    if path in tensors:
+    if path in packed.tensors:
         raise GraphoptError(f"two tensors of the state would both be called {path!r}: use other keys")
-    tensors[path] = value.detach()
-    return {"tensor": path, "stride": list(value.stride())}
+    packed.tensors[path] = value.detach()
+    packed.digests[path] = _digest(value.detach())
+    return {"tensor": path, "stride": list(value.stride()), "digest": packed.digests[path]}
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """Of dtype, shape and bits."""
+    found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
+    found.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def unpack(structure: str, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -82,6 +107,8 @@ def _unpacked(found: Field, tensors: Mapping[str, torch.Tensor]) -> Any:
         path = found["tensor"].text()
         if path not in tensors:
             raise found.error(f"the tensor {path!r} is missing")
+        if found["digest"].text() != _digest(tensors[path]):
+            raise found.error(f"the tensor {path!r} is damaged: it is not what was saved")
         return _with_strides(tensors[path], found)
     name, value = found.only_entry()
     if name == "value":
