@@ -102,6 +102,17 @@ def load(folder: str | os.PathLike[str], what: TrainStep | Mapping[str, Any]) ->
     Raises:
         GraphoptError: where there is no checkpoint, it cannot be read, it holds other names than are given, or it does
             not fit.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> step = graphopt.optimize_step(model, optimizer, loss=loss)
+        >>> saved = [graphopt.checkpoint.save(folder, step) for _ in range(3)]
+        >>> expected = step(x)
+        >>> graphopt.checkpoint.load(folder, step)
+        {}
+        >>> torch.equal(step(x), expected)
+        True
     """
     parts, found = _parts(what), newest(_folder(folder))
     return together(lambda: _load(parts, found), f"{str(found)!r} cannot be loaded")

@@ -43,11 +43,8 @@ def train(folder: str, format: Format) -> None:
 
 def assert_goes_on(folder: Path) -> int:
     """The newest checkpoint is what training without a stop has at that step, and training goes on from it."""
-    step, other = training(), training()
+    step = training()
     done: int = checkpoint.load(folder, {"step": step})["done"]
-    torch.manual_seed(0)
-    other.prepare(batch(0))
-    torch.manual_seed(0)
     other = training()
     for number in range(done):
         other(batch(number))
@@ -87,7 +84,7 @@ def test_killed_at_any_moment(tmp_path: Path, format: Format) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("format", FORMATS)
 def test_killed_at_many_moments(tmp_path: Path, format: Format, seed: int) -> None:
     kill_again_and_again(tmp_path, format, kills=25, seed=seed)

@@ -56,7 +56,7 @@ class Translation(list[Pass]):
         >>> found
         [ClipGradients(max_norm=1.0, max_value=None, norm_type=2.0)]
         >>> step = graphopt.optimize_step(model, optimizer, found, loss=loss).accumulate(found.accumulate)
-        >>> print(found.notes[0])
+        >>> print(found.notes[-1])
         gradient_accumulation_steps is not honoured by passes: call step.accumulate(2)
     """
 
