@@ -44,6 +44,9 @@ def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
         found["rank"], found["ranks"] = whose
     for part in ("held", "gradients"):
         found[part] = {plain_name(name): tensor for name, tensor in state[part].items()}
+        if len(found[part]) != len(state[part]):
+            twice = next(name for name in state[part] if name != plain_name(name) and plain_name(name) in state[part])
+            raise GraphoptError(f"the state holds {plain_name(twice)!r} twice, with the name of a rank and without")
     return found
 
 
