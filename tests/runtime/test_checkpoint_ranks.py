@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -194,3 +195,51 @@ def test_two_ranks_become_three(resumed: Resumed) -> None:
     ranks = run_ranks(OTHER_NUMBER.format(folder=str(folder)), 3, folder / "three")
     assert all(said[0][kind][:3] == [6, 3, True] for said in ranks for kind in ("sharded", "dgc"))
     assert sum(said[0]["sharded"][3] for said in ranks) == 7 * 9 + 9 + 9 * 5
+
+
+KILLED = (
+    TRAIN
+    + """
+import os, random, threading
+
+def trained(folder, steps):
+    run = Run("local")
+    torch.manual_seed(5 + rank)
+    if any(folder.glob("checkpoint-????????")):
+        run.done = checkpoint.load(folder, {{"step": run.step, "done": None}})["done"]
+    before = run.done
+    while run.done < steps:
+        run(1)
+        if steps > 1000:
+            checkpoint.save(folder, {{"step": run.step, "done": run.done}}, format={format!r})
+        if run.done == before + 3 and steps > 1000:
+            threading.Timer({seconds!r} + 0.02 * rank, os.kill, (os.getpid(), 9)).start()
+    return run
+
+run = trained(FOLDER / "killed", {steps!r})
+generator, reference = torch.get_rng_state(), Run("local")
+torch.manual_seed(5 + rank)
+reference(run.done)
+alike = [same(run.all(), reference.all()), torch.equal(torch.get_rng_state(), generator)]
+expected = reference(5)
+torch.set_rng_state(generator)
+say([run.done, *alike, run(5) == expected])
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("format", "seed"),
+    [
+        ("dcp", 0),
+        *(pytest.param(format, seed, marks=pytest.mark.sweep) for format in ("dcp", "torch") for seed in range(1, 5)),
+    ],
+)
+def test_ranks_that_are_killed_at_any_moment_go_on(tmp_path: Path, format: str, seed: int) -> None:
+    """One rank a little before the other, so that one may wait in an exchange."""
+    seconds = random.Random(seed).random() * 0.3
+    fill = {"folder": str(tmp_path), "format": format, "seconds": seconds}
+    run_ranks(KILLED.format(**fill, steps=100_000), 2, tmp_path / "one", codes=[-9, -9])
+    found = [said[0] for said in run_ranks(KILLED.format(**fill, steps=0), 2, tmp_path / "two")]
+    assert found[0][0] == found[1][0] >= 3
+    assert [said[1:] for said in found] == [[True, True, True]] * 2
