@@ -236,12 +236,15 @@ class _Parts:
         """The exchange of gradients in buckets, where it is asked for, or others need it."""
         strategy = self._strategy
         fused, size = "fuse_all_reduce_ops", "fuse_grad_size_in_MB"
-        if not strategy[fused]:
+        if not strategy[size]:
+            strategy.note(fused, "adds nothing to fuse_grad_size_in_MB 0: each gradient is exchanged on its own")
+        elif not strategy[fused]:
             strategy.warn(size, "fuse_all_reduce_ops is off, and each gradient is exchanged on its own")
         scale = Section(strategy.field("gradient_scale_configs"), known.GRADIENT_SCALE, self._findings)
         scale.settle()
         asked = fused in strategy or size in strategy
-        bucket = float(strategy.use(size)) if strategy.use(fused) else 0.0
+        fuses, megabytes = strategy.use(fused), float(strategy.use(size))
+        bucket = megabytes if fuses else 0.0
         return self._made(size, "data-parallel", bucket_mb=bucket) if needed or asked else []
 
     # --- the loop, and the rest --------------------------------------------------------------------------------------
