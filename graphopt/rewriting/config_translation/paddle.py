@@ -236,8 +236,9 @@ class _Parts:
         """The exchange of gradients in buckets, where it is asked for, or others need it."""
         strategy = self._strategy
         fused, size = "fuse_all_reduce_ops", "fuse_grad_size_in_MB"
-        if not strategy[size]:
+        if strategy[size] == 0:
             strategy.note(fused, "adds nothing to fuse_grad_size_in_MB 0: each gradient is exchanged on its own")
+            strategy.note(size, "exchanges each gradient on its own")
         elif not strategy[fused]:
             strategy.warn(size, "fuse_all_reduce_ops is off, and each gradient is exchanged on its own")
         scale = Section(strategy.field("gradient_scale_configs"), known.GRADIENT_SCALE, self._findings)
