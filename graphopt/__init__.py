@@ -44,6 +44,7 @@ if TYPE_CHECKING or not _prints_words_alone():
     from graphopt.rewriting.precision.devices import fast_dtype
     from graphopt.rewriting.rewrite_pass import Rewrite
     from graphopt.rewriting.training_pass import TrainingPass
+    from graphopt.runtime import checkpoint
     from graphopt.runtime.module import optimize
     from graphopt.runtime.random_streams import RandomStreams
     from graphopt.runtime.scaler import scaler
@@ -79,6 +80,7 @@ __all__ = [
     "__version__",
     "available_formats",
     "capture",
+    "checkpoint",
     "configs",
     "fast_dtype",
     "measure_peak",

@@ -38,10 +38,11 @@ class ShardOptimizer(TrainingPass):
     elements of a tensor in another way; with more ranks sums may be taken in another order.
 
     ``optimizer.state`` holds flat shards, so each rank has to save its own ``optimizer.state_dict()``, and loads it
-    again; a state that is whole is cut where it is loaded before the first step. For another number of ranks
-    ``graphopt.rewriting.distributed.sharded_state`` puts shards together and divides them. Under loss scaling all ranks
-    skip a step where one has to; ``ClipGradients`` takes the norm over all ranks. Optimizers have to work element by
-    element: SGD, Adam, AdamW, Adagrad, RMSprop and their like.
+    again, which ``graphopt.checkpoint`` does for all of them; names in it say whose shards they are
+    (``exp_avg@rank1of2``), and another rank's are refused. A state that is whole is cut where it is loaded before the
+    first step. For another number of ranks ``graphopt.sharded_state`` puts shards together and divides them. Under loss
+    scaling all ranks skip a step where one has to; ``ClipGradients`` takes the norm over all ranks. Optimizers have to
+    work element by element: SGD, Adam, AdamW, Adagrad, RMSprop and their like.
 
     Rajbhandari, Rasley, Ruwase and He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020
     (arXiv 1910.02054).

@@ -78,10 +78,11 @@ def eager_layouts() -> Iterator[None]:
 
     def laid_out(mode: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         """What torch makes of an op without data, in its kernel's layout."""
+        place, several = rules[op]
         busy.append(op)  # so that torch goes its way now
         try:
             with mode:
-                return _formatted_result(op(*args, **kwargs), *rules[op], args)
+                return _formatted_result(op(*args, **kwargs), place, several, args)
         finally:
             busy.pop()
 

@@ -42,6 +42,7 @@ _TARGET_HELP = (
 )
 _VERIFY_HELP = "check the invariants after each pass (default), also compare results on the example inputs, or neither"
 _PASSES_HELP = 'passes as text, such as "recompute{checkpoints=blocks.*}"; `graphopt passes` lists them'
+_CONFIG_HELP = "a file with passes, as TOML, JSON or YAML; graphopt.configs.save writes one"
 
 
 def target_argument(parser: argparse.ArgumentParser) -> None:
@@ -50,8 +51,10 @@ def target_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def passes_argument(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
-    """Add ``--passes``."""
-    parser.add_argument("-p", "--passes", default="", required=required, metavar="PASSES", help=_PASSES_HELP)
+    """Add ``--passes``, and ``--config``, one of which can be given."""
+    group = parser.add_mutually_exclusive_group(required=required)
+    group.add_argument("-p", "--passes", default="", metavar="PASSES", help=_PASSES_HELP)
+    group.add_argument("--config", type=Path, metavar="FILE", help=_CONFIG_HELP)
 
 
 def stage_argument(parser: argparse.ArgumentParser, stages: Sequence[Stage] = _STAGES) -> None:
@@ -62,7 +65,7 @@ def stage_argument(parser: argparse.ArgumentParser, stages: Sequence[Stage] = _S
 
 
 def program_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``TARGET``, ``--passes``, ``--verify``, ``--stage``, and what fits the program into a budget."""
+    """Add ``TARGET``, ``--passes``, ``--config``, ``--verify``, ``--stage``, and what fits a program into a budget."""
     target_argument(parser)
     passes_argument(parser)
     parser.add_argument("--verify", choices=_VERIFY, default="structure", help=_VERIFY_HELP)

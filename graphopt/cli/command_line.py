@@ -113,6 +113,6 @@ def _diff_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _diff_problem(options: argparse.Namespace) -> str:
-    if options.passes or options.budget:
+    if options.passes or options.config or options.budget:
         return ""
-    return "a diff is between a program and what passes make of it: give -p/--passes, or -b/--budget"
+    return "a diff is between a program and what passes make of it: give -p/--passes, --config or -b/--budget"

@@ -9,7 +9,7 @@ import sys
 from typing import Any, Literal, cast
 
 from graphopt.cli.output import print_json, print_report, program_title
-from graphopt.cli.programs import stage_to_show
+from graphopt.cli.programs import pipeline_of, stage_to_show
 from graphopt.cli.target import load_target
 from graphopt.errors import GraphoptError
 from graphopt.report.console import terminal
@@ -37,7 +37,7 @@ def compare(options: argparse.Namespace) -> None:
         GraphoptError: for a target or passes that are wrong, or a pattern that names nothing; after the table, where a
             tensor exceeds ``--tolerance``; where no set keeps results within ``--bisect``.
     """
-    pipeline = Pipeline(options.passes)
+    pipeline = pipeline_of(options)
     if options.bisect is not None:
         precision_pass(pipeline)
     with contextlib.redirect_stdout(sys.stderr), terminal.working(f"capturing {options.target}"):

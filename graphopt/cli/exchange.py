@@ -8,7 +8,7 @@ import sys
 
 from graphopt.cli.arguments import format_of
 from graphopt.cli.output import check_output, report_passes, write_output
-from graphopt.cli.programs import rewritten_program
+from graphopt.cli.programs import pipeline_of, rewritten_program
 from graphopt.ir.columns import filled
 from graphopt.report.console import terminal
 from graphopt.report.console.progress_bar import progress_bar
@@ -40,7 +40,7 @@ def exchange_plan(options: argparse.Namespace) -> None:
         GraphoptError: for a target or passes that are wrong, and for a program that has no gradients to exchange.
     """
     check_output(options)
-    rewritten = rewritten_program(options, _pipeline(options.passes))
+    rewritten = rewritten_program(options, _pipeline(options))
     report_passes(rewritten)
     program = rewritten.program
     with progress_bar("measuring the calls") as show:
@@ -61,9 +61,9 @@ def exchange_plan(options: argparse.Namespace) -> None:
         write_output(options, filled(exchange_text(plan, program.history)))
 
 
-def _pipeline(passes: str) -> Pipeline:
+def _pipeline(options: argparse.Namespace) -> Pipeline:
     """The passes that run before; those that exchange gradients are left out, and the user is told."""
-    pipeline = Pipeline(passes)
+    pipeline = pipeline_of(options, fitted=False)
     left_out = [current for current in pipeline.passes if current.name in _EXCHANGERS]
     for current in left_out:
         terminal.write(f"{current} does not run: ways to exchange gradients are what is shown", sys.stderr)

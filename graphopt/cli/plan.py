@@ -16,7 +16,7 @@ from graphopt.analysis.costs.cost import CostReport, costs_of, remeasure
 from graphopt.cli.arguments import format_of
 from graphopt.cli.exchange import exchange_plan
 from graphopt.cli.output import check_output, report_passes, write_output
-from graphopt.cli.programs import rewritten_program
+from graphopt.cli.programs import pipeline_of, rewritten_program
 from graphopt.errors import GraphoptError
 from graphopt.ir.columns import filled
 from graphopt.ir.ops.values import format_bytes
@@ -71,7 +71,7 @@ def plan(options: argparse.Namespace) -> None:
         exchange_plan(options)
         return
     check_output(options)
-    rewritten = rewritten_program(options, _pipeline(options.passes))
+    rewritten = rewritten_program(options, _pipeline(options))
     report_passes(rewritten)
     memory = rewritten.program.memory()
     costs = _costs(memory, options.cost)
@@ -90,9 +90,9 @@ def plan(options: argparse.Namespace) -> None:
         raise errors[-1]
 
 
-def _pipeline(passes: str) -> Pipeline:
+def _pipeline(options: argparse.Namespace) -> Pipeline:
     """The passes that run before; the one whose plans are shown is left out, and the user is told."""
-    pipeline = Pipeline(passes)
+    pipeline = pipeline_of(options, fitted=False)
     left_out = [current for current in pipeline.passes if current.name == _FITTER]
     for current in left_out:
         terminal.write(f"{current} does not run: its plans are what is shown; see --budget and --cost", sys.stderr)

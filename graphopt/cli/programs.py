@@ -55,18 +55,23 @@ def rewritten_program(options: argparse.Namespace, pipeline: Pipeline | None = N
     return rewritten
 
 
-def pipeline_of(options: argparse.Namespace) -> Pipeline:
-    """The passes of ``--passes``, and the one that keeps to ``--budget``.
+def pipeline_of(options: argparse.Namespace, *, fitted: bool = True) -> Pipeline:
+    """The passes of ``--passes`` or ``--config``, and the one that keeps to ``--budget``.
+
+    Args:
+        options: of the command.
+        fitted: with that one.
 
     Raises:
-        GraphoptError: for passes that are wrong, and for two budgets.
+        GraphoptError: for passes that are wrong, for a file that cannot be read, and for two budgets.
     """
-    given = Pipeline(options.passes)
-    budget = getattr(options, "budget", None)
+    config = getattr(options, "config", None)
+    given = Pipeline(options.passes if config is None else config)
+    budget = getattr(options, "budget", None) if fitted else None
     if budget is None:
         return given
     if any(current.name == _FITTER for current in given.passes):
-        raise PipelineError(f"--budget {budget} and {_FITTER} among --passes are two budgets: give one of them")
+        raise PipelineError(f"--budget {budget} and {_FITTER} among the passes are two budgets: give one of them")
     fitting: Any = find_pass(_FITTER)
     fitter: Pass = fitting(budget=budget, cost=options.cost or "measured", time_limit=options.time_limit)
     return Pipeline([*given.passes, fitter])

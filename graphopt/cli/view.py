@@ -22,6 +22,8 @@ def view_command(options: argparse.Namespace) -> str:
     words = ["graphopt", "view", options.target]
     if options.passes:
         words += ["--passes", options.passes]
+    if options.config is not None:
+        words += ["--config", str(options.config)]
     if options.budget:
         words += ["--budget", options.budget]
     if options.cost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.rewriting.instruments import Instrument
 from graphopt.rewriting.pass_ import STAGES, Changed, Pass, PassRecord, PassStage
+from graphopt.rewriting.pipeline_file import read_passes
 from graphopt.rewriting.registry import find_pass
 from graphopt.rewriting.shards import Shards
 from graphopt.rewriting.spec import parse_passes
@@ -26,16 +28,16 @@ from graphopt.rewriting.training_pass import TrainingPass
 __all__ = ["Passes", "Pipeline"]
 
 
-Passes = str | Pass | Iterable[Pass | str] | None
-"""What stands for a list of passes: objects or their text form, in a list or alone."""
+Passes = str | Pass | Iterable[Pass | str] | os.PathLike[str] | None
+"""What stands for a list of passes: objects or their text form, in a list or alone, or the path of a file."""
 
 
 class Pipeline:
     """An ordered list of passes.
 
     Args:
-        passes: ``Pass`` objects or their text form, in a list or alone, or another pipeline; None for no passes. Their
-            order is free where nothing constrains it.
+        passes: ``Pass`` objects or their text form, in a list or alone, another pipeline, or the ``pathlib.Path`` of a
+            file (``graphopt.configs.load``); None for no passes. Their order is free where nothing constrains it.
 
     Raises:
         PipelineError: with every problem at once: unknown names and options, a pass given twice, conflicts, missing
@@ -203,6 +205,8 @@ def _listed(passes: Any) -> list[Any]:
         return []
     if isinstance(passes, str):
         return parse_passes(passes, find_pass)
+    if isinstance(passes, os.PathLike):
+        return read_passes(passes)
     if isinstance(passes, Pipeline):
         return list(passes.passes)
     if isinstance(passes, (Pass, type)):

@@ -87,7 +87,7 @@ def shard_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch
                 raise GraphoptError(
                     f"the optimizer's state {name}/{key} has the shape {list(value.shape)}, and this rank keeps "
                     f"{length} of the {parameter.numel()} elements of {name!r}: load what this rank has saved, or the "
-                    "whole state (graphopt.consolidate makes it of what the ranks of another run saved)"
+                    "whole state (graphopt.sharded_state.consolidate makes it of what other ranks saved)"
                 )
             flat = torch.empty_like(parameter, dtype=value.dtype).copy_(value).as_strided([value.numel()], [1])
             optimizer.state[parameter][key] = flat[first : first + length].clone()

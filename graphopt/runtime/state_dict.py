@@ -10,28 +10,52 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from graphopt.errors import GraphoptError, check_type, public, whole_number, wrong_argument
+from graphopt.rewriting.distributed.rank_names import own_name, owner_of_all, place, plain_name
 
-__all__ = ["STATE_VERSION", "check_state", "place", "redistribute"]
+__all__ = ["STATE_VERSION", "check_state", "named_state", "place", "plain_state", "redistribute"]
 
 STATE_VERSION = 3
 _KEYS = {"version", "rank", "ranks", "local", "steps", "numbers", "accumulate", "batches", "gradients", "held"}
 
 
-def place() -> tuple[int, int]:
-    """The rank of this process and how many there are; ``(0, 1)`` without a process group."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
+def named_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state in which the names of tensors that are this rank's own say so.
+
+    ``torch.distributed.checkpoint`` then keeps them apart.
+    """
+    rank, ranks, local = state["rank"], state["ranks"], set(state["local"])
+    held = {own_name(name, rank, ranks) if name in local else name: kept for name, kept in state["held"].items()}
+    gradients = {own_name(name, rank, ranks): gradient for name, gradient in state["gradients"].items()}
+    return {**state, "held": held, "gradients": gradients}
+
+
+def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with plain names, which is the rank's that the names say.
+
+    Raises:
+        GraphoptError: for one that is no state of a step, and for names of several ranks.
+    """
+    _check_version(state)
+    _check_entries(state)
+    whose = owner_of_all([*state["held"], *state["gradients"]])
+    found = {**state}
+    if whose is not None:
+        found["rank"], found["ranks"] = whose
+    for part in ("held", "gradients"):
+        found[part] = {plain_name(name): tensor for name, tensor in state[part].items()}
+        if len(found[part]) != len(state[part]):
+            twice = next(name for name in state[part] if name != plain_name(name) and plain_name(name) in state[part])
+            raise GraphoptError(f"the state holds {plain_name(twice)!r} twice, with the name of a rank and without")
+    return found
 
 
 def check_state(state: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]) -> None:
     """Whether a saved state can be loaded here.
 
     Args:
-        state: from ``TrainStep.state_dict``.
+        state: with plain names.
         parameters: of the model, by name.
 
     Raises:
@@ -119,7 +143,7 @@ def redistribute(states: Sequence[Mapping[str, Any]], ranks: int) -> list[dict[s
     for state in states:
         _check_version(state)
         _check_entries(state)
-    old = sorted(states, key=lambda state: state["rank"])
+    old = sorted(map(plain_state, states), key=lambda state: state["rank"])
     _check_complete(old)
     _check_one_step(old)
     if len(old) == ranks:

@@ -15,6 +15,7 @@ from graphopt.capture.step import settings
 from graphopt.errors import GraphoptError
 from graphopt.ir.ops.opaque_update import Evaluate
 from graphopt.ir.program import Program
+from graphopt.rewriting.distributed.named_shards import accept_named_shards, name_shards
 from graphopt.rewriting.precision.scaling import checked_gradients
 from graphopt.rewriting.shards import shard_state
 from graphopt.runtime.accumulate import accumulate_gradients, scale_seed
@@ -106,8 +107,10 @@ class StepPrograms:
         )
         capture = runner.rewrite(session)
         program, shards = capture.rewritten.program, capture.rewritten.shards
+        accept_named_shards(self._optimizer)
         if shards is not None:
             shard_state(self._optimizer, {name: self._model.get_parameter(name) for name in shards}, shards)
+            name_shards(self._optimizer)
         resumed = self.progress.clock.steps  # a resumed run goes on with what each rank has loaded
         if not runner.captures.all() and not resumed:
             runner.prepare(program, self._model)

@@ -10,7 +10,7 @@ import torch
 from graphopt.errors import GraphoptError, whole_number
 from graphopt.rewriting.clock import Clock
 from graphopt.rewriting.pipeline import Pipeline
-from graphopt.runtime.state_dict import STATE_VERSION, check_state, place
+from graphopt.runtime.state_dict import STATE_VERSION, check_state, named_state, place, plain_state
 from graphopt.runtime.state_store import StateStore
 
 __all__ = ["StepProgress"]
@@ -74,7 +74,7 @@ class StepProgress:
     def state_dict(self) -> dict[str, Any]:
         """What ``TrainStep.state_dict`` returns."""
         rank, ranks = place()
-        return {
+        state = {
             "version": STATE_VERSION,
             "rank": rank,
             "ranks": ranks,
@@ -86,6 +86,7 @@ class StepProgress:
             "gradients": {name: tensor.clone() for name, tensor in self.gradients.items()},
             "held": self._store.state_dict(),
         }
+        return named_state(state)
 
     def load_state_dict(self, state: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]) -> None:
         """Continue where ``state_dict`` was taken.
@@ -97,6 +98,7 @@ class StepProgress:
         Raises:
             GraphoptError: for a state that cannot be loaded here (``check_state``).
         """
+        state = plain_state(state)
         check_state(state, parameters)
         self._store.load(state["held"], state["local"])
         self.clock.steps = int(state["steps"])

@@ -17,6 +17,7 @@ from graphopt.errors import GraphoptError, check_type, public
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.methods import provided
 from graphopt.ir.program import Program
+from graphopt.rewriting.distributed.named_shards import accept_named_shards
 from graphopt.rewriting.pass_ import Records
 from graphopt.rewriting.pipeline import Passes, Pipeline
 from graphopt.rewriting.precision.scaling import scaling_of
@@ -62,6 +63,7 @@ class TrainStep:
         check_type("TrainStep's options", options, Options, "made by graphopt.optimize_step: call that")
         check_optimizer(optimizer, model)
         check_loss(loss, model)
+        accept_named_shards(optimizer)
         self._model = model
         self._optimizer = optimizer
         self._pipeline = options.pipeline
@@ -208,6 +210,16 @@ class TrainStep:
         return self._programs.latest
 
     @property
+    def model(self) -> nn.Module:
+        """The model that is trained."""
+        return self._model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer whose update the step runs."""
+        return self._optimizer
+
+    @property
     def pipeline(self) -> Pipeline:
         """The passes."""
         return self._pipeline
@@ -261,7 +273,8 @@ class TrainStep:
     def state_dict(self) -> dict[str, Any]:
         """What the step itself owns: what passes hold, and the gradients accumulated so far of how many batches.
 
-        Of this rank: where passes keep what differs from rank to rank (residuals), each rank saves its own.
+        Of this rank: where passes keep what differs from rank to rank (residuals), each rank saves its own, and the
+        names of these tensors say whose they are. ``graphopt.checkpoint`` saves it with model and optimizer.
         """
         return self._progress.state_dict()
 

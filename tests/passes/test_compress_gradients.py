@@ -297,6 +297,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 import graphopt
 from graphopt.passes import DataParallel, MixedPrecision
 from graphopt.passes.compress_gradients import CompressGradients
+from graphopt.runtime.state_dict import plain_state
+from graphopt.runtime.state_dict import plain_state
 
 def build(dtype=torch.float32):
     torch.manual_seed(0)
@@ -347,7 +349,7 @@ class Run:
 
     @property
     def held(self):
-        return self.step.state_dict()["held"]
+        return plain_state(self.step.state_dict())["held"]
 
 def theirs(state, hook, steps):
     model = build()

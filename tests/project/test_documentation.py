@@ -71,7 +71,7 @@ def index(site: Path) -> list[list[str]]:
 def test_every_public_name_has_a_place(pages: dict[str, Parsed]) -> None:
     names = [name for name in graphopt.__all__ if not name.startswith("__")]
     modules = {name for name in names if f"graphopt/{name}.html" in pages}
-    assert modules == {"configs", "ops", "sharded_state"}
+    assert modules == {"checkpoint", "configs", "ops", "sharded_state"}
     assert set(names) - modules <= pages["graphopt.html"].anchors
     assert set(planning.__all__) <= pages["graphopt/planning.html"].anchors
     assert set(graphopt.configs.__all__) <= pages["graphopt/configs.html"].anchors

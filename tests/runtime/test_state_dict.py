@@ -73,3 +73,28 @@ def test_another_ranks_state_is_refused_where_ranks_differ() -> None:
     step.load_state_dict(state_of(1, 2, torch.zeros(5), **shared))
     assert step.state_dict()["steps"] == 7
     assert step.state_dict()["rank"] == 0
+
+
+def test_what_is_a_rank_s_own_says_so() -> None:
+    found = states(2)
+    named = [resume.named_state(state) for state in found]
+    assert [set(state["held"]) for state in named] == [
+        {f"residual@rank{rank}of2", f"count@rank{rank}of2", "scale"} for rank in range(2)
+    ]
+    assert [set(state["gradients"]) for state in named] == [{"w@rank0of2"}, {"w@rank1of2"}]
+    assert [resume.plain_state({**state, "rank": 0}) == plain for state, plain in zip(named, found, strict=True)] == [
+        True,
+        True,
+    ]
+    alone = states(1)[0]
+    assert resume.named_state(alone) == alone
+    after = graphopt.redistribute(named[::-1], 2)
+    assert [set(state["held"]) for state in after] == [{"residual", "count", "scale"}] * 2
+
+
+def test_states_of_several_ranks_in_one_are_refused() -> None:
+    one, other = (resume.named_state(state) for state in states(2))
+    with pytest.raises(GraphoptError, match=r"several ranks' own \(0 of 2, 1 of 2\): load one rank's on each"):
+        resume.plain_state({**one, "held": {**one["held"], **other["held"]}})
+    with pytest.raises(GraphoptError, match="holds 'residual' twice, with the name of a rank and without"):
+        resume.plain_state({**one, "held": {**one["held"], "residual": torch.zeros(5)}})

@@ -8,6 +8,7 @@ from torch import nn
 import graphopt
 from graphopt import GraphoptError
 from graphopt.rewriting.distributed import sparse_update
+from graphopt.runtime.state_dict import plain_state
 from graphopt.ir.ops.selection import select
 from graphopt.passes import DataParallel, DeepGradientCompression, FuseUpdate, MixedPrecision, Recompute, ScaleLoss
 
@@ -61,7 +62,8 @@ def same_on_all(model):
     return bool(own.isfinite().all()) and all(torch.equal(own, other) for other in gathered(own))
 
 def held(step, what):
-    return {name: tensor for name, tensor in step.state_dict()["held"].items() if f"{NAME}/{what}" in name}
+    found = plain_state(step.state_dict())["held"]
+    return {name: tensor for name, tensor in found.items() if f"{NAME}/{what}" in name}
 
 said = {}
 few = world > 2

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import graphopt
-from graphopt import configs, passes, planning, sharded_state
+from graphopt import checkpoint, configs, passes, planning, sharded_state
 
 __all__ = ["PREAMBLE", "examples", "failures", "message_of_example", "namespace", "public_objects"]
 
@@ -92,7 +92,7 @@ def namespace() -> dict[str, Any]:
 def public_objects() -> dict[str, Any]:
     """Every public class and function, by the name that users import it under."""
     modules = {"graphopt": graphopt, "graphopt.passes": passes, "graphopt.planning": planning}
-    modules |= {"graphopt.configs": configs, "graphopt.sharded_state": sharded_state}
+    modules |= {"graphopt.configs": configs, "graphopt.sharded_state": sharded_state, "graphopt.checkpoint": checkpoint}
     return {
         f"{where}.{name}": found
         for where, module in modules.items()

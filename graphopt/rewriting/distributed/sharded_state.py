@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from graphopt.errors import GraphoptError, check_type, whole_number, wrong_argument
+from graphopt.rewriting.distributed.named_shards import plain_shards
+from graphopt.rewriting.distributed.rank_names import owner
 from graphopt.rewriting.shards import NUMBERS, shard_of
 
 __all__ = ["consolidate", "split"]
@@ -43,6 +45,8 @@ def consolidate(states: Sequence[dict[str, Any]], parameters: Iterable[torch.Ten
     """
     _check_states(states)
     shapes = _listed(parameters)
+    _check_order(states)
+    states = [plain_shards(state) for state in states]
     first = states[0]["state"]
     for rank, state in enumerate(states):
         if {index: set(kept) for index, kept in state["state"].items()} != {i: set(kept) for i, kept in first.items()}:
@@ -83,6 +87,17 @@ def _listed(parameters: object) -> list[torch.Tensor]:
     for index, item in enumerate(found):
         check_type(f"consolidate's parameters[{index}]", item, torch.Tensor, "a tensor")
     return found
+
+
+def _check_order(states: Sequence[dict[str, Any]]) -> None:
+    """Refuse states whose names say that they are not those of all ranks, in their order."""
+    for rank, state in enumerate(states):
+        named = {owner(key) for kept in state["state"].values() for key in kept if isinstance(key, str)} - {None}
+        if named and named != {(rank, len(states))}:
+            found = ", ".join(f"rank {of[0]} of {of[1]}" for of in sorted(item for item in named if item))
+            raise GraphoptError(
+                f"consolidate needs the states of all ranks in their order: number {rank} of {len(states)} is {found}"
+            )
 
 
 def _merge(parts: list[Any], parameter: torch.Tensor, what: str) -> Any:

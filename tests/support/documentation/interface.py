@@ -11,7 +11,7 @@ import pdoc.doc
 import pdoc.render
 
 import graphopt
-from graphopt import configs, ops, planning, sharded_state
+from graphopt import checkpoint, configs, ops, planning, sharded_state
 from graphopt.ir import timeline
 from graphopt.rewriting import pass_
 from tests.support.documentation.pages import Entry, Page, plain_text
@@ -24,6 +24,7 @@ _MODULES = {
     "graphopt": graphopt,
     "graphopt.planning": planning,
     "graphopt.configs": configs,
+    "graphopt.checkpoint": checkpoint,
     "graphopt.sharded_state": sharded_state,
     "graphopt.ops": ops,
     "graphopt.ir.timeline": timeline,

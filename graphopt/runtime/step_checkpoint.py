@@ -1,0 +1,109 @@
+"""A whole step in a checkpoint: what is saved of it, and how it goes over to another number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from graphopt.errors import GraphoptError
+from graphopt.rewriting.distributed.named_shards import is_sharded, plain_shards
+from graphopt.rewriting.distributed.sharded_state import consolidate, split
+from graphopt.rewriting.training_pass import TrainingPass
+from graphopt.runtime.state_dict import plain_state, redistribute
+from graphopt.runtime.train_step import TrainStep
+
+__all__ = ["STEP_PARTS", "load_step_state", "same_everywhere", "step_state"]
+
+STEP_PARTS = frozenset({"model", "optimizer", "sharded", "step"})
+"""What the state of a step consists of."""
+
+
+def step_state(step: TrainStep) -> dict[str, Any]:
+    """What this rank saves of a step: its model, its optimizer, and what the step itself owns."""
+    return {
+        "model": dict(step.model.state_dict()),
+        "optimizer": plain_shards(step.optimizer.state_dict()),
+        "sharded": is_sharded(step.optimizer),
+        "step": plain_state(step.state_dict()),
+    }
+
+
+def load_step_state(step: TrainStep, states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> None:
+    """Continue a step from this rank's state, or from those of all ranks of another number.
+
+    Raises:
+        GraphoptError: for what is no state of a step, or does not fit.
+    """
+    if any(not isinstance(state, Mapping) or set(state) != STEP_PARTS for state in states):
+        raise GraphoptError("this is no state of a step: save a checkpoint with the step under the same name")
+    own = [state["step"] for state in states]
+    mine = own[0] if len(own) == 1 and own[0]["ranks"] == ranks else redistribute(own, ranks)[rank]
+    model = same_everywhere([state["model"] for state in states], "model")
+    optimizer = _optimizer_state(step, states, rank, ranks)
+    try:
+        step.model.load_state_dict(model)
+        step.optimizer.load_state_dict(optimizer)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise GraphoptError(f"the checkpoint is of another model or optimizer: {error}") from error
+    step.load_state_dict(mine)
+
+
+def _optimizer_state(step: TrainStep, states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Any]:
+    """The optimizer's state as this rank keeps it."""
+    saved = [state["optimizer"] for state in states]
+    wanted = any(type(current).shards is not TrainingPass.shards for current in step.pipeline.training)
+    if states[0]["sharded"]:
+        if wanted and len(states) == 1:
+            return dict(saved[0])
+        if len(states) == 1 and states[0]["step"]["ranks"] > 1:
+            raise GraphoptError(
+                "the optimizer's state is sharded over the ranks, and this step has no shard-optimizer: load it with "
+                "that pass, or make a whole state with graphopt.sharded_state.consolidate"
+            )
+        parameters = [p for group in step.optimizer.param_groups for p in group["params"]]
+        whole = consolidate(saved, parameters)
+    else:
+        whole = same_everywhere(saved, "optimizer")
+    return split(whole, rank, ranks) if is_sharded(step.optimizer) else whole
+
+
+def same_everywhere(states: Sequence[Any], name: str) -> Any:
+    """The one state that all ranks have saved.
+
+    Raises:
+        GraphoptError: naming the first place where they differ.
+    """
+    for rank, state in enumerate(states[1:], start=1):
+        where = _difference(states[0], state, name)
+        if where:
+            raise GraphoptError(
+                f"{where} differs between rank 0 and rank {rank} of the checkpoint, so that another number of ranks "
+                "cannot go on from it: call step.synchronize() before saving, or load it in as many ranks"
+            )
+    return states[0]
+
+
+def _difference(one: Any, other: Any, where: str) -> str:
+    """The path of the first difference; empty where there is none."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        same = one.dtype == other.dtype and one.shape == other.shape and _bits(one) == _bits(other)
+        return "" if same else where
+    if type(one) is not type(other):
+        return where
+    if isinstance(one, Mapping):
+        if one.keys() != other.keys():
+            return where
+        pairs = [(f"{where}/{key}", value, other[key]) for key, value in one.items()]
+    elif isinstance(one, (list, tuple)):
+        if len(one) != len(other):
+            return where
+        pairs = [(f"{where}/{index}", a, b) for index, (a, b) in enumerate(zip(one, other, strict=True))]
+    else:
+        return "" if one == other or one != one else where
+    return next((found for path, a, b in pairs if (found := _difference(a, b, path))), "")
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
