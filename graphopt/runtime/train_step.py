@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -33,6 +34,7 @@ from graphopt.runtime.leftovers import LoopLeftovers
 from graphopt.runtime.module import take_over
 from graphopt.runtime.rewrite import Rewritten, Verify
 from graphopt.runtime.runner import Options, Runner
+from graphopt.runtime.size_plans import Target
 from graphopt.runtime.skipped_steps import SkipWatch
 from graphopt.runtime.state_dict import STATE_VERSION, check_state, place
 from graphopt.runtime.step_variants import CapturedStep, CompiledStep, Variant
@@ -78,7 +80,7 @@ class TrainStep:
         self._gradients: dict[str, torch.Tensor] = {}
         numbers: dict[str, float] = {}
         self._runner: Runner[CapturedStep] = Runner(options, "step", model.get_parameter, numbers)
-        self._runner.names = argument_names(model, loss)
+        self._runner.serving.names = argument_names(model, loss)
         self._store = self._runner.store
         self._clock = Clock(rates=self._rates, numbers=numbers, state=self._store.__getitem__)
         scaling = scaling_of(options.pipeline.passes)
@@ -104,7 +106,7 @@ class TrainStep:
             return self._loss_alone(args, kwargs)
         self._leftovers.before(self._model)
         with CAPTURE_LOCK:
-            captured, batch = self._runner.find(self._model, args, kwargs, lambda: self._capture(args, kwargs))
+            captured, batch = self._runner.find(self._model, args, kwargs, _Maker(self, args, kwargs))
             compiled = self._variant(captured)
             inputs = compiled.binding.gather(batch)
         program, again = compiled.program, functools.partial(self._evaluation, captured, batch)
@@ -136,13 +138,13 @@ class TrainStep:
     def prepare(self, *args: Any, **kwargs: Any) -> TrainStep:
         """Capture and compile for a batch like this one without running; returns the step itself."""
         with CAPTURE_LOCK:
-            captured, _ = self._runner.find(self._model, args, kwargs, lambda: self._capture(args, kwargs))
+            captured, _ = self._runner.find(self._model, args, kwargs, _Maker(self, args, kwargs))
             self._variant(captured)
         return self
 
     def prepare_example(self, example_inputs: Any) -> None:
         """Capture and compile for a batch given as a tuple, as ``example_inputs=`` is."""
-        self._variant(self._runner.find_example(self._model, example_inputs, lambda args: self._capture(args, {})))
+        self._variant(self._runner.find_example(self._model, example_inputs, lambda args: _Maker(self, args, {})))
 
     def accumulate(self, batches: int) -> TrainStep:
         """Update at every ``batches``-th call only, with the mean of the gradients of these calls.
@@ -221,18 +223,20 @@ class TrainStep:
 
     # --- capturing ---------------------------------------------------------------------------------------------------
 
-    def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CapturedStep:
-        runner = self._runner
-        session = CaptureSession(
+    def _session(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic_shapes: Any) -> CaptureSession:
+        return CaptureSession(
             self._model,
             args,
             kwargs,
             loss=self._loss or True,
             optimizer=self._optimizer,
-            dynamic_shapes=self._options.dynamic_shapes,
-            keep=runner.is_first,
+            dynamic_shapes=dynamic_shapes,
+            keep=self._runner.is_first,
         )
-        capture = runner.rewrite(session)
+
+    def _capture(self, session: CaptureSession, target: Target | None) -> CapturedStep:
+        runner = self._runner
+        capture = runner.rewrite(session, target=target)
         program, shards = capture.rewritten.program, capture.rewritten.shards
         if shards is not None:
             shard_state(self._optimizer, {name: self._model.get_parameter(name) for name in shards}, shards)
@@ -412,6 +416,23 @@ class TrainStep:
         return f"<TrainStep of {type(self._model).__name__}, passes {str(self._pipeline) or 'none'}>"
 
 
+@dataclass(frozen=True)
+class _Maker:
+    """Captures a batch."""
+
+    step: TrainStep
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def session(self, dynamic_shapes: Any) -> CaptureSession:
+        """See ``Maker``."""
+        return self.step._session(self.args, self.kwargs, dynamic_shapes)
+
+    def compile(self, session: CaptureSession, target: Target | None) -> CapturedStep:
+        """See ``Maker``."""
+        return self.step._capture(session, target)
+
+
 def optimize_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -419,7 +440,7 @@ def optimize_step(
     *,
     loss: Callable[..., torch.Tensor] | None = None,
     example_inputs: tuple[Any, ...] | None = None,
-    dynamic_shapes: Any = None,
+    dynamic_shapes: Any = "auto",
     backend: Backend = "eager",
     verify: Verify = "structure",
 ) -> TrainStep:
@@ -432,7 +453,9 @@ def optimize_step(
         loss: ``loss(model, *batch)`` returning a scalar; None where the model returns the loss or an object with
             ``.loss``.
         example_inputs: a batch to capture with right away; otherwise the first call captures.
-        dynamic_shapes: sizes that may vary, as for ``torch.export.export``, for the arguments of the step.
+        dynamic_shapes: ``"auto"`` lets an axis vary from its second size on, so that few captures serve all sizes; None
+            captures each size by itself; or the sizes that may vary, as for ``torch.export.export``, for the arguments
+            of the step.
         backend: ``"eager"`` (the generated code), ``"inductor"``, or ``callable(graph_module, inputs)``.
         verify: ``"structure"`` (the invariant table after each pass), ``"numerics"`` (also compare with the unrewritten
             program on the example inputs), or False.
