@@ -49,14 +49,16 @@ class _Calls:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._places: dict[fx.Node, int] = {node: place for place, node in enumerate(program.placeholders)}
-        self._nodes = [node for node in program.graph.nodes if node.op == "call_function" and not _is_size(node)]
+        calls = [node for node in program.graph.nodes if node.op == "call_function" and not _is_size(node)]
+        self._nodes = [node for node in calls if not _is_whole(node)]
+        self._whole = set(calls).difference(self._nodes)
         self.count = len(self._nodes)
 
     def __iter__(self) -> Iterator[tuple[fx.Node, str, Any, Any]]:
         for node in self._nodes:
             args, kwargs = self._plain(list(node.args)), self._plain(dict(node.kwargs))
             if node.target is torch.ops.aten.slice.Tensor:
-                args = _whole_slice(node, args)
+                args = [args[0], *_slice_bounds(node)]
             self._places[node] = len(self._places)
             yield node, str(node.target), args, kwargs
 
@@ -66,6 +68,8 @@ class _Calls:
 
     def _plain(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
+            while value in self._whole:
+                value = value.all_input_nodes[0]
             known = value_of(value)
             return _number(known) if _is_size(value) else ("made by", self._places.get(value))
         if isinstance(value, (list, tuple)):
@@ -92,9 +96,23 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _whole_slice(node: fx.Node, args: list[Any]) -> list[Any]:
-    """The arguments of a slice with its ends written as numbers, however they were given."""
-    source, dim, start, end, step = [*args, *(0, None, None, 1)[len(args) - 1 :]]
+def _slice_bounds(node: fx.Node) -> tuple[int, int, int, int]:
+    """Dimension, start, end and step of a slice as numbers, however they were given."""
+    given: list[Any] = [_known_number(argument) for argument in node.args[1:]]
+    dim, start, end, step = [*given, *(0, None, None, 1)[len(given) :]]
     tensor: torch.Tensor = value_of(node.args[0])  # type: ignore[arg-type]
     size = _torch.size_hint(tensor.shape[dim])
-    return [source, dim, 0 if start is None else start, size if end is None else min(end, size), step]
+    return dim, 0 if start is None else start, size if end is None else min(end, size), step
+
+
+def _is_whole(node: fx.Node) -> bool:
+    """Whether a call is a slice of everything, which torch leaves out where it knows that."""
+    if node.target is not torch.ops.aten.slice.Tensor:
+        return False
+    dim, start, end, step = _slice_bounds(node)
+    tensor: torch.Tensor = value_of(node.args[0])  # type: ignore[arg-type]
+    return start == 0 and step == 1 and end == _torch.size_hint(tensor.shape[dim])
+
+
+def _known_number(argument: Any) -> Any:
+    return _number(value_of(argument) if isinstance(argument, fx.Node) else argument)

@@ -25,7 +25,7 @@ class VaryingAxes:
         return any(self.axes)
 
     @classmethod
-    def between(cls, shapes: Sequence[tuple[torch.Size, ...]]) -> VaryingAxes:
+    def between(cls, shapes: Sequence[Sequence[torch.Size]]) -> VaryingAxes:
         """The axes whose sizes differ among calls with the same ranks.
 
         Args:
@@ -47,7 +47,7 @@ class VaryingAxes:
         """These axes and others."""
         return VaryingAxes(tuple(mine | theirs for mine, theirs in zip(self.axes, others.axes, strict=True)))
 
-    def where(self, shapes: tuple[torch.Size, ...], least: int) -> VaryingAxes:
+    def where(self, shapes: Sequence[torch.Size], least: int) -> VaryingAxes:
         """The axes that are ``least`` or larger in a call."""
         return VaryingAxes(
             tuple(

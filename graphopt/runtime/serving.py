@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from torch import nn
 
 from graphopt.capture import CaptureSession
 from graphopt.capture.fingerprint import ModelFingerprint
-from graphopt.capture.flatten import Structure, flatten_call
+from graphopt.capture.flatten import Structure, flatten, flatten_call
 from graphopt.capture.varying_axes import VaryingAxes
 from graphopt.errors import GraphoptError, RankError
 from graphopt.ir.program import Program
@@ -188,15 +189,20 @@ class Serving(Generic[C]):
             if lacks_bytes(error):
                 raise
             logger.debug("not captured with sizes open", exc_info=True)
-            self._tell(call.model, self._varying.refuse(kind, axes, call.tensors, _first_line(error)))
+            self._tell(call.model, self._varying.refuse(kind, axes, call.tensors, _reason(error), self._names(call)))
             return None
         finally:
             self._kind = None
         self.captures.add((kind, "sizes vary"), capture)
-        served, told = self._varying.add(key, kind, call.tensors, capture, axes)
+        served, told = self._varying.add(key, kind, call.tensors, capture, axes, self._names(call))
         self._varying.share(kind, self._kind_of(call))
         self._tell(call.model, told)
         return served
+
+    def _names(self, call: _Call) -> list[str]:
+        """What the tensors of a call are called: ``x``, ``batch['mask']``."""
+        _, structure = flatten((call.args, call.kwargs))
+        return [_name(path, self.names) for path in structure.paths]
 
     def _tell(self, model: nn.Module, text: str) -> None:
         if text:
@@ -270,5 +276,16 @@ def lacks_bytes(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _first_line(error: Exception) -> str:
-    return f"{str(error).splitlines()[0]}" if str(error) else type(error).__name__
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0].rstrip(".:") if str(error) else type(error).__name__
+
+
+def _name(path: str, names: Sequence[str]) -> str:
+    """What a tensor is called whose place is ``[0][number]…`` or ``[1]['keyword']…``."""
+    found = re.fullmatch(r"\[(?P<keyword>[01])\]\['?(?P<key>[^\]']*)'?\](?P<rest>.*)", path)
+    if found is None:
+        return path
+    if found["keyword"] == "1":
+        return found["key"] + found["rest"]
+    place = int(found["key"])
+    return (names[place] if place < len(names) else f"args[{place}]") + found["rest"]

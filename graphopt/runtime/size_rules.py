@@ -26,6 +26,15 @@ class SizeRule:
     high: int | None = None
     name: str = ""
 
+    def allows(self, size: int) -> bool:
+        """Whether a size is within the bounds."""
+        return self.low <= size and (self.high is None or size <= self.high)
+
+    @property
+    def bounds(self) -> str:
+        """The bounds, for people."""
+        return f"{self.low} to {'unlimited' if self.high is None else self.high}" if self.low != self.high else f"{self.low}"
+
     @property
     def place(self) -> str:
         """Which dimension it is, for people."""
@@ -52,8 +61,9 @@ class SizeRules:
         self.rules: list[SizeRule] = []
         for index, (node, spec) in enumerate(program.inputs_of("input")):
             for dim, size in enumerate(value_of(node).shape):
-                low, high = _torch.size_range(size) if isinstance(size, torch.SymInt) else (int(size), int(size))
-                self.rules.append(SizeRule(index, dim, size, low, high, spec.target))
+                fixed = not isinstance(size, torch.SymInt) or not _torch.size_symbols(size)
+                low, high = (int(size), int(size)) if fixed else _torch.size_range(size)
+                self.rules.append(SizeRule(index, dim, int(size) if fixed else size, low, high, spec.target))
         self._varying = [rule for rule in self.rules if isinstance(rule.size, torch.SymInt)]
         if not self._varying:
             self.rules = []
@@ -81,34 +91,45 @@ class SizeRules:
         Raises:
             GraphoptError: where a declared size is out of its range, or two that must agree do not.
         """
-        values = self.match_shapes(tuple(tensor.shape for tensor in tensors))
-        return values if values is not None and self._strides_agree(tensors, values) else None
+        values = self._values(tensors)
+        return None if values is None or self._why_not(tensors, values) else values
 
-    def match_shapes(self, shapes: Sequence[torch.Size]) -> dict[str, int] | None:
-        """The same for the shapes of a call's tensors, however they lie in memory."""
-        values = self._values(shapes)
-        if values is None or not self._agree(shapes, values) or _torch.broken_guard(self.mode, values):
-            return None
-        return values
+    def why_not(self, tensors: Sequence[torch.Tensor]) -> str:
+        """Why the program does not serve a call, for people; empty where it does."""
+        values = self._values(tensors)
+        if values is None:
+            bounds = [(rule, tensors[rule.input].shape[rule.dim]) for rule in self.rules]
+            rule, size = next((rule, size) for rule, size in bounds if not rule.allows(size))
+            return f"{rule.place} is {size}, and was traced for {rule.bounds}"
+        return self._why_not(tensors, values)
 
-    def _values(self, shapes: Sequence[torch.Size]) -> dict[str, int] | None:
+    def _why_not(self, tensors: Sequence[torch.Tensor], values: Mapping[str, int]) -> str:
+        disagreeing = self._disagreeing(tensors, values)
+        if disagreeing is not None:
+            return f"{disagreeing.place} was traced as {disagreeing.size}"
+        strides = self._with_strides(tensors, values)
+        if strides is None:
+            return "an argument lies in memory in another way"
+        guard = self.broken(strides)
+        return f"the model takes another path where {guard} does not hold" if guard else ""
+
+    def _values(self, tensors: Sequence[torch.Tensor]) -> dict[str, int] | None:
         """The values of symbols that are a dimension by themselves, where all sizes are within their bounds."""
         values: dict[str, int] = {}
         for rule in self.rules:
-            size = shapes[rule.input][rule.dim]
-            if size < rule.low or (rule.high is not None and size > rule.high):
+            size = tensors[rule.input].shape[rule.dim]
+            if not rule.allows(size):
                 if isinstance(rule.size, torch.SymInt) and self._declared:
-                    high = rule.high if rule.high is not None else "unlimited"
-                    raise GraphoptError(f"{rule.place} is {size}, and dynamic_shapes allows {rule.low} to {high}")
+                    raise GraphoptError(f"{rule.place} is {size}, and dynamic_shapes allows {rule.bounds}")
                 return None
             if isinstance(rule.size, torch.SymInt) and _torch.size_symbols(rule.size) == [str(rule.size)]:
                 values.setdefault(str(rule.size), size)
         return values
 
-    def _agree(self, shapes: Sequence[torch.Size], values: Mapping[str, int]) -> bool:
-        """Whether all sizes are what their expressions are for the values."""
+    def _disagreeing(self, tensors: Sequence[torch.Tensor], values: Mapping[str, int]) -> SizeRule | None:
+        """The first rule for which a size is not what its expression is for the values."""
         for rule in self._varying:
-            size, wanted = shapes[rule.input][rule.dim], _torch.evaluate_number(rule.size, values)
+            size, wanted = tensors[rule.input].shape[rule.dim], _torch.evaluate_number(rule.size, values)
             if size == wanted:
                 continue
             if self._declared and wanted is not None:
@@ -116,20 +137,24 @@ class SizeRules:
                     f"{rule.place} is {size}, and it must equal {wanted}, the other size that dynamic_shapes calls "
                     f"{rule.size}"
                 )
-            return False
-        return True
+            return rule
+        return None
 
-    def _strides_agree(self, tensors: Sequence[torch.Tensor], values: Mapping[str, int]) -> bool:
-        """Whether tensors lie in memory as the program's inputs do; with declared sizes the signature says so."""
-        if self._declared:
-            return True
+    def _with_strides(self, tensors: Sequence[torch.Tensor], values: Mapping[str, int]) -> dict[str, int] | None:
+        """The values with those of symbols in strides; None where tensors do not lie in memory as the inputs do.
+
+        With declared sizes the signature says how tensors lie in memory.
+        """
+        found = dict(values)
         for tensor, known in zip(tensors, self._inputs, strict=True):
-            if tensor.layout is torch.strided and any(
-                size > 1 and stride != _torch.evaluate_number(wanted, values)
-                for size, stride, wanted in zip(tensor.shape, tensor.stride(), known.stride(), strict=True)
-            ):
-                return False
-        return True
+            if tensor.layout is not torch.strided:
+                continue
+            for size, stride, wanted in zip(tensor.shape, tensor.stride(), known.stride(), strict=True):
+                if isinstance(wanted, torch.SymInt) and _torch.size_symbols(wanted) == [str(wanted)]:
+                    found.setdefault(str(wanted), stride)
+                if size > 1 and stride != _torch.evaluate_number(wanted, found) and not self._declared:
+                    return None
+        return found
 
 
 def size_rules(program: Program, *, declared: bool = True) -> SizeRules:

@@ -33,10 +33,12 @@ _LEAST = 2
 _MOST = 8
 """Captures for one kind of call whose sizes vary; a model that takes another path for each size has no use for more."""
 
+_TOLD_AT = 4
+"""The capture whose sizes vary at which a user hears that others did not serve a call."""
+
 _REMEMBERED = 4096
 """Sizes of calls for which it is remembered what serves them."""
 
-Shapes = tuple[torch.Size, ...]
 E = TypeVar("E", bound=HasRules)
 
 
@@ -57,15 +59,15 @@ class _Kind(Generic[E]):
     """Calls that differ in sizes alone.
 
     Attributes:
-        shapes: of the tensors of each call that was captured.
-        fixed: the joint program of the first capture, with its shapes.
+        calls: the tensors of each call that was captured, without data.
+        fixed: the joint program of the first capture, with its call.
         captures: those whose sizes vary.
         refused: the axes that have to be fixed.
         told: what users have been told.
     """
 
-    shapes: list[Shapes] = field(default_factory=list)
-    fixed: tuple[Program, Shapes] | None = None
+    calls: list[list[torch.Tensor]] = field(default_factory=list)
+    fixed: tuple[Program, list[torch.Tensor]] | None = None
     captures: list[E] = field(default_factory=list)
     refused: VaryingAxes | None = None
     told: set[str] = field(default_factory=set)
@@ -99,8 +101,8 @@ class VaryingSizes(Generic[E]):
     def axes(self, kind: Hashable, tensors: Sequence[torch.Tensor]) -> VaryingAxes:
         """The axes that a capture for a call should keep open."""
         known = self._kinds.setdefault(kind, _Kind())
-        shapes = _shapes(tensors)
-        found = VaryingAxes.between([*known.shapes, shapes]).where(shapes, _LEAST)
+        shapes = [[tensor.shape for tensor in call] for call in (*known.calls, tensors)]
+        found = VaryingAxes.between(shapes).where(shapes[-1], _LEAST)
         if known.refused is not None:
             found = found.without(known.refused)
         return found if len(known.captures) < _MOST else VaryingAxes(tuple(frozenset() for _ in tensors))
@@ -114,12 +116,18 @@ class VaryingSizes(Generic[E]):
             program: of stage joint, as it was captured.
         """
         known = self._kinds.setdefault(kind, _Kind())
-        known.shapes.append(_shapes(tensors))
+        known.calls.append(_without_data(tensors))
         if known.fixed is None:
-            known.fixed = program, _shapes(tensors)
+            known.fixed = program, known.calls[-1]
 
     def add(
-        self, key: Hashable, kind: Hashable, tensors: Sequence[torch.Tensor], capture: E, asked: VaryingAxes
+        self,
+        key: Hashable,
+        kind: Hashable,
+        tensors: Sequence[torch.Tensor],
+        capture: E,
+        asked: VaryingAxes,
+        names: Sequence[str],
     ) -> tuple[Served[E], str]:
         """Keep a capture whose sizes vary, with what to tell the user of axes that it could not keep open.
 
@@ -129,14 +137,23 @@ class VaryingSizes(Generic[E]):
             tensors: of the call.
             capture: made for it.
             asked: the axes that were to vary.
+            names: of the tensors.
         """
         known = self._kinds[kind]
-        known.shapes.append(_shapes(tensors))
+        missed = [found.rules.why_not(tensors) for found in known.captures]
+        known.calls.append(_without_data(tensors))
         if capture.rules:
             known.captures.append(capture)
         fixed = asked.without(_varying(capture.rules, len(tensors)))
         values = (capture.rules.match(tensors) if capture.rules else None) or {}
-        told = self.refuse(kind, fixed, tensors, _why_fixed(capture.rules, fixed, tensors)) if fixed else ""
+        told = ""
+        if fixed:
+            told = self.refuse(kind, fixed, tensors, _why_fixed(capture.rules, fixed, tensors), names)
+        elif len(known.captures) == _TOLD_AT:
+            told = (
+                f"{len(known.calls)} captures for sizes that change, of which one serves many sizes as a rule; the "
+                f"latest one was made since {missed[-1]}"
+            )
         return self.remember(key, Served(capture, values)), told
 
     def check(self, kind: Hashable, program: Program, rules: SizeRules) -> None:
@@ -146,14 +163,16 @@ class VaryingSizes(Generic[E]):
             OtherProgramError: where they differ, with the call.
         """
         known = self._kinds[kind].fixed
-        values = rules.match_shapes(known[1]) if known is not None else None
+        values = rules.match(known[1]) if known is not None else None
         if known is None or values is None:
             return
         difference = first_difference(known[0], program, values)
         if difference:
             raise OtherProgramError(f"with sizes that vary, torch traces {difference}")
 
-    def refuse(self, kind: Hashable, axes: VaryingAxes, tensors: Sequence[torch.Tensor], reason: str) -> str:
+    def refuse(
+        self, kind: Hashable, axes: VaryingAxes, tensors: Sequence[torch.Tensor], reason: str, names: Sequence[str]
+    ) -> str:
         """Capture sizes of these axes one by one from now on; what to tell the user, where it is new.
 
         Args:
@@ -161,6 +180,7 @@ class VaryingSizes(Generic[E]):
             axes: that cannot vary.
             tensors: of the call that was to be captured.
             reason: why, for people.
+            names: of the tensors.
         """
         known = self._kinds[kind]
         known.refused = axes if known.refused is None else known.refused.along_with(axes)
@@ -169,22 +189,25 @@ class VaryingSizes(Generic[E]):
         known.told.add(reason)
         places = [(place, axis) for place, found in enumerate(axes.axes) for axis in sorted(found)]
         sizes = [
-            f"axis {axis} of input {place} ({', '.join(map(str, self._sizes(kind, place, axis, tensors)))})"
+            f"axis {axis} of {names[place]} ({', '.join(map(str, self._sizes(kind, place, axis, tensors)))})"
             for place, axis in places
         ]
-        return f"sizes of {'; '.join(sizes)} are captured one by one: {reason}"
+        return (
+            f"each size of {'; '.join(sizes)} is captured by itself, since {reason}: pad to a few sizes, or give "
+            "dynamic_shapes=None"
+        )
 
     def largest(self, kind: Hashable, rules: SizeRules) -> dict[str, int]:
         """The largest values of a program's symbols among the calls of its kind that were captured."""
         found: dict[str, int] = {}
-        for shapes in self._kinds[kind].shapes if kind in self._kinds else ():
-            for name, value in (rules.match_shapes(shapes) or {}).items():
+        for call in self._kinds[kind].calls if kind in self._kinds else ():
+            for name, value in (rules.match(call) or {}).items():
                 found[name] = max(value, found.get(name, 0))
         return found
 
     def _sizes(self, kind: Hashable, place: int, axis: int, tensors: Sequence[torch.Tensor]) -> list[int]:
-        shapes = [*self._kinds[kind].shapes, _shapes(tensors)]
-        return list(dict.fromkeys(shape[place][axis] for shape in shapes))
+        calls = [*self._kinds[kind].calls, tensors]
+        return list(dict.fromkeys(call[place].shape[axis] for call in calls))
 
     def share(self, kind: Hashable, other: Hashable) -> None:
         """Let calls of another kind, which forward has made of this one by setting attributes, share its captures."""
@@ -198,8 +221,14 @@ class VaryingSizes(Generic[E]):
         return served
 
 
-def _shapes(tensors: Sequence[torch.Tensor]) -> Shapes:
-    return tuple(tensor.shape for tensor in tensors)
+def _without_data(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors of the same shapes and strides that take no memory."""
+    return [
+        torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+        if t.layout is torch.strided
+        else torch.empty(t.shape, dtype=t.dtype, device="meta")
+        for t in tensors
+    ]
 
 
 def _varying(rules: SizeRules, count: int) -> VaryingAxes:
