@@ -31,7 +31,7 @@ class VaryingAxes:
         Args:
             shapes: of the tensors of each call.
         """
-        by_tensor = zip(*shapes, strict=True)
+        by_tensor: list[tuple[torch.Size, ...]] = list(zip(*shapes, strict=True))
         return cls(
             tuple(
                 frozenset(axis for axis, sizes in enumerate(zip(*shape, strict=True)) if len(set(sizes)) > 1)

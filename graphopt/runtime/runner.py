@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, cast
 
@@ -181,7 +181,8 @@ class Runner(Generic[C]):
 
     def _rewrite_for(self, session: CaptureSession, wanted: Sequence[Target | None], room: int | None) -> Rewritten:
         """Run the passes for the first of some sizes for which there is a plan."""
-        options, plans = self.options, {} if room is None else None
+        options = self.options
+        plans: dict[Hashable, Any] | None = {} if room is None else None
         for target in wanted:
             context = replace(self._context, room=room, plans=plans)
             if target is not None:
@@ -193,7 +194,7 @@ class Runner(Generic[C]):
                     until=self._until,
                     verify=options.verify,
                     context=context,
-                    log=room is None,
+                    log=room is None and target is None,
                     check=functools.partial(self.serving.check, session),
                 )
             except GraphoptError as error:
