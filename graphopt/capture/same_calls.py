@@ -99,7 +99,8 @@ def _number(value: Any) -> Any:
 def _slice_bounds(node: fx.Node) -> tuple[int, int, int, int]:
     """Dimension, start, end and step of a slice as numbers, however they were given."""
     given: list[Any] = [_known_number(argument) for argument in node.args[1:]]
-    dim, start, end, step = [*given, *(0, None, None, 1)[len(given) :]]
+    rest: list[Any] = [0, None, None, 1][len(given) :]
+    dim, start, end, step = given + rest
     tensor: torch.Tensor = value_of(node.args[0])  # type: ignore[arg-type]
     size = _torch.size_hint(tensor.shape[dim])
     return dim, 0 if start is None else start, size if end is None else min(end, size), step

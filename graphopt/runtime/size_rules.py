@@ -33,7 +33,9 @@ class SizeRule:
     @property
     def bounds(self) -> str:
         """The bounds, for people."""
-        return f"{self.low} to {'unlimited' if self.high is None else self.high}" if self.low != self.high else f"{self.low}"
+        if self.low == self.high:
+            return str(self.low)
+        return f"{self.low} to {'unlimited' if self.high is None else self.high}"
 
     @property
     def place(self) -> str:
