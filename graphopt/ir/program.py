@@ -135,6 +135,10 @@ class Program:
     @property
     def tensors(self) -> list[TensorInfo]:
         """Every named tensor with shape, dtype, bytes, phase, module and source line, in program order."""
+        with _torch.sizes_taken_as(self.context.sizes):
+            return self._described_tensors()
+
+    def _described_tensors(self) -> list[TensorInfo]:
         roles = {node.name: spec.role for node, spec in zip(self.placeholders, self.inputs, strict=True)}
         found = []
         for node in self.graph.nodes:
@@ -351,7 +355,8 @@ class Program:
         Raises:
             GraphoptError: for an unknown name, with the nearest ones.
         """
-        return find_format(name).write(self, **options)
+        with _torch.sizes_taken_as(self.context.sizes):
+            return find_format(name).write(self, **options)
 
     def to_text(self) -> str:
         """The program for people: types, phases, modules, provenance and explicit ends of life."""

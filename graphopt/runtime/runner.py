@@ -102,9 +102,7 @@ class Runner(Generic[C]):
         numbers: dict[str, float] | None = None,
     ) -> None:
         self.options = options
-        self.serving: Serving[C] = Serving(
-            options.dynamic_shapes, [current for current in options.pipeline.passes if current.has_limit]
-        )
+        self.serving: Serving[C] = Serving(options.dynamic_shapes, options.pipeline.passes)
         self.store = StateStore(parameter)
         self.watch = StepWatch()
         self._until: Stage = until

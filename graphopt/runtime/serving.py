@@ -81,13 +81,13 @@ class Serving(Generic[C]):
 
     Attributes:
         dynamic_shapes: as the user gave them.
-        limited: the passes that keep programs within a number of bytes.
+        passes: that rewrite programs.
         captures: by signature.
         names: of the positional arguments of a call, as far as they have names.
     """
 
     dynamic_shapes: Any
-    limited: list[Pass]
+    passes: Sequence[Pass]
     captures: Captures[C] = field(default_factory=Captures)
     names: Sequence[str] = ()
     _fingerprint: ModelFingerprint = field(default_factory=ModelFingerprint)
@@ -100,6 +100,11 @@ class Serving(Generic[C]):
     def automatic(self) -> bool:
         """Whether sizes that change become symbols by themselves."""
         return isinstance(self.dynamic_shapes, str)
+
+    @property
+    def limited(self) -> list[Pass]:
+        """The passes that keep programs within a number of bytes."""
+        return [current for current in self.passes if current.has_limit]
 
     @property
     def declared(self) -> Any:
@@ -117,7 +122,7 @@ class Serving(Generic[C]):
             served = self._capture(key, call, maker)
         found = served.capture
         if served.values and self.limited:
-            found = self._planned(served, maker)
+            found = self._planned(key, served, call, maker)
         self.captures.latest = found
         return found, call.tensors
 
@@ -153,7 +158,11 @@ class Serving(Generic[C]):
             return self._capture_fixed(key, call, maker)
         kind = self._kind_of(call)
         axes = self._varying.axes(kind, call.tensors)
-        served = self._capture_varying(key, kind, call, maker, axes) if axes else None
+        fixing = ", ".join(current.name for current in self.passes if current.fixed_sizes)
+        if axes and fixing:
+            reason = f"{fixing} acts on tensors of fixed sizes only"
+            self._tell(call.model, self._varying.refuse(kind, axes, call.tensors, reason, self._names(call)))
+        served = self._capture_varying(key, kind, call, maker, axes) if axes and not fixing else None
         if served is None:
             served = self._capture_fixed(key, call, maker)
             self._varying.add_fixed(kind, call.tensors, _as_captured(served.capture.rewritten))
@@ -187,7 +196,7 @@ class Serving(Generic[C]):
             raise
         except Exception as error:
             if lacks_bytes(error):
-                raise
+                return None  # with fixed sizes there is more that a plan can do
             logger.debug("not captured with sizes open", exc_info=True)
             self._tell(call.model, self._varying.refuse(kind, axes, call.tensors, _reason(error), self._names(call)))
             return None
@@ -239,7 +248,7 @@ class Serving(Generic[C]):
             target = Target(values, {name: max(value, largest.get(name, 0)) for name, value in values.items()})
         return [*targets(rules, target.sizes, target)]
 
-    def _planned(self, served: Served[C], maker: Maker[C]) -> C:
+    def _planned(self, key: Hashable, served: Served[C], call: _Call, maker: Maker[C]) -> C:
         """What serves a call within the bytes that there are, planned for its sizes where need be."""
         capture, values = served.capture, served.values
         plans = self._plans.get(id(capture))
@@ -255,9 +264,11 @@ class Serving(Generic[C]):
             return plans.add(values, maker.compile(capture.rewritten.session, target))
         except GraphoptError as error:
             found = plans.find(values, near=False)
-            if found is None or not lacks_bytes(error):
+            if found is not None and lacks_bytes(error):
+                return found
+            if not self.automatic or not lacks_bytes(error):
                 raise
-            return found
+        return self._capture_fixed(key, call, maker).capture  # where there is more that a plan can do, or it raises
 
 
 def _served(capture: C, tensors: list[torch.Tensor]) -> Served[C]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import graphopt
-from graphopt.passes import Recompute
+from graphopt.passes import ClipGradients, MixedPrecision, Offload, Recompute
 from graphopt.runtime.module import Optimized
 from tests.support.changing_lengths import (
     LONGEST,
@@ -23,6 +23,7 @@ from tests.support.changing_lengths import (
     assert_trains_alike,
     next_word,
     sentences,
+    trained,
 )
 from tests.support.training import Net
 
@@ -209,6 +210,24 @@ def test_another_program_than_for_fixed_sizes_is_not_taken(
     batches = [noise(2, length, 4) for length in (12, 7, 9)]
     assert assert_trains_alike("step", Net(nn.Linear(4, 4)), mean_square, batches).captures == 3
     assert "with sizes that vary, torch traces mul in place of add" in caplog.text
+
+
+def test_a_pass_that_moves_tensors_of_fixed_sizes(caplog: pytest.LogCaptureFixture) -> None:
+    batches = [noise(length, 4) for length in (12, 7, 9)]
+    found = assert_trains_alike("step", Net(nn.Linear(4, 4)), mean_square, batches, passes=[Offload(min_bytes=16)])
+    assert found.captures == 3
+    assert caplog.text.count("offload acts on tensors of fixed sizes only") == 1
+
+
+def test_passes_that_round_do_so_as_for_fixed_sizes() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Dropout(0.2), nn.Linear(8, 2))
+    batches = [noise(rows, 4) for rows in (6, 9, 4)]
+    passes = [MixedPrecision(), ClipGradients(0.1), Recompute("**")]
+    varying, fixed = (
+        trained("step", model, mean_square, batches, passes, dynamic_shapes=shapes) for shapes in ("auto", None)
+    )
+    assert [varying.captures, fixed.captures] == [2, 3]
+    assert all(map(torch.equal, varying.tensors, fixed.tensors))
 
 
 def test_many_paths_are_told(caplog: pytest.LogCaptureFixture) -> None:
