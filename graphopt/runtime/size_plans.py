@@ -65,12 +65,13 @@ def targets(rules: SizeRules, values: Mapping[str, int], target: Target) -> list
 
 
 def _step_above(size: int, highest: int | None) -> int:
-    """The next size that is planned for."""
-    above = math.ceil(2 ** (_step(size) / _STEPS))
+    """The largest size of the step that a size is in, which is what is planned for."""
+    above = math.floor(2 ** (_step(size) / _STEPS))
     return max(size, above if highest is None else min(above, highest))
 
 
 def _step(size: int) -> int:
+    """The number of the step that a size is in: some of them from one power of two to the next."""
     return math.ceil(_STEPS * math.log2(size)) if size > 1 else 0
 
 
@@ -158,8 +159,8 @@ class SizePlans(Generic[P]):
 
 
 def _near(values: Mapping[str, int], sizes: Mapping[str, int]) -> bool:
-    """Whether sizes are at most one step below those that were planned for."""
-    return all(_step(size) - _step(values[name]) < 1 for name, size in sizes.items())
+    """Whether sizes are in the same steps as those that were planned for."""
+    return all(_step(size) == _step(values[name]) for name, size in sizes.items())
 
 
 def _plan_for(planned: Planned, sizes: Mapping[str, int]) -> None:
