@@ -46,7 +46,7 @@ class _Evaluator:
     def find(self, expression: sympy.Expr) -> Any:
         """The number, or the truth value, of an expression; None where a symbol has no value."""
         if expression not in self._known:
-            symbols = {symbol: self._values.get(symbol.name) for symbol in expression.free_symbols}
+            symbols = {symbol: self._values.get(str(symbol)) for symbol in expression.free_symbols}
             known = None not in symbols.values()
             self._known[expression] = expression.xreplace(symbols) if known else None
         return self._known[expression]

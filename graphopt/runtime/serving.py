@@ -88,10 +88,10 @@ class Serving(Generic[C]):
 
     dynamic_shapes: Any
     passes: Sequence[Pass]
-    captures: Captures[C] = field(default_factory=Captures)
+    captures: Captures[C] = field(default_factory=lambda: Captures())
     names: Sequence[str] = ()
     _fingerprint: ModelFingerprint = field(default_factory=ModelFingerprint)
-    _varying: VaryingSizes[C] = field(default_factory=VaryingSizes)
+    _varying: VaryingSizes[C] = field(default_factory=lambda: VaryingSizes())
     _plans: dict[int, SizePlans[C]] = field(default_factory=dict)
     _changing: ChangingSizes = field(default_factory=ChangingSizes)
     _kind: Hashable = None
