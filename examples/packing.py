@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = sentences(options.longest, seed=options.seed)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, heading in enumerate(("", "sizes", "padding", "budget", "predicted peaks", "last loss", "equal bits")):
-        table.add_column(heading, justify="right" if number else "left")
+        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
     same = True
     for name, collate in (("padded", pad), ("packed", pack)):
         given = list(batches(found, collate, options))
