@@ -18,6 +18,7 @@ from graphopt.rewriting.memory.budget import budget_bytes, check_budget, infeasi
 from graphopt.rewriting.memory.fit import Fitting, FittingOptions
 from graphopt.rewriting.memory.frontier_data import frontier_data
 from graphopt.rewriting.memory.named_plan import CarriedPlan, shared_calls
+from graphopt.rewriting.memory.other_sizes import Searches, written_sizes
 from graphopt.rewriting.memory.planning_problem import PlanningProblem
 from graphopt.rewriting.memory.summary import away_lines, plan_lines, summary_lines
 from graphopt.rewriting.memory.transfer_insertion import host_lanes
@@ -109,14 +110,22 @@ class FitMemory(Pass):
             return Changed(reason="the program has been fitted already")
         memory = program.memory()
         room = program.context.room
-        plans, key = program.context.plans, (str(self), shared_calls(program))
+        plans, wanted = program.context.plans, tuple(sorted(program.context.sizes.items()))
+        calls = shared_calls(program)
+        key = str(self), calls, wanted
         carried = plans.get(key) if plans is not None else None
-        budget = self._bytes(memory, carried) if room is None else room
+        budget = self._bytes(program, memory, carried) if room is None else room
         reason = within_already(memory, budget)
         if reason:
-            return Changed(reason=reason)
+            sizes = written_sizes(program)
+            return Changed(reason=f"{reason}, up to {sizes}" if sizes else reason)
         if carried is not None and carried.plan.fits(program, budget):
             return _done(program, carried)
+        searches = None if plans is None or not wanted else plans.setdefault((str(self), calls), Searches())
+        found = searches.plan_within(program, budget) if searches is not None else None
+        if found is not None and plans is not None:
+            plans.setdefault(key, found)
+            return _done(program, found)
         if room is None:
             refuse_hopeless(program, memory, budget, moves="offload" in self.allow and self._room() != 0)
         with measuring() as measured:
@@ -135,12 +144,20 @@ class FitMemory(Pass):
         found = CarriedPlan(budget, fitting.named(fitted), lines, details)
         if plans is not None:
             plans.setdefault(key, found)
+        if searches is not None:
+            searches.add(fitting)
         return _done(program, found)
 
-    def _bytes(self, memory: MemoryTimeline, carried: CarriedPlan | None) -> int:
-        """The budget in bytes; a share means that of the program that was planned, in all programs of a step."""
+    def _bytes(self, program: Program, memory: MemoryTimeline, carried: CarriedPlan | None) -> int:
+        """The budget in bytes; a share means that of the program that was planned, in all programs of a step.
+
+        Where sizes vary, it is a share of the peak at the largest that have come up.
+        """
         shares = isinstance(self.budget, str) and self.budget.endswith("%")
-        return carried.budget if carried is not None and shares else budget_bytes(self.budget, memory)
+        if carried is not None and shares:
+            return carried.budget
+        largest = program.context.largest
+        return budget_bytes(self.budget, program.memory(sizes=largest) if shares and largest else memory)
 
     def limit(self, memory: MemoryTimeline) -> int:
         """The budget in bytes."""
@@ -159,10 +176,12 @@ def _done(program: Program, found: CarriedPlan) -> Changed:
     """Do to a program what was planned for it, or for another one of the capture."""
     plan = found.plan
     done = plan.apply(program, origin=_ORIGIN)
+    sizes = written_sizes(program)
+    lines = (*found.lines, f"the plan holds up to {sizes}") if sizes else found.lines
     return Changed(
         counts={"run again": len(plan.again), "random ops replayed": len(done.replayed), "offloaded": len(plan.moves)},
         tensors=tuple(name for node in done.clones for name in info(node).names[:1]),
         reason="nothing that is run again or moved makes the peak smaller",
-        lines=found.lines,
+        lines=lines,
         details=found.details,
     )

@@ -67,6 +67,7 @@ class Offload(Pass):
     stage: ClassVar[PassStage] = "last"
     numerics: ClassVar[Numerics] = "bitwise"
     in_parts: ClassVar[bool] = True
+    fixed_sizes: ClassVar[bool] = True
     after: ClassVar[tuple[str, ...]] = ("fuse-update", "fit-memory", "partition-checkpoints")
 
     tensors: tuple[str, ...] = ()

@@ -97,10 +97,15 @@ from graphopt._torch.overloads import higher_order_ops as higher_order_ops
 from graphopt._torch.overloads import is_registered as is_registered
 from graphopt._torch.overloads import resolve_overload as resolve_overload
 from graphopt._torch.second_derivatives import explain_second_derivatives as explain_second_derivatives
+from graphopt._torch.symbolic_sizes import broken_guard as broken_guard
+from graphopt._torch.symbolic_sizes import evaluate_number as evaluate_number
 from graphopt._torch.symbolic_sizes import fake_mode as fake_mode
+from graphopt._torch.symbolic_sizes import fixed_size_guard as fixed_size_guard
 from graphopt._torch.symbolic_sizes import number_hint as number_hint
 from graphopt._torch.symbolic_sizes import size_hint as size_hint
 from graphopt._torch.symbolic_sizes import size_range as size_range
+from graphopt._torch.symbolic_sizes import size_symbols as size_symbols
+from graphopt._torch.symbolic_sizes import sizes_taken_as as sizes_taken_as
 from graphopt._torch.symbolic_sizes import symbolic_float as symbolic_float
 from graphopt._torch.symbolic_sizes import symbolic_size as symbolic_size
 from graphopt._torch.traced_tensors import is_known_zero as is_known_zero
@@ -138,6 +143,7 @@ __all__ = [
     "autocast_operators",
     "broadcast",
     "broadcast_",
+    "broken_guard",
     "compile_with_inductor",
     "cpu_computes_in",
     "custom_function",
@@ -145,9 +151,11 @@ __all__ = [
     "dict_version",
     "eager_kernels",
     "eager_layouts",
+    "evaluate_number",
     "example_twins",
     "explain_second_derivatives",
     "fake_mode",
+    "fixed_size_guard",
     "generated_function",
     "global_module_hooks",
     "has_autocast_rule",
@@ -182,6 +190,8 @@ __all__ = [
     "run_with_rng_state",
     "size_hint",
     "size_range",
+    "size_symbols",
+    "sizes_taken_as",
     "stands_for_real",
     "storage_key",
     "symbolic_float",

@@ -60,7 +60,7 @@ VALUES = Feature(
         ),
         "torch.fx.experimental.symbolic_shapes": (
             "DimDynamic.DYNAMIC GuardOnDataDependentSymNode ShapeEnv.bound_sympy ShapeEnv.create_symfloatnode "
-            "ShapeEnv.create_symintnode ShapeEnv.create_unspecified_symbol"
+            "ShapeEnv.create_symintnode ShapeEnv.create_unspecified_symbol ShapeEnv.replace"
         ),
         "torch.utils._sympy.numbers": "int_oo",
         "torch.utils._sympy.value_ranges": "ValueRanges",

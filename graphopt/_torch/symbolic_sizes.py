@@ -6,7 +6,9 @@ Symbols live in a ``ShapeEnv`` of ``torch.fx.experimental.symbolic_shapes``, whi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import sympy
@@ -19,17 +21,125 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from graphopt._torch.private_names import VALUES, attribute
 
-__all__ = ["fake_mode", "number_hint", "size_hint", "size_range", "symbolic_float", "symbolic_size"]
+__all__ = [
+    "broken_guard",
+    "evaluate_number",
+    "fake_mode",
+    "fixed_size_guard",
+    "number_hint",
+    "size_hint",
+    "size_range",
+    "size_symbols",
+    "sizes_taken_as",
+    "symbolic_float",
+    "symbolic_size",
+]
+
+
+class _Evaluator:
+    """Numbers of expressions for given values of their symbols; each expression is computed once."""
+
+    def __init__(self, values: Mapping[str, int]) -> None:
+        self._values = {name: sympy.Integer(value) for name, value in values.items()}
+        self._known: dict[sympy.Expr, Any] = {}
+
+    def find(self, expression: sympy.Expr) -> Any:
+        """The number, or the truth value, of an expression; None where a symbol has no value."""
+        if expression not in self._known:
+            symbols = {symbol: self._values.get(str(symbol)) for symbol in expression.free_symbols}
+            known = None not in symbols.values()
+            self._known[expression] = expression.xreplace(symbols) if known else None
+        return self._known[expression]
+
+
+_taken: ContextVar[_Evaluator | None] = ContextVar("sizes", default=None)
+
+
+@contextlib.contextmanager
+def sizes_taken_as(values: Mapping[str, int]) -> Iterator[None]:
+    """Let ``size_hint`` and ``number_hint`` give what sizes are for these values of symbols, in place of the example's.
+
+    Args:
+        values: by the names of symbols; without any, nothing changes.
+    """
+    if not values:
+        yield
+        return
+    token = _taken.set(_Evaluator(values))
+    try:
+        yield
+    finally:
+        _taken.reset(token)
+
+
+def evaluate_number(value: Any, values: Mapping[str, int]) -> Any:
+    """What a symbolic number or truth value is for these values of symbols; None where that is not known.
+
+    Args:
+        value: of ``torch.SymInt`` and the like; anything else is returned as it is.
+        values: by the names of symbols.
+    """
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return value
+    node: Any = value.node
+    found = _Evaluator(values).find(node.expr)
+    if found is None or not (found.is_number or found.is_Boolean):
+        return None
+    kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)]
+    return kind(found)
+
+
+def size_symbols(size: torch.SymInt) -> list[str]:
+    """The names of the symbols in a size; one that is a symbol by itself has its own alone."""
+    node: Any = size.node
+    return sorted(symbol.name for symbol in node.expr.free_symbols)
+
+
+def broken_guard(mode: FakeTensorMode, values: Mapping[str, int]) -> str:
+    """The first condition on sizes under which a program was traced that does not hold for these values of symbols.
+
+    Args:
+        mode: in which it was traced.
+        values: by the names of symbols.
+
+    Returns:
+        the condition as text; empty where all hold.
+    """
+    environment: Any = mode.shape_env
+    evaluator = _Evaluator(values)
+    for guard in _guards(environment):
+        if evaluator.find(environment.replace(guard.expr)) != sympy.true:
+            return str(guard.expr)
+    return ""
+
+
+def fixed_size_guard(mode: FakeTensorMode, size: int) -> str:
+    """The condition by which tracing has fixed a size that was to vary, as text; empty where none is known."""
+    for guard in _guards(mode.shape_env):
+        expression = guard.expr
+        if isinstance(expression, sympy.Eq) and size in (expression.lhs, expression.rhs):
+            return str(expression)
+    return ""
+
+
+def _guards(environment: Any) -> Iterable[Any]:
+    return () if environment is None else environment.guards
 
 
 def size_hint(value: Any) -> int:
     """The size a symbolic dimension had in the example inputs; plain integers are returned as they are.
+
+    Inside of ``sizes_taken_as`` it is the size for the values given there.
 
     Raises:
         ValueError: for a size that depends on data.
     """
     if isinstance(value, torch.SymInt):
         node = value.node
+        evaluator = _taken.get()
+        taken = None if evaluator is None else evaluator.find(node.expr)
+        if taken is not None:
+            return int(taken)
         hint = node.hint if node.has_hint() else None
         if hint is None:
             raise ValueError(f"the size {value} depends on data and has no example value")
@@ -40,7 +150,9 @@ def size_hint(value: Any) -> int:
 def number_hint(value: torch.SymFloat) -> float:
     """The number that a symbolic one was in the example inputs."""
     node: Any = value.node
-    return float(node.hint)
+    evaluator = _taken.get()
+    taken = None if evaluator is None else evaluator.find(node.expr)
+    return float(node.hint if taken is None else taken)
 
 
 def size_range(size: torch.SymInt) -> tuple[int, int | None]:

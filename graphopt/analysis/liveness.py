@@ -8,10 +8,12 @@ reference live throughout, outputs live to the end.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
 
+from graphopt import _torch
 from graphopt.analysis.workspace import Usage, measured_usage
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
@@ -208,15 +210,28 @@ def _correct(storages: list[Storage], usage: list[Usage]) -> None:
                 storage.bytes = size
 
 
-def simulate(program: Program, *, measure: bool = True, forward_in_place: bool = True) -> MemoryTimeline:
-    """Bytes alive at every call of ``program``, as its generated code runs it (symbolic sizes by example).
+def simulate(
+    program: Program,
+    *,
+    measure: bool = True,
+    forward_in_place: bool = True,
+    sizes: Mapping[str, int] | None = None,
+) -> MemoryTimeline:
+    """Bytes alive at every call of ``program``, as its generated code runs it.
 
     Args:
         program: of any stage.
         measure: count what ops allocate for themselves, measured on zeros at the first call per shapes; without,
             temporaries count as 0.
         forward_in_place: as for ``storages_of``.
+        sizes: values of the symbols in sizes that vary; by default those that the program is planned for
+            (``Context.sizes``), else those of the example inputs.
     """
+    with _torch.sizes_taken_as(program.context.sizes if sizes is None else sizes):
+        return _simulate(program, measure, forward_in_place)
+
+
+def _simulate(program: Program, measure: bool, forward_in_place: bool) -> MemoryTimeline:
     calls = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
     usage = measured_usage(calls) if measure else [Usage()] * len(calls)
     storages, refers = storages_of(program, forward_in_place=forward_in_place)

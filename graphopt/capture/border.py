@@ -32,7 +32,11 @@ class Row:
 
 
 BORDER = (
-    Row("shapes, dtypes, devices, strides of arguments", "signature", "sizes within `dynamic_shapes=` share a program"),
+    Row(
+        "shapes, dtypes, devices, strides of arguments",
+        "signature",
+        "sizes that vary share a program: `dynamic_shapes=`",
+    ),
     Row("which arguments are the same tensor or share memory", "signature"),
     Row("`requires_grad` of arguments and parameters", "signature"),
     Row("arguments that are no tensors", "signature", "by value: types, signs of zero, what containers hold"),

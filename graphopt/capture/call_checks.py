@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from graphopt import _torch
+from graphopt.capture.varying_axes import VaryingAxes
 from graphopt.errors import ArgumentError, CaptureError, did_you_mean, near_words, shown, wrong_argument
 
 __all__ = [
@@ -200,7 +201,7 @@ def check_dynamic_shapes(dynamic_shapes: object) -> None:
     Raises:
         ArgumentError: with the form in which to say it.
     """
-    if dynamic_shapes is None:
+    if dynamic_shapes is None or isinstance(dynamic_shapes, VaryingAxes):
         return
     form = "a dict by argument name, such as {'x': {0: torch.export.Dim('batch')}}, or a tuple with an entry for each"
     if not isinstance(dynamic_shapes, (Mapping, tuple, list)):

@@ -25,6 +25,7 @@ from graphopt.capture.regions import REGION_KEY, observe
 from graphopt.capture.source_lines import source_line, user_frame
 from graphopt.capture.transformers import answered
 from graphopt.capture.value_checks import kept_as_checks
+from graphopt.capture.varying_axes import VaryingAxes
 from graphopt.errors import CaptureError, GraphBreakError, TorchVersionError, as_cause
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.names import NAMES_KEY, identifier
@@ -232,6 +233,8 @@ def _flat_shapes(dynamic_shapes: Any, inputs: Structure, names: Sequence[str]) -
     """The user's ``dynamic_shapes``, written for the call's arguments, as torch.export wants it for flat tensors."""
     if dynamic_shapes is None:
         return None
+    if isinstance(dynamic_shapes, VaryingAxes):
+        return dynamic_shapes.for_export()
     args, kwargs = inputs.restore(range(sum(inputs.is_tensor)))
     pairs = shapes_by_argument(dynamic_shapes, args, kwargs, names)
     flat: dict[int, Any] = {}

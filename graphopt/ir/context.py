@@ -25,6 +25,9 @@ class Context:
             gradients are taken in place before it.
         room: bytes that the program may take at its peak, where it is one part of a model and what a pass is told is
             for all parts; a program that needs more is to take as little as can be. None for a program by itself.
+        sizes: the values of the symbols in sizes that vary for which bytes and seconds are counted, in place of the
+            example's: those that a plan has to hold for.
+        largest: the largest values of these symbols that have come up; a share of the peak is one of the peak there.
     """
 
     history: tuple[str, ...] = ()
@@ -33,6 +36,8 @@ class Context:
     plans: dict[Hashable, Any] | None = None
     compiled: bool = False
     room: int | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    largest: Mapping[str, int] = field(default_factory=dict)
 
     def after(self, spec: str) -> Context:
         """The context behind one more pass; a pass of several stages counts once."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -148,6 +148,10 @@ class Program:
     @property
     def tensors(self) -> list[TensorInfo]:
         """Every named tensor with shape, dtype, bytes, phase, module and source line, in program order."""
+        with _torch.sizes_taken_as(self.context.sizes):
+            return self._described_tensors()
+
+    def _described_tensors(self) -> list[TensorInfo]:
         roles = {node.name: spec.role for node, spec in zip(self.placeholders, self.inputs, strict=True)}
         found = []
         for node in self.graph.nodes:
@@ -167,13 +171,32 @@ class Program:
             ]
         return found
 
-    def memory(self, *, measure: bool = True) -> MemoryTimeline:
+    def memory(self, *, measure: bool = True, sizes: Mapping[str, int] | None = None) -> MemoryTimeline:
         """The byte-exact timeline of this program as it runs; see ``graphopt.analysis.liveness``.
 
         Args:
             measure: run each distinct op once on zeros to learn what it allocates for itself; False runs nothing.
+            sizes: values of the symbols in sizes that vary, by their names as ``to_text`` shows them; by default those
+                that the program is planned for, else those of the example inputs.
+
+        Example:
+            >>> rows = torch.export.Dim("rows", min=2, max=64)
+            >>> program = graphopt.capture(model, (x,), loss=loss, dynamic_shapes=({0: rows},))
+            >>> (symbol,) = program.symbols
+            >>> program.memory(sizes={symbol: 64}).peak_bytes > program.memory(sizes={symbol: 2}).peak_bytes
+            True
         """
-        return cast(MemoryTimeline, provided(Program, "memory")(self, measure=measure))
+        return cast(MemoryTimeline, provided(Program, "memory")(self, measure=measure, sizes=sizes))
+
+    @property
+    def symbols(self) -> dict[str, int]:
+        """The symbols that sizes of inputs are written with, and the values that bytes are counted for."""
+        found: dict[str, int] = {}
+        with _torch.sizes_taken_as(self.context.sizes):
+            for node in self.placeholders:
+                for tensor in tensors_of(value_of(node)):
+                    found |= {str(size): _torch.size_hint(size) for size in tensor.shape if str(size).isidentifier()}
+        return found
 
     def checkpoint_candidates(self) -> list[Candidate]:
         """The forward tensors that separate the network in two, with the bytes that checkpointing there saves."""
@@ -350,7 +373,8 @@ class Program:
         Raises:
             GraphoptError: for an unknown name, with the nearest ones.
         """
-        return find_format(name).write(self, **options)
+        with _torch.sizes_taken_as(self.context.sizes):
+            return find_format(name).write(self, **options)
 
     def to_text(self) -> str:
         """The program for people: types, phases, modules, provenance and explicit ends of life."""

@@ -73,9 +73,10 @@ def _header(program: Program) -> list[str]:
         f"# {program.title or 'program'}, {program.stage} stage: {len(nodes)} nodes, {calls} of them calls",
         f"# passes: {', '.join(program.history) or 'none'}",
     ]
-    symbols = ", ".join(f"{name} = {size}" for name, size in _symbols(program).items())
+    symbols = ", ".join(f"{name} = {size}" for name, size in program.symbols.items())
     if symbols:
-        lines.append(f"# sizes in the example inputs: {symbols}")
+        which = "that bytes are counted for" if program.context.sizes else "in the example inputs"
+        lines.append(f"# sizes {which}: {symbols}")
     if program.stage != "forward" and calls:
         lines.append(f"# predicted peak: {_peak(program)}")
     return lines
@@ -93,14 +94,6 @@ def _peak(program: Program) -> str:
         f"{format_bytes(timeline.peak_bytes)} ({timeline.peak_bytes} bytes) at {where}, "
         f"{format_bytes(timeline.resident_bytes)} of it resident"
     )
-
-
-def _symbols(program: Program) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for node in program.placeholders:
-        for tensor in tensors_of(value_of(node)):
-            found |= {str(size): _torch.size_hint(size) for size in tensor.shape if str(size).isidentifier()}
-    return found
 
 
 def _return(program: Program) -> list[str]:

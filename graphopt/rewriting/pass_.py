@@ -93,6 +93,8 @@ class Pass(metaclass=PassType):
         changes_signature: whether inputs or outputs of the program may differ afterwards.
         in_parts: whether it may rewrite the parts of a model one by one that is not captured whole.
         has_limit: whether it keeps a program within so many bytes (``limit``).
+        fixed_sizes: whether it leaves tensors alone whose sizes vary from call to call, so that sizes that change are
+            better captured one by one.
 
     Example:
         >>> @dataclass(frozen=True)
@@ -115,6 +117,7 @@ class Pass(metaclass=PassType):
     changes_signature: ClassVar[bool] = False
     in_parts: ClassVar[bool] = False
     has_limit: ClassVar[bool] = False
+    fixed_sizes: ClassVar[bool] = False
 
     @abc.abstractmethod
     def apply(self, program: Program) -> Changed:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from graphopt import _torch
 from graphopt.errors import GraphoptError, PassError, PipelineError, VerifyError, as_cause, check_type, shown
 from graphopt.ir import verify as verifier
 from graphopt.ir.autocast import plain_precision
@@ -147,7 +148,7 @@ class Pipeline:
 
     def _apply(self, current: Pass, program: Program, before: Program, check: bool) -> PassRecord:
         started = time.perf_counter()
-        with plain_precision():
+        with plain_precision(), _torch.sizes_taken_as(program.context.sizes):
             return self._apply_plainly(current, program, before, check, started)
 
     def _apply_plainly(

@@ -1,4 +1,4 @@
-"""Captured programs by call signature, and the check that a dynamic program's sizes fit a call."""
+"""Captured programs by call signature, and which of them serves a call."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from graphopt import _torch
-from graphopt.errors import GraphoptError
-from graphopt.ir.node import value_of
-from graphopt.ir.program import Program
+from graphopt.runtime.size_rules import SizeRules
 
-__all__ = ["Captures", "HasRules", "SizeRule", "size_rules"]
+__all__ = ["Captures", "HasRules"]
 
 logger = logging.getLogger(__name__)
 _MANY = 8
@@ -23,64 +20,10 @@ _MANY = 8
 class HasRules(Protocol):
     """What is kept per signature."""
 
-    rules: list[SizeRule]
+    rules: SizeRules
 
 
 E = TypeVar("E", bound=HasRules)
-
-
-@dataclass(frozen=True, slots=True)
-class SizeRule:
-    """What one dimension of one input must be: a fixed size, or a symbol's value within bounds."""
-
-    input: int
-    dim: int
-    size: int | None
-    symbol: str = ""
-    low: int = 0
-    high: int | None = None
-    name: str = ""
-
-
-def size_rules(program: Program) -> list[SizeRule]:
-    """The rules for every dimension of every input of a program with varying sizes; none for a fixed program."""
-    rules: list[SizeRule] = []
-    dynamic = False
-    for index, (node, spec) in enumerate(program.inputs_of("input")):
-        for dim, size in enumerate(value_of(node).shape):
-            if isinstance(size, torch.SymInt):
-                dynamic = True
-                low, high = _torch.size_range(size)
-                rules.append(SizeRule(index, dim, None, str(size), low, high, spec.target))
-            else:
-                rules.append(SizeRule(index, dim, int(size), name=spec.target))
-    return rules if dynamic else []
-
-
-def _fits(rules: list[SizeRule], tensors: list[torch.Tensor]) -> bool:
-    """Whether the sizes of a call obey the rules.
-
-    Raises:
-        GraphoptError: where a size that may vary is out of its range, or two that must agree do not.
-    """
-    values: dict[str, int] = {}
-    for rule in rules:
-        size = tensors[rule.input].shape[rule.dim]
-        if rule.size is not None:
-            if size != rule.size:
-                return False
-            continue
-        if size < rule.low or (rule.high is not None and size > rule.high):
-            high = rule.high if rule.high is not None else "unlimited"
-            raise GraphoptError(
-                f"dimension {rule.dim} of {rule.name} is {size}, and dynamic_shapes allows {rule.low} to {high}"
-            )
-        if values.setdefault(rule.symbol, size) != size:
-            raise GraphoptError(
-                f"dimension {rule.dim} of {rule.name} is {size}, and it must equal {values[rule.symbol]}, the other "
-                f"size that dynamic_shapes calls {rule.symbol}"
-            )
-    return True
 
 
 @dataclass
@@ -92,9 +35,13 @@ class Captures(Generic[E]):
     _told: int = 0
 
     def find(self, key: Hashable, tensors: list[torch.Tensor]) -> E | None:
-        """The capture that serves a call; None where there is none yet."""
+        """The capture that serves a call; None where there is none yet.
+
+        Raises:
+            GraphoptError: for sizes that are outside of what a user has declared.
+        """
         for capture in self._found.get(key, ()):
-            if not capture.rules or _fits(capture.rules, tensors):
+            if not capture.rules or capture.rules.match(tensors) is not None:
                 self.latest = capture
                 return capture
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from graphopt.rewriting.precision.scaling import CheckedGradients
 from graphopt.runtime.compiled_joint import CompiledJoint, compile_joint
 from graphopt.runtime.parts import Parts
 from graphopt.runtime.runner import Options, Runner
+from graphopt.runtime.size_plans import Target
 
 __all__ = ["DropIn"]
 
@@ -80,7 +82,7 @@ class DropIn:
         if self.parts is None:
             try:
                 with CAPTURE_LOCK:
-                    found, tensors = self.runner.find(model, args, kwargs, lambda: self._capture(model, args, kwargs))
+                    found, tensors = self.runner.find(model, args, kwargs, _Maker(self, model, args, kwargs))
                     arguments = found.gather(tensors)
                 return found.call(arguments)
             except _ReplacedError:
@@ -104,28 +106,52 @@ class DropIn:
     def prepare(self, model: nn.Module, example_inputs: Any) -> None:
         """Capture for positional example inputs."""
         try:
-            self.runner.find_example(model, example_inputs, lambda args: self._capture(model, args, {}))
+            self.runner.find_example(model, example_inputs, lambda args: _Maker(self, model, args, {}))
         except GraphBreakError as error:
             self.parts = Parts(self.original, self.runner, error)
             self.parts.tell_beforehand()
 
     def checked(self) -> list[tuple[CheckedGradients, torch.Tensor]]:
         """What the programs check for infinities, with the tensors in which they note it."""
-        found = [capture.checked for capture in self.runner.captures.all() if capture.checked is not None]
+        found = [capture.checked for capture in self.runner.serving.everything() if capture.checked is not None]
         return [(checked, self.runner.store[checked.target]) for checked in found]
 
-    def _capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CompiledJoint:
+    @property
+    def plain(self) -> nn.Module:
+        """The model as an object of its original class."""
+        return self._plain()
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Captures a call of an optimized model."""
+
+    owner: DropIn
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def session(self, dynamic_shapes: Any) -> CaptureSession:
+        """See ``Maker``."""
         if any(
-            not isinstance(p, nn.Parameter) for m in model.modules() for p in m._parameters.values() if p is not None
+            not isinstance(p, nn.Parameter)
+            for m in self.model.modules()
+            for p in m._parameters.values()
+            if p is not None
         ):
             raise _ReplacedError
-        plain, runner = self._plain(), self.runner
-        runner.names = argument_names(plain, None)
-        session = CaptureSession(plain, args, kwargs, dynamic_shapes=self.options.dynamic_shapes, keep=runner.is_first)
-        capture = runner.rewrite(session)
-        vars(model).update({name: vars(plain)[name] for name in session.assigned if name in vars(plain)})
+        plain, runner = self.owner.plain, self.owner.runner
+        runner.serving.names = argument_names(plain, None)
+        return CaptureSession(plain, self.args, self.kwargs, dynamic_shapes=dynamic_shapes, keep=runner.is_first)
+
+    def compile(self, session: CaptureSession, target: Target | None) -> CompiledJoint:
+        """See ``Maker``."""
+        runner, plain = self.owner.runner, session.model
+        capture = runner.rewrite(session, target=target)
+        if target is None:
+            vars(self.model).update({name: vars(plain)[name] for name in session.assigned if name in vars(plain)})
         program = capture.rewritten.program
-        if not runner.captures.all():
+        if runner.is_first:
             runner.prepare(program, plain)
         runner.make_ready(program)
         compiled = compile_joint(runner, session, capture)

@@ -171,7 +171,7 @@ def optimize(
     passes: Passes = (),
     *,
     example_inputs: tuple[Any, ...] | None = None,
-    dynamic_shapes: Any = None,
+    dynamic_shapes: Any = "auto",
     backend: Backend = "eager",
     verify: Verify = "structure",
 ) -> M:
@@ -186,7 +186,8 @@ def optimize(
         passes: ``Pass`` objects or their text form (``"recompute{checkpoints=blocks.*}"``), in a list in any order, or
             one alone; None for no passes.
         example_inputs: positional inputs to capture with right away.
-        dynamic_shapes: sizes that may vary, as for ``torch.export.export``.
+        dynamic_shapes: ``"auto"`` lets an axis vary from its second size on, so that few captures serve all sizes; None
+            captures each size by itself; or the sizes that may vary, as for ``torch.export.export``.
         backend: ``"eager"`` (the generated code), ``"inductor"``, or ``callable(graph_module, inputs)`` applied to the
             forward and the backward half.
         verify: ``"structure"`` (the invariant table after each pass), ``"numerics"`` (also compare with the unrewritten

@@ -98,7 +98,7 @@ class Parts:
     def __init__(self, original: type[nn.Module], runner: Runner[CompiledJoint], reason: GraphBreakError) -> None:
         pipeline = runner.options.pipeline
         others = [each.name for each in pipeline.passes if not each.in_parts or each in pipeline.training]
-        if others or runner.options.dynamic_shapes is not None:
+        if others or runner.serving.declared is not None:
             what = ", ".join(others) or "dynamic_shapes"
             raise GraphBreakError(f"{reason}\n  in parts: {what} cannot be applied to the parts of a model") from reason
         self._runner = runner

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -99,6 +99,7 @@ def rewrite(
     verify: Verify = "structure",
     context: Context | None = None,
     log: bool = True,
+    check: Callable[[Program], None] | None = None,
 ) -> Rewritten:
     """Run a pipeline over a capture, lowering it to stage ``until``.
 
@@ -112,6 +113,7 @@ def rewrite(
         verify: how far each pass is checked.
         context: of the programs; an empty one by default.
         log: log what each pass does.
+        check: is called with the program of each stage before its passes, and may refuse it.
     """
     result = Rewritten(session, pipeline, verify)
     started = time.perf_counter()
@@ -125,6 +127,8 @@ def rewrite(
         program.context = context or Context()
         while True:
             snapshots.record(f"captured {program.stage}", program)
+            if check is not None:
+                check(program)
             if dump is not None:
                 dump.record(f"captured-{program.stage}", program)
             last = program.stage == until

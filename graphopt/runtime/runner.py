@@ -6,9 +6,9 @@ then passes prepare the model, ranks agree on what they are going to exchange, a
 
 from __future__ import annotations
 
+import functools
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, cast
 
@@ -18,17 +18,13 @@ from torch import nn
 from graphopt.capture import CaptureSession
 from graphopt.capture.call_checks import check_dynamic_shapes
 from graphopt.capture.checks import refuse_wrapped
-from graphopt.capture.fingerprint import ModelFingerprint
-from graphopt.capture.flatten import flatten_call
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
-from graphopt.errors import CaptureError, choice, shown
+from graphopt.errors import CaptureError, GraphoptError, choice, shown
 from graphopt.ir.context import Context
 from graphopt.ir.node import Stage
 from graphopt.ir.program import Program
 from graphopt.rewriting.pipeline import Passes, Pipeline
-from graphopt.runtime.captures import Captures, SizeRule, size_rules
-from graphopt.runtime.changing_sizes import ChangingSizes
-from graphopt.runtime.changing_values import ChangingValues
+from graphopt.runtime.captures import Captures
 from graphopt.runtime.check_numerics import check_numerics
 from graphopt.runtime.compile.backend import Backend, check_backend
 from graphopt.runtime.observers import tell_observers
@@ -36,10 +32,11 @@ from graphopt.runtime.ranks.agreement import Agreement
 from graphopt.runtime.ranks.watch import StepWatch
 from graphopt.runtime.reserve import reserve_host
 from graphopt.runtime.rewrite import Rewritten, Verify, rewrite
-from graphopt.runtime.signature import signature
+from graphopt.runtime.serving import Capture, Maker, Serving, lacks_bytes
+from graphopt.runtime.size_plans import Target
 from graphopt.runtime.state_store import StateStore
 
-__all__ = ["Capture", "Options", "Runner"]
+__all__ = ["Capture", "Maker", "Options", "Runner"]
 
 logger = logging.getLogger(__name__)
 
@@ -72,18 +69,11 @@ class Options:
         """
         refuse_wrapped(model)
         check_backend(backend)
-        check_dynamic_shapes(dynamic_shapes)
+        if not (isinstance(dynamic_shapes, str) and dynamic_shapes == "auto"):
+            check_dynamic_shapes(dynamic_shapes)
         if verify not in (True, False):
             verify = cast(Verify, choice("verify", verify, ("structure", "numerics"), {"off": "", "none": ""}) or False)
         return cls(passes if isinstance(passes, Pipeline) else Pipeline(passes), dynamic_shapes, backend, verify)
-
-
-@dataclass
-class Capture:
-    """One capture: what passes made of it, and which sizes it serves."""
-
-    rewritten: Rewritten
-    rules: list[SizeRule]
 
 
 C = TypeVar("C", bound=Capture)
@@ -99,10 +89,9 @@ class Runner(Generic[C]):
         numbers: of a step's clock (``Context.numbers``).
 
     Attributes:
-        captures: by signature.
+        serving: finds what serves a call.
         store: the tensors that passes keep across runs.
         watch: of the ranks that programs exchange with.
-        names: of the positional arguments of a call, as far as they have names.
     """
 
     def __init__(
@@ -113,45 +102,28 @@ class Runner(Generic[C]):
         numbers: dict[str, float] | None = None,
     ) -> None:
         self.options = options
-        self.captures: Captures[C] = Captures()
+        self.serving: Serving[C] = Serving(options.dynamic_shapes, options.pipeline.passes)
         self.store = StateStore(parameter)
         self.watch = StepWatch()
         self._until: Stage = until
         self._agreement = Agreement()
-        self._fingerprint = ModelFingerprint()
         self._told: set[str] = set()
-        self._sizes = ChangingSizes()
-        self._values = ChangingValues()
-        self.names: Sequence[str] = ()
         self._context = Context(numbers={} if numbers is None else numbers, compiled=options.backend != "eager")
 
     def find(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], capture: Callable[[], C]
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], maker: Maker[C]
     ) -> tuple[C, list[torch.Tensor]]:
-        """The capture that serves a call, made by ``capture`` where there is none, and the tensors of the call.
+        """The capture that serves a call, made by ``maker`` where there is none, and the tensors of the call.
 
         To be called, and the program's inputs to be gathered, with ``CAPTURE_LOCK`` held: while another thread
         captures, the model's parameters are stand-ins without data.
         """
-        tensors, structure = flatten_call(args, kwargs)
-        sizes = self.options.dynamic_shapes is None
-        key = signature(self._fingerprint(model), structure, tensors, sizes=sizes)
-        found = self.captures.find(key, tensors)
-        if found is None:
-            parts, first = list(map(id, model.modules())), self.is_first
-            started = time.perf_counter()
-            found = self.captures.add(key, capture())
-            seconds = time.perf_counter() - started
-            told = [self._sizes.note(self.names, args, kwargs, seconds) if sizes else ""]
-            told.append(self._values.note(self.names, args, kwargs, seconds))
-            for words in filter(None, told):
-                logger.warning("%s: %s", type(model).__name__, words)
-            after = signature(self._fingerprint(model), structure, tensors, sizes=sizes)
-            # Where forward has set something while it was captured, or made modules, the next call is another one,
-            # behind the first capture; behind others what is set there (a list) is not what makes a difference.
-            if after != key and not first and parts == list(map(id, model.modules())):
-                self.captures.add(after, found)
-        return found, tensors
+        return self.serving.find(model, args, kwargs, maker)
+
+    @property
+    def captures(self) -> Captures[C]:
+        """The captures by signature."""
+        return self.serving.captures
 
     @property
     def is_first(self) -> bool:
@@ -168,7 +140,7 @@ class Runner(Generic[C]):
                 ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else ""),
             )
 
-    def find_example(self, model: nn.Module, inputs: Any, capture: Callable[[tuple[Any, ...]], C]) -> C:
+    def find_example(self, model: nn.Module, inputs: Any, maker: Callable[[tuple[Any, ...]], Maker[C]]) -> C:
         """The capture for ``example_inputs=``, the positional arguments of a call.
 
         Raises:
@@ -181,13 +153,14 @@ class Runner(Generic[C]):
                 f"example_inputs is a tuple with the positional arguments of a call, got {shown(inputs)}"
             )
         with CAPTURE_LOCK:
-            return self.find(model, tuple(inputs), {}, lambda: capture(tuple(inputs)))[0]
+            return self.find(model, tuple(inputs), {}, maker(tuple(inputs)))[0]
 
-    def rewrite(self, session: CaptureSession, *, room: int | None = None) -> Capture:
+    def rewrite(self, session: CaptureSession, *, room: int | None = None, target: Target | None = None) -> Capture:
         """Run the passes over a capture.
 
         Args:
             session: the capture.
+            target: the sizes that it is planned for once more, where they vary.
             room: the bytes that its program may take where it is one part of a model (``Context.room``).
 
         Raises:
@@ -195,15 +168,37 @@ class Runner(Generic[C]):
             VerifyError: for ``verify="numerics"``, where results differ.
         """
         options = self.options
+        session.forward(options.pipeline.autocast)
+        wanted = self.serving.targets(session, target) if room is None else [None]
         with self.watch.capturing():
-            context = replace(self._context, room=room, plans={} if room is None else None)
-            rewritten = rewrite(
-                session, options.pipeline, until=self._until, verify=options.verify, context=context, log=room is None
-            )
+            rewritten = self._rewrite_for(session, wanted, room)
         self._tell_assignments(session)
         if options.verify == "numerics":
             check_numerics(rewritten)
-        return Capture(rewritten, size_rules(session.captured.program))
+        return Capture(rewritten, self.serving.rules(session))
+
+    def _rewrite_for(self, session: CaptureSession, wanted: Sequence[Target | None], room: int | None) -> Rewritten:
+        """Run the passes for the first of some sizes for which there is a plan."""
+        options = self.options
+        plans: dict[Hashable, Any] | None = {} if room is None else None
+        for target in wanted:
+            context = replace(self._context, room=room, plans=plans)
+            if target is not None:
+                context = replace(context, sizes=target.sizes, largest=target.largest, plans=target.plans)
+            try:
+                return rewrite(
+                    session,
+                    options.pipeline,
+                    until=self._until,
+                    verify=options.verify,
+                    context=context,
+                    log=room is None and target is None,
+                    check=functools.partial(self.serving.check, session),
+                )
+            except GraphoptError as error:
+                if target is wanted[-1] or not lacks_bytes(error):
+                    raise
+        raise AssertionError("there is always something wanted")
 
     def prepare(self, program: Program, model: nn.Module) -> None:
         """Let passes prepare the model, before the first program of all runs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from graphopt.runtime.closures import evaluate
 from graphopt.runtime.compile.backend import compile_program
 from graphopt.runtime.rewrite import Rewritten
 from graphopt.runtime.runner import Options, Runner
+from graphopt.runtime.size_plans import Target
 from graphopt.runtime.step_progress import StepProgress
 from graphopt.runtime.step_variants import CapturedStep, CompiledStep, Variant
 
@@ -57,16 +59,16 @@ class StepPrograms:
         self._options = options
         numbers: dict[str, float] = {}
         self.runner: Runner[CapturedStep] = Runner(options, "step", model.get_parameter, numbers)
-        self.runner.names = argument_names(model, loss)
+        self.runner.serving.names = argument_names(model, loss)
         self.progress = StepProgress(options.pipeline, self.runner.store, self._rates, numbers)
 
     def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[CapturedStep, list[torch.Tensor]]:
         """The capture that serves a call, and the tensors of the call."""
-        return self.runner.find(self._model, args, kwargs, lambda: self._capture(args, kwargs))
+        return self.runner.find(self._model, args, kwargs, _Maker(self, args, kwargs))
 
     def find_example(self, example_inputs: Any) -> CapturedStep:
         """The capture for ``example_inputs=``."""
-        return self.runner.find_example(self._model, example_inputs, lambda args: self._capture(args, {}))
+        return self.runner.find_example(self._model, example_inputs, lambda args: _Maker(self, args, {}))
 
     def variant(self, captured: CapturedStep) -> CompiledStep:
         """The compiled program that the next call needs, made at its first use."""
@@ -94,18 +96,22 @@ class StepPrograms:
             )
         return latest
 
-    def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CapturedStep:
-        runner = self.runner
-        session = CaptureSession(
+    def session(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic_shapes: Any) -> CaptureSession:
+        """What traces a batch, with these sizes that vary."""
+        return CaptureSession(
             self._model,
             args,
             kwargs,
             loss=self._loss or True,
             optimizer=self._optimizer,
-            dynamic_shapes=self._options.dynamic_shapes,
-            keep=runner.is_first,
+            dynamic_shapes=dynamic_shapes,
+            keep=self.runner.is_first,
         )
-        capture = runner.rewrite(session)
+
+    def capture(self, session: CaptureSession, target: Target | None) -> CapturedStep:
+        """What passes make of a session, ready to run; ``target`` for one that is planned once more."""
+        runner = self.runner
+        capture = runner.rewrite(session, target=target)
         program, shards = capture.rewritten.program, capture.rewritten.shards
         accept_named_shards(self._optimizer)
         if shards is not None:
@@ -165,3 +171,20 @@ class StepPrograms:
 
     def _rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for group in self._optimizer.param_groups)
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Captures a batch."""
+
+    programs: StepPrograms
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def session(self, dynamic_shapes: Any) -> CaptureSession:
+        """See ``Maker``."""
+        return self.programs.session(self.args, self.kwargs, dynamic_shapes)
+
+    def compile(self, session: CaptureSession, target: Target | None) -> CapturedStep:
+        """See ``Maker``."""
+        return self.programs.capture(session, target)

@@ -45,3 +45,7 @@ class CapturedStep(Capture):
 
     settings: tuple[Any, ...]
     variants: dict[Variant, CompiledStep] = field(default_factory=dict)
+
+    def programs(self) -> list[Program]:
+        """See ``Capture``."""
+        return [self.rewritten.program, *(compiled.program for compiled in self.variants.values())]

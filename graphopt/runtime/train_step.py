@@ -303,7 +303,7 @@ def optimize_step(
     *,
     loss: Callable[..., torch.Tensor] | None = None,
     example_inputs: tuple[Any, ...] | None = None,
-    dynamic_shapes: Any = None,
+    dynamic_shapes: Any = "auto",
     backend: Backend = "eager",
     verify: Verify = "structure",
 ) -> TrainStep:
@@ -316,7 +316,9 @@ def optimize_step(
         loss: ``loss(model, *batch)`` returning a scalar; None where the model returns the loss or an object with
             ``.loss``.
         example_inputs: a batch to capture with right away; otherwise the first call captures.
-        dynamic_shapes: sizes that may vary, as for ``torch.export.export``, for the arguments of the step.
+        dynamic_shapes: ``"auto"`` lets an axis vary from its second size on, so that few captures serve all sizes; None
+            captures each size by itself; or the sizes that may vary, as for ``torch.export.export``, for the arguments
+            of the step.
         backend: ``"eager"`` (the generated code), ``"inductor"``, or ``callable(graph_module, inputs)``.
         verify: ``"structure"`` (the invariant table after each pass), ``"numerics"`` (also compare with the unrewritten
             program on the example inputs), or False.

@@ -26,7 +26,7 @@ def _searched_once() -> Iterator[None]:
 
 
 def test_another_shape_is_fitted_on_its_own() -> None:
-    model = graphopt.optimize(wide(), [fit("75%")])
+    model = graphopt.optimize(wide(), [fit("75%")], dynamic_shapes=None)
     for rows in (ROWS, ROWS[:96]):
         model(rows).sum().backward()
         assert model.records[0].changed

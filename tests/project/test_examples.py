@@ -231,3 +231,12 @@ def test_batches_are_text_and_what_follows_it(load: Load) -> None:
         assert x.shape == y.shape == (2, 40)
         assert torch.equal(x[:, 1:], y[:, :-1])
         assert all(bytes(row.tolist()) in whole for row in x)
+
+
+def test_batches_of_all_sizes_share_a_capture(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--steps", "4", "--batch", "2", "--layers", "1", "--d", "16", "--heads", "2", "--longest", "160"]
+    assert load("packing").main([*sizes, "--share", "0.85"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"padded +[2-4] ", printed)
+    assert re.search(r"packed +[2-4] ", printed)
+    assert "no" not in re.findall(r"\b(?:yes|no)\b", printed)

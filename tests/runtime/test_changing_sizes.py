@@ -24,7 +24,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_what_the_warning_says_to_write_captures_once(caplog: pytest.LogCaptureFixture) -> None:
     model = Net(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    step = graphopt.optimize_step(model, optimizer, loss=squared)
+    step = graphopt.optimize_step(model, optimizer, loss=squared, dynamic_shapes=None)
     for rows in (3, 5):
         step(torch.zeros(rows, 4), torch.zeros(rows, 4))
     assert warnings_of(caplog) == []
@@ -43,7 +43,7 @@ def test_what_the_warning_says_to_write_captures_once(caplog: pytest.LogCaptureF
 
 
 def test_a_drop_in_model_names_the_arguments_of_forward(caplog: pytest.LogCaptureFixture) -> None:
-    model = graphopt.optimize(Net(nn.Linear(4, 4)))
+    model = graphopt.optimize(Net(nn.Linear(4, 4)), dynamic_shapes=None)
     for rows in (3, 5, 6):
         model(torch.zeros(rows, 4))
     (text,) = warnings_of(caplog)

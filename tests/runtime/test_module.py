@@ -85,7 +85,7 @@ def test_gradients_of_one_tensor_at_two_places_add_up() -> None:
 
 
 def test_piling_captures_up_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    optimized = graphopt.optimize(nn.Linear(8, 2))
+    optimized = graphopt.optimize(nn.Linear(8, 2), dynamic_shapes=None)
     with caplog.at_level(logging.WARNING, "graphopt"):
         for count in range(1, 9):
             optimized(rows(count))

@@ -15,6 +15,7 @@ import sys
 
 from graphopt.ir.ops.values import format_bytes
 from graphopt.report.console.terminal import LogFormatter, first_rank
+from graphopt.rewriting.memory.other_sizes import written_sizes
 from graphopt.rewriting.pass_ import PassRecord
 from graphopt.runtime.rewrite import Rewritten
 
@@ -100,7 +101,9 @@ def capture_line(rewritten: Rewritten) -> str:
     count = len(rewritten.pipeline.passes)
     passes = {0: "no passes", 1: "1 pass"}.get(count, f"{count} passes")
     peak = f"peak {_change(before or 0, now or 0)} predicted{earlier}"
-    return f"{program.title or 'program'}: {peak}, {passes}, {rewritten.seconds:.1f} s"
+    sizes = written_sizes(program)
+    planned = f", planned up to {sizes}" if sizes else ""
+    return f"{program.title or 'program'}: {peak}{planned}, {passes}, {rewritten.seconds:.1f} s"
 
 
 def _by_stage(records: list[PassRecord]) -> dict[str, list[PassRecord]]:

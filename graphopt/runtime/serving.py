@@ -1,0 +1,308 @@
+"""Which program serves a call: one that there is, or one that is captured or planned for it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from graphopt.capture import CaptureSession
+from graphopt.capture.fingerprint import ModelFingerprint
+from graphopt.capture.flatten import Structure, flatten, flatten_call
+from graphopt.capture.varying_axes import VaryingAxes
+from graphopt.errors import GraphoptError, RankError
+from graphopt.ir.program import Program
+from graphopt.rewriting.memory.budget import BudgetError
+from graphopt.rewriting.pass_ import Pass
+from graphopt.runtime.captures import Captures
+from graphopt.runtime.changing_sizes import ChangingSizes
+from graphopt.runtime.changing_values import ChangingValues
+from graphopt.runtime.rewrite import Rewritten
+from graphopt.runtime.signature import signature
+from graphopt.runtime.size_plans import SizePlans, Target, targets
+from graphopt.runtime.size_rules import SizeRules, size_rules
+from graphopt.runtime.varying_sizes import Served, VaryingSizes
+
+__all__ = ["Capture", "Maker", "Serving", "lacks_bytes"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Capture:
+    """One capture: what passes made of it, and which sizes it serves."""
+
+    rewritten: Rewritten
+    rules: SizeRules
+
+    def programs(self) -> list[Program]:
+        """Everything of it that runs."""
+        return [self.rewritten.program]
+
+
+C = TypeVar("C", bound=Capture)
+C_co = TypeVar("C_co", bound=Capture, covariant=True)
+
+
+class Maker(Protocol[C_co]):
+    """Captures a call."""
+
+    def session(self, dynamic_shapes: Any) -> CaptureSession:
+        """What traces the call's model, with these sizes that vary."""
+        ...
+
+    def compile(self, session: CaptureSession, target: Target | None) -> C_co:
+        """What runs, made of a session by passes; ``target`` for one that is planned once more."""
+        ...
+
+
+@dataclass
+class _Call:
+    """A call, taken apart."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    tensors: list[torch.Tensor]
+    structure: Structure
+
+    def signature(self, model_key: Hashable, *, sizes: bool) -> Hashable:
+        return signature(model_key, self.structure, self.tensors, sizes=sizes)
+
+
+@dataclass
+class Serving(Generic[C]):
+    """The captures of one model or step, and what is found out about sizes that change.
+
+    Attributes:
+        dynamic_shapes: as the user gave them.
+        passes: that rewrite programs.
+        captures: by signature.
+        names: of the positional arguments of a call, as far as they have names.
+    """
+
+    dynamic_shapes: Any
+    passes: Sequence[Pass]
+    captures: Captures[C] = field(default_factory=lambda: Captures())
+    names: Sequence[str] = ()
+    _fingerprint: ModelFingerprint = field(default_factory=ModelFingerprint)
+    _varying: VaryingSizes[C] = field(default_factory=lambda: VaryingSizes())
+    _plans: dict[int, SizePlans[C]] = field(default_factory=dict)
+    _changing: ChangingSizes = field(default_factory=ChangingSizes)
+    _values: ChangingValues = field(default_factory=ChangingValues)
+    _kind: Hashable = None
+
+    @property
+    def automatic(self) -> bool:
+        """Whether sizes that change become symbols by themselves."""
+        return isinstance(self.dynamic_shapes, str)
+
+    @property
+    def limited(self) -> list[Pass]:
+        """The passes that keep programs within a number of bytes."""
+        return [current for current in self.passes if current.has_limit]
+
+    @property
+    def declared(self) -> Any:
+        """The sizes that the user says vary."""
+        return None if self.automatic else self.dynamic_shapes
+
+    def find(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], maker: Maker[C]
+    ) -> tuple[C, list[torch.Tensor]]:
+        """What serves a call, made where there is nothing yet, and the tensors of the call."""
+        call = _Call(model, args, kwargs, *flatten_call(args, kwargs))
+        key = call.signature(self._fingerprint(model), sizes=self.declared is None)
+        served = self._known(key, call)
+        if served is None:
+            served = self._capture(key, call, maker)
+        found = served.capture
+        if served.values and self.limited:
+            found = self._planned(key, served, call, maker)
+        self.captures.latest = found
+        return found, call.tensors
+
+    def everything(self) -> list[C]:
+        """Every capture, and every further plan of one."""
+        plans = [planned for plans in self._plans.values() for planned in plans.programs]
+        return list({id(capture): capture for capture in (*self.captures.all(), *plans)}.values())
+
+    # --- what there is -----------------------------------------------------------------------------------------------
+
+    def _known(self, key: Hashable, call: _Call) -> Served[C] | None:
+        """What serves a call."""
+        if self.declared is not None:
+            sizes = key, tuple(tensor.shape for tensor in call.tensors)
+            known = self._varying.remembered(sizes)
+            found = None if known is not None else self.captures.find(key, call.tensors)
+            return known if found is None else self._varying.remember(sizes, _served(found, call.tensors))
+        found = self.captures.find(key, call.tensors)
+        if found is not None:
+            return Served(found, {})
+        if not self.automatic:
+            return None
+        return self._varying.remembered(key) or self._varying.find(key, self._kind_of(call), call.tensors)
+
+    def _kind_of(self, call: _Call) -> Hashable:
+        return call.signature(self._fingerprint(call.model), sizes=False)
+
+    # --- captures ----------------------------------------------------------------------------------------------------
+
+    def _capture(self, key: Hashable, call: _Call, maker: Maker[C]) -> Served[C]:
+        """Capture a call, with the sizes open that have changed since those before it."""
+        if not self.automatic:
+            return self._capture_fixed(key, call, maker)
+        kind = self._kind_of(call)
+        axes = self._varying.axes(kind, call.tensors)
+        fixing = ", ".join(current.name for current in self.passes if current.fixed_sizes)
+        if axes and fixing:
+            reason = f"{fixing} acts on tensors of fixed sizes only"
+            self._tell(call.model, self._varying.refuse(kind, axes, call.tensors, reason, self._names(call)))
+        served = self._capture_varying(key, kind, call, maker, axes) if axes and not fixing else None
+        if served is None:
+            served = self._capture_fixed(key, call, maker)
+            self._varying.add_fixed(kind, call.tensors, _as_captured(served.capture.rewritten))
+        return served
+
+    def _capture_fixed(self, key: Hashable, call: _Call, maker: Maker[C]) -> Served[C]:
+        """Capture a call with the sizes that it has, or with those open that the user has declared."""
+        model = call.model
+        parts, first = list(map(id, model.modules())), not self.captures.all()
+        started = time.perf_counter()
+        found = self.captures.add(key, maker.compile(maker.session(self.declared), None))
+        seconds = time.perf_counter() - started
+        if self.dynamic_shapes is None:
+            self._tell(model, self._changing.note(self.names, call.args, call.kwargs, seconds))
+        self._tell(model, self._values.note(self.names, call.args, call.kwargs, seconds))
+        after = call.signature(self._fingerprint(model), sizes=self.declared is None)
+        # Where forward has set something while it was captured, or made modules, the next call is another one,
+        # behind the first capture; behind others what is set there (a list) is not what makes a difference.
+        if after != key and not first and parts == list(map(id, model.modules())):
+            self.captures.add(after, found)
+        return _served(found, call.tensors)
+
+    def _capture_varying(
+        self, key: Hashable, kind: Hashable, call: _Call, maker: Maker[C], axes: VaryingAxes
+    ) -> Served[C] | None:
+        """Capture a call with sizes open; None where that cannot be, which the user is told."""
+        started = time.perf_counter()
+        session = maker.session(axes)
+        self._kind = kind
+        try:
+            capture = maker.compile(session, None)
+        except RankError:
+            raise
+        except Exception as error:
+            if lacks_bytes(error):
+                return None  # with fixed sizes there is more that a plan can do
+            logger.debug("not captured with sizes open", exc_info=True)
+            self._tell(call.model, self._varying.refuse(kind, axes, call.tensors, _reason(error), self._names(call)))
+            return None
+        finally:
+            self._kind = None
+        self.captures.add((kind, "sizes vary"), capture)
+        served, told = self._varying.add(key, kind, call.tensors, capture, axes, self._names(call))
+        self._varying.share(kind, self._kind_of(call))
+        self._tell(call.model, told)
+        seconds = time.perf_counter() - started
+        self._tell(call.model, self._values.note(self.names, call.args, call.kwargs, seconds))
+        return served
+
+    def _names(self, call: _Call) -> list[str]:
+        """What the tensors of a call are called: ``x``, ``batch['mask']``."""
+        _, structure = flatten((call.args, call.kwargs))
+        return [_name(path, self.names) for path in structure.paths]
+
+    def _tell(self, model: nn.Module, text: str) -> None:
+        if text:
+            logger.warning("%s: %s", type(model).__name__, text)
+
+    def check(self, session: CaptureSession, program: Program) -> None:
+        """Compare a program that has just been captured with sizes open with the one for the first sizes of its kind.
+
+        Raises:
+            OtherProgramError: where it is another one.
+        """
+        if self._kind is not None and program.stage == "joint":
+            self._varying.check(self._kind, program, self.rules(session))
+
+    def rules(self, session: CaptureSession) -> SizeRules:
+        """Which sizes a capture serves."""
+        return size_rules(session.captured.program, declared=self.declared is not None)
+
+    # --- plans -------------------------------------------------------------------------------------------------------
+
+    def targets(self, session: CaptureSession, target: Target | None) -> list[Target | None]:
+        """What a capture is to be planned for, the better one first; nothing in particular where sizes are fixed.
+
+        Args:
+            session: that has been captured.
+            target: for one that is planned once more.
+        """
+        rules = self.rules(session)
+        if not rules or not self.limited:
+            return [None]
+        if target is None:
+            values = rules.match(session.captured.example_tensors) or {}
+            largest = self._varying.largest(self._kind, rules)
+            target = Target(values, {name: max(value, largest.get(name, 0)) for name, value in values.items()})
+        return [*targets(rules, target.sizes, target)]
+
+    def _planned(self, key: Hashable, served: Served[C], call: _Call, maker: Maker[C]) -> C:
+        """What serves a call within the bytes that there are, planned for its sizes where need be."""
+        capture, values = served.capture, served.values
+        plans = self._plans.get(id(capture))
+        if plans is None:
+            largest = capture.rewritten.program.context.largest
+            plans = self._plans.setdefault(id(capture), SizePlans(capture, self.limited, largest))
+        plans.note(values)
+        found = plans.find(values)
+        if found is not None:
+            return found
+        try:
+            target = plans.target(values)
+            return plans.add(values, maker.compile(capture.rewritten.session, target))
+        except GraphoptError as error:
+            found = plans.find(values, near=False)
+            if found is not None and lacks_bytes(error):
+                return found
+            if not self.automatic or not lacks_bytes(error):
+                raise
+        return self._capture_fixed(key, call, maker).capture  # where there is more that a plan can do, or it raises
+
+
+def _served(capture: C, tensors: list[torch.Tensor]) -> Served[C]:
+    return Served(capture, (capture.rules.match(tensors) if capture.rules else None) or {})
+
+
+def _as_captured(rewritten: Rewritten) -> Program:
+    """The joint program, as it was before passes of that stage."""
+    return next(program for label, program in rewritten.snapshots if label == "captured joint")
+
+
+def lacks_bytes(error: BaseException | None) -> bool:
+    """Whether an error is that no plan fits into a number of bytes."""
+    while error is not None and not isinstance(error, BudgetError):
+        error = error.__cause__
+    return error is not None
+
+
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0].rstrip(".:") if str(error) else type(error).__name__
+
+
+def _name(path: str, names: Sequence[str]) -> str:
+    """What a tensor is called whose place is ``[0][number]…`` or ``[1]['keyword']…``."""
+    found = re.fullmatch(r"\[(?P<keyword>[01])\]\['?(?P<key>[^\]']*)'?\](?P<rest>.*)", path)
+    if found is None:
+        return path
+    if found["keyword"] == "1":
+        return found["key"] + found["rest"]
+    place = int(found["key"])
+    return (names[place] if place < len(names) else f"args[{place}]") + found["rest"]
