@@ -6,7 +6,6 @@ import itertools
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import ClassVar, final
 
 import torch
@@ -14,7 +13,7 @@ from torch import fx
 
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.gradients import all_gradients_made
-from graphopt.ir.node import info, value_of
+from graphopt.ir.node import value_of
 from graphopt.ir.ops.groups import Group
 from graphopt.ir.ops.scale import FOUND_INF
 from graphopt.ir.ops.sparse import LARGEST, packed_bytes
@@ -22,7 +21,7 @@ from graphopt.ir.ops.values import format_bytes, storage_bytes
 from graphopt.ir.program import Program
 from graphopt.rewriting.clock import Clock
 from graphopt.rewriting.distributed.all_reduce import exchange_gradients
-from graphopt.rewriting.distributed.buckets import BucketSizes, Item, pack
+from graphopt.rewriting.distributed.buckets import BucketSizes
 from graphopt.rewriting.distributed.optimizer_momentum import (
     OptimizerMomentum,
     leave_momentum_out,
@@ -30,15 +29,21 @@ from graphopt.rewriting.distributed.optimizer_momentum import (
     why_not_taken_over,
 )
 from graphopt.rewriting.distributed.remove_all_reduce import (
-    Member,
     Reduction,
     agree_on_skipping,
     one_group,
     reductions,
     remove_all_reduces,
 )
+from graphopt.rewriting.distributed.sparse_decision import (
+    Decision,
+    listed,
+    messages,
+    others_of,
+    refuse_shared,
+    updates,
+)
 from graphopt.rewriting.distributed.sparse_exchange import (
-    MESSAGE,
     WIRE_DTYPES,
     Rule,
     Sparse,
@@ -93,9 +98,9 @@ class DeepGradientCompression(TrainingPass):
     ``correction="feedback"`` accumulates plain gradients (error feedback) for optimizers with momentum of their own,
     such as Adam; it is not the published method, and Adam sees sparse gradients.
 
-    Where no more than 1 of 64 elements arrives, and nothing but SGD's addition is left for the optimizer to do (no weight
-    decay without momentum), the update touches just these elements; otherwise it reads dense sums. The record says
-    which.
+    Where no more than 1 of 64 elements arrives, and all that is left for the optimizer is to add them (SGD without
+    weight decay, or with a momentum that is taken over), the update touches just these elements; otherwise it reads
+    dense sums. The record says which.
 
     Before ``rampup_begin_step`` exchange is dense; the sparsities follow one another in ``rampup_step`` steps, and the
     last one stays. The momentum goes on through the switch. Tensors stay dense that have fewer than ``min_elements``,
@@ -230,26 +235,26 @@ class DeepGradientCompression(TrainingPass):
             return Changed(reason="the gradients of this program are compressed already")
         momenta = self._momenta(program)
         if self.weight_decay:
-            _refuse_shared(program, found)
+            refuse_shared(program, found)
         sparsity = self._sparsity(program)
         if not sparsity:
             return self._stay_dense(program, found, ("sparsity 0: exchange is dense",), momenta)
         group = one_group(found, self.name)
         speeds = self._speeds(program, found, group)
         why_dense = self._why_dense(program, found, sparsity, speeds, momenta)
-        decision = _Decision(sparsity, group, speeds, why_dense, momenta)
+        decision = Decision(sparsity, group, speeds, why_dense, momenta)
         if all(decision.why_dense.values()):
             return self._stay_dense(program, found, tuple(decision.reasons()), momenta)
         done, gradients = self._exchange(program, found, decision)
         changed = self._report(done, gradients, decision)
         if decision.taken() and _TOLD not in program.context.numbers:
             program.context.numbers[_TOLD] = 1.0
-            for line in self._say_taken_over(decision):
+            for line in decision.taken_over():
                 logger.warning("deep-gradient-compression: %s", line)
         return changed
 
     def _exchange(
-        self, program: Program, found: Sequence[Reduction], decision: _Decision
+        self, program: Program, found: Sequence[Reduction], decision: Decision
     ) -> tuple[list[Sparse], dict[str, fx.Node]]:
         """Replace the all-reduces; returns what is exchanged sparsely, and all gradients of this rank by name."""
         group, rule = decision.group, self._rule(decision.sparsity, decision.momenta)
@@ -264,7 +269,7 @@ class DeepGradientCompression(TrainingPass):
             bucket = {member.name: gradients[member.name] for member in reduction.members}
             rest = {name: node for name, node in bucket.items() if decision.why_dense[name]}
             sparse = {name: node for name, node in bucket.items() if name not in rest}
-            for message in _messages(sparse, rule):
+            for message in messages(sparse, rule):
                 done.append(exchange_sparsely(program, message, rule, group, self.name, skip, taken))
             groups = dict.fromkeys(rest, group)
             exchange_gradients(program, rest, groups, BucketSizes(limit), origin=self.name, after=skip)
@@ -297,9 +302,9 @@ class DeepGradientCompression(TrainingPass):
         given = [name for name in ("momentum", "nesterov", "weight_decay") if getattr(self, name) != _OF_MOMENTUM[name]]
         if momenta and given:
             raise GraphoptError(
-                f"the optimizer has a momentum of its own, which deep-gradient-compression takes over, and the pass is "
-                f"given {' and '.join(f'{name}={getattr(self, name)}' for name in given)} as well: leave that out of the "
-                "pass, or use torch.optim.SGD without momentum"
+                "the optimizer has a momentum of its own, which deep-gradient-compression takes over, and the pass is "
+                f"given {' and '.join(f'{name}={getattr(self, name)}' for name in given)} as well: leave that out of "
+                "the pass, or use torch.optim.SGD without momentum"
             )
         return momenta
 
@@ -328,7 +333,7 @@ class DeepGradientCompression(TrainingPass):
                 gradient, momentum = value_of(member.gradient), momenta.get(member.name)
                 why[member.name] = self._reason(gradient, sparsity, reduction.group.size, speeds)
                 if momentum is not None and not why[member.name]:
-                    shared = _others(program, member)
+                    shared = others_of(program, member)
                     why[member.name] = why_not_taken_over(momentum, gradient) or (
                         f"{shared[0]} gets the same gradient" if shared else ""
                     )
@@ -359,7 +364,7 @@ class DeepGradientCompression(TrainingPass):
         why: tuple[str, ...],
         momenta: Mapping[str, OptimizerMomentum],
     ) -> Changed:
-        """Leave the exchange as it is, and apply the momentum of this pass to its results; the optimizer applies its."""
+        """Leave the exchange as it is, and apply the momentum of this pass, where it has one, to its results."""
         if self.correction != "momentum" or momenta:
             return Changed(lines=why, reason="; ".join(why))
         names = [member.name for reduction in found for member in reduction.members]
@@ -379,7 +384,7 @@ class DeepGradientCompression(TrainingPass):
             sparse = bool(share) and any(not self._reason(value, share, ranks, speeds) for value in values)
             yield f"{share:g} from step {step}" + ("" if sparse else " (dense)")
 
-    def _report(self, done: Sequence[Sparse], gradients: Mapping[str, fx.Node], decision: _Decision) -> Changed:
+    def _report(self, done: Sequence[Sparse], gradients: Mapping[str, fx.Node], decision: Decision) -> Changed:
         group, count = decision.group, len(decision.why_dense)
         names = tuple(name for sparse in done for name in sparse.names)
         sent = sum(sparse.bytes for sparse in done)
@@ -390,24 +395,13 @@ class DeepGradientCompression(TrainingPass):
         )
         times = self._why_sparse({name: value_of(gradients[name]) for name in names}, decision)
         starts = ", ".join(self._starts(gradients, group.size, decision.speeds))
-        lines = [summary, *decision.reasons(), *_listed("sparse", times), *_updates(done)]
-        lines += self._say_taken_over(decision)
+        lines = [summary, *decision.reasons(), *listed("sparse", times), *updates(done)]
+        lines += decision.taken_over()
         lines.append(f"sparsity {decision.sparsity:g} here; {starts}")
         counts = {"sparse gradients": len(names), "dense gradients": count - len(names), "exchanges": len(done)}
         return Changed(counts, tensors=names, lines=tuple(lines))
 
-    def _say_taken_over(self, decision: _Decision) -> list[str]:
-        """Lines on whose momentum is applied before the exchange."""
-        groups: dict[str, int] = {}
-        for momentum in decision.taken().values():
-            groups[str(momentum)] = groups.get(str(momentum), 0) + 1
-        return [
-            f"the momentum of SGD({settings}) of {count} gradients is applied before they are exchanged, in the "
-            "optimizer's buffers, which differ from rank to rank: save its state on each"
-            for settings, count in groups.items()
-        ]
-
-    def _why_sparse(self, gradients: Mapping[str, torch.Tensor], decision: _Decision) -> dict[str, str]:
+    def _why_sparse(self, gradients: Mapping[str, torch.Tensor], decision: Decision) -> dict[str, str]:
         """By how much sparse exchange is faster, for each gradient; nothing where times are not compared."""
         speeds, sparsity, ranks = decision.speeds, decision.sparsity, decision.group.size
         if speeds is None:
@@ -418,67 +412,8 @@ class DeepGradientCompression(TrainingPass):
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Decision:
-    """How one program exchanges gradients.
-
-    Attributes:
-        sparsity: of what is exchanged sparsely.
-        group: the ranks.
-        speeds: what is compared beside bytes; None for nothing.
-        why_dense: why each gradient is exchanged densely, by name; "" for those that are not.
-        momenta: of the optimizer, by the names of their parameters.
-    """
-
-    sparsity: float
-    group: Group
-    speeds: Speeds | None
-    why_dense: Mapping[str, str]
-    momenta: Mapping[str, OptimizerMomentum]
-
-    def taken(self) -> dict[str, OptimizerMomentum]:
-        """The momenta that are applied before the exchange: those of what is exchanged sparsely."""
-        return {name: momentum for name, momentum in self.momenta.items() if self.why_dense.get(name) == ""}
-
-    def reasons(self) -> Iterator[str]:
-        """Lines on what is dense."""
-        if self.speeds is not None:
-            yield f"dense or sparse by time at {self.speeds}"
-        yield from _listed("dense", self.why_dense)
-
-
-def _refuse_shared(program: Program, found: Sequence[Reduction]) -> None:
-    """Raise where two parameters get one gradient, which weight decay would have to tell apart."""
-    for reduction in found:
-        for member in reduction.members:
-            others = _others(program, member)
-            if others:
-                raise GraphoptError(
-                    f"{member.name!r} and {others[0]!r} get the same gradient (they are added up, say), and weight "
-                    "decay differs for them: give weight_decay to the optimizer in place of "
-                    "deep-gradient-compression, or leave it out"
-                )
-
-
-def _others(program: Program, member: Member) -> list[str]:
-    """The other parameters that get the gradient of one."""
-    parameters = {f"{spec.target}~": spec.target for _, spec in program.inputs_of("parameter")}
-    return [parameters[name] for name in info(member.gradient).names if name in parameters]
-
-
 def _form_of(sparsity: float) -> str:
     return f"sparsity {sparsity!r}"
-
-
-def _messages(gradients: Mapping[str, fx.Node], rule: Rule) -> Iterator[dict[str, fx.Node]]:
-    """The gradients of a bucket whose entries travel together: of one dtype and device, in the order of the bucket."""
-    items = []
-    for place, (name, node) in enumerate(gradients.items()):
-        value = value_of(node)
-        sent = packed_bytes([entries(value.numel(), rule.sparsity)], wire_dtype(value.dtype, rule.wire))
-        items.append(Item(name, sent, place, (value.dtype, value.device)))
-    for message in pack(items, MESSAGE):
-        yield {item.name: gradients[item.name] for item in message.items}
 
 
 def _ascends(shares: Sequence[float]) -> bool:
@@ -496,22 +431,3 @@ def _wrong_bandwidth(bandwidth: str | float) -> Iterator[str]:
         check_bandwidth(bandwidth)
     except GraphoptError as error:
         yield f"bandwidth: {error}"
-
-
-def _updates(done: Sequence[Sparse]) -> Iterator[str]:
-    """Which tensors the update touches at the entries that arrive only, and why it reads dense sums of the others."""
-    reason_of = attrgetter("dense_because")
-    for reason, found in itertools.groupby(sorted(done, key=reason_of), key=reason_of):
-        names = ", ".join(name for sparse in found for name in sparse.names)
-        how = f"from dense sums, since {reason}" if reason else "at the entries that arrive, without dense sums"
-        yield f"updated {how}: {names}"
-
-
-def _listed(form: str, reasons: Mapping[str, str]) -> Iterator[str]:
-    """A line for each reason, with the names that have it."""
-    named: dict[str, list[str]] = {}
-    for name, reason in reasons.items():
-        if reason:
-            named.setdefault(reason, []).append(name)
-    for reason, names in named.items():
-        yield f"{form}, {reason}: {', '.join(names)}"

@@ -236,8 +236,8 @@ Add a gradient to what this rank has not sent yet. With ``g = scale * gradient +
 
 * momentum correction: ``u = momentum * u + g; v = v + u``;
 * with ``nesterov``: ``u = momentum * (u + g); v = v + u + g``;
-* with ``buffer``, ``u`` is what ``torch.optim.SGD`` keeps: ``u = momentum * u + (1 - dampening) * g; v = v + u``, or with
-  ``nesterov`` ``v = v + g + momentum * u``;
+* with ``buffer``, ``u`` is what ``torch.optim.SGD`` keeps: ``u = momentum * u + (1 - dampening) * g; v = v + u``, or
+  with ``nesterov`` ``v = v + g + momentum * u``;
 * with ``u`` None (error feedback): ``v = v + g``.
 
 Args:

@@ -137,7 +137,7 @@ def _additions(call: fx.Node, gradient: fx.Node, momentum: bool) -> list[Use]:
 
 
 def _is_plain(call: fx.Node, momentum: bool) -> bool:
-    """Whether a fused update of SGD has neither weight decay nor a momentum; one with a momentum is, if ``momentum``."""
+    """Whether a fused update of SGD only adds: ``momentum`` if it has one, else where it has no weight decay."""
     if call.kwargs.get("momentum"):
         return momentum
     return not call.kwargs.get("weight_decay")
