@@ -136,7 +136,7 @@ def leave_momentum_out(
     Args:
         program: of stage step; is changed.
         taken: from ``momenta_of``.
-        gradients: of these parameters, by the same names; a buffer that the step makes is made behind them.
+        gradients: of these parameters, by the same names; a buffer that the step makes is made in front of them.
         origin: the pass that asks.
 
     Returns:
@@ -158,10 +158,11 @@ def _made_early(program: Program, momentum: OptimizerMomentum, gradient: fx.Node
     made = momentum.buffer
     if made.op == "placeholder":
         return made
+    calls = (node for node in program.graph.nodes if node.op != "placeholder")
     buffer = program.insert(
         aten.zeros_like.default,
         (momentum.parameter,),
-        after=gradient,
+        before=next(calls) if gradient.op == "placeholder" else gradient,
         phase=Phase.SYNC,
         like=momentum.parameter,
         origin=origin,

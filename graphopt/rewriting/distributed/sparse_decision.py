@@ -51,8 +51,10 @@ class Decision:
         for momentum in self.taken().values():
             groups[str(momentum)] = groups.get(str(momentum), 0) + 1
         return [
-            f"the momentum of SGD({settings}) of {count} gradients is applied before they are exchanged, in the "
-            "optimizer's buffers, which differ from rank to rank: save its state on each"
+            f"the momentum of SGD({settings}) of {count} {'gradient' if count == 1 else 'gradients'} is applied before "
+            f"{'it is' if count == 1 else 'they are'} exchanged, in the optimizer's "
+            f"{'buffer, which differs' if count == 1 else 'buffers, which differ'} from rank to rank: save the "
+            "optimizer's state on each"
             for settings, count in groups.items()
         ]
 
