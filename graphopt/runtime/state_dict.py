@@ -12,12 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, shown
 
 __all__ = ["STATE_VERSION", "check_state", "place", "redistribute"]
 
 STATE_VERSION = 3
 _KEYS = {"version", "rank", "ranks", "local", "steps", "numbers", "accumulate", "batches", "gradients", "held"}
+_TENSORS = ("gradients", "held")
 
 
 def place() -> tuple[int, int]:
@@ -35,13 +36,12 @@ def check_state(state: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]
         parameters: of the model, by name.
 
     Raises:
-        GraphoptError: for a state of another version, with keys that mean nothing here or gradients of parameters that
-            the model does not have, and for another rank's, or another number of ranks', where ranks differ.
+        GraphoptError: for a state of another version, with keys that mean nothing here, values of other kinds or
+            gradients of parameters that the model does not have, and for another rank's, or another number of ranks',
+            where ranks differ.
     """
     _check_version(state)
-    unknown = sorted(set(state["gradients"]) - set(parameters))
-    if unknown:
-        raise GraphoptError(f"the state holds gradients of {unknown[:3]}, which the model does not have")
+    _check_gradients(state, parameters)
     if not state["local"] and not state["gradients"]:
         return
     rank, ranks = place()
@@ -55,12 +55,50 @@ def check_state(state: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]
         raise GraphoptError(f"{differs}, and is rank {state['rank']}'s; this is rank {rank}: load what it saved itself")
 
 
+def _check_gradients(state: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]) -> None:
+    unknown = sorted(set(state["gradients"]) - set(parameters))
+    if unknown:
+        raise GraphoptError(f"the state holds gradients of {unknown[:3]}, which the model does not have")
+    for name, gradient in state["gradients"].items():
+        if gradient.shape != parameters[name].shape:
+            raise GraphoptError(
+                f"the state holds a gradient of shape {list(gradient.shape)} of {name!r}, whose shape is "
+                f"{list(parameters[name].shape)}"
+            )
+
+
 def _check_version(state: Mapping[str, Any]) -> None:
+    """Refuse what is no state of this version, or holds values of other kinds than ``state_dict`` gives."""
+    if not isinstance(state, Mapping):
+        raise GraphoptError(f"a state of a TrainStep is a mapping, got {type(state).__name__}")
     if state.get("version") != STATE_VERSION or set(state) != _KEYS:
         raise GraphoptError(
             f"this is no state of a TrainStep of this version: expected the keys {sorted(_KEYS)} and version "
-            f"{STATE_VERSION}, got {sorted(state)} and version {state.get('version')!r}"
+            f"{STATE_VERSION}, got {sorted(map(str, state))} and version {shown(state.get('version'))}"
         )
+    for key, least in (("rank", 0), ("ranks", 1), ("steps", 0), ("accumulate", 1), ("batches", 0)):
+        if isinstance(state[key], bool) or not isinstance(state[key], int) or not least <= state[key] < 2**63:
+            raise _of_another_kind(key, f"a whole number of at least {least}", state[key])
+    if not isinstance(state["local"], (list, tuple)) or not all(isinstance(name, str) for name in state["local"]):
+        raise _of_another_kind("local", "a list of names", state["local"])
+    for key, kinds, words in (
+        ("numbers", (int, float), "numbers"),
+        *((k, (torch.Tensor,), "tensors") for k in _TENSORS),
+    ):
+        if not _holds(state[key], kinds):
+            raise _of_another_kind(key, f"a mapping from names to {words}", state[key])
+
+
+def _holds(found: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether something maps names to values of some kinds; whole numbers are such that a float can hold."""
+    return isinstance(found, Mapping) and all(
+        isinstance(name, str) and isinstance(value, kinds) and (not isinstance(value, int) or abs(value) < 2**63)
+        for name, value in found.items()
+    )
+
+
+def _of_another_kind(key: str, words: str, value: Any) -> GraphoptError:
+    return GraphoptError(f"this is no state of a TrainStep: {key!r} must be {words}, got {shown(value)}")
 
 
 def redistribute(states: Sequence[Mapping[str, Any]], ranks: int) -> list[dict[str, Any]]:

@@ -42,7 +42,7 @@ _own_files: set[str] = set()
 def _watch(event: str, arguments: tuple[Any, ...]) -> None:
     if not _watching:
         return
-    opened = event == "open" and str(arguments[0]) not in _own_files
+    opened = event == "open" and str(arguments[0]) not in _own_files and not _quotes_source(arguments)
     if opened or (event.startswith(_FORBIDDEN) and not _defines(event, arguments)):
         _watching[-1].append(f"{event} {str(arguments[:1])[:200]}")
 
@@ -63,6 +63,13 @@ def _defines(event: str, arguments: tuple[Any, ...]) -> bool:
     if all(isinstance(statement, ast.Expr) for statement in body):
         return arguments[1] == "<unknown>"  # what ast.parse says
     return len(body) == 1 and isinstance(body[0], ast.FunctionDef) and _is_inert(body[0])
+
+
+def _quotes_source(arguments: tuple[Any, ...]) -> bool:
+    """Whether a module that is imported is read again, as for the lines of a traceback."""
+    path, mode = str(arguments[0]), arguments[1]
+    known = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    return mode in (None, "r", "rb") and path in known
 
 
 def _is_inert(function: ast.FunctionDef) -> bool:
@@ -106,17 +113,18 @@ ATOMS: list[Any] = [
     "os.system", "builtins.eval", "aten.mul.Tensor", "aten.add.Tensor", "aten.view.default", "higher_order.cond",
     "9**9**9**9", "__import__('os').system('true')", "().__class__.__bases__[0]", "s0", "s0*s0", "Max(s0, 9**99)",
     "(" * 2000, "1e999", "8GB", "-5%", [], {}, [[]], [{}], [0] * 3000, {"node": "x"}, {"node": "primals_1"},
-    {"float": "nan"}, {"torch": "os"}, {"torch": "float32"}, {"op": "torch.load"}, {"tuple": []}, {"list": [{"list": []}]},
-    {"dict": {"a b": 1}}, {"slice": [0, 1, 2]}, {"computed": "SymInt"}, {"number": 1e308},
+    {"float": "nan"}, {"torch": "os"}, {"torch": "float32"}, {"op": "torch.load"}, {"tuple": []},
+    {"list": [{"list": []}]}, {"dict": {"a b": 1}}, {"slice": [0, 1, 2]}, {"computed": "SymInt"}, {"number": 1e308},
     {"symbolic": {"expression": "s0*s0", "hint": 4}}, {"expression": "2**s0", "hint": 64}, {"constant": 3},
     {"shape": [2], "stride": [1], "dtype": "int64", "device": "cpu"}, {"shape": [2**40] * 3, "stride": [0, 0, 0]},
     functools.reduce(lambda inner, _: {"list": [inner]}, range(150), 0),
 ]  # fmt: skip
 
 HOSTILE_TEXT = (
-    "{", "}", ",", "=", '"', "'", "\\", " ", "\n", "\x00", "\ud800", "\u202e", "é", "٣", "ſ", "$", ";", "#", "-", "1" * 400,
-    "1e999", "nan", "inf", "-0", "none", "true", "(" * 500, "[" * 500, "{" * 500, "x" * 5000, "__class__", "os.system('true')",
-    "{__import__('os')}", "%s%n", "../../etc/passwd", "*" * 300, "**.", "[!a-", "(a|a)*" * 20, "99999999999999999999GB",
+    "{", "}", ",", "=", '"', "'", "\\", " ", "\n", "\x00", "\ud800", "\u202e", "é", "٣", "ſ", "$", ";", "#", "-",
+    "1" * 400, "1e999", "nan", "inf", "-0", "none", "true", "(" * 500, "[" * 500, "{" * 500, "x" * 5000, "__class__",
+    "os.system('true')", "{__import__('os')}", "%s%n", "../../etc/passwd", "*" * 300, "**.", "[!a-", "(a|a)*" * 20,
+    "99999999999999999999GB",
 )  # fmt: skip
 
 
@@ -141,23 +149,29 @@ def changed_data(data: Any, chance: random.Random) -> Any:
         if not found:
             return data
         place, key = chance.choice(found)
-        how = chance.choice(["replace", "replace", "delete", "copy", "rename", "wrap", "text", "number"])
-        if how == "replace":
-            place[key] = copy.deepcopy(chance.choice(ATOMS))
-        elif how == "text":
-            place[key] = changed_text(str(place[key])[:200], chance)
-        elif how == "number":
-            place[key] = chance.choice([chance.randint(-3, 9), chance.getrandbits(64), chance.uniform(-2, 2)])
-        elif how == "delete":
+        how = chance.choice(["value", "value", "value", "value", "delete", "copy", "rename"])
+        if how == "delete":
             del place[key]
-        elif how == "wrap":
-            place[key] = chance.choice([[place[key]], {"list": [place[key]]}, {"x": place[key]}])
         elif how == "copy":
             other, source = chance.choice(found)
             place[key] = copy.deepcopy(other[source]) if len(repr(other[source])) < 10_000 else None
-        elif isinstance(place, dict):
+        elif how == "rename" and isinstance(place, dict):
             place[chance.choice(["x", "", "node", "op", "a\nb", "__class__"])] = place.pop(key)
+        else:
+            place[key] = _changed_value(place[key], chance)
     return data
+
+
+def _changed_value(value: Any, chance: random.Random) -> Any:
+    """Something else, a changed text, a number, or the value one level deeper."""
+    how = chance.choice(["replace", "replace", "text", "number", "wrap"])
+    if how == "replace":
+        return copy.deepcopy(chance.choice(ATOMS))
+    if how == "text":
+        return changed_text(str(value)[:200], chance)
+    if how == "number":
+        return chance.choice([chance.randint(-3, 9), chance.getrandbits(64), chance.uniform(-2, 2)])
+    return chance.choice([[value], {"list": [value]}, {"x": value}])
 
 
 def changed_text(text: str, chance: random.Random) -> str:
@@ -300,9 +314,7 @@ _PADDLE = {
 }  # fmt: skip
 
 
-def _config(
-    read: Callable[[Path], Any], given: dict[str, Any], chance: random.Random
-) -> tuple[Any, Callable[[], Any]]:
+def _config(read: Callable[[Path], Any], given: dict[str, Any], chance: random.Random) -> tuple[Any, Callable[[], Any]]:
     path = _json_file(copy.deepcopy(given), chance, "config.json")
     return path.read_bytes(), lambda: read(path)
 
@@ -330,13 +342,14 @@ def _loaded_state(chance: random.Random) -> tuple[Any, Callable[[], Any]]:
 
 
 TEXTS = (
-    "recompute{checkpoints=blocks.*,layers.*::mm}", "recompute-evenly{number=3}", "fit-memory{budget=8GB cost=roofline}",
+    "recompute{checkpoints=blocks.*,layers.*::mm}", "recompute-evenly{number=3}", "fuse-update", "",
     "offload{tier=disk min-bytes=1}", "partition-checkpoints{group=tp}", "contiguous-checkpoints,checkpoint-boundaries",
-    "fit-memory{budget=60% host-budget=1GB time-limit=3.5}", "mixed-precision{dtype=float16 level=O2 init-scale=1024.0}",
+    "fit-memory{budget=8GB cost=roofline}", "fit-memory{budget=60% host-budget=1GB time-limit=3.5}",
+    "mixed-precision{dtype=float16 level=O2 init-scale=1024.0}", "clip-gradients{max-norm=1.0}",
     "data-parallel{bucket-mb=0.5},deep-gradient-compression{sparsity=0.9,0.99 clip-norm=1.0 bandwidth=25GB/s}",
-    "data-parallel,compress-gradients{how=powersgd rank=2}", "data-parallel,local-sgd{k-steps=4 begin-step=2}", "fuse-update",
-    "scale-loss{init-scale=1.0 dynamic=false}", "data-parallel,shard-optimizer", "clip-gradients{max-norm=1.0}",
-    'recompute{checkpoints="a b","c\\"d"},offload{min-bytes=1000}', "data-parallel,adaptive-local-sgd{init-k-steps=2}", "",
+    "data-parallel,compress-gradients{how=powersgd rank=2}", "data-parallel,local-sgd{k-steps=4 begin-step=2}",
+    "data-parallel,adaptive-local-sgd{init-k-steps=2}", "data-parallel,shard-optimizer",
+    "scale-loss{init-scale=1.0 dynamic=false}", 'recompute{checkpoints="a b","c\\"d"},offload{min-bytes=1000}',
 )  # fmt: skip
 
 
