@@ -18,6 +18,7 @@ import graphopt
 from graphopt import GraphoptError
 from graphopt.ir.ops.residual import accumulate_
 from graphopt.passes import DataParallel, DeepGradientCompression
+from graphopt.rewriting.distributed.optimizer_momentum import momenta_of, why_not_taken_over
 from tests.support.compressing import COMMON, TAKEN
 from tests.support.ranks import run_ranks
 
@@ -179,20 +180,30 @@ def test_a_buffer_that_lies_otherwise_is_refused() -> None:
 
 @pytest.mark.usefixtures("two_ranks")
 def test_tensors_whose_momentum_cannot_be_shared_stay_dense() -> None:
-    class Turned(nn.Module):
+    class Added(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.turned = nn.Parameter(torch.randn(16, 16).t())
             self.one, self.two = nn.Parameter(torch.randn(16, 16)), nn.Parameter(torch.randn(16, 16))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (self.turned * (x.t() @ x)).sum(0) + x @ (self.one + self.two)
+            return x @ (self.one + self.two)
 
-    step = whole_step(Turned(), momentum_sgd())
+    step = whole_step(Added(), momentum_sgd())
     step(torch.randn(4, 16))
     lines = step.records[-1].changed.lines
     assert any(line.startswith("dense, ") and "gets the same gradient" in line for line in lines)
-    assert any("turned" in line and line.startswith("dense, its gradient lies in another order") for line in lines)
+
+
+def test_a_momentum_is_taken_over_where_gradient_and_buffer_lie_alike() -> None:
+    model = nn.Linear(16, 16, bias=False)
+    optimizer = momentum_sgd()(model.parameters())
+    program = graphopt.capture(model, (torch.randn(4, 16),), loss=lambda m, x: m(x).sum(), optimizer=optimizer)
+    momentum = momenta_of(program, "the pass")["weight"]
+    gradient = torch.zeros(16, 16)
+    assert why_not_taken_over(momentum, gradient) == ""
+    for other in (gradient.t(), gradient[:, :1].expand(16, 16)):
+        assert "another order in memory" in why_not_taken_over(momentum, other)
+    assert why_not_taken_over(momentum, gradient.double()) == "the optimizer keeps its momentum in torch.float32"
 
 
 @pytest.mark.usefixtures("two_ranks")

@@ -27,7 +27,7 @@ from graphopt import GraphoptError, Pipeline, Program
 from graphopt.analysis.costs.figures import Figure, Figures
 from graphopt.passes import Recompute, ScaleLoss
 
-__all__ = ["KINDS", "SECONDS", "describe", "problems"]
+__all__ = ["KINDS", "SECONDS", "describe", "problems", "tried_alone"]
 
 SECONDS = 1.0
 """Seconds of processor time that one input may take."""
@@ -83,7 +83,7 @@ def _is_inert(function: ast.FunctionDef) -> bool:
 sys.addaudithook(_watch)
 
 
-def _tried(read: Callable[[], Any]) -> str:
+def tried_alone(read: Callable[[], Any]) -> str:
     """What is wrong with how something was read; empty where it gave a result or a ``GraphoptError``."""
     events: list[str] = []
     raised = ""
@@ -381,7 +381,7 @@ KINDS: dict[str, Callable[[random.Random], tuple[Any, Callable[[], Any]]]] = {
 def describe(kind: str, number: int) -> tuple[Any, str]:
     """One input, and what is wrong with how it is read."""
     given, read = KINDS[kind](random.Random(f"{kind} {number}"))
-    return given, _tried(read)
+    return given, tried_alone(read)
 
 
 def problems(kind: str, first: int, last: int) -> Iterator[dict[str, Any]]:
