@@ -40,3 +40,27 @@ def test_a_matrix_exponential_is_bounded_for_every_norm(scale: float) -> None:
 def test_orthogonal_parametrizations_are_bounded() -> None:
     predicted, measured = predicted_and_measured(parametrizations.orthogonal(nn.Linear(24, 24)), torch.ones(4, 24))
     assert measured <= predicted
+
+
+SCATTERS = {
+    "slice": lambda v: torch.slice_scatter(v, v[:2] * 2, 0, 0, 2),
+    "select": lambda v: torch.select_scatter(v, v[0] * 2, 0, 1),
+    "diagonal": lambda v: torch.diagonal_scatter(v, torch.diagonal(v) * 2),
+    "twice": lambda v: torch.select_scatter(torch.slice_scatter(v, v[:2] * 2, 0, 0, 2), v[0] * 2, 0, 1),
+}
+
+
+@pytest.mark.parametrize("name", list(SCATTERS))
+def test_ops_that_copy_all_of_the_storage_behind_a_view_are_counted_so(name: str) -> None:
+    """Eight rows of five elements, cut out of the middle of 64 rows of 64."""
+
+    class Scattered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return SCATTERS[name]((x @ self.weight)[20:28, 3:8]).square()
+
+    predicted, measured = predicted_and_measured(Scattered(), torch.randn(64, 64))
+    assert measured == predicted

@@ -35,12 +35,13 @@ SECONDS = 1.0
 _FORBIDDEN = ("exec", "compile", "import", "os.", "subprocess.", "socket.", "shutil.", "ctypes.", "pty.", "webbrowser.")
 """Events of the interpreter that no input may bring about; opening files is watched beside them."""
 
-_watching: list[list[str]] = []
+_watching: list[list[str] | None] = []
+"""What was noticed of each reading, the innermost last; None for what the test itself does meanwhile."""
 _own_files: set[str] = set()
 
 
 def _watch(event: str, arguments: tuple[Any, ...]) -> None:
-    if not _watching:
+    if not _watching or _watching[-1] is None:
         return
     opened = event == "open" and str(arguments[0]) not in _own_files and not _quotes_source(arguments)
     if opened or (event.startswith(_FORBIDDEN) and not _defines(event, arguments)):
@@ -53,7 +54,7 @@ def _defines(event: str, arguments: tuple[Any, ...]) -> bool:
         return str(arguments[0].co_filename).startswith("<eval_with_key>")  # its source was looked at when compiled
     if event != "compile":
         return False
-    _watching.append([])
+    _watching.append(None)
     try:
         body = ast.parse(arguments[0]).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -236,7 +237,7 @@ def _read_program(data: Any) -> None:
     program = Program.from_json(data)
     str(program.to_text())
     with contextlib.suppress(GraphoptError):
-        _watching.append([])  # parsing what was written is the test's own
+        _watching.append(None)  # parsing what was written is the test's own
         try:
             ast.parse(program.to_python())
         finally:
@@ -334,7 +335,7 @@ def _loaded_state(chance: random.Random) -> tuple[Any, Callable[[], Any]]:
         try:
             step.load_state_dict(data)
         finally:
-            _watching.append([])
+            _watching.append(None)
             step.load_state_dict(known)
             _watching.pop()
 

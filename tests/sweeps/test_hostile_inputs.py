@@ -1,4 +1,4 @@
-"""Files and pass texts from strangers, 100,000 of them: each is read or refused, nothing is executed, none takes long."""
+"""Files and pass texts from strangers: 100,000 are read or refused, nothing is executed, and none takes long."""
 
 from __future__ import annotations
 
