@@ -112,7 +112,6 @@ def prepare(node: fx.Node, fill: Fill) -> tuple[Any, tuple[Any, ...], dict[str, 
         node: a call for which ``refusal`` is empty.
         fill: makes the data of each tensor.
     """
-
     whole = _copies_storage(node)
 
     def real(value: Any) -> Any:
