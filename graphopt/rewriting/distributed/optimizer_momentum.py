@@ -70,8 +70,8 @@ def momenta_of(program: Program, origin: str) -> dict[str, OptimizerMomentum]:
     Raises:
         GraphoptError: where the optimizer keeps other state, or its update is not one that can do without momentum.
     """
-    state = [*program.inputs_of("state"), *program.outputs_of("state")]
-    buffers = {node: spec.target for node, spec in state if isinstance(node, fx.Node)}
+    buffers: dict[fx.Node, str] = {node: spec.target for node, spec in program.inputs_of("state")}
+    buffers |= {node: spec.target for node, spec in program.outputs_of("state") if isinstance(node, fx.Node)}
     other = next((target for target in buffers.values() if not target.endswith(f"/{_BUFFER}")), None)
     if other is not None:
         raise GraphoptError(
@@ -80,6 +80,7 @@ def momenta_of(program: Program, origin: str) -> dict[str, OptimizerMomentum]:
             "correction='feedback' for Adam and its kin"
         )
     found: dict[str, OptimizerMomentum] = {}
+    call: fx.Node
     for call in program.graph.nodes:
         if call.op == "call_function" and call.target in _SGD:
             found |= _of_call(call, buffers)
@@ -175,7 +176,7 @@ def _made_early(program: Program, momentum: OptimizerMomentum, gradient: fx.Node
 
 def _split(program: Program, call: fx.Node, chosen: Sequence[int]) -> None:
     parameters, gradients, buffers = (_nodes(given) for given in call.args[:3])
-    plain = ([parameters[place] for place in chosen], [gradients[place] for place in chosen], [])
+    plain: tuple[list[fx.Node], ...] = ([parameters[place] for place in chosen], [gradients[place] for place in chosen], [])
     program.insert(
         call.target,  # type: ignore[arg-type]
         (*plain, *call.args[3:]),
