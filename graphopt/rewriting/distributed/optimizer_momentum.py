@@ -176,7 +176,11 @@ def _made_early(program: Program, momentum: OptimizerMomentum, gradient: fx.Node
 
 def _split(program: Program, call: fx.Node, chosen: Sequence[int]) -> None:
     parameters, gradients, buffers = (_nodes(given) for given in call.args[:3])
-    plain: tuple[list[fx.Node], ...] = ([parameters[place] for place in chosen], [gradients[place] for place in chosen], [])
+    plain: tuple[list[fx.Node], ...] = (
+        [parameters[place] for place in chosen],
+        [gradients[place] for place in chosen],
+        [],
+    )
     program.insert(
         call.target,  # type: ignore[arg-type]
         (*plain, *call.args[3:]),
