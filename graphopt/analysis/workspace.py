@@ -129,14 +129,19 @@ def _fused_lists_fit(node: fx.Node) -> bool:
     """
     if not isinstance(node.target, _torch.OpOverload) or not schema.op_name(node).startswith("_fused_"):
         return True
-    lists = [[value_of(item) for item in argument] for argument in node.args if isinstance(argument, (list, tuple))]
+    lists = [[_example(item) for item in argument] for argument in node.args if isinstance(argument, (list, tuple))]
     lists = [tensors for tensors in lists if tensors]
-    single = [value_of(item) for item in node.kwargs.values() if isinstance(item, fx.Node)]
+    single = [_example(item) for item in node.kwargs.values() if isinstance(item, fx.Node)]
     if not all(isinstance(value, torch.Tensor) and value.numel() == 1 for value in single if not _is_number(value)):
         return False
     if not all(isinstance(tensor, torch.Tensor) for tensors in lists for tensor in tensors):
         return False
     return len({len(tensors) for tensors in lists}) <= 1 and all(map(_alike, zip(*lists, strict=True)))
+
+
+def _example(argument: Any) -> Any:
+    """The example value of an argument; what is no value of the program stands for itself."""
+    return value_of(argument) if isinstance(argument, fx.Node) else argument
 
 
 def _is_number(value: Any) -> bool:

@@ -70,7 +70,7 @@ def _quotes_source(arguments: tuple[Any, ...]) -> bool:
     """Whether a module that is imported is read again, as for the lines of a traceback."""
     path, mode = str(arguments[0]), arguments[1]
     known = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    return mode in (None, "r", "rb") and path in known
+    return mode in (None, "r", "rb") and (path in known or path.startswith("<eval_with_key>"))
 
 
 def _is_inert(function: ast.FunctionDef) -> bool:
