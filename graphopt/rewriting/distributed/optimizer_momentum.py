@@ -97,7 +97,7 @@ def momenta_of(program: Program, origin: str) -> dict[str, OptimizerMomentum]:
 
 def _of_call(call: fx.Node, buffers: Mapping[fx.Node, str]) -> dict[str, OptimizerMomentum]:
     """The momenta that one fused update applies, by the name of their parameter."""
-    settings: Mapping[str, Any] = call.kwargs
+    settings: Any = call.kwargs
     if settings.get("maximize"):
         return {}
     parameters, _, kept = (_nodes(given) for given in call.args[:3])
