@@ -79,8 +79,7 @@ def train(options: argparse.Namespace, say: Callable[[str], None]) -> nn.Module:
     torch.manual_seed(options.seed)
     model = GPT(GPTConfig(VOCAB, options.context, options.features, options.layers, options.heads))
     added = MODES[options.mode](options.steps)
-    corrected = any(isinstance(current, DeepGradientCompression) for current in added)  # it applies momentum itself
-    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.0 if corrected else MOMENTUM, fused=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=MOMENTUM, fused=True)
     step = graphopt.optimize_step(model, optimizer, [DataParallel(), *added], loss=next_token_loss)
     tokens, held_out = split_tokens()
     sizes = {"size": options.batch, "length": options.context}

@@ -6,7 +6,6 @@ import itertools
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import ClassVar, final
 
 import torch
@@ -14,7 +13,7 @@ from torch import fx
 
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.gradients import all_gradients_made
-from graphopt.ir.node import info, value_of
+from graphopt.ir.node import value_of
 from graphopt.ir.ops.groups import Group
 from graphopt.ir.ops.scale import FOUND_INF
 from graphopt.ir.ops.sparse import LARGEST, packed_bytes
@@ -22,7 +21,13 @@ from graphopt.ir.ops.values import format_bytes, storage_bytes
 from graphopt.ir.program import Program
 from graphopt.rewriting.clock import Clock
 from graphopt.rewriting.distributed.all_reduce import exchange_gradients
-from graphopt.rewriting.distributed.buckets import BucketSizes, Item, pack
+from graphopt.rewriting.distributed.buckets import BucketSizes
+from graphopt.rewriting.distributed.optimizer_momentum import (
+    OptimizerMomentum,
+    leave_momentum_out,
+    momenta_of,
+    why_not_taken_over,
+)
 from graphopt.rewriting.distributed.remove_all_reduce import (
     Reduction,
     agree_on_skipping,
@@ -30,8 +35,15 @@ from graphopt.rewriting.distributed.remove_all_reduce import (
     reductions,
     remove_all_reduces,
 )
+from graphopt.rewriting.distributed.sparse_decision import (
+    Decision,
+    listed,
+    messages,
+    others_of,
+    refuse_shared,
+    updates,
+)
 from graphopt.rewriting.distributed.sparse_exchange import (
-    MESSAGE,
     WIRE_DTYPES,
     Rule,
     Sparse,
@@ -60,7 +72,9 @@ _WARNING = (
     "at what the model computes, lower the learning rate, or skip such steps on all ranks with "
     "ScaleLoss(init_scale=1, dynamic=False)"
 )
-_OF_MOMENTUM = {"momentum": 0.9, "nesterov": False, "weight_decay": 0.0, "masking": True}
+_MOMENTUM = 0.9
+_TOLD = "deep-gradient-compression/momentum taken over"
+_OF_MOMENTUM = {"momentum": None, "nesterov": False, "weight_decay": 0.0, "masking": True}
 """Options that mean nothing to error feedback, with their defaults."""
 _CORRECTIONS = ("momentum", "feedback")
 
@@ -75,14 +89,18 @@ class DeepGradientCompression(TrainingPass):
     in several of 16 KiB and more, and what is exchanged densely of it in one all-reduce. All ranks add up what came in
     the order of the ranks, so that their parameters stay equal to the last bit.
 
-    ``correction="momentum"`` is the published method for SGD: momentum is applied before accumulation, on each rank
-    (give it here, and ``torch.optim.SGD`` without momentum), gradients are clipped to ``clip_norm / sqrt(ranks)``
-    before they are accumulated, weight decay is added to them, and the momentum of what is sent starts again.
+    ``correction="momentum"`` is the published method for SGD: momentum is applied before accumulation, on each rank,
+    gradients are clipped to ``clip_norm / sqrt(ranks)`` before they are accumulated, weight decay is added to them, and
+    the momentum of what is sent starts again. The momentum is that of ``torch.optim.SGD(momentum=...)`` where it has
+    one: its buffers, and momentum, dampening, Nesterov's form and weight decay of the parameter's group as they are at
+    each step. The record says so. Buffers of what is exchanged sparsely then differ from rank to rank: save the
+    optimizer's state on each. Without it the pass keeps a momentum of its own. A momentum given to both is refused.
     ``correction="feedback"`` accumulates plain gradients (error feedback) for optimizers with momentum of their own,
     such as Adam; it is not the published method, and Adam sees sparse gradients.
 
-    Where no more than 1 of 64 elements arrives, and the optimizer is SGD with neither momentum nor weight decay of its
-    own, the update touches just these elements; otherwise it reads dense sums. The record says which.
+    Where no more than 1 of 64 elements arrives, and all that is left for the optimizer is to add them (SGD without
+    weight decay, or with a momentum that is taken over), the update touches just these elements; otherwise it reads
+    dense sums. The record says which.
 
     Before ``rampup_begin_step`` exchange is dense; the sparsities follow one another in ``rampup_step`` steps, and the
     last one stays. The momentum goes on through the switch. Tensors stay dense that have fewer than ``min_elements``,
@@ -101,10 +119,10 @@ class DeepGradientCompression(TrainingPass):
         sparsity: shares of the elements that are not sent, ascending, below 1; 0 means dense exchange.
         rampup_begin_step: updates with dense exchange before the first sparsity.
         rampup_step: updates over which the sparsities are spread evenly; about 4 % of training is usual.
-        momentum: of the momentum correction; at least 0, below 1.
-        nesterov: Nesterov's form of it.
-        weight_decay: times the parameter is added to its gradient before momentum. (That of the optimizer acts behind
-            the exchange and takes no part in momentum.)
+        momentum: of the momentum correction; at least 0, below 1. None: the optimizer's, or 0.9 where it has none.
+        nesterov: Nesterov's form of the momentum that is given here.
+        weight_decay: times the parameter is added to its gradient before that momentum. (The optimizer's, where the
+            momentum is given here, acts behind the exchange and takes no part in it.)
         clip_norm: limit on the norm of each gradient; None for none.
         masking: whether the momentum of sent entries starts again from 0.
         correction: ``momentum`` or ``feedback``.
@@ -117,7 +135,8 @@ class DeepGradientCompression(TrainingPass):
             runs that both start anew may differ: give the figure, and keep the folder of figures, to make them alike.
 
     Raises:
-        GraphoptError: for options out of range, and where the optimizer would apply momentum a second time.
+        GraphoptError: for options out of range, and where the optimizer would apply momentum a second time: where it is
+            not SGD, or this pass is given one too.
 
     Example:
         >>> str(graphopt.Pipeline([DeepGradientCompression(rampup_begin_step=1000), DataParallel()]))
@@ -141,7 +160,7 @@ class DeepGradientCompression(TrainingPass):
     sparsity: tuple[float, ...] = (0.75, 0.9375, 0.984375, 0.996, 0.999)
     rampup_begin_step: int = 0
     rampup_step: int = 100
-    momentum: float = 0.9
+    momentum: float | None = None
     nesterov: bool = False
     weight_decay: float = 0.0
     clip_norm: float | None = None
@@ -175,7 +194,8 @@ class DeepGradientCompression(TrainingPass):
             f"sparsity holds shares of at least 0 and below 1 in ascending order, not {self.sparsity}": shares,
             f"rampup_begin_step is a number of updates of at least 0, not {begin}": begin >= 0,
             f"rampup_step is a number of updates of at least 1, not {self.rampup_step}": self.rampup_step >= 1,
-            f"momentum must be at least 0 and below 1, not {self.momentum}": 0 <= self.momentum < 1,
+            f"momentum must be at least 0 and below 1, not {self.momentum}": self.momentum is None
+            or 0 <= self.momentum < 1,
             f"weight_decay must be at least 0, not {self.weight_decay}": self.weight_decay >= 0,
             f"clip_norm must be above 0, or None for no limit, not {self.clip_norm}": limit,
             f"min_elements must be at least 1, not {self.min_elements}": self.min_elements >= 1,
@@ -213,26 +233,33 @@ class DeepGradientCompression(TrainingPass):
             return Changed(reason="no gradients are exchanged in this program: there is one process")
         if any(spec.target.startswith(f"{self.name}/") for _, spec in program.inputs_of("pass_state")):
             return Changed(reason="the gradients of this program are compressed already")
-        if self.correction == "momentum":
-            self._refuse_momentum(program)
+        momenta = self._momenta(program)
         if self.weight_decay:
-            _refuse_shared(program, found)
+            refuse_shared(program, found)
         sparsity = self._sparsity(program)
         if not sparsity:
-            return self._stay_dense(program, found, ("sparsity 0: exchange is dense",))
+            return self._stay_dense(program, found, ("sparsity 0: exchange is dense",), momenta)
         group = one_group(found, self.name)
         speeds = self._speeds(program, found, group)
-        decision = _Decision(sparsity, group, speeds, self._why_dense(found, sparsity, speeds))
+        why_dense = self._why_dense(program, found, sparsity, speeds, momenta)
+        decision = Decision(sparsity, group, speeds, why_dense, momenta)
         if all(decision.why_dense.values()):
-            return self._stay_dense(program, found, tuple(decision.reasons()))
+            return self._stay_dense(program, found, tuple(decision.reasons()), momenta)
         done, gradients = self._exchange(program, found, decision)
-        return self._report(done, gradients, decision)
+        changed = self._report(done, gradients, decision)
+        if decision.taken() and _TOLD not in program.context.numbers:
+            program.context.numbers[_TOLD] = 1.0
+            for line in decision.taken_over():
+                logger.warning("deep-gradient-compression: %s", line)
+        return changed
 
     def _exchange(
-        self, program: Program, found: Sequence[Reduction], decision: _Decision
+        self, program: Program, found: Sequence[Reduction], decision: Decision
     ) -> tuple[list[Sparse], dict[str, fx.Node]]:
         """Replace the all-reduces; returns what is exchanged sparsely, and all gradients of this rank by name."""
-        group, rule = decision.group, self._rule(decision.sparsity)
+        group, rule = decision.group, self._rule(decision.sparsity, decision.momenta)
+        starts = {member.name: member.gradient for reduction in found for member in reduction.members}
+        taken = leave_momentum_out(program, decision.taken(), starts, self.name)
         limits = [storage_bytes(value_of(reduction.start)) for reduction in found]
         gradients = remove_all_reduces(program, found, self.name)
         skip = agree_on_skipping(program, group, self.name) if FOUND_INF in program.names() else None
@@ -242,8 +269,8 @@ class DeepGradientCompression(TrainingPass):
             bucket = {member.name: gradients[member.name] for member in reduction.members}
             rest = {name: node for name, node in bucket.items() if decision.why_dense[name]}
             sparse = {name: node for name, node in bucket.items() if name not in rest}
-            for message in _messages(sparse, rule):
-                done.append(exchange_sparsely(program, message, rule, group, self.name, skip))
+            for message in messages(sparse, rule):
+                done.append(exchange_sparsely(program, message, rule, group, self.name, skip, taken))
             groups = dict.fromkeys(rest, group)
             exchange_gradients(program, rest, groups, BucketSizes(limit), origin=self.name, after=skip)
             dense |= rest
@@ -260,18 +287,26 @@ class DeepGradientCompression(TrainingPass):
             return 0.0
         return next((share for share in self.sparsity if form == _form_of(share)), self.sparsity[-1])
 
-    def _rule(self, sparsity: float) -> Rule:
-        momentum = self.momentum if self.correction == "momentum" else None
+    def _rule(self, sparsity: float, momenta: Mapping[str, OptimizerMomentum]) -> Rule:
+        """What is accumulated, but for momenta of the optimizer."""
+        momentum = None
+        if self.correction == "momentum" and not momenta:
+            momentum = _MOMENTUM if self.momentum is None else self.momentum
         return Rule(sparsity, momentum, self.nesterov, self.weight_decay, self.clip_norm, self.masking, self.wire)
 
-    def _refuse_momentum(self, program: Program) -> None:
-        state = [spec for _, spec in program.inputs_of("state")] + [spec for _, spec in program.outputs_of("state")]
-        if state:
+    def _momenta(self, program: Program) -> dict[str, OptimizerMomentum]:
+        """The optimizer's momenta, which are applied before the exchange; none for error feedback."""
+        if self.correction != "momentum":
+            return {}
+        momenta = momenta_of(program, self.name)
+        given = [name for name in ("momentum", "nesterov", "weight_decay") if getattr(self, name) != _OF_MOMENTUM[name]]
+        if momenta and given:
             raise GraphoptError(
-                f"the optimizer keeps state of its own ({state[0].target}), and deep-gradient-compression applies "
-                "momentum before gradients are exchanged: use torch.optim.SGD without momentum and give momentum= to "
-                "the pass, or correction='feedback' for Adam and its kin"
+                "the optimizer has a momentum of its own, which deep-gradient-compression takes over, and the pass is "
+                f"given {' and '.join(f'{name}={getattr(self, name)}' for name in given)} as well: leave that out of "
+                "the pass, or use torch.optim.SGD without momentum"
             )
+        return momenta
 
     # --- what is dense -----------------------------------------------------------------------------------------------
 
@@ -281,15 +316,28 @@ class DeepGradientCompression(TrainingPass):
             return None
         device = value_of(found[0].members[0].gradient).device
         speeds = speeds_of(group, device, self.bandwidth, program.context.numbers)
-        return replace(speeds, adds=adds_gradients(program))
+        return replace(speeds, adds=adds_gradients(program, momentum=self.correction == "momentum"))
 
-    def _why_dense(self, found: Sequence[Reduction], sparsity: float, speeds: Speeds | None) -> dict[str, str]:
+    def _why_dense(
+        self,
+        program: Program,
+        found: Sequence[Reduction],
+        sparsity: float,
+        speeds: Speeds | None,
+        momenta: Mapping[str, OptimizerMomentum],
+    ) -> dict[str, str]:
         """Why each tensor stays dense, by name; "" for those that are exchanged sparsely."""
-        return {
-            member.name: self._reason(value_of(member.gradient), sparsity, reduction.group.size, speeds)
-            for reduction in found
-            for member in reduction.members
-        }
+        why: dict[str, str] = {}
+        for reduction in found:
+            for member in reduction.members:
+                gradient, momentum = value_of(member.gradient), momenta.get(member.name)
+                why[member.name] = self._reason(gradient, sparsity, reduction.group.size, speeds)
+                if momentum is not None and not why[member.name]:
+                    shared = others_of(program, member)
+                    why[member.name] = why_not_taken_over(momentum, gradient) or (
+                        f"{shared[0]} gets the same gradient" if shared else ""
+                    )
+        return why
 
     def _reason(self, gradient: torch.Tensor, sparsity: float, ranks: int, speeds: Speeds | None) -> str:
         by_bytes = self._reason_by_bytes(gradient, sparsity, ranks)
@@ -309,12 +357,18 @@ class DeepGradientCompression(TrainingPass):
         dense = 2 * (ranks - 1) * elements * gradient.element_size() // ranks
         return "dense exchange takes no more bytes" if received >= dense else ""
 
-    def _stay_dense(self, program: Program, found: Sequence[Reduction], why: tuple[str, ...]) -> Changed:
-        """Leave the exchange as it is, and apply the momentum of this pass to its results."""
-        if self.correction != "momentum":
+    def _stay_dense(
+        self,
+        program: Program,
+        found: Sequence[Reduction],
+        why: tuple[str, ...],
+        momenta: Mapping[str, OptimizerMomentum],
+    ) -> Changed:
+        """Leave the exchange as it is, and apply the momentum of this pass, where it has one, to its results."""
+        if self.correction != "momentum" or momenta:
             return Changed(lines=why, reason="; ".join(why))
         names = [member.name for reduction in found for member in reduction.members]
-        self._momentum(program, names, self._rule(0.0), program.names().get(FOUND_INF))
+        self._momentum(program, names, self._rule(0.0, momenta), program.names().get(FOUND_INF))
         return Changed(counts={"dense gradients": len(names)}, lines=why)
 
     def _momentum(self, program: Program, names: list[str], rule: Rule, skip: fx.Node | None) -> None:
@@ -330,7 +384,7 @@ class DeepGradientCompression(TrainingPass):
             sparse = bool(share) and any(not self._reason(value, share, ranks, speeds) for value in values)
             yield f"{share:g} from step {step}" + ("" if sparse else " (dense)")
 
-    def _report(self, done: Sequence[Sparse], gradients: Mapping[str, fx.Node], decision: _Decision) -> Changed:
+    def _report(self, done: Sequence[Sparse], gradients: Mapping[str, fx.Node], decision: Decision) -> Changed:
         group, count = decision.group, len(decision.why_dense)
         names = tuple(name for sparse in done for name in sparse.names)
         sent = sum(sparse.bytes for sparse in done)
@@ -341,12 +395,13 @@ class DeepGradientCompression(TrainingPass):
         )
         times = self._why_sparse({name: value_of(gradients[name]) for name in names}, decision)
         starts = ", ".join(self._starts(gradients, group.size, decision.speeds))
-        lines = [summary, *decision.reasons(), *_listed("sparse", times), *_updates(done)]
+        lines = [summary, *decision.reasons(), *listed("sparse", times), *updates(done)]
+        lines += decision.taken_over()
         lines.append(f"sparsity {decision.sparsity:g} here; {starts}")
         counts = {"sparse gradients": len(names), "dense gradients": count - len(names), "exchanges": len(done)}
         return Changed(counts, tensors=names, lines=tuple(lines))
 
-    def _why_sparse(self, gradients: Mapping[str, torch.Tensor], decision: _Decision) -> dict[str, str]:
+    def _why_sparse(self, gradients: Mapping[str, torch.Tensor], decision: Decision) -> dict[str, str]:
         """By how much sparse exchange is faster, for each gradient; nothing where times are not compared."""
         speeds, sparsity, ranks = decision.speeds, decision.sparsity, decision.group.size
         if speeds is None:
@@ -357,56 +412,8 @@ class DeepGradientCompression(TrainingPass):
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Decision:
-    """How one program exchanges gradients.
-
-    Attributes:
-        sparsity: of what is exchanged sparsely.
-        group: the ranks.
-        speeds: what is compared beside bytes; None for nothing.
-        why_dense: why each gradient is exchanged densely, by name; "" for those that are not.
-    """
-
-    sparsity: float
-    group: Group
-    speeds: Speeds | None
-    why_dense: Mapping[str, str]
-
-    def reasons(self) -> Iterator[str]:
-        """Lines on what is dense."""
-        if self.speeds is not None:
-            yield f"dense or sparse by time at {self.speeds}"
-        yield from _listed("dense", self.why_dense)
-
-
-def _refuse_shared(program: Program, found: Sequence[Reduction]) -> None:
-    """Raise where two parameters get one gradient, which weight decay would have to tell apart."""
-    parameters = {f"{spec.target}~": spec.target for _, spec in program.inputs_of("parameter")}
-    for reduction in found:
-        for member in reduction.members:
-            others = [parameters[name] for name in info(member.gradient).names if name in parameters]
-            if others:
-                raise GraphoptError(
-                    f"{member.name!r} and {others[0]!r} get the same gradient (they are added up, say), and weight "
-                    "decay differs for them: give weight_decay to the optimizer in place of "
-                    "deep-gradient-compression, or leave it out"
-                )
-
-
 def _form_of(sparsity: float) -> str:
     return f"sparsity {sparsity!r}"
-
-
-def _messages(gradients: Mapping[str, fx.Node], rule: Rule) -> Iterator[dict[str, fx.Node]]:
-    """The gradients of a bucket whose entries travel together: of one dtype and device, in the order of the bucket."""
-    items = []
-    for place, (name, node) in enumerate(gradients.items()):
-        value = value_of(node)
-        sent = packed_bytes([entries(value.numel(), rule.sparsity)], wire_dtype(value.dtype, rule.wire))
-        items.append(Item(name, sent, place, (value.dtype, value.device)))
-    for message in pack(items, MESSAGE):
-        yield {item.name: gradients[item.name] for item in message.items}
 
 
 def _ascends(shares: Sequence[float]) -> bool:
@@ -424,22 +431,3 @@ def _wrong_bandwidth(bandwidth: str | float) -> Iterator[str]:
         check_bandwidth(bandwidth)
     except GraphoptError as error:
         yield f"bandwidth: {error}"
-
-
-def _updates(done: Sequence[Sparse]) -> Iterator[str]:
-    """Which tensors the update touches at the entries that arrive only, and why it reads dense sums of the others."""
-    reason_of = attrgetter("dense_because")
-    for reason, found in itertools.groupby(sorted(done, key=reason_of), key=reason_of):
-        names = ", ".join(name for sparse in found for name in sparse.names)
-        how = f"from dense sums, since {reason}" if reason else "at the entries that arrive, without dense sums"
-        yield f"updated {how}: {names}"
-
-
-def _listed(form: str, reasons: Mapping[str, str]) -> Iterator[str]:
-    """A line for each reason, with the names that have it."""
-    named: dict[str, list[str]] = {}
-    for name, reason in reasons.items():
-        if reason:
-            named.setdefault(reason, []).append(name)
-    for reason, names in named.items():
-        yield f"{form}, {reason}: {', '.join(names)}"

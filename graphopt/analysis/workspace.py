@@ -22,7 +22,7 @@ from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.collectives import workspace_bytes
 from graphopt.ir.ops.opaque_update import opaque_update_
-from graphopt.ir.ops.values import storage_bytes, tensors_of
+from graphopt.ir.ops.values import is_dense, storage_bytes, tensors_of
 
 __all__ = ["Usage", "measured_usage"]
 
@@ -122,7 +122,9 @@ def _measure(missing: dict[str, fx.Node]) -> None:
         _measured[key] = Usage()
         size = call_bytes(node)
         devices = {t.device.type for t in call_tensors(node)}
-        if size > LARGEST_CALL:
+        if not _fused_lists_fit(node):  # such kernels read and write by the sizes of the first list
+            logger.info("not measuring the temporaries of %s: its lists of tensors do not fit each other", node.name)
+        elif size > LARGEST_CALL:
             logger.info("not measuring the temporaries of %s: the call takes %d bytes", node.name, size)
         elif devices == {"cpu"}:
             cpu[key] = node
@@ -130,6 +132,42 @@ def _measure(missing: dict[str, fx.Node]) -> None:
             _measured[key] = _measure_cuda(node)
     if cpu:
         _measured.update(_measure_cpu(cpu))
+
+
+def _fused_lists_fit(node: fx.Node) -> bool:
+    """Whether the tensors of a fused update are alike, which its kernel does not check; True for other calls.
+
+    In a program from a file they need not be.
+    """
+    if not isinstance(node.target, _torch.OpOverload) or not schema.op_name(node).startswith("_fused_"):
+        return True
+    lists = [[_example(item) for item in argument] for argument in node.args if isinstance(argument, (list, tuple))]
+    lists = [tensors for tensors in lists if tensors]
+    single = [_example(item) for item in node.kwargs.values() if isinstance(item, fx.Node)]
+    if not all(isinstance(value, torch.Tensor) and value.numel() == 1 for value in single if not _is_number(value)):
+        return False
+    if not all(isinstance(tensor, torch.Tensor) for tensors in lists for tensor in tensors):
+        return False
+    return len({len(tensors) for tensors in lists}) <= 1 and all(map(_alike, zip(*lists, strict=True)))
+
+
+def _example(argument: Any) -> Any:
+    """The example value of an argument; what is no value of the program stands for itself."""
+    return value_of(argument) if isinstance(argument, fx.Node) else argument
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, torch.SymInt, torch.SymFloat))
+
+
+def _alike(tensors: tuple[torch.Tensor, ...]) -> bool:
+    """Whether tensors are of one shape and device and dense, but for counts of one element behind the first two."""
+    first, *others = tensors
+    return is_dense(first) and all(
+        other.device == first.device
+        and ((other.shape == first.shape and is_dense(other)) or (place > 0 and other.numel() == 1))
+        for place, other in enumerate(others)
+    )
 
 
 _MOST: dict[str, float] = {"linalg_matrix_exp": 1e3}

@@ -243,6 +243,8 @@ class _Decoder:
         target = _OPS_TARGETS[op](parts["target"])
         if op == "output" and not (len(args) == 1 and isinstance(args[0], (tuple, list)) and not kwargs):
             raise parts["args"].expected("one list with what the program returns")
+        if target is operator.getitem and not (len(args) == 2 and isinstance(args[0], fx.Node) and not kwargs):
+            raise parts["args"].expected("the node of a call with several results, and which of them")
         node = graph.create_node(op, target, args, kwargs, name=name)
         nodes[name] = node
         if parts["value"].value is not None:

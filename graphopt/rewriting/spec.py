@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import types
 import typing
@@ -30,7 +31,7 @@ class OptionField:
 
 def option_fields(cls: type) -> list[OptionField]:
     """The options that a pass class declares, in order."""
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     found = []
     for field in dataclasses.fields(cls):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
@@ -39,6 +40,12 @@ def option_fields(cls: type) -> list[OptionField]:
             default = field.default_factory()
         found.append(OptionField(field.name.replace("_", "-"), field.name, hints[field.name], default, required))
     return found
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """The types of a class's fields, which are text in its source."""
+    return typing.get_type_hints(cls)
 
 
 def format_pass(instance: Any) -> str:

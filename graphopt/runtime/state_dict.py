@@ -6,12 +6,12 @@ exchange), and gradients in the middle of an accumulation, differ: each rank sav
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from graphopt.errors import GraphoptError, check_type, public, whole_number, wrong_argument
+from graphopt.errors import GraphoptError, check_type, public, shown, whole_number, wrong_argument
 from graphopt.rewriting.distributed.rank_names import own_name, owner_of_all, place, plain_name
 
 __all__ = ["STATE_VERSION", "check_state", "named_state", "place", "plain_state", "redistribute"]
@@ -65,9 +65,7 @@ def check_state(state: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]
     """
     _check_version(state)
     _check_entries(state)
-    unknown = sorted(set(state["gradients"]) - set(parameters))
-    if unknown:
-        raise GraphoptError(f"the state holds gradients of {unknown[:3]}, which the model does not have")
+    _check_gradients(state, parameters)
     if not state["local"] and not state["gradients"]:
         return
     rank, ranks = place()
@@ -81,6 +79,18 @@ def check_state(state: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]
         raise GraphoptError(f"{differs}, and is rank {state['rank']}'s; this is rank {rank}: load what it saved itself")
 
 
+def _check_gradients(state: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]) -> None:
+    unknown = sorted(set(state["gradients"]) - set(parameters))
+    if unknown:
+        raise GraphoptError(f"the state holds gradients of {unknown[:3]}, which the model does not have")
+    for name, gradient in state["gradients"].items():
+        if gradient.shape != parameters[name].shape:
+            raise GraphoptError(
+                f"the state holds a gradient of shape {list(gradient.shape)} of {name!r}, whose shape is "
+                f"{list(parameters[name].shape)}"
+            )
+
+
 def _check_version(state: Mapping[str, Any]) -> None:
     given: object = state
     if not isinstance(given, Mapping):
@@ -89,24 +99,37 @@ def _check_version(state: Mapping[str, Any]) -> None:
     if state.get("version") != STATE_VERSION or set(state) != _KEYS:
         raise GraphoptError(
             f"this is no state of a TrainStep of this version: expected the keys {sorted(_KEYS)} and version "
-            f"{STATE_VERSION}, got {sorted(state)} and version {state.get('version')!r}"
+            f"{STATE_VERSION}, got {sorted(map(str, state))} and version {shown(state.get('version'))}"
         )
 
 
 def _check_entries(state: Mapping[str, Any]) -> None:
     """Refuse entries of another type than those that ``state_dict`` gives."""
-    for key in ("steps", "batches", "rank"):
-        whole_number(f"the state's {key!r}", state[key])
-    for key in ("accumulate", "ranks"):
-        whole_number(f"the state's {key!r}", state[key], least=1)
+    for key, least in (("steps", 0), ("batches", 0), ("rank", 0), ("accumulate", 1), ("ranks", 1)):
+        whole_number(f"the state's {key!r}", state[key], least=least)
+        _check_size(f"the state's {key!r}", state[key])
     for key in ("gradients", "held"):
         check_type(f"the state's {key!r}", state[key], Mapping, "a dict of tensors by name")
+        _check_names(key, state[key])
         for name, value in state[key].items():
             check_type(f"the state's {key!r} of {name!r}", value, torch.Tensor, "a tensor")
     check_type("the state's 'numbers'", state["numbers"], Mapping, "a dict of numbers by name")
+    _check_names("numbers", state["numbers"])
     for name, value in state["numbers"].items():
         check_type(f"the state's 'numbers' of {name!r}", value, (int, float), "a number")
+        _check_size(f"the state's 'numbers' of {name!r}", value)
     check_type("the state's 'local'", state["local"], (list, tuple), "a list of names")
+    _check_names("local", state["local"])
+
+
+def _check_names(key: str, names: Iterable[object]) -> None:
+    for name in names:
+        check_type(f"a name in the state's {key!r}", name, str, "a name")
+
+
+def _check_size(what: str, number: float) -> None:
+    if isinstance(number, int) and abs(number) >= 2**63:  # as many as a float can hold
+        raise GraphoptError(f"{what} is a number of {number.bit_length()} bits, which no step counts to")
 
 
 @public

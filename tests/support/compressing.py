@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 COMMON = """
-import logging
+import copy, logging
 from torch import nn
 import graphopt
 from graphopt import GraphoptError
@@ -361,4 +361,169 @@ for kind in KINDS:
         owners[2](*batch(number))
     said[kind] = bits(states(*owners)) == bits(torch.load(place(kind + ", whole")))
     said[kind + ", programs"] = list(owners[2].programs)
+"""
+
+# The momentum of the optimizer, taken over: against all ranks at once in float64, dense steps, changes, saved states.
+TAKEN = """
+LATE = dict(sparsity=(0.9, 0.98), rampup_begin_step=2, rampup_step=4, min_elements=500)
+SOON = {**LATE, "rampup_begin_step": 0}
+
+def momentum_sgd(model, **options):
+    decayed = [p for name, p in model.named_parameters() if name.endswith("weight")]
+    plain = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    first = {"params": decayed, **options.pop("of_weights", {})}
+    return torch.optim.SGD([first, {"params": plain}], lr=0.1, **options)
+
+class Loop:
+    \"\"\"Momentum correction and factor masking of all ranks in a plain loop; buffers are those of SGD.\"\"\"
+
+    def __init__(self, model, optimizer, ramp, masking, clip_norm):
+        self.model, self.ramp, self.masking, self.clip_norm = model, ramp, masking, clip_norm
+        self.group = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        self.buffers, self.rests = [{} for _ in range(world)], [{} for _ in range(world)]
+
+    def gradients(self, number):
+        global rank
+        own, found = rank, []
+        for other in range(world):
+            rank = other
+            found.append(torch.autograd.grad(loss(self.model, *batch(number, F64)), list(self.model.parameters())))
+        rank = own
+        return list(zip(*found))
+
+    def direction(self, group, buffers, name, g):
+        if not group["momentum"]:
+            return g
+        if name not in buffers:
+            buffers[name] = g.clone()
+        else:
+            buffers[name] = group["momentum"] * buffers[name] + (1 - group["dampening"]) * g
+        return g + group["momentum"] * buffers[name] if group["nesterov"] else buffers[name]
+
+    def sparse(self, group, name, p, parts, sparsity):
+        total = torch.zeros_like(p)
+        for buffers, rests, g in zip(self.buffers, self.rests, parts):
+            if self.clip_norm is not None:
+                g = g * min(1.0, self.clip_norm * world**-0.5 / (g.norm().item() + 1e-6))
+            if group["momentum"]:
+                g = g + group["weight_decay"] * p
+            rest = rests.get(name, torch.zeros_like(p)) + self.direction(group, buffers, name, g)
+            count = max(1, int(p.numel() * (1 - sparsity) + 1e-6))
+            sent = rest.flatten().abs().topk(count).indices
+            total.view(-1)[sent] += rest.view(-1)[sent]
+            rest.view(-1)[sent] = 0.0
+            if self.masking and group["momentum"]:
+                buffers[name].view(-1)[sent] = 0.0
+            rests[name] = rest
+        return total / world if group["momentum"] else total / world + group["weight_decay"] * p
+
+    @torch.no_grad()
+    def step(self, number):
+        sparsity = self.ramp.at(number)
+        with torch.enable_grad():
+            gradients = self.gradients(number)
+        for (name, p), parts in zip(self.model.named_parameters(), gradients):
+            group = self.group[id(p)]
+            if sparsity and p.numel() >= 500:
+                change = self.sparse(group, name, p, parts, sparsity)
+            else:
+                g = sum(parts) / world + group["weight_decay"] * p
+                for buffers in self.buffers:
+                    change = self.direction(group, buffers, name, g)
+            p.sub_(group["lr"] * change)
+
+CASES = {
+    "weight decay, clipping": (dict(momentum=0.9, weight_decay=0.01), LATE, dict(clip_norm=0.3)),
+    "nesterov": (dict(momentum=0.8, nesterov=True), SOON, {}),
+    "dampening": (dict(momentum=0.9, dampening=0.5, weight_decay=0.01), SOON, dict(masking=False)),
+    "weights alone": (dict(of_weights=dict(momentum=0.9, weight_decay=0.1)), LATE, {}),
+    "biases alone": (dict(momentum=0.9, of_weights=dict(momentum=0.0, weight_decay=0.1)), SOON, {}),
+}
+for name, (settings, ramp, options) in CASES.items():
+    for changed in (False, True):
+        ours, theirs = build(F64), build(F64)
+        optimizers = [momentum_sgd(model, **copy.deepcopy(settings)) for model in (ours, theirs)]
+        current = DeepGradientCompression(**ramp, **options)
+        step = made(ours, optimizers[0], current)
+        loop = Loop(theirs, optimizers[1], current.rampup, current.masking, current.clip_norm)
+        for number in range(8):
+            if changed and number == 5:  # a schedule of the momentum
+                for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+                    group["momentum"] *= 0.5
+            step(*batch(number, F64))
+            loop.step(number)
+        buffers = {key: optimizers[0].state[p].get("momentum_buffer") for key, p in ours.named_parameters()}
+        kept = loop.buffers[rank]
+        assert set(kept) == {key for key, buffer in buffers.items() if buffer is not None}
+        off = max([(flat(ours) - flat(theirs)).abs().max().item(),
+                   *((buffers[key] - kept[key]).abs().max().item() for key in kept)])
+        lines = [line for line in step.records[-1].changed.lines if "momentum" in line]
+        said[name + (", changed" if changed else "")] = [off, same_on_all(ours), lines]
+
+def fp32(*passes, **options):
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options)
+    return model, optimizer, made(model, optimizer, *passes)
+
+def bits(*owners):
+    plain = lambda value: value.numpy().tobytes() if isinstance(value, torch.Tensor) else value
+    return torch.utils._pytree.tree_map(plain, [owner.state_dict() for owner in owners])
+
+# dense steps are those of the optimizer, and its buffers go on into sparse ones: by the pass, and by changing to it
+whole, plain = fp32(DeepGradientCompression(**LATE)), fp32()
+for number in range(2):
+    whole[2](*batch(number)), plain[2](*batch(number))
+said["dense"] = bits(*whole[:2]) == bits(*plain[:2])
+switched = fp32(DeepGradientCompression(**SOON))
+switched[0].load_state_dict(plain[0].state_dict())
+switched[1].load_state_dict(plain[1].state_dict())
+for number in range(2, 8):
+    whole[2](*batch(number)), switched[2](*batch(number))
+said["switched"] = bits(*whole[:2]) == bits(*switched[:2]) and same_on_all(whole[0])
+back, eager = fp32(), fp32()
+states = [[owner.state_dict() for owner in whole[:2]]]
+dist.broadcast_object_list(states, 0)  # the state of one rank for all of them, since buffers differ
+for other in (back, eager):  # and back to dense ones
+    for owner, state in zip(other, states[0]):
+        owner.load_state_dict(copy.deepcopy(state))
+back[2](*batch(8))
+eager[1].zero_grad()
+loss(eager[0], *batch(8)).backward()
+for p in eager[0].parameters():
+    dist.all_reduce(p.grad)
+    p.grad /= world
+eager[1].step()
+said["back"] = [(flat(back[0]) - flat(eager[0])).abs().max().item(), same_on_all(back[0])]
+
+# a run that is resumed in the warm-up, and one where the first steps are skipped
+started, resumed = fp32(DeepGradientCompression(**SOON)), fp32(DeepGradientCompression(**SOON))
+for number in range(3):
+    started[2](*batch(number))
+for old, new in zip(started, resumed):
+    new.load_state_dict(copy.deepcopy(old.state_dict()))
+for number in range(3, 8):
+    started[2](*batch(number)), resumed[2](*batch(number))
+said["resumed"] = bits(*started) == bits(*resumed)
+
+skipping = fp32(DeepGradientCompression(**SOON), ScaleLoss(init_scale=1.0, dynamic=False), dampening=0.3)
+before = flat(skipping[0]).clone()
+for _ in range(2):
+    skipping[2](*batch(0), torch.tensor(float("inf") if rank == 1 else 0.0))
+nothing = torch.equal(before, flat(skipping[0])) and not skipping[1].state_dict()["state"]
+plain = fp32(DeepGradientCompression(**{**LATE, "rampup_begin_step": 10}), ScaleLoss(init_scale=1.0, dynamic=False))
+for number in range(3):
+    skipping[2](*batch(number), torch.tensor(0.0))
+said["skipped"] = [nothing, same_on_all(skipping[0]), len(skipping[1].state_dict()["state"])]
+
+# a few entries of each tensor are updated at them alone
+sparse_update.FEWEST = 2
+entries = fp32(DeepGradientCompression(**LATE), weight_decay=0.01)
+for number in range(8):
+    entries[2](*batch(number))
+sparse_update.FEWEST = 64
+dense = fp32(DeepGradientCompression(**LATE), weight_decay=0.01)
+for number in range(8):
+    dense[2](*batch(number))
+calls = [str(node.target) for node in entries[2].program.graph.nodes]
+said["entries"] = [any("sum_entries" in call for call in calls), bits(*entries) == bits(*dense)]
 """

@@ -22,6 +22,10 @@ Fill = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 """Makes a flat tensor of so many elements."""
 
 
+_COPY_STORAGE = {"copy", "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter"}
+"""Ops that copy all of the storage behind an argument that has gaps, not only what it shows of it."""
+
+
 def real_call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The op that really runs, with its arguments: ops that save or replay a generator's state carry another one."""
     if node.target is _torch.run_and_save_rng_state:
@@ -56,7 +60,19 @@ def call_key(node: fx.Node) -> str:
         return ""
     target, args, kwargs = real_call(node)
     described = _torch.map_aggregate((args, kwargs), lambda a: _describe(value_of(a)) if isinstance(a, fx.Node) else a)
-    return f"{target}{described}{torch.get_num_threads()}"
+    behind = [_behind(value_of(source)) for source in node.all_input_nodes] if _copies_storage(node) else ""
+    return f"{target}{described}{behind}{torch.get_num_threads()}"
+
+
+def _copies_storage(node: fx.Node) -> bool:
+    return isinstance(node.target, _torch.OpOverload) and schema.op_name(node) in _COPY_STORAGE
+
+
+def _behind(value: Any) -> tuple[int, int]:
+    """Bytes of the storage behind a tensor, and where in it the tensor begins, in elements."""
+    if not isinstance(value, torch.Tensor):
+        return 0, 0
+    return _torch.size_hint(value.untyped_storage().nbytes()), _torch.size_hint(value.storage_offset())
 
 
 def _describe(value: Any) -> str:
@@ -96,11 +112,13 @@ def prepare(node: fx.Node, fill: Fill) -> tuple[Any, tuple[Any, ...], dict[str, 
         node: a call for which ``refusal`` is empty.
         fill: makes the data of each tensor.
     """
+    whole = _copies_storage(node)
 
     def real(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            flat = fill(storage_bytes(value) // value.element_size(), value.dtype, value.device)
-            return flat.as_strided(sizes(value.shape), sizes(value.stride()))
+            size, offset = _behind(value) if whole else (0, 0)
+            size = max(size // value.element_size(), offset + storage_bytes(value) // value.element_size())
+            return fill(size, value.dtype, value.device).as_strided(sizes(value.shape), sizes(value.stride()), offset)
         return _number(value)
 
     target, args, kwargs = real_call(node)

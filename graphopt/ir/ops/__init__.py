@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 
 __all__ = ["register_all"]
 
 
+@functools.cache
 def register_all() -> None:
-    """Make every op of graphopt known to torch, for programs that were written elsewhere."""
+    """Make every op of graphopt known to torch, for programs that were written elsewhere; the first call does it."""
     for module in pkgutil.iter_modules(__path__, f"{__name__}."):
         importlib.import_module(module.name)

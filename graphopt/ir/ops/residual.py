@@ -36,6 +36,8 @@ class _Rule:
     scale: torch.Tensor | None
     parameter: torch.Tensor | None
     weight_decay: float
+    dampening: float
+    buffer: bool
 
 
 def _accumulate(
@@ -48,10 +50,12 @@ def _accumulate(
     keep: torch.Tensor | None = None,
     parameter: torch.Tensor | None = None,
     weight_decay: float = 0.0,
+    dampening: float = 0.0,
+    buffer: bool = False,
 ) -> None:
     """Accumulate where ``keep`` can be read without waiting."""
-    _check_accumulate(gradient, u, v, momentum, nesterov, scale, keep, parameter, weight_decay)
-    rule = _Rule(momentum, nesterov, scale, parameter if weight_decay else None, weight_decay)
+    _check_accumulate(gradient, u, v, momentum, nesterov, scale, keep, parameter, weight_decay, dampening, buffer)
+    rule = _Rule(momentum, nesterov, scale, parameter if weight_decay else None, weight_decay, dampening, buffer)
     _accumulate_pieces(gradient, u, v, rule, keep is None or bool(keep.item()))
 
 
@@ -65,10 +69,12 @@ def _accumulate_unread(
     keep: torch.Tensor | None = None,
     parameter: torch.Tensor | None = None,
     weight_decay: float = 0.0,
+    dampening: float = 0.0,
+    buffer: bool = False,
 ) -> None:
     """Accumulate where reading ``keep`` would wait for the device."""
-    _check_accumulate(gradient, u, v, momentum, nesterov, scale, keep, parameter, weight_decay)
-    rule = _Rule(momentum, nesterov, scale, parameter if weight_decay else None, weight_decay)
+    _check_accumulate(gradient, u, v, momentum, nesterov, scale, keep, parameter, weight_decay, dampening, buffer)
+    rule = _Rule(momentum, nesterov, scale, parameter if weight_decay else None, weight_decay, dampening, buffer)
     _accumulate_pieces(gradient, u, v, rule, True if keep is None else keep.reshape(()) != 0)
 
 
@@ -77,6 +83,7 @@ def _accumulate_pieces(
 ) -> None:
     """Accumulate piece by piece: a CPU reads and writes each piece once, and nothing of full size is allocated."""
     flat = _in_memory_order(gradient, gradient)
+    u = u if u is None or u.dim() == 1 else u.as_strided([u.numel()], [1])
     decayed = None if rule.parameter is None else _in_memory_order(rule.parameter, gradient)
     scale = rule.scale
     size = _PIECE[v.device.type] * (torch.get_num_threads() if v.device.type == "cpu" else 1)
@@ -100,6 +107,11 @@ def _add(g: torch.Tensor, u: torch.Tensor | None, v: torch.Tensor, rule: _Rule, 
     before = [x.clone() for x in written]
     if u is None:
         v.add_(g)
+    elif rule.buffer:
+        u.mul_(rule.momentum).add_(g, alpha=1 - rule.dampening)  # rounded as torch.optim.SGD rounds it
+        v.add_(u, alpha=rule.momentum if rule.nesterov else 1.0)
+        if rule.nesterov:
+            v.add_(g)
     elif rule.nesterov:
         u.add_(g).mul_(rule.momentum)
         v.add_(u).add_(g)
@@ -130,12 +142,17 @@ def _check_accumulate(
     keep: torch.Tensor | None = None,
     parameter: torch.Tensor | None = None,
     weight_decay: float = 0.0,
+    dampening: float = 0.0,
+    buffer: bool = False,
 ) -> None:
     require(
         gradient.is_floating_point(), "accumulate_", f"the gradient must be real floating-point, not {gradient.dtype}"
     )
     dtype = torch.float64 if gradient.dtype is torch.float64 else torch.float32
-    for name, kept in (("u", u), ("v", v)):
+    shaped = buffer and u is not None and u.dim() != 1
+    if shaped:
+        _check_buffer(gradient, u, dtype)
+    for name, kept in (("u", None if shaped else u), ("v", v)):
         require(
             kept is None or (kept.dim() == 1 and kept.numel() == gradient.numel() and kept.dtype is dtype),
             "accumulate_",
@@ -151,6 +168,28 @@ def _check_accumulate(
         "accumulate_",
         f"the parameter must have the gradient's shape {list(gradient.shape)}, not be {described(parameter)}",
     )
+
+
+def _check_buffer(gradient: torch.Tensor, u: torch.Tensor | None, dtype: torch.dtype) -> None:
+    """What an optimizer keeps is read and written as it lies in memory, which has to be as the gradient lies."""
+    assert u is not None
+    require(
+        u.dtype is dtype and u.shape == gradient.shape,
+        "accumulate_",
+        f"for a gradient of shape {list(gradient.shape)} and {gradient.dtype}, the optimizer's momentum must be of "
+        f"this shape and {dtype}, not {described(u)}",
+    )
+    require(
+        is_dense(gradient) and _order(u) == _order(gradient),
+        "accumulate_",
+        f"the optimizer's momentum has the strides {list(u.stride())}, and the gradient {list(gradient.stride())}: "
+        "load a state whose tensors lie in memory as the parameters do",
+    )
+
+
+def _order(x: torch.Tensor) -> list[int]:
+    """The strides, but for dimensions of one element, where they mean nothing."""
+    return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1]
 
 
 # --- at indices ------------------------------------------------------------------------------------------------------
@@ -186,23 +225,26 @@ def _check_keep_rest(v: torch.Tensor, indices: torch.Tensor, sent: torch.Tensor)
 
 accumulate_ = define(
     "accumulate_(Tensor gradient, Tensor(a!)? u, Tensor(b!) v, float momentum, bool nesterov, Tensor? scale=None, "
-    "Tensor? keep=None, Tensor? parameter=None, float weight_decay=0.0) -> ()",
+    "Tensor? keep=None, Tensor? parameter=None, float weight_decay=0.0, float dampening=0.0, bool buffer=False) -> ()",
     _accumulate,
     _check_accumulate,
     _accumulate_unread,
 )
-"""``accumulate_(gradient, Tensor(a!)? u, Tensor(b!) v, momentum, nesterov, scale?, keep?, parameter?, weight_decay)``.
+"""``accumulate_(gradient, Tensor(a!)? u, Tensor(b!) v, momentum, nesterov, scale?, keep?, parameter?, ...)``.
 
 Add a gradient to what this rank has not sent yet. With ``g = scale * gradient + weight_decay * parameter``:
 
 * momentum correction: ``u = momentum * u + g; v = v + u``;
 * with ``nesterov``: ``u = momentum * (u + g); v = v + u + g``;
+* with ``buffer``, ``u`` is what ``torch.optim.SGD`` keeps: ``u = momentum * u + (1 - dampening) * g; v = v + u``, or
+  with ``nesterov`` ``v = v + g + momentum * u``;
 * with ``u`` None (error feedback): ``v = v + g``.
 
 Args:
     gradient: of any floating-point dtype and any strides; its elements are taken in the order of its memory where that
         holds them without gaps (a transposed or channels-last gradient as it lies), else in the order of its shape.
     u: momentum; None for error feedback.
+        With ``buffer`` it may have the gradient's shape; its strides are then the gradient's.
     v: the residual. Both flat, of ``gradient.numel()`` elements, float64 for a float64 gradient, else float32.
     momentum: its factor; not read where ``u`` is None.
     nesterov: as above.
@@ -210,6 +252,8 @@ Args:
     keep: one element; where it is 0, ``u`` and ``v`` stay as they are to the bit, whatever the gradient holds.
     parameter: of the gradient's shape; taken in the gradient's order. For weight decay within the residual.
     weight_decay: its factor.
+    dampening: as above; not read without ``buffer``.
+    buffer: as above.
 """
 
 clear_at_ = define("clear_at_(Tensor(a!) x, Tensor indices) -> ()", _clear_at, partial(_check_indices, "clear_at_"))

@@ -40,6 +40,7 @@ from graphopt.ir.program import Program
 from graphopt.ir.state import PassState
 from graphopt.rewriting.distributed.all_reduce import gradient_readers
 from graphopt.rewriting.distributed.flat_exchange import behind, memory_strides
+from graphopt.rewriting.distributed.optimizer_momentum import OptimizerMomentum
 from graphopt.rewriting.distributed.sparse_update import reason_for_dense, update_entries, uses_of
 
 __all__ = [
@@ -123,6 +124,7 @@ def exchange_sparsely(
     group: Group,
     origin: str,
     skip: fx.Node | None = None,
+    taken: Mapping[str, OptimizerMomentum] | None = None,
 ) -> Sparse:
     """Replace gradients, in what the update reads, by the mean of what the ranks send of their residuals.
 
@@ -137,13 +139,14 @@ def exchange_sparsely(
         origin: the pass that asks.
         skip: one element, 1 where all ranks skip the update, behind which gradients are accumulated; without it a
             gradient that is not finite is left out.
+        taken: momenta that are the optimizer's, in place of the one of ``rule``, by the names of their parameters.
     """
     position = {node: index for index, node in enumerate(program.graph.nodes)}
     nodes = list(gradients.values())
     latest = max(nodes if skip is None else [*nodes, skip], key=position.__getitem__)
     readers = [_readers_behind(node, latest, position) for node in nodes]
     due = min((reader for found in readers for reader in found), key=position.__getitem__)
-    build = _Builder(program, rule, group, origin, behind(program, latest))
+    build = _Builder(program, rule, group, origin, behind(program, latest), taken or {})
     keep = None if skip is None else build.call(aten.eq.Scalar, (skip, 0), hint="keep")
     parts = [build.select(name, node, keep) for name, node in gradients.items()]
     message = build.exchange(nodes, parts, due)
@@ -191,12 +194,21 @@ class _Message:
 class _Builder:
     """Inserts the calls of one bucket, all in front of one node."""
 
-    def __init__(self, program: Program, rule: Rule, group: Group, origin: str, before: fx.Node) -> None:
+    def __init__(
+        self,
+        program: Program,
+        rule: Rule,
+        group: Group,
+        origin: str,
+        before: fx.Node,
+        taken: Mapping[str, OptimizerMomentum],
+    ) -> None:
         self._program = program
         self._rule = rule
         self._group = group
         self._origin = origin
         self._before = before
+        self._taken = taken
         self._parameters = {spec.target: node for node, spec in program.inputs_of("parameter")}
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **more: Any) -> fx.Node:
@@ -224,17 +236,38 @@ class _Builder:
             total = norm or self.call(aten.sum.default, (gradient,), exact, hint="total", like=gradient)
             finite = self.call(aten.isfinite.default, (total,), hint="finite")
         v = self.state("residual", name, gradient)
-        u = None if rule.momentum is None else self.state("momentum", name, gradient)
         kwargs: dict[str, Any] = {"keep": keep if finite is None else finite}
         if scale is not None:
             kwargs["scale"] = scale
-        if rule.weight_decay:
-            kwargs |= {"parameter": self._parameters[name], "weight_decay": rule.weight_decay}
-        self.call(accumulate_, (gradient, u, v, rule.momentum or 0.0, rule.nesterov), kwargs, like=gradient)
+        u = self._accumulate(name, gradient, v, kwargs)
         count = entries(value_of(gradient).numel(), rule.sparsity)
         chosen = self.call(select, (v, count), hint="selected", like=gradient)
         indices, values = (self.call(operator.getitem, (chosen, place)) for place in (0, 1))
         return _Part(indices, self._take(u, v, indices, values, keep), count, finite)
+
+    def _accumulate(self, name: str, gradient: fx.Node, v: fx.Node, kwargs: dict[str, Any]) -> fx.Node | None:
+        """Add a gradient to a residual; returns the momentum of it, flat, or None where there is none."""
+        rule, taken = self._rule, self._taken.get(name)
+        if taken is not None:
+            return self._accumulate_taken(taken, gradient, v, kwargs)
+        u = None if rule.momentum is None else self.state("momentum", name, gradient)
+        if rule.weight_decay:
+            kwargs |= {"parameter": self._parameters[name], "weight_decay": rule.weight_decay}
+        self.call(accumulate_, (gradient, u, v, rule.momentum or 0.0, rule.nesterov), kwargs, like=gradient)
+        return u
+
+    def _accumulate_taken(
+        self, taken: OptimizerMomentum, gradient: fx.Node, v: fx.Node, kwargs: dict[str, Any]
+    ) -> fx.Node:
+        """The same with the optimizer's momentum: in the first step its buffer is zero, and nothing is dampened."""
+        if taken.weight_decay:
+            kwargs |= {"parameter": taken.parameter, "weight_decay": taken.weight_decay}
+        if taken.dampening and not taken.first:
+            kwargs["dampening"] = taken.dampening
+        arguments = (gradient, taken.buffer, v, taken.momentum, taken.nesterov)
+        self.call(accumulate_, arguments, {**kwargs, "buffer": True}, like=gradient)
+        flat = (taken.buffer, [value_of(taken.buffer).numel()], [1])
+        return self.call(aten.as_strided.default, flat, like=gradient)
 
     def _clip(self, norm: fx.Node, limit: float) -> fx.Node:
         """The factor that limits the norm of one rank's gradient: that of the mean of N is smaller by their root."""

@@ -90,7 +90,8 @@ def adds_gradients(program: Program, *, momentum: bool = False) -> bool:
 
     Args:
         program: of stage step or, without an update, joint.
-        momentum: count that of fused SGD as nothing more, since sparse exchange applies it by itself.
+        momentum: count that of fused SGD, and the weight decay with it, as nothing more, since sparse exchange applies
+            them by itself.
     """
     found = final_gradients(program).values() if program.stage == "step" else ()
     return bool(found) and all(uses_of(program, node, gradient_readers(node), momentum=momentum) for node in found)
@@ -136,8 +137,10 @@ def _additions(call: fx.Node, gradient: fx.Node, momentum: bool) -> list[Use]:
 
 
 def _is_plain(call: fx.Node, momentum: bool) -> bool:
-    """Whether a fused update of SGD has no weight decay, and no momentum where that counts."""
-    return not call.kwargs.get("weight_decay") and (momentum or not call.kwargs.get("momentum"))
+    """Whether a fused update of SGD only adds: ``momentum`` if it has one, else where it has no weight decay."""
+    if call.kwargs.get("momentum"):
+        return momentum
+    return not call.kwargs.get("weight_decay")
 
 
 def _occurrences(call: fx.Node, node: fx.Node) -> int:

@@ -188,6 +188,11 @@ def test_hysteresis_ceiling_and_a_static_scale() -> None:
     assert int(tensors[SKIPPED]) == 2
 
 
+def test_a_static_scale_takes_no_factor_and_no_limit() -> None:
+    static = LossScaling(dynamic=False, init_scale=7.3)
+    assert static.update_arguments() == (1.0, 1.0, 1, 1, 0.0, math.inf)
+
+
 def test_state_continues_in_the_middle() -> None:
     scaling, script = LossScaling(growth_interval=3, hysteresis=2), random_steps(60, 0.4)
     whole, tensors = trace(scaling, script), state(scaling)

@@ -376,3 +376,14 @@ def test_views_whose_values_are_computed_when_read(view: Any) -> None:
     x = view(torch.randn(3, dtype=torch.complex64))
     with pytest.raises(GraphoptError, match=r"conjugate or negative view.*offload the tensor that it is a view of"):
         transfer.offload(x, "host")
+
+
+def test_closing_ends_the_thread() -> None:
+    """One that a copy started; the next copy starts another one."""
+    before = set(threading.enumerate())
+    for _ in range(2):
+        assert same_bytes(round_trip(torch.arange(5.0), "disk"), torch.arange(5.0))
+        started = [thread for thread in threading.enumerate() if thread not in before]
+        assert [thread.name for thread in started] == ["graphopt transfers"]
+        transfers.engine().close()
+        assert not started[0].is_alive()
