@@ -21,12 +21,14 @@ from graphopt.errors import TorchVersionError
 __all__ = [
     "AUTOCAST",
     "CHECKPOINTS",
+    "COMPILED",
     "GROUPS",
     "INDUCTOR",
     "JOINT",
     "MEMORY",
     "ON_IMPORT",
     "ON_USE",
+    "PARTITIONER",
     "PARTS",
     "VALUES",
     "Feature",
@@ -188,6 +190,20 @@ PARTS = Feature(
     },
 )
 
+COMPILED = Feature(
+    'torch.compile(backend="graphopt")',
+    {"torch._dynamo.backends.registry": "_BACKENDS", "torch._dynamo.eval_frame": "OptimizedModule"},
+)
+
+PARTITIONER = Feature(
+    "a partitioner for the inductor of torch.compile",
+    {
+        "torch._functorch.partitioners": "_extract_fwd_bwd_modules reordering_to_mimic_autograd_engine",
+        "torch._inductor.config": "custom_partitioner_fn",
+        "torch._inductor.custom_graph_pass": "CustomPartitionerFn",
+    },
+)
+
 INDUCTOR = Feature(
     'the backend "inductor"',
     {
@@ -225,7 +241,7 @@ GROUPS = Feature(
     },
 )
 
-ON_USE = (CHECKPOINTS, PARTS, INDUCTOR, AUTOCAST, MEMORY, GROUPS)
+ON_USE = (CHECKPOINTS, PARTS, COMPILED, PARTITIONER, INDUCTOR, AUTOCAST, MEMORY, GROUPS)
 
 
 def require(feature: Feature) -> None:

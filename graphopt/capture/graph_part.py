@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.fx.traceback import preserve_node_meta
 
 from graphopt import _torch
-from graphopt.errors import CaptureError
+from graphopt.errors import CaptureError, shown
 
 __all__ = ["GraphPart", "title_of"]
 
@@ -24,10 +24,11 @@ class GraphPart(nn.Module):
         names: the names of the model's parameters and buffers, by their ``id``.
         paths: where the arguments come from in the function that was cut (``input_paths``).
         title: the name of the model's class.
+        shared: whether other code may use the arguments as well, so that autograd adds up their gradients.
 
     Attributes:
         places: where each parameter and buffer stands among the arguments, by its name.
-        others: where the other arguments stand.
+        others: where the other tensors stand; numbers, which are sizes of a graph for any size, are part of the module.
 
     Raises:
         CaptureError: where the graph takes what is not a tensor, or does what a program would lose.
@@ -40,17 +41,21 @@ class GraphPart(nn.Module):
         names: Mapping[int, str],
         paths: Sequence[str],
         title: str,
+        *,
+        shared: bool = True,
     ) -> None:
         super().__init__()
-        if not all(isinstance(argument, torch.Tensor) for argument in arguments):
-            raise CaptureError(
-                f"a part of {title} takes a number that differs from call to call, which a program cannot\n"
-                "  what to do: make sizes and numbers in forward depend on the shapes of its arguments alone"
-            )
+        unknown = [argument for argument in arguments if not isinstance(argument, (torch.Tensor, int, float))]
+        if unknown:
+            raise CaptureError(f"a part of {title} takes {shown(unknown[0])}, which is neither a tensor nor a number")
         _refuse_unknown(graph, title)
         self.places: dict[str, int] = {}
         self.others: list[int] = []
+        self._numbers: dict[int, Any] = {}
         for place, tensor in enumerate(arguments):
+            if not isinstance(tensor, torch.Tensor):
+                self._numbers[place] = tensor
+                continue
             name = names.get(id(tensor))
             if name is None or name in self.places:
                 self.others.append(place)
@@ -61,6 +66,7 @@ class GraphPart(nn.Module):
         self._run = _Interpreter(graph)
         self._inputs = len(arguments)
         self.title = title
+        self.shared = shared
 
     def _register(self, name: str, tensor: torch.Tensor) -> None:
         *path, last = name.split(".")
@@ -84,7 +90,7 @@ class GraphPart(nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         """What the graph returns for its own parameters and buffers and the other tensors of a call."""
-        arguments: list[Any] = [None] * self._inputs
+        arguments: list[Any] = [self._numbers.get(place) for place in range(self._inputs)]
         for name, place in self.places.items():
             path, _, last = name.rpartition(".")
             arguments[place] = getattr(self.get_submodule(path), last)
