@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from graphopt import _torch
 from graphopt.analysis.measured_peak import MeasuredPeak, measure_peak
 from graphopt.capture import capture
 from graphopt.errors import (
@@ -29,6 +30,7 @@ from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.precision.devices import fast_dtype
 from graphopt.rewriting.rewrite_pass import Rewrite
 from graphopt.rewriting.training_pass import TrainingPass
+from graphopt.runtime.dynamo_backend import CompiledGraph, compiled_graphs
 from graphopt.runtime.module import optimize
 from graphopt.runtime.random_streams import RandomStreams
 from graphopt.runtime.scaler import scaler
@@ -38,11 +40,13 @@ from graphopt.runtime.train_step import TrainStep, optimize_step
 __version__ = VERSION
 
 register()
+_torch.offer_backend("graphopt", "graphopt.runtime.dynamo_backend:backend")
 
 __all__ = [
     "ArgumentError",
     "CaptureError",
     "Changed",
+    "CompiledGraph",
     "Format",
     "FxPass",
     "GraphoptError",
@@ -64,6 +68,7 @@ __all__ = [
     "__version__",
     "available_formats",
     "capture",
+    "compiled_graphs",
     "configs",
     "fast_dtype",
     "measure_peak",

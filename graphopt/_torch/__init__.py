@@ -61,6 +61,11 @@ from graphopt._torch.dynamo import cut_as_in_eager as cut_as_in_eager
 from graphopt._torch.dynamo import function_that_is_cut as function_that_is_cut
 from graphopt._torch.dynamo import input_paths as input_paths
 from graphopt._torch.dynamo import with_paths as with_paths
+from graphopt._torch.dynamo_backends import CompiledCall as CompiledCall
+from graphopt._torch.dynamo_backends import compiled_call as compiled_call
+from graphopt._torch.dynamo_backends import compiled_with as compiled_with
+from graphopt._torch.dynamo_backends import offer_backend as offer_backend
+from graphopt._torch.dynamo_backends import whole_function as whole_function
 from graphopt._torch.eager_kernels import eager_kernels as eager_kernels
 from graphopt._torch.eager_layouts import eager_layouts as eager_layouts
 from graphopt._torch.export_regions import AUTOCAST_BEGINS as AUTOCAST_BEGINS
@@ -116,6 +121,7 @@ __all__ = [
     "AotOutput",
     "BoxedCodeGen",
     "CallRecorder",
+    "CompiledCall",
     "FakeTensor",
     "FakeTensorMode",
     "GradientRoutes",
@@ -138,6 +144,8 @@ __all__ = [
     "broadcast",
     "broadcast_",
     "compile_with_inductor",
+    "compiled_call",
+    "compiled_with",
     "cpu_computes_in",
     "custom_function",
     "default_store",
@@ -167,6 +175,7 @@ __all__ = [
     "mark_optimizer_called",
     "mode_of",
     "number_hint",
+    "offer_backend",
     "parts_of",
     "peaks_between_marks",
     "process_groups",
@@ -189,5 +198,6 @@ __all__ = [
     "tracing_graph",
     "unwrapped_step",
     "wait_tensor",
+    "whole_function",
     "without_regions",
 ]

@@ -26,7 +26,7 @@ MOST_GRAPHS = 64
 
 _CUT_HINTS = logging.getLogger("torch._dynamo.variables.tensor")
 
-_ROOT = re.compile(r"^L\['\w+'\]\.?|^L__self___?")
+_ROOT = re.compile(r"^[LG]\['\w+'\]\.?|^L__self___?")
 
 
 @contextlib.contextmanager

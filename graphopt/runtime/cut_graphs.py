@@ -81,6 +81,7 @@ class CutGraph:
     variants: dict[Hashable, CutGraph] = field(default_factory=dict)
 
     def __call__(self, *arguments: Any) -> Any:
+        """What the graph gives."""
         key = (*part_signature(arguments), _numbers(arguments))
         if key not in self.variants:
             self.variants[key] = self.owner.variant(self, arguments)
@@ -196,7 +197,7 @@ class CutGraphs:
         graph.smallest = graph.compiled, session.joint
 
     def _names(self, graph: CutGraph, arguments: tuple[Any, ...]) -> dict[int, str]:
-        """The names of parameters and buffers by their places: the model's, or else as the function that was cut has it.
+        """The names of parameters and buffers by their places: the model's, or those in the function that was cut.
 
         Only those of the arguments themselves: another tensor may have the ``id`` of one that is gone.
         """
