@@ -60,6 +60,8 @@ from graphopt._torch.dynamo import cut as cut
 from graphopt._torch.dynamo import cut_as_in_eager as cut_as_in_eager
 from graphopt._torch.dynamo import function_that_is_cut as function_that_is_cut
 from graphopt._torch.dynamo import input_paths as input_paths
+from graphopt._torch.dynamo import input_sources as input_sources
+from graphopt._torch.dynamo import number_places as number_places
 from graphopt._torch.dynamo import with_paths as with_paths
 from graphopt._torch.dynamo_backends import CompiledCall as CompiledCall
 from graphopt._torch.dynamo_backends import compiled_call as compiled_call
@@ -164,6 +166,7 @@ __all__ = [
     "higher_order_ops",
     "hooks_added",
     "in_function_transform",
+    "input_sources",
     "intercept_checkpoint",
     "intercept_custom_functions",
     "is_composite",
@@ -175,6 +178,7 @@ __all__ = [
     "mark_optimizer_called",
     "mode_of",
     "number_hint",
+    "number_places",
     "offer_backend",
     "parts_of",
     "peaks_between_marks",

@@ -10,7 +10,9 @@ from torch import fx, nn
 from torch.fx.traceback import preserve_node_meta
 
 from graphopt import _torch
+from graphopt.capture.module_outputs import module_outputs
 from graphopt.errors import CaptureError, shown
+from graphopt.ir.names import add_name
 
 __all__ = ["GraphPart", "title_of"]
 
@@ -100,14 +102,37 @@ class GraphPart(nn.Module):
 
 
 class _Interpreter:
-    """Runs a graph node by node, so that what is traced has each node's module path and source line."""
+    """Runs a graph node by node, so that what is traced has each node's module path, names and source line."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         self._graph = graph
+        self._names = module_outputs(graph.graph)
 
     def __call__(self, arguments: Sequence[Any]) -> Any:
         with preserve_node_meta():
-            return fx.Interpreter(self._graph).run(*arguments)
+            return _NodeByNode(self._graph, self._names).run(*arguments)
+
+
+class _NodeByNode(fx.Interpreter):
+    """Names what modules return, and reads a number where the graph reads the value of a tensor that stands for it."""
+
+    def __init__(self, graph: fx.GraphModule, names: Mapping[fx.Node, list[str]]) -> None:
+        super().__init__(graph)
+        self._names = names
+
+    def run_node(self, n: fx.Node) -> Any:
+        """As the graph has it."""
+        result = super().run_node(n)
+        for name in self._names.get(n, ()):
+            if isinstance(result, torch.Tensor):
+                add_name(result, name)
+        return result
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As the graph has it, but for ``item()`` of what is a number already."""
+        if target == "item" and not isinstance(args[0], torch.Tensor):
+            return args[0]
+        return super().call_method(target, args, kwargs)
 
 
 def _refuse_unknown(graph: fx.GraphModule, title: str) -> None:

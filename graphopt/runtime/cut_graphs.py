@@ -56,6 +56,8 @@ class CutGraph:
         owner: captures it when it is called first.
         graph: as Dynamo made it.
         paths: where its arguments come from.
+        sources: what they are in the function that was cut.
+        numbers: which of them are tensors that stand for a number of Python's.
         whole: whether it is all that is computed in a call, so that it is planned by itself.
         times: how often it runs in one call of the model, at most.
         compiled: what runs; None before the first call, and for a graph that runs as it is.
@@ -70,6 +72,8 @@ class CutGraph:
     owner: CutGraphs
     graph: fx.GraphModule
     paths: list[str]
+    sources: list[str]
+    numbers: frozenset[int]
     whole: bool = False
     times: int = 0
     compiled: CompiledJoint | None = None
@@ -82,17 +86,24 @@ class CutGraph:
 
     def __call__(self, *arguments: Any) -> Any:
         """What the graph gives."""
-        key = (*part_signature(arguments), _numbers(arguments))
+        given = arguments
+        if self.numbers:
+            given = tuple(a.item() if place in self.numbers else a for place, a in enumerate(arguments))
+        key = (*part_signature(given), _numbers(given))
         if key not in self.variants:
-            self.variants[key] = self.owner.variant(self, arguments)
-        return self.variants[key].run(arguments)
+            self.variants[key] = self.owner.variant(self, given)
+        found = self.variants[key]
+        return found.run(given) if found.is_program(given) else self.graph(*arguments)
 
-    def run(self, arguments: tuple[Any, ...]) -> Any:
-        """Run the program for these arguments, which is captured where there is none."""
+    def is_program(self, arguments: tuple[Any, ...]) -> bool:
+        """Whether there is a program for these arguments; it is captured at the first call, where it can be."""
         if self.compiled is None and not self.reason:
             self.owner.capture(self, arguments)
-        if self.compiled is None:
-            return self.graph(*arguments)
+        return self.compiled is not None
+
+    def run(self, arguments: tuple[Any, ...]) -> Any:
+        """Run the program."""
+        assert self.compiled is not None
         owner = self.owner.owner
         owner.begins(self)
         result = self.compiled.call([get(arguments) for get in self.fetch])
@@ -129,7 +140,8 @@ class CutGraphs:
 
     def take(self, graph: fx.GraphModule, *, whole: bool = False) -> CutGraph:
         """What runs in place of a graph that Dynamo hands over; to be called while it does."""
-        return CutGraph(self, graph, _torch.input_paths(graph), whole)
+        paths, sources = _torch.input_paths(graph), _torch.input_sources(graph)
+        return CutGraph(self, graph, paths, sources, _torch.number_places(graph), whole)
 
     def variant(self, graph: CutGraph, arguments: tuple[Any, ...]) -> CutGraph:
         """What runs of a graph for arguments that none of its programs is for.
@@ -146,19 +158,19 @@ class CutGraphs:
         if numbers and len(graph.variants) >= _torch.MOST_GRAPHS:
             if self.limited:
                 raise self.too_many()
-            made.reason = f"it has had {_torch.MOST_GRAPHS} programs, one for each size"
+            made.reason = f"it has had {_torch.MOST_GRAPHS} programs, one for each size or number"
             self._note(made)
         return made
 
     def _tell_numbers(self, graph: CutGraph, arguments: tuple[Any, ...]) -> None:
         """Say that a graph for any size has a program for each size."""
         given = [
-            f"{path or 'a size'} is {value}"
-            for path, value in zip(graph.paths, arguments, strict=True)
+            f"{source or 'a number'} is {value}"
+            for source, value in zip(graph.sources, arguments, strict=True)
             if not isinstance(value, torch.Tensor)
         ]
         logger.info(
-            "%s: torch has made a graph for any size, and a program is captured for each size: %s",
+            "%s: torch has made a graph for any size or number, and a program is captured for each: %s",
             self.title,
             ", ".join(given),
         )

@@ -158,7 +158,7 @@ class _Compiled:
         self._settle()
         peak = _peak(calls, resident)
         logger.info(
-            "%s: the programs of its %d graphs take %s together at most (predicted), of %s",
+            "%s: the programs of %d of its graphs take %s together at most (predicted), of %s",
             self._graphs.title, len(graphs), format_bytes(peak), format_bytes(found.limit),
         )  # fmt: skip
         for graph in graphs:
