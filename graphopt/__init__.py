@@ -30,6 +30,7 @@ from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.precision.devices import fast_dtype
 from graphopt.rewriting.rewrite_pass import Rewrite
 from graphopt.rewriting.training_pass import TrainingPass
+from graphopt.runtime.compile.inductor_partitioner import partitioner
 from graphopt.runtime.dynamo_backend import CompiledGraph, compiled_graphs
 from graphopt.runtime.module import optimize
 from graphopt.runtime.random_streams import RandomStreams
@@ -76,6 +77,7 @@ __all__ = [
     "ops",
     "optimize",
     "optimize_step",
+    "partitioner",
     "redistribute",
     "register_format",
     "scaler",

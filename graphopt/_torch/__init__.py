@@ -102,6 +102,10 @@ from graphopt._torch.overloads import OpOverloadPacket as OpOverloadPacket
 from graphopt._torch.overloads import higher_order_ops as higher_order_ops
 from graphopt._torch.overloads import is_registered as is_registered
 from graphopt._torch.overloads import resolve_overload as resolve_overload
+from graphopt._torch.partitioning import JointSplit as JointSplit
+from graphopt._torch.partitioning import as_partitioner as as_partitioner
+from graphopt._torch.partitioning import is_free_to_go as is_free_to_go
+from graphopt._torch.partitioning import is_fusible as is_fusible
 from graphopt._torch.second_derivatives import explain_second_derivatives as explain_second_derivatives
 from graphopt._torch.symbolic_sizes import fake_mode as fake_mode
 from graphopt._torch.symbolic_sizes import number_hint as number_hint
@@ -130,6 +134,7 @@ __all__ = [
     "GuardOnDataDependentSymNode",
     "HigherOrderOperator",
     "InductorCode",
+    "JointSplit",
     "JointTrace",
     "OpOverload",
     "OpOverloadPacket",
@@ -142,6 +147,7 @@ __all__ = [
     "allocator_events",
     "apply_function",
     "as_in_eager",
+    "as_partitioner",
     "autocast_operators",
     "broadcast",
     "broadcast_",
@@ -170,6 +176,8 @@ __all__ = [
     "intercept_checkpoint",
     "intercept_custom_functions",
     "is_composite",
+    "is_free_to_go",
+    "is_fusible",
     "is_known_zero",
     "is_registered",
     "is_tcp_store",
