@@ -41,6 +41,9 @@ class JointSplit:
     def of(cls, joint: fx.GraphModule, outputs: int, static: Sequence[int] | None) -> JointSplit:
         """Prepare a joint graph as torch's own partitioner does, up to the choice of what is kept.
 
+        Regions of ``torch.utils.checkpoint`` are marked in the graph. The marks go: what is computed again is chosen
+        for all of it.
+
         Args:
             joint: as a partitioner gets it; it is changed.
             outputs: how many of its results are forward's.
@@ -53,11 +56,18 @@ class JointSplit:
         if config.cse:
             joint.graph = fx_graph_cse(joint.graph)
         joint.recompile()
+        for node in filter(is_free_to_go, joint.graph.nodes):
+            node.meta.pop("recompute", None)
         if not config.unsafe_allow_optimization_of_collectives:
             partitioners.force_save_collectives(joint)
         partitioners.force_save_effectful_ops(joint)
         partitioners.force_save_bw_mutation_src(joint)
         return cls(joint, outputs, partitioners.classify_nodes(joint, list(static or ()), outputs))
+
+    @staticmethod
+    def marked(joint: fx.GraphModule) -> bool:
+        """Whether a graph has regions of ``torch.utils.checkpoint``."""
+        return any("recompute" in node.meta and is_free_to_go(node) for node in joint.graph.nodes)
 
     @property
     def has_backward(self) -> bool:
@@ -82,6 +92,15 @@ class JointSplit:
         found = [leaf if isinstance(leaf, fx.Node) else None for leaf in flat]
         forward, backward = found[: self.outputs], found[self.outputs :]
         return [node for node in forward if node is not None], [node for node in backward if node is not None]
+
+    def changed(self) -> set[fx.Node]:
+        """The inputs that forward writes to, by its own calls or by what torch runs behind it."""
+        output = self.joint.graph.output_node()
+        descriptions = [getattr(found, "mutated_input", None) for found in output.meta.get("desc", ())]
+        inputs = self.joint.graph.find_nodes(op="placeholder")
+        behind = {node for node in inputs if node.meta.get("desc") is not None and node.meta["desc"] in descriptions}
+        copies = self.joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+        return behind.union(node.args[0] for node in copies if isinstance(node.args[0], fx.Node))
 
     def kept_by_torch(self) -> list[fx.Node]:
         """What torch's own partitioner keeps where nothing says otherwise."""

@@ -29,7 +29,7 @@ def partitioner(budget: int | str) -> Any:
 
     Backward computes again what forward does not keep, and random numbers are those of forward: their seeds are kept.
     A smaller budget never keeps more bytes, and its predicted peak is never higher. With 100 % or more, what is kept is
-    what torch would keep.
+    what torch would keep. Regions of ``torch.utils.checkpoint`` are planned like everything else.
 
     Args:
         budget: the peak of forward and backward in bytes, with parameters and inputs: a number, ``"8GB"``,
@@ -72,6 +72,8 @@ class _Split:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Forward and backward."""
         del compiler
+        if _torch.JointSplit.marked(joint):
+            logger.info("partitioner: regions of torch.utils.checkpoint are planned like everything else")
         found = _torch.JointSplit.of(joint, num_fwd_outputs, static_lifetime_input_indices)
         if not found.has_backward:
             return found.without_backward(static_lifetime_input_indices)

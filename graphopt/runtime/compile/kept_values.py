@@ -74,7 +74,7 @@ class KeptValues:
         for node in self._nodes:
             self._bases[node] = self._bases[_first(node)] if _is_view(node) else node
         self._results, self._gradients = split.results()
-        self._changed = {node.args[0] for node in self._calls if node.target is torch.ops.aten.copy_.default}
+        self._changed = split.changed()
         self._backward = [node for node in self._calls if split.is_backward(node)]
 
     # --- candidates --------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class KeptValues:
         partitioner keeps is the first of them.
         """
         found = [self.candidate(kept) for kept in {*self._planned()}]
-        first = self.candidate(tuple(self._split.kept_by_torch()))
+        first = self.candidate(self.closed(self._split.kept_by_torch()))
         chain = [first]
         for candidate in sorted(found, key=lambda c: (-c.peak_bytes, -c.kept_bytes, c.seconds)):
             if candidate.peak_bytes < first.peak_bytes and candidate.kept_bytes <= first.kept_bytes:
