@@ -46,6 +46,13 @@ class CompiledGraph:
         program: the rewritten program that trains; None for a graph that runs as torch made it.
         records: what each pass did.
         reason: why the graph runs as it is; empty where it has a program.
+
+    Example:
+        >>> compiled = torch.compile(model.eval(), backend="graphopt")
+        >>> with torch.no_grad():
+        ...     y = compiled(x)
+        >>> graphopt.compiled_graphs(compiled)[0].reason
+        'nothing in it requires a gradient'
     """
 
     program: Program | None
