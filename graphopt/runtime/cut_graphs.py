@@ -305,7 +305,7 @@ class _Rewrites:
 
 def _numbers(arguments: tuple[Any, ...]) -> Hashable:
     """The arguments that are no tensors: sizes, where a graph is for any."""
-    return tuple((type(argument), argument) for argument in arguments if not isinstance(argument, torch.Tensor))
+    return tuple((type(other), repr(other)) for other in arguments if not isinstance(other, torch.Tensor))
 
 
 def _storages(arguments: tuple[Any, ...]) -> tuple[dict[int, int], dict[int, int]]:

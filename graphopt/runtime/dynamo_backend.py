@@ -131,6 +131,7 @@ class _Compiled:
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 run = _Run(graph)
                 leaf.grad_fn.metadata.setdefault("graphopt", []).append(run)
+                self._alive = [known for known in self._alive if known() is not None]
                 self._alive.append(weakref.ref(run))
                 return
 

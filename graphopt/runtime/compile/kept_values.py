@@ -136,6 +136,8 @@ class KeptValues:
 
     def _computed_again(self, node: fx.Node, wanted: set[fx.Node]) -> bool:
         """Whether backward makes a value of forward again, or takes it as a view of what it has."""
+        if node.op == "get_attr":
+            return True
         if node.op == "placeholder" or not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
             return False
         if self._bases[node] is not node:
@@ -145,8 +147,6 @@ class KeptValues:
     def _repeatable(self, node: fx.Node) -> bool:
         """Whether a call of forward may run again: it is pure, and nothing it reads is overwritten meanwhile."""
         maker = _first(node) if node.target is operator.getitem else node
-        if node.op == "get_attr":
-            return True
         if not self._split.may_repeat(maker) or not self._marked(node):
             return False
         return not any(self._bases[source] in self._changed for source in maker.all_input_nodes)
