@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from graphopt._torch.private_names import COMPILED, require
+from graphopt.errors import TorchVersionError
 
 __all__ = ["CompiledCall", "compiled_call", "compiled_with", "offer_backend", "whole_function"]
 
@@ -52,17 +54,17 @@ class CompiledCall:
 def offer_backend(name: str, function: str) -> None:
     """Let ``torch.compile(backend=name)`` find a backend also where the package is not installed.
 
+    A torch without such a registry finds the backend by its entry point alone.
+
     Args:
         name: of the backend.
         function: as an entry point has it; it is imported when the backend is first used.
-
-    Raises:
-        TorchVersionError: where the installed torch lacks what it takes.
     """
-    require(COMPILED)
-    from torch._dynamo.backends import registry
+    with contextlib.suppress(TorchVersionError):
+        require(COMPILED)
+        from torch._dynamo.backends import registry
 
-    registry._BACKENDS.setdefault(name, EntryPoint(name, function, _GROUP))
+        registry._BACKENDS.setdefault(name, EntryPoint(name, function, _GROUP))
 
 
 def compiled_call() -> CompiledCall:

@@ -88,7 +88,7 @@ class JointSplit:
 
     def results(self) -> tuple[list[fx.Node], list[fx.Node]]:
         """What forward and what backward return."""
-        flat: list[Any] = pytree.arg_tree_leaves(*self.joint.graph.output_node().args)
+        flat = pytree.tree_leaves(self.joint.graph.output_node().args)
         found = [leaf if isinstance(leaf, fx.Node) else None for leaf in flat]
         forward, backward = found[: self.outputs], found[self.outputs :]
         return [node for node in forward if node is not None], [node for node in backward if node is not None]

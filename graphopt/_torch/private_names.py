@@ -192,7 +192,7 @@ PARTS = Feature(
 
 COMPILED = Feature(
     'torch.compile(backend="graphopt")',
-    {"torch._dynamo.backends.registry": "_BACKENDS", "torch._dynamo.eval_frame": "OptimizedModule"},
+    {"torch._dynamo.backends.registry": "_BACKENDS"},
 )
 
 PARTITIONER = Feature(

@@ -130,7 +130,8 @@ class _Compiled:
         for leaf in _torch.pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 run = _Run(graph)
-                leaf.grad_fn.metadata.setdefault("graphopt", []).append(run)
+                metadata: Any = leaf.grad_fn.metadata  # a dictionary, which torch's stubs have as a method
+                metadata.setdefault("graphopt", []).append(run)
                 self._alive = [known for known in self._alive if known() is not None]
                 self._alive.append(weakref.ref(run))
                 return

@@ -84,6 +84,7 @@ class Comparison:
             row.peak_bytes = graphopt.measure_peak(run).allocated_peak_bytes
         except Exception as error:
             row.note = str(error).strip().splitlines()[0][:60]
+            print(f"{way}: {row.note}", file=sys.stderr, flush=True)
             return row
         torch.manual_seed(1)
         run()
@@ -91,6 +92,7 @@ class Comparison:
         self._expected = self._expected or gradients
         row.gradients = closeness(gradients, self._expected)
         self._runs.append(run)
+        print(f"{way}: {row.peak_bytes / 1e6:.1f} MB, gradients {row.gradients}", file=sys.stderr, flush=True)
         return row
 
     def time(self, rounds: int) -> None:
