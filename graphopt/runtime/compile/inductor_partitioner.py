@@ -37,7 +37,8 @@ def partitioner(budget: int | str) -> Any:
             by itself, where torch cuts a model.
 
     Returns:
-        An object for inductor's option ``custom_partitioner_fn``.
+        An object for inductor's option ``custom_partitioner_fn``:
+        ``torch.compile(model, options={"custom_partitioner_fn": graphopt.partitioner("60%")})``.
 
     Raises:
         ArgumentError: for what is no budget.
@@ -45,7 +46,8 @@ def partitioner(budget: int | str) -> Any:
 
     Example:
         >>> options = {"custom_partitioner_fn": graphopt.partitioner("60%")}
-        >>> compiled = torch.compile(model, options=options)
+        >>> options["custom_partitioner_fn"].uuid().endswith("partitioner(budget='60%')")
+        True
     """
     check_budget(budget)
     if isinstance(budget, str) and budget.strip().lower() == "auto":
