@@ -117,10 +117,11 @@ class JointSplit:
     def split(self, kept: Sequence[fx.Node]) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Forward and backward, where ``kept`` is handed from one to the other and backward makes the rest again."""
         from torch._functorch import partitioners
+        from torch._functorch._aot_autograd.graph_compile import is_opaque_node
         from torch._functorch.compile_utils import raise_getitems
 
         sizes = [node for node in kept if is_size(node)]
-        others = [node for node in kept if partitioners.is_opaque_node(node)]
+        others = [node for node in kept if is_opaque_node(node)]
         tensors = [node for node in kept if node not in {*sizes, *others}]
         forward, backward = partitioners._extract_fwd_bwd_modules(
             self.joint,

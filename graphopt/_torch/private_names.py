@@ -198,12 +198,13 @@ COMPILED = Feature(
 PARTITIONER = Feature(
     "a partitioner for the inductor of torch.compile",
     {
+        "torch._functorch._aot_autograd.graph_compile": "is_opaque_node",
         "torch._functorch.compile_utils": "fx_graph_cse raise_getitems",
         "torch._functorch.config": "cse unsafe_allow_optimization_of_collectives",
         "torch._functorch.partitioners": (
             "_extract_fwd_bwd_modules choose_saved_values_set classify_nodes default_partition "
             "force_save_bw_mutation_src force_save_collectives force_save_effectful_ops get_default_op_list "
-            "is_opaque_node reordering_to_mimic_autograd_engine thread_graphsafe_rng_from_hops"
+            "reordering_to_mimic_autograd_engine thread_graphsafe_rng_from_hops"
         ),
         "torch._inductor.config": "custom_partitioner_fn",
         "torch._inductor.custom_graph_pass": "CustomPartitionerFn",

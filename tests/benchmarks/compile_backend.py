@@ -2,7 +2,8 @@
 
 Peaks are bytes above what is resident, from the allocator's events, and exact; times are ratios, paired round by round.
 The first table has the GPT of memory_frontier.py with the same passes in both ways. The others have stock inductor:
-torch's activation_memory_budget at nine values, and for each peak that it reaches, our partitioner at that peak.
+torch's activation_memory_budget at nine values, and for each peak that it reaches, our partitioner at a budget a little
+below it, since inductor decides itself what it fuses and predictions are not exact there.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import graphopt
 PASSES = ("", "fit-memory{budget=80%}", "fit-memory{budget=60%}", "fit-memory{budget=40%}")
 TORCH_BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 MODELS = ("gpt", "bert", "vit")
+BELOW = 0.97
+"""Of a peak that torch reaches, the budget that our partitioner gets."""
 
 
 @dataclass
@@ -137,7 +140,7 @@ def partitioner_rows(name: str, quick: bool, rounds: int, budgets: Sequence[floa
             row = found.add(f"torch's budget {budget}", torch.compile)
         reached += [row.peak_bytes] if row.peak_bytes is not None else []
     for peak in sorted({min(peak, first.peak_bytes or peak) for peak in reached}, reverse=True):
-        budget = f"{100 * (peak + found.resident) / ((first.peak_bytes or peak) + found.resident):.1f}%"
+        budget = f"{100 * (BELOW * peak + found.resident) / ((first.peak_bytes or peak) + found.resident):.1f}%"
         found.add(
             f"graphopt.partitioner({budget!r})",
             lambda model, b=budget: torch.compile(model, options={"custom_partitioner_fn": graphopt.partitioner(b)}),
