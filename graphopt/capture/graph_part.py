@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.fx.traceback import preserve_node_meta
+from torch.utils.checkpoint import checkpoint
 
 from graphopt import _torch
 from graphopt.capture.module_outputs import module_outputs
@@ -64,7 +65,9 @@ class GraphPart(nn.Module):
             else:
                 self.places[name] = place
                 self._register(name, tensor)
-        _torch.with_paths(graph, self._whole_paths(paths))
+        for module in graph.modules():
+            if isinstance(module, fx.GraphModule):
+                _torch.with_paths(module, self._whole_paths(paths))
         self._run = _Interpreter(graph)
         self._inputs = len(arguments)
         self.title = title
@@ -128,6 +131,14 @@ class _NodeByNode(fx.Interpreter):
                 add_name(result, name)
         return result
 
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As the graph has it; a checkpointed body is called as the model has called it."""
+        if str(target) != _CHECKPOINT:
+            return super().call_function(target, args, kwargs)
+        body, *rest = args
+        inside = _NodeByNode(body, module_outputs(body.graph))
+        return checkpoint(inside.run, *rest, **kwargs)
+
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As the graph has it, but for ``item()`` of what is a number already."""
         if target == "item" and not isinstance(args[0], torch.Tensor):
@@ -135,10 +146,15 @@ class _NodeByNode(fx.Interpreter):
         return super().call_method(target, args, kwargs)
 
 
+_CHECKPOINT = "tag_activation_checkpoint"
+_KNOWN = ("autograd_function_apply", _CHECKPOINT)
+"""Dynamo's own ops that can be captured."""
+
+
 def _refuse_unknown(graph: fx.GraphModule, title: str) -> None:
     """Raise a ``CaptureError`` for calls that do more than compute: Dynamo has ops of its own for hooks and others."""
     for node in graph.graph.nodes:
-        own = isinstance(node.target, _torch.HigherOrderOperator) and str(node.target) != "autograd_function_apply"
+        own = isinstance(node.target, _torch.HigherOrderOperator) and str(node.target) not in _KNOWN
         if own or (node.op == "call_method" and str(node.target).startswith("register_")):
             raise CaptureError(f"a part of {title} uses {getattr(node.target, '__name__', node.target)}")
 
