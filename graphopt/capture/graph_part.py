@@ -15,7 +15,7 @@ from graphopt.capture.module_outputs import module_outputs
 from graphopt.errors import CaptureError, shown
 from graphopt.ir.names import add_name
 
-__all__ = ["GraphPart", "title_of"]
+__all__ = ["GraphPart", "as_it_is", "title_of"]
 
 
 class GraphPart(nn.Module):
@@ -119,14 +119,14 @@ class _Interpreter:
 class _NodeByNode(fx.Interpreter):
     """Names what modules return, and reads a number where the graph reads the value of a tensor that stands for it."""
 
-    def __init__(self, graph: fx.GraphModule, names: Mapping[fx.Node, list[str]]) -> None:
+    def __init__(self, graph: fx.GraphModule, names: Mapping[fx.Node, list[str]] | None) -> None:
         super().__init__(graph)
         self._names = names
 
     def run_node(self, n: fx.Node) -> Any:
         """As the graph has it."""
         result = super().run_node(n)
-        for name in self._names.get(n, ()):
+        for name in (self._names or {}).get(n, ()):
             if isinstance(result, torch.Tensor):
                 add_name(result, name)
         return result
@@ -136,7 +136,7 @@ class _NodeByNode(fx.Interpreter):
         if str(target) != _CHECKPOINT:
             return super().call_function(target, args, kwargs)
         body, *rest = args
-        inside = _NodeByNode(body, module_outputs(body.graph))
+        inside = _NodeByNode(body, None if self._names is None else module_outputs(body.graph))
         return checkpoint(inside.run, *rest, **kwargs)
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -149,6 +149,16 @@ class _NodeByNode(fx.Interpreter):
 _CHECKPOINT = "tag_activation_checkpoint"
 _KNOWN = ("autograd_function_apply", _CHECKPOINT)
 """Dynamo's own ops that can be captured."""
+
+
+def as_it_is(graph: fx.GraphModule) -> Callable[..., Any]:
+    """What computes a graph without a program, with eager mode's gradients.
+
+    Where Dynamo has put a checkpointed body into one op, that op by itself draws other random numbers in backward.
+    """
+    if any(str(node.target) == _CHECKPOINT for node in graph.graph.nodes):
+        return _NodeByNode(graph, None).run
+    return graph
 
 
 def _refuse_unknown(graph: fx.GraphModule, title: str) -> None:

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from graphopt import _torch
 from graphopt.capture import CaptureSession
-from graphopt.capture.graph_part import GraphPart
+from graphopt.capture.graph_part import GraphPart, as_it_is
 from graphopt.errors import CaptureError, GraphBreakError
 from graphopt.rewriting.pass_ import PassRecord
 from graphopt.runtime.compiled_joint import CompiledJoint, compile_joint
@@ -93,7 +93,7 @@ class CutGraph:
         if key not in self.variants:
             self.variants[key] = self.owner.variant(self, given)
         found = self.variants[key]
-        return found.run(given) if found.is_program(given) else self.graph(*arguments)
+        return found.run(given) if found.is_program(given) else as_it_is(self.graph)(*arguments)
 
     def is_program(self, arguments: tuple[Any, ...]) -> bool:
         """Whether there is a program for these arguments; it is captured at the first call, where it can be."""

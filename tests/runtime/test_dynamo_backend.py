@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import graphopt
 from graphopt import ArgumentError, GraphoptError, PipelineError
@@ -311,6 +312,60 @@ def test_without_gradients_graphs_run_as_torch_made_them() -> None:
         assert torch.equal(compiled(batch), eager.eval()(batch))
     (graph,) = graphopt.compiled_graphs(compiled)
     assert (graph.program, graph.records, graph.reason) == (None, (), "nothing in it requires a gradient")
+
+
+class Checkpointed(nn.Module):
+    """A checkpointed block with dropout, and for a graph that cannot be captured a hook on a tensor."""
+
+    def __init__(self, hooked: bool) -> None:
+        super().__init__()
+        self.block, self.last, self.hooked = Layer(), nn.Linear(16, 16), hooked
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.block, x, use_reentrant=False)
+        if self.hooked:
+            x.register_hook(lambda gradient: gradient * 2)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_checkpointed_regions_draw_the_same_numbers_again(hooked: bool) -> None:
+    torch.manual_seed(0)
+    model = Checkpointed(hooked)
+    eager, batches = copy.deepcopy(model), [numbers() for _ in range(2)]
+    compiled = compiled_with(model)
+    assert_equal(trained(model, compiled, batches), trained(eager, eager, batches))
+    (graph,) = graphopt.compiled_graphs(compiled)
+    assert (graph.program is None) == hooked
+    assert ("register_hook" in graph.reason) == hooked
+
+
+class Scheduled(nn.Module):
+    """A rate of dropout and a factor that are set from outside, as plain numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.p, self.scale = nn.Linear(16, 16), 0.1, 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(self.layer(x), self.p) * self.scale
+
+
+def test_numbers_that_change_are_followed() -> None:
+    torch.manual_seed(0)
+    model, batch = Scheduled(), numbers()
+    eager = copy.deepcopy(model)
+    compiled = compiled_with(model)
+    for p, scale in ((0.1, 1.0), (0.3, 2.0), (0.5, -0.0), (0.7, 0.0), (0.3, 2.0)):
+        found = []
+        for one, call in ((model, compiled), (eager, eager)):
+            one.p, one.scale = p, scale
+            torch.manual_seed(1)
+            found.append(call(batch))
+            found[-1].sum().backward()
+        assert torch.equal(found[0].signbit(), found[1].signbit())
+        assert torch.equal(*found)
+    assert torch.equal(model.layer.weight.grad, eager.layer.weight.grad)
 
 
 def test_accumulated_and_repeated_backward() -> None:
