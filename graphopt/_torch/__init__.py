@@ -48,6 +48,11 @@ from graphopt._torch.change_detection import has_global_backward_hooks as has_gl
 from graphopt._torch.change_detection import hooks_added as hooks_added
 from graphopt._torch.change_detection import in_function_transform as in_function_transform
 from graphopt._torch.change_detection import kernel_choices as kernel_choices
+from graphopt._torch.compiled_calls import CompiledCall as CompiledCall
+from graphopt._torch.compiled_calls import compiled_call as compiled_call
+from graphopt._torch.compiled_calls import compiled_with as compiled_with
+from graphopt._torch.compiled_calls import offer_backend as offer_backend
+from graphopt._torch.compiled_calls import whole_function as whole_function
 from graphopt._torch.custom_functions import apply_function as apply_function
 from graphopt._torch.custom_functions import custom_function as custom_function
 from graphopt._torch.custom_functions import intercept_custom_functions as intercept_custom_functions
@@ -63,11 +68,6 @@ from graphopt._torch.dynamo import input_paths as input_paths
 from graphopt._torch.dynamo import input_sources as input_sources
 from graphopt._torch.dynamo import number_places as number_places
 from graphopt._torch.dynamo import with_paths as with_paths
-from graphopt._torch.dynamo_backends import CompiledCall as CompiledCall
-from graphopt._torch.dynamo_backends import compiled_call as compiled_call
-from graphopt._torch.dynamo_backends import compiled_with as compiled_with
-from graphopt._torch.dynamo_backends import offer_backend as offer_backend
-from graphopt._torch.dynamo_backends import whole_function as whole_function
 from graphopt._torch.eager_kernels import eager_kernels as eager_kernels
 from graphopt._torch.eager_layouts import eager_layouts as eager_layouts
 from graphopt._torch.export_regions import AUTOCAST_BEGINS as AUTOCAST_BEGINS
