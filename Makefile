@@ -69,6 +69,7 @@ bench: $(DEV) $(BROWSER) ## measure what tests/benchmarks/README.md says (an hou
 	$(BIN)/python tests/benchmarks/border.py
 	$(BIN)/python tests/benchmarks/lengths.py
 	$(BIN)/python tests/benchmarks/memory_frontier.py --models gpt --inductor
+	$(BIN)/python tests/benchmarks/compile_backend.py
 	$(BIN)/python tests/benchmarks/bert_large_a100.py
 	$(BIN)/python tests/benchmarks/exchange.py
 	$(BIN)/python tests/benchmarks/selection.py

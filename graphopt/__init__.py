@@ -18,6 +18,7 @@ def _prints_words_alone() -> bool:
 
 
 if TYPE_CHECKING or not _prints_words_alone():
+    from graphopt import _torch
     from graphopt.analysis.measured_peak import MeasuredPeak, measure_peak
     from graphopt.capture import capture
     from graphopt.errors import (
@@ -45,6 +46,8 @@ if TYPE_CHECKING or not _prints_words_alone():
     from graphopt.rewriting.rewrite_pass import Rewrite
     from graphopt.rewriting.training_pass import TrainingPass
     from graphopt.runtime import checkpoint
+    from graphopt.runtime.compile.inductor_partitioner import partitioner
+    from graphopt.runtime.dynamo_backend import CompiledGraph, compiled_graphs
     from graphopt.runtime.module import optimize
     from graphopt.runtime.random_streams import RandomStreams
     from graphopt.runtime.scaler import scaler
@@ -52,6 +55,7 @@ if TYPE_CHECKING or not _prints_words_alone():
     from graphopt.runtime.train_step import TrainStep, optimize_step
 
     register()
+    _torch.offer_backend("graphopt", "graphopt.runtime.dynamo_backend:backend")
 
 __version__ = VERSION
 
@@ -59,6 +63,7 @@ __all__ = [
     "ArgumentError",
     "CaptureError",
     "Changed",
+    "CompiledGraph",
     "Format",
     "FxPass",
     "GraphoptError",
@@ -81,6 +86,7 @@ __all__ = [
     "available_formats",
     "capture",
     "checkpoint",
+    "compiled_graphs",
     "configs",
     "fast_dtype",
     "measure_peak",
@@ -88,6 +94,7 @@ __all__ = [
     "ops",
     "optimize",
     "optimize_step",
+    "partitioner",
     "redistribute",
     "register_format",
     "scaler",

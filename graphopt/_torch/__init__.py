@@ -48,6 +48,11 @@ from graphopt._torch.change_detection import has_global_backward_hooks as has_gl
 from graphopt._torch.change_detection import hooks_added as hooks_added
 from graphopt._torch.change_detection import in_function_transform as in_function_transform
 from graphopt._torch.change_detection import kernel_choices as kernel_choices
+from graphopt._torch.compiled_calls import CompiledCall as CompiledCall
+from graphopt._torch.compiled_calls import compiled_call as compiled_call
+from graphopt._torch.compiled_calls import compiled_with as compiled_with
+from graphopt._torch.compiled_calls import offer_backend as offer_backend
+from graphopt._torch.compiled_calls import whole_function as whole_function
 from graphopt._torch.custom_functions import apply_function as apply_function
 from graphopt._torch.custom_functions import custom_function as custom_function
 from graphopt._torch.custom_functions import intercept_custom_functions as intercept_custom_functions
@@ -60,6 +65,8 @@ from graphopt._torch.dynamo import cut as cut
 from graphopt._torch.dynamo import cut_as_in_eager as cut_as_in_eager
 from graphopt._torch.dynamo import function_that_is_cut as function_that_is_cut
 from graphopt._torch.dynamo import input_paths as input_paths
+from graphopt._torch.dynamo import input_sources as input_sources
+from graphopt._torch.dynamo import number_places as number_places
 from graphopt._torch.dynamo import with_paths as with_paths
 from graphopt._torch.eager_kernels import eager_kernels as eager_kernels
 from graphopt._torch.eager_layouts import eager_layouts as eager_layouts
@@ -96,6 +103,10 @@ from graphopt._torch.overloads import OpOverloadPacket as OpOverloadPacket
 from graphopt._torch.overloads import higher_order_ops as higher_order_ops
 from graphopt._torch.overloads import is_registered as is_registered
 from graphopt._torch.overloads import resolve_overload as resolve_overload
+from graphopt._torch.partitioning import JointSplit as JointSplit
+from graphopt._torch.partitioning import as_partitioner as as_partitioner
+from graphopt._torch.partitioning import is_free_to_go as is_free_to_go
+from graphopt._torch.partitioning import is_fusible as is_fusible
 from graphopt._torch.second_derivatives import explain_second_derivatives as explain_second_derivatives
 from graphopt._torch.symbolic_sizes import broken_guard as broken_guard
 from graphopt._torch.symbolic_sizes import evaluate_number as evaluate_number
@@ -122,12 +133,14 @@ __all__ = [
     "AotOutput",
     "BoxedCodeGen",
     "CallRecorder",
+    "CompiledCall",
     "FakeTensor",
     "FakeTensorMode",
     "GradientRoutes",
     "GuardOnDataDependentSymNode",
     "HigherOrderOperator",
     "InductorCode",
+    "JointSplit",
     "JointTrace",
     "OpOverload",
     "OpOverloadPacket",
@@ -140,11 +153,14 @@ __all__ = [
     "allocator_events",
     "apply_function",
     "as_in_eager",
+    "as_partitioner",
     "autocast_operators",
     "broadcast",
     "broadcast_",
     "broken_guard",
     "compile_with_inductor",
+    "compiled_call",
+    "compiled_with",
     "cpu_computes_in",
     "custom_function",
     "default_store",
@@ -165,9 +181,12 @@ __all__ = [
     "higher_order_ops",
     "hooks_added",
     "in_function_transform",
+    "input_sources",
     "intercept_checkpoint",
     "intercept_custom_functions",
     "is_composite",
+    "is_free_to_go",
+    "is_fusible",
     "is_known_zero",
     "is_registered",
     "is_tcp_store",
@@ -176,6 +195,8 @@ __all__ = [
     "mark_optimizer_called",
     "mode_of",
     "number_hint",
+    "number_places",
+    "offer_backend",
     "parts_of",
     "peaks_between_marks",
     "process_groups",
@@ -201,5 +222,6 @@ __all__ = [
     "tracing_graph",
     "unwrapped_step",
     "wait_tensor",
+    "whole_function",
     "without_regions",
 ]

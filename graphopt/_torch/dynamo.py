@@ -19,14 +19,23 @@ from torch import fx
 
 from graphopt._torch.private_names import PARTS, require
 
-__all__ = ["MOST_GRAPHS", "cut", "cut_as_in_eager", "function_that_is_cut", "input_paths", "with_paths"]
+__all__ = [
+    "MOST_GRAPHS",
+    "cut",
+    "cut_as_in_eager",
+    "function_that_is_cut",
+    "input_paths",
+    "input_sources",
+    "number_places",
+    "with_paths",
+]
 
 MOST_GRAPHS = 64
 """Of one function, before it runs without being cut: Dynamo's own limit of 8 is for graphs that are compiled."""
 
 _CUT_HINTS = logging.getLogger("torch._dynamo.variables.tensor")
 
-_ROOT = re.compile(r"^L\['\w+'\]\.?|^L__self___?")
+_ROOT = re.compile(r"^[LG]\['\w+'\]\.?|^L__self___?")
 
 
 @contextlib.contextmanager
@@ -91,9 +100,28 @@ def input_paths(graph: fx.GraphModule) -> list[str]:
 
     To be asked while Dynamo hands the graph over; it forgets it then.
     """
+    return [_relative_path(name) for name in _sources(graph)]
+
+
+def input_sources(graph: fx.GraphModule) -> list[str]:
+    """What the inputs of one of Dynamo's graphs are in the function that was cut: ``x``, ``x.size()[0]``; likewise."""
+    return [re.sub(r"^[LG]\['(\w+)'\]", r"\1", name) for name in _sources(graph)]
+
+
+def number_places(graph: fx.GraphModule) -> frozenset[int]:
+    """Which inputs of one of Dynamo's graphs are tensors that stand for a number of Python's, and are read as that."""
+    inputs = graph.graph.find_nodes(op="placeholder")
+    return frozenset(place for place, node in enumerate(inputs) if node.users and all(map(_reads, node.users)))
+
+
+def _reads(call: fx.Node) -> bool:
+    return call.op == "call_method" and call.target == "item"
+
+
+def _sources(graph: fx.GraphModule) -> list[str]:
     sources = [getattr(node.meta.get("grapharg"), "source", None) for node in graph.graph.find_nodes(op="placeholder")]
     names = [getattr(source, "name", "") for source in sources]
-    return [_relative_path(str(name() if callable(name) else name)) for name in names]
+    return [str(name() if callable(name) else name) for name in names]
 
 
 def _relative_path(path: str) -> str:

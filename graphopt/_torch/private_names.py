@@ -21,12 +21,14 @@ from graphopt.errors import TorchVersionError
 __all__ = [
     "AUTOCAST",
     "CHECKPOINTS",
+    "COMPILED",
     "GROUPS",
     "INDUCTOR",
     "JOINT",
     "MEMORY",
     "ON_IMPORT",
     "ON_USE",
+    "PARTITIONER",
     "PARTS",
     "VALUES",
     "Feature",
@@ -76,6 +78,7 @@ TRACING = Feature(
             "ops.aten._to_copy.default"
         ),
         "torch._decomp": "decomposition_table",
+        "torch._prims_common": "suggest_memory_format",
         "torch._ops": "HigherOrderOperator.py_impl OpOverload OpOverloadPacket",
         "torch._subclasses.fake_impls": "op_implementations_checks",
         "torch._subclasses.fake_tensor": "FakeTensorMode.cache_clear",
@@ -188,6 +191,27 @@ PARTS = Feature(
     },
 )
 
+COMPILED = Feature(
+    'torch.compile(backend="graphopt")',
+    {"torch._dynamo.backends.registry": "_BACKENDS"},
+)
+
+PARTITIONER = Feature(
+    "a partitioner for the inductor of torch.compile",
+    {
+        "torch._functorch._aot_autograd.graph_compile": "is_opaque_node",
+        "torch._functorch.compile_utils": "fx_graph_cse raise_getitems",
+        "torch._functorch.config": "cse unsafe_allow_optimization_of_collectives",
+        "torch._functorch.partitioners": (
+            "_extract_fwd_bwd_modules choose_saved_values_set classify_nodes default_partition "
+            "force_save_bw_mutation_src force_save_collectives force_save_effectful_ops get_default_op_list "
+            "reordering_to_mimic_autograd_engine thread_graphsafe_rng_from_hops"
+        ),
+        "torch._inductor.config": "custom_partitioner_fn",
+        "torch._inductor.custom_graph_pass": "CustomPartitionerFn",
+    },
+)
+
 INDUCTOR = Feature(
     'the backend "inductor"',
     {
@@ -226,7 +250,7 @@ GROUPS = Feature(
     },
 )
 
-ON_USE = (CHECKPOINTS, PARTS, INDUCTOR, AUTOCAST, MEMORY, GROUPS)
+ON_USE = (CHECKPOINTS, PARTS, COMPILED, PARTITIONER, INDUCTOR, AUTOCAST, MEMORY, GROUPS)
 
 
 def require(feature: Feature) -> None:

@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.fx.traceback import preserve_node_meta
+from torch.utils.checkpoint import checkpoint
 
 from graphopt import _torch
-from graphopt.errors import CaptureError
+from graphopt.capture.module_outputs import module_outputs
+from graphopt.errors import CaptureError, shown
+from graphopt.ir.names import add_name
 
-__all__ = ["GraphPart", "title_of"]
+__all__ = ["GraphPart", "as_it_is", "title_of"]
 
 
 class GraphPart(nn.Module):
@@ -24,10 +27,11 @@ class GraphPart(nn.Module):
         names: the names of the model's parameters and buffers, by their ``id``.
         paths: where the arguments come from in the function that was cut (``input_paths``).
         title: the name of the model's class.
+        shared: whether other code may use the arguments as well, so that autograd adds up their gradients.
 
     Attributes:
         places: where each parameter and buffer stands among the arguments, by its name.
-        others: where the other arguments stand.
+        others: where the other tensors stand; numbers, which are sizes of a graph for any size, are part of the module.
 
     Raises:
         CaptureError: where the graph takes what is not a tensor, or does what a program would lose.
@@ -40,27 +44,34 @@ class GraphPart(nn.Module):
         names: Mapping[int, str],
         paths: Sequence[str],
         title: str,
+        *,
+        shared: bool = True,
     ) -> None:
         super().__init__()
-        if not all(isinstance(argument, torch.Tensor) for argument in arguments):
-            raise CaptureError(
-                f"a part of {title} takes a number that differs from call to call, which a program cannot\n"
-                "  what to do: make sizes and numbers in forward depend on the shapes of its arguments alone"
-            )
+        unknown = [argument for argument in arguments if not isinstance(argument, (torch.Tensor, int, float))]
+        if unknown:
+            raise CaptureError(f"a part of {title} takes {shown(unknown[0])}, which is neither a tensor nor a number")
         _refuse_unknown(graph, title)
         self.places: dict[str, int] = {}
         self.others: list[int] = []
+        self._numbers: dict[int, Any] = {}
         for place, tensor in enumerate(arguments):
+            if not isinstance(tensor, torch.Tensor):
+                self._numbers[place] = tensor
+                continue
             name = names.get(id(tensor))
             if name is None or name in self.places:
                 self.others.append(place)
             else:
                 self.places[name] = place
                 self._register(name, tensor)
-        _torch.with_paths(graph, self._whole_paths(paths))
+        for module in graph.modules():
+            if isinstance(module, fx.GraphModule):
+                _torch.with_paths(module, self._whole_paths(paths))
         self._run = _Interpreter(graph)
         self._inputs = len(arguments)
         self.title = title
+        self.shared = shared
 
     def _register(self, name: str, tensor: torch.Tensor) -> None:
         *path, last = name.split(".")
@@ -84,7 +95,7 @@ class GraphPart(nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         """What the graph returns for its own parameters and buffers and the other tensors of a call."""
-        arguments: list[Any] = [None] * self._inputs
+        arguments: list[Any] = [self._numbers.get(place) for place in range(self._inputs)]
         for name, place in self.places.items():
             path, _, last = name.rpartition(".")
             arguments[place] = getattr(self.get_submodule(path), last)
@@ -94,20 +105,66 @@ class GraphPart(nn.Module):
 
 
 class _Interpreter:
-    """Runs a graph node by node, so that what is traced has each node's module path and source line."""
+    """Runs a graph node by node, so that what is traced has each node's module path, names and source line."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         self._graph = graph
+        self._names = module_outputs(graph.graph)
 
     def __call__(self, arguments: Sequence[Any]) -> Any:
         with preserve_node_meta():
-            return fx.Interpreter(self._graph).run(*arguments)
+            return _NodeByNode(self._graph, self._names).run(*arguments)
+
+
+class _NodeByNode(fx.Interpreter):
+    """Names what modules return, and reads a number where the graph reads the value of a tensor that stands for it."""
+
+    def __init__(self, graph: fx.GraphModule, names: Mapping[fx.Node, list[str]] | None) -> None:
+        super().__init__(graph)
+        self._names = names
+
+    def run_node(self, n: fx.Node) -> Any:
+        """As the graph has it."""
+        result = super().run_node(n)
+        for name in (self._names or {}).get(n, ()):
+            if isinstance(result, torch.Tensor):
+                add_name(result, name)
+        return result
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As the graph has it; a checkpointed body is called as the model has called it."""
+        if str(target) != _CHECKPOINT:
+            return super().call_function(target, args, kwargs)
+        body, *rest = args
+        inside = _NodeByNode(body, None if self._names is None else module_outputs(body.graph))
+        return checkpoint(inside.run, *rest, **kwargs)
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As the graph has it, but for ``item()`` of what is a number already."""
+        if target == "item" and not isinstance(args[0], torch.Tensor):
+            return args[0]
+        return super().call_method(target, args, kwargs)
+
+
+_CHECKPOINT = "tag_activation_checkpoint"
+_KNOWN = ("autograd_function_apply", _CHECKPOINT)
+"""Dynamo's own ops that can be captured."""
+
+
+def as_it_is(graph: fx.GraphModule) -> Callable[..., Any]:
+    """What computes a graph without a program, with eager mode's gradients.
+
+    Where Dynamo has put a checkpointed body into one op, that op by itself draws other random numbers in backward.
+    """
+    if any(str(node.target) == _CHECKPOINT for node in graph.graph.nodes):
+        return _NodeByNode(graph, None).run
+    return graph
 
 
 def _refuse_unknown(graph: fx.GraphModule, title: str) -> None:
     """Raise a ``CaptureError`` for calls that do more than compute: Dynamo has ops of its own for hooks and others."""
     for node in graph.graph.nodes:
-        own = isinstance(node.target, _torch.HigherOrderOperator) and str(node.target) != "autograd_function_apply"
+        own = isinstance(node.target, _torch.HigherOrderOperator) and str(node.target) not in _KNOWN
         if own or (node.op == "call_method" and str(node.target).startswith("register_")):
             raise CaptureError(f"a part of {title} uses {getattr(node.target, '__name__', node.target)}")
 

@@ -167,7 +167,7 @@ class CaptureSession:
         program = captured.program
         mark_around(program.graph, program.attributes, len(devices))
         self._assigned |= dict.fromkeys(assigned)
-        if isinstance(self.model, GraphPart):
+        if isinstance(self.model, GraphPart) and self.model.shared:
             captured, self.repeated = split_uses(captured, self.tensors())
         return captured
 

@@ -78,17 +78,23 @@ class CompiledJoint(Capture):
         return results
 
 
-def compile_joint(runner: Runner[CompiledJoint], session: CaptureSession, capture: Capture) -> CompiledJoint:
+def compile_joint(
+    runner: Runner[CompiledJoint],
+    session: CaptureSession,
+    capture: Capture,
+    before_backward: Callable[[], None] | None = None,
+) -> CompiledJoint:
     """Compile what passes made of a capture of a model that is not a whole step.
 
     Args:
         runner: whose options and pass state count.
         session: the capture, lowered to its joint program.
         capture: the same with its passes.
+        before_backward: called whenever backward is about to run.
     """
     program, joint = capture.rewritten.program, session.joint
     assert joint is not None
-    forward, backward, function = _compile(runner, program, joint)
+    forward, backward, function = _compile(runner, program, joint, before_backward)
     return CompiledJoint(
         capture.rewritten,
         capture.rules,
@@ -103,7 +109,10 @@ def compile_joint(runner: Runner[CompiledJoint], session: CaptureSession, captur
 
 
 def _compile(
-    runner: Runner[CompiledJoint], program: Program, joint: JointCapture
+    runner: Runner[CompiledJoint],
+    program: Program,
+    joint: JointCapture,
+    before_backward: Callable[[], None] | None,
 ) -> tuple[fx.GraphModule, fx.GraphModule, Callable[..., Any]]:
     """The two halves of a joint program, and the function that autograd differentiates by them."""
     backend = runner.options.backend
@@ -115,7 +124,10 @@ def _compile(
     def compiler(part: Literal["forward", "backward"], module: fx.GraphModule, inputs: Any) -> Boxed:
         bind_state(module, program, live)
         run = compile_module(module, list(inputs), backend, room=room if part == "forward" else 0)
-        return runner.watch.guard(run, module, program, part)
+        guarded = runner.watch.guard(run, module, program, part)
+        if part == "forward" or before_backward is None:
+            return guarded
+        return _told_before(guarded, before_backward)
 
     tangents = [node.name for node, _ in program.inputs_of("tangent")]
     function = joint.trace.compile(
@@ -125,6 +137,15 @@ def _compile(
         tangents_as_they_are=backend == "eager" and take_any_strides(backward, tangents),
     )
     return forward, backward, function
+
+
+def _told_before(run: Boxed, tell: Callable[[], None]) -> Boxed:
+    def call(args: list[Any]) -> Any:
+        tell()
+        return run(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
 
 
 def _getter(model: nn.Module, program: Program, spec: InputSpec) -> Callable[[], torch.Tensor]:

@@ -162,6 +162,10 @@ USES: dict[str, tuple[Callable[[], object], str]] = {
         "recognising torch.utils.checkpoint in a model",
     ),
     "torch._inductor.compile_fx.compile_fx_inner": (lambda: step(backend="inductor"), 'the backend "inductor"'),
+    "torch._inductor.custom_graph_pass.CustomPartitionerFn": (
+        lambda: graphopt.partitioner("60%"),
+        "a partitioner for the inductor of torch.compile",
+    ),
     "torch._C._dispatch_get_all_op_names": (
         lambda: step(passes=[MixedPrecision(dtype="bfloat16")]),
         "the rules of autocast",

@@ -40,6 +40,7 @@ def test_all_documents_are_found() -> None:
     assert {name for name in DOCUMENTS if blocks(name, "python")} == set(PRINTED)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # inductor
 @pytest.mark.parametrize("document", PRINTED)
 def test_python_blocks_run_one_after_the_other(
     document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -1,0 +1,111 @@
+"""A backend of ``torch.compile``: how torch finds it by its name, and which compiled function a graph belongs to."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from graphopt._torch.private_names import COMPILED, require
+from graphopt.errors import TorchVersionError
+
+__all__ = ["CompiledCall", "compiled_call", "compiled_with", "offer_backend", "whole_function"]
+
+_GROUP = "torch_dynamo_backends"
+_CALL = "compile_wrapper"
+"""The function of torch's that runs a call of what ``torch.compile`` returned."""
+
+_COMPILER = "/torch/_dynamo/convert_frame.py"
+"""The file whose objects are called with the code of a function that is about to run, to compile it."""
+
+_BETWEEN = ("/torch/nn/modules/module.py", "/torch/_dynamo/")
+"""Files whose frames stand between a call of a compiled model and the model's own ``forward``."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledCall:
+    """The call of a compiled function in which torch asks its backend to compile a graph.
+
+    Attributes:
+        context: one object for each use of ``torch.compile``; None where torch was asked in another way.
+        function: what was compiled: a module's method, or a function.
+        outermost: whether the graph is of that function itself, and not of another one that it has called.
+    """
+
+    context: Any
+    function: Any
+    outermost: bool
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that was compiled, where it was one."""
+        for found in (getattr(self.function, "__self__", None), getattr(self.function, "__wrapped__", None)):
+            if isinstance(found, nn.Module):
+                return found
+        return None
+
+
+def offer_backend(name: str, function: str) -> None:
+    """Let ``torch.compile(backend=name)`` find a backend also where the package is not installed.
+
+    A torch without such a registry finds the backend by its entry point alone.
+
+    Args:
+        name: of the backend.
+        function: as an entry point has it; it is imported when the backend is first used.
+    """
+    with contextlib.suppress(TorchVersionError):
+        require(COMPILED)
+        from torch._dynamo.backends import registry
+
+        registry._BACKENDS.setdefault(name, EntryPoint(name, function, _GROUP))
+
+
+def compiled_call() -> CompiledCall:
+    """The compiled function for which this thread's backend is being called."""
+    outermost = True
+    inside = True  # of torch's compiler, whose frames come first
+    for frame in _frames():
+        if frame.f_code.co_name == _CALL:
+            return CompiledCall(frame.f_locals.get("self"), frame.f_locals.get("fn"), outermost)
+        if inside:
+            inside = frame.f_code.co_name != "__call__" or _COMPILER not in frame.f_code.co_filename
+        else:
+            outermost = outermost and any(part in frame.f_code.co_filename for part in _BETWEEN)
+    return CompiledCall(None, None, False)
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def compiled_with(function: Any) -> Any:
+    """The ``context`` of calls of what ``torch.compile`` returned, or of a module that was compiled in place.
+
+    Returns:
+        None for anything else.
+    """
+    if isinstance(function, nn.Module):
+        found = vars(function).get("dynamo_ctx")
+        if found is not None:
+            return found
+        function = function._compiled_call_impl
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_name != _CALL or "self" not in code.co_freevars:
+        return None
+    return function.__closure__[code.co_freevars.index("self")].cell_contents
+
+
+def whole_function(graph: Any, call: CompiledCall) -> bool:
+    """Whether a graph that torch hands over is all that a compiled function computes, with nothing before or behind."""
+    reason = getattr(graph, "compile_subgraph_reason", None)
+    return call.outermost and reason is not None and not reason.graph_break
