@@ -20,6 +20,7 @@ from graphopt.capture.call_checks import check_dynamic_shapes
 from graphopt.capture.checks import refuse_wrapped
 from graphopt.capture.fingerprint import ModelFingerprint
 from graphopt.capture.flatten import flatten_call
+from graphopt.capture.garbage_collection import no_collection
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
 from graphopt.errors import CaptureError, choice, shown
 from graphopt.ir.context import Context
@@ -138,7 +139,8 @@ class Runner(Generic[C]):
         if found is None:
             parts, first = list(map(id, model.modules())), self.is_first
             started = time.perf_counter()
-            found = self.captures.add(key, capture())
+            with no_collection():
+                found = self.captures.add(key, capture())
             told = self._sizes.note(self.names, args, kwargs, time.perf_counter() - started) if sizes else ""
             if told:
                 logger.warning("%s: %s", type(model).__name__, told)

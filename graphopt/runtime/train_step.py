@@ -12,6 +12,7 @@ from torch import fx, nn
 from graphopt import _torch
 from graphopt.capture import CaptureSession
 from graphopt.capture.call_checks import argument_names, check_loss, check_optimizer
+from graphopt.capture.garbage_collection import no_collection
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
 from graphopt.capture.session import call_loss
 from graphopt.capture.step import settings
@@ -251,17 +252,19 @@ class TrainStep:
             captured.settings = settings(self._optimizer)
         key = self._due(captured.rewritten.program)
         if key not in captured.variants:
-            captured.variants[key] = self._compile(self._make(captured.rewritten, key))
+            captured.variants[key] = self._compile_variant(captured.rewritten, key)
         return captured.variants[key]
 
     def _evaluation(self, captured: CapturedStep, batch: list[torch.Tensor]) -> Evaluate:
         """What computes the loss and the gradients of a batch once more, without an update."""
         key = Variant("evaluation", 1, frozenset(), ())
         if key not in captured.variants:
-            captured.variants[key] = self._compile(self._make(captured.rewritten, key))
+            captured.variants[key] = self._compile_variant(captured.rewritten, key)
         return functools.partial(evaluate, captured.variants[key], batch)
 
-    def _compile(self, program: Program) -> CompiledStep:
+    @no_collection()
+    def _compile_variant(self, rewritten: Rewritten, wanted: Variant) -> CompiledStep:
+        program = self._make(rewritten, wanted)
         self._runner.make_ready(program)
         module, run = compile_program(program, self._options.backend)
         run = self._runner.watch.guard(run, module, program, "step")
