@@ -152,6 +152,11 @@ class Runner(Generic[C]):
         return found, tensors
 
     @property
+    def changes(self) -> int:
+        """How often the model was found changed (``ModelFingerprint.changes``)."""
+        return self._fingerprint.changes
+
+    @property
     def is_first(self) -> bool:
         """Whether nothing is captured yet, so that what forward sets now is what its first call sets."""
         return not self.captures.all()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -28,7 +29,7 @@ from graphopt.rewriting.precision.scaling import checked_gradients, scaling_of
 from graphopt.rewriting.shards import shard_state
 from graphopt.runtime.accumulate import accumulate_gradients, add_gradients, scale_seed
 from graphopt.runtime.binding import Binding
-from graphopt.runtime.closures import evaluate, evaluations
+from graphopt.runtime.closures import asks_again, evaluate, evaluations
 from graphopt.runtime.compile.backend import Backend, compile_program
 from graphopt.runtime.leftovers import LoopLeftovers
 from graphopt.runtime.module import take_over
@@ -36,6 +37,7 @@ from graphopt.runtime.rewrite import Rewritten, Verify
 from graphopt.runtime.runner import Options, Runner
 from graphopt.runtime.skipped_steps import SkipWatch
 from graphopt.runtime.state_dict import STATE_VERSION, check_state, place
+from graphopt.runtime.state_versions import ForeignGradients, optimizer_version
 from graphopt.runtime.step_variants import CapturedStep, CompiledStep, Variant
 
 __all__ = ["TrainStep", "optimize_step"]
@@ -74,6 +76,7 @@ class TrainStep:
         self._options = options
         self._loss = loss
         self._leftovers = LoopLeftovers(optimizer)
+        self._foreign = ForeignGradients(model)
         self._every = 1
         self._batches = 0
         self._gradients: dict[str, torch.Tensor] = {}
@@ -100,17 +103,17 @@ class TrainStep:
             GraphoptError: where gradients from outside are waiting in ``.grad``, and after too many steps in a row
                 that loss scaling skipped.
         """
-        self._refuse_foreign_gradients()
+        self._foreign.refuse(self._runner.changes)
         if not torch.is_grad_enabled():
             return self._loss_alone(args, kwargs)
         self._leftovers.before(self._model)
         with CAPTURE_LOCK:
             captured, batch = self._runner.find(self._model, args, kwargs, lambda: self._capture(args, kwargs))
-            compiled = self._variant(captured)
-            inputs = compiled.binding.gather(batch)
-        program, again = compiled.program, functools.partial(self._evaluation, captured, batch)
-        closure = evaluations(self._optimizer, program, self._pipeline, self._every, again)
-        with torch.no_grad(), plain_precision(), closure:
+            self._foreign.refuse(self._runner.changes)
+            version = self._version()
+            compiled = self._variant(captured, version)
+            inputs = compiled.binding.gather(batch, version)
+        with torch.no_grad(), plain_precision(), self._closure(captured, compiled, batch):
             self._store.refresh()
             results = compiled.run(inputs)
             self._store.settle()
@@ -174,13 +177,19 @@ class TrainStep:
                 current.settle(program, self._model, self._optimizer)
         return self
 
-    def _refuse_foreign_gradients(self) -> None:
-        for name, parameter in self._model.named_parameters():
-            if parameter.grad is not None:
-                raise GraphoptError(
-                    f"{name}.grad is set from outside of this step, and would be ignored: the program holds its own "
-                    "gradients; call optimizer.zero_grad() once before the first step"
-                )
+    def _version(self) -> Hashable:
+        """Another one after every assignment to the model's tensors or the optimizer's state; None where unknown."""
+        state = optimizer_version(self._optimizer)
+        return None if state is None else (self._runner.changes, state)
+
+    def _closure(
+        self, captured: CapturedStep, compiled: CompiledStep, batch: list[torch.Tensor]
+    ) -> contextlib.AbstractContextManager[None]:
+        """What an optimizer evaluates while the program runs."""
+        if not compiled.evaluates:
+            return contextlib.nullcontext()
+        again = functools.partial(self._evaluation, captured, batch)
+        return evaluations(self._optimizer, compiled.program, self._pipeline, self._every, again)
 
     def _accept(self, compiled: CompiledStep, results: Any, batch: list[torch.Tensor]) -> torch.Tensor:
         """Hand out what a run returned: new optimizer state, accumulators, gradients of inputs, the loss.
@@ -191,7 +200,7 @@ class TrainStep:
         loss: torch.Tensor | None = None
         skips = self._skips if compiled.checked is not None else None
         dropped = skips is not None and bool(program.outputs_of("state")) and skips.skipped_last()
-        answered = {spec.target: tensor for (_, spec), tensor in zip(program.inputs_of("input"), batch, strict=False)}
+        answered = dict(zip(compiled.batch, batch, strict=False))
         answers: list[tuple[torch.Tensor, torch.Tensor]] = []
         for value, spec in zip(results, program.outputs, strict=True):
             if spec.role == "loss":
@@ -244,13 +253,13 @@ class TrainStep:
         runner.announce(capture)
         return CapturedStep(capture.rewritten, capture.rules, settings(self._optimizer))
 
-    def _variant(self, captured: CapturedStep) -> CompiledStep:
+    def _variant(self, captured: CapturedStep, version: Hashable = None) -> CompiledStep:
         """The compiled program that this call needs, made at its first use."""
         if settings(self._optimizer) != captured.settings:
             captured.variants.clear()
             captured.rewritten.retrace()
             captured.settings = settings(self._optimizer)
-        key = self._due(captured.rewritten.program)
+        key = self._due(captured, version)
         if key not in captured.variants:
             captured.variants[key] = self._compile_variant(captured.rewritten, key)
         return captured.variants[key]
@@ -269,15 +278,20 @@ class TrainStep:
         module, run = compile_program(program, self._options.backend)
         run = self._runner.watch.guard(run, module, program, "step")
         binding = Binding(program, self._model, self._optimizer, self._gradients, self._store)
-        return CompiledStep(program, module, run, binding, checked_gradients(program))
+        batch = tuple(spec.target for _, spec in program.inputs_of("input"))
+        return CompiledStep(program, module, run, binding, checked_gradients(program), batch, asks_again(program))
 
-    def _due(self, program: Program) -> Variant:
+    def _due(self, captured: CapturedStep, version: Hashable) -> Variant:
         """Which program the next call runs."""
         if self._batches < self._every - 1:
             return Variant("begin" if self._batches == 0 else "middle", self._every, frozenset(self._gradients), ())
         forms = {current.name: current.form(self._clock) for current in self._pipeline.training}
         wanted = tuple((name, form) for name, form in forms.items() if form)
-        kind: Literal["update", "first update"] = "update" if self._has_state(program) else "first update"
+        program = captured.rewritten.program
+        if version is None or captured.looked_at != (id(program), version):
+            captured.has_state = self._has_state(program)
+            captured.looked_at = id(program), version
+        kind: Literal["update", "first update"] = "update" if captured.has_state else "first update"
         return Variant(kind, self._every, frozenset(self._gradients), wanted)
 
     def _rates(self) -> tuple[float, ...]:
