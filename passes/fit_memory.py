@@ -16,10 +16,9 @@ from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning.offloading import Lanes
 from graphopt.rewriting.memory.budget import budget_bytes, check_budget, infeasible, refuse_hopeless, within_already
 from graphopt.rewriting.memory.fit import Fitting, FittingOptions
-from graphopt.rewriting.memory.frontier_data import frontier_data
-from graphopt.rewriting.memory.named_plan import CarriedPlan, shared_calls
+from graphopt.rewriting.memory.named_plan import shared_calls
+from graphopt.rewriting.memory.planned import Planned, plan_of
 from graphopt.rewriting.memory.planning_problem import PlanningProblem
-from graphopt.rewriting.memory.summary import away_lines, plan_lines, summary_lines
 from graphopt.rewriting.memory.transfer_insertion import host_lanes
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 from graphopt.rewriting.progress import measuring, searching
@@ -115,9 +114,23 @@ class FitMemory(Pass):
         reason = within_already(memory, budget)
         if reason:
             return Changed(reason=reason)
-        if carried is not None and carried.plan.fits(program, budget):
-            return _done(program, carried)
-        if room is None:
+        found = None if carried is None else _carry(program, memory, carried, budget, shared=room is not None)
+        if found is None:
+            found = self._search(program, memory, budget, shared=room is not None)
+        if plans is not None:
+            plans.setdefault(key, found)
+        return _done(program, found)
+
+    def _search(self, program: Program, memory: MemoryTimeline, budget: int, *, shared: bool) -> Planned:
+        """Search for plans, and take the fastest one within the budget.
+
+        Args:
+            program: is only read.
+            memory: its timeline.
+            budget: in bytes.
+            shared: whether it is one part's share of a budget, which the smallest plan may exceed.
+        """
+        if not shared:
             refuse_hopeless(program, memory, budget, moves="offload" in self.allow and self._room() != 0)
         with measuring() as measured:
             costs = costs_of(memory, self.cost, progress=measured)
@@ -125,19 +138,11 @@ class FitMemory(Pass):
             options = FittingOptions(self.time_limit, searched, self._lanes(), recompute="recompute" in self.allow)
             fitting = Fitting(program, memory, costs.seconds, options)
         fitted = fitting.within(budget)
-        if fitted is None and room is None:
+        if fitted is None and not shared:
             raise infeasible(fitting, budget)
-        if fitted is None:
-            fitted = fitting.smallest()
-        summary = summary_lines(fitting, fitted, budget, costs)  # of the program as it still is
-        lines = (*summary, *away_lines(fitting, fitted), *plan_lines(fitting, fitted.simulated))
-        details = {"frontier": lambda: frontier_data(fitting, fitted, budget, costs)}
-        found = CarriedPlan(budget, fitting.named(fitted), lines, details)
-        if plans is not None:
-            plans.setdefault(key, found)
-        return _done(program, found)
+        return plan_of(fitting, fitted or fitting.smallest(), budget, costs)
 
-    def _bytes(self, memory: MemoryTimeline, carried: CarriedPlan | None) -> int:
+    def _bytes(self, memory: MemoryTimeline, carried: Planned | None) -> int:
         """The budget in bytes; a share means that of the program that was planned, in all programs of a step."""
         shares = isinstance(self.budget, str) and self.budget.endswith("%")
         return carried.budget if carried is not None and shares else budget_bytes(self.budget, memory)
@@ -155,7 +160,26 @@ class FitMemory(Pass):
         return lambda planning: host_lanes(planning, room, rate=profile.host_bandwidth if profile else None)
 
 
-def _done(program: Program, found: CarriedPlan) -> Changed:
+def _carry(program: Program, memory: MemoryTimeline, known: Planned, budget: int, *, shared: bool) -> Planned | None:
+    """A plan for a program out of the search for another one with the same calls; None where none of them fits.
+
+    Args:
+        program: is only read.
+        memory: its timeline.
+        known: what was planned for the other program: taken as it is where it fits.
+        budget: in bytes.
+        shared: whether it is one part's share, which differs from that of the other program.
+    """
+    if not shared and known.plan.fits(program, budget):
+        return known
+    fitting = known.fitting.carried_to(program, memory)
+    fitted = fitting.within(budget)
+    if fitted is None and not shared:
+        return None
+    return plan_of(fitting, fitted or fitting.smallest(), budget, known.costs)
+
+
+def _done(program: Program, found: Planned) -> Changed:
     """Do to a program what was planned for it, or for another one of the capture."""
     plan = found.plan
     done = plan.apply(program, origin=_ORIGIN)

@@ -50,6 +50,7 @@ class _Part:
         reason: why it runs as it is.
         session: its capture.
         smallest: where there is a limit, what runs with the fewest bytes, and its joint program as lowered.
+        plans: what passes have planned for it, from one share of a limit to the next (``Context.plans``).
         fetch: gives the arguments of what runs, one by one, from those of a call.
         variants: by what Dynamo does not look at (``part_signature``), the part of the same graph that runs.
     """
@@ -62,6 +63,7 @@ class _Part:
     reason: str = ""
     session: CaptureSession | None = None
     smallest: tuple[CompiledJoint, Any] | None = None
+    plans: dict[Hashable, Any] = field(default_factory=dict)
     fetch: list[Callable[[tuple[Any, ...]], Any]] = field(default_factory=list)
     variants: dict[Hashable, _Part] = field(default_factory=dict)
 
@@ -155,7 +157,7 @@ class Parts:
         try:
             module = GraphPart(part.graph, arguments, self._names, part.paths, self._title)
             session = CaptureSession(module, self._examples([arguments[place] for place in module.others]))
-            capture = self._runner.rewrite(session, room=0 if self._limited else None)
+            capture = self._runner.rewrite(session, room=0 if self._limited else None, plans=part.plans)
         except CaptureError as error:
             part.reason = str(error).partition("\n")[0]
             self._as_they_are.append(part.reason)
@@ -279,13 +281,14 @@ class _Rewrites:
     def __init__(self, runner: Runner[CompiledJoint], part: _Part) -> None:
         assert part.session is not None
         self._runner, self._session, self._smallest = runner, part.session, part.smallest
+        self._plans = part.plans
         self.times = part.times
 
     def within(self, room: int) -> tuple[PartBytes, Any]:
         """What passes make of the part in so many bytes, or in as few as they can: its bytes, and the capture."""
         if room == 0 and self._smallest is not None:
             return PartBytes.of(self._smallest[0].rewritten.program, self.times), self._smallest
-        capture = self._runner.rewrite(self._session, room=room)
+        capture = self._runner.rewrite(self._session, room=room, plans=self._plans)
         self._runner.make_ready(capture.rewritten.program)
         return PartBytes.of(capture.rewritten.program, self.times), (capture, self._session.joint)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, cast
 
@@ -186,12 +186,15 @@ class Runner(Generic[C]):
         with CAPTURE_LOCK:
             return self.find(model, tuple(inputs), {}, lambda: capture(tuple(inputs)))[0]
 
-    def rewrite(self, session: CaptureSession, *, room: int | None = None) -> Capture:
+    def rewrite(
+        self, session: CaptureSession, *, room: int | None = None, plans: dict[Hashable, Any] | None = None
+    ) -> Capture:
         """Run the passes over a capture.
 
         Args:
             session: the capture.
             room: the bytes that its program may take where it is one part of a model (``Context.room``).
+            plans: what passes have planned for the session before, where it is rewritten again (``Context.plans``).
 
         Raises:
             RankError: where passes talk to other ranks, and that fails.
@@ -199,7 +202,7 @@ class Runner(Generic[C]):
         """
         options = self.options
         with self.watch.capturing():
-            context = replace(self._context, room=room, plans={} if room is None else None)
+            context = replace(self._context, room=room, plans={} if plans is None else plans)
             rewritten = rewrite(
                 session, options.pipeline, until=self._until, verify=options.verify, context=context, log=room is None
             )
