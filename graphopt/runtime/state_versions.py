@@ -35,7 +35,7 @@ class ForeignGradients:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._changes = -1
-        self._parameters: list[torch.Tensor] = []
+        self._parameters: list[nn.Parameter] = []
 
     def refuse(self, changes: int) -> None:
         """Raise for a parameter with a gradient.
