@@ -16,7 +16,7 @@ from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning.offloading import Lanes
 from graphopt.rewriting.memory.budget import budget_bytes, check_budget, infeasible, refuse_hopeless, within_already
 from graphopt.rewriting.memory.fit import Fitting, FittingOptions
-from graphopt.rewriting.memory.named_plan import shared_calls
+from graphopt.rewriting.memory.named_plan import ACCUMULATION, shared_calls
 from graphopt.rewriting.memory.planned import Planned, plan_of
 from graphopt.rewriting.memory.planning_problem import PlanningProblem
 from graphopt.rewriting.memory.transfer_insertion import host_lanes
@@ -166,17 +166,23 @@ def _carry(program: Program, memory: MemoryTimeline, known: Planned, budget: int
     Args:
         program: is only read.
         memory: its timeline.
-        known: what was planned for the other program: taken as it is where it fits.
+        known: what was planned for the other program: taken as it is where it fits, and only the update differs.
         budget: in bytes.
         shared: whether it is one part's share, which differs from that of the other program.
     """
-    if not shared and known.plan.fits(program, budget):
+    if not shared and not _accumulates(program, known) and known.plan.fits(program, budget):
         return known
     fitting = known.fitting.carried_to(program, memory)
     fitted = fitting.within(budget)
     if fitted is None and not shared:
         return None
     return plan_of(fitting, fitted or fitting.smallest(), budget, known.costs)
+
+
+def _accumulates(program: Program, known: Planned) -> bool:
+    """Whether a program is one of gradient accumulation, whose bytes differ from those of the one that was planned."""
+    calls = program.phase_nodes(Phase.BACKWARD)
+    return program.stage != known.fitting.program.stage or any(info(node).origin == ACCUMULATION for node in calls)
 
 
 def _done(program: Program, found: Planned) -> Changed:

@@ -106,6 +106,7 @@ class Fitting:
         self._moved: list[Moved] | None = None
         self._smallest: Fitted | None = None
         self._repeatable: set[fx.Node] | None = None
+        self._lower = 0
         self.frontier = self._search(options) if options.recompute else self._unchanged()
 
     def _search(self, options: FittingOptions) -> Frontier:
@@ -135,6 +136,7 @@ class Fitting:
         carried = copy.copy(self)
         carried.program, carried.memory, carried._smallest = program, memory, None
         carried._repeatable = repeatable_calls(program)
+        carried._lower = min(0, memory.peak_bytes - self.memory.peak_bytes)
         return carried
 
     @property
@@ -152,7 +154,7 @@ class Fitting:
         The rewritten program's own timeline decides: where it is above what the planner expected, the next best plan is
         taken. More bytes never get a slower plan, since what there is to choose from does not depend on the budget.
         """
-        above = 0  # what the last plan took beyond what was expected, where that was too much in a carried program
+        above = self._lower  # a carried program takes so much more or less than expected, as far as is known
         for choice in sorted(self._choices(), key=lambda choice: choice.seconds):
             if choice.peak + above <= budget:
                 fitted = self._fitted(choice)
