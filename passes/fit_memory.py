@@ -16,11 +16,10 @@ from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning.offloading import Lanes
 from graphopt.rewriting.memory.budget import budget_bytes, check_budget, infeasible, refuse_hopeless, within_already
 from graphopt.rewriting.memory.fit import Fitting, FittingOptions
-from graphopt.rewriting.memory.frontier_data import frontier_data
-from graphopt.rewriting.memory.named_plan import CarriedPlan, shared_calls
+from graphopt.rewriting.memory.named_plan import ACCUMULATION, shared_calls
 from graphopt.rewriting.memory.other_sizes import Searches, written_sizes
+from graphopt.rewriting.memory.planned import Planned, plan_of
 from graphopt.rewriting.memory.planning_problem import PlanningProblem
-from graphopt.rewriting.memory.summary import away_lines, plan_lines, summary_lines
 from graphopt.rewriting.memory.transfer_insertion import host_lanes
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 from graphopt.rewriting.progress import measuring, searching
@@ -119,14 +118,29 @@ class FitMemory(Pass):
         if reason:
             sizes = written_sizes(program)
             return Changed(reason=f"{reason}, up to {sizes}" if sizes else reason)
-        if carried is not None and carried.plan.fits(program, budget):
-            return _done(program, carried)
+        shared = room is not None
         searches = None if plans is None or not wanted else plans.setdefault((str(self), calls), Searches())
-        found = searches.plan_within(program, budget) if searches is not None else None
-        if found is not None and plans is not None:
+        found = None if carried is None else _carry(program, memory, carried, budget, shared=shared)
+        if found is None and searches is not None:
+            found = searches.plan_within(program, budget)
+        if found is None:
+            found = self._search(program, memory, budget, shared=shared)
+            if searches is not None:
+                searches.add(found)
+        if plans is not None:
             plans.setdefault(key, found)
-            return _done(program, found)
-        if room is None:
+        return _done(program, found)
+
+    def _search(self, program: Program, memory: MemoryTimeline, budget: int, *, shared: bool) -> Planned:
+        """Search for plans, and take the fastest one within the budget.
+
+        Args:
+            program: is only read.
+            memory: its timeline.
+            budget: in bytes.
+            shared: whether it is one part's share of a budget, which the smallest plan may exceed.
+        """
+        if not shared:
             refuse_hopeless(program, memory, budget, moves="offload" in self.allow and self._room() != 0)
         with measuring() as measured:
             costs = costs_of(memory, self.cost, progress=measured)
@@ -134,21 +148,11 @@ class FitMemory(Pass):
             options = FittingOptions(self.time_limit, searched, self._lanes(), recompute="recompute" in self.allow)
             fitting = Fitting(program, memory, costs.seconds, options)
         fitted = fitting.within(budget)
-        if fitted is None and room is None:
+        if fitted is None and not shared:
             raise infeasible(fitting, budget)
-        if fitted is None:
-            fitted = fitting.smallest()
-        summary = summary_lines(fitting, fitted, budget, costs)  # of the program as it still is
-        lines = (*summary, *away_lines(fitting, fitted), *plan_lines(fitting, fitted.simulated))
-        details = {"frontier": lambda: frontier_data(fitting, fitted, budget, costs)}
-        found = CarriedPlan(budget, fitting.named(fitted), lines, details)
-        if plans is not None:
-            plans.setdefault(key, found)
-        if searches is not None:
-            searches.add(fitting)
-        return _done(program, found)
+        return plan_of(fitting, fitted or fitting.smallest(), budget, costs)
 
-    def _bytes(self, program: Program, memory: MemoryTimeline, carried: CarriedPlan | None) -> int:
+    def _bytes(self, program: Program, memory: MemoryTimeline, carried: Planned | None) -> int:
         """The budget in bytes; a share means that of the program that was planned, in all programs of a step.
 
         Where sizes vary, it is a share of the peak at the largest that have come up.
@@ -172,7 +176,32 @@ class FitMemory(Pass):
         return lambda planning: host_lanes(planning, room, rate=profile.host_bandwidth if profile else None)
 
 
-def _done(program: Program, found: CarriedPlan) -> Changed:
+def _carry(program: Program, memory: MemoryTimeline, known: Planned, budget: int, *, shared: bool) -> Planned | None:
+    """A plan for a program out of the search for another one with the same calls; None where none of them fits.
+
+    Args:
+        program: is only read.
+        memory: its timeline.
+        known: what was planned for the other program: taken as it is where it fits, and only the update differs.
+        budget: in bytes.
+        shared: whether it is one part's share, which differs from that of the other program.
+    """
+    if not shared and not _accumulates(program, known) and known.plan.fits(program, budget):
+        return known
+    fitting = known.fitting.carried_to(program, memory)
+    fitted = fitting.within(budget)
+    if fitted is None and not shared:
+        return None
+    return plan_of(fitting, fitted or fitting.smallest(), budget, known.costs)
+
+
+def _accumulates(program: Program, known: Planned) -> bool:
+    """Whether a program is one of gradient accumulation, whose bytes differ from those of the one that was planned."""
+    calls = program.phase_nodes(Phase.BACKWARD)
+    return program.stage != known.fitting.program.stage or any(info(node).origin == ACCUMULATION for node in calls)
+
+
+def _done(program: Program, found: Planned) -> Changed:
     """Do to a program what was planned for it, or for another one of the capture."""
     plan = found.plan
     done = plan.apply(program, origin=_ORIGIN)

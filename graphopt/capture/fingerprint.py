@@ -115,15 +115,21 @@ class ModelFingerprint:
     """The key of a model, computed again only where something that it consists of has changed.
 
     A call costs a version number for each dictionary of each module, and one comparison of all tensors' metadata.
+
+    Attributes:
+        changes: how often something had changed, the first call among them. As long as it stays, each parameter and
+            buffer is the same object.
     """
 
     def __init__(self) -> None:
         self._unchanged: Callable[[nn.Module], bool] = lambda model: False
         self._key: Hashable = None
+        self.changes = 0
 
     def __call__(self, model: nn.Module) -> Hashable:
         """The key of ``model`` as it is now."""
         if not self._unchanged(model):
+            self.changes += 1
             key = _Key(model_key(model))
             if key != self._key:  # else the same object stays, which is equal to itself at once
                 self._key = key

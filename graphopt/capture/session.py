@@ -20,6 +20,7 @@ from graphopt.capture.call_checks import (
 )
 from graphopt.capture.checks import refuse_wrapped
 from graphopt.capture.forward import ForwardCapture, capture_forward
+from graphopt.capture.garbage_collection import no_collection
 from graphopt.capture.graph_part import GraphPart, title_of
 from graphopt.capture.hidden_effects import capturing, refuse_backward_hooks, refuse_parameter_hooks
 from graphopt.capture.joint import JointCapture, capture_joint
@@ -235,6 +236,7 @@ class CaptureSession:
 
 
 @public
+@no_collection()
 def capture(
     model: nn.Module,
     args: tuple[Any, ...] | torch.Tensor = (),

@@ -22,9 +22,13 @@ def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:
     return tuple((device, torch.get_autocast_dtype(device)) for device in _DEVICES if torch.is_autocast_enabled(device))
 
 
-@contextlib.contextmanager
-def plain_precision() -> Iterator[None]:
+def plain_precision() -> contextlib.AbstractContextManager[None]:
     """Turn autocast off: the casts it asks for are in the captured program."""
+    return _without_autocast() if autocast_state() else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _without_autocast() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for device, _ in autocast_state():
             stack.enter_context(torch.autocast(device, enabled=False))

@@ -13,6 +13,7 @@ from graphopt import _torch
 from graphopt.errors import GraphoptError, check_type
 from graphopt.ir.context import Context
 from graphopt.ir.formats import find_format
+from graphopt.ir.graph_copies import copy_graph
 from graphopt.ir.methods import provided
 from graphopt.ir.names import identifier, match_names
 from graphopt.ir.node import (
@@ -337,13 +338,9 @@ class Program:
 
     def copy(self) -> Program:
         """An independent copy that shares no nodes with this one (example values are shared, they never change)."""
-        graph = fx.Graph()
-        mapping: dict[fx.Node, fx.Node] = {}
-        for node in self.graph.nodes:
-            mapping[node] = graph.node_copy(node, lambda n: mapping[n])
         return replace(
             self,
-            graph=graph,
+            graph=copy_graph(self.graph),
             inputs=list(self.inputs),
             outputs=list(self.outputs),
             constants=dict(self.constants),

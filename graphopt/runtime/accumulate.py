@@ -12,6 +12,7 @@ from graphopt.errors import GraphoptError
 from graphopt.ir.names import identifier
 from graphopt.ir.node import InputSpec, OutputSpec, Phase, info, value_of
 from graphopt.ir.program import Program
+from graphopt.rewriting.memory.named_plan import ACCUMULATION
 
 __all__ = ["accumulate_gradients", "add_gradients", "scale_seed"]
 
@@ -50,7 +51,7 @@ def accumulate_gradients(program: Program, begun: Collection[str], *, last: bool
             after=value,
             phase=Phase.BACKWARD,
             like=value,
-            origin="gradient accumulation",
+            origin=ACCUMULATION,
         )
         result.hand_over_name(f"{spec.target}~", value, total)
         added.add(spec.target)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -28,6 +28,19 @@ def tensor_getter(model: nn.Module, name: str) -> Callable[[], torch.Tensor]:
         get = operator.attrgetter(attribute)
         return lambda: get(owner)
     return lambda: places[kind][attribute]
+
+
+def _stays(spec: InputSpec, model: nn.Module) -> bool:
+    """Whether an input is one object until an assignment to the model or the optimizer's state."""
+    if spec.role not in ("parameter", "buffer"):
+        return spec.role == "state"
+    path, _, attribute = spec.target.rpartition(".")
+    places = vars(model.get_submodule(path))
+    return attribute in places["_parameters"] or attribute in places["_buffers"]
+
+
+def _of_batch() -> None:
+    """What stands in the place of a tensor of the batch until it is known."""
 
 
 class Binding:
@@ -54,30 +67,46 @@ class Binding:
         self._model = model
         self._store = store or StateStore(model.get_parameter)
         self._store.require(program.pass_state)
-        self._batch: list[torch.Tensor] = []
-        order = [spec.target for _, spec in program.inputs_of("input")]
-        self._getters = [
-            self._getter(node, spec, program, order)
-            for node, spec in zip(program.placeholders, program.inputs, strict=True)
-        ]
+        self._version: Hashable = None
+        self._known: list[Callable[[], Any]] = []
+        specs = list(zip(program.placeholders, program.inputs, strict=True))
+        self._batch = [place for place, (_, spec) in enumerate(specs) if spec.role == "input"]
+        self._stay = [place for place, (_, spec) in enumerate(specs) if _stays(spec, model)]
+        self._getters = [self._getter(node, spec, program) for node, spec in specs]
 
-    def gather(self, batch: list[torch.Tensor]) -> list[Any]:
-        """The inputs for one run on a batch (the tensors of the call, in the program's order)."""
-        self._batch = batch
-        try:
-            return [get() for get in self._getters]
-        finally:
-            self._batch = []
+    def gather(self, batch: list[torch.Tensor], version: Hashable = None) -> list[Any]:
+        """The inputs for one run.
 
-    def _getter(self, node: fx.Node, spec: InputSpec, program: Program, order: list[str]) -> Callable[[], Any]:
+        Args:
+            batch: the tensors of the call, in the program's order.
+            version: where it is that of the call before, parameters, buffers and optimizer state are the same objects
+                as they were then, and are not looked up again; None looks up everything.
+        """
+        if version is None or version != self._version:
+            inputs = [get() for get in self._getters]
+            self._remember(inputs, version)
+        else:
+            inputs = [get() for get in self._known]
+        for place, tensor in zip(self._batch, batch, strict=False):
+            inputs[place] = tensor
+        return inputs
+
+    def _remember(self, inputs: list[Any], version: Hashable) -> None:
+        """Keep what stays as long as the version does, by references that keep nothing alive."""
+        self._version = version
+        if version is not None:
+            self._known = list(self._getters)
+            for place in self._stay:
+                self._known[place] = weakref.ref(inputs[place])
+
+    def _getter(self, node: fx.Node, spec: InputSpec, program: Program) -> Callable[[], Any]:
         if spec.role in ("parameter", "buffer"):
             return tensor_getter(self._model, spec.target)
         if spec.role == "constant":
             constant = program.constants[node.name]
             return lambda: constant
         if spec.role == "input":
-            index = order.index(spec.target)
-            return lambda: self._batch[index]
+            return _of_batch
         if spec.role == "gradient":
             return lambda: self._accumulators[spec.target]
         if spec.role == "pass_state":

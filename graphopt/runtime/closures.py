@@ -15,7 +15,7 @@ from graphopt.ir.program import Program
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.runtime.step_variants import CompiledStep
 
-__all__ = ["evaluate", "evaluations"]
+__all__ = ["asks_again", "evaluate", "evaluations"]
 
 
 def evaluate(compiled: CompiledStep, batch: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -25,6 +25,15 @@ def evaluate(compiled: CompiledStep, batch: list[torch.Tensor]) -> tuple[torch.T
     named = list(zip(compiled.program.outputs, results, strict=True))
     gradients = {spec.target: value for spec, value in named if spec.role == "gradient"}
     return next(value for spec, value in named if spec.role == "loss"), gradients
+
+
+def _update_calls(program: Program) -> list[fx.Node]:
+    return [node for node in program.phase_nodes(Phase.UPDATE) if node.target is opaque_update_]
+
+
+def asks_again(program: Program) -> bool:
+    """Whether the optimizer behind a program evaluates the model by itself while the program runs."""
+    return any(node.kwargs.get("loss") is not None for node in _update_calls(program))
 
 
 def evaluations(
@@ -42,8 +51,7 @@ def evaluations(
     Raises:
         GraphoptError: where each evaluation would have to do what only the step's program does.
     """
-    calls = [node for node in program.phase_nodes(Phase.UPDATE) if node.target is opaque_update_]
-    if not any(node.kwargs.get("loss") is not None for node in calls):
+    if not asks_again(program):
         return contextlib.nullcontext()
     name = type(optimizer).__name__
     late = [current.name for current in pipeline.passes if current.stage == "step"]
@@ -54,7 +62,7 @@ def evaluations(
             "once: leave it out, or keep your loop and use graphopt.optimize"
         )
     targets = {node: spec.target for node, spec in program.inputs_of("parameter")}
-    parameters = calls[0].args[0]
+    parameters = _update_calls(program)[0].args[0]
     assert isinstance(parameters, (list, tuple))
     order = [targets[node] for node in parameters if isinstance(node, fx.Node)]
     return evaluated_by(optimizer, again(), order)

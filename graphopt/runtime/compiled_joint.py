@@ -13,6 +13,7 @@ from torch import fx, nn
 from graphopt import _torch
 from graphopt.capture import CaptureSession
 from graphopt.capture.flatten import Structure
+from graphopt.capture.garbage_collection import no_collection
 from graphopt.capture.joint import JointCapture
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.node import InputSpec
@@ -78,6 +79,7 @@ class CompiledJoint(Capture):
         return results
 
 
+@no_collection()
 def compile_joint(
     runner: Runner[CompiledJoint],
     session: CaptureSession,

@@ -64,6 +64,7 @@ class CutGraph:
         reason: why it runs as it is.
         session: its capture.
         smallest: where there is a limit, what runs with the fewest bytes, and its joint program as lowered.
+        plans: what passes have planned for it, from one share of a limit to the next (``Context.plans``).
         storages: the bytes of its arguments, and of those among them that nothing before it has computed, by storage.
         fetch: gives the arguments of what runs, one by one, from those of a call.
         variants: by what Dynamo does not look at (``part_signature``) or leaves open (sizes), what runs of this graph.
@@ -80,6 +81,7 @@ class CutGraph:
     reason: str = ""
     session: CaptureSession | None = None
     smallest: tuple[CompiledJoint, Any] | None = None
+    plans: dict[Hashable, Any] = field(default_factory=dict)
     storages: tuple[dict[int, int], dict[int, int]] = ({}, {})
     fetch: list[Callable[[tuple[Any, ...]], Any]] = field(default_factory=list)
     variants: dict[Hashable, CutGraph] = field(default_factory=dict)
@@ -196,7 +198,7 @@ class CutGraphs:
             names = {id(given[place]): name for place, name in self._names(graph, arguments).items()}
             module = GraphPart(graph.graph, given, names, graph.paths, self.title, shared=not graph.whole)
             session = CaptureSession(module, self._examples([arguments[place] for place in module.others]))
-            capture = self._runner.rewrite(session, room=0 if share else None)
+            capture = self._runner.rewrite(session, room=0 if share else None, plans=graph.plans)
         except CaptureError as error:
             graph.reason = str(error).partition("\n")[0]
             self._note(graph)
@@ -292,13 +294,14 @@ class _Rewrites:
     def __init__(self, runner: Runner[CompiledJoint], graph: CutGraph) -> None:
         assert graph.session is not None
         self._runner, self._session, self._smallest = runner, graph.session, graph.smallest
+        self._plans = graph.plans
         self.times = graph.times
 
     def within(self, room: int) -> tuple[PartBytes, Any]:
         """What passes make of the graph in so many bytes, or in as few as they can: its bytes, and the capture."""
         if room == 0 and self._smallest is not None:
             return PartBytes.of(self._smallest[0].rewritten.program, self.times), self._smallest
-        capture = self._runner.rewrite(self._session, room=room)
+        capture = self._runner.rewrite(self._session, room=room, plans=self._plans)
         self._runner.make_ready(capture.rewritten.program)
         return PartBytes.of(capture.rewritten.program, self.times), (capture, self._session.joint)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from graphopt.capture import CaptureSession
+from graphopt.capture.garbage_collection import no_collection
 from graphopt.ir.context import Context
 from graphopt.ir.node import Stage
 from graphopt.ir.program import Program
@@ -56,6 +57,7 @@ class Rewritten:
             return self.session.lower_forward(program)
         return self.session.lower_joint(program, shards=self._shards(program))
 
+    @no_collection()
     def lower_joint(
         self, *, first: bool = False, program: Program | None = None, forms: Mapping[str, str] | None = None
     ) -> Program:
@@ -91,6 +93,7 @@ class Rewritten:
         self.stages["step"] = self.lower_joint()
 
 
+@no_collection()
 def rewrite(
     session: CaptureSession,
     pipeline: Pipeline,

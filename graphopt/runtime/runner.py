@@ -18,6 +18,7 @@ from torch import nn
 from graphopt.capture import CaptureSession
 from graphopt.capture.call_checks import check_dynamic_shapes
 from graphopt.capture.checks import refuse_wrapped
+from graphopt.capture.garbage_collection import no_collection
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
 from graphopt.errors import CaptureError, GraphoptError, choice, shown
 from graphopt.ir.context import Context
@@ -126,6 +127,11 @@ class Runner(Generic[C]):
         return self.serving.captures
 
     @property
+    def changes(self) -> int:
+        """How often the model was found changed (``ModelFingerprint.changes``)."""
+        return self.serving.changes
+
+    @property
     def is_first(self) -> bool:
         """Whether nothing is captured yet, so that what forward sets now is what its first call sets."""
         return not self.captures.all()
@@ -155,13 +161,21 @@ class Runner(Generic[C]):
         with CAPTURE_LOCK:
             return self.find(model, tuple(inputs), {}, maker(tuple(inputs)))[0]
 
-    def rewrite(self, session: CaptureSession, *, room: int | None = None, target: Target | None = None) -> Capture:
+    def rewrite(
+        self,
+        session: CaptureSession,
+        *,
+        room: int | None = None,
+        plans: dict[Hashable, Any] | None = None,
+        target: Target | None = None,
+    ) -> Capture:
         """Run the passes over a capture.
 
         Args:
             session: the capture.
             target: the sizes that it is planned for once more, where they vary.
             room: the bytes that its program may take where it is one part of a model (``Context.room``).
+            plans: what passes have planned for the session before, where it is rewritten again (``Context.plans``).
 
         Raises:
             RankError: where passes talk to other ranks, and that fails.
@@ -171,16 +185,23 @@ class Runner(Generic[C]):
         session.forward(options.pipeline.autocast)
         wanted = self.serving.targets(session, target) if room is None else [None]
         with self.watch.capturing():
-            rewritten = self._rewrite_for(session, wanted, room)
+            rewritten = self._rewrite_for(session, wanted, room, plans)
         self._tell_assignments(session)
         if options.verify == "numerics":
             check_numerics(rewritten)
         return Capture(rewritten, self.serving.rules(session))
 
-    def _rewrite_for(self, session: CaptureSession, wanted: Sequence[Target | None], room: int | None) -> Rewritten:
+    @no_collection()
+    def _rewrite_for(
+        self,
+        session: CaptureSession,
+        wanted: Sequence[Target | None],
+        room: int | None,
+        plans: dict[Hashable, Any] | None,
+    ) -> Rewritten:
         """Run the passes for the first of some sizes for which there is a plan."""
         options = self.options
-        plans: dict[Hashable, Any] | None = {} if room is None else None
+        plans = {} if plans is None else plans
         for target in wanted:
             context = replace(self._context, room=room, plans=plans)
             if target is not None:

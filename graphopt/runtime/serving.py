@@ -15,6 +15,7 @@ from torch import nn
 from graphopt.capture import CaptureSession
 from graphopt.capture.fingerprint import ModelFingerprint
 from graphopt.capture.flatten import Structure, flatten, flatten_call
+from graphopt.capture.garbage_collection import no_collection
 from graphopt.capture.varying_axes import VaryingAxes
 from graphopt.errors import GraphoptError, RankError
 from graphopt.ir.program import Program
@@ -121,12 +122,18 @@ class Serving(Generic[C]):
         key = call.signature(self._fingerprint(model), sizes=self.declared is None)
         served = self._known(key, call)
         if served is None:
-            served = self._capture(key, call, maker)
+            with no_collection():
+                served = self._capture(key, call, maker)
         found = served.capture
         if served.values and self.limited:
             found = self._planned(key, served, call, maker)
         self.captures.latest = found
         return found, call.tensors
+
+    @property
+    def changes(self) -> int:
+        """How often the model was found changed (``ModelFingerprint.changes``)."""
+        return self._fingerprint.changes
 
     def everything(self) -> list[C]:
         """Every capture, and every further plan of one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from graphopt.capture import CaptureSession
 from graphopt.capture.call_checks import argument_names
+from graphopt.capture.garbage_collection import no_collection
 from graphopt.capture.step import settings
 from graphopt.errors import GraphoptError
 from graphopt.ir.ops.opaque_update import Evaluate
@@ -21,11 +22,12 @@ from graphopt.rewriting.precision.scaling import checked_gradients
 from graphopt.rewriting.shards import shard_state
 from graphopt.runtime.accumulate import accumulate_gradients, scale_seed
 from graphopt.runtime.binding import Binding
-from graphopt.runtime.closures import evaluate
+from graphopt.runtime.closures import asks_again, evaluate
 from graphopt.runtime.compile.backend import compile_program
 from graphopt.runtime.rewrite import Rewritten
 from graphopt.runtime.runner import Options, Runner
 from graphopt.runtime.size_plans import Target
+from graphopt.runtime.state_versions import optimizer_version
 from graphopt.runtime.step_progress import StepProgress
 from graphopt.runtime.step_variants import CapturedStep, CompiledStep, Variant
 
@@ -70,13 +72,23 @@ class StepPrograms:
         """The capture for ``example_inputs=``."""
         return self.runner.find_example(self._model, example_inputs, lambda args: _Maker(self, args, {}))
 
-    def variant(self, captured: CapturedStep) -> CompiledStep:
-        """The compiled program that the next call needs, made at its first use."""
+    def version(self) -> Hashable:
+        """Another one after every assignment to the model's tensors or the optimizer's state; None where unknown."""
+        state = optimizer_version(self._optimizer)
+        return None if state is None else (self.runner.changes, state)
+
+    def variant(self, captured: CapturedStep, version: Hashable = None) -> CompiledStep:
+        """The compiled program that the next call needs, made at its first use.
+
+        Args:
+            captured: what serves the call.
+            version: where it is that of the call before, the optimizer has the state that it had then; None looks.
+        """
         if settings(self._optimizer) != captured.settings:
             captured.variants.clear()
             captured.rewritten.retrace()
             captured.settings = settings(self._optimizer)
-        return self._compiled(captured, self._due(captured.rewritten.program))
+        return self._compiled(captured, self._due(captured, version))
 
     def evaluation(self, captured: CapturedStep, batch: list[torch.Tensor]) -> Evaluate:
         """What computes the loss and the gradients of a batch once more, without an update."""
@@ -127,24 +139,31 @@ class StepPrograms:
 
     def _compiled(self, captured: CapturedStep, key: Variant) -> CompiledStep:
         if key not in captured.variants:
-            captured.variants[key] = self._compile(self._make(captured.rewritten, key))
+            captured.variants[key] = self._compile_variant(captured.rewritten, key)
         return captured.variants[key]
 
-    def _compile(self, program: Program) -> CompiledStep:
+    @no_collection()
+    def _compile_variant(self, rewritten: Rewritten, wanted: Variant) -> CompiledStep:
+        program = self._make(rewritten, wanted)
         self.runner.make_ready(program)
         module, run = compile_program(program, self._options.backend)
         run = self.runner.watch.guard(run, module, program, "step")
         binding = Binding(program, self._model, self._optimizer, self.progress.gradients, self.runner.store)
-        return CompiledStep(program, module, run, binding, checked_gradients(program))
+        batch = tuple(spec.target for _, spec in program.inputs_of("input"))
+        return CompiledStep(program, module, run, binding, checked_gradients(program), batch, asks_again(program))
 
-    def _due(self, program: Program) -> Variant:
+    def _due(self, captured: CapturedStep, version: Hashable) -> Variant:
         """Which program the next call runs."""
         every, batches, waiting = self.progress.every, self.progress.batches, frozenset(self.progress.gradients)
         if batches < every - 1:
             return Variant("begin" if batches == 0 else "middle", every, waiting, ())
         forms = {current.name: current.form(self.progress.clock) for current in self._options.pipeline.training}
         wanted = tuple((name, form) for name, form in forms.items() if form)
-        kind: Literal["update", "first update"] = "update" if self._has_state(program) else "first update"
+        program = captured.rewritten.program
+        if version is None or captured.looked_at != (id(program), version):
+            captured.has_state = self._has_state(program)
+            captured.looked_at = id(program), version
+        kind: Literal["update", "first update"] = "update" if captured.has_state else "first update"
         return Variant(kind, every, waiting, wanted)
 
     def _make(self, rewritten: Rewritten, wanted: Variant) -> Program:

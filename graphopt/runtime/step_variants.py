@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -30,21 +31,35 @@ class Variant(NamedTuple):
 
 @dataclass
 class CompiledStep:
-    """A program of a step, ready to run: its code, where its inputs come from, and what it checks for infinities."""
+    """A program of a step, ready to run: its code, where its inputs come from, and what it checks for infinities.
+
+    Attributes:
+        batch: the names of the tensors of a call.
+        evaluates: whether the optimizer evaluates the model again while the program runs.
+    """
 
     program: Program
     module: fx.GraphModule
     run: Boxed
     binding: Binding
     checked: CheckedGradients | None
+    batch: tuple[str, ...]
+    evaluates: bool
 
 
 @dataclass
 class CapturedStep(Capture):
-    """One capture: its rewritten programs, and the variants compiled so far for the optimizer's settings."""
+    """One capture: its rewritten programs, and the variants compiled so far for the optimizer's settings.
+
+    Attributes:
+        has_state: whether the optimizer had all the state that the program reads, when that was looked at.
+        looked_at: the program and the version of the optimizer's state at that time.
+    """
 
     settings: tuple[Any, ...]
     variants: dict[Variant, CompiledStep] = field(default_factory=dict)
+    has_state: bool = False
+    looked_at: Hashable = None
 
     def programs(self) -> list[Program]:
         """See ``Capture``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from graphopt import _torch
 from graphopt.capture.call_checks import check_call, check_loss, check_optimizer
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
 from graphopt.capture.session import call_loss
-from graphopt.errors import GraphoptError, check_type, public
+from graphopt.errors import check_type, public
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.methods import provided
 from graphopt.ir.program import Program
@@ -29,6 +30,7 @@ from graphopt.runtime.module import take_over
 from graphopt.runtime.rewrite import Verify
 from graphopt.runtime.runner import Options
 from graphopt.runtime.skipped_steps import SkipWatch
+from graphopt.runtime.state_versions import ForeignGradients
 from graphopt.runtime.step_programs import StepPrograms
 from graphopt.runtime.step_variants import CapturedStep, CompiledStep, Variant
 
@@ -69,6 +71,7 @@ class TrainStep:
         self._pipeline = options.pipeline
         self._loss = loss
         self._leftovers = LoopLeftovers(optimizer)
+        self._foreign = ForeignGradients(model)
         self._programs = StepPrograms(model, optimizer, loss, options)
         self._progress = self._programs.progress
         self._runner = self._programs.runner
@@ -93,17 +96,17 @@ class TrainStep:
             GraphoptError: where gradients from outside are waiting in ``.grad``, and after too many steps in a row
                 that loss scaling skipped.
         """
-        self._refuse_foreign_gradients()
+        self._foreign.refuse(self._runner.changes)
         if not torch.is_grad_enabled():
             return self._loss_alone(args, kwargs)
         self._leftovers.before(self._model)
         with CAPTURE_LOCK:
             captured, batch = self._programs.find(args, kwargs)
-            compiled = self._programs.variant(captured)
-            inputs = compiled.binding.gather(batch)
-        program, again = compiled.program, functools.partial(self._programs.evaluation, captured, batch)
-        closure = evaluations(self._optimizer, program, self._pipeline, self._progress.every, again)
-        with torch.no_grad(), plain_precision(), closure:
+            self._foreign.refuse(self._runner.changes)
+            version = self._programs.version()
+            compiled = self._programs.variant(captured, version)
+            inputs = compiled.binding.gather(batch, version)
+        with torch.no_grad(), plain_precision(), self._closure(captured, compiled, batch):
             self._store.refresh()
             results = compiled.run(inputs)
             self._store.settle()
@@ -166,13 +169,14 @@ class TrainStep:
                 current.settle(program, self._model, self._optimizer)
         return self
 
-    def _refuse_foreign_gradients(self) -> None:
-        for name, parameter in self._model.named_parameters():
-            if parameter.grad is not None:
-                raise GraphoptError(
-                    f"{name}.grad is set from outside of this step, and would be ignored: the program holds its own "
-                    "gradients; call optimizer.zero_grad() once before the first step"
-                )
+    def _closure(
+        self, captured: CapturedStep, compiled: CompiledStep, batch: list[torch.Tensor]
+    ) -> contextlib.AbstractContextManager[None]:
+        """What an optimizer evaluates while the program runs."""
+        if not compiled.evaluates:
+            return contextlib.nullcontext()
+        again = functools.partial(self._programs.evaluation, captured, batch)
+        return evaluations(self._optimizer, compiled.program, self._pipeline, self._progress.every, again)
 
     def _accept(self, compiled: CompiledStep, results: Any, batch: list[torch.Tensor]) -> torch.Tensor:
         """Hand out what a run returned: new optimizer state, accumulators, gradients of inputs, the loss.
@@ -183,7 +187,7 @@ class TrainStep:
         loss: torch.Tensor | None = None
         skips = self._skips if compiled.checked is not None else None
         dropped = skips is not None and bool(program.outputs_of("state")) and skips.skipped_last()
-        answered = {spec.target: tensor for (_, spec), tensor in zip(program.inputs_of("input"), batch, strict=False)}
+        answered = dict(zip(compiled.batch, batch, strict=False))
         answers: list[tuple[torch.Tensor, torch.Tensor]] = []
         for value, spec in zip(results, program.outputs, strict=True):
             if spec.role == "loss":

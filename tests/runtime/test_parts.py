@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import graphopt
 from graphopt import CaptureError, Changed, GraphoptError, Pass, Program, TrainingPass
 from graphopt.passes import ContiguousCheckpoints, FitMemory, MixedPrecision, Offload, Recompute
+from graphopt.planning import Problem
+from tests.support.fitting import searches_counted
 from tests.support.properties import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -299,7 +301,14 @@ def peak(model: nn.Module, batch: torch.Tensor) -> int:
     return graphopt.measure_peak(step).allocated_peak_bytes
 
 
-def test_one_budget_covers_all_parts() -> None:
+@pytest.fixture
+def searched() -> Iterator[list[Problem]]:
+    """The problems that are searched."""
+    with searches_counted() as searched:
+        yield searched
+
+
+def test_one_budget_covers_all_parts(searched: list[Problem]) -> None:
     torch.manual_seed(0)
     base, batch = Looking(), torch.randn(64, 16)
     highest = peak(graphopt.optimize(copy.deepcopy(base)), batch)
@@ -310,6 +319,7 @@ def test_one_budget_covers_all_parts() -> None:
     assert reached < 0.8 * highest
     assert resident + reached <= budget + 2 * batch.nbytes  # eager code between parts, and the loss
     assert len(model.programs) == 2
+    assert len(searched) == 2  # one for each part, whatever share it gets
     losses = []
     for one in (model, base):
         torch.manual_seed(1)

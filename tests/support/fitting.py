@@ -103,6 +103,21 @@ class RunAgain(Plain):
 
 
 @contextmanager
+def searches_counted() -> Iterator[list[Problem]]:
+    """While inside, the problems for which frontiers are searched, those that are equal as often as they come."""
+    original = fitting_module.find_frontier
+    searched: list[Problem] = []
+
+    def find(problem: Problem, **settings: Any) -> Frontier:
+        searched.append(problem)
+        return original(problem, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fitting_module, "find_frontier", find)
+        yield searched
+
+
+@contextmanager
 def frontiers_searched_once() -> Iterator[list[Frontier]]:
     """While inside, problems that are equal share one search; gives the frontiers that were searched.
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from torch import fx
 
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
@@ -14,10 +17,13 @@ from graphopt.planning.offloading import Away, Lanes, Moved, moved_away
 from graphopt.planning.planner import find_frontier
 from graphopt.planning.schedule import Scheduler
 from graphopt.rewriting.memory.named_plan import NamedMove, NamedPlan
-from graphopt.rewriting.memory.planning_problem import PlanningProblem, planning_problem
+from graphopt.rewriting.memory.planning_problem import PlanningProblem, planning_problem, repeatable_calls
 from graphopt.rewriting.memory.recompute_plan import Recomputation
 
 __all__ = ["Fitted", "Fitting", "FittingOptions"]
+
+_IMPOSSIBLE = 2**63
+"""The peak of a plan that cannot be carried out in a program."""
 
 _TRIALS = 24
 """How many plans of a frontier are tried with values moved away."""
@@ -99,6 +105,8 @@ class Fitting:
         self.tier = options.tier
         self._moved: list[Moved] | None = None
         self._smallest: Fitted | None = None
+        self._repeatable: set[fx.Node] | None = None
+        self._lower = 0
         self.frontier = self._search(options) if options.recompute else self._unchanged()
 
     def _search(self, options: FittingOptions) -> Frontier:
@@ -116,6 +124,21 @@ class Fitting:
         frontier.offer(frozenset(), self.scheduler.evaluate(frozenset()))
         return frontier
 
+    def carried_to(self, program: Program, memory: MemoryTimeline) -> Fitting:
+        """The same plans for another program that shares its calls (``shared_calls``), without a search.
+
+        Their peaks are those of that program; a plan that runs a call again which cannot be there is left out.
+
+        Args:
+            program: is only read.
+            memory: its timeline.
+        """
+        carried = copy.copy(self)
+        carried.program, carried.memory, carried._smallest = program, memory, None
+        carried._repeatable = repeatable_calls(program)
+        carried._lower = min(0, memory.peak_bytes - self.memory.peak_bytes)
+        return carried
+
     @property
     def seconds(self) -> float:
         """How long the program's calls take, each run once."""
@@ -131,11 +154,14 @@ class Fitting:
         The rewritten program's own timeline decides: where it is above what the planner expected, the next best plan is
         taken. More bytes never get a slower plan, since what there is to choose from does not depend on the budget.
         """
+        above = self._lower  # a carried program takes so much more or less than expected, as far as is known
         for choice in sorted(self._choices(), key=lambda choice: choice.seconds):
-            if choice.peak <= budget:
+            if choice.peak + above <= budget:
                 fitted = self._fitted(choice)
                 if fitted.peak_bytes <= budget:
                     return fitted
+                if self._repeatable is not None and fitted.peak_bytes < _IMPOSSIBLE:
+                    above = max(above, fitted.peak_bytes - choice.peak)
         smallest = self.smallest()
         return smallest if smallest.peak_bytes <= budget else None
 
@@ -194,10 +220,13 @@ class Fitting:
         return self._checked(choice.plan.simulated, choice.plan.away, choice.plan.late)
 
     def _checked(self, simulated: Simulated, away: tuple[Away, ...], late: float) -> Fitted:
-        copy = self.program.copy()
-        self.apply(copy, Fitted(simulated, 0, away, late), origin="")
-        copy.erase_dead()
-        return Fitted(simulated, copy.memory().peak_bytes, away, late)
+        expected = Fitted(simulated, _IMPOSSIBLE, away, late)
+        if self._repeatable is not None and not self.named(expected).possible(self.program, self._repeatable):
+            return expected
+        changed = self.program.copy()
+        self.apply(changed, expected, origin="")
+        changed.erase_dead()
+        return replace(expected, peak_bytes=changed.memory().peak_bytes)
 
     def apply(self, program: Program, fitted: Fitted, *, origin: str) -> Recomputation:
         """Rewrite a program (this one, or a copy of it) as a plan says."""

@@ -7,9 +7,8 @@ serves both.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -20,7 +19,10 @@ from graphopt.rewriting.memory.planning_problem import repeatable_calls
 from graphopt.rewriting.memory.recompute_plan import Again, Recomputation, recompute
 from graphopt.rewriting.memory.transfer_insertion import Move, move
 
-__all__ = ["CarriedPlan", "NamedMove", "NamedPlan", "shared_calls"]
+__all__ = ["ACCUMULATION", "NamedMove", "NamedPlan", "shared_calls"]
+
+ACCUMULATION = "gradient accumulation"
+"""The origin of the calls that add up the gradients of several batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +79,23 @@ class NamedPlan:
 
     def fits(self, program: Program, budget: int) -> bool:
         """Whether a program can be rewritten so, and then takes ``budget`` bytes or less at its peak."""
-        named = {node.name: node for node in program.graph.nodes}
-        again, makers = set(self.again), {item.maker for item in self.moves}
-        if not named.keys() >= again | makers or not {named[name] for name in again} <= repeatable_calls(program):
+        if not self.possible(program, repeatable_calls(program)):
             return False
         copy = program.copy()
         self.apply(copy, origin="")
         copy.erase_dead()
         return copy.memory().peak_bytes <= budget
+
+    def possible(self, program: Program, repeatable: Collection[fx.Node]) -> bool:
+        """Whether a program has the calls that run again or are moved, and may run them again.
+
+        Args:
+            program: is only read.
+            repeatable: its calls that may run again.
+        """
+        named = {node.name: node for node in program.graph.nodes}
+        again, makers = set(self.again), {item.maker for item in self.moves}
+        return named.keys() >= again | makers and all(named[name] in repeatable for name in again)
 
     def _first_runs(self) -> list[bool]:
         """Whether each step is the first run of its call."""
@@ -127,33 +138,16 @@ def _from(calls: Sequence[fx.Node | None], place: int) -> fx.Node:
     return next(node for node in calls[place:] if node is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class CarriedPlan:
-    """A plan that was found for one program and is carried over to others of the same capture.
-
-    Attributes:
-        budget: in bytes, of the program that it was found for.
-        plan: what is done.
-        lines: what a user should read about it.
-        details: what reports can ask for (``Changed.details``).
-    """
-
-    budget: int
-    plan: NamedPlan
-    lines: tuple[str, ...] = ()
-    details: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
-
-
 def shared_calls(program: Program) -> str:
     """A digest of what programs of one capture have in common where one plan serves them.
 
-    Equal for programs of the same stage whose calls, but for the update's, have the same names, ops, arguments and
-    results, in the same order.
+    Equal for programs whose calls have the same names, ops, arguments and results, in the same order, but for those of
+    the update and of gradient accumulation, which one program of a step has and another has not.
     """
     outside = (Phase.UPDATE, Phase.SYNC)
     calls = [
         (node.name, str(node.target), [source.name for source in node.all_input_nodes], type_text(value_of(node)))
         for node in program.graph.nodes
-        if node.op == "call_function" and info(node).phase not in outside
+        if node.op == "call_function" and info(node).phase not in outside and info(node).origin != ACCUMULATION
     ]
-    return hashlib.sha256(repr((program.stage, calls)).encode()).hexdigest()
+    return hashlib.sha256(repr(calls).encode()).hexdigest()

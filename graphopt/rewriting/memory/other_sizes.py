@@ -10,7 +10,7 @@ from graphopt.ir.node import value_of
 from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
 from graphopt.rewriting.memory.fit import Fitted, Fitting
-from graphopt.rewriting.memory.named_plan import CarriedPlan
+from graphopt.rewriting.memory.planned import Planned
 
 __all__ = ["Searches", "written_sizes"]
 
@@ -22,20 +22,21 @@ class Searches:
     """The searches for programs with the same calls."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[Fitting, list[Fitted]]] = []
+        self._found: list[tuple[Planned, list[Fitted]]] = []
 
-    def add(self, fitting: Fitting) -> None:
-        """Keep a search."""
-        self._found.append((fitting, fitting.trade(_PLANS)))
+    def add(self, planned: Planned) -> None:
+        """Keep the search that a plan comes from."""
+        self._found.append((planned, planned.fitting.trade(_PLANS)))
 
-    def plan_within(self, program: Program, budget: int) -> CarriedPlan | None:
+    def plan_within(self, program: Program, budget: int) -> Planned | None:
         """A plan with which a program fits into a number of bytes; None where none of those that were found does.
 
         Args:
             program: with the calls of those that were searched, at the sizes of its context.
             budget: in bytes.
         """
-        for fitting, plans in reversed(self._found):
+        for planned, plans in reversed(self._found):
+            fitting = planned.fitting
             found = _fastest(fitting, plans, program, budget)
             if found is not None:
                 again = len(fitting.named(found).again)
@@ -43,7 +44,7 @@ class Searches:
                     f"of the plans that were searched for {written_sizes(fitting.program)}, the fastest one within "
                     f"{format_bytes(budget)} runs {again} calls again"
                 )
-                return CarriedPlan(budget, fitting.named(found), (line,))
+                return Planned(budget, fitting.named(found), fitting, planned.costs, (line,))
         return None
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from graphopt.capture.garbage_collection import no_collection
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.node import value_of
 from graphopt.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST
@@ -31,6 +32,7 @@ def check_backend(backend: Backend) -> None:
         )
 
 
+@no_collection()
 def compile_program(program: Program, backend: Backend) -> tuple[fx.GraphModule, Boxed]:
     """The generated module of a program, and a callable that takes its inputs in a list and empties the list.
 

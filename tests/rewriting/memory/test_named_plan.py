@@ -13,11 +13,19 @@ import graphopt
 from graphopt import Pass, Program
 from graphopt.passes import FuseUpdate
 from graphopt.planning.frontier import Frontier
-from graphopt.rewriting.memory.fit import Fitted
+from graphopt.rewriting.memory.fit import Fitted, Fitting
 from graphopt.rewriting.memory.named_plan import NamedPlan, shared_calls
 from tests.support.budgets import ROWS, fit
 from tests.support.command import Command
-from tests.support.fitting import frontiers_searched_once, planned, random_plan, structure, unplanned, wide
+from tests.support.fitting import (
+    frontiers_searched_once,
+    planned,
+    random_plan,
+    searches_counted,
+    structure,
+    unplanned,
+    wide,
+)
 from tests.support.training import OPTIMIZERS, captured, mean_square
 
 SHARE = "70%"
@@ -137,7 +145,7 @@ def _joint(program: Program) -> Program:
     return captured(wide(), ROWS, loss=mean_square)
 
 
-@pytest.mark.parametrize(("make", "same"), [(_other_update, True), (_other_model, False), (_joint, False)])
+@pytest.mark.parametrize(("make", "same"), [(_other_update, True), (_other_model, False), (_joint, True)])
 def test_programs_share_a_plan_where_only_the_update_differs(make: Callable[[Program], Program], same: bool) -> None:
     program = step_program(wide())
     assert (shared_calls(program) == shared_calls(make(program))) == same
@@ -162,12 +170,27 @@ def test_what_an_update_overwrites_meanwhile_is_not_run_again() -> None:
     assert not plan.fits(program, ENOUGH)
 
 
-def test_the_accumulating_programs_of_a_step_stay_within_the_budget() -> None:
+@pytest.mark.parametrize("share", [0.76, 0.85])
+def test_the_accumulating_programs_of_a_step_stay_within_the_budget_after_one_search(share: float) -> None:
     model, optimizer = wide(), OPTIMIZERS["adamw"]
-    budget = 8 * step_program(model).memory().peak_bytes // 10
-    step = graphopt.optimize_step(model, optimizer(model.parameters()), [fit(budget)], loss=mean_square).accumulate(2)
-    for _ in range(4):
-        step(ROWS)
+    budget = int(share * step_program(model).memory().peak_bytes)
+    step = graphopt.optimize_step(model, optimizer(model.parameters()), [fit(budget)], loss=mean_square).accumulate(3)
+    with searches_counted() as searches:
+        for _ in range(6):
+            step(ROWS)
     programs = {key.kind: found.program for key, found in step._latest().variants.items()}
-    assert programs.keys() == {"begin", "first update", "update"}
+    assert programs.keys() == {"begin", "middle", "first update", "update"}
     assert all(program.memory().peak_bytes <= budget for program in programs.values())
+    assert len(searches) == 1
+
+
+def test_a_search_carried_to_an_equal_program_gives_it_the_same_plans() -> None:
+    one, other = step_program(wide()), step_program(wide())
+    memory = one.memory()
+    own = Fitting(one, memory, [1.0] * len(memory.nodes))
+    carried = own.carried_to(other, other.memory())
+    smallest = own.smallest().peak_bytes
+    for budget in (smallest - 1, smallest, (smallest + memory.peak_bytes) // 2, memory.peak_bytes):
+        mine, theirs = own.within(budget), carried.within(budget)
+        assert (mine is None) == (theirs is None) == (budget < smallest)
+        assert mine is None or theirs is None or own.named(mine) == carried.named(theirs)

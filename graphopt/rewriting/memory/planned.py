@@ -1,0 +1,51 @@
+"""A plan that was taken out of a search, with what is needed to take others out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from graphopt.analysis.costs.cost import CostReport
+from graphopt.rewriting.memory.fit import Fitted, Fitting
+from graphopt.rewriting.memory.frontier_data import frontier_data
+from graphopt.rewriting.memory.named_plan import NamedPlan
+from graphopt.rewriting.memory.summary import away_lines, plan_lines, summary_lines
+
+__all__ = ["Planned", "plan_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan that was found for one program, and can be carried over to others of the same capture.
+
+    Attributes:
+        budget: in bytes, of the program that it was found for.
+        plan: what is done.
+        fitting: the search that it comes from.
+        costs: the seconds that the search went by.
+        lines: what a user should read about it.
+        details: what reports can ask for (``Changed.details``).
+    """
+
+    budget: int
+    plan: NamedPlan
+    fitting: Fitting
+    costs: CostReport
+    lines: tuple[str, ...] = ()
+    details: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+
+
+def plan_of(fitting: Fitting, fitted: Fitted, budget: int, costs: CostReport) -> Planned:
+    """What one plan of a search does and means; to be called while the program is as it was searched.
+
+    Args:
+        fitting: the search.
+        fitted: the plan.
+        budget: in bytes.
+        costs: the seconds that the search went by.
+    """
+    summary = summary_lines(fitting, fitted, budget, costs)
+    lines = (*summary, *away_lines(fitting, fitted), *plan_lines(fitting, fitted.simulated))
+    details = {"frontier": lambda: frontier_data(fitting, fitted, budget, costs)}
+    return Planned(budget, fitting.named(fitted), fitting, costs, lines, details)
