@@ -32,6 +32,7 @@ class DropIn:
 
     Args:
         original: the class of that model.
+        given: what its calls run, as a function of a model: the class's ``forward``, or one set on the object.
         options: as the user gave them.
         parameter: the parameter of a name.
         plain: gives the model as an object of its original class.
@@ -44,11 +45,13 @@ class DropIn:
     def __init__(
         self,
         original: type[nn.Module],
+        given: Callable[..., Any],
         options: Options,
         parameter: Callable[[str], torch.Tensor],
         plain: Callable[[], nn.Module],
     ) -> None:
         self.original = original
+        self.given = given
         self.options = options
         self.runner: Runner[CompiledJoint] = Runner(options, "joint", parameter)
         self.scaler: Any = None
@@ -87,7 +90,7 @@ class DropIn:
                 why = "its parameters are other tensors in this call (torch.func.functional_call)"
                 return self.run_as_it_is(model, args, kwargs, why)
             except GraphBreakError as error:
-                self.parts = Parts(self.original, self.runner, error)
+                self.parts = Parts(self.original, self.given, self.runner, error)
         return self.parts.call(model, args, kwargs)
 
     def run_as_it_is(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], why: str) -> Any:
@@ -99,14 +102,14 @@ class DropIn:
                 self.original.__name__,
                 why,
             )
-        return self.original.forward(model, *args, **kwargs)
+        return self.given(model, *args, **kwargs)
 
     def prepare(self, model: nn.Module, example_inputs: Any) -> None:
         """Capture for positional example inputs."""
         try:
             self.runner.find_example(model, example_inputs, lambda args: self._capture(model, args, {}))
         except GraphBreakError as error:
-            self.parts = Parts(self.original, self.runner, error)
+            self.parts = Parts(self.original, self.given, self.runner, error)
             self.parts.tell_beforehand()
 
     def checked(self) -> list[tuple[CheckedGradients, torch.Tensor]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +30,9 @@ M = TypeVar("M", bound=nn.Module)
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Where torch keeps the hooks of a module: an optimized model has its own, which act around the program."""
+
+_AROUND = ("_graphopt", "forward")
+"""What an optimized model has of its own, beside hooks: a ``forward`` set on the object acts around the program."""
 
 
 class Optimized(nn.Module):
@@ -87,11 +91,17 @@ class Optimized(nn.Module):
     # --- copying -----------------------------------------------------------------------------------------------------
 
     def _plain_model(self) -> nn.Module:
-        """This module as an object of the class it was made from, sharing everything, without the root's hooks."""
-        plain = object.__new__(self._graphopt.original)
-        plain.__dict__.update({name: value for name, value in self.__dict__.items() if name != "_graphopt"})
+        """This module as an object of the class it was made from, sharing everything, without what acts around it.
+
+        That is the root's hooks, and a ``forward`` that was set on this object, as Accelerate does.
+        """
+        drop_in = self._graphopt
+        plain = object.__new__(drop_in.original)
+        plain.__dict__.update({name: value for name, value in self.__dict__.items() if name not in _AROUND})
         for hooks in _HOOKS:
             plain.__dict__[hooks] = OrderedDict()
+        if drop_in.given is not drop_in.original.forward:
+            plain.__dict__["forward"] = MethodType(drop_in.given, plain)
         return plain
 
     def _original_model(self) -> nn.Module:
@@ -101,10 +111,22 @@ class Optimized(nn.Module):
             plain.__dict__[hooks] = self.__dict__[hooks]
         return plain
 
+    def _model_with_surroundings(self) -> nn.Module:
+        """The same with a ``forward`` that was set on this object."""
+        plain = self._original_model()
+        if "forward" in self.__dict__:
+            plain.__dict__["forward"] = self.__dict__["forward"]
+        return plain
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles hold the plain model, the options and what passes keep; they capture again when called."""
         plain = self._original_model()
-        return _rebuild, (plain, self._graphopt.options, self._graphopt.runner.store.state_dict())
+        own = {name: value for name, value in self.__dict__.items() if getattr(value, "__self__", None) is self}
+        for name in own:
+            if name != "forward":
+                del plain.__dict__[name]
+        made = _rebuild, (plain, self._graphopt.options, self._graphopt.runner.store.state_dict())
+        return (*made, own) if own else made  # what is bound to this object is bound to the copy, once there is one
 
 
 def take_over(model: nn.Module, passes: Passes | Pipeline) -> tuple[nn.Module, list[Pass]]:
@@ -122,7 +144,7 @@ def take_over(model: nn.Module, passes: Passes | Pipeline) -> tuple[nn.Module, l
         raise PipelineError(
             f"{sorted(both)[0]!r} is given here and in graphopt.optimize around the model: give it once, to one of them"
         )
-    return model._original_model(), [*inner, *given]
+    return model._model_with_surroundings(), [*inner, *given]
 
 
 def _rebuild(plain: nn.Module, options: Options, state: Mapping[str, torch.Tensor]) -> nn.Module:
@@ -153,7 +175,7 @@ def _optimized_class(cls: type[nn.Module]) -> type[Optimized]:
     @functools.wraps(cls.forward)
     def forward(self: Optimized, *args: Any, **kwargs: Any) -> Any:
         if not self.training or not torch.is_grad_enabled() or _is_traced():
-            return cls.forward(self, *args, **kwargs)
+            return self._graphopt.given(self, *args, **kwargs)
         if _torch.in_function_transform():
             return self._graphopt.run_as_it_is(self, args, kwargs, "a transform of torch.func is at work")
         return self._graphopt.call(self, args, kwargs)
@@ -211,11 +233,35 @@ def optimize(
     result.__dict__.update(model.__dict__)
     for hooks in _HOOKS:
         result.__dict__[hooks] = copy.copy(model.__dict__[hooks])
-    drop_in = DropIn(type(model), options, result.get_parameter, result._plain_model)
+    drop_in = DropIn(type(model), _given_forward(model), options, result.get_parameter, result._plain_model)
+    result.__dict__.pop("forward", None)
     result.__dict__["_graphopt"] = drop_in
     if example_inputs is not None:
         drop_in.prepare(result, example_inputs)
     return result  # type: ignore[return-value]
+
+
+def _given_forward(model: nn.Module) -> Callable[..., Any]:
+    """What a call of a model runs, as a function of a model: its class's ``forward``, or one set on the object.
+
+    One that is bound to the model is bound to what it is called with instead, whose training flag counts.
+    """
+    own = vars(model).get("forward")
+    if own is None:
+        return type(model).forward
+    if isinstance(own, MethodType) and own.__self__ is model:
+        return own.__func__
+    if isinstance(own, functools.partial) and own.args and own.args[0] is model:
+        return functools.partial(_call_partial, own)
+    return functools.partial(_call_bound, own)
+
+
+def _call_partial(own: functools.partial[Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return own.func(model, *own.args[1:], *args, **{**own.keywords, **kwargs})
+
+
+def _call_bound(own: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return own(*args, **kwargs)
 
 
 def _refuse_update(pipeline: Pipeline) -> None:

@@ -87,6 +87,7 @@ class Parts:
 
     Args:
         original: the class that the model was made from.
+        given: what its calls run, as a function of a model.
         runner: whose options, pipeline and pass state count.
         reason: why the model cannot be captured whole.
 
@@ -94,7 +95,13 @@ class Parts:
         GraphBreakError: where a pass cannot rewrite the parts one by one.
     """
 
-    def __init__(self, original: type[nn.Module], runner: Runner[CompiledJoint], reason: GraphBreakError) -> None:
+    def __init__(
+        self,
+        original: type[nn.Module],
+        given: Callable[..., Any],
+        runner: Runner[CompiledJoint],
+        reason: GraphBreakError,
+    ) -> None:
         pipeline = runner.options.pipeline
         others = [each.name for each in pipeline.passes if not each.in_parts or each in pipeline.training]
         if others or runner.options.dynamic_shapes is not None:
@@ -102,7 +109,7 @@ class Parts:
             raise GraphBreakError(f"{reason}\n  in parts: {what} cannot be applied to the parts of a model") from reason
         self._runner = runner
         self._reason = reason
-        self._function = _torch.cut(original.forward, self._cut)
+        self._function = _torch.cut(given, self._cut)
         self._limited = any(each.has_limit for each in pipeline.passes)
         self._parts: list[_Part] = []
         self._names: dict[int, str] = {}
