@@ -17,6 +17,7 @@ from graphopt.rewriting.precision.scaling import CheckedGradients
 from graphopt.runtime.compiled_joint import CompiledJoint, compile_joint
 from graphopt.runtime.parts import Parts
 from graphopt.runtime.runner import Options, Runner
+from graphopt.runtime.set_forward import what_runs
 
 __all__ = ["DropIn"]
 
@@ -32,7 +33,6 @@ class DropIn:
 
     Args:
         original: the class of that model.
-        given: what its calls run, as a function of a model: the class's ``forward``, or one set on the object.
         options: as the user gave them.
         parameter: the parameter of a name.
         plain: gives the model as an object of its original class.
@@ -45,13 +45,11 @@ class DropIn:
     def __init__(
         self,
         original: type[nn.Module],
-        given: Callable[..., Any],
         options: Options,
         parameter: Callable[[str], torch.Tensor],
         plain: Callable[[], nn.Module],
     ) -> None:
         self.original = original
-        self.given = given
         self.options = options
         self.runner: Runner[CompiledJoint] = Runner(options, "joint", parameter)
         self.scaler: Any = None
@@ -80,6 +78,9 @@ class DropIn:
 
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the program for a call of the model."""
+        given = what_runs(model)
+        if self.parts is not None and self.parts.given is not given:
+            self.parts = None
         if self.parts is None:
             try:
                 with CAPTURE_LOCK:
@@ -88,13 +89,15 @@ class DropIn:
                 return found.call(arguments)
             except _ReplacedError:
                 why = "its parameters are other tensors in this call (torch.func.functional_call)"
-                return self.run_as_it_is(model, args, kwargs, why)
+                return self.run_as_it_is(given, model, args, kwargs, why)
             except GraphBreakError as error:
-                self.parts = Parts(self.original, self.given, self.runner, error)
+                self.parts = Parts(self.original, given, self.runner, error)
         return self.parts.call(model, args, kwargs)
 
-    def run_as_it_is(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], why: str) -> Any:
-        """Run a call in eager mode; the first one for a reason is told."""
+    def run_as_it_is(
+        self, given: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], why: str
+    ) -> Any:
+        """Run ``given`` for a call in eager mode; the first one for a reason is told."""
         if why not in self._told:
             self._told.add(why)
             logger.warning(
@@ -102,14 +105,14 @@ class DropIn:
                 self.original.__name__,
                 why,
             )
-        return self.given(model, *args, **kwargs)
+        return given(model, *args, **kwargs)
 
     def prepare(self, model: nn.Module, example_inputs: Any) -> None:
         """Capture for positional example inputs."""
         try:
             self.runner.find_example(model, example_inputs, lambda args: self._capture(model, args, {}))
         except GraphBreakError as error:
-            self.parts = Parts(self.original, self.given, self.runner, error)
+            self.parts = Parts(self.original, what_runs(model), self.runner, error)
             self.parts.tell_beforehand()
 
     def checked(self) -> list[tuple[CheckedGradients, torch.Tensor]]:

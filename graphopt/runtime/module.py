@@ -23,6 +23,7 @@ from graphopt.runtime.compile.backend import Backend
 from graphopt.runtime.drop_in import DropIn
 from graphopt.runtime.rewrite import Verify
 from graphopt.runtime.runner import Options
+from graphopt.runtime.set_forward import entry, is_entry, of_any_model, what_runs
 
 __all__ = ["Optimized", "optimize", "take_over"]
 
@@ -31,8 +32,8 @@ M = TypeVar("M", bound=nn.Module)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Where torch keeps the hooks of a module: an optimized model has its own, which act around the program."""
 
-_AROUND = ("_graphopt", "forward")
-"""What an optimized model has of its own, beside hooks: a ``forward`` set on the object acts around the program."""
+_OWN = ("_graphopt", "forward")
+"""What an optimized model has in its dictionary in place of what the model had that it was made from."""
 
 
 class Optimized(nn.Module):
@@ -88,20 +89,25 @@ class Optimized(nn.Module):
         inherited = getattr(self._graphopt.original, "_repr_html_", None)
         return str(inherited(self) if inherited is not None else provided(Optimized, "notebook")(self))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A ``forward`` that is set on the model is what its program computes from then on."""
+        if name == "forward" and getattr(value, "__func__", None) is type(self).forward:
+            self.__dict__.pop(name, None)
+        elif name == "forward" and not is_entry(value):
+            self.__dict__[name] = MethodType(entry(of_any_model(self, value), _start), self)
+        else:
+            super().__setattr__(name, value)
+
     # --- copying -----------------------------------------------------------------------------------------------------
 
     def _plain_model(self) -> nn.Module:
-        """This module as an object of the class it was made from, sharing everything, without what acts around it.
-
-        That is the root's hooks, and a ``forward`` that was set on this object, as Accelerate does.
-        """
-        drop_in = self._graphopt
-        plain = object.__new__(drop_in.original)
-        plain.__dict__.update({name: value for name, value in self.__dict__.items() if name not in _AROUND})
+        """This module as an object of the class it was made from, sharing everything, without the root's hooks."""
+        plain = object.__new__(self._graphopt.original)
+        plain.__dict__.update({name: value for name, value in self.__dict__.items() if name not in _OWN})
         for hooks in _HOOKS:
             plain.__dict__[hooks] = OrderedDict()
-        if drop_in.given is not drop_in.original.forward:
-            plain.__dict__["forward"] = MethodType(drop_in.given, plain)
+        if "forward" in self.__dict__:
+            plain.__dict__["forward"] = MethodType(what_runs(self), plain)
         return plain
 
     def _original_model(self) -> nn.Module:
@@ -111,20 +117,12 @@ class Optimized(nn.Module):
             plain.__dict__[hooks] = self.__dict__[hooks]
         return plain
 
-    def _model_with_surroundings(self) -> nn.Module:
-        """The same with a ``forward`` that was set on this object."""
-        plain = self._original_model()
-        if "forward" in self.__dict__:
-            plain.__dict__["forward"] = self.__dict__["forward"]
-        return plain
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles hold the plain model, the options and what passes keep; they capture again when called."""
         plain = self._original_model()
         own = {name: value for name, value in self.__dict__.items() if getattr(value, "__self__", None) is self}
         for name in own:
-            if name != "forward":
-                del plain.__dict__[name]
+            del plain.__dict__[name]
         made = _rebuild, (plain, self._graphopt.options, self._graphopt.runner.store.state_dict())
         return (*made, own) if own else made  # what is bound to this object is bound to the copy, once there is one
 
@@ -144,7 +142,7 @@ def take_over(model: nn.Module, passes: Passes | Pipeline) -> tuple[nn.Module, l
         raise PipelineError(
             f"{sorted(both)[0]!r} is given here and in graphopt.optimize around the model: give it once, to one of them"
         )
-    return model._model_with_surroundings(), [*inner, *given]
+    return model._original_model(), [*inner, *given]
 
 
 def _rebuild(plain: nn.Module, options: Options, state: Mapping[str, torch.Tensor]) -> nn.Module:
@@ -168,19 +166,24 @@ def _is_traced() -> bool:
         return torch.compiler.is_compiling()
 
 
+def _start(given: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a call of an optimized model: the program, or what it computes where it is not for training, or traced."""
+    taken_over = not isinstance(model, Optimized)  # by a whole step, whose program it is part of
+    if taken_over or not model.training or not torch.is_grad_enabled() or _is_traced():
+        return given(model, *args, **kwargs)
+    if _torch.in_function_transform():
+        return model._graphopt.run_as_it_is(given, model, args, kwargs, "a transform of torch.func is at work")
+    if given is not what_runs(model):
+        why = "a forward is called that another one has replaced (model.forward = ...)"
+        return model._graphopt.run_as_it_is(given, model, args, kwargs, why)
+    return model._graphopt.call(model, args, kwargs)
+
+
 @functools.cache
 def _optimized_class(cls: type[nn.Module]) -> type[Optimized]:
     """A subclass of a model's class under the same name, whose training calls run programs."""
 
-    @functools.wraps(cls.forward)
-    def forward(self: Optimized, *args: Any, **kwargs: Any) -> Any:
-        if not self.training or not torch.is_grad_enabled() or _is_traced():
-            return self._graphopt.given(self, *args, **kwargs)
-        if _torch.in_function_transform():
-            return self._graphopt.run_as_it_is(self, args, kwargs, "a transform of torch.func is at work")
-        return self._graphopt.call(self, args, kwargs)
-
-    body = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    body = {"forward": entry(cls.forward, _start), "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (Optimized, cls), body)
 
 
@@ -233,35 +236,13 @@ def optimize(
     result.__dict__.update(model.__dict__)
     for hooks in _HOOKS:
         result.__dict__[hooks] = copy.copy(model.__dict__[hooks])
-    drop_in = DropIn(type(model), _given_forward(model), options, result.get_parameter, result._plain_model)
-    result.__dict__.pop("forward", None)
+    drop_in = DropIn(type(model), options, result.get_parameter, result._plain_model)
     result.__dict__["_graphopt"] = drop_in
+    if "forward" in model.__dict__:
+        result.__dict__["forward"] = MethodType(entry(of_any_model(model, model.__dict__["forward"]), _start), result)
     if example_inputs is not None:
         drop_in.prepare(result, example_inputs)
     return result  # type: ignore[return-value]
-
-
-def _given_forward(model: nn.Module) -> Callable[..., Any]:
-    """What a call of a model runs, as a function of a model: its class's ``forward``, or one set on the object.
-
-    One that is bound to the model is bound to what it is called with instead, whose training flag counts.
-    """
-    own = vars(model).get("forward")
-    if own is None:
-        return type(model).forward
-    if isinstance(own, MethodType) and own.__self__ is model:
-        return own.__func__
-    if isinstance(own, functools.partial) and own.args and own.args[0] is model:
-        return functools.partial(_call_partial, own)
-    return functools.partial(_call_bound, own)
-
-
-def _call_partial(own: functools.partial[Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return own.func(model, *own.args[1:], *args, **{**own.keywords, **kwargs})
-
-
-def _call_bound(own: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return own(*args, **kwargs)
 
 
 def _refuse_update(pipeline: Pipeline) -> None:

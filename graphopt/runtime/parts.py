@@ -109,6 +109,7 @@ class Parts:
             raise GraphBreakError(f"{reason}\n  in parts: {what} cannot be applied to the parts of a model") from reason
         self._runner = runner
         self._reason = reason
+        self.given = given
         self._function = _torch.cut(given, self._cut)
         self._limited = any(each.has_limit for each in pipeline.passes)
         self._parts: list[_Part] = []
