@@ -34,20 +34,26 @@ def entry(given: Forward, start: Callable[[Forward, Any, tuple[Any, ...], dict[s
 
     del forward.__wrapped__  # type: ignore[attr-defined]  # who unwraps an optimized model must stop here
     forward.__signature__ = inspect.signature(given)  # type: ignore[attr-defined]
-    setattr(forward, _RUNS, given)
+    setattr(forward, _RUNS, (forward, given))
     return forward
+
+
+def _given(forward: object) -> Forward | None:
+    """What an entry runs, bound or not; None for any other function, also where it wraps one and has its attributes."""
+    function = getattr(forward, "__func__", forward)
+    itself, given = getattr(function, _RUNS, (None, None))
+    return given if itself is function else None
 
 
 def is_entry(forward: object) -> bool:
     """Whether a ``forward``, bound or not, is one that ``entry`` has made."""
-    return hasattr(forward, _RUNS)
+    return _given(forward) is not None
 
 
 def what_runs(model: nn.Module) -> Forward:
     """What calls of an optimized model run, as a function of a model: set on the object, or of its class."""
     forward = vars(model).get("forward", type(model).forward)
-    given: Forward = getattr(forward, _RUNS, forward)
-    return given
+    return _given(forward) or forward
 
 
 def of_any_model(model: nn.Module, own: Forward) -> Forward:
