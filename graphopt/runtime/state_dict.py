@@ -16,8 +16,8 @@ from graphopt.errors import GraphoptError
 
 __all__ = ["STATE_VERSION", "check_state", "place", "redistribute"]
 
-STATE_VERSION = 3
-_KEYS = {"version", "rank", "ranks", "local", "steps", "numbers", "accumulate", "batches", "gradients", "held"}
+STATE_VERSION = 4
+_KEYS = {"version", "rank", "ranks", "local", "steps", "numbers", "accumulate", "mean", "batches", "gradients", "held"}
 
 
 def place() -> tuple[int, int]:
@@ -108,7 +108,7 @@ def _check_complete(states: Sequence[Mapping[str, Any]]) -> None:
 
 def _check_one_step(states: Sequence[Mapping[str, Any]]) -> None:
     """Refuse states that ranks have saved at different times, or of different steps."""
-    for key in ("steps", "accumulate", "batches", "local"):
+    for key in ("steps", "accumulate", "mean", "batches", "local"):
         values = [state[key] for state in states]
         if any(value != values[0] for value in values):
             raise GraphoptError(f"the states are not of one step: {key!r} is {values}")

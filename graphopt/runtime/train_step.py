@@ -21,6 +21,7 @@ from graphopt.ir.methods import provided
 from graphopt.ir.ops.opaque_update import Evaluate
 from graphopt.ir.program import Program
 from graphopt.rewriting.clock import Clock
+from graphopt.rewriting.gradient_norm import GRADIENT_NORM
 from graphopt.rewriting.pass_ import Records
 from graphopt.rewriting.pipeline import Passes, Pipeline
 from graphopt.rewriting.precision.scaling import checked_gradients, scaling_of
@@ -74,6 +75,7 @@ class TrainStep:
         self._loss = loss
         self._leftovers = LoopLeftovers(optimizer)
         self._every = 1
+        self._mean = True
         self._batches = 0
         self._gradients: dict[str, torch.Tensor] = {}
         numbers: dict[str, float] = {}
@@ -144,22 +146,45 @@ class TrainStep:
         """Capture and compile for a batch given as a tuple, as ``example_inputs=`` is."""
         self._variant(self._runner.find_example(self._model, example_inputs, lambda args: self._capture(args, {})))
 
-    def accumulate(self, batches: int) -> TrainStep:
-        """Update at every ``batches``-th call only, with the mean of the gradients of these calls.
+    def accumulate(self, batches: int, *, mean: bool = True) -> TrainStep:
+        """Update at every ``batches``-th call only, with the mean of the gradients of these calls, or with their sum.
 
-        Equal to ``(loss / batches).backward()`` on each batch and ``optimizer.step()`` after the last. Each call
-        returns its own batch's loss, undivided.
+        Equal to ``(loss / batches).backward()`` on each batch, or ``loss.backward()`` for the sum, and
+        ``optimizer.step()`` after the last. Each call returns its own batch's loss, undivided.
+
+        Args:
+            batches: of one update.
+            mean: False for the sum; how many batches there will be may then change while some are accumulated, as
+                long as more are than have been.
 
         Raises:
-            GraphoptError: for less than one, or in the middle of an accumulation.
+            GraphoptError: for less than one; in the middle of an accumulation, but for more batches of a sum.
         """
         batches = whole_number("accumulate's argument", batches, least=1, of="batches")
-        if self._batches:
+        if self._batches and (mean or self._mean or batches <= self._batches):
             raise GraphoptError(
                 f"{self._batches} of {self._every} batches are accumulated: change the number after an update"
             )
-        self._every = batches
+        self._every, self._mean = batches, mean
         return self
+
+    @property
+    def accumulated(self) -> int:
+        """How many batches have been accumulated since the last update."""
+        return self._batches
+
+    @property
+    def gradient_norm(self) -> torch.Tensor | None:
+        """The norm of the gradients of the last update as ``ClipGradients(..., keep_norm=True)`` found it; else None.
+
+        Of all gradients together, before they were clipped and behind everything else; a copy, without a dimension.
+        """
+        return self._store[GRADIENT_NORM].clone() if GRADIENT_NORM in self._store else None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether loss scaling skipped the last update, for gradients that are not finite; waits for the device."""
+        return self._skips is not None and self._clock.steps > 0 and self._skips.skipped_last()
 
     def synchronize(self) -> TrainStep:
         """Bring together what passes let differ between ranks for a while, such as the parameters of local SGD.
@@ -271,11 +296,16 @@ class TrainStep:
     def _due(self, program: Program) -> Variant:
         """Which program the next call runs."""
         if self._batches < self._every - 1:
-            return Variant("begin" if self._batches == 0 else "middle", self._every, frozenset(self._gradients), ())
+            return Variant("begin" if self._batches == 0 else "middle", self._divisor, frozenset(self._gradients), ())
         forms = {current.name: current.form(self._clock) for current in self._pipeline.training}
         wanted = tuple((name, form) for name, form in forms.items() if form)
         kind: Literal["update", "first update"] = "update" if self._has_state(program) else "first update"
-        return Variant(kind, self._every, frozenset(self._gradients), wanted)
+        return Variant(kind, self._divisor, frozenset(self._gradients), wanted)
+
+    @property
+    def _divisor(self) -> int:
+        """What gradients are divided by: the number of batches; 0 where their sum is wanted, of however many."""
+        return self._every if self._mean or self._every == 1 else 0
 
     def _rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for group in self._optimizer.param_groups)
@@ -295,11 +325,12 @@ class TrainStep:
     def _make(self, rewritten: Rewritten, wanted: Variant) -> Program:
         first = wanted.kind == "first update"
         forms = dict(wanted.forms)
-        if self._every == 1 and wanted.kind != "evaluation":
+        if wanted.every == 1 and wanted.kind != "evaluation":
             plain = not first and not forms
             return rewritten.program if plain else rewritten.lower_joint(first=first, forms=forms)
         program = rewritten.stages["joint"].copy()
-        scale_seed(program, self._every)
+        if self._divisor:
+            scale_seed(program, self._divisor)
         if wanted.kind in ("middle", "update", "first update"):
             program = accumulate_gradients(program, self._gradients.keys(), last=wanted.kind != "middle")
         if wanted.kind in ("begin", "middle", "evaluation"):
@@ -336,7 +367,7 @@ class TrainStep:
     def graph_module(self) -> fx.GraphModule:
         """The generated module of the latest signature's program; it takes a list of inputs and empties it."""
         captured = self._latest()
-        found = captured.variants.get(Variant("update", self._every, frozenset(), ()))
+        found = captured.variants.get(Variant("update", self._divisor, frozenset(), ()))
         return found.module if found else captured.rewritten.program.to_graph_module()
 
     @property
@@ -381,6 +412,7 @@ class TrainStep:
             "steps": self._clock.steps,
             "numbers": dict(self._clock.numbers),
             "accumulate": self._every,
+            "mean": self._mean,
             "batches": self._batches,
             "gradients": {name: tensor.clone() for name, tensor in self._gradients.items()},
             "held": self._store.state_dict(),
@@ -398,7 +430,7 @@ class TrainStep:
         self._clock.steps = int(state["steps"])
         self._clock.numbers.clear()  # programs share the dictionary
         self._clock.numbers.update({name: float(number) for name, number in state["numbers"].items()})
-        self._every = int(state["accumulate"])
+        self._every, self._mean = int(state["accumulate"]), bool(state["mean"])
         self._batches = int(state["batches"])
         self._gradients.clear()
         self._gradients.update(
