@@ -76,6 +76,11 @@ class DropIn:
             )
         return latest
 
+    @property
+    def used(self) -> bool:
+        """Whether a program has been captured, whole or in parts."""
+        return self.parts is not None or self.runner.captures.latest is not None
+
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the program for a call of the model."""
         given = what_runs(model)
