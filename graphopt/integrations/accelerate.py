@@ -43,7 +43,7 @@ class AcceleratedStep:
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run one batch; returns its loss, detached and not divided."""
         loss = run_batch(self.step, self._accelerator.sync_gradients, *args, **kwargs)
-        return loss * self._accelerator.gradient_accumulation_steps
+        return loss.mul(self._accelerator.gradient_accumulation_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """What the step owns (``TrainStep.state_dict``); ``accelerator.save_state`` saves it."""
@@ -96,7 +96,7 @@ def prepare_step(
 
     def divided(model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         value = loss(model, *args, **kwargs) if loss is not None else _own_loss(model(*args, **kwargs))
-        return value / batches
+        return value.div(batches)
 
     given = [*Pipeline(passes).passes, *scaling_passes(accelerator.scaler)]
     step = optimize_step(model, optimizer.optimizer, given, loss=divided, backend=backend)

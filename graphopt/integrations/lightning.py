@@ -50,7 +50,9 @@ class Optimize(_Callback):  # type: ignore[misc]
         'recompute'
     """
 
-    def __init__(self, passes: Passes = (), *, modules: Sequence[str] | None = None, backend: Backend = "eager") -> None:
+    def __init__(
+        self, passes: Passes = (), *, modules: Sequence[str] | None = None, backend: Backend = "eager"
+    ) -> None:
         super().__init__()
         if isinstance(modules, str):
             modules = (modules,)

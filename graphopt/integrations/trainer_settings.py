@@ -109,7 +109,7 @@ def tell_callbacks(trainer: Any, base: type) -> None:
     for callback in trainer.callback_handler.callbacks:
         if getattr(type(callback), "on_pre_optimizer_step", None) is not getattr(base, "on_pre_optimizer_step", None):
             logger.warning(
-                "%s.on_pre_optimizer_step is called behind the update: a whole step has no gradients in .grad to act on",
+                "%s.on_pre_optimizer_step is called behind the update: a whole step has no gradients in .grad",
                 type(callback).__name__,
             )
 

@@ -107,26 +107,30 @@ class Trainer(_Base):  # type: ignore[misc]
 
     # --- training ----------------------------------------------------------------------------------------------------
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """``transformers.Trainer.train``, with the batch found first where ``auto_find_batch_size`` asks for it."""
-        if self.args.auto_find_batch_size:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """``transformers.Trainer.train``, with the batch found first where ``auto_find_batch_size`` asks for it.
+
+        A run that is resumed goes on with the batch of its checkpoint.
+        """
+        if self.args.auto_find_batch_size and not resume_from_checkpoint:
             self._train_batch_size = self._largest_batch()
-        return super().train(*args, **kwargs)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self._step_state = None
         prepared = super()._prepare_for_training(*args, **kwargs)
         tell_callbacks(self, _transformers.TrainerCallback)
         self._step = self._make_step(self.optimizer.optimizer)
-        if self._step_state is not None:
-            self._step.load_state_dict(self._step_state)
         hand_over_update(self.optimizer, self._step)
         return prepared
 
     def _make_step(self, optimizer: torch.optim.Optimizer) -> TrainStep:
-        return optimize_step(
+        step = optimize_step(
             self.model, optimizer, self._passes, loss=self._loss, backend=self._backend, verify=self._verify
         )
+        if self._step_state is not None:
+            step.load_state_dict(self._step_state)
+        return step
 
     def _loss(self, model: nn.Module, inputs: dict[str, Any], items: Any, batches: int | None) -> torch.Tensor:
         """What backward starts from: the loss of one batch as part of that of an update."""

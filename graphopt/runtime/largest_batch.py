@@ -69,9 +69,7 @@ def largest_batch(
     check_budget(budget)
     if isinstance(budget, str) and "%" in budget:
         raise ArgumentError(f"budget={budget!r} is a share of a peak that grows with the batch: give bytes, or auto")
-    least, most = (
-        whole_number(name, value, least=1, of="rows") for name, value in (("least", least), ("most", most))
-    )
+    least, most = (whole_number(name, value, least=1, of="rows") for name, value in (("least", least), ("most", most)))
     if most < least:
         raise ArgumentError(f"largest_batch looks from least={least} up to most={most}: most is the smaller one")
     plain, given = take_over(model, passes)
@@ -85,8 +83,8 @@ def _search(excess: Callable[[int], int], least: int, most: int) -> int:
     low, below = least, excess(least)
     if below > 0:
         raise GraphoptError(
-            f"no batch fits: with {least} row{'' if least == 1 else 's'} the step takes {format_bytes(below)} more than "
-            "the budget: give a larger one, or passes that save memory"
+            f"no batch fits: with {least} row{'' if least == 1 else 's'} the step takes {format_bytes(below)} more "
+            "than the budget: give a larger one, or passes that save memory"
         )
     high, above = most + 1, 0
     guess = 2 * least
@@ -154,8 +152,8 @@ def _factory(batch: Batch) -> Callable[[int], tuple[tuple[Any, ...], Mapping[str
     if len(sizes) != 1:
         found = ", ".join(map(str, sorted(sizes))) or "none"
         raise ArgumentError(
-            f"the first axes of the batch's tensors have the sizes {found}, and it is not clear which are its rows: give "
-            "a function of the number of rows"
+            f"the first axes of the batch's tensors have the sizes {found}, and it is not clear which are its rows: "
+            "give a function of the number of rows"
         )
     return lambda rows: _torch.pytree.tree_map(
         lambda leaf: leaf.new_zeros((rows, *leaf.shape[1:])) if _has_rows(leaf) else leaf, example

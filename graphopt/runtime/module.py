@@ -182,8 +182,12 @@ def _start(given: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs:
 @functools.cache
 def _optimized_class(cls: type[nn.Module]) -> type[Optimized]:
     """A subclass of a model's class under the same name, whose training calls run programs."""
-
-    body = {"forward": entry(cls.forward, _start), "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    body = {
+        "forward": entry(cls.forward, _start),
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
     return type(cls.__name__, (Optimized, cls), body)
 
 

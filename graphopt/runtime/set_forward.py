@@ -21,7 +21,7 @@ _RUNS = "_graphopt_runs"
 
 
 def entry(given: Forward, start: Callable[[Forward, Any, tuple[Any, ...], dict[str, Any]], Any]) -> Forward:
-    """A ``forward`` under the name and with the signature of the one that was given, which hands each call to ``start``.
+    """A ``forward`` under the name and with the signature of a given one, which hands each call to ``start``.
 
     Args:
         given: a function of a model and the arguments of a call.
@@ -32,7 +32,7 @@ def entry(given: Forward, start: Callable[[Forward, Any, tuple[Any, ...], dict[s
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return start(given, self, args, kwargs)
 
-    del forward.__wrapped__  # type: ignore[attr-defined]  # who unwraps an optimized model must stop here
+    del forward.__wrapped__  # who unwraps an optimized model must stop here
     forward.__signature__ = inspect.signature(given)  # type: ignore[attr-defined]
     setattr(forward, _RUNS, (forward, given))
     return forward

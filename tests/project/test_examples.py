@@ -231,3 +231,22 @@ def test_batches_are_text_and_what_follows_it(load: Load) -> None:
         assert x.shape == y.shape == (2, 40)
         assert torch.equal(x[:, 1:], y[:, :-1])
         assert all(bytes(row.tolist()) in whole for row in x)
+
+
+# --- loops that others own -------------------------------------------------------------------------------------------
+
+LOOPS = {
+    "trainer": ["--steps", "2", "--batch", "2", "--context", "16", "--layers", "1", "--d", "16", "--budget", "95%"],
+    "lightning_fit": ["--epochs", "1", "--batch", "500", "--width", "4"],
+    "accelerate_loop": ["--steps", "1", "--batch", "2", "--context", "16", "--layers", "1", "--d", "16"],
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of the libraries, about themselves
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_that_others_own_gives_equal_results(name: str, load: Load) -> None:
+    with redirect_stdout(io.StringIO()) as printed:
+        status = load(name).main(LOOPS[name])
+    assert status == 0, printed.getvalue()
+    assert printed.getvalue().count("equal to the last bit") == {"trainer": 3, "lightning_fit": 1}.get(name, 2)
+    assert "DIFFERENT" not in printed.getvalue()

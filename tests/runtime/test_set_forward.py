@@ -152,7 +152,9 @@ def test_a_whole_step_has_it() -> None:
 def test_one_that_is_bound_by_a_partial_follows_the_training_flag() -> None:
     plain, given = Net(), Net()
     for each in (plain, given):
-        each.forward = functools.partial(lambda self, x: type(self).forward(self, x) * (2 if self.training else 3), each)
+        each.forward = functools.partial(
+            lambda self, x: type(self).forward(self, x) * (2 if self.training else 3), each
+        )
     model = graphopt.optimize(given)
     assert_equal(results(model), results(plain))
     assert_equal(results(model.eval()), results(plain.eval()))

@@ -19,7 +19,19 @@ import graphopt
 from graphopt.integrations.transformers import Trainer as WholeStepTrainer
 from graphopt.passes import Recompute
 
-__all__ = ["CASES", "Case", "Outcome", "Rows", "bert", "gpt", "llama", "lora", "outcome", "plain_outcome", "rows_padded"]
+__all__ = [
+    "CASES",
+    "Case",
+    "Outcome",
+    "Rows",
+    "bert",
+    "gpt",
+    "llama",
+    "lora",
+    "outcome",
+    "plain_outcome",
+    "rows_padded",
+]
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 64}
 
@@ -102,7 +114,12 @@ class Case:
 
 _STEPS = {"max_steps": -1, "num_train_epochs": 2}
 _SAVE = {"save_strategy": "steps", "save_steps": 2}
-_BEST = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+_BEST = {
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_loss",
+}
 
 CASES = {
     "defaults": Case(),
@@ -136,9 +153,7 @@ SIBLINGS = {
     "noise on embeddings": Case(llama, {"neftune_noise_alpha": 5.0}),
     "16 bits in evaluation": Case(arguments={"bf16_full_eval": True}),
     "tokens counted": Case(arguments={"include_num_input_tokens_seen": True}),
-    "adapters, accumulated, resumed": Case(
-        lora, {**_SAVE, "gradient_accumulation_steps": 2, "bf16": True}, resume=2
-    ),
+    "adapters, accumulated, resumed": Case(lora, {**_SAVE, "gradient_accumulation_steps": 2, "bf16": True}, resume=2),
     "fifty steps": Case(arguments={"max_steps": 50, "gradient_accumulation_steps": 4, "logging_steps": 5}),
 }
 """Many more like them."""
