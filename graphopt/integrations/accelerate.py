@@ -21,7 +21,15 @@ from graphopt.rewriting.registry import find_pass
 from graphopt.runtime.compile.backend import Backend
 from graphopt.runtime.train_step import TrainStep, optimize_step
 
-__all__ = ["AcceleratedStep", "copy_scale", "hand_over_update", "prepare_step", "run_batch", "scaling_passes"]
+__all__ = [
+    "AcceleratedStep",
+    "copy_scale",
+    "hand_over_update",
+    "make_pass",
+    "prepare_step",
+    "run_batch",
+    "scaling_passes",
+]
 
 _accelerate = required("accelerate", "accelerate")
 
@@ -144,7 +152,8 @@ def scaling_passes(scaler: Any) -> list[Pass]:
     if scaler is None or not scaler.is_enabled():
         return []
     return [
-        find_pass("scale-loss")(  # type: ignore[call-arg]
+        make_pass(
+            "scale-loss",
             init_scale=scaler.get_scale(),
             growth_factor=scaler.get_growth_factor(),
             backoff_factor=scaler.get_backoff_factor(),
@@ -152,6 +161,13 @@ def scaling_passes(scaler: Any) -> list[Pass]:
             max_skipped=None,
         )
     ]
+
+
+def make_pass(name: str, *args: Any, **options: Any) -> Pass:
+    """A pass of a registered name with its options."""
+    cls: Any = find_pass(name)
+    made: Pass = cls(*args, **options)
+    return made
 
 
 def hand_over_update(optimizer: Any, step: TrainStep) -> None:

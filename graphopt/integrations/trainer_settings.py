@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from graphopt.errors import GraphoptError
-from graphopt.integrations.accelerate import scaling_passes
+from graphopt.integrations.accelerate import make_pass, scaling_passes
 from graphopt.rewriting.pass_ import Pass
 from graphopt.rewriting.pipeline import Passes, Pipeline
-from graphopt.rewriting.registry import find_pass
 from graphopt.runtime.module import Optimized
 
 __all__ = ["is_scaled", "passes_of", "refuse_model", "refuse_settings", "tell_callbacks"]
@@ -93,14 +92,14 @@ def passes_of(trainer: Any, passes: Passes, budget: int | str | None) -> list[Pa
     if budget is not None:
         if "fit-memory" in names:
             raise GraphoptError("budget= stands for the pass fit-memory, which is among the passes too: give one")
-        given.append(find_pass("fit-memory")(budget))  # type: ignore[call-arg]
+        given.append(make_pass("fit-memory", budget))
     limit = trainer.args.max_grad_norm
     if limit and _CLIP in names:
         raise GraphoptError(f"clip-gradients is among the passes, and max_grad_norm={limit} clips too: set it to 0")
     without = _CLIP in names or any(_CLIP in current.conflicts for current in given)
     if limit or not without:
         norm = limit if limit else float("inf")
-        given.append(find_pass(_CLIP)(norm, keep_norm=True))  # type: ignore[call-arg]
+        given.append(make_pass(_CLIP, norm, keep_norm=True))
     return given + scaling_passes(trainer.accelerator.scaler)
 
 
