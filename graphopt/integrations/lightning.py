@@ -43,7 +43,7 @@ class Optimize(_Callback):  # type: ignore[misc]
             and for strategies that shard parameters.
 
     Example:
-        >>> callback = Optimize([Recompute("blocks.*")], modules=["net"])
+        >>> callback = Optimize([Recompute("auto")], modules=["net"])
         >>> trainer = lightning.Trainer(max_steps=2, callbacks=[callback], **quiet)
         >>> trainer.fit(lightning_model, batches)
         >>> callback.optimized["net"].records[0].name

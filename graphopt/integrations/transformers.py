@@ -64,7 +64,9 @@ class Trainer(_Base):  # type: ignore[misc]
     Example:
         >>> arguments = transformers.TrainingArguments(folder, max_steps=2, report_to=[], disable_tqdm=True)
         >>> trainer = Trainer(language_model, arguments, train_dataset=rows, passes=[Recompute("auto")])
-        >>> trainer.train().global_step
+        >>> result = trainer.train()
+        {'train_runtime': ...}
+        >>> result.global_step
         2
         >>> [record.name for record in trainer.step.records]
         ['recompute', 'clip-gradients']

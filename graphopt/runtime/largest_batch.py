@@ -64,7 +64,7 @@ def largest_batch(
 
     Example:
         >>> graphopt.largest_batch(model, (x,), loss=loss, optimizer=optimizer, budget="1MB")
-        38
+        1730
     """
     check_budget(budget)
     if isinstance(budget, str) and "%" in budget:

@@ -236,7 +236,7 @@ def test_batches_are_text_and_what_follows_it(load: Load) -> None:
 # --- loops that others own -------------------------------------------------------------------------------------------
 
 LOOPS = {
-    "trainer": ["--steps", "2", "--batch", "2", "--context", "16", "--layers", "1", "--d", "16", "--budget", "95%"],
+    "trainer": ["--steps", "2", "--batch", "2", "--context", "16", "--layers", "1", "--d", "16", "--budget", "1GB"],
     "lightning_fit": ["--epochs", "1", "--batch", "500", "--width", "4"],
     "accelerate_loop": ["--steps", "1", "--batch", "2", "--context", "16", "--layers", "1", "--d", "16"],
 }
