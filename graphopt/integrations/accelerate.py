@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphopt.errors import ArgumentError, GraphoptError
+from graphopt.errors import ArgumentError, GraphoptError, public
 from graphopt.integrations.requirements import required
 from graphopt.rewriting.pass_ import Pass
 from graphopt.rewriting.pipeline import Passes, Pipeline
@@ -62,6 +62,7 @@ class AcceleratedStep:
         self.step.load_state_dict(state)
 
 
+@public
 def prepare_step(
     accelerator: Any,
     model: nn.Module,

@@ -11,7 +11,7 @@ from torch import nn
 from graphopt import _torch
 from graphopt.capture import CaptureSession
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
-from graphopt.errors import ArgumentError, GraphoptError, PassError, whole_number
+from graphopt.errors import ArgumentError, GraphoptError, PassError, public, whole_number
 from graphopt.ir.context import Context
 from graphopt.ir.node import Stage
 from graphopt.ir.ops.values import format_bytes, parse_bytes
@@ -28,6 +28,7 @@ __all__ = ["largest_batch"]
 Batch = Callable[[int], Any] | tuple[Any, ...] | Mapping[str, Any] | torch.Tensor
 
 
+@public
 def largest_batch(
     model: nn.Module,
     batch: Batch,

@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from graphopt import _torch
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
-from graphopt.errors import CaptureError, PipelineError
+from graphopt.errors import CaptureError, GraphoptError, PipelineError, public, short_traceback
 from graphopt.ir.methods import provided
 from graphopt.ir.program import Program
 from graphopt.rewriting.pass_ import Pass, Records
@@ -176,7 +176,10 @@ def _start(given: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs:
     if given is not what_runs(model):
         why = "a forward is called that another one has replaced (model.forward = ...)"
         return model._graphopt.run_as_it_is(given, model, args, kwargs, why)
-    return model._graphopt.call(model, args, kwargs)
+    try:
+        return model._graphopt.call(model, args, kwargs)
+    except GraphoptError as error:
+        raise short_traceback(error) from error.__cause__
 
 
 @functools.cache
@@ -191,6 +194,7 @@ def _optimized_class(cls: type[nn.Module]) -> type[Optimized]:
     return type(cls.__name__, (Optimized, cls), body)
 
 
+@public
 def optimize(
     model: M,
     passes: Passes = (),
