@@ -48,6 +48,7 @@ if TYPE_CHECKING or not _prints_words_alone():
     from graphopt.runtime import checkpoint
     from graphopt.runtime.compile.inductor_partitioner import partitioner
     from graphopt.runtime.dynamo_backend import CompiledGraph, compiled_graphs
+    from graphopt.runtime.largest_batch import largest_batch
     from graphopt.runtime.module import optimize
     from graphopt.runtime.random_streams import RandomStreams
     from graphopt.runtime.scaler import scaler
@@ -89,6 +90,7 @@ __all__ = [
     "compiled_graphs",
     "configs",
     "fast_dtype",
+    "largest_batch",
     "measure_peak",
     "name",
     "ops",

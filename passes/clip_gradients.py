@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
@@ -15,6 +16,7 @@ from graphopt.errors import GraphoptError
 from graphopt.ir.gradients import all_gradients_made, gradient_owners, in_own_storage, update_gradients
 from graphopt.ir.node import Phase, value_of
 from graphopt.ir.program import Program
+from graphopt.rewriting.gradient_norm import norm_state
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
 __all__ = ["ClipGradients"]
@@ -36,9 +38,11 @@ class ClipGradients(Pass):
     In a drop-in model use torch's functions, which find ``.grad`` unscaled.
 
     Args:
-        max_norm: the largest norm of all gradients as one vector; above 0. Give it or ``max_value``.
+        max_norm: the largest norm of all gradients as one vector; above 0, and infinite to keep their norm alone. Give
+            it or ``max_value``.
         max_value: the largest absolute value of an element; above 0.
         norm_type: the p of the p-norm; ``inf`` for the largest absolute value.
+        keep_norm: keep the norm from before clipping, for ``TrainStep.gradient_norm``.
 
     Raises:
         GraphoptError: where not exactly one limit is given, or a value is out of range.
@@ -47,6 +51,12 @@ class ClipGradients(Pass):
         >>> step = graphopt.optimize_step(model, optimizer, [ClipGradients(max_norm=1.0)], loss=loss).prepare(x)
         >>> step.records[0].name, step(x).ndim
         ('clip-gradients', 0)
+
+        Its norm, for a log:
+
+        >>> step = graphopt.optimize_step(model, optimizer, [ClipGradients(1.0, keep_norm=True)], loss=loss)
+        >>> step(x).ndim, step.gradient_norm.ndim
+        (0, 0)
     """
 
     name: ClassVar[str] = "clip-gradients"
@@ -54,20 +64,31 @@ class ClipGradients(Pass):
     numerics: ClassVar[Numerics] = "changes"
     after: ClassVar[tuple[str, ...]] = ("scale-loss", "mixed-precision", "data-parallel", "compress-gradients")
 
+    changes_signature: ClassVar[bool] = True
+
     max_norm: float | None = None
     max_value: float | None = None
     norm_type: float = 2.0
+    keep_norm: bool = False
 
     def __init__(
-        self, max_norm: float | None = None, *, max_value: float | None = None, norm_type: float = 2.0
+        self,
+        max_norm: float | None = None,
+        *,
+        max_value: float | None = None,
+        norm_type: float = 2.0,
+        keep_norm: bool = False,
     ) -> None:
         for name, value in (("max_norm", max_norm), ("max_value", max_value), ("norm_type", norm_type)):
             object.__setattr__(self, name, None if value is None else float(value))
+        object.__setattr__(self, "keep_norm", bool(keep_norm))
         if (max_norm is None) == (max_value is None):
             raise GraphoptError("clip-gradients takes one limit: max_norm, for all gradients together, or max_value")
         limit = max_norm if max_norm is not None else max_value
         assert limit is not None
-        if not 0 < limit < math.inf:
+        if keep_norm and max_norm is None:
+            raise GraphoptError("clip-gradients: keep_norm is for max_norm, since max_value takes no norm")
+        if not 0 < limit <= (math.inf if keep_norm else sys.float_info.max):
             raise GraphoptError(f"clip-gradients: the limit must be above 0 and finite, not {limit}")
         if not norm_type > 0:
             raise GraphoptError(f"clip-gradients: norm_type must be above 0, not {norm_type}")
@@ -101,6 +122,8 @@ class ClipGradients(Pass):
         every = [norms[gradient] for _, gradient in places]
         stacked = _insert(program, _aten.stack.default, (every,))
         total = _insert(program, _aten.linalg_vector_norm.default, (stacked, self.norm_type))
+        if self.keep_norm:
+            _insert(program, _aten.copy_.default, (norm_state(program, total), total))
         total = _insert(program, _aten.add.Tensor, (total, 1e-6))
         coefficient = _insert(program, _aten.reciprocal.default, (total,))
         coefficient = _insert(program, _aten.mul.Tensor, (coefficient, self.max_norm))

@@ -46,6 +46,7 @@ BORDER = (
     Row("modules replaced, added, removed", "signature"),
     Row("forward hooks and pre-hooks of submodules, and of all modules", "traced", "with them in the signature"),
     Row("hooks of the model itself", "honoured", "they act around the program"),
+    Row("a `forward` that is set on the model, before or after `optimize`", "traced", "with it in the signature"),
     Row("backward hooks of submodules, and of all modules", "refused"),
     Row("`register_hook` on a tensor inside of forward", "refused"),
     Row("hooks on parameters, post-accumulate hooks", "honoured", "with `optimize`; a whole step refuses them"),

@@ -21,9 +21,9 @@ from graphopt.capture.flatten import Structure, flatten
 from graphopt.capture.graph_part import title_of
 from graphopt.capture.hidden_effects import seeding_refused
 from graphopt.capture.nest_regions import nest_regions
+from graphopt.capture.position_questions import answered
 from graphopt.capture.regions import REGION_KEY, observe
 from graphopt.capture.source_lines import source_line, user_frame
-from graphopt.capture.transformers import answered
 from graphopt.capture.value_checks import kept_as_checks
 from graphopt.capture.varying_axes import VaryingAxes
 from graphopt.errors import CaptureError, GraphBreakError, TorchVersionError, as_cause

@@ -18,6 +18,7 @@ from graphopt.rewriting.precision.scaling import CheckedGradients
 from graphopt.runtime.compiled_joint import CompiledJoint, compile_joint
 from graphopt.runtime.parts import Parts
 from graphopt.runtime.runner import Options, Runner
+from graphopt.runtime.set_forward import what_runs
 from graphopt.runtime.size_plans import Target
 
 __all__ = ["DropIn"]
@@ -77,8 +78,16 @@ class DropIn:
             )
         return latest
 
+    @property
+    def used(self) -> bool:
+        """Whether a program has been captured, whole or in parts."""
+        return self.parts is not None or self.runner.captures.latest is not None
+
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the program for a call of the model."""
+        given = what_runs(model)
+        if self.parts is not None and self.parts.given is not given:
+            self.parts = None
         if self.parts is None:
             try:
                 with CAPTURE_LOCK:
@@ -87,13 +96,15 @@ class DropIn:
                 return found.call(arguments)
             except _ReplacedError:
                 why = "its parameters are other tensors in this call (torch.func.functional_call)"
-                return self.run_as_it_is(model, args, kwargs, why)
+                return self.run_as_it_is(given, model, args, kwargs, why)
             except GraphBreakError as error:
-                self.parts = Parts(self.original, self.runner, error)
+                self.parts = Parts(self.original, given, self.runner, error)
         return self.parts.call(model, args, kwargs)
 
-    def run_as_it_is(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], why: str) -> Any:
-        """Run a call in eager mode; the first one for a reason is told."""
+    def run_as_it_is(
+        self, given: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], why: str
+    ) -> Any:
+        """Run ``given`` for a call in eager mode; the first one for a reason is told."""
         if why not in self._told:
             self._told.add(why)
             logger.warning(
@@ -101,14 +112,14 @@ class DropIn:
                 self.original.__name__,
                 why,
             )
-        return self.original.forward(model, *args, **kwargs)
+        return given(model, *args, **kwargs)
 
     def prepare(self, model: nn.Module, example_inputs: Any) -> None:
         """Capture for positional example inputs."""
         try:
             self.runner.find_example(model, example_inputs, lambda args: _Maker(self, model, args, {}))
         except GraphBreakError as error:
-            self.parts = Parts(self.original, self.runner, error)
+            self.parts = Parts(self.original, what_runs(model), self.runner, error)
             self.parts.tell_beforehand()
 
     def checked(self) -> list[tuple[CheckedGradients, torch.Tensor]]:

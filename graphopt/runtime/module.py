@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from graphopt.runtime.compile.backend import Backend
 from graphopt.runtime.drop_in import DropIn
 from graphopt.runtime.rewrite import Verify
 from graphopt.runtime.runner import Options
+from graphopt.runtime.set_forward import entry, is_entry, of_any_model, what_runs
 
 __all__ = ["Optimized", "optimize", "take_over"]
 
@@ -29,6 +31,9 @@ M = TypeVar("M", bound=nn.Module)
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Where torch keeps the hooks of a module: an optimized model has its own, which act around the program."""
+
+_OWN = ("_graphopt", "forward")
+"""What an optimized model has in its dictionary in place of what the model had that it was made from."""
 
 
 class Optimized(nn.Module):
@@ -84,14 +89,25 @@ class Optimized(nn.Module):
         inherited = getattr(self._graphopt.original, "_repr_html_", None)
         return str(inherited(self) if inherited is not None else provided(Optimized, "notebook")(self))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A ``forward`` that is set on the model is what its program computes from then on."""
+        if name == "forward" and getattr(value, "__func__", None) is type(self).forward:
+            self.__dict__.pop(name, None)
+        elif name == "forward" and not is_entry(value):
+            self.__dict__[name] = MethodType(entry(of_any_model(self, value), _start), self)
+        else:
+            super().__setattr__(name, value)
+
     # --- copying -----------------------------------------------------------------------------------------------------
 
     def _plain_model(self) -> nn.Module:
         """This module as an object of the class it was made from, sharing everything, without the root's hooks."""
         plain = object.__new__(self._graphopt.original)
-        plain.__dict__.update({name: value for name, value in self.__dict__.items() if name != "_graphopt"})
+        plain.__dict__.update({name: value for name, value in self.__dict__.items() if name not in _OWN})
         for hooks in _HOOKS:
             plain.__dict__[hooks] = OrderedDict()
+        if "forward" in self.__dict__:
+            plain.__dict__["forward"] = MethodType(what_runs(self), plain)
         return plain
 
     def _original_model(self) -> nn.Module:
@@ -104,7 +120,11 @@ class Optimized(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles hold the plain model, the options and what passes keep; they capture again when called."""
         plain = self._original_model()
-        return _rebuild, (plain, self._graphopt.options, self._graphopt.runner.store.state_dict())
+        own = {name: value for name, value in self.__dict__.items() if getattr(value, "__self__", None) is self}
+        for name in own:
+            del plain.__dict__[name]
+        made = _rebuild, (plain, self._graphopt.options, self._graphopt.runner.store.state_dict())
+        return (*made, own) if own else made  # what is bound to this object is bound to the copy, once there is one
 
 
 def take_over(model: nn.Module, passes: Passes | Pipeline) -> tuple[nn.Module, list[Pass]]:
@@ -146,22 +166,31 @@ def _is_traced() -> bool:
         return torch.compiler.is_compiling()
 
 
+def _start(given: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a call of an optimized model: the program, or what it computes where it is not for training, or traced."""
+    taken_over = not isinstance(model, Optimized)  # by a whole step, whose program it is part of
+    if taken_over or not model.training or not torch.is_grad_enabled() or _is_traced():
+        return given(model, *args, **kwargs)
+    if _torch.in_function_transform():
+        return model._graphopt.run_as_it_is(given, model, args, kwargs, "a transform of torch.func is at work")
+    if given is not what_runs(model):
+        why = "a forward is called that another one has replaced (model.forward = ...)"
+        return model._graphopt.run_as_it_is(given, model, args, kwargs, why)
+    try:
+        return model._graphopt.call(model, args, kwargs)
+    except GraphoptError as error:
+        raise short_traceback(error) from error.__cause__
+
+
 @functools.cache
 def _optimized_class(cls: type[nn.Module]) -> type[Optimized]:
     """A subclass of a model's class under the same name, whose training calls run programs."""
-
-    @functools.wraps(cls.forward)
-    def forward(self: Optimized, *args: Any, **kwargs: Any) -> Any:
-        if not self.training or not torch.is_grad_enabled() or _is_traced():
-            return cls.forward(self, *args, **kwargs)
-        if _torch.in_function_transform():
-            return self._graphopt.run_as_it_is(self, args, kwargs, "a transform of torch.func is at work")
-        try:
-            return self._graphopt.call(self, args, kwargs)
-        except GraphoptError as error:
-            raise short_traceback(error) from error.__cause__
-
-    body = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    body = {
+        "forward": entry(cls.forward, _start),
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
     return type(cls.__name__, (Optimized, cls), body)
 
 
@@ -218,6 +247,8 @@ def optimize(
         result.__dict__[hooks] = copy.copy(model.__dict__[hooks])
     drop_in = DropIn(type(model), options, result.get_parameter, result._plain_model)
     result.__dict__["_graphopt"] = drop_in
+    if "forward" in model.__dict__:
+        result.__dict__["forward"] = MethodType(entry(of_any_model(model, model.__dict__["forward"]), _start), result)
     if example_inputs is not None:
         drop_in.prepare(result, example_inputs)
     return result  # type: ignore[return-value]

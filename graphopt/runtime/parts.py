@@ -39,6 +39,7 @@ class Parts:
 
     Args:
         original: the class that the model was made from.
+        given: what its calls run, as a function of a model.
         runner: whose options, pipeline and pass state count.
         reason: why the model cannot be captured whole.
 
@@ -46,14 +47,21 @@ class Parts:
         GraphBreakError: where a pass cannot rewrite the parts one by one.
     """
 
-    def __init__(self, original: type[nn.Module], runner: Runner[CompiledJoint], reason: GraphBreakError) -> None:
+    def __init__(
+        self,
+        original: type[nn.Module],
+        given: Callable[..., Any],
+        runner: Runner[CompiledJoint],
+        reason: GraphBreakError,
+    ) -> None:
         pipeline = runner.options.pipeline
         others = [each.name for each in pipeline.passes if not each.in_parts or each in pipeline.training]
         if others or runner.serving.declared is not None:
             what = ", ".join(others) or "dynamic_shapes"
             raise GraphBreakError(f"{reason}\n  in parts: {what} cannot be applied to the parts of a model") from reason
         self._reason = reason
-        self._function = _torch.cut(original.forward, self._cut)
+        self.given = given
+        self._function = _torch.cut(given, self._cut)
         self._graphs = CutGraphs(self, runner, original.__name__)
         self._parts: list[CutGraph] = []
         self._names: dict[int, str] = {}

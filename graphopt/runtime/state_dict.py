@@ -16,8 +16,8 @@ from graphopt.rewriting.distributed.rank_names import own_name, owner_of_all, pl
 
 __all__ = ["STATE_VERSION", "check_state", "named_state", "place", "plain_state", "redistribute"]
 
-STATE_VERSION = 3
-_KEYS = {"version", "rank", "ranks", "local", "steps", "numbers", "accumulate", "batches", "gradients", "held"}
+STATE_VERSION = 4
+_KEYS = {"version", "rank", "ranks", "local", "steps", "numbers", "accumulate", "mean", "batches", "gradients", "held"}
 
 
 def named_state(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,6 +108,7 @@ def _check_entries(state: Mapping[str, Any]) -> None:
     for key, least in (("steps", 0), ("batches", 0), ("rank", 0), ("accumulate", 1), ("ranks", 1)):
         whole_number(f"the state's {key!r}", state[key], least=least)
         _check_size(f"the state's {key!r}", state[key])
+    check_type("the state's 'mean'", state["mean"], bool, "True or False")
     for key in ("gradients", "held"):
         check_type(f"the state's {key!r}", state[key], Mapping, "a dict of tensors by name")
         _check_names(key, state[key])
@@ -184,7 +185,7 @@ def _check_complete(states: Sequence[Mapping[str, Any]]) -> None:
 
 def _check_one_step(states: Sequence[Mapping[str, Any]]) -> None:
     """Refuse states that ranks have saved at different times, or of different steps."""
-    for key in ("steps", "accumulate", "batches", "local"):
+    for key in ("steps", "accumulate", "mean", "batches", "local"):
         values = [state[key] for state in states]
         if any(value != values[0] for value in values):
             raise GraphoptError(f"the states are not of one step: {key!r} is {values}")

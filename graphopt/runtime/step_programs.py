@@ -154,9 +154,9 @@ class StepPrograms:
 
     def _due(self, captured: CapturedStep, version: Hashable) -> Variant:
         """Which program the next call runs."""
-        every, batches, waiting = self.progress.every, self.progress.batches, frozenset(self.progress.gradients)
-        if batches < every - 1:
-            return Variant("begin" if batches == 0 else "middle", every, waiting, ())
+        batches, divisor, waiting = self.progress.batches, self.progress.divisor, frozenset(self.progress.gradients)
+        if batches < self.progress.every - 1:
+            return Variant("begin" if batches == 0 else "middle", divisor, waiting, ())
         forms = {current.name: current.form(self.progress.clock) for current in self._options.pipeline.training}
         wanted = tuple((name, form) for name, form in forms.items() if form)
         program = captured.rewritten.program
@@ -164,16 +164,17 @@ class StepPrograms:
             captured.has_state = self._has_state(program)
             captured.looked_at = id(program), version
         kind: Literal["update", "first update"] = "update" if captured.has_state else "first update"
-        return Variant(kind, every, waiting, wanted)
+        return Variant(kind, divisor, waiting, wanted)
 
     def _make(self, rewritten: Rewritten, wanted: Variant) -> Program:
         first = wanted.kind == "first update"
         forms = dict(wanted.forms)
-        if self.progress.every == 1 and wanted.kind != "evaluation":
+        if wanted.every == 1 and wanted.kind != "evaluation":
             plain = not first and not forms
             return rewritten.program if plain else rewritten.lower_joint(first=first, forms=forms)
         program = rewritten.stages["joint"].copy()
-        scale_seed(program, self.progress.every)
+        if self.progress.divisor:
+            scale_seed(program, self.progress.divisor)
         if wanted.kind in ("middle", "update", "first update"):
             program = accumulate_gradients(program, self.progress.gradients.keys(), last=wanted.kind != "middle")
         if wanted.kind in ("begin", "middle", "evaluation"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphopt.errors import GraphoptError, whole_number
+from graphopt.errors import GraphoptError, check_type, whole_number
 from graphopt.rewriting.clock import Clock
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.runtime.state_dict import STATE_VERSION, check_state, named_state, place, plain_state
@@ -28,6 +28,7 @@ class StepProgress:
     Attributes:
         clock: the updates made so far.
         every: how many batches an update takes.
+        mean: whether their gradients are averaged; they are added up otherwise.
         batches: how many of them are in.
         gradients: those accumulated so far, by parameter; programs read this dictionary.
     """
@@ -41,23 +42,31 @@ class StepProgress:
     ) -> None:
         self.clock = Clock(rates=rates, numbers=numbers, state=store.__getitem__)
         self.every = 1
+        self.mean = True
         self.batches = 0
         self.gradients: dict[str, torch.Tensor] = {}
         self._pipeline = pipeline
         self._store = store
 
-    def accumulate(self, batches: int) -> None:
-        """Take so many batches for an update.
+    @property
+    def divisor(self) -> int:
+        """What gradients are divided by: the number of batches; 0 where their sum is wanted, of however many."""
+        return self.every if self.mean or self.every == 1 else 0
+
+    def accumulate(self, batches: int, mean: bool) -> None:
+        """Take so many batches for an update, with the mean or the sum of their gradients.
 
         Raises:
-            GraphoptError: for less than one, or in the middle of an accumulation.
+            ArgumentError: for less than one, and for a ``mean`` that is neither True nor False.
+            GraphoptError: in the middle of an accumulation, but for more batches of a sum.
         """
         batches = whole_number("accumulate's argument", batches, least=1, of="batches")
-        if self.batches:
+        check_type("accumulate's mean", mean, bool, "True, or False for the sum of the gradients")
+        if self.batches and (mean or self.mean or batches <= self.batches):
             raise GraphoptError(
                 f"{self.batches} of {self.every} batches are accumulated: change the number after an update"
             )
-        self.every = batches
+        self.every, self.mean = batches, mean
 
     def count_batch(self) -> bool:
         """Note that a batch is in; True behind the last one of a step: the update has run, the next step begins."""
@@ -82,6 +91,7 @@ class StepProgress:
             "steps": self.clock.steps,
             "numbers": dict(self.clock.numbers),
             "accumulate": self.every,
+            "mean": self.mean,
             "batches": self.batches,
             "gradients": {name: tensor.clone() for name, tensor in self.gradients.items()},
             "held": self._store.state_dict(),
@@ -104,7 +114,7 @@ class StepProgress:
         self.clock.steps = int(state["steps"])
         self.clock.numbers.clear()  # programs share the dictionary
         self.clock.numbers.update({name: float(number) for name, number in state["numbers"].items()})
-        self.every = int(state["accumulate"])
+        self.every, self.mean = int(state["accumulate"]), bool(state["mean"])
         self.batches = int(state["batches"])
         self.gradients.clear()
         self.gradients.update(

@@ -18,7 +18,10 @@ __all__ = ["CapturedStep", "CompiledStep", "Variant"]
 
 
 class Variant(NamedTuple):
-    """Which of a capture's programs: what it does, for how many batches, what waits for it, what passes want."""
+    """Which of a capture's programs: what it does, for how many batches, what waits for it, what passes want.
+
+    Of however many batches where ``every`` is 0, whose gradients are added up.
+    """
 
     kind: Literal["begin", "middle", "update", "first update", "evaluation"]
     every: int

@@ -19,6 +19,7 @@ from graphopt.ir.autocast import plain_precision
 from graphopt.ir.methods import provided
 from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.named_shards import accept_named_shards
+from graphopt.rewriting.gradient_norm import GRADIENT_NORM
 from graphopt.rewriting.pass_ import Records
 from graphopt.rewriting.pipeline import Passes, Pipeline
 from graphopt.rewriting.precision.scaling import scaling_of
@@ -144,17 +145,40 @@ class TrainStep:
         self._programs.variant(self._programs.find_example(example_inputs))
 
     @public
-    def accumulate(self, batches: int) -> TrainStep:
-        """Update at every ``batches``-th call only, with the mean of the gradients of these calls.
+    def accumulate(self, batches: int, *, mean: bool = True) -> TrainStep:
+        """Update at every ``batches``-th call only, with the mean of the gradients of these calls, or with their sum.
 
-        Equal to ``(loss / batches).backward()`` on each batch and ``optimizer.step()`` after the last. Each call
-        returns its own batch's loss, undivided.
+        Equal to ``(loss / batches).backward()`` on each batch, or ``loss.backward()`` for the sum, and
+        ``optimizer.step()`` after the last. Each call returns its own batch's loss, undivided.
+
+        Args:
+            batches: of one update.
+            mean: False for the sum; how many batches there will be may then change while some are accumulated, as
+                long as more are than have been.
 
         Raises:
-            GraphoptError: for less than one, or in the middle of an accumulation.
+            GraphoptError: for less than one; in the middle of an accumulation, but for more batches of a sum.
         """
-        self._progress.accumulate(batches)
+        self._progress.accumulate(batches, mean)
         return self
+
+    @property
+    def accumulated(self) -> int:
+        """How many batches have been accumulated since the last update."""
+        return self._progress.batches
+
+    @property
+    def gradient_norm(self) -> torch.Tensor | None:
+        """The norm of the gradients of the last update as ``ClipGradients(..., keep_norm=True)`` found it; else None.
+
+        Of all gradients together, before they were clipped and behind everything else; a copy, without a dimension.
+        """
+        return self._store[GRADIENT_NORM].clone() if GRADIENT_NORM in self._store else None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether loss scaling skipped the last update, for gradients that are not finite; waits for the device."""
+        return self._skips is not None and self._progress.clock.steps > 0 and self._skips.skipped_last()
 
     @public
     def synchronize(self) -> TrainStep:
@@ -242,7 +266,7 @@ class TrainStep:
     def graph_module(self) -> fx.GraphModule:
         """The generated module of the latest signature's program; it takes a list of inputs and empties it."""
         captured = self._latest()
-        found = captured.variants.get(Variant("update", self._progress.every, frozenset(), ()))
+        found = captured.variants.get(Variant("update", self._progress.divisor, frozenset(), ()))
         return found.module if found else captured.rewritten.program.to_graph_module()
 
     @property

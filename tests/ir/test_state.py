@@ -214,7 +214,7 @@ def test_loading_what_does_not_fit(captured: bool) -> None:
         assert what
     with pytest.raises(GraphoptError, match="'count/runs' is missing"):
         step.load_state_dict(changed(state, runs=None))
-    with pytest.raises(GraphoptError, match=r"expected the keys .*'held'.* and version 3, got .* version 1"):
+    with pytest.raises(GraphoptError, match=r"expected the keys .*'held'.* and version 4, got .* version 1"):
         step.load_state_dict({"version": 1, "accumulate": 1, "batches": 0, "gradients": {}})
 
 

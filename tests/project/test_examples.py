@@ -240,3 +240,22 @@ def test_batches_of_all_sizes_share_a_capture(load: Load, capsys: pytest.Capture
     assert re.search(r"padded +[2-4] ", printed)
     assert re.search(r"packed +[2-4] ", printed)
     assert "no" not in re.findall(r"\b(?:yes|no)\b", printed)
+
+
+# --- loops that others own -------------------------------------------------------------------------------------------
+
+LOOPS = {
+    "trainer": ["--steps", "2", "--batch", "2", "--context", "16", "--layers", "1", "--d", "16", "--budget", "1GB"],
+    "lightning_fit": ["--epochs", "1", "--batch", "500", "--width", "4"],
+    "accelerate_loop": ["--steps", "1", "--batch", "2", "--context", "16", "--layers", "1", "--d", "16"],
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of the libraries, about themselves
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_that_others_own_gives_equal_results(name: str, load: Load) -> None:
+    with redirect_stdout(io.StringIO()) as printed:
+        status = load(name).main(LOOPS[name])
+    assert status == 0, printed.getvalue()
+    assert printed.getvalue().count("equal to the last bit") == {"trainer": 3, "lightning_fit": 1}.get(name, 2)
+    assert "DIFFERENT" not in printed.getvalue()

@@ -124,6 +124,7 @@ LOSSES: list[Case] = [
     ("sizes of too few", lambda: step(dynamic_shapes=({},))(X, Y), ("1 entries for 2", "'x': ..., 'y': ...")),
     ("accumulate nothing", lambda: step().accumulate(0), ("accumulate", "at least 1", "0 (int)")),
     ("accumulate a text", lambda: step().accumulate("4"), ("accumulate", "'4' (str)")),
+    ("accumulate a sum of", lambda: step().accumulate(4, mean="sum"), ("mean", "False for the sum", "'sum' (str)")),
     ("looking too early", lambda: step().program, ("nothing is captured yet", "step.prepare(*batch)")),
     ("looking at a model too early", lambda: optimize(NET).program, ("nothing is captured yet", "example_inputs=")),
 ]  # fmt: skip
@@ -211,6 +212,7 @@ KEYWORDS: list[Case] = [
     ("criterion=", lambda: optimize_step(NET, SGD, criterion=F.mse_loss), ("'criterion'", "did you mean 'loss'")),  # type: ignore[call-arg]
     ("opt=", lambda: capture(NET, X, opt=SGD), ("no argument 'opt'", "did you mean 'optimizer'")),  # type: ignore[call-arg]
     ("dynamic=", lambda: optimize(NET, dynamic=True), ("no argument 'dynamic'", "'dynamic_shapes'")),  # type: ignore[call-arg]
+    ("criterion= again", lambda: graphopt.largest_batch(NET, (X,), budget=1, criterion=1), ("did you mean 'loss'",)),  # type: ignore[call-arg]
     ("zzz=", lambda: optimize(NET, zzz=1), ("no argument 'zzz'", "it takes model, passes")),  # type: ignore[call-arg]
 ]  # fmt: skip
 
@@ -221,6 +223,7 @@ STATES: list[Case] = [
     ("held", lambda: STEP.load_state_dict({**STATE, "held": 3}), ("'held'", "tensors by name", "3 (int)")),
     ("steps", lambda: STEP.load_state_dict({**STATE, "steps": "x"}), ("'steps'", "whole number", "'x'")),
     ("accumulate", lambda: STEP.load_state_dict({**STATE, "accumulate": 0}), ("'accumulate'", "at least 1")),
+    ("mean", lambda: STEP.load_state_dict({**STATE, "mean": 1}), ("'mean'", "True or False", "1 (int)")),
     ("a gradient", lambda: STEP.load_state_dict({**STATE, "gradients": {"net.0.weight": 3}}), ("net.0.weight",)),
     ("redistribute one", lambda: graphopt.redistribute(STATE, 2), ("every rank", "[state]")),  # type: ignore[arg-type]
     ("redistribute none", lambda: graphopt.redistribute([], 2), ("every rank", "none")),

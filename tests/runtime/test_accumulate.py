@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 
 import graphopt
 from graphopt import GraphoptError, Pass
-from graphopt.passes import Recompute
+from graphopt.passes import ClipGradients, Recompute
 from tests.support.covering import covering
 from tests.support.running import X, adamw, network, rows, same, sgd
 from tests.support.training import Training, assert_same, mean_square
@@ -116,3 +117,50 @@ def test_mistakes_with_accumulation() -> None:
         step.load_state_dict({**state, "version": 7})
     with pytest.raises(GraphoptError, match=r"gradients of .*other\.weight.*, which the model does not have"):
         step.load_state_dict({**state, "gradients": {"other.weight": X}})
+
+
+# --- sums ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [0.05, math.inf])
+def test_sums_of_windows_of_any_length_are_clipped_as_eager_does(limit: float) -> None:
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 4))
+
+    batches = torch.randn(9, 5, 8, generator=torch.Generator().manual_seed(0))
+    windows = [3, 1, 4, 1]
+    plain, ours = net(), net()
+    eager, optimizer = (torch.optim.AdamW(model.parameters(), fused=True) for model in (plain, ours))
+    torch.manual_seed(1)
+    norms, rest = [], iter(batches)
+    for window in windows:
+        for _ in range(window):
+            plain(next(rest)).square().mean().backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(plain.parameters(), limit))
+        eager.step()
+        eager.zero_grad()
+    passes = [ClipGradients(limit, keep_norm=True)]
+    step = graphopt.optimize_step(ours, optimizer, passes, loss=lambda model, x: model(x).square().mean())
+    assert step.gradient_norm is None
+    torch.manual_seed(1)
+    rest = iter(batches)
+    for window, norm in zip(windows, norms, strict=True):
+        for number in range(1, window + 1):
+            step.accumulate(step.accumulated + (1 if number == window else 2), mean=False)(next(rest))
+        assert step.accumulated == 0
+        assert torch.equal(step.gradient_norm, norm)
+    assert all(map(torch.equal, ours.parameters(), plain.parameters()))
+    assert len(step.programs) <= 5
+    step.accumulate(3, mean=False)(batches[0])
+    assert step.state_dict()["mean"] is False
+    for options in ({"batches": 1, "mean": False}, {"batches": 3}):
+        with pytest.raises(GraphoptError, match="1 of 3 batches are accumulated"):
+            step.accumulate(**options)
+
+
+def test_only_a_norm_without_a_limit_may_be_infinite() -> None:
+    with pytest.raises(GraphoptError, match="above 0 and finite"):
+        ClipGradients(math.inf)
+    with pytest.raises(GraphoptError, match="keep_norm is for max_norm"):
+        ClipGradients(max_value=1.0, keep_norm=True)

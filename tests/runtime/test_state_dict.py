@@ -18,7 +18,7 @@ from graphopt.runtime import state_dict as resume
 def state_of(rank: int, ranks: int, residual: torch.Tensor, **changes: Any) -> dict[str, Any]:
     return {
         "version": resume.STATE_VERSION, "rank": rank, "ranks": ranks, "local": ["residual", "count"], "steps": 7,
-        "numbers": {"a": 1.0}, "accumulate": 2, "batches": 1, "gradients": {"w": residual * 3},
+        "numbers": {"a": 1.0}, "accumulate": 2, "mean": True, "batches": 1, "gradients": {"w": residual * 3},
         "held": {"residual": residual, "count": torch.tensor(rank + 1), "scale": torch.tensor(2.0)}, **changes,
     }  # fmt: skip
 
