@@ -84,6 +84,8 @@ class CaptureSession:
         keep: leave numbers and texts that forward sets in modules set, as behind a call in eager mode.
 
     Attributes:
+        example: the positional and the keyword example inputs.
+        loss: as given.
         joint: the joint program as it was lowered last.
         repeated: for a part of a model, the inputs that its program takes again (``split_uses``).
 
@@ -120,7 +122,8 @@ class CaptureSession:
             refuse_parameter_hooks(model)
         self._call = under_autocast(call)
         self._names = argument_names(model, loss)
-        self._example = (args, kwargs or {})
+        self.example = (args, kwargs or {})
+        self.loss = loss
         self._scalar_loss = loss is not None
         self._dynamic_shapes = dynamic_shapes
         self._keep = keep
@@ -146,7 +149,7 @@ class CaptureSession:
         return program
 
     def _capture(self, autocast: torch.dtype | None) -> ForwardCapture:
-        args, kwargs = self._example
+        args, kwargs = self.example
         call = self._call
         devices = self._devices() if autocast is not None else []
         if devices:
@@ -173,7 +176,7 @@ class CaptureSession:
 
     def _devices(self) -> list[str]:
         """The kinds of devices of the model's tensors and of the example inputs, for which there is autocast."""
-        given = [leaf for leaf in _torch.pytree.tree_leaves(self._example) if isinstance(leaf, torch.Tensor)]
+        given = [leaf for leaf in _torch.pytree.tree_leaves(self.example) if isinstance(leaf, torch.Tensor)]
         kinds = {tensor.device.type for tensor in (*self.tensors().values(), *given)}
         return sorted(kind for kind in kinds if torch.amp.is_autocast_available(kind))
 

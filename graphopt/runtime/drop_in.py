@@ -126,7 +126,7 @@ class DropIn:
         vars(model).update({name: vars(plain)[name] for name in session.assigned if name in vars(plain)})
         program = capture.rewritten.program
         if not runner.captures.all():
-            runner.prepare(program, plain)
+            runner.prepare(capture.rewritten, plain)
         runner.make_ready(program)
         compiled = compile_joint(runner, session, capture)
         runner.announce(capture)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -35,7 +35,7 @@ from graphopt.runtime.rewrite import Rewritten, Verify
 from graphopt.runtime.runner import Options, Runner
 from graphopt.runtime.skipped_steps import SkipWatch
 from graphopt.runtime.state_dict import STATE_VERSION, check_state, place
-from graphopt.runtime.step_variants import CapturedStep, CompiledStep, Variant
+from graphopt.runtime.step_variants import CapturedStep, CompiledStep, Variant, stored_name
 
 __all__ = ["TrainStep", "optimize_step"]
 
@@ -233,15 +233,15 @@ class TrainStep:
             keep=runner.is_first,
         )
         capture = runner.rewrite(session)
-        program, shards = capture.rewritten.program, capture.rewritten.shards
+        rewritten, shards = capture.rewritten, capture.rewritten.shards
         if shards is not None:
             shard_state(self._optimizer, {name: self._model.get_parameter(name) for name in shards}, shards)
         if not runner.captures.all() and not self._clock.steps:  # a resumed run goes on with what each rank has loaded
-            runner.prepare(program, self._model)
-        self._store.require(program.pass_state)
+            runner.prepare(rewritten, self._model)
+        self._store.require(rewritten.pass_state)
         self._store.check_loaded()
         runner.announce(capture)
-        return CapturedStep(capture.rewritten, capture.rules, settings(self._optimizer))
+        return CapturedStep(rewritten, capture.rules, settings(self._optimizer))
 
     def _variant(self, captured: CapturedStep) -> CompiledStep:
         """The compiled program that this call needs, made at its first use."""
@@ -249,16 +249,16 @@ class TrainStep:
             captured.variants.clear()
             captured.rewritten.retrace()
             captured.settings = settings(self._optimizer)
-        key = self._due(captured.rewritten.program)
+        key = self._due(captured.rewritten)
         if key not in captured.variants:
-            captured.variants[key] = self._compile(self._make(captured.rewritten, key))
+            captured.variants[key] = self._compile(self._program(captured.rewritten, key))
         return captured.variants[key]
 
     def _evaluation(self, captured: CapturedStep, batch: list[torch.Tensor]) -> Evaluate:
         """What computes the loss and the gradients of a batch once more, without an update."""
         key = Variant("evaluation", 1, frozenset(), ())
         if key not in captured.variants:
-            captured.variants[key] = self._compile(self._make(captured.rewritten, key))
+            captured.variants[key] = self._compile(self._program(captured.rewritten, key))
         return functools.partial(evaluate, captured.variants[key], batch)
 
     def _compile(self, program: Program) -> CompiledStep:
@@ -268,13 +268,13 @@ class TrainStep:
         binding = Binding(program, self._model, self._optimizer, self._gradients, self._store)
         return CompiledStep(program, module, run, binding, checked_gradients(program))
 
-    def _due(self, program: Program) -> Variant:
+    def _due(self, rewritten: Rewritten) -> Variant:
         """Which program the next call runs."""
         if self._batches < self._every - 1:
             return Variant("begin" if self._batches == 0 else "middle", self._every, frozenset(self._gradients), ())
         forms = {current.name: current.form(self._clock) for current in self._pipeline.training}
         wanted = tuple((name, form) for name, form in forms.items() if form)
-        kind: Literal["update", "first update"] = "update" if self._has_state(program) else "first update"
+        kind: Literal["update", "first update"] = "update" if self._has_state(rewritten.state) else "first update"
         return Variant(kind, self._every, frozenset(self._gradients), wanted)
 
     def _rates(self) -> tuple[float, ...]:
@@ -285,12 +285,19 @@ class TrainStep:
         for current in self._pipeline.training:
             current.advance(self._clock)
 
-    def _has_state(self, program: Program) -> bool:
-        for _, spec in program.inputs_of("state"):
-            name, key = spec.target.rsplit("/", 1)
+    def _has_state(self, targets: Sequence[str]) -> bool:
+        for target in targets:
+            name, key = target.rsplit("/", 1)
             if key not in self._optimizer.state.get(self._model.get_parameter(name), {}):
                 return False
         return True
+
+    def _program(self, rewritten: Rewritten, wanted: Variant) -> Program:
+        """The program of a variant, which may be kept beyond the process."""
+        name = stored_name(wanted, self._optimizer, self._model)
+        plain = wanted == Variant("update", 1, frozenset(), ())
+        make = functools.partial(self._make, rewritten, wanted)
+        return make() if plain else rewritten.variant(name, make)
 
     def _make(self, rewritten: Rewritten, wanted: Variant) -> Program:
         first = wanted.kind == "first update"

@@ -1,0 +1,400 @@
+"""Captures found in the folder of the cache instead of being made, and put there when they were made.
+
+A capture is looked up by its key (``program_key``). What is read is checked: the file by its digest, the data field by
+field, the program by the rules of programs, its inputs against the live model, optimizer and call. Whatever fails is a
+capture that is not there, with a warning that says what failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphopt.capture import CaptureSession
+from graphopt.capture.flatten import flatten
+from graphopt.capture.graph_part import GraphPart
+from graphopt.errors import GraphoptError
+from graphopt.ir.checked_json import Field
+from graphopt.ir.context import Context
+from graphopt.ir.deserialization import from_json, read_pass_state
+from graphopt.ir.node import Stage
+from graphopt.ir.program import Program
+from graphopt.ir.serialization import to_json
+from graphopt.ir.state import PassState
+from graphopt.ir.verify import verify
+from graphopt.rewriting.dump import DumpDirectory
+from graphopt.rewriting.pipeline import Pipeline
+from graphopt.runtime.captures import SizeRule
+from graphopt.runtime.rewrite import Rewritten, Verify, rewrite
+from graphopt.runtime.stored.capture_content import (
+    LazySnapshots,
+    LazyStages,
+    read_records,
+    read_rules,
+    refuse_process_bound,
+    write_records,
+    write_rules,
+)
+from graphopt.runtime.stored.checked_file import read_checked, write_checked
+from graphopt.runtime.stored.live_inputs import check_inputs, live_constants
+from graphopt.runtime.stored.program_folder import (
+    HEADER,
+    entries,
+    is_on,
+    make_room,
+    note_refusal,
+    programs_folder,
+)
+from graphopt.runtime.stored.program_key import Key, differences, program_key, read_sections
+from graphopt.runtime.stored.stable_form import NoStableFormError, digest
+
+__all__ = ["CacheLookup", "ProgramCache", "StoredCapture", "read_capture"]
+
+logger = logging.getLogger(__name__)
+_package = logging.getLogger("graphopt")
+
+_FORMAT = 1
+
+
+@dataclass
+class StoredCapture:
+    """The folder of one capture, from which its programs are read and to which new ones are added.
+
+    Attributes:
+        state: the optimizer state that the step program takes, by target.
+        pass_state: what passes keep in the program that runs.
+        loaded: whether the capture was read from here.
+    """
+
+    folder: Path
+    session: CaptureSession
+    context: Context
+    state: tuple[str, ...] = ()
+    pass_state: Mapping[str, PassState] = field(default_factory=dict)
+    loaded: bool = False
+
+    def variant(self, name: str, make: Callable[[], Program]) -> Program:
+        """A program of the capture beside those of its stages: read, or made and written.
+
+        Args:
+            name: says everything that it depends on beside the capture.
+            make: makes it.
+        """
+        path = self.folder / f"variant-{digest(name)[:24]}"
+        if path.exists():
+            try:
+                return self.read(path)
+            except GraphoptError as error:
+                logger.warning("a stored program cannot be used, and is made anew: %s", error)
+        program = make()
+        if not refuse_process_bound(program):
+            self.write(path, program)
+        return program
+
+    def read(self, path: Path) -> Program:
+        """A program from a file, checked, on the live tensors.
+
+        Raises:
+            GraphoptError: where it is none, or does not fit them.
+        """
+        data = read_checked(path)
+        try:
+            program = from_json(data.value)
+            verify(program)
+            check_inputs(program, self.session)
+        except GraphoptError as error:
+            raise GraphoptError(f"{path}: {error}") from error
+        except Exception as error:  # of torch, on sizes and strides that no program has
+            raise GraphoptError(f"{path}: no program that runs: {type(error).__name__}: {error!s:.200}") from error
+        live_constants(program, self.session)
+        program.context = replace(
+            self.context, history=program.context.history, compiled=self.context.compiled
+        )
+        return program
+
+    def write(self, path: Path, program: Program) -> None:
+        """Write a program; where that fails, there is none."""
+        try:
+            write_checked(path, to_json(program))
+        except (OSError, GraphoptError) as error:
+            logger.debug("%s is not kept: %s", path, error)
+
+
+@dataclass
+class CacheLookup:
+    """One question to the cache: what was found, or where to put what is captured instead.
+
+    Attributes:
+        found: the capture with its rules for sizes; None where there is none.
+    """
+
+    key: Key
+    folder: Path
+    found: tuple[Rewritten, list[SizeRule]] | None = None
+    why: str = ""
+    said: list[tuple[str, str]] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Around a capture: what it warns of is kept with it, and said again where it is read."""
+        handler = _Listener(self.said)
+        _package.addHandler(handler)
+        try:
+            yield
+        finally:
+            _package.removeHandler(handler)
+
+    def keep(self, rewritten: Rewritten, rules: list[SizeRule]) -> None:
+        """Write a capture, and let its variants be written when they are made; says why not at DEBUG."""
+        reason = _not_kept(rewritten)
+        own = self.folder / self.key.name
+        if not reason:
+            try:
+                self._write(own, rewritten, rules)
+            except (OSError, GraphoptError) as error:
+                reason = str(error)
+        if reason:
+            refuse(self.folder, self.key.title, reason)
+            return
+        rewritten.entry = StoredCapture(own, rewritten.session, rewritten.program.context)
+        make_room(self.folder)
+
+    def _write(self, own: Path, rewritten: Rewritten, rules: list[SizeRule]) -> None:
+        for stage in ("joint", "step"):
+            if stage in rewritten.stages:
+                write_checked(own / f"stage-{stage}", to_json(rewritten.stages[stage]))
+        write_checked(own / HEADER, header_of(self.key, rewritten, rules, self.said, self.why))
+
+
+class _Listener(logging.Handler):
+    """Notes the warnings of graphopt's loggers."""
+
+    def __init__(self, said: list[tuple[str, str]]) -> None:
+        super().__init__(logging.WARNING)
+        self._said = said
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note one."""
+        if record.levelno == logging.WARNING:
+            self._said.append((record.name, record.getMessage()))
+
+
+def header_of(
+    key: Key, rewritten: Rewritten, rules: list[SizeRule], said: list[tuple[str, str]], why: str
+) -> dict[str, Any]:
+    """What an entry says of a capture beside its programs."""
+    program = rewritten.program
+    return {
+        "format": _FORMAT,
+        "title": key.title,
+        "key": key.sections,
+        "why": why,
+        "pipeline": str(rewritten.pipeline),
+        "stages": [stage for stage in ("joint", "step") if stage in rewritten.stages],
+        "seconds": rewritten.seconds,
+        "rules": write_rules(rules),
+        "records": write_records(rewritten.records),
+        "warnings": [list(item) for item in said],
+        "state": [spec.target for _, spec in program.inputs_of("state")],
+        "pass_state": {target: state.to_json() for target, state in program.pass_state.items()},
+    }
+
+
+def _not_kept(rewritten: Rewritten) -> str:
+    """Why a capture is not kept; empty where it is."""
+    if rewritten.session.assigned:
+        return f"forward sets {rewritten.session.assigned[0]}, which only running its Python does"
+    if rewritten.program.context.numbers:
+        return "passes have measured numbers that are not part of a program"
+    reasons = [refuse_process_bound(rewritten.stages[stage]) for stage in rewritten.stages if stage != "forward"]
+    return next((reason for reason in reasons if reason), "")
+
+
+def refuse(folder: Path, title: str, reason: str) -> None:
+    """Say, and note for ``graphopt cache``, why a capture is not kept."""
+    logger.debug("the capture of %s is not kept: %s", title, reason)
+    note_refusal(folder, title, reason, digest([title, reason])[:24])
+
+
+class ProgramCache:
+    """Looks up the captures of one model or step.
+
+    Args:
+        pipeline: whose passes run.
+        until: the stage of the program that runs.
+        backend: as the user gave it.
+        verify: how far passes are checked.
+        dynamic_shapes: as the user gave them.
+    """
+
+    def __init__(self, pipeline: Pipeline, until: Stage, backend: object, verify: Verify, dynamic_shapes: Any) -> None:
+        self._pipeline = pipeline
+        self._until: Stage = until
+        self._backend = backend
+        self._verify: Verify = verify
+        self._dynamic_shapes = dynamic_shapes
+
+    def look_up(self, session: CaptureSession, context: Context) -> CacheLookup | None:
+        """What is there for a capture that is about to be made; None where the cache is off or cannot serve it."""
+        folder = programs_folder()
+        if folder is None or not is_on() or isinstance(session.model, GraphPart):
+            return None
+        reason = self._out_of_reach(context)
+        if not reason:
+            try:
+                key = self.key(session)
+            except NoStableFormError as error:
+                reason = str(error)
+        if reason:
+            refuse(folder, session.title, reason)
+            return None
+        lookup = CacheLookup(key, folder)
+        own = folder / key.name
+        if not (own / HEADER).exists():
+            lookup.why = _nearest(folder, key)
+            logger.debug("no stored capture of %s: %s", key.title, lookup.why)
+            return lookup
+        try:
+            lookup.found = self.read(own, session, context)
+        except GraphoptError as error:
+            lookup.why = str(error)
+            logger.warning("a stored capture of %s cannot be used, and it is captured anew: %s", key.title, error)
+        return lookup
+
+    def key(self, session: CaptureSession) -> Key:
+        """The key of a capture.
+
+        Raises:
+            NoStableFormError: where it depends on what cannot be compared.
+        """
+        return program_key(
+            session,
+            self._pipeline,
+            until=self._until,
+            compiler=self._backend if isinstance(self._backend, str) else "callable",
+            verify=self._verify,
+            dynamic_shapes=self._dynamic_shapes,
+        )
+
+    def read(self, own: Path, session: CaptureSession, context: Context) -> tuple[Rewritten, list[SizeRule]]:
+        """The capture in a folder, for the live model."""
+        started = time.perf_counter()
+        found = read_capture(own, session, context, self._pipeline, self._verify)
+        with contextlib.suppress(OSError):
+            (own / HEADER).touch()
+        found[0].seconds = time.perf_counter() - started
+        return found
+
+    def _out_of_reach(self, context: Context) -> str:
+        """Why no capture of these options is looked up; empty where it is."""
+        if self._until not in ("step",):
+            return "a drop-in model's program needs torch's trace"
+        if self._verify == "numerics":
+            return 'verify="numerics" compares with the program before passes, which only a capture has'
+        if context.numbers:
+            return "passes go on with numbers of an earlier run"
+        if any(_exchanges(current) for current in self._pipeline.passes):
+            return "passes exchange with other ranks while they rewrite"
+        if DumpDirectory.is_wanted():
+            return "GRAPHOPT_DUMP asks for the programs before and between passes"
+        return ""
+
+
+def _exchanges(current: object) -> bool:
+    return any(name in type(current).__dict__ for name in ("prepare", "settle", "shards"))
+
+
+def read_capture(
+    own: Path, session: CaptureSession, context: Context, pipeline: Pipeline, verified: Verify
+) -> tuple[Rewritten, list[SizeRule]]:
+    """A capture from its folder, for a live model; its programs are read when they are needed.
+
+    Raises:
+        GraphoptError: where the folder holds no capture, or one that does not fit.
+    """
+    header = read_checked(own / HEADER)
+    if header["format"].whole(0) != _FORMAT:
+        raise header["format"].expected(f"format {_FORMAT}")
+    tensors = flatten(session.example, paths=False)[0]
+    rules = read_rules(header["rules"], tensors)
+    if not fits(rules, tensors):
+        raise GraphoptError("it is for other sizes")
+    known = {"joint": "joint", "step": "step"}
+    stages: list[Stage] = [stage.one_of(known) for stage in header["stages"].items(most=2)]  # type: ignore[misc]
+    if not stages:
+        raise header["stages"].expected("at least one stage")
+    entry = StoredCapture(
+        own,
+        session,
+        context,
+        tuple(target.text() for target in header["state"].items()),
+        {name: read_pass_state(item) for name, item in header["pass_state"].entries()},
+        loaded=True,
+    )
+    missing = [stage for stage in stages if not (own / f"stage-{stage}").is_file()]
+    if missing:
+        raise GraphoptError(f"{own}: the program of the stage {missing[0]} is missing")
+    lazy = _stages(entry, stages, pipeline, verified)
+    records = read_records(header["records"])
+    rewritten = Rewritten(session, pipeline, verified, lazy, records, LazySnapshots(lazy), entry=entry)
+    _say_again(header["warnings"])
+    return rewritten, rules
+
+
+def _stages(entry: StoredCapture, stages: list[Stage], pipeline: Pipeline, verified: Verify) -> LazyStages:
+    """The programs of the stages, read when they are needed; one that then cannot be read is captured."""
+
+    def reader(stage: Stage) -> Callable[[], Program]:
+        def read() -> Program:
+            try:
+                return entry.read(entry.folder / f"stage-{stage}")
+            except GraphoptError as error:
+                logger.warning("a stored program cannot be used, and is captured anew: %s", error)
+                made = rewrite(entry.session, pipeline, until=stages[-1], verify=verified, context=entry.context)
+                return made.stages[stage]
+
+        return read
+
+    return LazyStages({stage: reader(stage) for stage in stages})
+
+
+def _say_again(field: Field) -> None:
+    """Log what the capture warned of: it holds for the program that was read as well."""
+    for item in field.items(most=200):
+        parts = [part.text() for part in item.items(most=2)]
+        if len(parts) == 2 and parts[0].split(".")[0] == "graphopt":
+            logging.getLogger(parts[0]).warning("%s", parts[1])
+
+
+def fits(rules: list[SizeRule], tensors: list[torch.Tensor]) -> bool:
+    """Whether the sizes of a call obey the rules of a capture that was read."""
+    values: dict[str, int] = {}
+    for rule in rules:
+        size = tensors[rule.input].shape[rule.dim]
+        if rule.size is not None and size != rule.size:
+            return False
+        if rule.size is None and (size < rule.low or size > (size if rule.high is None else rule.high)):
+            return False
+        if rule.size is None and values.setdefault(rule.symbol, size) != size:
+            return False
+    return True
+
+
+def _nearest(folder: Path, key: Key) -> str:
+    """Why there is no entry for a key: what differs from the nearest entry of the same model."""
+    best: list[str] | None = None
+    for entry in entries(folder)[:20]:
+        with contextlib.suppress(GraphoptError):
+            header = entry.header()
+            if header["title"].text() == key.title:
+                found = differences(key.sections, read_sections(header["key"]))
+                if best is None or len(found) < len(best):
+                    best = found
+    return "; ".join(best) if best else f"there is no capture of {key.title} yet"

@@ -1,0 +1,248 @@
+"""What a capture depends on, as a document that is the same in every process that would capture the same.
+
+It has a section for each kind of thing, and in each an entry for each thing, so that two of them can be compared entry
+by entry: ``graphopt cache explain`` and the errors of ``load_step`` say what differs.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from graphopt import _torch
+from graphopt.analysis.costs.figures import device_name
+from graphopt.capture import CaptureSession
+from graphopt.capture.fingerprint import global_flags, metadata, module_parts
+from graphopt.capture.flatten import flatten
+from graphopt.capture.step import settings
+from graphopt.ir.autocast import autocast_state
+from graphopt.ir.checked_json import Field
+from graphopt.ir.version import VERSION
+from graphopt.rewriting.pipeline import Pipeline
+from graphopt.runtime.signature import call_parts
+from graphopt.runtime.stored.code_form import CodeForms
+from graphopt.runtime.stored.stable_form import Form, NoStableFormError, StableForms, digest, qualified_name
+
+__all__ = ["MACHINE", "Key", "Sections", "differences", "program_key", "read_sections"]
+
+MACHINE = "machine"
+"""The section that says which machine plans and measured figures are for."""
+
+_LONGEST = 120
+"""Letters of an entry that stands as it is; a longer one stands as its digest."""
+
+Sections = dict[str, dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a capture depends on.
+
+    Attributes:
+        title: whose capture it is, for people.
+        sections: everything that it depends on.
+    """
+
+    title: str
+    sections: Sections
+
+    @functools.cached_property
+    def name(self) -> str:
+        """Letters and digits that stand for all of it."""
+        return digest(self.sections)[:40]
+
+
+def program_key(
+    session: CaptureSession, pipeline: Pipeline, *, until: str, compiler: str, verify: object, dynamic_shapes: Any
+) -> Key:
+    """The key of a capture that is about to be made.
+
+    Args:
+        session: the capture; nothing of it is traced.
+        pipeline: whose passes run.
+        until: the stage of the program that runs.
+        compiler: which kind of backend makes the code.
+        verify: how far passes are checked.
+        dynamic_shapes: as the user gave them.
+
+    Raises:
+        NoStableFormError: where something that it depends on cannot be compared between processes: what and where.
+    """
+    modules = {id(module): path for path, module in session.model.named_modules()}
+    code = CodeForms(modules)
+    forms = StableForms(modules, code.meet)
+    args, kwargs = session.example
+    tensors, structure = flatten((args, dict(kwargs)), paths=False)
+    spec = str(structure.spec)
+    if " at 0x" in spec:
+        raise NoStableFormError("arguments whose structure cannot be compared")
+    leaves = [leaf for leaf, tensor in zip(structure.leaves, structure.is_tensor, strict=True) if not tensor]
+    call = {"structure": spec, "values": _form(forms, leaves, "the arguments of the call")}
+    described = call_parts(tensors, sizes=dynamic_shapes is None)
+    call |= {f"tensor {index}": str(each) for index, each in enumerate(described[0])}
+    call["sharing"] = str(described[1])
+    passes = {
+        current.name: [str(current), _form(forms, current, f"the pass {current.name}")] for current in pipeline.passes
+    }
+    devices = {tensor.device for tensor in (*session.tensors().values(), *tensors)}
+    sections: dict[str, Mapping[str, Form]] = {
+        "versions": _versions(),
+        MACHINE: _machine(devices),
+        "passes": passes,
+        "options": {
+            "until": until,
+            "backend": compiler,
+            "verify": str(verify),
+            "dynamic_shapes": _form(forms, dynamic_shapes, "dynamic_shapes"),
+        },
+        "settings": _settings(),
+        "model": _model(session.model, forms),
+        "call": call,
+        "loss": {"loss": _form(forms, session.loss, "the loss")},
+        "optimizer": {} if session.optimizer is None else _optimizer(session.optimizer, session.model, forms),
+        "code": {},
+    }
+    sections["code"] = code.follow()
+    return Key(session.title, {name: _readable(section) for name, section in sections.items()})
+
+
+def differences(wanted: Sections, found: Sections, *, most: int = 5) -> list[str]:
+    """What differs between two keys, in words, with ``found`` as what there is and ``wanted`` as what is asked for."""
+    lines = []
+    for section in wanted.keys() | found.keys():
+        mine, other = wanted.get(section, {}), found.get(section, {})
+        for name in sorted(mine.keys() | other.keys()):
+            if mine.get(name) != other.get(name):
+                lines.append(f"{section}: {name}{_change(other.get(name), mine.get(name))}")
+    lines.sort(key=lambda line: (_ORDER.index(line.split(":")[0]) if line.split(":")[0] in _ORDER else 99, line))
+    return lines if len(lines) <= most else [*lines[:most], f"and {len(lines) - most} more"]
+
+
+def read_sections(field: Field) -> Sections:
+    """The sections of a key, from a file."""
+    return {name: {entry: text.text() for entry, text in part.entries()} for name, part in field.entries()}
+
+
+_ORDER = ("versions", MACHINE, "options", "passes", "call", "optimizer", "loss", "model", "code", "settings")
+
+
+def _change(before: str | None, now: str | None) -> str:
+    if before is None:
+        return " is new"
+    if now is None:
+        return " is gone"
+    short = all(len(text) <= _LONGEST and not text.startswith("#") for text in (before, now))
+    return f" was {before}, is {now}" if short else " has changed"
+
+
+def _readable(section: Mapping[str, Form]) -> dict[str, str]:
+    found = {}
+    for name, form in section.items():
+        text = form if isinstance(form, str) else None
+        found[name] = text if text is not None and len(text) <= _LONGEST else f"#{digest(form)}"
+    return found
+
+
+def _form(forms: StableForms, value: Any, where: str) -> Form:
+    try:
+        return forms.form(value)
+    except NoStableFormError as error:
+        raise NoStableFormError(f"{where}: {error}") from None
+
+
+def _versions() -> dict[str, str]:
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"torch": str(torch.__version__), "graphopt": f"{VERSION} {_own_source()}", "python": python}
+
+
+@functools.cache
+def _own_source() -> str:
+    """A digest of graphopt's own files: in a checkout they change without a version."""
+    root = Path(__file__).resolve().parents[2]
+    found = hashlib.sha256()
+    for folder in (root, root / "passes"):
+        for file in sorted(folder.rglob("*.py")):
+            found.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def _machine(devices: set[torch.device]) -> dict[str, str]:
+    kinds = {device for device in devices if device.type in ("cpu", "cuda")}
+    found = {f"device {device}": device_name(device) for device in kinds}
+    for device in kinds:
+        if device.type == "cuda":
+            found[f"bytes of {device}"] = str(torch.cuda.get_device_properties(device).total_memory)
+    group = dist.is_available() and dist.is_initialized()
+    ranks = str(dist.get_world_size()) if group else "1"
+    return {**found, "threads": str(torch.get_num_threads()), "ranks": ranks}
+
+
+def _settings() -> dict[str, str]:
+    hooks = _torch.global_module_hooks()
+    if hooks:
+        raise NoStableFormError("hooks that act on all modules")
+    return {"flags": str(global_flags()), "autocast": str(autocast_state())}
+
+
+def _model(model: nn.Module, forms: StableForms) -> dict[str, Form]:
+    """Each module by its path, and each parameter and buffer by its name."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    seen: dict[int, str] = {}
+    found: dict[str, Form] = {}
+    for path, module in model.named_modules():
+        forms.form(type(module))
+        parts = module_parts(module)
+        where = f"{type(module).__name__} {path}".strip()
+        attributes = {name: _form(forms, value, f".{name} of {where}") for name, value in parts.attributes.items()}
+        hooks = _form(forms, parts.hooks, f"the hooks of {where}")
+        children = [[name, paths.get(id(child))] for name, child in module._modules.items()]
+        found[path or "(the model)"] = [qualified_name(type(module)), module.training, attributes, hooks, children]
+        for name, tensor in parts.tensors.items():
+            full = f"{path}.{name}" if path else name
+            if tensor is None:
+                found[full] = "None"
+                continue
+            same = seen.setdefault(id(tensor), full)
+            found[full] = f"{_words(tensor)}{'' if same == full else f', the same as {same}'}"
+    return found
+
+
+def _words(tensor: torch.Tensor) -> str:
+    dtype, device, shape, strides, requires_grad, hooked = metadata(tensor)  # type: ignore[misc]
+    words = [f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"]
+    words += [] if tensor.is_contiguous() else [f"strides {strides}"]
+    words += [] if requires_grad else ["frozen"]
+    return ", ".join([*words, *(["with hooks"] if hooked else []), type(tensor).__name__])
+
+
+_OWN_PARTS = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))) | {"_zero_grad_profile_name"}
+
+
+def _optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, forms: StableForms) -> dict[str, Form]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    forms.form(type(optimizer))
+    found: dict[str, Form] = {"class": qualified_name(type(optimizer))}
+    found["step"] = digest(inspect.signature(type(optimizer).step).__str__())
+    for index, group in enumerate(optimizer.param_groups):
+        where = f"group {index}"
+        found[f"{where}: parameters"] = [names.get(id(parameter), "?") for parameter in group["params"]]
+        rate = group["lr"]
+        found[f"{where}: lr"] = str(metadata(rate)) if isinstance(rate, torch.Tensor) else "a number"
+        for name, value in group.items():
+            if name not in ("params", "lr", "initial_lr"):
+                found[f"{where}: {name}"] = _form(forms, value, f"{name!r} of the optimizer")
+    found["hooks"] = str(settings(optimizer)[0])
+    for name, value in vars(optimizer).items():
+        if name not in _OWN_PARTS:
+            found[f"attribute {name}"] = _form(forms, value, f".{name} of the optimizer")
+    return found
