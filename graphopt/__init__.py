@@ -29,6 +29,7 @@ from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.precision.devices import fast_dtype
 from graphopt.rewriting.rewrite_pass import Rewrite
 from graphopt.rewriting.training_pass import TrainingPass
+from graphopt.runtime.load_step import load_step
 from graphopt.runtime.module import optimize
 from graphopt.runtime.random_streams import RandomStreams
 from graphopt.runtime.scaler import scaler
@@ -66,6 +67,7 @@ __all__ = [
     "capture",
     "configs",
     "fast_dtype",
+    "load_step",
     "measure_peak",
     "name",
     "ops",

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 
 import graphopt
-from graphopt.cli import compare, memory, plan, tensors, view
+from graphopt.cli import cache, compare, memory, plan, tensors, view
 from graphopt.cli.command_parser import CommandParser, commands_of
 from graphopt.cli.completion import SHELLS, completion_script
 from graphopt.cli.output import (
@@ -154,6 +154,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.plan_arguments(
         add(plan.plan, "plan", "show what fits into how many bytes at what cost in time, and the plan for each budget")
     )
+    cache.cache_arguments(
+        add(cache.cache, "cache", "list the captures that are kept beyond the process, explain misses, remove them")
+    )
     shells = add(_completion, "completion", "print a script that completes commands and options in a shell")
     shells.add_argument("shell", choices=SHELLS, help="source the output, as in: source <(graphopt completion bash)")
     helped = add(_help, "help", "explain a command, or list all")
@@ -179,6 +182,9 @@ environment:
   GRAPHOPT_OVERVIEW  1 prints the overview at the start of training anywhere,
                      0 nowhere (default: on a terminal)
   GRAPHOPT_DUMP      a folder in which each run leaves its programs
+  GRAPHOPT_CACHE     a folder for what outlives a process: captures of whole
+                     steps, and measured costs (GRAPHOPT_CACHE_PROGRAMS=0: only
+                     those)
 """
 
 

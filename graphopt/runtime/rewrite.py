@@ -60,6 +60,7 @@ class Rewritten:
         snapshots: ``(label, program)`` after capture, after each lowering and after each pass.
         seconds: that capture, lowering and passes took, or reading them.
         entry: where programs of this capture are kept beyond the process; None for nowhere.
+        variants: its programs beside those of the stages, as far as they were needed, by what they depend on.
     """
 
     session: CaptureSession
@@ -70,6 +71,7 @@ class Rewritten:
     snapshots: Sequence[tuple[str, Program]] = field(default_factory=list)
     seconds: float = 0.0
     entry: Keeper | None = None
+    variants: dict[str, Program] = field(default_factory=dict)
 
     @property
     def program(self) -> Program:
@@ -100,7 +102,9 @@ class Rewritten:
             name: says everything that it depends on beside the capture.
             make: makes it.
         """
-        return make() if self.entry is None else self.entry.variant(name, make)
+        program = make() if self.entry is None else self.entry.variant(name, make)
+        self.variants[name] = program
+        return program
 
     def lower(self, program: Program) -> Program:
         """The program of the next stage, as it is before the passes of that stage."""
@@ -141,6 +145,7 @@ class Rewritten:
     def retrace(self) -> None:
         """Trace the optimizer again, after its settings changed."""
         self.stages["step"] = self.lower_joint()
+        self.variants.clear()
         self.entry = None  # what is kept has been traced with the settings as they were
 
 

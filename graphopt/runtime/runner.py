@@ -104,6 +104,7 @@ class Runner(Generic[C]):
         store: the tensors that passes keep across runs.
         watch: of the ranks that programs exchange with.
         names: of the positional arguments of a call, as far as they have names.
+        cache: of captures, beyond this process.
     """
 
     def __init__(
@@ -123,9 +124,7 @@ class Runner(Generic[C]):
         self._told: set[str] = set()
         self._sizes = ChangingSizes()
         self.names: Sequence[str] = ()
-        self._cache = ProgramCache(
-            options.pipeline, until, options.backend, options.verify, options.dynamic_shapes
-        )
+        self.cache = ProgramCache(options.pipeline, until, options.backend, options.verify, options.dynamic_shapes)
         self._context = Context(numbers={} if numbers is None else numbers, compiled=options.backend != "eager")
 
     def find(
@@ -196,7 +195,7 @@ class Runner(Generic[C]):
             VerifyError: for ``verify="numerics"``, where results differ.
         """
         options = self.options
-        lookup = self._cache.look_up(session, self._context) if room is None else None
+        lookup = self.cache.look_up(session, self._context) if room is None else None
         if lookup is not None and lookup.found is not None:
             return Capture(*lookup.found)
         with self.watch.capturing(), contextlib.nullcontext() if lookup is None else lookup.listening():

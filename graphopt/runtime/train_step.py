@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -35,6 +37,10 @@ from graphopt.runtime.rewrite import Rewritten, Verify
 from graphopt.runtime.runner import Options, Runner
 from graphopt.runtime.skipped_steps import SkipWatch
 from graphopt.runtime.state_dict import STATE_VERSION, check_state, place
+from graphopt.runtime.stored.program_key import program_key
+from graphopt.runtime.stored.save_captures import save_captures
+from graphopt.runtime.stored.shipped_captures import Shipped
+from graphopt.runtime.stored.stable_form import NoStableFormError
 from graphopt.runtime.step_variants import CapturedStep, CompiledStep, Variant, stored_name
 
 __all__ = ["TrainStep", "optimize_step"]
@@ -411,6 +417,34 @@ class TrainStep:
         self._gradients.update(
             {name: tensor.to(parameters[name].device, copy=True) for name, tensor in state["gradients"].items()}
         )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write what was captured and planned to a file, for ``graphopt.load_step`` in another process or elsewhere.
+
+        To be called while the model is as it is when it trains. The file holds programs as data, and no parameters;
+        with ``backend="inductor"`` also what inductor has made, in torch's own format.
+
+        Raises:
+            GraphoptError: before the first capture, and where a capture holds what no file can, naming it.
+        """
+        self._latest()
+        save_captures(
+            Path(path), self._runner.captures.all(), self._runner.cache, self._pipeline, self._options.backend,
+            self._options.verify,
+        )  # fmt: skip
+
+    def use_shipped(self, shipped: Shipped) -> None:
+        """Take captures from a file; what was checked before the first call fits.
+
+        Raises:
+            GraphoptError: where the file is for another model, loss or optimizer, saying what differs.
+        """
+        cache = self._runner.cache
+        try:
+            shipped.check(program_key(cache.subject(self._model, self._loss or True, self._optimizer, None)))
+        except NoStableFormError as error:
+            raise GraphoptError(f"{shipped.source} cannot be used: {error}") from error
+        cache.shipped = shipped
 
     def _repr_html_(self) -> str:
         return str(provided(TrainStep, "notebook")(self))

@@ -106,7 +106,8 @@ def capture_line(rewritten: Rewritten) -> str:
 
 def _loaded_line(rewritten: Rewritten) -> str:
     """The line of a capture that was read: no program is read for it, so that the peak is that of the last pass."""
-    own = [record for record in rewritten.records if record.peak_after is not None]
+    last = list(rewritten.stages)[-1]
+    own = [record for record in rewritten.records if record.peak_after is not None and record.stage == last]
     peak = f"peak {format_bytes(own[-1].peak_after or 0)} predicted, " if own else ""
     title = rewritten.session.title or "program"
     return f"{title}: loaded from the cache, {peak}{_passes(rewritten)}, {rewritten.seconds:.1f} s"

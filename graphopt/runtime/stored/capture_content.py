@@ -16,7 +16,15 @@ from graphopt.ir.program import Program
 from graphopt.rewriting.pass_ import Changed, Numerics, PassRecord
 from graphopt.runtime.captures import SizeRule
 
-__all__ = ["LazySnapshots", "LazyStages", "read_records", "read_rules", "refuse_process_bound", "write_records", "write_rules"]
+__all__ = [
+    "LazySnapshots",
+    "LazyStages",
+    "read_records",
+    "read_rules",
+    "refuse_process_bound",
+    "write_records",
+    "write_rules",
+]
 
 
 class LazyStages(MutableMapping[Stage, Program]):
@@ -96,8 +104,16 @@ def read_records(field: Field) -> list[PassRecord]:
         numerics = item["numerics"].one_of({name: name for name in get_args(Numerics)})
         found.append(
             PassRecord(
-                item["name"].text(), item["spec"].text(100_000), stage, numerics, changed, item["seconds"].number(),
-                nodes[0], nodes[1], peaks[0], peaks[1],
+                item["name"].text(),
+                item["spec"].text(100_000),
+                stage,
+                numerics,
+                changed,
+                item["seconds"].number(),
+                nodes[0],
+                nodes[1],
+                peaks[0],
+                peaks[1],
             )  # fmt: skip
         )
     return found

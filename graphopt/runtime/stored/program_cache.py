@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from graphopt.capture import CaptureSession
 from graphopt.capture.flatten import flatten
@@ -42,20 +43,20 @@ from graphopt.runtime.stored.capture_content import (
     write_records,
     write_rules,
 )
-from graphopt.runtime.stored.checked_file import read_checked, write_checked
 from graphopt.runtime.stored.live_inputs import check_inputs, live_constants
+from graphopt.runtime.stored.program_files import HEADER, FolderFiles, ProgramFiles
 from graphopt.runtime.stored.program_folder import (
-    HEADER,
     entries,
     is_on,
     make_room,
     note_refusal,
     programs_folder,
 )
-from graphopt.runtime.stored.program_key import Key, differences, program_key, read_sections
+from graphopt.runtime.stored.program_key import Key, Subject, differences, program_key, read_sections
+from graphopt.runtime.stored.shipped_captures import Shipped
 from graphopt.runtime.stored.stable_form import NoStableFormError, digest
 
-__all__ = ["CacheLookup", "ProgramCache", "StoredCapture", "read_capture"]
+__all__ = ["CacheLookup", "ProgramCache", "StoredCapture", "not_kept", "read_capture", "variant_file", "write_capture"]
 
 logger = logging.getLogger(__name__)
 _package = logging.getLogger("graphopt")
@@ -65,7 +66,7 @@ _FORMAT = 1
 
 @dataclass
 class StoredCapture:
-    """The folder of one capture, from which its programs are read and to which new ones are added.
+    """The files of one capture, from which its programs are read and to which new ones are added.
 
     Attributes:
         state: the optimizer state that the step program takes, by target.
@@ -73,7 +74,7 @@ class StoredCapture:
         loaded: whether the capture was read from here.
     """
 
-    folder: Path
+    files: ProgramFiles
     session: CaptureSession
     context: Context
     state: tuple[str, ...] = ()
@@ -87,24 +88,24 @@ class StoredCapture:
             name: says everything that it depends on beside the capture.
             make: makes it.
         """
-        path = self.folder / f"variant-{digest(name)[:24]}"
-        if path.exists():
+        own = variant_file(name)
+        if own in self.files:
             try:
-                return self.read(path)
+                return self.read(own)
             except GraphoptError as error:
                 logger.warning("a stored program cannot be used, and is made anew: %s", error)
         program = make()
         if not refuse_process_bound(program):
-            self.write(path, program)
+            self.write(own, program)
         return program
 
-    def read(self, path: Path) -> Program:
+    def read(self, name: str) -> Program:
         """A program from a file, checked, on the live tensors.
 
         Raises:
             GraphoptError: where it is none, or does not fit them.
         """
-        data = read_checked(path)
+        data, path = self.files.read(name), self.files.place(name)
         try:
             program = from_json(data.value)
             verify(program)
@@ -114,17 +115,20 @@ class StoredCapture:
         except Exception as error:  # of torch, on sizes and strides that no program has
             raise GraphoptError(f"{path}: no program that runs: {type(error).__name__}: {error!s:.200}") from error
         live_constants(program, self.session)
-        program.context = replace(
-            self.context, history=program.context.history, compiled=self.context.compiled
-        )
+        program.context = replace(self.context, history=program.context.history, compiled=self.context.compiled)
         return program
 
-    def write(self, path: Path, program: Program) -> None:
+    def write(self, name: str, program: Program) -> None:
         """Write a program; where that fails, there is none."""
         try:
-            write_checked(path, to_json(program))
+            self.files.write(name, to_json(program))
         except (OSError, GraphoptError) as error:
-            logger.debug("%s is not kept: %s", path, error)
+            logger.debug("%s is not kept: %s", self.files.place(name), error)
+
+
+def variant_file(name: str) -> str:
+    """The file of a program beside those of the stages."""
+    return f"variant-{digest(name)[:24]}"
 
 
 @dataclass
@@ -153,24 +157,42 @@ class CacheLookup:
 
     def keep(self, rewritten: Rewritten, rules: list[SizeRule]) -> None:
         """Write a capture, and let its variants be written when they are made; says why not at DEBUG."""
-        reason = _not_kept(rewritten)
-        own = self.folder / self.key.name
+        reason = not_kept(rewritten)
+        files = FolderFiles(self.folder / self.key.name)
         if not reason:
             try:
-                self._write(own, rewritten, rules)
+                write_capture(files, self.key, rewritten, rules, self.said, self.why)
             except (OSError, GraphoptError) as error:
                 reason = str(error)
         if reason:
             refuse(self.folder, self.key.title, reason)
             return
-        rewritten.entry = StoredCapture(own, rewritten.session, rewritten.program.context)
+        rewritten.entry = StoredCapture(files, rewritten.session, rewritten.program.context)
         make_room(self.folder)
 
-    def _write(self, own: Path, rewritten: Rewritten, rules: list[SizeRule]) -> None:
-        for stage in ("joint", "step"):
-            if stage in rewritten.stages:
-                write_checked(own / f"stage-{stage}", to_json(rewritten.stages[stage]))
-        write_checked(own / HEADER, header_of(self.key, rewritten, rules, self.said, self.why))
+
+def write_capture(
+    files: ProgramFiles,
+    key: Key,
+    rewritten: Rewritten,
+    rules: list[SizeRule],
+    said: list[tuple[str, str]],
+    why: str = "",
+) -> None:
+    """Write the programs of a capture, and then what they are of.
+
+    Raises:
+        OSError: where a file cannot be written.
+        GraphoptError: for a program without a textual form.
+    """
+    for stage in _written_stages(rewritten):
+        files.write(f"stage-{stage}", to_json(rewritten.stages[stage]))
+    files.write(HEADER, header_of(key, rewritten, rules, said, why))
+
+
+def _written_stages(rewritten: Rewritten) -> list[Stage]:
+    kept: tuple[Stage, ...] = ("joint", "step")
+    return [stage for stage in kept if stage in rewritten.stages]
 
 
 class _Listener(logging.Handler):
@@ -197,7 +219,7 @@ def header_of(
         "key": key.sections,
         "why": why,
         "pipeline": str(rewritten.pipeline),
-        "stages": [stage for stage in ("joint", "step") if stage in rewritten.stages],
+        "stages": list(_written_stages(rewritten)),
         "seconds": rewritten.seconds,
         "rules": write_rules(rules),
         "records": write_records(rewritten.records),
@@ -207,7 +229,7 @@ def header_of(
     }
 
 
-def _not_kept(rewritten: Rewritten) -> str:
+def not_kept(rewritten: Rewritten) -> str:
     """Why a capture is not kept; empty where it is."""
     if rewritten.session.assigned:
         return f"forward sets {rewritten.session.assigned[0]}, which only running its Python does"
@@ -232,6 +254,9 @@ class ProgramCache:
         backend: as the user gave it.
         verify: how far passes are checked.
         dynamic_shapes: as the user gave them.
+
+    Attributes:
+        shipped: the captures of a file that a step was loaded from.
     """
 
     def __init__(self, pipeline: Pipeline, until: Stage, backend: object, verify: Verify, dynamic_shapes: Any) -> None:
@@ -240,9 +265,20 @@ class ProgramCache:
         self._backend = backend
         self._verify: Verify = verify
         self._dynamic_shapes = dynamic_shapes
+        self.shipped: Shipped | None = None
 
     def look_up(self, session: CaptureSession, context: Context) -> CacheLookup | None:
-        """What is there for a capture that is about to be made; None where the cache is off or cannot serve it."""
+        """What is there for a capture that is about to be made; None where the cache is off or cannot serve it.
+
+        Raises:
+            GraphoptError: for the first call of a step that was loaded from a file, where the file has no capture for
+                it.
+        """
+        if self.shipped is not None:
+            found = self.shipped.find(self.key, session)
+            if found is not None:
+                key, files = found
+                return CacheLookup(key, Path(), self.read(files, session, context))
         folder = programs_folder()
         if folder is None or not is_on() or isinstance(session.model, GraphPart):
             return None
@@ -256,8 +292,8 @@ class ProgramCache:
             refuse(folder, session.title, reason)
             return None
         lookup = CacheLookup(key, folder)
-        own = folder / key.name
-        if not (own / HEADER).exists():
+        own = FolderFiles(folder / key.name)
+        if HEADER not in own:
             lookup.why = _nearest(folder, key)
             logger.debug("no stored capture of %s: %s", key.title, lookup.why)
             return lookup
@@ -274,21 +310,27 @@ class ProgramCache:
         Raises:
             NoStableFormError: where it depends on what cannot be compared.
         """
-        return program_key(
-            session,
-            self._pipeline,
-            until=self._until,
-            compiler=self._backend if isinstance(self._backend, str) else "callable",
-            verify=self._verify,
-            dynamic_shapes=self._dynamic_shapes,
+        return program_key(self.subject(session.model, session.loss, session.optimizer, session.example))
+
+    def subject(self, model: nn.Module, loss: Any, optimizer: torch.optim.Optimizer | None, example: Any) -> Subject:
+        """What is captured with these options.
+
+        Args:
+            model: the bare model.
+            loss: as for ``CaptureSession``.
+            optimizer: whose update ends the program.
+            example: positional and keyword arguments of the call; None where there is none yet.
+        """
+        compiler = self._backend if isinstance(self._backend, str) else "callable"
+        return Subject(
+            model, loss, optimizer, example, self._pipeline, self._until, compiler, self._verify, self._dynamic_shapes
         )
 
-    def read(self, own: Path, session: CaptureSession, context: Context) -> tuple[Rewritten, list[SizeRule]]:
+    def read(self, own: ProgramFiles, session: CaptureSession, context: Context) -> tuple[Rewritten, list[SizeRule]]:
         """The capture in a folder, for the live model."""
         started = time.perf_counter()
         found = read_capture(own, session, context, self._pipeline, self._verify)
-        with contextlib.suppress(OSError):
-            (own / HEADER).touch()
+        own.used()
         found[0].seconds = time.perf_counter() - started
         return found
 
@@ -312,14 +354,14 @@ def _exchanges(current: object) -> bool:
 
 
 def read_capture(
-    own: Path, session: CaptureSession, context: Context, pipeline: Pipeline, verified: Verify
+    own: ProgramFiles, session: CaptureSession, context: Context, pipeline: Pipeline, verified: Verify
 ) -> tuple[Rewritten, list[SizeRule]]:
-    """A capture from its folder, for a live model; its programs are read when they are needed.
+    """A capture from its files, for a live model; its programs are read when they are needed.
 
     Raises:
-        GraphoptError: where the folder holds no capture, or one that does not fit.
+        GraphoptError: where the files hold no capture, or one that does not fit.
     """
-    header = read_checked(own / HEADER)
+    header = own.read(HEADER)
     if header["format"].whole(0) != _FORMAT:
         raise header["format"].expected(f"format {_FORMAT}")
     tensors = flatten(session.example, paths=False)[0]
@@ -338,9 +380,9 @@ def read_capture(
         {name: read_pass_state(item) for name, item in header["pass_state"].entries()},
         loaded=True,
     )
-    missing = [stage for stage in stages if not (own / f"stage-{stage}").is_file()]
+    missing = [stage for stage in stages if f"stage-{stage}" not in own]
     if missing:
-        raise GraphoptError(f"{own}: the program of the stage {missing[0]} is missing")
+        raise GraphoptError(f"{own.place(HEADER)}: the program of the stage {missing[0]} is missing")
     lazy = _stages(entry, stages, pipeline, verified)
     records = read_records(header["records"])
     rewritten = Rewritten(session, pipeline, verified, lazy, records, LazySnapshots(lazy), entry=entry)
@@ -354,7 +396,7 @@ def _stages(entry: StoredCapture, stages: list[Stage], pipeline: Pipeline, verif
     def reader(stage: Stage) -> Callable[[], Program]:
         def read() -> Program:
             try:
-                return entry.read(entry.folder / f"stage-{stage}")
+                return entry.read(f"stage-{stage}")
             except GraphoptError as error:
                 logger.warning("a stored program cannot be used, and is captured anew: %s", error)
                 made = rewrite(entry.session, pipeline, until=stages[-1], verify=verified, context=entry.context)

@@ -12,11 +12,21 @@ from graphopt.analysis.costs.figures import cache_folder
 from graphopt.errors import GraphoptError
 from graphopt.ir.checked_json import Field
 from graphopt.runtime.stored.checked_file import read_checked, write_checked
+from graphopt.runtime.stored.program_files import HEADER
 
-__all__ = ["HEADER", "LARGEST", "REFUSED", "StoredEntry", "entries", "is_on", "make_room", "programs_folder", "refusals"]
-
-HEADER = "capture"
-"""The file of an entry that says what it is of; written last."""
+__all__ = [
+    "LARGEST",
+    "REFUSED",
+    "StoredEntry",
+    "clear",
+    "entries",
+    "find_entry",
+    "is_on",
+    "make_room",
+    "note_refusal",
+    "programs_folder",
+    "refusals",
+]
 
 REFUSED = "refused"
 """The folder of what was not kept, with the reasons."""
@@ -84,6 +94,26 @@ def entries(folder: Path) -> list[StoredEntry]:
                 header = own / HEADER
                 found.append(StoredEntry(own, size, (header if header.exists() else own).stat().st_mtime))
     return sorted(found, key=lambda entry: -entry.used)
+
+
+def find_entry(folder: Path, key: str) -> StoredEntry:
+    """The entry whose key begins with the given letters.
+
+    Raises:
+        GraphoptError: where none does, or several do.
+    """
+    found = [entry for entry in entries(folder) if entry.key.startswith(key)]
+    if len(found) != 1:
+        what = "no capture" if not found else f"{len(found)} captures"
+        raise GraphoptError(f"{what} in {folder} with a key that begins with {key!r}; `graphopt cache list` shows them")
+    return found[0]
+
+
+def clear(folder: Path) -> None:
+    """Remove everything of the folder that is graphopt's: entries, notes, and what a process left half written."""
+    for entry in entries(folder):
+        entry.remove()
+    shutil.rmtree(folder / REFUSED, ignore_errors=True)
 
 
 def make_room(folder: Path, largest: int = LARGEST) -> int:

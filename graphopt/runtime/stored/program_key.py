@@ -21,10 +21,10 @@ from torch import nn
 
 from graphopt import _torch
 from graphopt.analysis.costs.figures import device_name
-from graphopt.capture import CaptureSession
 from graphopt.capture.fingerprint import global_flags, metadata, module_parts
 from graphopt.capture.flatten import flatten
-from graphopt.capture.step import settings
+from graphopt.capture.graph_part import title_of
+from graphopt.capture.step import NOTED, settings
 from graphopt.ir.autocast import autocast_state
 from graphopt.ir.checked_json import Field
 from graphopt.ir.version import VERSION
@@ -33,7 +33,7 @@ from graphopt.runtime.signature import call_parts
 from graphopt.runtime.stored.code_form import CodeForms
 from graphopt.runtime.stored.stable_form import Form, NoStableFormError, StableForms, digest, qualified_name
 
-__all__ = ["MACHINE", "Key", "Sections", "differences", "program_key", "read_sections"]
+__all__ = ["MACHINE", "Key", "Sections", "Subject", "differences", "program_key", "read_sections"]
 
 MACHINE = "machine"
 """The section that says which machine plans and measured figures are for."""
@@ -62,58 +62,78 @@ class Key:
         return digest(self.sections)[:40]
 
 
-def program_key(
-    session: CaptureSession, pipeline: Pipeline, *, until: str, compiler: str, verify: object, dynamic_shapes: Any
-) -> Key:
-    """The key of a capture that is about to be made.
+@dataclass(frozen=True)
+class Subject:
+    """What is captured, and how.
 
-    Args:
-        session: the capture; nothing of it is traced.
+    Attributes:
+        model: the bare model.
+        loss: as for ``CaptureSession``.
+        optimizer: whose update ends the program; None for a program without one.
+        example: positional and keyword arguments of the call; None where there is no call yet.
         pipeline: whose passes run.
         until: the stage of the program that runs.
         compiler: which kind of backend makes the code.
         verify: how far passes are checked.
         dynamic_shapes: as the user gave them.
+    """
+
+    model: nn.Module
+    loss: Any
+    optimizer: torch.optim.Optimizer | None
+    example: tuple[tuple[Any, ...], Mapping[str, Any]] | None
+    pipeline: Pipeline
+    until: str
+    compiler: str
+    verify: object
+    dynamic_shapes: Any
+
+
+def program_key(subject: Subject) -> Key:
+    """The key of a capture that is about to be made; nothing is traced for it.
 
     Raises:
         NoStableFormError: where something that it depends on cannot be compared between processes: what and where.
     """
-    modules = {id(module): path for path, module in session.model.named_modules()}
+    modules = {id(module): path for path, module in subject.model.named_modules()}
     code = CodeForms(modules)
     forms = StableForms(modules, code.meet)
-    args, kwargs = session.example
-    tensors, structure = flatten((args, dict(kwargs)), paths=False)
+    given = [] if subject.example is None else flatten((subject.example[0], dict(subject.example[1])), paths=False)[0]
+    tensors = [*subject.model.parameters(), *subject.model.buffers(), *given]
+    sections: dict[str, Mapping[str, Form]] = {
+        "versions": _versions(),
+        MACHINE: _machine({tensor.device for tensor in tensors}),
+        "passes": {
+            current.name: [str(current), _form(forms, current, f"the pass {current.name}")]
+            for current in subject.pipeline.passes
+        },
+        "options": {
+            "until": subject.until,
+            "backend": subject.compiler,
+            "verify": str(subject.verify),
+            "dynamic_shapes": _form(forms, subject.dynamic_shapes, "dynamic_shapes"),
+        },
+        "settings": _settings(),
+        "model": _model(subject.model, forms),
+        "call": {} if subject.example is None else _call(subject, forms),
+        "loss": {"loss": _form(forms, subject.loss, "the loss")},
+        "optimizer": {} if subject.optimizer is None else _optimizer(subject.optimizer, subject.model, forms),
+    }
+    sections["code"] = code.follow()
+    return Key(title_of(subject.model), {name: _readable(section) for name, section in sections.items()})
+
+
+def _call(subject: Subject, forms: StableForms) -> dict[str, Form]:
+    """The structure of the arguments, the tensors among them, and the values of the others."""
+    assert subject.example is not None
+    tensors, structure = flatten((subject.example[0], dict(subject.example[1])), paths=False)
     spec = str(structure.spec)
     if " at 0x" in spec:
         raise NoStableFormError("arguments whose structure cannot be compared")
     leaves = [leaf for leaf, tensor in zip(structure.leaves, structure.is_tensor, strict=True) if not tensor]
-    call = {"structure": spec, "values": _form(forms, leaves, "the arguments of the call")}
-    described = call_parts(tensors, sizes=dynamic_shapes is None)
-    call |= {f"tensor {index}": str(each) for index, each in enumerate(described[0])}
-    call["sharing"] = str(described[1])
-    passes = {
-        current.name: [str(current), _form(forms, current, f"the pass {current.name}")] for current in pipeline.passes
-    }
-    devices = {tensor.device for tensor in (*session.tensors().values(), *tensors)}
-    sections: dict[str, Mapping[str, Form]] = {
-        "versions": _versions(),
-        MACHINE: _machine(devices),
-        "passes": passes,
-        "options": {
-            "until": until,
-            "backend": compiler,
-            "verify": str(verify),
-            "dynamic_shapes": _form(forms, dynamic_shapes, "dynamic_shapes"),
-        },
-        "settings": _settings(),
-        "model": _model(session.model, forms),
-        "call": call,
-        "loss": {"loss": _form(forms, session.loss, "the loss")},
-        "optimizer": {} if session.optimizer is None else _optimizer(session.optimizer, session.model, forms),
-        "code": {},
-    }
-    sections["code"] = code.follow()
-    return Key(session.title, {name: _readable(section) for name, section in sections.items()})
+    described, sharing = call_parts(tensors, sizes=subject.dynamic_shapes is None)
+    found = {"structure": spec, "values": _form(forms, leaves, "the arguments of the call"), "sharing": str(sharing)}
+    return found | {f"tensor {index}": str(each) for index, each in enumerate(described)}
 
 
 def differences(wanted: Sections, found: Sections, *, most: int = 5) -> list[str]:
@@ -225,9 +245,6 @@ def _words(tensor: torch.Tensor) -> str:
     return ", ".join([*words, *(["with hooks"] if hooked else []), type(tensor).__name__])
 
 
-_OWN_PARTS = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))) | {"_zero_grad_profile_name"}
-
-
 def _optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, forms: StableForms) -> dict[str, Form]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     forms.form(type(optimizer))
@@ -243,6 +260,11 @@ def _optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, forms: Stable
                 found[f"{where}: {name}"] = _form(forms, value, f"{name!r} of the optimizer")
     found["hooks"] = str(settings(optimizer)[0])
     for name, value in vars(optimizer).items():
-        if name not in _OWN_PARTS:
+        if name not in (*NOTED, "defaults") and not _wraps_step(name, value):
             found[f"attribute {name}"] = _form(forms, value, f".{name} of the optimizer")
     return found
+
+
+def _wraps_step(name: str, value: Any) -> bool:
+    """Whether an attribute is the wrapper that torch's schedulers put around ``step``, which only counts calls."""
+    return name == "step" and getattr(value, "__module__", "").startswith("torch.")
