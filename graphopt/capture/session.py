@@ -19,6 +19,7 @@ from graphopt.capture.call_checks import (
     check_optimizer,
 )
 from graphopt.capture.checks import refuse_wrapped
+from graphopt.capture.flatten import Structure
 from graphopt.capture.forward import ForwardCapture, capture_forward
 from graphopt.capture.graph_part import GraphPart, title_of
 from graphopt.capture.hidden_effects import capturing, refuse_backward_hooks, refuse_parameter_hooks
@@ -130,6 +131,7 @@ class CaptureSession:
         self.repeated: list[str] = []
         self._captures: dict[torch.dtype | None, ForwardCapture] = {}
         self._assigned: dict[str, None] = {}
+        self._outputs: Structure | None = None
 
     def forward(self, autocast: torch.dtype | None = None) -> Program:
         """The forward program, to be rewritten.
@@ -189,6 +191,15 @@ class CaptureSession:
     def captured(self) -> ForwardCapture:
         """What is the same for every capture of this session: the structures of its inputs and outputs, the batch."""
         return next(iter(self._captures.values()), None) or self._captures.setdefault(None, self._capture(None))
+
+    @property
+    def outputs(self) -> Structure:
+        """The structure of what the call returns."""
+        return self.captured.outputs if self._outputs is None else self._outputs
+
+    def replay(self, joint: JointCapture, outputs: Structure) -> None:
+        """Take a joint program that was captured before, with the structure of its results, as the one of this call."""
+        self.joint, self._outputs = joint, outputs
 
     @property
     def assigned(self) -> tuple[str, ...]:

@@ -92,7 +92,7 @@ def compile_joint(runner: Runner[CompiledJoint], session: CaptureSession, captur
     return CompiledJoint(
         capture.rewritten,
         capture.rules,
-        session.captured.outputs,
+        session.outputs,
         forward,
         backward,
         function,

@@ -37,11 +37,11 @@ from graphopt.runtime.rewrite import Rewritten, Verify
 from graphopt.runtime.runner import Options, Runner
 from graphopt.runtime.skipped_steps import SkipWatch
 from graphopt.runtime.state_dict import STATE_VERSION, check_state, place
+from graphopt.runtime.step_variants import CapturedStep, CompiledStep, Variant, stored_name
 from graphopt.runtime.stored.program_key import program_key
 from graphopt.runtime.stored.save_captures import save_captures
 from graphopt.runtime.stored.shipped_captures import Shipped
 from graphopt.runtime.stored.stable_form import NoStableFormError
-from graphopt.runtime.step_variants import CapturedStep, CompiledStep, Variant, stored_name
 
 __all__ = ["TrainStep", "optimize_step"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,13 @@ from torch import nn
 from graphopt.capture import CaptureSession
 from graphopt.capture.flatten import flatten
 from graphopt.capture.graph_part import GraphPart
+from graphopt.capture.replayed_trace import not_replayed, replay_trace
 from graphopt.errors import GraphoptError
+from graphopt.ir.autocast import plain_precision
 from graphopt.ir.checked_json import Field
 from graphopt.ir.context import Context
 from graphopt.ir.deserialization import from_json, read_pass_state
-from graphopt.ir.node import Stage
+from graphopt.ir.node import InputSpec, Stage
 from graphopt.ir.program import Program
 from graphopt.ir.serialization import to_json
 from graphopt.ir.state import PassState
@@ -53,6 +55,7 @@ from graphopt.runtime.stored.program_folder import (
     programs_folder,
 )
 from graphopt.runtime.stored.program_key import Key, Subject, differences, program_key, read_sections
+from graphopt.runtime.stored.result_structure import read_structure, write_structure
 from graphopt.runtime.stored.shipped_captures import Shipped
 from graphopt.runtime.stored.stable_form import NoStableFormError, digest
 
@@ -157,12 +160,12 @@ class CacheLookup:
 
     def keep(self, rewritten: Rewritten, rules: list[SizeRule]) -> None:
         """Write a capture, and let its variants be written when they are made; says why not at DEBUG."""
-        reason = not_kept(rewritten)
+        reason = not_kept(rewritten) or _not_replayed(rewritten)
         files = FolderFiles(self.folder / self.key.name)
         if not reason:
             try:
                 write_capture(files, self.key, rewritten, rules, self.said, self.why)
-            except (OSError, GraphoptError) as error:
+            except (OSError, GraphoptError, NoStableFormError) as error:
                 reason = str(error)
         if reason:
             refuse(self.folder, self.key.title, reason)
@@ -212,7 +215,8 @@ def header_of(
     key: Key, rewritten: Rewritten, rules: list[SizeRule], said: list[tuple[str, str]], why: str
 ) -> dict[str, Any]:
     """What an entry says of a capture beside its programs."""
-    program = rewritten.program
+    program, session = rewritten.program, rewritten.session
+    joint = session.joint if session.optimizer is None else None
     return {
         "format": _FORMAT,
         "title": key.title,
@@ -226,6 +230,8 @@ def header_of(
         "warnings": [list(item) for item in said],
         "state": [spec.target for _, spec in program.inputs_of("state")],
         "pass_state": {target: state.to_json() for target, state in program.pass_state.items()},
+        "first": [] if joint is None else [[spec.role, spec.target] for spec in joint.inputs],
+        "outputs": None if joint is None else write_structure(session.outputs),
     }
 
 
@@ -237,6 +243,14 @@ def not_kept(rewritten: Rewritten) -> str:
         return "passes have measured numbers that are not part of a program"
     reasons = [refuse_process_bound(rewritten.stages[stage]) for stage in rewritten.stages if stage != "forward"]
     return next((reason for reason in reasons if reason), "")
+
+
+def _not_replayed(rewritten: Rewritten) -> str:
+    """Why the program of a drop-in model is not kept; empty where it is."""
+    session = rewritten.session
+    if session.optimizer is not None or session.joint is None:
+        return ""
+    return not_replayed(session.joint, rewritten.program)
 
 
 def refuse(folder: Path, title: str, reason: str) -> None:
@@ -278,7 +292,7 @@ class ProgramCache:
             found = self.shipped.find(self.key, session)
             if found is not None:
                 key, files = found
-                return CacheLookup(key, Path(), self.read(files, session, context))
+                return CacheLookup(key, Path(), self.read(files, session, context, key))
         folder = programs_folder()
         if folder is None or not is_on() or isinstance(session.model, GraphPart):
             return None
@@ -298,7 +312,7 @@ class ProgramCache:
             logger.debug("no stored capture of %s: %s", key.title, lookup.why)
             return lookup
         try:
-            lookup.found = self.read(own, session, context)
+            lookup.found = self.read(own, session, context, key)
         except GraphoptError as error:
             lookup.why = str(error)
             logger.warning("a stored capture of %s cannot be used, and it is captured anew: %s", key.title, error)
@@ -326,18 +340,19 @@ class ProgramCache:
             model, loss, optimizer, example, self._pipeline, self._until, compiler, self._verify, self._dynamic_shapes
         )
 
-    def read(self, own: ProgramFiles, session: CaptureSession, context: Context) -> tuple[Rewritten, list[SizeRule]]:
-        """The capture in a folder, for the live model."""
+    def read(
+        self, own: ProgramFiles, session: CaptureSession, context: Context, key: Key
+    ) -> tuple[Rewritten, list[SizeRule]]:
+        """The capture of a key in its files, for the live model."""
         started = time.perf_counter()
-        found = read_capture(own, session, context, self._pipeline, self._verify)
+        classes = {text for name, text in key.sections["code"].items() if name.startswith(("global ", "class "))}
+        found = read_capture(own, session, context, self._pipeline, self._verify, classes)
         own.used()
         found[0].seconds = time.perf_counter() - started
         return found
 
     def _out_of_reach(self, context: Context) -> str:
         """Why no capture of these options is looked up; empty where it is."""
-        if self._until not in ("step",):
-            return "a drop-in model's program needs torch's trace"
         if self._verify == "numerics":
             return 'verify="numerics" compares with the program before passes, which only a capture has'
         if context.numbers:
@@ -354,7 +369,12 @@ def _exchanges(current: object) -> bool:
 
 
 def read_capture(
-    own: ProgramFiles, session: CaptureSession, context: Context, pipeline: Pipeline, verified: Verify
+    own: ProgramFiles,
+    session: CaptureSession,
+    context: Context,
+    pipeline: Pipeline,
+    verified: Verify,
+    classes: Collection[str] = (),
 ) -> tuple[Rewritten, list[SizeRule]]:
     """A capture from its files, for a live model; its programs are read when they are needed.
 
@@ -386,8 +406,29 @@ def read_capture(
     lazy = _stages(entry, stages, pipeline, verified)
     records = read_records(header["records"])
     rewritten = Rewritten(session, pipeline, verified, lazy, records, LazySnapshots(lazy), entry=entry)
+    if session.optimizer is None:
+        _replay(header, rewritten, tensors, classes)
     _say_again(header["warnings"])
     return rewritten, rules
+
+
+def _replay(header: Field, rewritten: Rewritten, tensors: list[torch.Tensor], classes: Collection[str]) -> None:
+    """Make the program of a drop-in model differentiable.
+
+    Raises:
+        GraphoptError: where it does not fit the live model.
+    """
+    entry, session = rewritten.entry, rewritten.session
+    assert isinstance(entry, StoredCapture)
+    program = rewritten.stages["joint"] = entry.read("stage-joint")
+    roles = {role: role for role in ("parameter", "buffer", "constant")}
+    first = [[part for part in item.items(most=2)] for item in header["first"].items()]
+    if any(len(pair) != 2 for pair in first):
+        raise header["first"].expected("pairs of a role and a target")
+    specs = [InputSpec(role.one_of(roles), target.text()) for role, target in first]
+    with plain_precision():
+        joint = replay_trace(program, specs, session.tensors(), tensors)
+    session.replay(joint, read_structure(header["outputs"], classes))
 
 
 def _stages(entry: StoredCapture, stages: list[Stage], pipeline: Pipeline, verified: Verify) -> LazyStages:

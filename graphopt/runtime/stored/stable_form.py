@@ -86,7 +86,7 @@ class StableForms:
         Raises:
             NoStableFormError: where it has none, or holds what has none.
         """
-        if value is None or isinstance(value, (bool, int, str)) and type(value) in (bool, int, str):
+        if value is None or (isinstance(value, (bool, int, str)) and type(value) in (bool, int, str)):
             return value if not isinstance(value, int) or isinstance(value, bool) else ["int", str(value)]
         if type(value) in (float, complex, bytes, bytearray):
             return [type(value).__name__, repr(value)]
