@@ -108,7 +108,7 @@ class _StandIn(nn.Module):
         given = [*own, *inputs]
         has = [name in self._with_gradient for name in self._order]
         differentiable = [f"tangent[{index}]" in self._tangents for index in range(len(self._results))]
-        results = _Empty.apply(self._results, differentiable, has, *given)
+        results: Any = _Empty.apply(self._results, differentiable, has, *given)  # type: ignore[no-untyped-call]
         with torch.no_grad():
             for name in self._changed:
                 buffer = getattr(self, self._places[name])

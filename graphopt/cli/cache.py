@@ -60,7 +60,7 @@ def _list(folder: Path, options: argparse.Namespace) -> None:
     if options.json:
         print_json({"folder": str(folder), "on": is_on(), "entries": [_data(entry) for entry in found]})
         return
-    rows = [("key", "model", "passes", "bytes", "captured in", "used")]
+    rows: list[tuple[str, ...]] = [("key", "model", "passes", "bytes", "captured in", "used")]
     rows += [_row(entry) for entry in found]
     total = sum(entry.bytes for entry in found)
     state = "" if is_on() else "; it is off here: GRAPHOPT_CACHE names no folder, or GRAPHOPT_CACHE_PROGRAMS is 0"

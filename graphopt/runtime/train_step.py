@@ -361,7 +361,7 @@ class TrainStep:
         return {str(key): compiled.program for key, compiled in self._latest().variants.items()}
 
     @property
-    def snapshots(self) -> list[tuple[str, Program]]:
+    def snapshots(self) -> Sequence[tuple[str, Program]]:
         """``(label, program)`` after capture, after each lowering and after each pass."""
         return self._latest().rewritten.snapshots
 

@@ -102,20 +102,8 @@ def read_records(field: Field) -> list[PassRecord]:
         )
         stage = item["stage"].one_of({name: name for name in get_args(Stage)})
         numerics = item["numerics"].one_of({name: name for name in get_args(Numerics)})
-        found.append(
-            PassRecord(
-                item["name"].text(),
-                item["spec"].text(100_000),
-                stage,
-                numerics,
-                changed,
-                item["seconds"].number(),
-                nodes[0],
-                nodes[1],
-                peaks[0],
-                peaks[1],
-            )  # fmt: skip
-        )
+        name, spec, seconds = item["name"].text(), item["spec"].text(100_000), item["seconds"].number()
+        found.append(PassRecord(name, spec, stage, numerics, changed, seconds, nodes[0], nodes[1], peaks[0], peaks[1]))
     return found
 
 

@@ -107,6 +107,9 @@ def live_constants(program: Program, session: CaptureSession) -> None:
             continue
         own = vars(owner).get(name)
         kept = program.constants[node.name]
-        if isinstance(own, torch.Tensor) and own.shape == kept.shape and own.dtype == kept.dtype:
-            if own.device == kept.device and own.stride() == kept.stride():
-                program.constants[node.name] = own
+        if isinstance(own, torch.Tensor) and _layout(own) == _layout(kept):
+            program.constants[node.name] = own
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import json
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -168,8 +169,8 @@ def _change(before: str | None, now: str | None) -> str:
 def _readable(section: Mapping[str, Form]) -> dict[str, str]:
     found = {}
     for name, form in section.items():
-        text = form if isinstance(form, str) else None
-        found[name] = text if text is not None and len(text) <= _LONGEST else f"#{digest(form)}"
+        text = form if isinstance(form, str) else json.dumps(form)
+        found[name] = text if len(text) <= _LONGEST and "digest" not in text else f"#{digest(form)}"
     return found
 
 
@@ -238,7 +239,8 @@ def _model(model: nn.Module, forms: StableForms) -> dict[str, Form]:
 
 
 def _words(tensor: torch.Tensor) -> str:
-    dtype, device, shape, strides, requires_grad, hooked = metadata(tensor)  # type: ignore[misc]
+    known: Any = metadata(tensor)
+    dtype, device, shape, strides, requires_grad, hooked = known
     words = [f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"]
     words += [] if tensor.is_contiguous() else [f"strides {strides}"]
     words += [] if requires_grad else ["frozen"]

@@ -15,10 +15,11 @@ from graphopt.rewriting.pipeline import Pipeline
 from graphopt.runtime.captures import SizeRule
 from graphopt.runtime.rewrite import Rewritten
 from graphopt.runtime.stored.checked_file import write_checked
-from graphopt.runtime.stored.program_cache import ProgramCache, not_kept, variant_file, write_capture
+from graphopt.runtime.stored.program_cache import ProgramCache
 from graphopt.runtime.stored.program_files import ShippedFiles
 from graphopt.runtime.stored.shipped_captures import KIND
 from graphopt.runtime.stored.stable_form import NoStableFormError
+from graphopt.runtime.stored.stored_capture import not_kept, variant_file, write_capture
 
 __all__ = ["HasCapture", "save_captures"]
 
