@@ -150,14 +150,10 @@ class ProgramCache:
         folder = programs_folder()
         if folder is None or not is_on() or isinstance(session.model, GraphPart):
             return None
-        reason = self._out_of_reach(context)
-        if not reason:
-            try:
-                key = self.key(session)
-            except NoStableFormError as error:
-                reason = str(error)
-        if reason:
-            refuse(folder, session.title, reason)
+        try:
+            key = self._reachable_key(session, context)
+        except NoStableFormError as error:
+            refuse(folder, session.title, str(error))
             return None
         lookup = CacheLookup(key, folder)
         own = FolderFiles(folder / key.name)
@@ -171,6 +167,17 @@ class ProgramCache:
             lookup.why = str(error)
             logger.warning("a stored capture of %s cannot be used, and it is captured anew: %s", key.title, error)
         return lookup
+
+    def _reachable_key(self, session: CaptureSession, context: Context) -> Key:
+        """The key of a capture that may be looked up and kept.
+
+        Raises:
+            NoStableFormError: saying why it may not.
+        """
+        reason = self._out_of_reach(context)
+        if reason:
+            raise NoStableFormError(reason)
+        return self.key(session)
 
     def key(self, session: CaptureSession) -> Key:
         """The key of a capture.

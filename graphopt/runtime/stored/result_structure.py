@@ -51,7 +51,8 @@ def _write(value: Any) -> Any:
         fields = {field.name: _write(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
         return {"class": qualified_name(type(value)), "fields": fields}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        fields = {key: _write(getattr(value, key)) for key in value._fields}
+        names: Any = getattr(value, "_fields")  # noqa: B009
+        fields = {key: _write(getattr(value, key)) for key in names}
         return {"class": qualified_name(type(value)), "fields": fields}
     raise NoStableFormError(f"a result of the class {qualified_name(type(value))}")
 

@@ -197,7 +197,7 @@ def read_capture(
     if not fits(rules, tensors):
         raise GraphoptError("it is for other sizes")
     known: dict[str, Stage] = {"joint": "joint", "step": "step"}
-    stages = [stage.one_of(known) for stage in header["stages"].items(most=2)]
+    stages: list[Stage] = [stage.one_of(known) for stage in header["stages"].items(most=2)]
     if not stages:
         raise header["stages"].expected("at least one stage")
     entry = StoredCapture(
