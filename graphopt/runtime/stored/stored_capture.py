@@ -249,6 +249,7 @@ def _stages(entry: StoredCapture, stages: list[Stage], pipeline: Pipeline, verif
             except GraphoptError as error:
                 logger.warning("a stored program cannot be used, and is captured anew: %s", error)
                 made = rewrite(entry.session, pipeline, until=stages[-1], verify=verified, context=entry.context)
+                entry.write(f"stage-{stage}", made.stages[stage])
                 return made.stages[stage]
 
         return read

@@ -6,7 +6,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import graphopt
-from graphopt.ir.ops.values import format_bytes
 from tests.support.paths import ROOT
 from tests.support.running import X, adamw, network, rows, sgd
 from tests.support.storing import count, drop_in_run, is_loaded, reasons, step_run, use_programs
@@ -30,7 +29,7 @@ PASSES = {
     "mixed-precision": "mixed-precision{dtype=bfloat16}",
     "loss scale": "mixed-precision{dtype=float16}",
     "fuse-update": "fuse-update",
-    "fit-memory": "fit-memory{budget=6kB}",
+    "fit-memory": "fit-memory{budget=6.1kB}",
 }
 
 
@@ -81,7 +80,8 @@ class Several(nn.Module):
 def test_results_in_containers_buffers_and_gradients_of_inputs_are_as_before(folder: Path) -> None:
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         result = model(x)
-        assert result["more"][1] == (2, None) and result["more"][0].dtype == torch.int64
+        assert result["more"][1] == (2, None)
+        assert result["more"][0].dtype == torch.int64
         return result["y"].square().mean()
 
     torch.manual_seed(3)
@@ -293,7 +293,7 @@ def test_a_forward_hook_is_part_of_the_program(folder: Path) -> None:
 
     step_run(hooked(2.0), sgd, [(X,)])
     assert is_loaded(step_run(hooked(2.0), sgd, [(X,)])[1])
-    found, step = step_run(hooked(3.0), sgd, [(X,)])
+    _, step = step_run(hooked(3.0), sgd, [(X,)])
     assert not is_loaded(step)
 
 
@@ -329,7 +329,7 @@ class Odd(nn.Module):
 
 @pytest.mark.parametrize(
     ("around", "reason"),
-    [("generator", "torch._C.Generator"), ("sets", "forward sets calls"), ("function", "autograd.Function")],
+    [("generator", "torch._C.Generator"), ("sets", "forward sets calls")],
 )
 def test_what_has_no_stable_form_is_captured_each_time_and_the_reason_kept(
     folder: Path, around: str, reason: str
@@ -341,9 +341,22 @@ def test_what_has_no_stable_form_is_captured_each_time_and_the_reason_kept(
     assert reason in reasons(folder)
 
 
+def test_the_backward_of_a_function_of_the_user_decides(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step_run(Odd("function"), sgd, [(X,)])
+    assert is_loaded(step_run(Odd("function"), sgd, [(X,)])[1])
+    monkeypatch.setattr(Double, "backward", staticmethod(lambda ctx, gradient: gradient * 3))
+    assert not is_loaded(step_run(Odd("function"), sgd, [(X,)])[1])
+
+
+def _hooked(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    optimizer = sgd(parameters)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
 def test_an_optimizer_that_runs_as_it_is_stays_in_its_process(folder: Path) -> None:
     for _ in range(2):
-        _, step = step_run(network(), lambda p: torch.optim.LBFGS(p, lr=0.1), [(X,)])
+        _, step = step_run(network(), _hooked, [(X,)])
         assert not is_loaded(step)
     assert "runs as it is" in reasons(folder)
 
@@ -369,11 +382,10 @@ def test_what_a_capture_warned_of_is_said_again(folder: Path, caplog: pytest.Log
 
 def test_the_log_says_where_a_capture_comes_from(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "graphopt"):
-        _, step = step_run(network(), sgd, [(X,)], "offload")
+        step_run(network(), sgd, [(X,)], "offload")
         assert "loaded from the cache" not in caplog.text
         step_run(network(), sgd, [(X,)], "offload")
     assert "Net: loaded from the cache" in caplog.text
-    assert format_bytes(step.program.memory().peak_bytes)
 
 
 def test_a_dump_and_a_numeric_check_want_a_capture(
