@@ -77,7 +77,9 @@ def test_path_is_the_folder(run: Command, folder: Path) -> None:
 
 
 def test_an_unknown_key_is_an_error_and_a_broken_entry_is_shown(run: Command, folder: Path) -> None:
-    assert "no capture in" in run("cache", "explain", "zzz", expect=1).err
+    unknown = run("cache", "explain", "zzz")
+    assert unknown.code == 1
+    assert "no capture in" in unknown.err
     newest = keys(run)[0]
     (folder / newest / "capture").write_text("nothing")
     assert "cannot be read" in run("cache").out

@@ -86,7 +86,7 @@ def _renamed() -> nn.Module:
 
 OTHERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "shape": (lambda path: load(path, _wider()), r"net.3.weight was float32\[8, 16\] on cpu.*is float32\[9, 16\]"),
-    "parameter name": (lambda path: load(path, _renamed()), "other.0.weight is new"),
+    "parameter name": (lambda path: load(path, _renamed()), "model: net.0.weight is gone"),
     "optimizer": (lambda path: load(path, network(), sgd), "optimizer: class was torch.optim.adamw.AdamW"),
     "loss": (lambda path: load(path, network(), loss=lambda model, x: model(x).sum()), "loss: loss has changed"),
     "batch": (lambda path: load(path, network())(rows(3)), "call: tensor 0 was"),
@@ -120,9 +120,9 @@ def _nothing(module: Any) -> None:
 
 def test_passes_that_their_text_does_not_say_cannot_be_saved(tmp_path: Path) -> None:
     model = network()
-    step = graphopt.optimize_step(model, adamw(model.parameters()), [FxPass(_nothing, "joint")], loss=mean_square)
+    step = graphopt.optimize_step(model, adamw(model.parameters()), [FxPass(_nothing, stage="joint")], loss=mean_square)
     step.prepare(X)
-    with pytest.raises(GraphoptError, match="fx-pass|_nothing"):
+    with pytest.raises(GraphoptError, match="cannot be saved"):
         step.save(tmp_path / "step")
 
 

@@ -145,7 +145,7 @@ def differences(wanted: Sections, found: Sections, *, most: int = 5) -> list[str
         for name in sorted(mine.keys() | other.keys()):
             if mine.get(name) != other.get(name):
                 lines.append(f"{section}: {name}{_change(other.get(name), mine.get(name))}")
-    lines.sort(key=lambda line: (_ORDER.index(line.split(":")[0]) if line.split(":")[0] in _ORDER else 99, line))
+    lines.sort(key=_rank)
     return lines if len(lines) <= most else [*lines[:most], f"and {len(lines) - most} more"]
 
 
@@ -154,7 +154,13 @@ def read_sections(field: Field) -> Sections:
     return {name: {entry: text.text() for entry, text in part.entries()} for name, part in field.entries()}
 
 
-_ORDER = ("versions", MACHINE, "options", "passes", "call", "optimizer", "loss", "model", "code", "settings")
+_ORDER = ("versions", MACHINE, "options", "passes", "model", "optimizer", "loss", "call", "code", "settings")
+
+
+def _rank(line: str) -> tuple[int, bool, str]:
+    """What says most comes first."""
+    section = line.split(":")[0]
+    return _ORDER.index(section) if section in _ORDER else len(_ORDER), line.endswith("has changed"), line
 
 
 def _change(before: str | None, now: str | None) -> str:

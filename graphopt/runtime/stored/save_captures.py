@@ -65,10 +65,15 @@ def save_captures(
 
 def _check_text(pipeline: Pipeline) -> None:
     """A file names passes by their text, which has to give the same passes again."""
-    again = Pipeline(str(pipeline)) if pipeline.passes else Pipeline()
-    for mine, other in zip(pipeline.passes, again.passes, strict=True):
-        if mine != other:
-            raise GraphoptError(f"{mine.name} cannot be saved: its text form does not say all of it")
+    for mine in pipeline.passes:
+        try:
+            again = Pipeline(str(mine)).passes
+        except GraphoptError as error:
+            raise GraphoptError(
+                f"a step with {mine.name} cannot be saved: no text names this pass ({error})"
+            ) from error
+        if again != (mine,):
+            raise GraphoptError(f"a step with {mine.name} cannot be saved: its text does not say all of it")
 
 
 def _files(capture: HasCapture, cache: ProgramCache) -> dict[str, Any]:
