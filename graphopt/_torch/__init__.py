@@ -96,6 +96,7 @@ from graphopt._torch.overloads import higher_order_ops as higher_order_ops
 from graphopt._torch.overloads import is_registered as is_registered
 from graphopt._torch.overloads import resolve_overload as resolve_overload
 from graphopt._torch.second_derivatives import explain_second_derivatives as explain_second_derivatives
+from graphopt._torch.symbolic_sizes import example_tensor as example_tensor
 from graphopt._torch.symbolic_sizes import fake_mode as fake_mode
 from graphopt._torch.symbolic_sizes import number_hint as number_hint
 from graphopt._torch.symbolic_sizes import size_hint as size_hint
@@ -144,6 +145,7 @@ __all__ = [
     "dict_version",
     "eager_kernels",
     "eager_layouts",
+    "example_tensor",
     "example_twins",
     "explain_second_derivatives",
     "fake_mode",

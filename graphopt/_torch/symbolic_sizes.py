@@ -6,20 +6,20 @@ Symbols live in a ``ShapeEnv`` of ``torch.fx.experimental.symbolic_shapes``, whi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from graphopt._torch.private_names import VALUES, attribute
 
-__all__ = ["fake_mode", "number_hint", "size_hint", "size_range", "symbolic_float", "symbolic_size"]
+__all__ = ["example_tensor", "fake_mode", "number_hint", "size_hint", "size_range", "symbolic_float", "symbolic_size"]
 
 
 def size_hint(value: Any) -> int:
@@ -69,6 +69,25 @@ def fake_mode(symbols: Mapping[str, int]) -> FakeTensorMode:
         values[symbol] = sympy.Integer(hint)
         ranges[symbol] = ValueRanges(2, int_oo)
     return FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
+
+
+def example_tensor(
+    mode: FakeTensorMode, shape: Sequence[Any], stride: Sequence[Any], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A tensor without data in a mode: what ``torch.empty_strided`` gives there, without its detour for fixed sizes."""
+    if all(type(number) is int for number in (*shape, *stride)):
+        data = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return FakeTensor(mode, data, _indexed(device))
+    with mode:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """A device as tensors name it: ``cuda`` is the current one."""
+    if device.type in ("cpu", "meta") or device.index is not None:
+        return device
+    with torch.device(device):
+        return torch.empty(0).device
 
 
 def symbolic_size(mode: FakeTensorMode, name: str, hint: int) -> Any:

@@ -299,8 +299,7 @@ class _Decoder:
             raise parts["stride"].error(f"{len(stride)} strides for {len(shape)} dimensions")
         dtype, device = parts["dtype"].one_of(_DTYPES), _device(parts["device"])
         try:
-            with self._mode:
-                return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            return _torch.example_tensor(self._mode, shape, stride, dtype, device)
         except (RuntimeError, ValueError, TypeError, OverflowError) as error:
             raise field.error(f"no tensor has this shape and stride: {str(error).splitlines()[0][:200]}") from error
 

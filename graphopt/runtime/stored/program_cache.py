@@ -155,6 +155,11 @@ class ProgramCache:
         except NoStableFormError as error:
             refuse(folder, session.title, str(error))
             return None
+        except Exception as error:  # of what the user's objects do when they are looked at
+            refuse(
+                folder, session.title, f"looking at what it depends on raised {type(error).__name__}: {error!s:.200}"
+            )
+            return None
         lookup = CacheLookup(key, folder)
         own = FolderFiles(folder / key.name)
         if HEADER not in own:
@@ -163,8 +168,8 @@ class ProgramCache:
             return lookup
         try:
             lookup.found = self.read(own, session, context, key)
-        except GraphoptError as error:
-            lookup.why = str(error)
+        except Exception as error:  # whatever is in the files, training goes on
+            lookup.why = f"{'' if isinstance(error, GraphoptError) else type(error).__name__ + ': '}{error!s:.500}"
             logger.warning("a stored capture of %s cannot be used, and it is captured anew: %s", key.title, error)
         return lookup
 

@@ -99,6 +99,8 @@ def _read(field: Field, known: Collection[str], depth: int) -> Any:
     make = Field(kind, field.path).one_of(_CONTAINERS)
     if issubclass(make, dict):
         pairs = [list(item.items(most=2)) for item in value.items()]
+        if any(len(pair) != 2 for pair in pairs):
+            raise value.expected("pairs of a key and a result")
         return make((_read_key(pair[0]), _read(pair[1], known, depth + 1)) for pair in pairs)
     return make(_read(item, known, depth + 1) for item in value.items())
 

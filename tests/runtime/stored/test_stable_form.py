@@ -83,7 +83,7 @@ def test_values_made_twice_are_equal(make: Any) -> None:
 DIFFERENT = [
     (1, 1.0), (0.0, -0.0), (1, True), ("1", 1), (b"a", "a"), ([1], (1,)), ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
     (Color.RED, Color.BLUE), (Config(3), Config(4)), (Slotted(1), Slotted(2)), (adder(1.0), adder(2.0)),
-    (F.gelu, F.relu), (torch.arange(3), torch.arange(3) + 1), (torch.zeros(2, 3), torch.zeros(2, 3).t().contiguous().t()),
+    (F.gelu, F.relu), (torch.arange(3), torch.arange(3) + 1), (torch.zeros(2, 3), torch.zeros(3, 2).t()),
     (torch.zeros(1), torch.zeros(1, dtype=torch.float64)), (functools.partial(adder, 1), functools.partial(adder, 2)),
     (np.zeros(2), np.zeros(2, dtype=np.float32)), (lambda x: x + 1, lambda x: x + 2), (Config, Slotted), ([], None),
     (lambda x, n=1: x + n, lambda x, n=2: x + n), (float("nan"), float("inf")), ([[1], 2], [1, [2]]),
