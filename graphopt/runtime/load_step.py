@@ -51,6 +51,8 @@ def load_step(
         GraphoptError: where the file is no such file, is not whole, or is for something else, naming what differs.
 
     Example:
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp() + "/step"
         >>> step = graphopt.optimize_step(model, optimizer, "recompute{checkpoints=blocks.*}", loss=loss)
         >>> first = step(x)
         >>> step.save(path)
