@@ -77,17 +77,9 @@ def example_tensor(
     """A tensor without data in a mode: what ``torch.empty_strided`` gives there, without its detour for fixed sizes."""
     if all(type(number) is int for number in (*shape, *stride)):
         data = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        return FakeTensor(mode, data, _indexed(device))
+        return FakeTensor(mode, data, device)
     with mode:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
-
-
-def _indexed(device: torch.device) -> torch.device:
-    """A device as tensors name it: ``cuda`` is the current one."""
-    if device.type in ("cpu", "meta") or device.index is not None:
-        return device
-    with torch.device(device):
-        return torch.empty(0).device
 
 
 def symbolic_size(mode: FakeTensorMode, name: str, hint: int) -> Any:
