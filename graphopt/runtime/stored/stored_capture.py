@@ -118,7 +118,7 @@ class StoredCapture:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """While a program is read nothing becomes garbage, and looking for some again and again takes as long as reading."""
+    """While a program is read nothing becomes garbage, and looking for some takes as long as reading."""
     was_on = gc.isenabled()
     gc.disable()
     try:
