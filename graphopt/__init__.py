@@ -2,43 +2,58 @@
 
 from __future__ import annotations
 
-from graphopt.analysis.measured_peak import MeasuredPeak, measure_peak
-from graphopt.capture import capture
-from graphopt.errors import (
-    ArgumentError,
-    CaptureError,
-    GraphoptError,
-    PassError,
-    PipelineError,
-    RankError,
-    TorchVersionError,
-    VerifyError,
-)
-from graphopt.ir import ops
-from graphopt.ir.formats import Format, available_formats, register_format
-from graphopt.ir.names import name
-from graphopt.ir.node import Phase, Policy
-from graphopt.ir.program import Program
+import sys
+from typing import TYPE_CHECKING
+
 from graphopt.ir.version import VERSION
-from graphopt.report.register import register
-from graphopt.rewriting import config_translation as configs
-from graphopt.rewriting.distributed import sharded_state
-from graphopt.rewriting.fx_pass import FxPass
-from graphopt.rewriting.pass_ import Changed, Pass
-from graphopt.rewriting.pipeline import Pipeline
-from graphopt.rewriting.precision.devices import fast_dtype
-from graphopt.rewriting.rewrite_pass import Rewrite
-from graphopt.rewriting.training_pass import TrainingPass
-from graphopt.runtime.load_step import load_step
-from graphopt.runtime.module import optimize
-from graphopt.runtime.random_streams import RandomStreams
-from graphopt.runtime.scaler import scaler
-from graphopt.runtime.state_dict import redistribute
-from graphopt.runtime.train_step import TrainStep, optimize_step
+
+
+def _prints_words_alone() -> bool:
+    """Whether this process is the command ``graphopt`` asked for its version, help or completion: no torch for that."""
+    program, *rest = sys.argv or [""]
+    name = program.replace("\\", "/").rpartition("/")[2].removesuffix(".exe")
+    as_module = program == "-m" and ("-m", "graphopt") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
+    asked = [word for word in rest if word in ("--version", "--help", "-h")]
+    return (name == "graphopt" or as_module) and bool(asked or rest[:1] in (["help"], ["completion"]))
+
+
+if TYPE_CHECKING or not _prints_words_alone():
+    from graphopt.analysis.measured_peak import MeasuredPeak, measure_peak
+    from graphopt.capture import capture
+    from graphopt.errors import (
+        ArgumentError,
+        CaptureError,
+        GraphoptError,
+        PassError,
+        PipelineError,
+        RankError,
+        TorchVersionError,
+        VerifyError,
+    )
+    from graphopt.ir import ops
+    from graphopt.ir.formats import Format, available_formats, register_format
+    from graphopt.ir.names import name
+    from graphopt.ir.node import Phase, Policy
+    from graphopt.ir.program import Program
+    from graphopt.report.register import register
+    from graphopt.rewriting import config_translation as configs
+    from graphopt.rewriting.distributed import sharded_state
+    from graphopt.rewriting.fx_pass import FxPass
+    from graphopt.rewriting.pass_ import Changed, Pass
+    from graphopt.rewriting.pipeline import Pipeline
+    from graphopt.rewriting.precision.devices import fast_dtype
+    from graphopt.rewriting.rewrite_pass import Rewrite
+    from graphopt.rewriting.training_pass import TrainingPass
+    from graphopt.runtime.load_step import load_step
+    from graphopt.runtime.module import optimize
+    from graphopt.runtime.random_streams import RandomStreams
+    from graphopt.runtime.scaler import scaler
+    from graphopt.runtime.state_dict import redistribute
+    from graphopt.runtime.train_step import TrainStep, optimize_step
+
+    register()
 
 __version__ = VERSION
-
-register()
 
 __all__ = [
     "ArgumentError",

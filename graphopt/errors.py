@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import importlib.util
+import inspect
 import math
+import os
 import types
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 __all__ = [
     "ArgumentError",
@@ -23,6 +29,8 @@ __all__ = [
     "did_you_mean",
     "near_words",
     "no_such_word",
+    "public",
+    "short_traceback",
     "shown",
     "whole_number",
     "wrong_argument",
@@ -179,6 +187,67 @@ def as_cause(error: Exception) -> Exception:
     return error
 
 
+_TORCH = importlib.util.find_spec("torch")
+_FOLDERS = [Path(__file__).parent, *map(Path, (_TORCH and _TORCH.submodule_search_locations) or ())]
+_NOT_USERS = tuple(f"{place}{os.sep}" for folder in _FOLDERS for place in {folder, folder.resolve()})
+"""Where files of graphopt and of torch are."""
+
+
+def short_traceback(error: GraphoptError) -> GraphoptError:
+    """An error as it leaves graphopt: without the frames below, and its causes without those above the user's code.
+
+    What a cause only says again is not shown twice: such a cause goes away, or keeps its type and attributes alone.
+
+    The environment variable ``GRAPHOPT_TRACEBACK=full`` keeps everything, for those who work on graphopt or on a pass.
+    """
+    if os.environ.get("GRAPHOPT_TRACEBACK", "").strip().lower() == "full":
+        return error
+    error.__traceback__ = None
+    cause = error.__cause__
+    if cause is not None and _repeats(cause, error):
+        if isinstance(cause, GraphoptError) and not isinstance(error, type(cause)):
+            cause.args = ("what the error below says",)
+            own, told = getattr(cause, "__notes__", []), getattr(error, "__notes__", [])
+            cause.__notes__ = [note for note in own if note not in told]
+        else:
+            error.__cause__, error.__suppress_context__ = None, True
+    seen = _shown_before(error)
+    for _ in range(_LONGEST_CHAIN):
+        if seen is None:
+            break
+        while seen.__traceback__ is not None and seen.__traceback__.tb_next is not None and not _is_user(seen):
+            seen.__traceback__ = seen.__traceback__.tb_next
+        seen = _shown_before(seen)
+    return error
+
+
+def _shown_before(error: BaseException) -> BaseException | None:
+    """The error that Python prints above another one."""
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _repeats(cause: BaseException, error: BaseException) -> bool:
+    """Whether a cause says nothing that its error does not say: no other words, and no line of the user's."""
+    if str(cause) not in str(error):
+        return False
+    frame = cause.__traceback__
+    while frame is not None:
+        if not frame.tb_frame.f_code.co_filename.startswith(_NOT_USERS):
+            return False
+        frame = frame.tb_next
+    return True
+
+
+_LONGEST_CHAIN = 20
+"""Causes of causes that are looked at."""
+
+
+def _is_user(error: BaseException) -> bool:
+    """Whether the outermost frame of an error is in code of the user, or of another library."""
+    frame = error.__traceback__
+    return frame is not None and not frame.tb_frame.f_code.co_filename.startswith(_NOT_USERS)
+
+
 def near_words(word: str, known: Iterable[str], limit: int = 5) -> list[str]:
     """The words closest to ``word``, whatever their case and whether ``-``, ``_`` or nothing is between their parts."""
     choices = {choice: _plain(choice) for choice in known}
@@ -294,3 +363,50 @@ def whole_number(argument: str, value: object, *, least: int = 0, of: str = "") 
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise wrong_argument(argument, value, f"a whole number{of and f' of {of}'} of at least {least}")
     return value
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def public(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that users call: unknown keywords are refused with the near ones, and tracebacks are short.
+
+    Raises:
+        ArgumentError: when the function is called with another keyword.
+    """
+    parameters = inspect.signature(function).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    known = [name for name in parameters if name != "self"]
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not takes_any and not kwargs.keys() <= parameters.keys():
+            raise _unknown_keyword(function.__name__, kwargs, known)
+        try:
+            return function(*args, **kwargs)
+        except GraphoptError as error:
+            raise short_traceback(error) from error.__cause__
+
+    return call
+
+
+def _unknown_keyword(owner: str, given: Iterable[str], known: Sequence[str]) -> ArgumentError:
+    name = next(name for name in given if name not in known)
+    near = did_you_mean(name, known) or did_you_mean(_KEYWORDS.get(name, ""), known)
+    listed = f"it takes {', '.join(known)}"
+    return ArgumentError(f"{owner} has no argument {name!r}; {f'{near} ({listed})' if near else listed}")
+
+
+_KEYWORDS = {
+    "criterion": "loss",
+    "loss_fn": "loss",
+    "opt": "optimizer",
+    "optim": "optimizer",
+    "inputs": "example_inputs",
+    "batch": "example_inputs",
+    "dynamic": "dynamic_shapes",
+    "pipeline": "passes",
+    "check": "verify",
+}
+"""What other libraries call these arguments."""

@@ -10,7 +10,7 @@ from typing import ClassVar, final
 from torch import fx
 
 from graphopt.analysis.costs.cost import cost_report, link_bandwidth
-from graphopt.errors import GraphoptError, did_you_mean
+from graphopt.errors import GraphoptError, did_you_mean, no_such_word
 from graphopt.ir.node import Phase, Policy, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import format_bytes
@@ -88,7 +88,7 @@ class Offload(Pass):
         if self.keep_last < 0 or self.min_bytes < 0:
             raise GraphoptError("keep_last and min_bytes are numbers of at least 0")
         if self.cost not in ("measured", "roofline"):
-            raise GraphoptError(f"cost is measured or roofline, got {self.cost!r}")
+            raise no_such_word("cost", self.cost, ("measured", "roofline"))
 
     def apply(self, program: Program) -> Changed:
         """See the class; rewrites the program that runs."""

@@ -83,6 +83,7 @@ from graphopt._torch.interception import intercept_checkpoint as intercept_check
 from graphopt._torch.memory_profile import allocator_events as allocator_events
 from graphopt._torch.memory_profile import peaks_between_marks as peaks_between_marks
 from graphopt._torch.memory_profile import profile_memory as profile_memory
+from graphopt._torch.memory_profile import profiler_is_running as profiler_is_running
 from graphopt._torch.onednn import cpu_computes_in as cpu_computes_in
 from graphopt._torch.op_calls import CallRecorder as CallRecorder
 from graphopt._torch.op_calls import parts_of as parts_of
@@ -173,6 +174,7 @@ __all__ = [
     "peaks_between_marks",
     "process_groups",
     "profile_memory",
+    "profiler_is_running",
     "pytree",
     "qualified_name",
     "reduce_scatter_tensor",

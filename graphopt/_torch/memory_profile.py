@@ -16,14 +16,29 @@ from typing import Any
 import torch
 
 from graphopt._torch.private_names import MEMORY, attribute, require
+from graphopt.errors import GraphoptError
 
-__all__ = ["allocator_events", "peaks_between_marks", "profile_memory"]
+__all__ = ["allocator_events", "peaks_between_marks", "profile_memory", "profiler_is_running"]
+
+
+def profiler_is_running() -> bool:
+    """Whether this thread is inside of a profile of torch, of which there is one at a time."""
+    require(MEMORY)
+    return bool(attribute(torch, "autograd._profiler_enabled", MEMORY)())
 
 
 @contextlib.contextmanager
 def profile_memory() -> Iterator[torch.profiler.profile]:
-    """While the block runs, a profile of the CPU records every allocation and release."""
-    require(MEMORY)
+    """While the block runs, a profile of the CPU records every allocation and release.
+
+    Raises:
+        GraphoptError: inside of another profile, which this one would end.
+    """
+    if profiler_is_running():
+        raise GraphoptError(
+            "memory is measured by torch's profiler, which is running already, and there is one at a time: measure "
+            "outside of that profile"
+        )
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler otherwise announces itself on stderr
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     with contextlib.ExitStack() as stack:

@@ -207,6 +207,7 @@ AUTOCAST = Feature(
 MEMORY = Feature(
     "measuring memory on the CPU",
     {
+        "torch.autograd": "_profiler_enabled",
         "torch._C": (
             "_autograd._ProfilerResult.events _autograd._ProfilerResult.experimental_event_tree "
             "_profiler._EventType.Allocation _profiler._ExtraFields_Allocation.alloc_size "

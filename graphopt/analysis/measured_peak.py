@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from graphopt import _torch
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, public, wrong_argument
+from graphopt.ir.device_argument import device_argument
 
 __all__ = ["MeasuredPeak", "measure_peak"]
 
@@ -37,6 +38,7 @@ class MeasuredPeak:
     result: Any
 
 
+@public
 def measure_peak(fn: Callable[[], Any], *, device: str | torch.device = "cpu") -> MeasuredPeak:
     """Run ``fn`` once and measure the peak of torch's allocator, to the byte.
 
@@ -49,13 +51,18 @@ def measure_peak(fn: Callable[[], Any], *, device: str | torch.device = "cpu") -
         device: ``"cpu"`` or a CUDA device.
 
     Raises:
+        ArgumentError: for what cannot be called, and for what is no device.
         GraphoptError: for a device of another kind.
 
     Example:
         >>> graphopt.measure_peak(lambda: torch.zeros(256)).allocated_peak_bytes
         1024
     """
-    kind = torch.device(device)
+    given: object = fn
+    if not callable(given):
+        hint = "the call has run already: write measure_peak(lambda: ...) around it"
+        raise wrong_argument("measure_peak's fn", given, "a function without arguments", hint)
+    kind = device_argument("measure_peak's device", device)
     gc.collect()
     if kind.type == "cuda":
         torch.cuda.synchronize(kind)

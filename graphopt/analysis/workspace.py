@@ -48,6 +48,9 @@ _MARK = "measured call "
 
 _measured: dict[str, Usage] = {}
 
+_told: set[str] = set()
+"""Calls that could not be measured because a profiler was running, as the log has said."""
+
 
 def measured_usage(nodes: Iterable[fx.Node]) -> list[Usage]:
     """What each call allocates; 0 for calls on a device that is not here."""
@@ -105,6 +108,15 @@ def _generator_state(node: fx.Node) -> int:
 
 
 def _measure(missing: dict[str, fx.Node]) -> None:
+    if _torch.profiler_is_running():
+        if not _told.issuperset(missing):
+            logger.warning(
+                "a profiler of torch is running, and there is one at a time: what %d calls allocate for themselves is "
+                "not measured now, and predicted peaks can be too low; capture before it starts (step.prepare(*batch))",
+                len(missing),
+            )
+        _told.update(missing)
+        return
     cpu: dict[str, fx.Node] = {}
     for key, node in missing.items():
         _measured[key] = Usage()

@@ -173,6 +173,13 @@ def _measured(twin: torch.optim.Optimizer, device: torch.device) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         update()
         return int(torch.cuda.max_memory_allocated(device) - before)
+    if _torch.profiler_is_running():
+        logger.warning(
+            "a profiler of torch is running: what an update of %s allocates is not measured in this capture; capture "
+            "before the profiler starts",
+            type(twin).__name__,
+        )
+        return 0
     with _torch.profile_memory() as profile:
         update()
     alive = peak = 0

@@ -26,7 +26,7 @@ from graphopt.capture.hidden_effects import capturing, refuse_backward_hooks, re
 from graphopt.capture.joint import JointCapture, capture_joint
 from graphopt.capture.split_uses import split_uses
 from graphopt.capture.step import trace_optimizer
-from graphopt.errors import CaptureError, choice, wrong_argument
+from graphopt.errors import CaptureError, choice, public, wrong_argument
 from graphopt.ir.autocast import mark_around, plain_precision, under_autocast
 from graphopt.ir.node import Stage
 from graphopt.ir.program import Program
@@ -248,6 +248,7 @@ class CaptureSession:
             return append_update(program, trace)
 
 
+@public
 def capture(
     model: nn.Module,
     args: tuple[Any, ...] | torch.Tensor = (),

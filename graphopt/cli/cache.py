@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from graphopt.cli.output import print_json, print_text
+from graphopt.cli.output import print_json, print_report, print_text
 from graphopt.errors import GraphoptError
+from graphopt.ir.columns import aligned
 from graphopt.ir.ops.values import format_bytes
-from graphopt.ir.text import aligned
 from graphopt.runtime.stored.program_folder import (
     StoredEntry,
     clear,
@@ -21,26 +21,7 @@ from graphopt.runtime.stored.program_folder import (
     refusals,
 )
 
-__all__ = ["cache", "cache_arguments"]
-
-_EPILOG = """\
-Captures are kept where the environment variable GRAPHOPT_CACHE names a folder (GRAPHOPT_CACHE_PROGRAMS=0: not), and a
-process whose model, code, call, passes, optimizer and versions are the same reads them instead of capturing. They hold
-programs as data, no parameters. Together they take at most 2 GB; what was used longest ago goes.
-
-actions:
-  list     what is kept (the default)
-  explain  why each was captured, KEY: all that it depends on; and what was not kept, and why
-  clear    remove KEY, or everything
-  path     print the folder
-"""
-
-
-def cache_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
-    parser.epilog = _EPILOG
-    parser.add_argument("action", nargs="?", choices=tuple(_ACTIONS), default="list", help="what to do (default: list)")
-    parser.add_argument("key", nargs="?", metavar="KEY", help="one entry: the first letters of its key")
+__all__ = ["cache"]
 
 
 def cache(options: argparse.Namespace) -> None:
@@ -65,7 +46,7 @@ def _list(folder: Path, options: argparse.Namespace) -> None:
     total = sum(entry.bytes for entry in found)
     state = "" if is_on() else "; it is off here: GRAPHOPT_CACHE names no folder, or GRAPHOPT_CACHE_PROGRAMS is 0"
     count = "1 capture" if len(found) == 1 else f"{len(found)} captures"
-    print_text(f"{folder}: {count}, {format_bytes(total)}{state}", "\n".join(aligned(rows)) if found else "")
+    print_report(f"{folder}: {count}, {format_bytes(total)}{state}", "\n".join(aligned(rows)) if found else "")
 
 
 def _row(entry: StoredEntry) -> tuple[str, ...]:
@@ -109,7 +90,7 @@ def _explain(folder: Path, options: argparse.Namespace) -> None:
         print_json({"entries": found, "refused": [{"model": title, "reason": reason} for title, reason in refused]})
         return
     lines = [f"{data['key'][:12]} {data.get('model', '?')}: {data.get('why') or data.get('problem')}" for data in found]
-    print_text(
+    print_report(
         "captured, and why nothing stored would do:\n" + "\n".join(f"  {line}" for line in lines or ["nothing"]),
         "not kept, and why:\n" + "\n".join(f"  {title}: {reason}" for title, reason in refused) if refused else "",
     )
@@ -124,7 +105,7 @@ def _explain_one(entry: StoredEntry, options: argparse.Namespace) -> None:
     lines = [f"{entry.key} {header['title'].text()}: {header['why'].text()}", "it depends on (# stands for a digest):"]
     for name, part in sections.items():
         lines += [f"  {name}", *(f"    {key}: {text}" for key, text in part.items())]
-    print_text("\n".join(lines))
+    print_report("\n".join(lines))
 
 
 def _clear(folder: Path, options: argparse.Namespace) -> None:

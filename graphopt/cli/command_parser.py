@@ -29,6 +29,9 @@ class _Paragraphs(argparse.HelpFormatter):
             filled.append("\n".join(lines) if whole else textwrap.fill(" ".join(lines), width))
         return "\n\n".join(filled)
 
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
 
 class CommandParser(argparse.ArgumentParser):
     """An ``ArgumentParser`` whose errors are ``graphopt: error: …`` with the near words, and where to read more."""

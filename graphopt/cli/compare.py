@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import shlex
 import sys
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
-from graphopt.cli.output import print_json, print_text, program_title
-from graphopt.cli.programs import passes_argument, stage_argument, stage_to_show, target_argument
+from graphopt.cli.output import print_json, print_report, program_title
+from graphopt.cli.programs import stage_to_show
 from graphopt.cli.target import load_target
 from graphopt.errors import GraphoptError
 from graphopt.report.console import terminal
@@ -20,72 +19,15 @@ from graphopt.report.text.snapshots import record_lines, records_json
 from graphopt.rewriting.instruments import LogPasses
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.precision.scaling import scaling_of
-from graphopt.runtime.comparison.bisect import By, Denied, deniable, denying, precision_pass, smallest_denied
+from graphopt.runtime.comparison.bisect import Denied, deniable, denying, precision_pass, smallest_denied
+from graphopt.runtime.comparison.granularity import By
 from graphopt.runtime.comparison.lockstep import Kind
 from graphopt.runtime.comparison.tensor_errors import Comparison
 from graphopt.runtime.comparison.trial import Outcome, Trial
 
-__all__ = ["compare", "compare_arguments"]
+__all__ = ["compare"]
 
 _RESULTS: tuple[Kind, ...] = ("loss", "output", "gradient")
-_LIMIT = 40
-
-_EPILOG = """\
-Both programs run once on the example inputs from the same seed: forward, backward, and the update where there is an
-optimizer. Nothing of the user's is changed. Gradients are called like their tensor with ~ behind. Without --tensors,
-names of the form path::op are left out. --bisect tries sets of modules or ops to keep in float32; Ctrl-C shows the best
-set found until then.
-
-example:
-  graphopt compare examples/train_gpt.py:factory --passes "mixed-precision{dtype=bfloat16}" --tensors "blocks.**"
-  graphopt compare examples/train_gpt.py:factory --passes "mixed-precision{dtype=float16}" --bisect 0.01 --by op
-"""
-
-_TENSORS_HELP = (
-    "compare only these: names or globs, of the form path::op too (layers.*::mm, **.weight~); again for several"
-)
-_TOLERANCE_HELP = "exit with 1 where the relative error of a compared tensor is larger than T"
-_BISECT_HELP = "find a smallest set to keep in float32 so that the loss and all gradients (or --tensors) are within T"
-
-
-def compare_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command, and an example."""
-    parser.epilog = _EPILOG
-    target_argument(parser)
-    passes_argument(parser, required=True)
-    stage_argument(parser, ("joint", "step"))
-    parser.add_argument(
-        "--match", "--tensors", dest="tensors", action="append", default=[], metavar="GLOB", help=_TENSORS_HELP
-    )
-    parser.add_argument(
-        "--limit", type=_whole, default=_LIMIT, metavar="N", help=f"list the N worst (default {_LIMIT})"
-    )
-    parser.add_argument("--seed", type=_whole, default=0, metavar="N", help="of the random state (default 0)")
-    bound = parser.add_mutually_exclusive_group()
-    bound.add_argument("--tolerance", type=_tolerance, metavar="T", help=_TOLERANCE_HELP)
-    bound.add_argument("--bisect", type=_tolerance, metavar="T", help=_BISECT_HELP)
-    parser.add_argument("--by", choices=get_args(By), help="what --bisect keeps in float32 (default module)")
-    parser.set_defaults(verify="structure", problem=_problem)
-
-
-def _problem(options: argparse.Namespace) -> str:
-    return "--by says what --bisect looks for: give --bisect too" if options.by and options.bisect is None else ""
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)
-
-
-def _tolerance(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a relative error: write 0.01 or 1e-3")
-    return value
 
 
 def compare(options: argparse.Namespace) -> None:
@@ -105,7 +47,7 @@ def compare(options: argparse.Namespace) -> None:
         _bisect(options, pipeline, trial, outcome)
         return
     with terminal.working("running the original and the rewritten program"):
-        comparison = trial.compare(outcome.program, tensors=options.tensors)
+        comparison = trial.compare(outcome.program, tensors=options.match)
     _show(options, outcome, comparison)
 
 
@@ -122,7 +64,7 @@ def _show(options: argparse.Namespace, outcome: Outcome, comparison: Comparison)
         bound |= {"exceeding": [row.name for row in over]} if bound else {}
         print_json({**_head(outcome), **bound, **comparison_json(comparison, options.limit)})
     else:
-        print_text(_records(outcome), comparison_text(comparison, options.limit))
+        print_report(_records(outcome), comparison_text(comparison, options.limit))
     if over:
         count = "1 tensor is" if len(over) == 1 else f"{len(over)} tensors are"
         raise GraphoptError(
@@ -147,20 +89,20 @@ def _bisect(options: argparse.Namespace, pipeline: Pipeline, trial: Trial, outco
     tolerance: float = options.bisect
     entries = deniable(trial.original.forward, outcome.forward, by)
 
-    kinds = () if options.tensors else _RESULTS
+    kinds = () if options.match else _RESULTS
 
     scaling = scaling_of(pipeline.passes)
     settle = scaling is not None and scaling.dynamic
 
     def within(denied: tuple[str, ...]) -> bool:
         program = trial.rewrite(denying(pipeline, denied), verify=False).program
-        return trial.within(program, tolerance, tensors=options.tensors, kinds=kinds, settle=settle)
+        return trial.within(program, tolerance, tensors=options.match, kinds=kinds, settle=settle)
 
     with contextlib.redirect_stdout(sys.stderr), progress_bar(f"looking for the smallest set to deny, by {by}") as show:
         denied = smallest_denied(entries, within, progress=show)
     if denied is None:
         program = trial.rewrite(denying(pipeline, entries), verify=False).program
-        worst = trial.compare(program, tensors=options.tensors, kinds=kinds).worst
+        worst = trial.compare(program, tensors=options.match, kinds=kinds).worst
         assert worst is not None
         raise GraphoptError(
             f"with all that can be denied ({len(entries)} by {by}) the relative error of {worst.name!r} is still "
@@ -177,5 +119,5 @@ def _show_denied(
     if options.json:
         print_json({**_head(outcome), **denied_json(denied, candidates, by, options.bisect, str(pipeline))})
         return
-    what = ", ".join(options.tensors) or "the loss and all gradients"
-    print_text(denied_text(denied, candidates, by, options.bisect, shlex.quote(str(pipeline)), what))
+    what = ", ".join(options.match) or "the loss and all gradients"
+    print_report(denied_text(denied, candidates, by, options.bisect, shlex.quote(str(pipeline)), what))

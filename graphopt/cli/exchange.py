@@ -5,20 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import Any, get_args
 
-from graphopt.cli.output import check_output, format_of, report_passes, write_output
+from graphopt.cli.arguments import format_of
+from graphopt.cli.output import check_output, report_passes, write_output
 from graphopt.cli.programs import rewritten_program
-from graphopt.errors import GraphoptError
+from graphopt.ir.columns import filled
 from graphopt.report.console import terminal
 from graphopt.report.console.progress_bar import progress_bar
 from graphopt.report.text.exchange_table import exchange_json, exchange_text
 from graphopt.rewriting.distributed.prediction.advice import plan_exchange
-from graphopt.rewriting.distributed.prediction.link import Algorithm, Link, parse_bandwidth, parse_latency
+from graphopt.rewriting.distributed.prediction.link import Link
 from graphopt.rewriting.distributed.prediction.workload import workload_of
 from graphopt.rewriting.pipeline import Pipeline
 
-__all__ = ["exchange_arguments", "exchange_plan", "exchange_problem"]
+__all__ = ["exchange_plan"]
 
 _EXCHANGERS = (
     "data-parallel",
@@ -31,109 +31,6 @@ _EXCHANGERS = (
 """The passes whose work is predicted; they are left out of those that run before."""
 
 _LATENCY, _DENSITY, _STEPS = 50e-6, 0.001, (4, 8, 16)
-
-_BANDWIDTH_HELP = (
-    "of one rank's link, in each direction: 10Mbit, 1Gbit, 100Gbps (bits per second), 25GB/s (bytes per second)"
-)
-_LATENCY_HELP = "of each round of a collective: 50us, 1ms (default 50us)"
-_ALGORITHM_HELP = (
-    "how collectives are made of rounds: in a ring of all ranks (default; gloo, and NCCL with large messages), or "
-    "in a tree, which takes fewer rounds with many ranks"
-)
-_DENSITY_HELP = "share of the elements that sparse exchange sends behind its warm-up: 0.001, 0.1%% (default 0.001)"
-_STEP_TIME_HELP = (
-    "what a step without exchange takes where it will run, if you know it: 350ms; all computation is scaled to it"
-)
-
-
-def exchange_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that describe a network."""
-    group = parser.add_argument_group(
-        "gradient exchange",
-        "with --world-size, what is planned is the exchange of gradients over a network in place of memory: bytes and "
-        "seconds of each way to do it, which one to use, and where one overtakes another. No process group is needed",
-    )
-    group.add_argument("--world-size", type=_ranks, metavar="N", help="ranks, each with a batch like the target's")
-    group.add_argument("--bandwidth", type=_checked(parse_bandwidth), metavar="B", help=_BANDWIDTH_HELP)
-    group.add_argument("--latency", type=_checked(parse_latency), metavar="T", help=_LATENCY_HELP)
-    group.add_argument("--algorithm", choices=get_args(Algorithm), help=_ALGORITHM_HELP)
-    group.add_argument("--density", type=_density, metavar="D", help=_DENSITY_HELP)
-    group.add_argument("--k-steps", type=_steps, metavar="K,K", help="intervals of local SGD (default 4,8,16)")
-    group.add_argument("--step-time", type=_checked(_parse_step_time), metavar="T", help=_STEP_TIME_HELP)
-
-
-def _ranks(text: str) -> int:
-    if not text.isdecimal() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks that exchange gradients: 2 or more")
-    return int(text)
-
-
-def _checked(parse: Any) -> Any:
-    """A parser of text as argparse wants it."""
-
-    def checked(text: str) -> float:
-        try:
-            return float(parse(text))
-        except GraphoptError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return checked
-
-
-def _parse_step_time(text: str) -> float:
-    try:
-        seconds = parse_latency(text)
-    except GraphoptError:
-        seconds = 0.0
-    if not seconds:
-        raise GraphoptError(f"{text!r} is not the time of a step: write 350ms or 1.2s")
-    return seconds
-
-
-def _density(text: str) -> float:
-    try:
-        density = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        density = 0.0
-    if not 0 < density < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share above 0 and below 1: write 0.001 or 0.1%")
-    return density
-
-
-def _steps(text: str) -> tuple[int, ...]:
-    pieces = text.split(",")
-    if not all(piece.strip().isdecimal() and int(piece) for piece in pieces):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers above 0: write 4,8,16")
-    return tuple(int(piece) for piece in pieces)
-
-
-def exchange_problem(options: argparse.Namespace) -> str:
-    """What is wrong with the arguments together; empty where nothing is."""
-    network = {
-        "--bandwidth": options.bandwidth,
-        "--latency": options.latency,
-        "--algorithm": options.algorithm,
-        "--density": options.density,
-        "--k-steps": options.k_steps,
-        "--step-time": options.step_time,
-    }
-    given = [name for name, value in network.items() if value is not None]
-    if options.world_size is None:
-        return f"{given[0]} describes an exchange of gradients: give --world-size too" if given else ""
-    if options.bandwidth is None:
-        return "--world-size needs --bandwidth, what one rank's link carries: --bandwidth 1Gbit"
-    if options.budget:
-        return (
-            "--budget plans memory and --world-size the exchange of gradients: ask for one at a time; --passes "
-            '"fit-memory{budget=...}" plans the exchange of a program that is fitted into memory first'
-        )
-    if options.time_limit is not None:
-        return "--time-limit ends the search for --budget, and nothing is searched with --world-size"
-    return "--format svg draws the trade of memory; with --world-size use text or json" if _wants_svg(options) else ""
-
-
-def _wants_svg(options: argparse.Namespace) -> bool:
-    return format_of(options) == "svg"
 
 
 def exchange_plan(options: argparse.Namespace) -> None:
@@ -161,7 +58,7 @@ def exchange_plan(options: argparse.Namespace) -> None:
     if format_of(options) == "json":
         write_output(options, json.dumps(exchange_json(plan, program.history), indent=2))
     else:
-        write_output(options, exchange_text(plan, program.history))
+        write_output(options, filled(exchange_text(plan, program.history)))
 
 
 def _pipeline(passes: str) -> Pipeline:

@@ -7,19 +7,18 @@ import json
 import sys
 from typing import Any
 
+from graphopt.cli.arguments import format_of
 from graphopt.cli.output import (
     check_output,
-    format_of,
     json_data,
-    output_arguments,
-    print_text,
+    print_report,
     program_title,
     records_text,
     report_passes,
-    two_formats,
     write_output,
 )
-from graphopt.cli.programs import before_passes, program_arguments, rewritten_program
+from graphopt.cli.programs import before_passes, pipeline_of, rewritten_program
+from graphopt.ir.columns import filled
 from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
 from graphopt.report.console import terminal
@@ -28,46 +27,9 @@ from graphopt.report.pictures.memory_timeline import timeline_svg
 from graphopt.report.text import precision_table as precision
 from graphopt.report.text.memory_table import memory_json, memory_spans, memory_text
 from graphopt.report.text.snapshots import records_json
-from graphopt.rewriting.pipeline import Pipeline
 from graphopt.runtime.rewrite import Rewritten
 
-__all__ = ["memory", "memory_arguments"]
-
-_EPILOG = """\
-On a terminal the chart stacks the categories in colours. svg is a picture for papers and pages that needs nothing else;
-png is the same through rsvg-convert or inkscape, whichever is installed.
-
-example:
-  graphopt memory examples/train_gpt.py:factory --passes "recompute{checkpoints=blocks.*}" --format svg -o memory.svg
-"""
-
-
-def memory_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command, and an example."""
-    parser.epilog = _EPILOG
-    program_arguments(parser)
-    parser.add_argument(
-        "--limit", "--top", dest="top", type=_positive, default=10, metavar="N", help="list the N largest (default 10)"
-    )
-    parser.add_argument(
-        "--precision",
-        action="store_true",
-        help="explain bytes by category with the known formulas of mixed precision, also where no dtype changes",
-    )
-    output_arguments(parser, ("text", "json", "svg", "png"))
-    parser.set_defaults(problem=_problem)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def _problem(options: argparse.Namespace) -> str:
-    if format_of(options) == "png" and options.output is None:
-        return "a png is no text: give a file with -o FILE"
-    return two_formats(options)
+__all__ = ["memory"]
 
 
 def memory(options: argparse.Namespace) -> None:
@@ -78,7 +40,7 @@ def memory(options: argparse.Namespace) -> None:
             nothing is installed that makes one.
     """
     check_output(options)
-    pipeline = Pipeline(options.passes)
+    pipeline = pipeline_of(options)
     rewritten = rewritten_program(options, pipeline)
     before, after = before_passes(rewritten), rewritten.program
     form = format_of(options)
@@ -123,14 +85,14 @@ def _show(options: argparse.Namespace, rewritten: Rewritten, before: Program, ex
         head = "\n".join([records_text(rewritten), change])
         programs = [("==== before\n", before), ("==== after\n", after)]
     if not colored:
-        texts = [heading + memory_text(program, options.top, width) for heading, program in programs]
-        write_output(options, "\n".join(piece for piece in [head, *texts, explained] if piece))
+        texts = [heading + memory_text(program, options.limit, width) for heading, program in programs]
+        write_output(options, filled("\n".join(piece for piece in [head, *texts, explained] if piece)))
         return
     if head:
-        print_text(head + "\n")
+        print_report(head + "\n")
     for number, (heading, program) in enumerate(programs):
-        lines = memory_spans(program, options.top, width)
+        lines = memory_spans(program, options.limit, width)
         lines = [[(heading.rstrip("\n"), "bold")], *lines] if heading else lines
         terminal.write_spans([[("", "")], *lines] if number else lines, sys.stdout)
     if explained:
-        print_text("\n" + explained)
+        print_report("\n" + explained)

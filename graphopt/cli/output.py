@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from graphopt.errors import GraphoptError
+from graphopt.ir.columns import filled
 from graphopt.ir.program import Program
 from graphopt.report.console import terminal
 from graphopt.report.text.snapshots import record_lines
@@ -18,39 +18,18 @@ from graphopt.runtime.rewrite import Rewritten
 __all__ = [
     "JSON_SCHEMA",
     "check_output",
-    "format_of",
     "json_data",
-    "output_arguments",
     "print_json",
+    "print_report",
     "print_text",
     "program_title",
     "records_text",
     "report_passes",
-    "two_formats",
     "write_output",
 ]
 
 JSON_SCHEMA = 1
 """Of what ``--json`` prints: it grows by one when a key goes away or changes its meaning, not for a new key."""
-
-
-def output_arguments(parser: argparse.ArgumentParser, formats: Sequence[str]) -> None:
-    """Add ``--format``, with text as its default, and ``--output``."""
-    parser.add_argument("--format", choices=formats, metavar="FORMAT", help=f"{', '.join(formats)} (default: text)")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write to FILE (default: stdout)")
-
-
-def format_of(options: argparse.Namespace) -> str:
-    """The format that ``--format`` and ``--json`` ask for."""
-    return options.format or ("json" if options.json else "text")
-
-
-def two_formats(options: argparse.Namespace) -> str:
-    """What is wrong where ``--json`` and ``--format`` disagree; empty where they do not."""
-    form = format_of(options)
-    if options.json and form != "json":
-        return f"--json and --format {form} ask for two formats: give one of them"
-    return ""
 
 
 def check_output(options: argparse.Namespace) -> None:
@@ -88,6 +67,11 @@ def print_text(*pieces: str) -> None:
 def json_data(data: Mapping[str, Any]) -> dict[str, Any]:
     """What a command says to machines: the number of its form, ``schema``, and the data, which may have its own."""
     return {"schema": JSON_SCHEMA, **data}
+
+
+def print_report(*pieces: str) -> None:
+    """The same, with sentences broken at the width of the terminal; not for programs, whose lines stay."""
+    print_text(*map(filled, pieces))
 
 
 def print_json(data: Mapping[str, Any]) -> None:

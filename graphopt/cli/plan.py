@@ -7,24 +7,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from graphopt.analysis.costs.cost import COSTS, PROFILES, CostReport, costs_of, remeasure
-from graphopt.cli.exchange import exchange_arguments, exchange_plan, exchange_problem
-from graphopt.cli.output import (
-    check_output,
-    format_of,
-    output_arguments,
-    report_passes,
-    two_formats,
-    write_output,
-)
-from graphopt.cli.programs import passes_argument, rewritten_program, stage_argument, target_argument
+from graphopt.analysis.costs.cost import CostReport, costs_of, remeasure
+from graphopt.cli.arguments import format_of
+from graphopt.cli.exchange import exchange_plan
+from graphopt.cli.output import check_output, report_passes, write_output
+from graphopt.cli.programs import rewritten_program
 from graphopt.errors import GraphoptError
+from graphopt.ir.columns import filled
 from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
@@ -33,30 +27,16 @@ from graphopt.report.console import terminal
 from graphopt.report.console.progress_bar import progress_bar
 from graphopt.report.pictures.frontier_chart import BudgetMark, frontier_svg
 from graphopt.report.text.frontier_table import FrontierPoint, FrontierReport, fitted_point, frontier_report
-from graphopt.rewriting.memory.budget import budget_bytes, check_budget, infeasible, within_already
+from graphopt.rewriting.memory.budget import budget_bytes, infeasible, within_already
 from graphopt.rewriting.memory.fit import Fitted, Fitting, FittingOptions
 from graphopt.rewriting.memory.summary import away_lines, decisions, plan_lines, summary_lines
 from graphopt.rewriting.memory.transfer_insertion import host_lanes
 from graphopt.rewriting.pipeline import Pipeline
 
-__all__ = ["plan", "plan_arguments"]
+__all__ = ["plan"]
 
 _FITTER = "fit-memory"
 """The pass whose work this command shows; it is left out of the passes."""
-
-_EPILOG = """\
-The passes of --passes run first; what is planned is the program that they leave. Plans are what the pass fit-memory
-would do. Nothing of the user's is trained or changed. Ctrl-C during the search shows the best plans found until then.
-
-With --world-size the exchange of gradients is planned, not memory; --budget and --world-size are asked one at a time.
-Its seconds are those of this device with --cost measured; the network is not measured, but as --bandwidth and --latency
-describe it.
-
-examples:
-  graphopt plan examples/train_gpt.py:factory --budget 200MB --budget 60%
-  graphopt plan examples/train_gpt.py:factory --budget 60% --format svg -o frontier.svg
-  graphopt plan examples/train_gpt.py:factory --world-size 64 --bandwidth 1Gbit
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,59 +56,6 @@ class _Answer:
     fitted: Fitted | None = None
     reason: str = ""
     error: GraphoptError | None = None
-
-
-_BUDGET_HELP = (
-    "a peak to meet: bytes, 8GB, 512MiB, 60%% of the peak of the program as it is, or auto for what is free; again "
-    "for several (default: the trade between bytes and time only)"
-)
-_COST_HELP = (
-    "where the seconds of calls come from: measured here and kept (default), this device's roofline, or another's: "
-    + ", ".join(COSTS)
-)
-_REMEASURE_HELP = "measure everything anew, and replace what was kept; with --cost measured"
-
-
-def plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command, and an example."""
-    parser.epilog = _EPILOG
-    target_argument(parser)
-    parser.add_argument(
-        "-b", "--budget", action="append", default=[], type=_budget, metavar="BUDGET", help=_BUDGET_HELP
-    )
-    passes_argument(parser)
-    stage_argument(parser, ("joint", "step"))
-    parser.add_argument("--time-limit", type=_seconds, metavar="S", help="end the search after S seconds")
-    parser.add_argument("--cost", choices=COSTS, default="measured", metavar="COST", help=_COST_HELP)
-    parser.add_argument("--remeasure", action="store_true", help=_REMEASURE_HELP)
-    output_arguments(parser, ("text", "json", "svg"))
-    exchange_arguments(parser)
-    parser.set_defaults(verify="structure", problem=_problem)
-
-
-def _problem(options: argparse.Namespace) -> str:
-    """What is wrong with the arguments together; empty where nothing is."""
-    if options.remeasure and options.cost in PROFILES:
-        return f"--remeasure measures on this device, and --cost {options.cost} takes no time from it: leave one out"
-    return two_formats(options) or exchange_problem(options)
-
-
-def _budget(text: str) -> str:
-    try:
-        check_budget(text)
-    except GraphoptError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return seconds
 
 
 def plan(options: argparse.Namespace) -> None:
@@ -207,7 +134,7 @@ def _render(form: str, fitting: Fitting, report: FrontierReport, answers: Sequen
     if form == "json":
         budgets = [_answer_json(fitting, answer) for answer in answers]
         return json.dumps({**report.to_json(), "budgets": budgets}, indent=2)
-    return "\n".join([report.to_text(), *(_answer_text(fitting, answer, costs) for answer in answers)])
+    return filled("\n".join([report.to_text(), *(_answer_text(fitting, answer, costs) for answer in answers)]))
 
 
 def _mark(fitting: Fitting, answer: _Answer) -> BudgetMark:

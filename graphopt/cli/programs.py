@@ -5,75 +5,47 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Sequence
-from typing import get_args
+from typing import Any, get_args
 
+from graphopt.analysis.costs.figures import remeasure
 from graphopt.cli.target import Target, load_target
 from graphopt.errors import GraphoptError, PipelineError
 from graphopt.ir.node import Stage
 from graphopt.ir.program import Program
 from graphopt.report.console import terminal
+from graphopt.rewriting.pass_ import Pass
 from graphopt.rewriting.pipeline import Pipeline
+from graphopt.rewriting.registry import find_pass
 from graphopt.runtime.check_numerics import check_numerics
 from graphopt.runtime.rewrite import Rewritten, Verify, rewrite
 
 __all__ = [
     "before_passes",
-    "passes_argument",
-    "program_arguments",
+    "pipeline_of",
     "rewritten_program",
-    "stage_argument",
     "stage_to_show",
-    "target_argument",
 ]
+
+_FITTER = "fit-memory"
+"""The pass that keeps a program within a budget."""
 
 _STAGES: tuple[Stage, ...] = get_args(Stage)
 _VERIFY: dict[str, Verify] = {"structure": "structure", "numerics": "numerics", "off": False}
-
-_TARGET_HELP = (
-    "pkg.module:factory or path/file.py:factory; the factory takes no arguments and returns (model, example_inputs) or "
-    "a dict with model, example_inputs, and optionally kwargs, loss, optimizer, dynamic_shapes"
-)
-_VERIFY_HELP = "check the invariants after each pass (default), also compare results on the example inputs, or neither"
-_PASSES_HELP = 'passes as text, such as "recompute{checkpoints=blocks.*}"; `graphopt passes` lists them'
-
-
-def target_argument(parser: argparse.ArgumentParser) -> None:
-    """Add ``TARGET``."""
-    parser.add_argument("target", metavar="TARGET", help=_TARGET_HELP)
-
-
-def passes_argument(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
-    """Add ``--passes``."""
-    parser.add_argument("-p", "--passes", default="", required=required, metavar="PASSES", help=_PASSES_HELP)
-
-
-def stage_argument(parser: argparse.ArgumentParser, stages: Sequence[Stage] = _STAGES) -> None:
-    """Add ``--stage``, with the stages that the command knows."""
-    parser.add_argument(
-        "--stage", choices=stages, help="the stage to show (default: step where there is an optimizer, else joint)"
-    )
-
-
-def program_arguments(parser: argparse.ArgumentParser, *, needs_passes: bool = False) -> None:
-    """Add ``TARGET``, ``--passes``, ``--verify`` and ``--stage``."""
-    target_argument(parser)
-    passes_argument(parser, required=needs_passes)
-    parser.add_argument("--verify", choices=_VERIFY, default="structure", help=_VERIFY_HELP)
-    stage_argument(parser)
 
 
 def rewritten_program(options: argparse.Namespace, pipeline: Pipeline | None = None) -> Rewritten:
     """Load the target, capture it and run the passes. What the user's code prints goes to stderr.
 
     Args:
-        options: ``target``, ``stage``, ``verify``, and ``passes`` where no pipeline is given.
+        options: ``target``, ``stage``, ``verify``, and what ``pipeline_of`` takes where no pipeline is given.
         pipeline: the passes to run.
 
     Raises:
         GraphoptError: for a target that gives no program, passes that are wrong or fail, a stage that is not reached.
     """
-    pipeline = pipeline or Pipeline(options.passes)
+    pipeline = pipeline or pipeline_of(options)
+    if getattr(options, "fits", False) and options.remeasure:
+        remeasure()
     with contextlib.redirect_stdout(sys.stderr), terminal.working(f"capturing {options.target}"):
         target = load_target(options.target)
         stage = stage_to_show(options.stage, target, pipeline, options.verify)
@@ -81,6 +53,23 @@ def rewritten_program(options: argparse.Namespace, pipeline: Pipeline | None = N
         if options.verify == "numerics":
             check_numerics(rewritten)
     return rewritten
+
+
+def pipeline_of(options: argparse.Namespace) -> Pipeline:
+    """The passes of ``--passes``, and the one that keeps to ``--budget``.
+
+    Raises:
+        GraphoptError: for passes that are wrong, and for two budgets.
+    """
+    given = Pipeline(options.passes)
+    budget = getattr(options, "budget", None)
+    if budget is None:
+        return given
+    if any(current.name == _FITTER for current in given.passes):
+        raise PipelineError(f"--budget {budget} and {_FITTER} among --passes are two budgets: give one of them")
+    fitting: Any = find_pass(_FITTER)
+    fitter: Pass = fitting(budget=budget, cost=options.cost or "measured", time_limit=options.time_limit)
+    return Pipeline([*given.passes, fitter])
 
 
 def stage_to_show(wanted: Stage | None, target: Target, pipeline: Pipeline, verify: str = "structure") -> Stage:

@@ -7,44 +7,27 @@ import contextlib
 import shlex
 import sys
 import webbrowser
-from pathlib import Path
 
 from graphopt.cli.output import check_output, print_json, program_title, report_passes, write_output
-from graphopt.cli.programs import program_arguments, rewritten_program
+from graphopt.cli.programs import pipeline_of, rewritten_program
 from graphopt.report.console import terminal
 from graphopt.report.page import page_of_rewritten
 from graphopt.report.text.snapshots import records_json
-from graphopt.rewriting.pipeline import Pipeline
 
-__all__ = ["view", "view_arguments", "view_command"]
-
-_FILE = Path("graphopt.html")
-
-_EPILOG = """\
-The page needs no network and nothing beside itself: it can be opened from a folder, sent, or attached to an issue.
-Bytes on it are predicted, the seconds that passes took are measured. Names, shapes and source lines of the model are on
-it, no values of tensors.
-
-example:
-  graphopt view examples/train_gpt.py:factory --passes "recompute{checkpoints=blocks.*}" -o step.html --open
-"""
-
-
-def view_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command, and an example."""
-    parser.epilog = _EPILOG
-    program_arguments(parser)
-    parser.add_argument(
-        "-o", "--output", type=Path, default=_FILE, metavar="FILE", help=f"write to FILE (default: {_FILE})"
-    )
-    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+__all__ = ["view", "view_command"]
 
 
 def view_command(options: argparse.Namespace) -> str:
-    """The command line that makes the page of a command's target, passes and stage again."""
+    """The command line that makes the page of a command's target, passes, budget and stage again."""
     words = ["graphopt", "view", options.target]
     if options.passes:
         words += ["--passes", options.passes]
+    if options.budget:
+        words += ["--budget", options.budget]
+    if options.cost:
+        words += ["--cost", options.cost]
+    if options.time_limit:
+        words += ["--time-limit", f"{options.time_limit:g}"]
     if options.stage:
         words += ["--stage", options.stage]
     return shlex.join(words)
@@ -57,7 +40,7 @@ def view(options: argparse.Namespace) -> None:
         GraphoptError: for a target or passes that are wrong, or a file that cannot be written.
     """
     check_output(options)
-    pipeline = Pipeline(options.passes)
+    pipeline = pipeline_of(options)
     rewritten = rewritten_program(options, pipeline)
     report_passes(rewritten)
     # tracing the optimizer once more, for the program without passes, may let the user's code print again

@@ -22,7 +22,19 @@ from graphopt.errors import GraphoptError
 from graphopt.ir.call_targets import PYTHON_FUNCTIONS, read_target
 from graphopt.ir.checked_json import Field
 from graphopt.ir.context import Context
-from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, Policy, Stage, set_info, set_value, value_of
+from graphopt.ir.node import (
+    INPUT_ROLES,
+    OUTPUT_ROLES,
+    InputSpec,
+    NodeInfo,
+    OutputSpec,
+    Phase,
+    Policy,
+    Stage,
+    set_info,
+    set_value,
+    value_of,
+)
 from graphopt.ir.program import Program
 from graphopt.ir.serialization import SCHEMA_VERSION
 from graphopt.ir.size_expressions import read_size
@@ -39,9 +51,6 @@ _LARGEST_EXPONENT = 8
 _MOST_DIMENSIONS = 64
 _LARGEST_CONSTANT = 16 * 1024 * 1024
 
-_GIVEN = ("parameter", "buffer", "constant", "input", "tangent")
-_INPUTS = (*_GIVEN, "gradient", "state", "hyperparameter", "pass_state")
-_OUTPUTS = ("output", "loss", "gradient", "mutation", "state", "base")
 
 _DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 _TORCH_CONSTANTS = _DTYPES | {
@@ -81,8 +90,8 @@ def _program(parts: Mapping[str, Field]) -> Program:
     program = Program(
         graph=decoder.graph(parts["nodes"]),
         stage=parts["stage"].one_of({name: name for name in get_args(Stage)}),
-        inputs=[InputSpec(*_role_and_target(item, _INPUTS)) for item in parts["inputs"].items()],
-        outputs=[OutputSpec(*_role_and_target(item, _OUTPUTS)) for item in parts["outputs"].items()],
+        inputs=[InputSpec(*_role_and_target(item, INPUT_ROLES)) for item in parts["inputs"].items()],
+        outputs=[OutputSpec(*_role_and_target(item, OUTPUT_ROLES)) for item in parts["outputs"].items()],
         constants={name: _constant(item) for name, item in parts["constants"].entries()},
         attributes=decoder.attributes(parts["attributes"]),
         title=parts["title"].text(),

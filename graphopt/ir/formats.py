@@ -20,12 +20,15 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from graphopt.errors import GraphoptError, did_you_mean
+from graphopt.errors import GraphoptError, check_type, did_you_mean, wrong_argument
 
-__all__ = ["GROUP", "Format", "available_formats", "find_format", "register_format"]
+__all__ = ["GROUP", "OWN", "Format", "available_formats", "find_format", "format_names", "register_format"]
 
 GROUP = "graphopt.formats"
 """The entry point group of formats."""
+
+OWN = ("text", "python", "dot", "svg", "json", "html", "perfetto", "model-explorer")
+"""The formats that graphopt brings along (``graphopt.report.register`` has them)."""
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
@@ -43,6 +46,10 @@ class Format:
         help: what it is, in a few words.
         comment: how a line of comment begins, where several programs can stand in one file; "" where they cannot.
 
+    Raises:
+        ArgumentError: where one of them is of another type.
+        GraphoptError: for a name or a suffix of another form.
+
     Example:
         >>> titles = graphopt.Format("title", ".txt", lambda program: program.title, "the model's class")
         >>> titles.text(graphopt.capture(model, (x,)))
@@ -56,6 +63,10 @@ class Format:
     comment: str = ""
 
     def __post_init__(self) -> None:
+        for field in ("name", "suffix", "help", "comment"):
+            check_type(f"Format's {field}", getattr(self, field), str, "text")
+        if not callable(self.write):
+            raise wrong_argument("Format's write", self.write, "a function, write(program, **options)")
         if not _NAME.fullmatch(self.name):
             raise GraphoptError(f"the name of a format is lower-case words joined by hyphens, got {self.name!r}")
         if not re.fullmatch(r"\.\w[\w.-]*", self.suffix):
@@ -74,6 +85,7 @@ def register_format(form: Format) -> None:
     """Offer a format in this process, before an installed one of the same name; packages use the entry point group.
 
     Raises:
+        ArgumentError: for what is no format.
         GraphoptError: where another format has the name.
 
     Example:
@@ -82,6 +94,7 @@ def register_format(form: Format) -> None:
         >>> graphopt.capture(model, (x,)).to("count") > "0"
         True
     """
+    check_type("register_format's argument", form, Format, "a graphopt.Format", 'Format("name", ".suffix", write, "…")')
     if _registered.get(form.name, form) != form:
         raise GraphoptError(f"there is a format called {form.name!r} already: choose another name")
     _registered[form.name] = form
@@ -98,6 +111,7 @@ def find_format(name: str) -> Format:
     Raises:
         GraphoptError: for an unknown name, with the nearest ones; where what is registered is not a ``Format``.
     """
+    check_type("a format", name, str, "the name of one", f"known formats: {', '.join(_registered)}")
     if name in _registered:
         return _registered[name]
     entry = _entries().get(name)
@@ -121,6 +135,11 @@ def _loaded(entry: EntryPoint) -> Format:
     if form.name != entry.name:
         raise GraphoptError(f"{entry.value} is registered as {entry.name!r} but calls itself {form.name!r}")
     return form
+
+
+def format_names() -> tuple[str, ...]:
+    """The names of all formats, without importing what is behind them."""
+    return tuple(dict.fromkeys((*OWN, *_registered, *sorted(_entries()))))
 
 
 def available_formats() -> dict[str, Format]:

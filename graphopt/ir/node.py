@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx
 
 from graphopt.errors import GraphoptError
+from graphopt.ir.phases import Phase, Policy, Stage
 
 __all__ = [
+    "INPUT_ROLES",
+    "OUTPUT_ROLES",
     "TRACE_CONSTANT",
     "Candidate",
     "InputSpec",
@@ -29,43 +31,14 @@ __all__ = [
     "value_of",
 ]
 
-Stage = Literal["forward", "joint", "step"]
+
+INPUT_ROLES = (
+    "parameter", "buffer", "constant", "input", "tangent", "gradient", "state", "hyperparameter", "pass_state",
+)  # fmt: skip
+OUTPUT_ROLES = ("output", "loss", "gradient", "mutation", "state", "base")
+"""What inputs and outputs of a program can be; see ``InputSpec`` and ``OutputSpec``."""
 
 _INFO = "graphopt"
-
-
-class Phase(enum.StrEnum):
-    """When in a step a node runs, and what for.
-
-    Example:
-        >>> program = graphopt.capture(model, (x,), loss=loss)
-        >>> any(program.phase_nodes(graphopt.Phase.BACKWARD))
-        True
-        >>> [phase.value for phase in graphopt.Phase][:2]
-        ['forward', 'backward']
-    """
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    RECOMPUTE = "recompute"
-    TRANSFER = "transfer"
-    SYNC = "sync"
-    UPDATE = "update"
-
-
-class Policy(enum.StrEnum):
-    """What planners decide about a forward value that backward reads; torch's own words.
-
-    Example:
-        >>> step = graphopt.optimize_step(model, optimizer, [Recompute("blocks.*")], loss=loss).prepare(x)
-        >>> from graphopt.ir.node import info
-        >>> any(info(node).policy is graphopt.Policy.MUST_SAVE for node in step.program.nodes)
-        True
-    """
-
-    MUST_SAVE = "MUST_SAVE"
-    MUST_RECOMPUTE = "MUST_RECOMPUTE"
-    MUST_CPU_OFFLOAD = "MUST_CPU_OFFLOAD"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,14 @@ import torch
 from torch import fx
 
 from graphopt import _torch
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, check_type
 from graphopt.ir.context import Context
 from graphopt.ir.formats import find_format
 from graphopt.ir.methods import provided
 from graphopt.ir.names import identifier, match_names
 from graphopt.ir.node import (
+    INPUT_ROLES,
+    OUTPUT_ROLES,
     Candidate,
     InputSpec,
     NodeInfo,
@@ -31,6 +33,14 @@ from graphopt.ir.node import (
 )
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import storage_bytes, tensors_of
+from graphopt.ir.program_arguments import (
+    check_outputs,
+    check_phases,
+    check_policy,
+    check_roles,
+    check_spec,
+    check_target,
+)
 from graphopt.ir.state import PassState
 from graphopt.ir.timeline import MemoryTimeline
 
@@ -107,15 +117,18 @@ class Program:
         return tuple(self.output_node.args[0])  # type: ignore[arg-type]
 
     def inputs_of(self, *roles: str) -> list[tuple[fx.Node, InputSpec]]:
-        """The placeholders that play one of ``roles``."""
+        """The placeholders that play one of ``roles``; a role that there is not is an ``ArgumentError``."""
+        check_roles("inputs_of", roles, INPUT_ROLES)
         return [(n, s) for n, s in zip(self.placeholders, self.inputs, strict=True) if s.role in roles]
 
     def outputs_of(self, *roles: str) -> list[tuple[Any, OutputSpec]]:
-        """The output values that play one of ``roles``."""
+        """The output values that play one of ``roles``; a role that there is not is an ``ArgumentError``."""
+        check_roles("outputs_of", roles, OUTPUT_ROLES)
         return [(v, s) for v, s in zip(self.output_values, self.outputs, strict=True) if s.role in roles]
 
     def phase_nodes(self, *phases: Phase) -> Iterator[fx.Node]:
         """The calls of the given phases, in order."""
+        check_phases(phases)
         for node in self.graph.nodes:
             if node.op not in ("placeholder", "output") and info(node).phase in phases:
                 yield node
@@ -208,8 +221,10 @@ class Program:
             hint: the wished name of the node itself.
 
         Raises:
+            ArgumentError: for what is no op.
             GraphoptError: where the op refuses these arguments.
         """
+        check_target(target)
         if (before is None) == (after is None):
             raise GraphoptError("Program.insert needs exactly one of before= and after=")
         place = self.graph.inserting_before(before) if before is not None else self.graph.inserting_after(after)
@@ -238,13 +253,15 @@ class Program:
 
     def set_outputs(self, values: Iterable[Any], specs: Iterable[OutputSpec]) -> None:
         """Replace what the program returns."""
-        self.outputs = list(specs)
-        self.output_node.args = (tuple(values),)
-        if len(self.output_values) != len(self.outputs):
-            raise GraphoptError(f"{len(self.output_values)} output values and {len(self.outputs)} descriptions of them")
+        given, described = check_outputs(values, specs)
+        if len(given) != len(described):
+            raise GraphoptError(f"{len(given)} output values and {len(described)} descriptions of them")
+        self.outputs = described
+        self.output_node.args = (tuple(given),)
 
     def add_input(self, name: str, value: Any, spec: InputSpec) -> fx.Node:
         """Append a placeholder whose values look like ``value`` (a fake tensor of the program's mode)."""
+        check_spec(spec)
         last = self.placeholders[-1] if self.inputs else None
         place = self.graph.inserting_after(last) if last else self.graph.inserting_before(next(iter(self.graph.nodes)))
         with place:
@@ -291,6 +308,7 @@ class Program:
 
     def set_policy(self, nodes: Iterable[fx.Node], policy: Policy) -> None:
         """Record a decision about forward values."""
+        check_policy(nodes, policy)
         for node in nodes:
             set_info(node, replace(info(node), policy=policy))
 
@@ -384,6 +402,7 @@ class Program:
 
     def diff(self, other: Program) -> str:
         """What differs between this program and a later one, node by node, as a unified diff."""
+        check_type("diff's other", other, Program, "another graphopt.Program, the later one")
         return str(provided(Program, "diff")(self, other))
 
     def show(self) -> Any:

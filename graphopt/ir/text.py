@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from graphopt.ir.reuse import reused_operands
 
 __all__ = [
     "Writer",
-    "aligned",
     "comment_of",
     "ends_of_life",
     "input_line",
@@ -371,23 +370,3 @@ class Writer:
         if callable(value):
             return self.target(value)
         return f"<{type(value).__name__}>"
-
-
-def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Rows of text in columns, two blanks apart; columns that are empty throughout are left out.
-
-    Args:
-        rows: all of one length.
-        right: the columns that are aligned to the right.
-    """
-    if not rows:
-        return []
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.rjust(size) if column in right else cell.ljust(size)
-            for column, (cell, size) in enumerate(zip(row, widths, strict=True))
-            if size
-        ).rstrip()
-        for row in rows
-    ]

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from random import Random
 
+from graphopt.errors import GraphoptError, check_type, public, wrong_argument
 from graphopt.planning.chain import chain_plans
 from graphopt.planning.cuts import CutNetwork, priced_cuts
 from graphopt.planning.frontier import Frontier, Point
 from graphopt.planning.local_search import Explorer
 from graphopt.planning.lowersets import lower_set_plans
 from graphopt.planning.milp import optimum
+from graphopt.planning.planner_arguments import check_budget_bytes, check_seconds
 from graphopt.planning.problem import Problem, Simulated, simulate
 from graphopt.planning.repeats import Roles, find_roles
 from graphopt.planning.schedule import Drops, Scheduler
@@ -34,7 +36,7 @@ _FIRST_PRICE = 10.0
 """The price that cuts begin with; see ``priced_cuts``."""
 
 
-class InfeasibleError(ValueError):
+class InfeasibleError(GraphoptError, ValueError):
     """No plan was found within a budget; ``smallest`` is the plan with the lowest peak that was found.
 
     Example:
@@ -85,6 +87,7 @@ def _effort(problem: Problem, roles: Roles) -> Effort:
     return Effort(targets=12, rounds=20, work=int(1_800_000 * growth), width=12 if count < 400 else 5, everywhere=False)
 
 
+@public
 def find_frontier(
     problem: Problem,
     *,
@@ -107,12 +110,20 @@ def find_frontier(
     Returns:
         the frontier; its ``cut_short`` says whether the search was ended before its planned effort was spent.
 
+    Raises:
+        ArgumentError: for what is no problem, no number of seconds or no function.
+
     Example:
         >>> for point in planning.find_frontier(problem):
         ...     print(point.peak, "bytes,", point.again, "seconds run again")
         180 bytes, 1.0 seconds run again
         200 bytes, 0.0 seconds run again
     """
+    check_type("find_frontier's problem", problem, Problem, "a planning.Problem")
+    if time_limit is not None:
+        check_seconds("find_frontier's time_limit", time_limit)
+    if progress is not None and not callable(progress):
+        raise wrong_argument("find_frontier's progress", progress, "a function, progress(share, frontier)")
     search = _Search(problem, time_limit, progress)
     try:
         search.run()
@@ -284,6 +295,7 @@ def _widest(plain: Simulated) -> int:
     return plain.bytes.index(plain.peak)
 
 
+@public
 def plan(problem: Problem, budget: int, *, time_limit: float | None = None) -> Simulated:
     """The fastest plan found whose peak is at most ``budget`` bytes.
 
@@ -291,6 +303,7 @@ def plan(problem: Problem, budget: int, *, time_limit: float | None = None) -> S
     program.
 
     Raises:
+        ArgumentError: for what is no problem, and for a budget or a limit that is no such number.
         InfeasibleError: where none is found; it holds the plan with the lowest peak.
 
     Example:
@@ -298,6 +311,10 @@ def plan(problem: Problem, budget: int, *, time_limit: float | None = None) -> S
         >>> fitted.peak <= 200
         True
     """
+    check_type("plan's problem", problem, Problem, "a planning.Problem")
+    budget = check_budget_bytes(budget)
+    if time_limit is not None:
+        check_seconds("plan's time_limit", time_limit)
     scheduler = Scheduler(problem)
     plain = scheduler.evaluate(NOTHING)
     if plain.peak <= budget:

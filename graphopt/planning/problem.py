@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
+from graphopt.errors import GraphoptError, check_type, public
+from graphopt.planning.planner_arguments import check_indices, check_quantity, check_seconds, check_sizes
+
 __all__ = ["InvalidPlanError", "Operation", "Plan", "Problem", "Simulated", "repeated_seconds", "simulate"]
 
 
-class InvalidPlanError(ValueError):
+class InvalidPlanError(GraphoptError, ValueError):
     """A problem or a plan that cannot be: something is read before it is made, or run again that may not be.
 
     Example:
@@ -38,6 +41,9 @@ class Operation:
             value afterwards, and both are made by first runs or both by repeated ones.
         name: for people.
 
+    Raises:
+        ArgumentError: where one of them is of another type, or negative.
+
     Example:
         >>> planning.Operation(reads=(0,), makes=(1,), seconds=0.5, name="relu").made_again
         (1,)
@@ -52,6 +58,15 @@ class Operation:
     memo: int = 0
     overwrites: tuple[int, ...] = ()
     name: str = ""
+
+    def __post_init__(self) -> None:
+        for field_name in ("reads", "makes", "overwrites"):
+            check_indices(f"Operation's {field_name}", getattr(self, field_name))
+        if self.remakes is not None:
+            check_indices("Operation's remakes", self.remakes)
+        check_seconds("Operation's seconds", self.seconds)
+        check_quantity("Operation's scratch", self.scratch)
+        check_quantity("Operation's memo", self.memo)
 
     @property
     def made_again(self) -> tuple[int, ...]:
@@ -73,6 +88,10 @@ class Problem:
             decide about first. 0 takes the place where the most bytes are alive.
         names: of the values, for people.
 
+    Raises:
+        ArgumentError: where one of them is of another type, or negative.
+        InvalidPlanError: where operations read what is not made before, or sizes are missing.
+
     Example:
         >>> first, second = planning.Operation((), (0,), 1.0), planning.Operation((0,), (1,), 5.0)
         >>> backward = planning.Operation((1, 0), (2,), 1.0)
@@ -89,6 +108,12 @@ class Problem:
     names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_type("Problem's operations", self.operations, tuple, "a tuple of Operations, in order")
+        for index, operation in enumerate(self.operations):
+            check_type(f"Problem's operations[{index}]", operation, Operation, "an Operation(reads, makes, seconds)")
+        check_sizes(self.sizes, self.held)
+        check_quantity("Problem's resident", self.resident)
+        check_type("Problem's boundary", self.boundary, int, "the index of the first operation of backward")
         made: set[int] = set()
         for index, operation in enumerate(self.operations):
             unmade = [value for value in operation.reads if value not in made]
@@ -154,6 +179,9 @@ class Plan:
     """
 
     steps: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check_type("Plan's steps", self.steps, (tuple, list), "a tuple of operations (indices) in the order of running")
 
     def repeats(self) -> list[int]:
         """The operations that run again, in the order of these runs."""
@@ -289,16 +317,20 @@ def _called(problem: Problem, index: int) -> str:
     return f"operation {index} ({problem.operations[index].name or 'unnamed'})"
 
 
+@public
 def simulate(problem: Problem, plan: Plan) -> Simulated:
     """What a plan takes, exactly.
 
     Raises:
+        ArgumentError: for what is no problem or no plan.
         InvalidPlanError: for a plan that cannot run.
 
     Example:
         >>> planning.simulate(problem, planning.Plan((0, 1, 2, 0, 3, 4))).again
         1.0
     """
+    check_type("simulate's problem", problem, Problem, "a planning.Problem")
+    check_type("simulate's plan", plan, Plan, "a planning.Plan", "write Plan(steps)")
     steps, operations = plan.steps, problem.operations
     lives = lifetimes(problem, steps)
     saved = _saved_in_place(problem, steps, lives)

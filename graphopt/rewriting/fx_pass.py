@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar, cast, final, get_args
 
 from torch import fx
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, check_type, choice, wrong_argument
 from graphopt.ir.node import InputSpec, NodeInfo, Phase, set_info, set_value
 from graphopt.ir.program import Program
-from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
+from graphopt.rewriting.pass_ import STAGES, Changed, Numerics, Pass, PassStage
 
 __all__ = ["FxPass"]
 
@@ -33,6 +33,9 @@ class FxPass(Pass):
         stage: which program it rewrites: forward, joint, step or last.
         numerics: what it promises: bitwise, tolerant or changes.
         name: what it is called in logs and errors; the function's name in kebab-case by default.
+
+    Raises:
+        ArgumentError: for what is no function, and for a stage or numerics that there are not.
 
     Example:
         >>> def rename(graph_module):
@@ -57,7 +60,10 @@ class FxPass(Pass):
         name: str | None = None,
     ) -> None:
         if not callable(function):
-            raise TypeError(f"FxPass wraps a function on a GraphModule, got {function!r}")
+            raise wrong_argument("FxPass's function", function, "a function on a GraphModule")
+        stage = cast(PassStage, choice("FxPass's stage", stage, STAGES))
+        numerics = cast(Numerics, choice("FxPass's numerics", numerics, get_args(Numerics)))
+        check_type("FxPass's name", name, (str, type(None)), "text in kebab-case, or None for the function's own")
         label = name or getattr(function, "__name__", type(function).__name__).strip("<>").replace("_", "-")
         for key, value in (("function", function), ("stage", stage), ("numerics", numerics), ("name", label)):
             object.__setattr__(self, key, value)

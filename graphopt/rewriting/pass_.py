@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from graphopt.errors import check_type
 from graphopt.ir.methods import provided
 from graphopt.ir.node import Stage
 from graphopt.ir.ops.values import format_bytes
@@ -52,6 +53,15 @@ class Changed:
     lines: tuple[str, ...] = ()
     reason: str = ""
     details: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_type("Changed's counts", self.counts, Mapping, "a dict of what was done to how often, {'recomputed': 4}")
+        for what, count in self.counts.items():
+            check_type(f"Changed's counts[{what!r}]", count, int, "a whole number of times")
+        check_type("Changed's reason", self.reason, str, "text: why nothing was done")
+        for name in ("tensors", "lines"):
+            value = getattr(self, name)
+            check_type(f"Changed's {name}", value, (tuple, list), "a tuple of texts", f"write {name}=(...,)")
 
     def __bool__(self) -> bool:
         return any(self.counts.values())

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from graphopt.errors import GraphoptError, PassError, PipelineError, VerifyError, as_cause, shown
+from graphopt.errors import GraphoptError, PassError, PipelineError, VerifyError, as_cause, check_type, shown
 from graphopt.ir import verify as verifier
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.node import Stage
@@ -114,9 +114,13 @@ class Pipeline:
             instruments: are told of each pass.
 
         Raises:
+            ArgumentError: for what is no program.
             PassError: where a pass raises; the original is its cause.
             VerifyError: where a pass leaves a program that breaks an invariant.
         """
+        check_type(
+            "Pipeline.run's program", program, Program, "a graphopt.Program", "graphopt.capture(model, args) makes one"
+        )
         records = []
         due = [current for current in self.due(program.stage, last=last) if current.concerns(program)]
         for current in due:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphopt.errors import ArgumentError, GraphoptError
+from graphopt.errors import ArgumentError, GraphoptError, public
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.runtime.compile.backend import Backend
 from graphopt.runtime.runner import Options
@@ -20,6 +20,7 @@ from graphopt.runtime.train_step import TrainStep
 __all__ = ["load_step"]
 
 
+@public
 def load_step(
     path: str | os.PathLike[str],
     model: nn.Module,

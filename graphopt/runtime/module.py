@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from graphopt import _torch
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
-from graphopt.errors import CaptureError, PipelineError
+from graphopt.errors import CaptureError, GraphoptError, PipelineError, public, short_traceback
 from graphopt.ir.methods import provided
 from graphopt.ir.program import Program
 from graphopt.rewriting.pass_ import Pass, Records
@@ -156,12 +156,16 @@ def _optimized_class(cls: type[nn.Module]) -> type[Optimized]:
             return cls.forward(self, *args, **kwargs)
         if _torch.in_function_transform():
             return self._graphopt.run_as_it_is(self, args, kwargs, "a transform of torch.func is at work")
-        return self._graphopt.call(self, args, kwargs)
+        try:
+            return self._graphopt.call(self, args, kwargs)
+        except GraphoptError as error:
+            raise short_traceback(error) from error.__cause__
 
     body = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (Optimized, cls), body)
 
 
+@public
 def optimize(
     model: M,
     passes: Passes = (),

@@ -32,6 +32,7 @@ from graphopt.runtime.signature import part_signature
 __all__ = ["Parts"]
 
 logger = logging.getLogger(__name__)
+capture_logger = logging.getLogger("graphopt.capture")
 
 
 _BETWEEN = "eager code between them whose bytes are not counted"
@@ -223,17 +224,31 @@ class Parts:
         """Behind a call of the model: plan all parts together where there are new ones, or one runs more often."""
         if self._settled and all(count <= part.times for part, count in self._made.items()):
             return
-        position = 0
+        position, new = 0, []
         for part, count in self._made.items():
             if part not in self._parts:
                 self._parts.insert(position, part)
+                new.append(part)
             part.times = max(part.times, count)
             position = self._parts.index(part) + 1
         if self._limited and self._parts:
             self._plan()
         self._settled = True
+        if new:
+            self._log_capture(new)
         if not self._told:
             self._tell()
+
+    def _log_capture(self, new: list[_Part]) -> None:
+        """One line for the parts that a call has captured, as there is for each capture of a whole model."""
+        made = [part.compiled.rewritten for part in new if part.compiled is not None]
+        peak = max((rewritten.program.memory().peak_bytes for rewritten in made), default=0)
+        count = len(self._runner.options.pipeline.passes)
+        capture_logger.info(
+            "%s: %s captured, largest peak of a part %s predicted, %s, %.1f s", self._title,
+            "1 part" if len(made) == 1 else f"{len(made)} parts", format_bytes(peak),
+            {0: "no passes", 1: "1 pass"}.get(count, f"{count} passes"), sum(rewritten.seconds for rewritten in made),
+        )  # fmt: skip
 
     def tell_beforehand(self) -> None:
         """Say that example inputs have captured nothing, since parts are met where the model runs."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from graphopt.errors import GraphoptError, did_you_mean
+from graphopt.errors import GraphoptError, check_type, did_you_mean, wrong_argument
 
 __all__ = ["MODEL_PARALLEL", "REPLICATED", "RandomStreams"]
 
@@ -54,8 +54,10 @@ class RandomStreams:
             rank: of this process in its model-parallel group; at least 0.
 
         Raises:
+            ArgumentError: for a seed or a rank that is no whole number.
             GraphoptError: for a negative rank.
         """
+        check_type("model_parallel's rank", rank, int, "a whole number, this process's rank in its group")
         if rank < 0:
             raise GraphoptError(f"rank is at least 0, got {rank}: this process does not belong to the group")
         streams = cls()
@@ -76,8 +78,11 @@ class RandomStreams:
             seed: as for ``torch.manual_seed``; the stream starts as the default generators do after it.
 
         Raises:
+            ArgumentError: for a name that is no text, and a seed that is no whole number.
             GraphoptError: for a name that is in use.
         """
+        check_type("a stream's name", name, str, "text, such as 'dropout'", 'add("dropout", seed=1)')
+        check_type("a stream's seed", seed, int, "a whole number, as for torch.manual_seed")
         if name in self._states:
             raise GraphoptError(f"there is a stream called {name!r} already; give the new one another name")
         self._states[name] = {
@@ -127,10 +132,17 @@ class RandomStreams:
             state: what ``state_dict`` returned, for the same streams and at least the devices of this machine.
 
         Raises:
+            ArgumentError: for what is no state of streams.
             GraphoptError: where the streams are others, a device is missing, or a state is none; nothing is changed
                 then. Inside ``using``.
         """
         self._refuse_inside("load_state_dict()")
+        given: Any = state
+        if not isinstance(given, Mapping) or not all(isinstance(of, Mapping) for of in given.values()):
+            hint = "" if isinstance(given, Mapping) else "torch.load(path) gives it from a file"
+            raise wrong_argument(
+                "state", given, "what RandomStreams.state_dict() returned: streams, then devices", hint
+            )
         missing, unknown = set(self._states) - set(state), set(state) - set(self._states)
         if missing or unknown:
             raise GraphoptError(

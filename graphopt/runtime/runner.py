@@ -29,6 +29,7 @@ from graphopt.ir.program import Program
 from graphopt.rewriting.pipeline import Passes, Pipeline
 from graphopt.runtime.captures import Captures, SizeRule, size_rules
 from graphopt.runtime.changing_sizes import ChangingSizes
+from graphopt.runtime.changing_values import ChangingValues
 from graphopt.runtime.check_numerics import check_numerics
 from graphopt.runtime.compile.backend import Backend, check_backend
 from graphopt.runtime.observers import tell_observers
@@ -123,6 +124,7 @@ class Runner(Generic[C]):
         self._fingerprint = ModelFingerprint()
         self._told: set[str] = set()
         self._sizes = ChangingSizes()
+        self._values = ChangingValues()
         self.names: Sequence[str] = ()
         self.cache = ProgramCache(options.pipeline, until, options.backend, options.verify, options.dynamic_shapes)
         self._context = Context(numbers={} if numbers is None else numbers, compiled=options.backend != "eager")
@@ -143,9 +145,11 @@ class Runner(Generic[C]):
             parts, first = list(map(id, model.modules())), self.is_first
             started = time.perf_counter()
             found = self.captures.add(key, capture())
-            told = self._sizes.note(self.names, args, kwargs, time.perf_counter() - started) if sizes else ""
-            if told:
-                logger.warning("%s: %s", type(model).__name__, told)
+            seconds = time.perf_counter() - started
+            told = [self._sizes.note(self.names, args, kwargs, seconds) if sizes else ""]
+            told.append(self._values.note(self.names, args, kwargs, seconds))
+            for words in filter(None, told):
+                logger.warning("%s: %s", type(model).__name__, words)
             after = signature(self._fingerprint(model), structure, tensors, sizes=sizes)
             # Where forward has set something while it was captured, or made modules, the next call is another one,
             # behind the first capture; behind others what is set there (a list) is not what makes a difference.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, check_type, public, shown
 from graphopt.ir.ops import scale as ops
 from graphopt.rewriting.precision.scaling import BAD, GOOD, SCALE, CheckedGradients, LossScaling, counters
 from graphopt.rewriting.precision.scaling import scaling_of as settings_of
@@ -201,10 +201,12 @@ class Scaler:
 
         Raises:
             RuntimeError: for an empty state.
+            ArgumentError: for what is no state.
             GraphoptError: where entries are missing.
         """
         if not self._enabled:
             return
+        check_type("state_dict", state_dict, Mapping, "what a scaler's state_dict() returned")
         if not state_dict:
             raise RuntimeError(_EMPTY)
         wanted = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -309,6 +311,16 @@ def _fused_step(optimizer: Any, found: Mapping[torch.device, torch.Tensor], kwar
         del optimizer.grad_scale, optimizer.found_inf
 
 
+def _described(given: object) -> str:
+    """What was given to ``scaler`` by mistake, and what to do about it."""
+    if isinstance(given, nn.Module):
+        return f"a {type(given).__name__} that is none: model = graphopt.optimize(model, ...) makes one"
+    if isinstance(given, (list, tuple)):
+        return f"{shown(given)}: give the models one by one, scaler(*models)"
+    return shown(given)
+
+
+@public
 def scaler(*models: nn.Module) -> Scaler:
     """The loss scale of optimized models, in place of ``torch.amp.GradScaler`` in a loop that is otherwise unchanged.
 
@@ -334,7 +346,7 @@ def scaler(*models: nn.Module) -> Scaler:
     for model in models:
         if not isinstance(model, Optimized):
             raise GraphoptError(
-                f"scaler takes the results of graphopt.optimize, and {type(model).__name__} is none; a whole step of "
+                f"scaler takes the results of graphopt.optimize, and got {_described(model)}; a whole step of "
                 "optimize_step scales, skips and updates the scale by itself"
             )
         found.append(model)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, check_type, public, whole_number, wrong_argument
 
 __all__ = ["STATE_VERSION", "check_state", "place", "redistribute"]
 
@@ -35,10 +35,12 @@ def check_state(state: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]
         parameters: of the model, by name.
 
     Raises:
+        ArgumentError: for what is no state, and for entries of another type.
         GraphoptError: for a state of another version, with keys that mean nothing here or gradients of parameters that
             the model does not have, and for another rank's, or another number of ranks', where ranks differ.
     """
     _check_version(state)
+    _check_entries(state)
     unknown = sorted(set(state["gradients"]) - set(parameters))
     if unknown:
         raise GraphoptError(f"the state holds gradients of {unknown[:3]}, which the model does not have")
@@ -56,6 +58,10 @@ def check_state(state: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]
 
 
 def _check_version(state: Mapping[str, Any]) -> None:
+    given: object = state
+    if not isinstance(given, Mapping):
+        hint = "torch.load(path) gives it from a file" if isinstance(given, str) else ""
+        raise wrong_argument("state", given, "what TrainStep.state_dict() returned", hint)
     if state.get("version") != STATE_VERSION or set(state) != _KEYS:
         raise GraphoptError(
             f"this is no state of a TrainStep of this version: expected the keys {sorted(_KEYS)} and version "
@@ -63,6 +69,23 @@ def _check_version(state: Mapping[str, Any]) -> None:
         )
 
 
+def _check_entries(state: Mapping[str, Any]) -> None:
+    """Refuse entries of another type than those that ``state_dict`` gives."""
+    for key in ("steps", "batches", "rank"):
+        whole_number(f"the state's {key!r}", state[key])
+    for key in ("accumulate", "ranks"):
+        whole_number(f"the state's {key!r}", state[key], least=1)
+    for key in ("gradients", "held"):
+        check_type(f"the state's {key!r}", state[key], Mapping, "a dict of tensors by name")
+        for name, value in state[key].items():
+            check_type(f"the state's {key!r} of {name!r}", value, torch.Tensor, "a tensor")
+    check_type("the state's 'numbers'", state["numbers"], Mapping, "a dict of numbers by name")
+    for name, value in state["numbers"].items():
+        check_type(f"the state's 'numbers' of {name!r}", value, (int, float), "a number")
+    check_type("the state's 'local'", state["local"], (list, tuple), "a list of names")
+
+
+@public
 def redistribute(states: Sequence[Mapping[str, Any]], ranks: int) -> list[dict[str, Any]]:
     """The states of a step for another number of ranks.
 
@@ -78,6 +101,7 @@ def redistribute(states: Sequence[Mapping[str, Any]], ranks: int) -> list[dict[s
         a state for each new rank, in the order of the ranks.
 
     Raises:
+        ArgumentError: for what are no states, and for a number of ranks that is none.
         GraphoptError: where a rank's state is missing, or the states are not of one step.
 
     Example:
@@ -86,10 +110,15 @@ def redistribute(states: Sequence[Mapping[str, Any]], ranks: int) -> list[dict[s
         >>> len(graphopt.redistribute(saved, ranks=2))
         2
     """
-    if ranks < 1:
-        raise GraphoptError(f"redistribute needs a number of ranks of at least 1, got {ranks}")
+    ranks = whole_number("redistribute's ranks", ranks, least=1, of="ranks")
+    if isinstance(states, (Mapping, str)) or not isinstance(states, Sequence):
+        hint = "one rank's state is [state]" if isinstance(states, Mapping) else ""
+        raise wrong_argument("redistribute's states", states, "a list with step.state_dict() of every rank", hint)
+    if not states:
+        raise GraphoptError("redistribute needs the state of every rank, got none")
     for state in states:
         _check_version(state)
+        _check_entries(state)
     old = sorted(states, key=lambda state: state["rank"])
     _check_complete(old)
     _check_one_step(old)

@@ -182,8 +182,8 @@ def test_a_missing_name_is_an_error_where_it_is_needed(name: str, monkeypatch: p
         use()
     error = raised.value.__cause__ if isinstance(raised.value, PassError) else raised.value
     assert isinstance(error, TorchVersionError)
-    assert str(error).splitlines() == message(name, feature)
-    assert str(error) in str(raised.value)
+    told = str(raised.value)
+    assert told[told.index(message(name, feature)[0]) :].splitlines() == message(name, feature)
 
 
 def test_other_features_work_where_a_name_of_one_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from graphopt.cli.command_line import command_line
 from graphopt.cli.command_parser import commands_of
 from graphopt.cli.completion import words_of
-from graphopt.cli.main import _parser
 from tests.support.command import Command
 
 
@@ -42,7 +42,7 @@ def test_bash_completes_commands_options_and_values(run: Command, tmp_path: Path
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_every_command_and_option_is_in_the_script(run: Command, shell: str) -> None:
     script = run("completion", shell).out
-    for name, parser in commands_of(_parser()).items():
+    for name, parser in commands_of(command_line()).items():
         assert name in script
         for option, values in words_of(parser).items():
             assert (f"-l {option[2:]}" if shell == "fish" and option.startswith("--") else option.lstrip("-")) in script

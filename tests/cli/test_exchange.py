@@ -233,7 +233,7 @@ def test_targets_that_are_not_there_or_train_nothing(run: Command, tmp_path: Pat
 
 
 def test_help_says_that_it_is_one_or_the_other(run: Command) -> None:
-    words = " ".join(run("plan", "--help").out.split())
+    words = " ".join(run("plan", "--help").out.replace("\\\n", " ").split())
     assert "--budget and --world-size are asked one at a time" in words
     assert "graphopt plan examples/train_gpt.py:factory --world-size 64 --bandwidth 1Gbit" in words
     assert "share of the elements that sparse exchange sends behind its warm-up: 0.001, 0.1% (default 0.001)" in words

@@ -230,3 +230,34 @@ def test_dump_for_model_explorer(run: Command, tmp_path: Path) -> None:
 def test_one_file_holds_one_program(run: Command, form: str) -> None:
     outcome = run("dump", "x:y", "--after-each", "--format", form)
     assert (outcome.code, f"one {form} holds one program" in outcome.err) == (2, True)
+
+
+# --- a budget --------------------------------------------------------------------------------------------------------
+
+FITTED = ("--budget", "90%", "--cost", "a100-80gb")
+
+
+def test_commands_that_show_a_program_fit_it_into_a_budget(run: Command, tmp_path: Path) -> None:
+    data = run("memory", target("step"), *FITTED, "--json").data
+    assert data["after"]["peak_bytes"] <= 0.9 * data["before"]["peak_bytes"]
+    assert data["passes"][-1]["name"] == "fit-memory"
+    page = tmp_path / "page.html"
+    outcome = run("view", target("step"), "-p", "fuse-update", *FITTED, "--time-limit", 30, "-o", page)
+    assert outcome.code == 0, outcome.err
+    text = page.read_text(encoding="utf-8")
+    assert "--passes fuse-update --budget 90% --cost a100-80gb --time-limit 30" in text
+    assert '"frontier":{' in text
+    assert "fit-memory" in run("diff", target("step"), *FITTED).out
+
+
+def test_a_budget_is_given_once_and_options_of_its_search_with_it(run: Command) -> None:
+    twice = run("view", target("step"), "-p", "fit-memory{budget=1MB}", *FITTED)
+    assert (twice.code, "two budgets: give one of them" in twice.err) == (1, True)
+    alone = run("dump", target("step"), "--cost", "roofline")
+    assert (alone.code, "--cost is for the search of plans: give --budget too" in alone.err) == (2, True)
+    nothing = run("diff", target("plain"))
+    assert (nothing.code, "give -p/--passes, or -b/--budget" in nothing.err) == (2, True)
+    wrong = run("view", target("step"), "--budget", "8 apples")
+    assert (wrong.code, "8 apples" in wrong.err) == (2, True)
+    both = run("memory", target("step"), *FITTED, "--remeasure")
+    assert (both.code, "leave one out" in both.err) == (2, True)

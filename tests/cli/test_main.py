@@ -12,8 +12,8 @@ import pytest
 
 import graphopt
 from graphopt import Program
+from graphopt.cli.command_line import command_line
 from graphopt.cli.command_parser import commands_of
-from graphopt.cli.main import _parser
 from graphopt.rewriting.registry import available_passes
 from tests.support.command import FILE, RECOMPUTE, Command, Double, install, target
 
@@ -79,7 +79,7 @@ def test_help_is_a_command_and_has_the_exit_codes(run: Command) -> None:
 
 def test_help_keeps_to_80_columns(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    for command in ("", *commands_of(_parser())):
+    for command in ("", *commands_of(command_line())):
         lines = run("help", *([command] if command else [])).out.splitlines()
         assert [line for line in lines if len(line) > 80 and not line.startswith("  graphopt ")] == []
 

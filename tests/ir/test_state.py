@@ -198,7 +198,7 @@ def test_loading_what_does_not_fit(captured: bool) -> None:
             r"of 'count/runs' is torch.int64 of shape \(2,\)",
         ),
         "a dtype": (changed(state, runs=torch.ones(())), "of 'count/runs' is torch.float32 .* it must be torch.int64"),
-        "no tensor": (changed(state, runs=3), "'count/runs' is a int"),
+        "no tensor": (changed(state, runs=3), "'held' of 'count/runs' is a tensor, got 3 .int."),
     }
     for what, (given, message) in wrong.items():
         other = step_of(network(0.0))

@@ -93,7 +93,7 @@ def test_a_name_that_cannot_be_moved(name: str, message: str) -> None:
         ({"prefetch": True}, "at least 0"),
         ({"keep_last": -1}, "at least 0"),
         ({"min_bytes": -1}, "at least 0"),
-        ({"cost": "guess"}, "measured or roofline"),
+        ({"cost": "guess"}, "'measured', 'roofline'"),
     ],
 )
 def test_options_that_mean_nothing(options: dict[str, Any], message: str) -> None:

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
+import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +18,23 @@ import torch.nn.functional as F
 from torch import nn
 
 import graphopt
-from graphopt import FxPass, GraphoptError, Pipeline, capture, configs, optimize, optimize_step
+from graphopt import (
+    Changed,
+    Format,
+    FxPass,
+    GraphoptError,
+    Pass,
+    Phase,
+    Pipeline,
+    Program,
+    RandomStreams,
+    capture,
+    configs,
+    optimize,
+    optimize_step,
+    planning,
+)
+from graphopt.ir.node import OutputSpec
 from graphopt.passes import (
     ClipGradients,
     DataParallel,
@@ -24,6 +46,7 @@ from graphopt.passes import (
     RecomputeEvenly,
     ScaleLoss,
 )
+from graphopt.rewriting.memory.budget import BudgetError
 from tests.support.errors import told
 from tests.support.training import Blocks, Net, mean_square
 
@@ -178,7 +201,101 @@ NAMES = [
     ("hed", ("did you mean 'head'",)),
 ]
 
-CASES = [*API, *LOSSES, *OPTIMIZERS, *PASSES]
+STEP = optimize_step(NET, SGD, loss=squared)
+STATE = STEP.state_dict()
+READ, MADE = planning.Operation((), (0,), 1.0), planning.Operation((0,), (), 1.0)
+PROBLEM = planning.Problem((READ, MADE), (8,), boundary=1)
+
+KEYWORDS: list[Case] = [
+    ("pass=", lambda: optimize(NET, **{"pass": "offload"}), ("no argument 'pass'", "did you mean 'passes'")),  # type: ignore[arg-type]
+    ("criterion=", lambda: optimize_step(NET, SGD, criterion=F.mse_loss), ("'criterion'", "did you mean 'loss'")),  # type: ignore[call-arg]
+    ("opt=", lambda: capture(NET, X, opt=SGD), ("no argument 'opt'", "did you mean 'optimizer'")),  # type: ignore[call-arg]
+    ("dynamic=", lambda: optimize(NET, dynamic=True), ("no argument 'dynamic'", "'dynamic_shapes'")),  # type: ignore[call-arg]
+    ("zzz=", lambda: optimize(NET, zzz=1), ("no argument 'zzz'", "it takes model, passes")),  # type: ignore[call-arg]
+]  # fmt: skip
+
+STATES: list[Case] = [
+    ("a file's name", lambda: STEP.load_state_dict("step.pt"), ("'step.pt'", "torch.load(path)")),  # type: ignore[arg-type]
+    ("nothing", lambda: STEP.load_state_dict(None), ("TrainStep.state_dict()", "None")),  # type: ignore[arg-type]
+    ("a model's state", lambda: STEP.load_state_dict(NET.state_dict()), ("no state of a TrainStep", "version")),
+    ("held", lambda: STEP.load_state_dict({**STATE, "held": 3}), ("'held'", "tensors by name", "3 (int)")),
+    ("steps", lambda: STEP.load_state_dict({**STATE, "steps": "x"}), ("'steps'", "whole number", "'x'")),
+    ("accumulate", lambda: STEP.load_state_dict({**STATE, "accumulate": 0}), ("'accumulate'", "at least 1")),
+    ("a gradient", lambda: STEP.load_state_dict({**STATE, "gradients": {"net.0.weight": 3}}), ("net.0.weight",)),
+    ("redistribute one", lambda: graphopt.redistribute(STATE, 2), ("every rank", "[state]")),  # type: ignore[arg-type]
+    ("redistribute none", lambda: graphopt.redistribute([], 2), ("every rank", "none")),
+    ("redistribute numbers", lambda: graphopt.redistribute([3], 2), ("TrainStep.state_dict()", "3 (int)")),  # type: ignore[list-item]
+    ("redistribute to a text", lambda: graphopt.redistribute([STATE], "2"), ("ranks", "'2' (str)")),  # type: ignore[arg-type]
+    ("redistribute to a half", lambda: graphopt.redistribute([STATE], 2.5), ("whole number of ranks", "2.5")),  # type: ignore[arg-type]
+    ("consolidate one", lambda: graphopt.sharded_state.consolidate({}, []), ("every rank", "[state]")),  # type: ignore[arg-type]
+    ("consolidate a text", lambda: graphopt.sharded_state.consolidate(["a"], []), ("states[0]", "torch.load")),  # type: ignore[list-item]
+    ("consolidate with a tensor", lambda: graphopt.sharded_state.consolidate([{"state": {}}], X), ("[parameter]",)),
+    ("split for no rank", lambda: graphopt.sharded_state.split({"state": {}}, 2, 2), ("no rank 2 of 2",)),
+    ("split what is none", lambda: graphopt.sharded_state.split({}, 0, 2), ("key 'state'",)),
+    ("streams of a text", lambda: RandomStreams().load_state_dict("rng.pt"), ("RandomStreams.state_dict()", "load")),  # type: ignore[arg-type]
+    ("a stream's name", lambda: RandomStreams().add(1, 2), ("name is text", "1 (int)")),  # type: ignore[arg-type]
+    ("a stream's seed", lambda: RandomStreams().add("a", "2"), ("whole number", "manual_seed", "'2'")),  # type: ignore[arg-type]
+    ("a rank of a stream", lambda: RandomStreams.model_parallel(1, "0"), ("rank", "'0' (str)")),  # type: ignore[arg-type]
+    ("a state of a scaler", lambda: graphopt.scaler(optimize(NET, ScaleLoss())).load_state_dict(3), ("state_dict()",)),  # type: ignore[arg-type]
+    ("a scaler of a plain model", lambda: graphopt.scaler(NET), ("a Net that is none", "graphopt.optimize")),
+    ("a scaler of a list", lambda: graphopt.scaler([NET]), ("one by one", "scaler(*models)")),  # type: ignore[arg-type]
+    ("a step without its maker", lambda: graphopt.TrainStep(NET, SGD, []), ("graphopt.optimize_step",)),  # type: ignore[arg-type]
+    ("evaluating too little", lambda: STEP.evaluate(X), ("takes (model", "'y'", "loss(model, *batch)")),
+]  # fmt: skip
+
+PROGRAMS: list[Case] = [
+    ("a call that has run", lambda: graphopt.measure_peak(3), ("3 (int)", "measure_peak(lambda: ...)")),  # type: ignore[arg-type]
+    ("a device", lambda: graphopt.measure_peak(print, device="gpu"), ("'gpu'", "did you mean 'cuda'")),
+    ("a device's number", lambda: graphopt.fast_dtype(0), ("a device", "write 'cuda:0'")),  # type: ignore[arg-type]
+    ("a role", lambda: PROGRAM.inputs_of("params"), ("role='params'", "did you mean 'parameter'")),
+    ("a role of outputs", lambda: PROGRAM.outputs_of("gradients"), ("did you mean 'gradient'",)),
+    ("a phase", lambda: list(PROGRAM.phase_nodes("backwards")), ("did you mean 'backward'",)),  # type: ignore[arg-type]
+    ("a diff with None", lambda: PROGRAM.diff(None), ("another graphopt.Program", "None")),  # type: ignore[arg-type]
+    ("a format's number", lambda: PROGRAM.to(3), ("the name of one", "known formats: text")),  # type: ignore[arg-type]
+    ("a device without its bytes", lambda: PROGRAM.to_perfetto(cost="A100"), ("'A100'", "a100-40gb", "a100-80gb")),
+    ("outputs", lambda: PROGRAM.copy().set_outputs(3, []), ("set_outputs", "3 (int)")),  # type: ignore[arg-type]
+    ("descriptions", lambda: PROGRAM.copy().set_outputs([1], ["loss"]), ("OutputSpec(role, target)", "'loss'")),  # type: ignore[list-item]
+    ("one too few", lambda: PROGRAM.copy().set_outputs([], [OutputSpec("loss", "x")]), ("0 output values and 1",)),
+    ("an input", lambda: PROGRAM.copy().add_input("x", X, "input"), ("InputSpec(role, target)",)),  # type: ignore[arg-type]
+    ("an op", lambda: PROGRAM.insert("add", (), phase=Phase.FORWARD, origin="me"), ("torch.ops.aten.add",)),  # type: ignore[arg-type]
+    ("a policy", lambda: PROGRAM.set_policy([], "keep"), ("graphopt.Policy", "'keep'")),  # type: ignore[arg-type]
+    ("a node alone", lambda: PROGRAM.set_policy(PROGRAM.nodes[0], graphopt.Policy.MUST_SAVE), ("[node]",)),  # type: ignore[arg-type]
+    ("no program to run on", lambda: Pipeline("offload").run(NET), ("a graphopt.Program", "capture(model, args)")),  # type: ignore[arg-type]
+    ("a stage of a function", lambda: FxPass(print, stage="forwards"), ("did you mean 'forward'",)),  # type: ignore[arg-type]
+    ("numerics of a function", lambda: FxPass(print, numerics="exact"), ("'bitwise'", "'tolerant'")),  # type: ignore[arg-type]
+    ("counts of a pass", lambda: Changed(3), ("counts", "{'recomputed': 4}", "3 (int)")),  # type: ignore[arg-type]
+    ("a line of a pass", lambda: Changed({"a": 1}, lines="one"), ("lines", "tuple of texts", "'one'")),  # type: ignore[arg-type]
+    ("a format's function", lambda: Format("x", ".x", 3, ""), ("write(program, **options)", "3 (int)")),  # type: ignore[arg-type]
+    ("a format's name", lambda: Format(3, ".x", print, ""), ("name is text",)),  # type: ignore[arg-type]
+    ("a format that is none", lambda: graphopt.register_format(Format), ("class Format", "graphopt.Format")),  # type: ignore[arg-type]
+    ("another one of the name", lambda: graphopt.register_format(Format("json", ".x", print, "")), ("'json' already",)),  # type: ignore[arg-type]
+    ("what offload costs", lambda: Offload(cost="a100-80gb"), ("'measured', 'roofline'",)),
+    ("a device nobody knows", lambda: FitMemory("8GB", cost="RTX4090"), ("'RTX4090'", "write 'measured'", "h200")),
+    ("a device's long name", lambda: FitMemory("8GB", cost="NVIDIA A100-SXM4-80GB"), ("did you mean 'a100-80gb'?",)),
+    ("the device here", lambda: FitMemory("8GB", cost="cuda"), ("'measured', 'roofline'",)),
+]  # fmt: skip
+
+PLANNER: list[Case] = [
+    ("no problem", lambda: planning.plan(3, 8), ("planning.Problem", "3 (int)")),  # type: ignore[arg-type]
+    ("a budget as text", lambda: planning.plan(PROBLEM, "8GB"), ("budget", "'8GB'", "8 * 10**9")),  # type: ignore[arg-type]
+    ("a negative budget", lambda: planning.plan(PROBLEM, -1), ("budget", "at least 0", "-1")),
+    ("no number", lambda: planning.plan(PROBLEM, float("nan")), ("budget", "nan")),  # type: ignore[arg-type]
+    ("too little", lambda: planning.plan(PROBLEM, 1), ("no plan fits into 1 bytes", "smallest one found takes 8")),
+    ("a limit", lambda: planning.find_frontier(PROBLEM, time_limit="1s"), ("number of seconds", "'1s'")),  # type: ignore[arg-type]
+    ("progress", lambda: planning.find_frontier(PROBLEM, progress=True), ("progress(share, frontier)",)),  # type: ignore[arg-type]
+    ("one index", lambda: planning.Operation(0, (), 1.0), ("tuple of indices", "write (0,)")),  # type: ignore[arg-type]
+    ("a list", lambda: planning.Operation([0], (), 1.0), ("reads", "tuple", "[0] (list)")),  # type: ignore[arg-type]
+    ("negative seconds", lambda: planning.Operation((), (), -1.0), ("seconds of at least 0", "-1.0")),
+    ("seconds as text", lambda: planning.Operation((), (), "1"), ("number of seconds", "'1' (str)")),  # type: ignore[arg-type]
+    ("bytes as text", lambda: planning.Problem((READ, MADE), ("8MB",)), ("sizes[0]", "'8MB'")),  # type: ignore[arg-type]
+    ("negative bytes", lambda: planning.Problem((READ, MADE), (-8,)), ("sizes[0]", "at least 0", "-8")),
+    ("numbers as operations", lambda: planning.Problem((3,), (8,)), ("operations[0]", "Operation(reads, makes, sec")),  # type: ignore[arg-type]
+    ("missing sizes", lambda: planning.Problem((READ, MADE), ()), ("0 sizes", "1 values")),
+    ("a place", lambda: planning.Problem((READ, MADE), (8,), boundary="1"), ("boundary", "'1' (str)")),  # type: ignore[arg-type]
+    ("steps as a plan", lambda: planning.simulate(PROBLEM, (0, 1)), ("planning.Plan", "Plan(steps)")),  # type: ignore[arg-type]
+]  # fmt: skip
+
+CASES = [*API, *LOSSES, *OPTIMIZERS, *PASSES, *KEYWORDS, *STATES, *PROGRAMS, *PLANNER]
 
 
 @pytest.mark.parametrize(("call", "parts"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
@@ -243,8 +360,128 @@ def test_an_error_is_told_once(caplog: pytest.LogCaptureFixture, capfd: pytest.C
     assert caught.value.__suppress_context__
     with pytest.raises(graphopt.PassError, match="names no tensor") as failed:
         optimize(NET, Recompute("nothing"))(X)
-    cause = failed.value.__cause__
-    assert cause is not None
-    assert cause.__traceback__ is None or cause.__traceback__.tb_next is None
+    assert failed.value.__cause__ is None, "its text is in the message"
+    assert failed.value.__suppress_context__
+    text = "".join(traceback.format_exception(failed.value))
+    assert text.count("names no tensor") == 1
+    assert "/graphopt/rewriting/" not in text
     assert caplog.records == []
     assert capfd.readouterr().err == ""
+
+
+def test_a_cause_with_attributes_keeps_them_and_is_told_once() -> None:
+    with pytest.raises(graphopt.PassError, match="searched") as caught:
+        optimize(NET, FitMemory("300"))(X)
+    assert isinstance(caught.value.__cause__, BudgetError)
+    assert caught.value.__cause__.smallest_bytes > 300
+    text = "".join(traceback.format_exception(caught.value))
+    assert text.count("what to do") == 1
+
+
+@dataclass(frozen=True)
+class Broken(Pass):
+    """Fails in the user's own code."""
+
+    name, stage, numerics = "broken", "joint", "bitwise"
+
+    def apply(self, program: Program) -> Changed:
+        return Changed({"halves": self.half(len(program.nodes))})
+
+    def half(self, count: int) -> int:
+        return count // 0
+
+
+def test_a_traceback_shows_the_users_lines_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of graphopt there is the line at which the error leaves; everything is there where it is asked for."""
+
+    def shown() -> list[str]:
+        with pytest.raises(graphopt.PassError) as caught:
+            optimize(NET, [Broken()], example_inputs=(X,))
+        cause = caught.value.__cause__
+        assert isinstance(cause, ZeroDivisionError)
+        chain = (*traceback.extract_tb(caught.value.__traceback__), *traceback.extract_tb(cause.__traceback__))
+        return [Path(frame.filename).name for frame in chain]
+
+    here = Path(__file__).name
+    assert shown() == [here, "errors.py", here, here]
+    monkeypatch.setenv("GRAPHOPT_TRACEBACK", "full")
+    full = shown()
+    assert {"pipeline.py", "drop_in.py", "rewrite.py"} <= set(full)
+    assert full[0] == full[-1] == here
+
+
+@dataclass(frozen=True)
+class Choosy(Pass):
+    """Refuses in the words of graphopt, in the user's own code."""
+
+    name, stage, numerics = "choosy", "joint", "bitwise"
+
+    def apply(self, program: Program) -> Changed:
+        raise GraphoptError(f"{program.title} is not to my taste")
+
+
+def test_the_line_of_a_pass_that_refuses_is_kept() -> None:
+    with pytest.raises(graphopt.PassError, match="not to my taste") as caught:
+        optimize(NET, [Choosy()], example_inputs=(X,))
+    text = "".join(traceback.format_exception(caught.value))
+    assert "in apply" in text
+    assert Path(__file__).name in text
+
+
+QUIET = """
+import torch, graphopt
+from torch import nn
+from graphopt.passes import FitMemory
+
+class Jumpy(nn.Module):
+    def forward(self, x):
+        return x.sin() if x.sum() > 0 else x
+
+class Outside(nn.Module):
+    def forward(self, x):
+        return torch.from_numpy(x.exp().detach().numpy())
+
+class Misfit(nn.Module):
+    def forward(self, x):
+        return x @ torch.zeros(3, 3)
+
+x = torch.ones(8, 4, requires_grad=True)
+for model in (Jumpy(), Outside(), Misfit()):
+    for loss in (None, lambda model, x: model(x).sum()):
+        try:
+            graphopt.capture(model, (x,), loss=loss)
+        except graphopt.CaptureError as error:
+            print(type(model).__name__, "is refused")
+        else:
+            raise AssertionError(model)
+model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(6)])
+step = graphopt.optimize_step(
+    model, torch.optim.SGD(model.parameters(), lr=0.1), [FitMemory("90%")], loss=lambda model, x: model(x).sum()
+)
+x = torch.ones(256, 4)
+step(x)
+graphopt.measure_peak(lambda: step(x))
+with torch.profiler.profile() as profile:
+    step(torch.ones(512, 4))
+print(len(profile.events()) > 0)
+try:
+    with torch.profiler.profile():
+        graphopt.measure_peak(lambda: None)
+except graphopt.GraphoptError as error:
+    print(error)
+"""
+
+
+def test_nothing_of_torch_reaches_stderr(tmp_path: Path) -> None:
+    """Not the graphs that it prints above refusals, nor what its profiler says: also where the user runs a profiler."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1"}
+    environment.pop("KINETO_LOG_LEVEL", None)
+    done = subprocess.run(
+        [sys.executable, "-c", QUIET], capture_output=True, text=True, check=False, timeout=300, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("is refused") == 6
+    assert "True\nmemory is measured by torch's profiler, which is running already" in done.stdout
+    lines = done.stderr.splitlines()
+    assert [line for line in lines if not line.startswith("graphopt: ")] == []
+    assert sum("a profiler of torch is running" in line for line in lines) == 1

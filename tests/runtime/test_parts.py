@@ -200,6 +200,26 @@ def test_why_it_is_in_parts_is_said_once(caplog: pytest.LogCaptureFixture) -> No
         _ = model.program
 
 
+def test_each_call_that_captures_parts_is_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(x)
+            return self.second(hidden * 2 if hidden.sum() > 0 else -hidden)
+
+    model = graphopt.optimize(Two())
+    with caplog.at_level(logging.INFO, logger="graphopt.capture"):
+        for rows in (2, 2, 3):
+            model(torch.ones(rows, 4)).sum().backward()
+    lines = [record.getMessage() for record in caplog.records if record.name == "graphopt.capture"]
+    assert len(lines) in (1, 2)  # whether another number of rows is another capture is Dynamo's choice
+    assert lines[0].startswith("Two: 2 parts captured, largest peak of a part ")
+    assert " B predicted, no passes, " in lines[0]
+
+
 def test_example_inputs_capture_nothing_of_a_model_in_parts(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     base, (batch,) = Checked(), batches(1)

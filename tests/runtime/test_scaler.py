@@ -430,7 +430,7 @@ def test_what_scaler_takes() -> None:
     assert graphopt.scaler(model) is graphopt.scaler(model)
     with pytest.raises(GraphoptError, match="has a scaler already, of other models"):
         graphopt.scaler(model, other)
-    with pytest.raises(GraphoptError, match=r"takes the results of graphopt\.optimize, and Fragile is none"):
+    with pytest.raises(GraphoptError, match=r"takes the results of graphopt\.optimize, and got a Fragile that is none"):
         graphopt.scaler(Fragile())
     with pytest.raises(GraphoptError, match="at least one model"):
         graphopt.scaler()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -18,12 +19,13 @@ import torch
 from torch import fx
 
 from graphopt.analysis.costs.bandwidth import Tier, link_bandwidth
+from graphopt.analysis.costs.device_names import COSTS
 from graphopt.analysis.costs.figures import cache_folder, remeasure
 from graphopt.analysis.costs.isolated_call import call_key, call_tensors
 from graphopt.analysis.costs.measurements import Measurements
 from graphopt.analysis.costs.profiles import EFFICIENCY, PROFILES, DeviceProfile, profile_of
 from graphopt.analysis.costs.roofline import call_device, flops_of, moved_bytes, roofline_seconds
-from graphopt.errors import GraphoptError, did_you_mean
+from graphopt.errors import GraphoptError, near_words, shown
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.ops import schema
 from graphopt.ir.timeline import MemoryTimeline
@@ -48,9 +50,6 @@ __all__ = [
     "remeasure",
     "roofline_seconds",
 ]
-
-COSTS = ("measured", "roofline", *PROFILES)
-"""The names of cost models: measured on this device, its roofline, the roofline of a device by name."""
 
 logger = logging.getLogger(__name__)
 
@@ -188,10 +187,30 @@ def check_cost(cost: str) -> None:
     """Refuse a name that is not in ``COSTS``.
 
     Raises:
-        GraphoptError: with the near names.
+        GraphoptError: with the near names, and what to write for a device that is not among them.
     """
-    if cost not in COSTS:
-        raise GraphoptError(f"there is no cost model {cost!r}; {did_you_mean(cost, COSTS) or list(COSTS)}")
+    if isinstance(cost, str) and cost in COSTS:
+        return
+    what = "cost is where seconds come from"
+    if not isinstance(cost, str):
+        raise GraphoptError(f"{what}, one of {', '.join(map(repr, COSTS))}, got {shown(cost)}")
+    near = _near_costs(cost)
+    if near:
+        raise GraphoptError(f"there is no cost model {cost!r}: {what}; did you mean {', '.join(map(repr, near))}?")
+    raise GraphoptError(
+        f"there is no cost model {cost!r}: {what}; write 'measured' or 'roofline' for the device that is here, or one "
+        f"of {', '.join(map(repr, PROFILES))}"
+    )
+
+
+def _near_costs(cost: str) -> list[str]:
+    """What was probably meant: a device by its full name or without its bytes, or the device that is here."""
+    if cost.lower() in ("cpu", "cuda", "gpu", "auto", "here", "local"):
+        return ["measured", "roofline"]
+    words = re.split(r"[^a-z0-9]+", cost.lower())
+    named = [known for known in PROFILES if known.partition("-")[0] in words]
+    exact = [known for known in named if known.rpartition("-")[2] in words]
+    return exact or named or near_words(cost, COSTS)
 
 
 def costs_of(memory: MemoryTimeline, cost: str, *, progress: Callable[[int, int], None] | None = None) -> CostReport:
@@ -201,7 +220,11 @@ def costs_of(memory: MemoryTimeline, cost: str, *, progress: Callable[[int, int]
         memory: the program's timeline; seconds are in the order of its ``nodes``.
         cost: how to find them.
         progress: called with (distinct calls measured, distinct calls to measure) after each of them.
+
+    Raises:
+        GraphoptError: for a name that is not in ``COSTS``.
     """
+    check_cost(cost)
     if cost == "measured":
         return cost_report(memory.nodes, progress=progress)
     return cost_report(memory.nodes, method="roofline", profile=PROFILES.get(cost))

@@ -11,8 +11,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, TextIO
 
-import torch.distributed as dist
-
 from graphopt.report.console.escape import visible
 
 __all__ = [
@@ -22,6 +20,7 @@ __all__ = [
     "first_rank",
     "is_terminal",
     "line_style",
+    "shown_width",
     "terminal_width",
     "working",
     "write",
@@ -36,6 +35,9 @@ _SUMMARY = re.compile(r"\+\d+ nodes, -\d+ nodes")
 _PLAIN_WIDTH = 100
 """Columns where nothing says how many there are."""
 
+_LEAST_WIDTH = 60
+"""Columns that tables take in any case."""
+
 Span = tuple[str, str]
 """Text and its rich style."""
 
@@ -47,14 +49,22 @@ def is_terminal(stream: TextIO) -> bool:
 
 def first_rank() -> bool:
     """Whether this process speaks for all: rank 0 of torch.distributed or of a launcher, or the only process."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank() == 0
+    dist = sys.modules.get("torch.distributed")  # only where it is imported can there be a process group
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return bool(dist.get_rank() == 0)
     return os.environ.get("RANK", "0") == "0"
 
 
 def terminal_width() -> int:
     """Columns of the terminal (or what ``COLUMNS`` says), 100 where there is none."""
     return shutil.get_terminal_size(fallback=(_PLAIN_WIDTH, 24)).columns
+
+
+def shown_width(stream: TextIO) -> int | None:
+    """The columns that reports keep to: of a terminal, or what ``COLUMNS`` says; None for files and pipes."""
+    if not stream.isatty() and not os.environ.get("COLUMNS", "").isdecimal():
+        return None
+    return max(terminal_width(), _LEAST_WIDTH)
 
 
 def line_style(line: str) -> str:

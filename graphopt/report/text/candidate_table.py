@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from graphopt.ir.columns import aligned
 from graphopt.ir.node import Candidate
 from graphopt.ir.ops.values import format_bytes
-from graphopt.ir.text import aligned, short_source
+from graphopt.ir.text import short_source
 
 __all__ = ["candidates_json", "candidates_text"]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from graphopt.ir.columns import aligned
 from graphopt.ir.ops.values import DTYPE_NAMES
-from graphopt.ir.text import aligned
-from graphopt.runtime.comparison.bisect import By, Denied
+from graphopt.runtime.comparison.bisect import Denied
+from graphopt.runtime.comparison.granularity import By
 from graphopt.runtime.comparison.tensor_errors import Comparison, TensorError
 
 __all__ = ["SCHEMA_VERSION", "comparison_json", "comparison_text", "denied_json", "denied_text"]

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from graphopt.ir.columns import aligned
 from graphopt.ir.ops.values import format_bytes, format_seconds
-from graphopt.ir.text import aligned
 from graphopt.ir.version import VERSION
 from graphopt.rewriting.distributed.prediction.advice import MOST_RANKS, SHARE, ExchangePlan
 from graphopt.rewriting.distributed.prediction.link import format_bandwidth

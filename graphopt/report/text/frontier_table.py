@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from graphopt.analysis.costs.cost import CostReport
+from graphopt.ir.columns import aligned
 from graphopt.ir.ops.values import format_bytes, format_seconds
-from graphopt.ir.text import aligned
 from graphopt.ir.version import VERSION
 from graphopt.planning import Simulated
 from graphopt.rewriting.memory.fit import Fitted, Fitting

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from graphopt.ir.columns import aligned
 from graphopt.ir.node import info
 from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
-from graphopt.ir.text import aligned, short_source
+from graphopt.ir.text import short_source
 from graphopt.ir.timeline import LiveTensor, MemoryTimeline
 from graphopt.report.console.terminal import Span
 from graphopt.report.text.memory_chart import category_style, chart
@@ -123,7 +124,7 @@ def _categories(timeline: MemoryTimeline, colored: bool) -> list[list[Span]]:
         share = size / timeline.peak_bytes
         names.append(category)
         rows.append((category, format_bytes(size), f"{share:.1%}", _BLOCK * max(1, round(share * _BAR))))
-    lines = [f"  {line}" for line in aligned(rows, right=(1, 2))]
+    lines = aligned(rows, right=(1, 2), indent=2)
     if not colored:
         return [[(line, "")] for line in lines]
     texts = [(line.rstrip(_BLOCK), line) for line in lines]
@@ -136,6 +137,6 @@ def _alive(alive: list[LiveTensor], top: int) -> list[str]:
     shown = alive[:top]
     lines = [f"alive at the peak, largest {len(shown)} of {len(alive)}"]
     rows = [(item.name, format_bytes(item.bytes), item.category, short_source(item.source)) for item in shown]
-    lines += [f"  {line}" for line in aligned(rows, right=(1,))]
+    lines += aligned(rows, right=(1,), indent=2)
     rest = sum(item.bytes for item in alive[len(shown) :])
     return lines + ([f"  and {len(alive) - len(shown)} more, {format_bytes(rest)} together"] if rest else [])

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable
 from typing import Any
 
+from graphopt.ir.columns import width_of_tables
 from graphopt.rewriting.pass_ import Pass
 from graphopt.rewriting.spec import OptionField, option_fields
 
 __all__ = ["passes_json", "passes_list", "passes_text"]
 
 
-def passes_list(passes: Iterable[type[Pass]], width: int = 80) -> str:
-    """A line for each pass: its name and what it does, cut at ``width`` columns."""
+def passes_list(passes: Iterable[type[Pass]]) -> str:
+    """A line for each pass: its name and what it does, cut where the terminal ends."""
+    width = width_of_tables() or _WIDTH
     rows = [(cls.name, (inspect.getdoc(cls) or "").partition("\n")[0].replace("``", "")) for cls in passes]
     names = max((len(name) for name, _ in rows), default=0)
     lines = [f"{name:{names}}  {summary}" for name, summary in rows]
     return "\n".join([*(line if len(line) <= width else f"{line[: width - 1]}…" for line in lines), "", _MORE])
 
+
+_WIDTH = 80
+"""Columns of the list where nothing says how many there are."""
 
 _MORE = "graphopt passes NAME explains one with its options, --long lists all options"
 
@@ -35,7 +41,7 @@ def passes_text(passes: Iterable[type[Pass]], *, whole: bool = False) -> str:
 
 def _block(cls: type[Pass], whole: bool) -> list[str]:
     doc = inspect.getdoc(cls) or ""
-    shown = doc.splitlines() if whole else doc.splitlines()[:1]
+    shown = _paragraphs(doc) if whole else doc.splitlines()[:1]
     options = option_fields(cls)
     return [
         cls.name,
@@ -47,6 +53,34 @@ def _block(cls: type[Pass], whole: bool) -> list[str]:
         *(f"  {constraint}" for constraint in _constraints(cls)),
         f"  from {cls.__module__}.{cls.__qualname__}",
     ]
+
+
+def _paragraphs(doc: str) -> list[str]:
+    """The lines of a docstring, each paragraph and each entry of a list filled to the terminal's width."""
+    width = width_of_tables()
+    if width is None:
+        return doc.splitlines()
+    found: list[str] = []
+    for line in doc.splitlines():
+        text = line.strip()
+        if _goes_on(found[-1] if found else "", line):
+            found[-1] = f"{found[-1]} {text}"
+        else:
+            found.append(line.rstrip())
+    return found
+
+
+def _goes_on(before: str, line: str) -> bool:
+    """Whether a line goes on with the sentence of the one before it."""
+    last, text = before.strip(), line.strip()
+    if not last or not text or _BEGINS.match(text) or _EXAMPLE.match(last) or last.endswith(":"):
+        return False
+    return len(line) - len(line.lstrip()) >= len(before) - len(before.lstrip())
+
+
+_EXAMPLE = re.compile(r">>>|\.\.\.")
+_BEGINS = re.compile(r">>>|\.\.\. |[-*] |[\w-]+: ")
+"""How entries of lists and examples begin, which are lines of their own."""
 
 
 def _option(option: OptionField) -> str:

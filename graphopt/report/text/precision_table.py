@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from graphopt.ir.columns import aligned
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.values import format_bytes, storage_bytes
 from graphopt.ir.program import Program
-from graphopt.ir.text import aligned
 from graphopt.ir.timeline import MemoryTimeline, Storage
 from graphopt.rewriting.pass_ import Pass
 from graphopt.rewriting.precision.casts import parameter_casts
@@ -245,7 +245,7 @@ def precision_text(before: Program, after: Program, level: str | None = None) ->
         *aligned(rows, right=(1, 2, 3, 4)),
         "",
         f"known formulas, with {_per_parameter(plain)} bytes of optimizer state for each trained parameter",
-        *(f"  {line}" for line in aligned([_known(key, plain) for key in LEVELS])),
+        *aligned([_known(key, plain) for key in LEVELS], indent=2),
     ]
     return "\n".join(lines) + "\n"
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypedDict, TypeVar, Unpack
 
 from graphopt.errors import GraphoptError, did_you_mean
+from graphopt.ir.columns import aligned
 from graphopt.ir.names import match_names
 from graphopt.ir.node import Phase, TensorInfo
 from graphopt.ir.ops.values import DTYPE_NAMES, format_bytes
 from graphopt.ir.program import Program
-from graphopt.ir.text import aligned, short_source
+from graphopt.ir.text import short_source
 
 __all__ = [
     "TensorFilters",

@@ -10,12 +10,12 @@ memory. To go on with another number of ranks, or without ``ShardOptimizer``, pu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, check_type, whole_number, wrong_argument
 from graphopt.rewriting.shards import NUMBERS, shard_of
 
 __all__ = ["consolidate", "split"]
@@ -32,6 +32,7 @@ def consolidate(states: Sequence[dict[str, Any]], parameters: Iterable[torch.Ten
         a new ``state_dict``, on the device of the first rank's state.
 
     Raises:
+        ArgumentError: for what are no states or parameters.
         GraphoptError: where a rank's state is missing, or does not fit the parameters.
 
     Example:
@@ -40,9 +41,8 @@ def consolidate(states: Sequence[dict[str, Any]], parameters: Iterable[torch.Ten
         >>> graphopt.sharded_state.consolidate(shards, [torch.zeros(4)])["state"][0]["momentum_buffer"]
         tensor([0., 1., 2., 3.])
     """
-    if not states:
-        raise GraphoptError("consolidate needs the state of every rank, got none")
-    shapes = list(parameters)
+    _check_states(states)
+    shapes = _listed(parameters)
     first = states[0]["state"]
     for rank, state in enumerate(states):
         if {index: set(kept) for index, kept in state["state"].items()} != {i: set(kept) for i, kept in first.items()}:
@@ -55,6 +55,34 @@ def consolidate(states: Sequence[dict[str, Any]], parameters: Iterable[torch.Ten
         for index, kept in first.items()
     }
     return {**states[0], "state": merged}
+
+
+def _check_states(states: object) -> None:
+    """Refuse what is no list of the states of all ranks."""
+    if isinstance(states, Mapping) or not isinstance(states, Sequence):
+        hint = "one rank's state is [state]" if isinstance(states, Mapping) else ""
+        raise wrong_argument("consolidate's states", states, "a list with optimizer.state_dict() of every rank", hint)
+    if not states:
+        raise GraphoptError("consolidate needs the state of every rank, got none")
+    for rank, state in enumerate(states):
+        _check_state(f"consolidate's states[{rank}]", state)
+
+
+def _check_state(argument: str, state: object) -> None:
+    if not isinstance(state, Mapping) or "state" not in state:
+        hint = "torch.load(path) gives it from a file" if isinstance(state, str) else ""
+        raise wrong_argument(argument, state, "an optimizer's state_dict(), with the key 'state'", hint)
+
+
+def _listed(parameters: object) -> list[torch.Tensor]:
+    """The parameters as a list."""
+    if not isinstance(parameters, Iterable) or isinstance(parameters, (str, torch.Tensor)):
+        hint = "give [parameter] for one" if isinstance(parameters, torch.Tensor) else "model.parameters() gives them"
+        raise wrong_argument("consolidate's parameters", parameters, "the optimizer's parameters, in its order", hint)
+    found = list(parameters)
+    for index, item in enumerate(found):
+        check_type(f"consolidate's parameters[{index}]", item, torch.Tensor, "a tensor")
+    return found
 
 
 def _merge(parts: list[Any], parameter: torch.Tensor, what: str) -> Any:
@@ -86,6 +114,7 @@ def split(state: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
         a new ``state_dict``.
 
     Raises:
+        ArgumentError: for what is no state, and for ranks that are no whole numbers.
         GraphoptError: where there is no such rank.
 
     Example:
@@ -93,6 +122,9 @@ def split(state: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
         >>> graphopt.sharded_state.split(state, rank=1, ranks=2)["state"][0]["momentum_buffer"]
         tensor([2., 3.])
     """
+    _check_state("split's state", state)
+    ranks = whole_number("split's ranks", ranks, least=1, of="ranks")
+    check_type("split's rank", rank, int, "a rank, counted from 0")
     if not 0 <= rank < ranks:
         raise GraphoptError(f"there is no rank {rank} of {ranks} ranks: they are counted from 0")
     shards = {

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from torch import fx
 
 from graphopt.analysis.costs.cost import CostReport
+from graphopt.ir.columns import aligned
 from graphopt.ir.node import info
 from graphopt.ir.ops.values import format_bytes, format_seconds
-from graphopt.ir.text import aligned, short_source
+from graphopt.ir.text import short_source
 from graphopt.planning import Simulated
 from graphopt.planning.problem import lifetimes
 from graphopt.rewriting.memory.fit import Fitted, Fitting

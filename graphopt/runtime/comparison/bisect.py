@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import fx
 
@@ -16,11 +16,10 @@ from graphopt.ir.program import Program
 from graphopt.rewriting.pass_ import Pass
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.spec import option_fields
+from graphopt.runtime.comparison.granularity import By
 
-__all__ = ["By", "Denied", "deniable", "denying", "precision_pass", "smallest_denied"]
+__all__ = ["Denied", "deniable", "denying", "precision_pass", "smallest_denied"]
 
-By = Literal["module", "op"]
-"""What is denied: modules by path (``layers.0.mlp``), or ops by name (``softmax``)."""
 
 _OPTION = "deny"
 Progress = Callable[[float, str], None]

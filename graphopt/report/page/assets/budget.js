@@ -18,6 +18,8 @@ const planRows = (() => {
 
 class Budget {
   constructor() {
+    this.mostExtra = Math.max(...frontier.extra) || 1;
+    this.movesAny = frontier.plans.some((codes) => codes.includes("o"));
     this.place = frontier.chosen;
     this.inView = true;
     this.canvas = byId("frontier");
@@ -80,7 +82,7 @@ class Budget {
 
   words({ kept, again, away }) {
     const parts = [`kept ${bytesText(kept.bytes)}`, `computed again ${bytesText(again.bytes)}`];
-    if (away.count || frontier.plans.some((codes) => codes.includes("o"))) parts.push(`moved away ${bytesText(away.bytes)}`);
+    if (this.movesAny) parts.push(`moved away ${bytesText(away.bytes)}`);
     return parts.join(" · ");
   }
 
@@ -121,8 +123,7 @@ class Budget {
   at(place) {
     const { x, y, width, height } = this.plot;
     const low = frontier.peaks[0], high = Math.max(frontier.peaks[frontier.plain], low + 1);
-    const most = Math.max(...frontier.extra) || 1;
-    return { x: x + (width * (frontier.peaks[place] - low)) / (high - low), y: y + height * (1 - frontier.extra[place] / most) };
+    return { x: x + (width * (frontier.peaks[place] - low)) / (high - low), y: y + height * (1 - frontier.extra[place] / this.mostExtra) };
   }
 
   point(event) {
@@ -186,7 +187,6 @@ class Budget {
 
   axes(context) {
     const { x, y, width, height } = this.plot;
-    const most = Math.max(...frontier.extra) || 1;
     context.font = `11px ${ink.sans}`;
     context.fillStyle = ink.dim;
     context.strokeStyle = ink.line;
@@ -194,7 +194,7 @@ class Budget {
     context.textBaseline = "middle";
     for (const share of [0, 0.5, 1]) {
       const level = Math.round(y + height * (1 - share)) + 0.5;
-      context.fillText(extraText(most * share), x - 6, level);
+      context.fillText(extraText(this.mostExtra * share), x - 6, level);
       context.beginPath();
       context.moveTo(x, level);
       context.lineTo(x + width, level);

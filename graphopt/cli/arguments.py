@@ -1,0 +1,206 @@
+"""Arguments that several commands share, spelled the same everywhere; nothing here needs torch."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+from graphopt.analysis.costs.device_names import COSTS, DEVICES
+from graphopt.errors import GraphoptError
+from graphopt.ir.phases import Stage
+
+__all__ = [
+    "budget_argument",
+    "budget_problem",
+    "byte_count",
+    "cost_arguments",
+    "cost_problem",
+    "format_of",
+    "limit_argument",
+    "match_argument",
+    "output_arguments",
+    "passes_argument",
+    "positive",
+    "program_arguments",
+    "stage_argument",
+    "target_argument",
+    "time_limit_argument",
+    "two_formats",
+    "whole",
+]
+
+_STAGES: tuple[Stage, ...] = get_args(Stage)
+_VERIFY = ("structure", "numerics", "off")
+
+_TARGET_HELP = (
+    "pkg.module:factory or path/file.py:factory; the factory takes no arguments and returns (model, example_inputs) or "
+    "a dict with model, example_inputs, and optionally kwargs, loss, optimizer, dynamic_shapes"
+)
+_VERIFY_HELP = "check the invariants after each pass (default), also compare results on the example inputs, or neither"
+_PASSES_HELP = 'passes as text, such as "recompute{checkpoints=blocks.*}"; `graphopt passes` lists them'
+
+
+def target_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``TARGET``."""
+    parser.add_argument("target", metavar="TARGET", help=_TARGET_HELP)
+
+
+def passes_argument(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    """Add ``--passes``."""
+    parser.add_argument("-p", "--passes", default="", required=required, metavar="PASSES", help=_PASSES_HELP)
+
+
+def stage_argument(parser: argparse.ArgumentParser, stages: Sequence[Stage] = _STAGES) -> None:
+    """Add ``--stage``, with the stages that the command knows."""
+    parser.add_argument(
+        "--stage", choices=stages, help="the stage to show (default: step where there is an optimizer, else joint)"
+    )
+
+
+def program_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``TARGET``, ``--passes``, ``--verify``, ``--stage``, and what fits the program into a budget."""
+    target_argument(parser)
+    passes_argument(parser)
+    parser.add_argument("--verify", choices=_VERIFY, default="structure", help=_VERIFY_HELP)
+    stage_argument(parser)
+    budget_argument(parser, several=False)
+    time_limit_argument(parser)
+    cost_arguments(parser, default=None)
+    parser.set_defaults(fits=True)
+
+
+def output_arguments(parser: argparse.ArgumentParser, formats: Sequence[str]) -> None:
+    """Add ``--format``, with text as its default, and ``--output``."""
+    parser.add_argument("--format", choices=formats, metavar="FORMAT", help=f"{', '.join(formats)} (default: text)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write to FILE (default: stdout)")
+
+
+def format_of(options: argparse.Namespace) -> str:
+    """The format that ``--format`` and ``--json`` ask for."""
+    return options.format or ("json" if options.json else "text")
+
+
+def two_formats(options: argparse.Namespace) -> str:
+    """What is wrong where ``--json`` and ``--format`` disagree; empty where they do not."""
+    form = format_of(options)
+    if options.json and form != "json":
+        return f"--json and --format {form} ask for two formats: give one of them"
+    return ""
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def whole(text: str) -> int:
+    """A whole number of at least 0, as argparse wants it read."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def byte_count(text: str) -> int:
+    """A number of bytes, also with a unit."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMG]?)B?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes: write 65536, 64kB, 1.5MB or 2GB")
+    return round(float(match[1]) * {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}[match[2]])
+
+
+def _budget(text: str) -> str:
+    from graphopt.rewriting.memory.budget import check_budget
+
+    try:
+        check_budget(text)
+    except GraphoptError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+
+def limit_argument(parser: argparse.ArgumentParser, what: str, default: int | None = None) -> None:
+    """Add ``--limit``: how many rows a table has."""
+    shown = "" if default is None else f" (default {default})"
+    parser.add_argument("--limit", type=positive, default=default, metavar="N", help=f"{what}{shown}")
+
+
+def match_argument(parser: argparse.ArgumentParser, help_: str, *, old: Sequence[str] = ()) -> None:
+    """Add ``--match``: names or globs of tensors, again for several."""
+    parser.add_argument("--match", *old, dest="match", action="append", default=[], metavar="GLOB", help=help_)
+
+
+def time_limit_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--time-limit`` of the search for plans."""
+    parser.add_argument("--time-limit", type=_seconds, metavar="S", help="end the search after S seconds")
+
+
+def cost_arguments(parser: argparse.ArgumentParser, default: str | None = "measured") -> None:
+    """Add ``--cost`` and ``--remeasure``."""
+    parser.add_argument("--cost", choices=COSTS, default=default, metavar="COST", help=_COST_HELP)
+    parser.add_argument("--remeasure", action="store_true", help=_REMEASURE_HELP)
+
+
+def cost_problem(options: argparse.Namespace) -> str:
+    """What is wrong with the two together; empty where nothing is."""
+    if options.remeasure and options.cost in DEVICES:
+        return f"--remeasure measures on this device, and --cost {options.cost} takes no time from it: leave one out"
+    return ""
+
+
+def budget_problem(options: argparse.Namespace) -> str:
+    """What is wrong where a command fits its program into a budget: options without one; empty where nothing is."""
+    if not getattr(options, "fits", False):
+        return ""
+    given = [f"--{name}" for name in ("cost", "time-limit", "remeasure") if getattr(options, name.replace("-", "_"))]
+    if given and options.budget is None:
+        return f"{given[0]} is for the search of plans: give --budget too"
+    return cost_problem(options)
+
+
+_COST_HELP = (
+    "where the seconds of calls come from: measured here and kept (default), this device's roofline, or another's: "
+    + ", ".join(COSTS)
+)
+_REMEASURE_HELP = "measure everything anew, and replace what was kept; with --cost measured"
+
+
+def budget_argument(parser: argparse.ArgumentParser, *, several: bool) -> None:
+    """Add ``--budget``: one, or again for several."""
+    if several:
+        words = f"{_BUDGET_HELP}; again for several (default: the trade between bytes and time only)"
+        parser.add_argument(
+            "-b",
+            "--budget",
+            action="append",
+            default=[],
+            type=_budget,
+            metavar="BUDGET",
+            help=words,
+        )
+    else:
+        parser.add_argument("-b", "--budget", type=_budget, metavar="BUDGET", help=_BUDGET_HELP)
+
+
+_BUDGET_HELP = "a peak to meet: bytes, 8GB, 512MiB, 60%% of the peak of the program as it is, or auto for what is free"

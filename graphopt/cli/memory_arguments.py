@@ -1,0 +1,40 @@
+"""The arguments of ``graphopt memory``."""
+
+from __future__ import annotations
+
+import argparse
+
+from graphopt.cli.arguments import format_of, output_arguments, positive, program_arguments, two_formats
+
+__all__ = ["memory_arguments"]
+
+_EPILOG = """\
+On a terminal the chart stacks the categories in colours. svg is a picture for papers and pages that needs nothing else;
+png is the same through rsvg-convert or inkscape, whichever is installed.
+
+example:
+  graphopt memory examples/train_gpt.py:factory \\
+    --passes "recompute{checkpoints=blocks.*}" --format svg -o memory.svg
+"""
+
+
+def memory_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command, and an example."""
+    parser.epilog = _EPILOG
+    program_arguments(parser)
+    parser.add_argument(
+        "--limit", "--top", dest="limit", type=positive, default=10, metavar="N", help="list the N largest (default 10)"
+    )
+    parser.add_argument(
+        "--precision",
+        action="store_true",
+        help="explain bytes by category with the known formulas of mixed precision, also where no dtype changes",
+    )
+    output_arguments(parser, ("text", "json", "svg", "png"))
+    parser.set_defaults(problem=_problem)
+
+
+def _problem(options: argparse.Namespace) -> str:
+    if format_of(options) == "png" and options.output is None:
+        return "a png is no text: give a file with -o FILE"
+    return two_formats(options)

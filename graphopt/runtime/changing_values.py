@@ -1,0 +1,85 @@
+"""Calls whose Python values change from one to the next, each of which needs a capture: which, and what to write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from graphopt import _torch
+
+__all__ = ["ChangingValues"]
+
+_TOLD_AT = 3
+"""The number of different values of one argument at which a user hears of it."""
+
+_SHOWN, _LONGEST = 5, 30
+"""How many values are shown, and the most letters of each."""
+
+
+class ChangingValues:
+    """Notes what is no tensor in each call that is captured, and says of each argument once that its values change."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, dict[str, object]] = {}
+        self._seconds = 0.0
+        self._captures = 0
+        self._told: set[str] = set()
+
+    def note(self, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], seconds: float) -> str:
+        """Note a capture; what to tell the user at the third value of an argument, and nothing otherwise.
+
+        Args:
+            names: of the positional arguments, as far as they have names.
+            args: positional arguments of the call.
+            kwargs: those given by keyword.
+            seconds: that the capture took.
+        """
+        self._seconds += seconds
+        self._captures += 1
+        called = [*names[: len(args)], *(f"argument {place}" for place in range(len(names), len(args)))]
+        for place, value in _values({**dict(zip(called, args, strict=True)), **kwargs}):
+            self._seen.setdefault(place, {}).setdefault(_written(value), value)
+        changing = [
+            place for place, values in self._seen.items() if len(values) >= _TOLD_AT and place not in self._told
+        ]
+        self._told.update(changing)
+        if not changing:
+            return ""
+        listed = "; ".join(f"{place} was {self._listed(place)}" for place in changing)
+        return (
+            f"{self._captures} captures took {self._seconds:.1f} s so far, and values of Python change, each of which "
+            f"is a program of its own: {listed}; {self._advice(changing)}"
+        )
+
+    def _listed(self, place: str) -> str:
+        values = list(self._seen[place])
+        rest = len(values) - _SHOWN
+        return ", ".join(values[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+    def _advice(self, changing: Sequence[str]) -> str:
+        """A tensor in the place of a number; of other values there have to be few."""
+        numbers = [place for place in changing if all(_is_number(value) for value in self._seen[place].values())]
+        if not numbers:
+            return "keep to a few values, or take what depends on them out of the call"
+        place = numbers[0]
+        return f"give {place} as a tensor (torch.tensor({place})), whose values one program serves, and compute with it"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _values(given: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """What is no tensor among arguments and in containers in them, by place: ``config['depth']``."""
+    for name, value in given.items():
+        leaves, _ = _torch.pytree.tree_flatten_with_path(value)
+        for path, leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                yield f"{name}{_torch.pytree.keystr(path)}", leaf
+
+
+def _written(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"

@@ -1,0 +1,171 @@
+"""The programs behind a whole step: captured for each signature, one for each thing that a call may have to do."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from graphopt.capture import CaptureSession
+from graphopt.capture.call_checks import argument_names
+from graphopt.capture.step import settings
+from graphopt.errors import GraphoptError
+from graphopt.ir.ops.opaque_update import Evaluate
+from graphopt.ir.program import Program
+from graphopt.rewriting.precision.scaling import checked_gradients
+from graphopt.rewriting.shards import shard_state
+from graphopt.runtime.accumulate import accumulate_gradients, scale_seed
+from graphopt.runtime.binding import Binding
+from graphopt.runtime.closures import evaluate
+from graphopt.runtime.compile.backend import compile_program
+from graphopt.runtime.rewrite import Rewritten
+from graphopt.runtime.runner import Options, Runner
+from graphopt.runtime.step_progress import StepProgress
+from graphopt.runtime.step_variants import CapturedStep, CompiledStep, Variant, stored_name
+
+__all__ = ["StepPrograms"]
+
+
+class StepPrograms:
+    """Captures a step, and makes and compiles the program that a call needs.
+
+    Args:
+        model: updated in place.
+        optimizer: over its parameters.
+        loss: as ``optimize_step`` takes it.
+        options: as the user gave them.
+
+    Attributes:
+        runner: the captures, by signature.
+        progress: how far training is, which decides what a call has to do.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Callable[..., torch.Tensor] | None,
+        options: Options,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._loss = loss
+        self._options = options
+        numbers: dict[str, float] = {}
+        self.runner: Runner[CapturedStep] = Runner(options, "step", model.get_parameter, numbers)
+        self.runner.names = argument_names(model, loss)
+        self.progress = StepProgress(options.pipeline, self.runner.store, self._rates, numbers)
+
+    def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[CapturedStep, list[torch.Tensor]]:
+        """The capture that serves a call, and the tensors of the call."""
+        return self.runner.find(self._model, args, kwargs, lambda: self._capture(args, kwargs))
+
+    def find_example(self, example_inputs: Any) -> CapturedStep:
+        """The capture for ``example_inputs=``."""
+        return self.runner.find_example(self._model, example_inputs, lambda args: self._capture(args, {}))
+
+    def variant(self, captured: CapturedStep) -> CompiledStep:
+        """The compiled program that the next call needs, made at its first use."""
+        if settings(self._optimizer) != captured.settings:
+            captured.variants.clear()
+            captured.rewritten.retrace()
+            captured.settings = settings(self._optimizer)
+        return self._compiled(captured, self._due(captured.rewritten))
+
+    def evaluation(self, captured: CapturedStep, batch: list[torch.Tensor]) -> Evaluate:
+        """What computes the loss and the gradients of a batch once more, without an update."""
+        return functools.partial(evaluate, self._compiled(captured, Variant("evaluation", 1, frozenset(), ())), batch)
+
+    @property
+    def latest(self) -> CapturedStep:
+        """The capture that served the latest call.
+
+        Raises:
+            GraphoptError: before the first one.
+        """
+        latest = self.runner.captures.latest
+        if latest is None:
+            raise GraphoptError(
+                "nothing is captured yet: call the step once, or step.prepare(*batch), or give example_inputs="
+            )
+        return latest
+
+    def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CapturedStep:
+        runner = self.runner
+        session = CaptureSession(
+            self._model,
+            args,
+            kwargs,
+            loss=self._loss or True,
+            optimizer=self._optimizer,
+            dynamic_shapes=self._options.dynamic_shapes,
+            keep=runner.is_first,
+        )
+        capture = runner.rewrite(session)
+        rewritten, shards = capture.rewritten, capture.rewritten.shards
+        if shards is not None:
+            shard_state(self._optimizer, {name: self._model.get_parameter(name) for name in shards}, shards)
+        resumed = self.progress.clock.steps  # a resumed run goes on with what each rank has loaded
+        if not runner.captures.all() and not resumed:
+            runner.prepare(rewritten, self._model)
+        runner.store.require(rewritten.pass_state)
+        runner.store.check_loaded()
+        runner.announce(capture)
+        return CapturedStep(rewritten, capture.rules, settings(self._optimizer))
+
+    def _compiled(self, captured: CapturedStep, key: Variant) -> CompiledStep:
+        if key not in captured.variants:
+            captured.variants[key] = self._compile(self._program(captured.rewritten, key))
+        return captured.variants[key]
+
+    def _compile(self, program: Program) -> CompiledStep:
+        self.runner.make_ready(program)
+        module, run = compile_program(program, self._options.backend)
+        run = self.runner.watch.guard(run, module, program, "step")
+        binding = Binding(program, self._model, self._optimizer, self.progress.gradients, self.runner.store)
+        return CompiledStep(program, module, run, binding, checked_gradients(program))
+
+    def _due(self, rewritten: Rewritten) -> Variant:
+        """Which program the next call runs."""
+        every, batches, waiting = self.progress.every, self.progress.batches, frozenset(self.progress.gradients)
+        if batches < every - 1:
+            return Variant("begin" if batches == 0 else "middle", every, waiting, ())
+        forms = {current.name: current.form(self.progress.clock) for current in self._options.pipeline.training}
+        wanted = tuple((name, form) for name, form in forms.items() if form)
+        kind: Literal["update", "first update"] = "update" if self._has_state(rewritten.state) else "first update"
+        return Variant(kind, every, waiting, wanted)
+
+    def _program(self, rewritten: Rewritten, wanted: Variant) -> Program:
+        """The program of a variant, which may be kept beyond the process."""
+        name = stored_name(wanted, self._optimizer, self._model)
+        plain = wanted == Variant("update", 1, frozenset(), ())
+        make = functools.partial(self._make, rewritten, wanted)
+        return make() if plain else rewritten.variant(name, make)
+
+    def _make(self, rewritten: Rewritten, wanted: Variant) -> Program:
+        first = wanted.kind == "first update"
+        forms = dict(wanted.forms)
+        if self.progress.every == 1 and wanted.kind != "evaluation":
+            plain = not first and not forms
+            return rewritten.program if plain else rewritten.lower_joint(first=first, forms=forms)
+        program = rewritten.stages["joint"].copy()
+        scale_seed(program, self.progress.every)
+        if wanted.kind in ("middle", "update", "first update"):
+            program = accumulate_gradients(program, self.progress.gradients.keys(), last=wanted.kind != "middle")
+        if wanted.kind in ("begin", "middle", "evaluation"):
+            rewritten.finish(program)
+            return program
+        return rewritten.lower_joint(first=first, program=program, forms=forms)
+
+    def _has_state(self, targets: Sequence[str]) -> bool:
+        for target in targets:
+            name, key = target.rsplit("/", 1)
+            if key not in self._optimizer.state.get(self._model.get_parameter(name), {}):
+                return False
+        return True
+
+    def _rates(self) -> tuple[float, ...]:
+        return tuple(float(group["lr"]) for group in self._optimizer.param_groups)

@@ -1,0 +1,78 @@
+"""Values of Python that change from call to call: the third one is told, and what it says to write works."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphopt
+
+X = torch.ones(2, 4)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, scale: Any = 1.0, options: Any = None) -> torch.Tensor:
+        out = self.layer(x) * scale
+        return out if options is None else out + options["bias"]
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [text for text in map(logging.LogRecord.getMessage, caplog.records) if "values of Python" in text]
+
+
+def test_what_it_says_to_write_captures_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = graphopt.optimize(Scaled())
+    for scale in (0.5, 0.25):
+        model(X, scale)
+    assert told(caplog) == []
+    for scale in (0.125, 0.0625, 0.03125):
+        model(X, scale)
+    (text,) = told(caplog)
+    assert text.startswith("Scaled: 3 captures took ")
+    assert re.search(r"3 captures took \d+\.\d s so far", text)
+    assert "scale was 0.5, 0.25, 0.125" in text
+    assert "torch.tensor(scale)" in text
+    again = graphopt.optimize(Scaled())
+    for scale in (0.5, 0.25, 0.125):
+        again(X, torch.tensor(scale))
+    assert len(again._graphopt.runner.captures.all()) == 1  # type: ignore[attr-defined]
+
+
+def test_values_in_containers_are_named_by_their_place(caplog: pytest.LogCaptureFixture) -> None:
+    model = graphopt.optimize(Scaled())
+    for bias in (1, 2, 3):
+        model(X, options={"bias": bias, "kind": "plain"})
+    (text,) = told(caplog)
+    assert "options['bias'] was 1, 2, 3;" in text
+    assert "kind" not in text
+
+
+def test_a_step_names_the_arguments_of_the_loss(caplog: pytest.LogCaptureFixture) -> None:
+    model = Scaled()
+
+    def loss(model: nn.Module, x: torch.Tensor, mode: str) -> torch.Tensor:
+        return model(x).square().mean() if mode != "sum" else model(x).sum()
+
+    step = graphopt.optimize_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
+    for mode in ("mean", "sum", "a word that is much too long to be shown in a warning", "other"):
+        step(X, mode)
+    (text,) = told(caplog)
+    assert "mode was 'mean', 'sum', 'a word that is much too long…;" in text
+    assert "keep to a few values" in text
+    assert "torch.tensor" not in text
+
+
+def test_sizes_alone_are_not_values(caplog: pytest.LogCaptureFixture) -> None:
+    model = graphopt.optimize(Scaled())
+    for rows in (2, 3, 4):
+        model(torch.ones(rows, 4), 0.5)
+    assert told(caplog) == []
