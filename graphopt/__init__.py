@@ -49,6 +49,7 @@ if TYPE_CHECKING or not _prints_words_alone():
     from graphopt.runtime.compile.inductor_partitioner import partitioner
     from graphopt.runtime.dynamo_backend import CompiledGraph, compiled_graphs
     from graphopt.runtime.largest_batch import largest_batch
+    from graphopt.runtime.load_step import load_step
     from graphopt.runtime.module import optimize
     from graphopt.runtime.random_streams import RandomStreams
     from graphopt.runtime.scaler import scaler
@@ -91,6 +92,7 @@ __all__ = [
     "configs",
     "fast_dtype",
     "largest_batch",
+    "load_step",
     "measure_peak",
     "name",
     "ops",

@@ -74,4 +74,5 @@ def _same_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def _figures_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRAPHOPT_CACHE", str(tmp_path_factory.mktemp("figures")))
+        patch.setenv("GRAPHOPT_CACHE_PROGRAMS", "0")  # every test captures what it looks at
         yield

@@ -110,6 +110,7 @@ from graphopt._torch.partitioning import is_fusible as is_fusible
 from graphopt._torch.second_derivatives import explain_second_derivatives as explain_second_derivatives
 from graphopt._torch.symbolic_sizes import broken_guard as broken_guard
 from graphopt._torch.symbolic_sizes import evaluate_number as evaluate_number
+from graphopt._torch.symbolic_sizes import example_tensor as example_tensor
 from graphopt._torch.symbolic_sizes import fake_mode as fake_mode
 from graphopt._torch.symbolic_sizes import fixed_size_guard as fixed_size_guard
 from graphopt._torch.symbolic_sizes import number_hint as number_hint
@@ -168,6 +169,7 @@ __all__ = [
     "eager_kernels",
     "eager_layouts",
     "evaluate_number",
+    "example_tensor",
     "example_twins",
     "explain_second_derivatives",
     "fake_mode",

@@ -175,6 +175,12 @@ class JointTrace:
         together = [group for group in (*bases.values(), *returned.values()) if len(group) > 1]
         return GradientRoutes(tangents, changed, views, together)
 
+    def returns_arguments(self) -> bool:
+        """Whether a result is an argument, a parameter, or a view of one."""
+        metadata = attribute(self._joint, "_aot_state.fw_metadata", JOINT)
+        plain = ("non_alias", "unsafe_view_alias", "custom_function_view")
+        return any(info.output_type.name not in plain for info in metadata.output_info)
+
     def compile(
         self,
         partition: Callable[[], tuple[fx.GraphModule, fx.GraphModule]],

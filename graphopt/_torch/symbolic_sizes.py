@@ -7,14 +7,14 @@ Symbols live in a ``ShapeEnv`` of ``torch.fx.experimental.symbolic_shapes``, whi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import sympy
 import torch
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
@@ -24,6 +24,7 @@ from graphopt._torch.private_names import VALUES, attribute
 __all__ = [
     "broken_guard",
     "evaluate_number",
+    "example_tensor",
     "fake_mode",
     "fixed_size_guard",
     "number_hint",
@@ -181,6 +182,17 @@ def fake_mode(symbols: Mapping[str, int]) -> FakeTensorMode:
         values[symbol] = sympy.Integer(hint)
         ranges[symbol] = ValueRanges(2, int_oo)
     return FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
+
+
+def example_tensor(
+    mode: FakeTensorMode, shape: Sequence[Any], stride: Sequence[Any], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A tensor without data in a mode: what ``torch.empty_strided`` gives there, without its detour for fixed sizes."""
+    if all(type(number) is int for number in (*shape, *stride)):
+        data = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return FakeTensor(mode, data, device)
+    with mode:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def symbolic_size(mode: FakeTensorMode, name: str, hint: int) -> Any:

@@ -71,7 +71,7 @@ BORDER = (
     Row("seeds, and states of random generators, set inside of forward", "refused"),
     Row("attributes that forward sets", "told", "numbers and texts that the first call sets stay set"),
     Row("checks of values inside of ops, such as `torch.linalg.inv`'s", "traced", "they raise as in eager mode"),
-    Row("`print` and other effects of forward outside of torch", "at the capture"),
+    Row("`print` and other effects of forward outside of torch", "at the capture", "none where it was stored before"),
     Row("`assert` and `if …: raise` on values", "traced", "as ops that raise the same, with the source line"),
     Row(
         "other control flow that depends on values, tensors kept in attributes",

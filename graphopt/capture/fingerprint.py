@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 
 from graphopt import _torch
 
-__all__ = ["ModelFingerprint", "by_value", "global_flags"]
+__all__ = ["ModelFingerprint", "ModuleParts", "by_value", "global_flags", "metadata", "module_parts"]
 
 _DEEPEST = 6
 _MOST_ITEMS = 2_000
@@ -155,6 +156,31 @@ def _module_key(module: nn.Module, seen: dict[int, int], known: dict[int, Hashab
     hooks = tuple((kind, tuple(map(id, attributes[kind].values()))) for kind in _HOOKS if attributes.get(kind))
     children = tuple((name, id(child)) for name, child in attributes["_modules"].items())
     return type(module), module.training, plain, tensors, hooks, children
+
+
+@dataclass(frozen=True)
+class ModuleParts:
+    """What a capture reads of one module beside its class, its training flag and its children.
+
+    Attributes:
+        attributes: plain ones, by name.
+        tensors: parameters and buffers by name; None for one that is not there.
+        hooks: by where torch keeps them.
+    """
+
+    attributes: dict[str, Any]
+    tensors: dict[str, torch.Tensor | None]
+    hooks: dict[str, list[Any]]
+
+
+def module_parts(module: nn.Module) -> ModuleParts:
+    """The parts of a module that its key is made of, as they are."""
+    own = vars(module)
+    return ModuleParts(
+        {name: value for name, value in own.items() if _is_plain(name)},
+        {**own["_parameters"], **own["_buffers"]},
+        {kind: list(own[kind].values()) for kind in _HOOKS if own.get(kind)},
+    )
 
 
 def _is_plain(name: str) -> bool:

@@ -19,6 +19,7 @@ from graphopt.capture.call_checks import (
     check_optimizer,
 )
 from graphopt.capture.checks import refuse_wrapped
+from graphopt.capture.flatten import Structure
 from graphopt.capture.forward import ForwardCapture, capture_forward
 from graphopt.capture.garbage_collection import no_collection
 from graphopt.capture.graph_part import GraphPart, title_of
@@ -85,6 +86,8 @@ class CaptureSession:
         keep: leave numbers and texts that forward sets in modules set, as behind a call in eager mode.
 
     Attributes:
+        example: the positional and the keyword example inputs.
+        loss: as given.
         joint: the joint program as it was lowered last.
         repeated: for a part of a model, the inputs that its program takes again (``split_uses``).
 
@@ -121,13 +124,15 @@ class CaptureSession:
             refuse_parameter_hooks(model)
         self._call = under_autocast(call)
         self._names = argument_names(model, loss)
-        self._example = (args, kwargs or {})
+        self.example = (args, kwargs or {})
+        self.loss = loss
         self._scalar_loss = loss is not None
         self._dynamic_shapes = dynamic_shapes
         self._keep = keep
         self.repeated: list[str] = []
         self._captures: dict[torch.dtype | None, ForwardCapture] = {}
         self._assigned: dict[str, None] = {}
+        self._outputs: Structure | None = None
 
     def forward(self, autocast: torch.dtype | None = None) -> Program:
         """The forward program, to be rewritten.
@@ -147,7 +152,7 @@ class CaptureSession:
         return program
 
     def _capture(self, autocast: torch.dtype | None) -> ForwardCapture:
-        args, kwargs = self._example
+        args, kwargs = self.example
         call = self._call
         devices = self._devices() if autocast is not None else []
         if devices:
@@ -174,7 +179,7 @@ class CaptureSession:
 
     def _devices(self) -> list[str]:
         """The kinds of devices of the model's tensors and of the example inputs, for which there is autocast."""
-        given = [leaf for leaf in _torch.pytree.tree_leaves(self._example) if isinstance(leaf, torch.Tensor)]
+        given = [leaf for leaf in _torch.pytree.tree_leaves(self.example) if isinstance(leaf, torch.Tensor)]
         kinds = {tensor.device.type for tensor in (*self.tensors().values(), *given)}
         return sorted(kind for kind in kinds if torch.amp.is_autocast_available(kind))
 
@@ -184,9 +189,23 @@ class CaptureSession:
         return title_of(self.model)
 
     @property
+    def sizes_vary(self) -> bool:
+        """Whether it is captured with sizes open."""
+        return self._dynamic_shapes is not None
+
+    @property
     def captured(self) -> ForwardCapture:
         """What is the same for every capture of this session: the structures of its inputs and outputs, the batch."""
         return next(iter(self._captures.values()), None) or self._captures.setdefault(None, self._capture(None))
+
+    @property
+    def outputs(self) -> Structure:
+        """The structure of what the call returns."""
+        return self.captured.outputs if self._outputs is None else self._outputs
+
+    def replay(self, joint: JointCapture, outputs: Structure) -> None:
+        """Take a joint program that was captured before, with the structure of its results, as the one of this call."""
+        self.joint, self._outputs = joint, outputs
 
     @property
     def assigned(self) -> tuple[str, ...]:

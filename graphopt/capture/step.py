@@ -19,14 +19,14 @@ from graphopt.errors import CaptureError, GraphoptError
 from graphopt.ir.node import InputSpec
 from graphopt.rewriting.shards import Shards, check_dense, holds_elements
 
-__all__ = ["UpdateTrace", "settings", "trace_optimizer"]
+__all__ = ["NOTED", "UpdateTrace", "settings", "trace_optimizer"]
 
 logger = logging.getLogger(__name__)
 
 _not_traced: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
 _opaque: weakref.WeakKeyDictionary[torch.optim.Optimizer, OpaqueUpdate] = weakref.WeakKeyDictionary()
 
-_NOTED = (
+NOTED = (
     "state",
     "param_groups",
     "_optimizer_step_pre_hooks",
@@ -250,7 +250,7 @@ class _Tracer:
             if changed:
                 raise _ChangingNumberError(f"its step changes {changed[0]!r} of its parameter groups")
         for name, value in shadow.__dict__.items():
-            if name not in _NOTED and not _same(value, self._optimizer.__dict__.get(name)):
+            if name not in NOTED and not _same(value, self._optimizer.__dict__.get(name)):
                 raise _ChangingNumberError(f"its step changes its attribute {name!r}")
 
     def opaque(self, first: bool, reason: str) -> UpdateTrace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from graphopt.cli.arguments import format_of, output_arguments, program_arguments, two_formats
+from graphopt.cli.cache_arguments import cache_arguments
 from graphopt.cli.command_parser import CommandParser
 from graphopt.cli.compare_arguments import compare_arguments
 from graphopt.cli.completion import SHELLS
@@ -61,6 +62,9 @@ def command_line() -> argparse.ArgumentParser:
             "plan:plan", "plan", "show what fits into how many bytes at what cost in time, and the plan for each budget"
         )
     )
+    cache_arguments(
+        add("cache:cache", "cache", "list the captures that are kept beyond the process, explain misses, remove them")
+    )
     shells = add("words:completion", "completion", "print a script that completes commands and options in a shell")
     shells.add_argument("shell", choices=SHELLS, help="source the output, as in: source <(graphopt completion bash)")
     helped = add("words:help_", "help", "explain a command, or list all")
@@ -88,6 +92,9 @@ environment:
   GRAPHOPT_TRACEBACK full shows every frame of an error, and each of its causes
                      (default: where it left graphopt, and lines of your own)
   GRAPHOPT_DUMP      a folder in which each run leaves its programs
+  GRAPHOPT_CACHE     a folder for what outlives a process: captures of whole
+                     steps, and measured costs (GRAPHOPT_CACHE_PROGRAMS=0: only
+                     those)
 """
 
 

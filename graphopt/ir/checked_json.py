@@ -116,7 +116,10 @@ class Field:
         if len(self.value) > most:
             raise self.error(f"an object of {len(self.value)} entries; at most {most} are read")
         for name, item in self.value.items():
-            yield Field(name, f"{self.path} (a name)").text(), Field(item, self._below(name))
+            if isinstance(name, str) and len(name) < 200 and name.isascii() and name.isidentifier():
+                yield name, Field(item, f"{self.path}.{name}")
+            else:
+                yield Field(name, f"{self.path} (a name)").text(), Field(item, self._below(name))
 
     def only_entry(self) -> tuple[str, Field]:
         """The name and the value of an object with a single entry."""

@@ -40,7 +40,7 @@ from graphopt.ir.serialization import SCHEMA_VERSION
 from graphopt.ir.size_expressions import read_size
 from graphopt.ir.state import PassState
 
-__all__ = ["from_json"]
+__all__ = ["from_json", "read_pass_state"]
 
 _DEEPEST = 32
 """Lists inside of lists, and sub-graphs inside of sub-graphs."""
@@ -98,7 +98,7 @@ def _program(parts: Mapping[str, Field]) -> Program:
         context=Context(history=tuple(item.text() for item in parts["history"].items()), compiled=compiled),
     )
     if "pass_state" in parts:
-        program.pass_state = {name: _pass_state(item) for name, item in parts["pass_state"].entries()}
+        program.pass_state = {name: read_pass_state(item) for name, item in parts["pass_state"].entries()}
     _check_signature(program, parts)
     return program
 
@@ -166,7 +166,8 @@ def _constant(field: Field) -> torch.Tensor:
     return flat.reshape(shape).to(_device(parts["device"]))
 
 
-def _pass_state(field: Field) -> PassState:
+def read_pass_state(field: Field) -> PassState:
+    """What a pass keeps, as ``PassState.to_json`` described it."""
     parts = field.parts(("shape", "dtype", "device", "fill", "source", "follows", "saved", "local"))
     try:
         fill = float(parts["fill"].text(longest=40))
@@ -309,8 +310,7 @@ class _Decoder:
             raise parts["stride"].error(f"{len(stride)} strides for {len(shape)} dimensions")
         dtype, device = parts["dtype"].one_of(_DTYPES), _device(parts["device"])
         try:
-            with self._mode:
-                return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            return _torch.example_tensor(self._mode, shape, stride, dtype, device)
         except (RuntimeError, ValueError, TypeError, OverflowError) as error:
             raise field.error(f"no tensor has this shape and stride: {str(error).splitlines()[0][:200]}") from error
 

@@ -59,6 +59,11 @@ class DumpDirectory:
         self._started = time.time()
         self._write_manifest("running", [])
 
+    @staticmethod
+    def is_wanted() -> bool:
+        """Whether ``GRAPHOPT_DUMP`` names a directory."""
+        return bool(os.environ.get(_VARIABLE))
+
     @classmethod
     def from_environment(cls, title: str, pipeline: Pipeline) -> DumpDirectory | None:
         """The directory that ``GRAPHOPT_DUMP`` names, or None where it is not set."""

@@ -100,7 +100,7 @@ def compile_joint(
     return CompiledJoint(
         capture.rewritten,
         capture.rules,
-        session.captured.outputs,
+        session.outputs,
         forward,
         backward,
         function,

@@ -163,7 +163,7 @@ class _Maker:
             vars(self.model).update({name: vars(plain)[name] for name in session.assigned if name in vars(plain)})
         program = capture.rewritten.program
         if runner.is_first:
-            runner.prepare(program, plain)
+            runner.prepare(capture.rewritten, plain)
         runner.make_ready(program)
         compiled = compile_joint(runner, session, capture)
         runner.announce(capture)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -74,7 +74,7 @@ class Optimized(nn.Module):
         return self._graphopt.latest.backward
 
     @property
-    def snapshots(self) -> list[tuple[str, Program]]:
+    def snapshots(self) -> Sequence[tuple[str, Program]]:
         """``(label, program)`` after capture, after each lowering and after each pass."""
         return self._graphopt.latest.rewritten.snapshots
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from graphopt.capture import CaptureSession
 from graphopt.capture.garbage_collection import no_collection
 from graphopt.ir.context import Context
 from graphopt.ir.node import Stage
 from graphopt.ir.program import Program
+from graphopt.ir.state import PassState
 from graphopt.rewriting.dump import DumpDirectory
 from graphopt.rewriting.instruments import Instrument, LogPasses, ShowPasses, Snapshots
 from graphopt.rewriting.pass_ import PassRecord
@@ -19,9 +20,32 @@ from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.progress import working
 from graphopt.rewriting.shards import Shards
 
-__all__ = ["Rewritten", "Verify", "rewrite"]
+__all__ = ["Keeper", "Rewritten", "Verify", "rewrite"]
 
 Verify = Literal["structure", "numerics"] | bool
+
+
+class Keeper(Protocol):
+    """Where the programs of a capture are kept beyond this process."""
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the capture was read from there."""
+        ...
+
+    @property
+    def state(self) -> Sequence[str]:
+        """The optimizer state that the step program of a capture that was read takes."""
+        ...
+
+    @property
+    def pass_state(self) -> Mapping[str, PassState]:
+        """What passes keep in the program of a capture that was read."""
+        ...
+
+    def variant(self, name: str, make: Callable[[], Program]) -> Program:
+        """A program beside those of the stages: read, or made and written."""
+        ...
 
 
 @dataclass
@@ -35,21 +59,53 @@ class Rewritten:
         stages: the program of each stage after its passes.
         records: every pass that ran.
         snapshots: ``(label, program)`` after capture, after each lowering and after each pass.
-        seconds: that capture, lowering and passes took.
+        seconds: that capture, lowering and passes took, or reading them.
+        entry: where programs of this capture are kept beyond the process; None for nowhere.
+        variants: its programs beside those of the stages, as far as they were needed, by what they depend on.
     """
 
     session: CaptureSession
     pipeline: Pipeline
     verify: Verify = "structure"
-    stages: dict[Stage, Program] = field(default_factory=dict)
+    stages: MutableMapping[Stage, Program] = field(default_factory=dict)
     records: list[PassRecord] = field(default_factory=list)
-    snapshots: list[tuple[str, Program]] = field(default_factory=list)
+    snapshots: Sequence[tuple[str, Program]] = field(default_factory=list)
     seconds: float = 0.0
+    entry: Keeper | None = None
+    variants: dict[str, Program] = field(default_factory=dict)
 
     @property
     def program(self) -> Program:
         """The program of the last stage."""
-        return list(self.stages.values())[-1]
+        return self.stages[list(self.stages)[-1]]
+
+    @property
+    def loaded(self) -> bool:
+        """Whether it was read from the cache instead of being captured."""
+        return self.entry is not None and self.entry.loaded
+
+    @property
+    def state(self) -> Sequence[str]:
+        """The optimizer state that the program takes, by target; without reading a program for it."""
+        if self.entry is not None and self.entry.loaded:
+            return self.entry.state
+        return [spec.target for _, spec in self.program.inputs_of("state")]
+
+    @property
+    def pass_state(self) -> Mapping[str, PassState]:
+        """What passes keep in the program; without reading a program for it."""
+        return self.entry.pass_state if self.entry is not None and self.entry.loaded else self.program.pass_state
+
+    def variant(self, name: str, make: Callable[[], Program]) -> Program:
+        """A program of this capture beside those of its stages, which may be kept beyond the process.
+
+        Args:
+            name: says everything that it depends on beside the capture.
+            make: makes it.
+        """
+        program = make() if self.entry is None else self.entry.variant(name, make)
+        self.variants[name] = program
+        return program
 
     def lower(self, program: Program) -> Program:
         """The program of the next stage, as it is before the passes of that stage."""
@@ -77,7 +133,7 @@ class Rewritten:
     @property
     def shards(self) -> Shards | None:
         """The part of each trained parameter that this rank updates; None for all of all."""
-        return self._shards(self.stages["joint"])
+        return self._shards(self.stages["joint"]) if self.pipeline.training else None
 
     def _shards(self, joint: Program) -> Shards | None:
         trained = self.session.trained(joint)
@@ -91,6 +147,8 @@ class Rewritten:
     def retrace(self) -> None:
         """Trace the optimizer again, after its settings changed."""
         self.stages["step"] = self.lower_joint()
+        self.variants.clear()
+        self.entry = None  # what is kept has been traced with the settings as they were
 
 
 @no_collection()

@@ -6,6 +6,7 @@ then passes prepare the model, ranks agree on what they are going to exchange, a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -35,7 +36,9 @@ from graphopt.runtime.reserve import reserve_host
 from graphopt.runtime.rewrite import Rewritten, Verify, rewrite
 from graphopt.runtime.serving import Capture, Maker, Serving, lacks_bytes
 from graphopt.runtime.size_plans import Target
+from graphopt.runtime.size_rules import SizeRules
 from graphopt.runtime.state_store import StateStore
+from graphopt.runtime.stored.program_cache import ProgramCache
 
 __all__ = ["Capture", "Maker", "Options", "Runner"]
 
@@ -93,6 +96,7 @@ class Runner(Generic[C]):
         serving: finds what serves a call.
         store: the tensors that passes keep across runs.
         watch: of the ranks that programs exchange with.
+        cache: of captures, beyond this process.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class Runner(Generic[C]):
         self._until: Stage = until
         self._agreement = Agreement()
         self._told: set[str] = set()
+        self.cache = ProgramCache(options.pipeline, until, options.backend, options.verify)
         self._context = Context(numbers={} if numbers is None else numbers, compiled=options.backend != "eager")
 
     def find(
@@ -182,13 +187,18 @@ class Runner(Generic[C]):
             VerifyError: for ``verify="numerics"``, where results differ.
         """
         options = self.options
-        session.forward(options.pipeline.autocast)
-        wanted = self.serving.targets(session, target) if room is None else [None]
-        with self.watch.capturing():
+        lookup = self.cache.look_up(session, self._context) if room is None and target is None else None
+        if lookup is not None and lookup.found is not None:
+            return Capture(lookup.found, SizeRules())
+        with self.watch.capturing(), contextlib.nullcontext() if lookup is None else lookup.listening():
+            session.forward(options.pipeline.autocast)
+            wanted = self.serving.targets(session, target) if room is None else [None]
             rewritten = self._rewrite_for(session, wanted, room, plans)
         self._tell_assignments(session)
         if options.verify == "numerics":
             check_numerics(rewritten)
+        if lookup is not None:
+            lookup.keep(rewritten)
         return Capture(rewritten, self.serving.rules(session))
 
     @no_collection()
@@ -221,11 +231,13 @@ class Runner(Generic[C]):
                     raise
         raise AssertionError("there is always something wanted")
 
-    def prepare(self, program: Program, model: nn.Module) -> None:
+    def prepare(self, rewritten: Rewritten, model: nn.Module) -> None:
         """Let passes prepare the model, before the first program of all runs."""
-        with self.watch.meeting(program):
-            for current in self.options.pipeline.training:
-                current.prepare(model)
+        training = self.options.pipeline.training
+        if training:
+            with self.watch.meeting(rewritten.program):
+                for current in training:
+                    current.prepare(model)
 
     def make_ready(self, program: Program) -> None:
         """What has to be so before a program runs: pass state exists, host memory is there, ranks agree.

@@ -174,7 +174,9 @@ class Serving(Generic[C]):
         served = self._capture_varying(key, kind, call, maker, axes) if axes and not fixing else None
         if served is None:
             served = self._capture_fixed(key, call, maker)
-            self._varying.add_fixed(kind, call.tensors, _as_captured(served.capture.rewritten))
+            base = _as_captured(served.capture.rewritten)
+            if base is not None:
+                self._varying.add_fixed(kind, call.tensors, base)
         return served
 
     def _capture_fixed(self, key: Hashable, call: _Call, maker: Maker[C]) -> Served[C]:
@@ -288,8 +290,10 @@ def _served(capture: C, tensors: list[torch.Tensor]) -> Served[C]:
     return Served(capture, (capture.rules.match(tensors) if capture.rules else None) or {})
 
 
-def _as_captured(rewritten: Rewritten) -> Program:
-    """The joint program, as it was before passes of that stage."""
+def _as_captured(rewritten: Rewritten) -> Program | None:
+    """The joint program, as it was before passes of that stage; None for a capture that was read and not made."""
+    if rewritten.loaded:
+        return None
     return next(program for label, program in rewritten.snapshots if label == "captured joint")
 
 

@@ -11,7 +11,7 @@ from graphopt.capture.fingerprint import global_flags
 from graphopt.capture.flatten import Structure
 from graphopt.ir.autocast import autocast_state
 
-__all__ = ["part_signature", "signature"]
+__all__ = ["call_parts", "part_signature", "signature"]
 
 
 def signature(
@@ -27,12 +27,16 @@ def signature(
     """
     return (
         structure.key,
-        tuple(_metadata(tensor, sizes) for tensor in tensors),
-        _sharing(tensors),
+        *call_parts(tensors, sizes=sizes),
         model_key,
         global_flags(),
         autocast_state(),
     )
+
+
+def call_parts(tensors: list[torch.Tensor], *, sizes: bool) -> tuple[tuple[Hashable, ...], Hashable]:
+    """What a capture depends on of the tensors of a call: of each its metadata, and which of them share memory."""
+    return tuple(_metadata(tensor, sizes) for tensor in tensors), _sharing(tensors)
 
 
 def part_signature(arguments: tuple[Any, ...]) -> tuple[Hashable, Hashable]:

@@ -47,7 +47,7 @@ class SizeRules:
     """What the sizes of a call have to be for a program; ``bool`` of it is whether any of them may vary.
 
     Args:
-        program: whose inputs count; the sizes that vary are symbols there.
+        program: whose inputs count; the sizes that vary are symbols there. None for one whose sizes are fixed.
         declared: whether a user has said which sizes vary, so that sizes outside of their bounds are errors. Otherwise
             such sizes belong to another program.
 
@@ -56,12 +56,13 @@ class SizeRules:
         mode: in which the program was traced, and which knows the conditions under which it is the same program.
     """
 
-    def __init__(self, program: Program, *, declared: bool) -> None:
+    def __init__(self, program: Program | None = None, *, declared: bool = False) -> None:
+        inputs = [] if program is None else program.inputs_of("input")
         self._declared = declared
-        self.mode = program.fake_mode
-        self._inputs = [value_of(node) for node, _ in program.inputs_of("input")]
+        self.mode = None if program is None else program.fake_mode
+        self._inputs = [value_of(node) for node, _ in inputs]
         self.rules: list[SizeRule] = []
-        for index, (node, spec) in enumerate(program.inputs_of("input")):
+        for index, (node, spec) in enumerate(inputs):
             for dim, size in enumerate(value_of(node).shape):
                 fixed = not isinstance(size, torch.SymInt) or not _torch.size_symbols(size)
                 low, high = (int(size), int(size)) if fixed else _torch.size_range(size)
@@ -85,7 +86,7 @@ class SizeRules:
 
     def broken(self, values: Mapping[str, int]) -> str:
         """The condition under which the program was traced that does not hold for values; empty where all hold."""
-        return _torch.broken_guard(self.mode, values)
+        return "" if self.mode is None else _torch.broken_guard(self.mode, values)
 
     def match(self, tensors: Sequence[torch.Tensor]) -> dict[str, int] | None:
         """The values of the program's symbols for a call; None where the program does not serve it.

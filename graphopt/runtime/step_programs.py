@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ from graphopt.runtime.runner import Options, Runner
 from graphopt.runtime.size_plans import Target
 from graphopt.runtime.state_versions import optimizer_version
 from graphopt.runtime.step_progress import StepProgress
-from graphopt.runtime.step_variants import CapturedStep, CompiledStep, Variant
+from graphopt.runtime.step_variants import CapturedStep, CompiledStep, Variant, stored_name
 
 __all__ = ["StepPrograms"]
 
@@ -88,6 +88,7 @@ class StepPrograms:
             captured.variants.clear()
             captured.rewritten.retrace()
             captured.settings = settings(self._optimizer)
+            captured.looked_at = None
         return self._compiled(captured, self._due(captured, version))
 
     def evaluation(self, captured: CapturedStep, batch: list[torch.Tensor]) -> Evaluate:
@@ -124,18 +125,18 @@ class StepPrograms:
         """What passes make of a session, ready to run; ``target`` for one that is planned once more."""
         runner = self.runner
         capture = runner.rewrite(session, target=target)
-        program, shards = capture.rewritten.program, capture.rewritten.shards
+        rewritten, shards = capture.rewritten, capture.rewritten.shards
         accept_named_shards(self._optimizer)
         if shards is not None:
             shard_state(self._optimizer, {name: self._model.get_parameter(name) for name in shards}, shards)
             name_shards(self._optimizer)
         resumed = self.progress.clock.steps  # a resumed run goes on with what each rank has loaded
         if not runner.captures.all() and not resumed:
-            runner.prepare(program, self._model)
-        runner.store.require(program.pass_state)
+            runner.prepare(rewritten, self._model)
+        runner.store.require(rewritten.pass_state)
         runner.store.check_loaded()
         runner.announce(capture)
-        return CapturedStep(capture.rewritten, capture.rules, settings(self._optimizer))
+        return CapturedStep(rewritten, capture.rules, settings(self._optimizer))
 
     def _compiled(self, captured: CapturedStep, key: Variant) -> CompiledStep:
         if key not in captured.variants:
@@ -144,7 +145,7 @@ class StepPrograms:
 
     @no_collection()
     def _compile_variant(self, rewritten: Rewritten, wanted: Variant) -> CompiledStep:
-        program = self._make(rewritten, wanted)
+        program = self._program(rewritten, wanted)
         self.runner.make_ready(program)
         module, run = compile_program(program, self._options.backend)
         run = self.runner.watch.guard(run, module, program, "step")
@@ -159,12 +160,18 @@ class StepPrograms:
             return Variant("begin" if batches == 0 else "middle", divisor, waiting, ())
         forms = {current.name: current.form(self.progress.clock) for current in self._options.pipeline.training}
         wanted = tuple((name, form) for name, form in forms.items() if form)
-        program = captured.rewritten.program
-        if version is None or captured.looked_at != (id(program), version):
-            captured.has_state = self._has_state(program)
-            captured.looked_at = id(program), version
+        if version is None or captured.looked_at != version:
+            captured.has_state = self._has_state(captured.rewritten.state)
+            captured.looked_at = version
         kind: Literal["update", "first update"] = "update" if captured.has_state else "first update"
         return Variant(kind, divisor, waiting, wanted)
+
+    def _program(self, rewritten: Rewritten, wanted: Variant) -> Program:
+        """The program of a variant, which may be kept beyond the process."""
+        name = stored_name(wanted, self._optimizer, self._model)
+        plain = wanted == Variant("update", 1, frozenset(), ())
+        make = functools.partial(self._make, rewritten, wanted)
+        return make() if plain else rewritten.variant(name, make)
 
     def _make(self, rewritten: Rewritten, wanted: Variant) -> Program:
         first = wanted.kind == "first update"
@@ -182,9 +189,9 @@ class StepPrograms:
             return program
         return rewritten.lower_joint(first=first, program=program, forms=forms)
 
-    def _has_state(self, program: Program) -> bool:
-        for _, spec in program.inputs_of("state"):
-            name, key = spec.target.rsplit("/", 1)
+    def _has_state(self, targets: Sequence[str]) -> bool:
+        for target in targets:
+            name, key = target.rsplit("/", 1)
             if key not in self._optimizer.state.get(self._model.get_parameter(name), {}):
                 return False
         return True

@@ -6,7 +6,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from torch import fx
+import torch
+from torch import fx, nn
 
 from graphopt.ir.program import Program
 from graphopt.rewriting.precision.scaling import CheckedGradients
@@ -14,7 +15,7 @@ from graphopt.runtime.binding import Binding
 from graphopt.runtime.compile.backend import Boxed
 from graphopt.runtime.runner import Capture
 
-__all__ = ["CapturedStep", "CompiledStep", "Variant"]
+__all__ = ["CapturedStep", "CompiledStep", "Variant", "stored_name"]
 
 
 class Variant(NamedTuple):
@@ -30,6 +31,19 @@ class Variant(NamedTuple):
 
     def __str__(self) -> str:
         return ", ".join([self.kind, *(f"{name}: {form}" for name, form in self.forms)])
+
+
+def stored_name(variant: Variant, optimizer: torch.optim.Optimizer, model: nn.Module) -> str:
+    """Everything that a variant's program depends on beside its capture: it, and the optimizer's state as it is."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    state = [
+        f"{names.get(id(parameter))}/{key} {tuple(value.shape)} {value.dtype} {value.device}"
+        for parameter, held in optimizer.state.items()
+        for key, value in held.items()
+        if isinstance(value, torch.Tensor)
+    ]
+    known = state if variant.kind == "first update" else []
+    return repr((variant.kind, variant.every, sorted(variant.waiting), variant.forms, sorted(known)))
 
 
 @dataclass

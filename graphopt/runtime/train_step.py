@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from graphopt import _torch
 from graphopt.capture.call_checks import check_call, check_loss, check_optimizer
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
 from graphopt.capture.session import call_loss
-from graphopt.errors import check_type, public
+from graphopt.errors import GraphoptError, check_type, public
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.methods import provided
 from graphopt.ir.program import Program
@@ -34,6 +36,10 @@ from graphopt.runtime.skipped_steps import SkipWatch
 from graphopt.runtime.state_versions import ForeignGradients
 from graphopt.runtime.step_programs import StepPrograms
 from graphopt.runtime.step_variants import CapturedStep, CompiledStep, Variant
+from graphopt.runtime.stored.program_key import program_key
+from graphopt.runtime.stored.save_captures import save_captures
+from graphopt.runtime.stored.shipped_captures import Shipped
+from graphopt.runtime.stored.stable_form import NoStableFormError
 
 __all__ = ["TrainStep", "optimize_step"]
 
@@ -278,7 +284,7 @@ class TrainStep:
         return {str(key): compiled.program for key, compiled in self._latest().variants.items()}
 
     @property
-    def snapshots(self) -> list[tuple[str, Program]]:
+    def snapshots(self) -> Sequence[tuple[str, Program]]:
         """``(label, program)`` after capture, after each lowering and after each pass."""
         return self._latest().rewritten.snapshots
 
@@ -315,6 +321,35 @@ class TrainStep:
             GraphoptError: for a state of another version, of other passes, or of another rank where ranks differ.
         """
         self._progress.load_state_dict(state, dict(self._model.named_parameters()))
+
+    @public
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write what was captured and planned to a file, for ``graphopt.load_step`` in another process or elsewhere.
+
+        To be called while the model is as it is when it trains. The file holds programs as data, and no parameters;
+        with ``backend="inductor"`` also what inductor has made, in torch's own format.
+
+        Raises:
+            GraphoptError: before the first capture, and where a capture holds what no file can, naming it.
+        """
+        self._latest()
+        save_captures(
+            Path(path), self._runner.captures.all(), self._runner.cache, self._pipeline, self._runner.options.backend,
+            self._runner.options.verify,
+        )  # fmt: skip
+
+    def use_shipped(self, shipped: Shipped) -> None:
+        """Take captures from a file; what was checked before the first call fits.
+
+        Raises:
+            GraphoptError: where the file is for another model, loss or optimizer, saying what differs.
+        """
+        cache = self._runner.cache
+        try:
+            shipped.check(program_key(cache.subject(self._model, self._loss or True, self._optimizer, None)))
+        except NoStableFormError as error:
+            raise GraphoptError(f"{shipped.source} cannot be used: {error}") from error
+        cache.shipped = shipped
 
     def _repr_html_(self) -> str:
         return str(provided(TrainStep, "notebook")(self))

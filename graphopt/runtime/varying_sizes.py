@@ -242,5 +242,7 @@ def _varying(rules: SizeRules, count: int) -> VaryingAxes:
 def _why_fixed(rules: SizeRules, axes: VaryingAxes, tensors: Sequence[torch.Tensor]) -> str:
     """Why tracing has fixed sizes that were to vary."""
     sizes = {tensors[place].shape[axis] for place, found in enumerate(axes.axes) for axis in found}
-    guards = [guard for guard in (_torch.fixed_size_guard(rules.mode, size) for size in sorted(sizes)) if guard]
+    mode = rules.mode
+    found = [] if mode is None else [_torch.fixed_size_guard(mode, size) for size in sorted(sizes)]
+    guards = [guard for guard in found if guard]
     return "the model, or an op that it calls, needs them as fixed numbers" + (f" ({guards[0]})" if guards else "")

@@ -6,6 +6,7 @@ import argparse
 import gc
 import importlib.util
 import json
+import os
 import platform
 import statistics
 import sys
@@ -21,6 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 import graphopt
+
+os.environ.setdefault("GRAPHOPT_CACHE_PROGRAMS", "0")  # what is measured is made each time
 
 Action = Callable[[], Any]
 

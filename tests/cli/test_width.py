@@ -22,7 +22,7 @@ TABLES: dict[str, tuple[str, ...]] = {
     "plan": ("plan", target("step"), *A100, "--budget", "90%", "--budget", "1GB"),
     "exchange": ("plan", target("step"), *A100, "--world-size", "8", "--bandwidth", "1Gbit"),
     "help": ("help",),
-    **{f"help {name}": ("help", name) for name in ("tensors", "dump", "memory", "compare", "view", "plan")},
+    **{f"help {name}": ("help", name) for name in ("tensors", "dump", "memory", "compare", "view", "plan", "cache")},
 }
 
 

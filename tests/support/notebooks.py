@@ -32,6 +32,7 @@ def execute(path: Path) -> Any:
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as figures:
         settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GRAPHOPT_CACHE": figures, "COLUMNS": "100"}
+        settings |= {"GRAPHOPT_CACHE_PROGRAMS": "0"}  # they show every program between passes
         client = NotebookClient(notebook, kernel_name=_KERNEL["name"], **_QUIET)
         client.execute(cwd=str(path.parent), env={**os.environ, **settings})
     notebook.metadata = {"kernelspec": _KERNEL, "language_info": {"name": "python"}}

@@ -88,6 +88,8 @@ def capture_line(rewritten: Rewritten) -> str:
 
     Passes of an earlier stage change the peak of the program of that stage, which is then named.
     """
+    if rewritten.loaded:
+        return _loaded_line(rewritten)
     program, records = rewritten.program, rewritten.records
     counted = [record for record in records if record.peak_before is not None and record.peak_after is not None]
     own = [record for record in counted if record.stage == program.stage]
@@ -98,12 +100,25 @@ def capture_line(rewritten: Rewritten) -> str:
         for stage, found in _by_stage(counted).items()
         if stage != program.stage and found[0].peak_before != found[-1].peak_after
     )
-    count = len(rewritten.pipeline.passes)
-    passes = {0: "no passes", 1: "1 pass"}.get(count, f"{count} passes")
+    passes = _passes(rewritten)
     peak = f"peak {_change(before or 0, now or 0)} predicted{earlier}"
     sizes = written_sizes(program)
     planned = f", planned up to {sizes}" if sizes else ""
     return f"{program.title or 'program'}: {peak}{planned}, {passes}, {rewritten.seconds:.1f} s"
+
+
+def _loaded_line(rewritten: Rewritten) -> str:
+    """The line of a capture that was read: no program is read for it, so that the peak is that of the last pass."""
+    last = list(rewritten.stages)[-1]
+    own = [record for record in rewritten.records if record.peak_after is not None and record.stage == last]
+    peak = f"peak {format_bytes(own[-1].peak_after or 0)} predicted, " if own else ""
+    title = rewritten.session.title or "program"
+    return f"{title}: loaded from the cache, {peak}{_passes(rewritten)}, {rewritten.seconds:.1f} s"
+
+
+def _passes(rewritten: Rewritten) -> str:
+    count = len(rewritten.pipeline.passes)
+    return {0: "no passes", 1: "1 pass"}.get(count, f"{count} passes")
 
 
 def _by_stage(records: list[PassRecord]) -> dict[str, list[PassRecord]]:

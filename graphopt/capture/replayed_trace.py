@@ -1,0 +1,141 @@
+"""What torch needs to make a joint program differentiable, for a program that was read from a file.
+
+A capture has it from tracing the model (``_torch.JointTrace``): which tensors come in and out, which are changed, which
+have gradients. Here a stand-in with the same tensors around an empty middle is traced, which takes no model's code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphopt import _torch
+from graphopt.capture.joint import JointCapture
+from graphopt.errors import GraphoptError
+from graphopt.ir.node import InputSpec, value_of
+from graphopt.ir.program import Program
+
+__all__ = ["not_replayed", "replay_trace"]
+
+
+def not_replayed(joint: JointCapture, program: Program) -> str:
+    """Why a stand-in cannot take the place of a trace; empty where it can.
+
+    Args:
+        joint: the capture.
+        program: its joint program behind passes.
+    """
+    routes = joint.trace.gradient_routes()
+    if routes.changed or routes.views or routes.together or program.outputs_of("base"):
+        return "the model returns views, or changes its arguments, and torch's trace says how gradients reach them"
+    if any(len(group) != 1 for group in routes.tangents):
+        return "gradients of several results are one tangent, and torch's trace says how they are added up"
+    inputs = {spec.target for _, spec in program.inputs_of("input")}
+    if any(spec.target in inputs for _, spec in program.outputs_of("mutation")):
+        return "the model changes its arguments"
+    if any(spec.role == "mutation" and spec.target not in _names(program, "buffer") for spec in program.outputs):
+        return "the model changes what is no buffer"
+    if joint.trace.returns_arguments():
+        return "the model returns one of its arguments or parameters as it is"
+    if any(not all(isinstance(size, int) for size in value_of(node).shape) for node, _ in program.inputs_of("input")):
+        return "sizes vary, and torch's trace has their symbols"
+    return ""
+
+
+def _names(program: Program, role: str) -> set[str]:
+    return {spec.target for _, spec in program.inputs_of(role)}
+
+
+def replay_trace(
+    program: Program, inputs: Sequence[InputSpec], tensors: Mapping[str, torch.Tensor], examples: Sequence[torch.Tensor]
+) -> JointCapture:
+    """The joint capture of a program that was read.
+
+    Args:
+        program: of stage joint.
+        inputs: the parameters, buffers and constants that the callable takes first, in order.
+        tensors: the live parameters and buffers by name.
+        examples: the tensors of the call.
+
+    Raises:
+        GraphoptError: where the program and these tensors do not fit together.
+    """
+    stand_in = _StandIn(program, inputs, tensors)
+    try:
+        trace = _torch.JointTrace(stand_in, tuple(examples))
+    except Exception as error:
+        raise GraphoptError(
+            f"no trace of {program.title or 'the program'}: {str(error).splitlines()[0]:.200}"
+        ) from error
+    wanted = [f"t{index}" for index in range(len(inputs))]
+    if trace.parameter_order() != wanted or not trace.requires_grad:
+        raise GraphoptError("the inputs are in another order, or nothing has a gradient")
+    roles = [role.kind for _, role in trace.inputs()]
+    if roles.count("tangent") != len(program.inputs_of("tangent")):
+        raise GraphoptError("other results have gradients than the program is given")
+    kinds = [role.kind for _, role in trace.outputs()]
+    if kinds != [spec.role for spec in program.outputs]:
+        raise GraphoptError("the program returns something else than it says")
+    return JointCapture(program, trace, list(inputs))
+
+
+class _StandIn(nn.Module):
+    """Takes and returns what a program does, and computes nothing."""
+
+    def __init__(self, program: Program, inputs: Sequence[InputSpec], tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        constants = {spec.target: program.constants[node.name] for node, spec in program.inputs_of("constant")}
+        self._places = {spec.target: f"t{index}" for index, spec in enumerate(inputs)}
+        for spec in inputs:
+            tensor = constants.get(spec.target) if spec.role == "constant" else tensors.get(spec.target)
+            if tensor is None:
+                raise GraphoptError(f"there is no {spec.role} {spec.target!r}")
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(self._places[spec.target], tensor)
+            else:
+                self.register_buffer(self._places[spec.target], tensor)
+        self._order = [spec.target for spec in inputs] + [spec.target for _, spec in program.inputs_of("input")]
+        self._changed = [spec.target for _, spec in program.outputs_of("mutation")]
+        self._results = [value_of(value) for value, _ in program.outputs_of("output", "loss")]
+        self._tangents = {spec.target for _, spec in program.inputs_of("tangent")}
+        self._with_gradient = {spec.target for _, spec in program.outputs_of("gradient")}
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        own = [getattr(self, self._places[name]) for name in self._order[: len(self._places)]]
+        given = [*own, *inputs]
+        has = [name in self._with_gradient for name in self._order]
+        differentiable = [f"tangent[{index}]" in self._tangents for index in range(len(self._results))]
+        results: Any = _Empty.apply(self._results, differentiable, has, *given)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for name in self._changed:
+                buffer = getattr(self, self._places[name])
+                buffer.copy_(torch.empty_like(buffer))
+        return tuple(results)
+
+
+class _Empty(torch.autograd.Function):
+    """Results and gradients without values."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, results: Any, differentiable: Any, has: Any, *given: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        made = [
+            torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device=value.device)
+            for value in results
+        ]
+        ctx.mark_non_differentiable(*(value for value, known in zip(made, differentiable, strict=True) if not known))
+        ctx.has = has
+        ctx.save_for_backward(*given)
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
+        gradients = [
+            torch.empty_like(tensor) if known else None
+            for tensor, known in zip(ctx.saved_tensors, ctx.has, strict=True)
+        ]
+        return (None, None, None, *gradients)

@@ -1,0 +1,1 @@
+"""Captures that survive the process: what they depend on, how they are written, where they are kept."""

@@ -1,0 +1,270 @@
+"""One capture in its files: its programs, and beside them everything that is needed to run them.
+
+What is read is checked: the file by its digest, the data field by field, the program by the rules of programs, its
+inputs against the live model, optimizer and call. Whatever fails is a ``GraphoptError``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from graphopt.capture import CaptureSession
+from graphopt.capture.flatten import flatten
+from graphopt.capture.replayed_trace import replay_trace
+from graphopt.errors import GraphoptError
+from graphopt.ir.autocast import plain_precision
+from graphopt.ir.checked_json import Field
+from graphopt.ir.context import Context
+from graphopt.ir.deserialization import from_json, read_pass_state
+from graphopt.ir.node import InputSpec, Stage
+from graphopt.ir.program import Program
+from graphopt.ir.serialization import to_json
+from graphopt.ir.state import PassState
+from graphopt.ir.verify import verify
+from graphopt.rewriting.pipeline import Pipeline
+from graphopt.runtime.rewrite import Rewritten, Verify, rewrite
+from graphopt.runtime.stored.capture_content import (
+    LazySnapshots,
+    LazyStages,
+    read_records,
+    refuse_process_bound,
+    write_records,
+)
+from graphopt.runtime.stored.live_inputs import check_inputs, live_constants
+from graphopt.runtime.stored.program_files import HEADER, ProgramFiles
+from graphopt.runtime.stored.program_key import Key
+from graphopt.runtime.stored.result_structure import read_structure, write_structure
+from graphopt.runtime.stored.stable_form import digest
+
+__all__ = ["StoredCapture", "not_kept", "read_capture", "variant_file", "write_capture"]
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1
+
+
+@dataclass
+class StoredCapture:
+    """The files of one capture, from which its programs are read and to which new ones are added.
+
+    Attributes:
+        state: the optimizer state that the step program takes, by target.
+        pass_state: what passes keep in the program that runs.
+        loaded: whether the capture was read from here.
+    """
+
+    files: ProgramFiles
+    session: CaptureSession
+    context: Context
+    state: tuple[str, ...] = ()
+    pass_state: Mapping[str, PassState] = field(default_factory=dict)
+    loaded: bool = False
+
+    def variant(self, name: str, make: Callable[[], Program]) -> Program:
+        """A program of the capture beside those of its stages: read, or made and written.
+
+        Args:
+            name: says everything that it depends on beside the capture.
+            make: makes it.
+        """
+        own = variant_file(name)
+        if own in self.files:
+            try:
+                return self.read(own)
+            except GraphoptError as error:
+                logger.warning("a stored program cannot be used, and is made anew: %s", error)
+        program = make()
+        if not refuse_process_bound(program):
+            self.write(own, program)
+        return program
+
+    def read(self, name: str) -> Program:
+        """A program from a file, checked, on the live tensors.
+
+        Raises:
+            GraphoptError: where it is none, or does not fit them.
+        """
+        data, path = self.files.read(name), self.files.place(name)
+        try:
+            with _without_collections():
+                program = from_json(data.value)
+            verify(program)
+            check_inputs(program, self.session)
+        except GraphoptError as error:
+            raise GraphoptError(f"{path}: {error}") from error
+        except Exception as error:  # of torch, on sizes and strides that no program has
+            raise GraphoptError(f"{path}: no program that runs: {type(error).__name__}: {error!s:.200}") from error
+        live_constants(program, self.session)
+        program.context = replace(self.context, history=program.context.history, compiled=self.context.compiled)
+        return program
+
+    def write(self, name: str, program: Program) -> None:
+        """Write a program; where that fails, there is none."""
+        try:
+            self.files.write(name, to_json(program))
+        except (OSError, GraphoptError) as error:
+            logger.debug("%s is not kept: %s", self.files.place(name), error)
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """While a program is read nothing becomes garbage, and looking for some takes as long as reading."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def variant_file(name: str) -> str:
+    """The file of a program beside those of the stages."""
+    return f"variant-{digest(name)[:24]}"
+
+
+def not_kept(rewritten: Rewritten) -> str:
+    """Why a capture is not kept; empty where it is."""
+    if rewritten.session.assigned:
+        return f"forward sets {rewritten.session.assigned[0]}, which only running its Python does"
+    if rewritten.program.context.numbers:
+        return "passes have measured numbers that are not part of a program"
+    reasons = [refuse_process_bound(rewritten.stages[stage]) for stage in rewritten.stages if stage != "forward"]
+    return next((reason for reason in reasons if reason), "")
+
+
+def write_capture(
+    files: ProgramFiles,
+    key: Key,
+    rewritten: Rewritten,
+    said: list[tuple[str, str]],
+    why: str = "",
+) -> None:
+    """Write the programs of a capture, and then what they are of.
+
+    Raises:
+        OSError: where a file cannot be written.
+        GraphoptError: for a program without a textual form.
+    """
+    for stage in _written_stages(rewritten):
+        files.write(f"stage-{stage}", to_json(rewritten.stages[stage]))
+    files.write(HEADER, header_of(key, rewritten, said, why))
+
+
+def _written_stages(rewritten: Rewritten) -> list[Stage]:
+    kept: tuple[Stage, ...] = ("joint", "step")
+    return [stage for stage in kept if stage in rewritten.stages]
+
+
+def header_of(key: Key, rewritten: Rewritten, said: list[tuple[str, str]], why: str) -> dict[str, Any]:
+    """What an entry says of a capture beside its programs."""
+    program, session = rewritten.program, rewritten.session
+    joint = session.joint if session.optimizer is None else None
+    return {
+        "format": _FORMAT,
+        "title": key.title,
+        "key": key.sections,
+        "why": why,
+        "pipeline": str(rewritten.pipeline),
+        "stages": list(_written_stages(rewritten)),
+        "seconds": rewritten.seconds,
+        "records": write_records(rewritten.records),
+        "warnings": [list(item) for item in said],
+        "state": [spec.target for _, spec in program.inputs_of("state")],
+        "pass_state": {target: state.to_json() for target, state in program.pass_state.items()},
+        "first": [] if joint is None else [[spec.role, spec.target] for spec in joint.inputs],
+        "outputs": None if joint is None else write_structure(session.outputs),
+    }
+
+
+def read_capture(
+    own: ProgramFiles,
+    session: CaptureSession,
+    context: Context,
+    pipeline: Pipeline,
+    verified: Verify,
+    classes: Collection[str] = (),
+) -> Rewritten:
+    """A capture from its files, for a live model; its programs are read when they are needed.
+
+    Raises:
+        GraphoptError: where the files hold no capture, or one that does not fit.
+    """
+    header = own.read(HEADER)
+    if header["format"].whole(0) != _FORMAT:
+        raise header["format"].expected(f"format {_FORMAT}")
+    tensors = flatten(session.example, paths=False)[0]
+    known: dict[str, Stage] = {"joint": "joint", "step": "step"}
+    stages: list[Stage] = [stage.one_of(known) for stage in header["stages"].items(most=2)]
+    if not stages:
+        raise header["stages"].expected("at least one stage")
+    entry = StoredCapture(
+        own,
+        session,
+        context,
+        tuple(target.text() for target in header["state"].items()),
+        {name: read_pass_state(item) for name, item in header["pass_state"].entries()},
+        loaded=True,
+    )
+    missing = [stage for stage in stages if f"stage-{stage}" not in own]
+    if missing:
+        raise GraphoptError(f"{own.place(HEADER)}: the program of the stage {missing[0]} is missing")
+    lazy = _stages(entry, stages, pipeline, verified)
+    records = read_records(header["records"])
+    rewritten = Rewritten(session, pipeline, verified, lazy, records, LazySnapshots(lazy), entry=entry)
+    if session.optimizer is None:
+        _replay(header, rewritten, tensors, classes)
+    _say_again(header["warnings"])
+    return rewritten
+
+
+def _replay(header: Field, rewritten: Rewritten, tensors: list[torch.Tensor], classes: Collection[str]) -> None:
+    """Make the program of a drop-in model differentiable.
+
+    Raises:
+        GraphoptError: where it does not fit the live model.
+    """
+    entry, session = rewritten.entry, rewritten.session
+    assert isinstance(entry, StoredCapture)
+    program = rewritten.stages["joint"] = entry.read("stage-joint")
+    roles = {role: role for role in ("parameter", "buffer", "constant")}
+    first = [list(item.items(most=2)) for item in header["first"].items()]
+    if any(len(pair) != 2 for pair in first):
+        raise header["first"].expected("pairs of a role and a target")
+    specs = [InputSpec(role.one_of(roles), target.text()) for role, target in first]
+    with plain_precision():
+        joint = replay_trace(program, specs, session.tensors(), tensors)
+    session.replay(joint, read_structure(header["outputs"], classes))
+
+
+def _stages(entry: StoredCapture, stages: list[Stage], pipeline: Pipeline, verified: Verify) -> LazyStages:
+    """The programs of the stages, read when they are needed; one that then cannot be read is captured."""
+
+    def reader(stage: Stage) -> Callable[[], Program]:
+        def read() -> Program:
+            try:
+                return entry.read(f"stage-{stage}")
+            except GraphoptError as error:
+                logger.warning("a stored program cannot be used, and is captured anew: %s", error)
+                made = rewrite(entry.session, pipeline, until=stages[-1], verify=verified, context=entry.context)
+                entry.write(f"stage-{stage}", made.stages[stage])
+                return made.stages[stage]
+
+        return read
+
+    return LazyStages({stage: reader(stage) for stage in stages})
+
+
+def _say_again(field: Field) -> None:
+    """Log what the capture warned of: it holds for the program that was read as well."""
+    for item in field.items(most=200):
+        parts = [part.text() for part in item.items(most=2)]
+        if len(parts) == 2 and parts[0].split(".")[0] == "graphopt":
+            logging.getLogger(parts[0]).warning("%s", parts[1])
