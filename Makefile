@@ -10,6 +10,9 @@ PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check --no-inp
 CORE := $(VENV)/.core-installed
 DEV := $(VENV)/.dev-installed
 BROWSER := $(VENV)/.chromium-found
+IMAGE_VENV := .venv-timm
+IMAGE_DEV := $(IMAGE_VENV)/.installed
+IMAGE_PYTEST := $(IMAGE_VENV)/bin/python -m pytest -n 2 --dist worksteal
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # What `make sweep` runs of the tests that are marked so, in parts
@@ -17,6 +20,8 @@ SWEPT := -m 'sweep and not gpu and not hypothesis'
 OPERATORS := tests/sweeps/test_operators.py tests/sweeps/test_autocast_lists.py
 PROGRAMS := tests/sweeps/test_random_programs.py
 MODELS := tests/runtime/test_transformers.py tests/sweeps/test_architectures.py
+TIMM := tests/sweeps/test_timm.py
+FILES := tests/sweeps/test_hostile_inputs.py
 FAULTS := tests/runtime/ranks tests/sweeps/test_faults.py
 SOAK := tests/runtime/test_soak.py tests/rewriting/distributed/test_convergence.py
 
@@ -39,12 +44,14 @@ test: $(DEV) $(BROWSER) ## run the tests (under ten minutes on two cores)
 	$(PYTEST)
 
 # Each part ends with pytest's own line of how many passed; the next one runs whatever came of the one before.
-sweep: $(DEV) ## run what `make test` leaves out: properties, ops, programs, models, faults, soak, combinations
+sweep: $(DEV) $(IMAGE_DEV) ## run what `make test` leaves out: properties, ops, programs, models, files, faults, soak, combinations
 	@status=0; part() { echo "sweep: $$1"; shift; env "$$@" || status=1; }; \
 	part properties HYPOTHESIS_PROFILE=sweep $(PYTEST) -m 'hypothesis and not gpu'; \
 	part operators $(PYTEST) $(SWEPT) $(OPERATORS); \
 	part programs $(PYTEST) $(SWEPT) $(PROGRAMS); \
 	part models $(PYTEST) $(SWEPT) $(MODELS); \
+	part timm $(IMAGE_PYTEST) $(SWEPT) $(TIMM); \
+	part files $(PYTEST) $(SWEPT) $(FILES); \
 	part faults $(PYTEST) $(SWEPT) $(FAULTS); \
 	part soak $(PYTEST) $(SWEPT) $(SOAK); \
 	part combinations $(PYTEST) $(SWEPT) $(patsubst %,--ignore=%,tests/sweeps $(MODELS) $(FAULTS) $(SOAK)); \
@@ -87,7 +94,7 @@ notebooks: $(DEV) ## execute the notebooks and store their outputs (about two mi
 	$(BIN)/python -m tests.support.notebooks
 
 clean: ## remove .venv, caches and everything else that make made; runs/ stays
-	rm -rf $(VENV) build dist .import_linter_cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(IMAGE_VENV) build dist .import_linter_cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find graphopt passes tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and by its exact version: pip would otherwise take the newest build that pyproject.toml allows.
@@ -102,6 +109,14 @@ $(CORE): pyproject.toml
 $(DEV): $(CORE)
 	@echo "Installing what tests and lint need into $(VENV)"
 	@$(PIP) install --editable '.[dev]'
+	@touch $@
+
+# timm needs torchvision, which fits the torch that it was built for: its models have an environment of their own.
+$(IMAGE_DEV): pyproject.toml
+	@$(PYTHON) -m venv --clear $(IMAGE_VENV)
+	@echo "Installing timm with its own torch into $(IMAGE_VENV)"
+	@$(IMAGE_VENV)/bin/python -m pip --quiet --disable-pip-version-check --no-input install torch==2.14.1 torchvision==0.29.1
+	@$(IMAGE_VENV)/bin/python -m pip --quiet --disable-pip-version-check --no-input install --editable '.[test]' timm
 	@touch $@
 
 # The tests of the interactive page drive a headless chromium, which pip does not install.
