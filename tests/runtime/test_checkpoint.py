@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, what: Any, message: str) -
             "two tensors of the state would both be called '/part/a",
         ),
     ],
-    ids=str,
+    ids=["a set", "an object", "a key", "a sparse tensor", "one name twice"],
 )
 def test_state_that_a_file_cannot_hold(tmp_path: Path, part: Any, message: str) -> None:
     with pytest.raises(GraphoptError, match=message):
