@@ -68,6 +68,7 @@ def _same_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     monkeypatch.delenv("GRAPHOPT_DUMP", raising=False)
+    monkeypatch.delenv("COLUMNS", raising=False)  # which says how wide reports are
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -54,7 +54,7 @@ class Translation(list[Pass]):
         >>> config = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0}
         >>> found = graphopt.configs.from_deepspeed(config)
         >>> found
-        [ClipGradients(max_norm=1.0, max_value=None, norm_type=2.0)]
+        [ClipGradients(max_norm=1.0, max_value=None, norm_type=2.0, keep_norm=False)]
         >>> step = graphopt.optimize_step(model, optimizer, found, loss=loss).accumulate(found.accumulate)
         >>> print(found.notes[-1])
         gradient_accumulation_steps is not honoured by passes: call step.accumulate(2)

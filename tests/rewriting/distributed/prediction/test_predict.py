@@ -352,7 +352,7 @@ def test_what_cannot_be_predicted_is_an_error() -> None:
         (lambda: predict(program, 2, 1e9, "1", cost=COST), "did you mean '1us'"),
         (lambda: predict(program, 2, 1e9, strategy="fusd", cost=COST), "did you mean 'fused'"),
         (lambda: predict(program, 2, 1e9, strategy="?", cost=COST), "the ways are per-tensor, fused"),
-        (lambda: predict(program, 2, 1e9, cost="a100"), "did you mean 'a100-80gb'"),
+        (lambda: predict(program, 2, 1e9, cost="a100"), "did you mean 'a100-40gb', 'a100-80gb'"),
         (lambda: Sparse(0.0), "above 0 and below 1, got 0.0"),
         (lambda: Sparse(1.0), "exchange densely"),
         (lambda: Local(0), "k_steps is a number of steps of at least 1"),
