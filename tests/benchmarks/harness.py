@@ -93,7 +93,7 @@ def show(result: dict[str, Any], tables: Sequence[Table], *, as_json: bool) -> N
     if as_json:
         print(json.dumps(result, indent=2))
         return
-    console = Console(width=None if sys.stdout.isatty() else 100)
+    console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(", ".join(f"{key} {value}" for key, value in result["machine"].items()))
     for table in tables:
         console.print(table)
