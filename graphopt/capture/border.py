@@ -35,7 +35,7 @@ BORDER = (
     Row(
         "shapes, dtypes, devices, strides of arguments",
         "signature",
-        "sizes that vary share a program: `dynamic_shapes=`",
+        "sizes that vary share a program, from the second size on",
     ),
     Row("which arguments are the same tensor or share memory", "signature"),
     Row("`requires_grad` of arguments and parameters", "signature"),
