@@ -39,7 +39,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own call
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own call
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_transforms_run_in_eager_mode_and_are_told_once(
     transform: Callable[[nn.Module], Any], models: tuple[nn.Module, nn.Module], caplog: pytest.LogCaptureFixture
