@@ -47,9 +47,12 @@ _SUM = -2
 """In place of an argument: the layout of a sum of the arguments, broadcast."""
 
 _IN_FORMAT_OF = {
+    "_log_softmax.default": _CONTIGUOUS,
     "_native_batch_norm_legit.default": 0,
     "_native_batch_norm_legit.no_stats": 0,
     "_native_batch_norm_legit_functional.default": 0,
+    "_softmax.default": _CONTIGUOUS,
+    "_softmax_backward_data.default": _CONTIGUOUS,
     "batch_norm_backward.default": 1,
     "channel_shuffle.default": 0,
     "div.Tensor_mode": _SUM,
@@ -58,6 +61,7 @@ _IN_FORMAT_OF = {
     "native_batch_norm.default": 0,
     "native_batch_norm_backward.default": 1,
     "native_group_norm.default": 0,
+    "native_layer_norm.default": _CONTIGUOUS,
     "native_layer_norm_backward.default": _CONTIGUOUS,
     "normal.Tensor_Tensor": _CONTIGUOUS,
     "reflection_pad2d_backward.default": 1,

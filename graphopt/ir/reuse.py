@@ -122,7 +122,22 @@ def _may_overwrite(node: fx.Node, operand: fx.Node, root: Mapping[fx.Node, fx.No
         return False  # a product of complex numbers rounds otherwise where it is written over a factor
     if mine.dtype != result.dtype or tuple(mine.shape) != tuple(result.shape) or mine.stride() != result.stride():
         return False
+    if _is_contiguous_by_other_strides(mine):
+        return False  # what kernels make anew has the usual strides, by which those behind it choose how they round
     return storage_bytes(whole) == storage_bytes(result) == _dense_bytes(mine)
+
+
+def _is_contiguous_by_other_strides(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is contiguous though axes of one element have strides that a new tensor would not have."""
+    step, others = 1, False
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        elements = _torch.size_hint(size)
+        if _torch.size_hint(stride) != step:
+            if elements != 1:
+                return False
+            others = True
+        step *= max(elements, 1)
+    return others
 
 
 def _dense_bytes(tensor: torch.Tensor) -> int:

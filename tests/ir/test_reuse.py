@@ -460,3 +460,23 @@ def test_products_of_complex_numbers_are_not_written_over_a_factor() -> None:
             (values * torch.arange(values.numel()).view(values.shape).cos()).sum().backward()
             gradients.append(given.grad)
         assert torch.equal(*gradients)
+
+
+class OneByOne(nn.Module):
+    """Pointwise ops on images of one pixel, whose memory format strides leave open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.1, 0.9, 8).view(1, 8, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(-((x * self.weight).transpose(1, 3).contiguous().transpose(1, 3) * 0.5))
+
+
+@pytest.mark.parametrize("strides", [(8, 1, 8, 8), (8, 1, 1, 1)])
+def test_axes_of_one_element_have_the_strides_that_kernels_give(strides: tuple[int, ...]) -> None:
+    x = torch.linspace(-1, 1, 16).as_strided((2, 8, 1, 1), strides)
+    model = OneByOne()
+    expected, found = model(x), graphopt.optimize(model)(x)
+    assert torch.equal(found, expected)
+    assert found.stride() == expected.stride()
