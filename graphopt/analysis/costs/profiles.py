@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from graphopt.analysis.allocator.rules import CACHING, PLAIN, AllocatorRules
 from graphopt.analysis.costs.bandwidth import COPIES, COPY_BYTES, link_bandwidth
 from graphopt.analysis.costs.figures import Figure, device_here, device_name, figures_of
 from graphopt.analysis.costs.timing import shortest_seconds
@@ -41,6 +42,14 @@ class DeviceProfile:
         overhead: seconds that every op takes beyond that.
         host_bandwidth: bytes per second between the device and the host's memory, in each direction.
         memory_bytes: bytes of the device's memory.
+        kind: type of the device as torch names it (``"cuda"`` also for ROCm, ``"cpu"``).
+        peer_bandwidth: bytes per second between two devices of one host, in each direction; 0 where it is not known.
+        network_bandwidth: bytes per second and device between hosts, in each direction; 0 where it is not known.
+        devices_per_host: how many devices share a host.
+        allocator: how torch's allocator for this device lays out blocks.
+        workspaces: bytes that libraries keep for themselves out of the allocator's memory, by library (``"cublas"``).
+        context_bytes: bytes that the device's driver and libraries take outside of the allocator.
+        sources: where the figures are published.
 
     Raises:
         GraphoptError: for a figure that is not positive (``overhead`` may be 0), or without ``"float32"``.
@@ -52,6 +61,14 @@ class DeviceProfile:
     overhead: float
     host_bandwidth: float
     memory_bytes: int
+    kind: str = "cpu"
+    peer_bandwidth: float = 0.0
+    network_bandwidth: float = 0.0
+    devices_per_host: int = 1
+    allocator: AllocatorRules = PLAIN
+    workspaces: Mapping[str, int] = field(default_factory=dict, hash=False)
+    context_bytes: int = 0
+    sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if "float32" not in self.flops:
@@ -79,6 +96,8 @@ def _published(
         overhead=_LAUNCH,
         host_bandwidth=EFFICIENCY * host_bandwidth,
         memory_bytes=memory_bytes,
+        kind="cuda",
+        allocator=CACHING,
     )
 
 
