@@ -20,7 +20,7 @@ def _prints_words_alone() -> bool:
 if TYPE_CHECKING or not _prints_words_alone():
     from graphopt import _torch
     from graphopt.analysis.measured_peak import MeasuredPeak, measure_peak
-    from graphopt.capture import capture
+    from graphopt.capture import capture, without_data
     from graphopt.errors import (
         ArgumentError,
         CaptureError,
@@ -103,4 +103,5 @@ __all__ = [
     "register_format",
     "scaler",
     "sharded_state",
+    "without_data",
 ]

@@ -75,9 +75,12 @@ from graphopt._torch.export_regions import AUTOCAST_ENDS as AUTOCAST_ENDS
 from graphopt._torch.export_regions import SETS_GRAD_MODE as SETS_GRAD_MODE
 from graphopt._torch.export_regions import without_regions as without_regions
 from graphopt._torch.fake_tensors import NEEDS_VALUES as NEEDS_VALUES
+from graphopt._torch.fake_tensors import StandInMode as StandInMode
+from graphopt._torch.fake_tensors import device_kind as device_kind
 from graphopt._torch.fake_tensors import example_twins as example_twins
 from graphopt._torch.fake_tensors import has_no_data as has_no_data
 from graphopt._torch.fake_tensors import mode_of as mode_of
+from graphopt._torch.fake_tensors import stand_in_of as stand_in_of
 from graphopt._torch.fake_tensors import stands_for_real as stands_for_real
 from graphopt._torch.fake_tensors import storage_key as storage_key
 from graphopt._torch.generator_states import run_and_save_rng_state as run_and_save_rng_state
@@ -145,6 +148,7 @@ __all__ = [
     "JointTrace",
     "OpOverload",
     "OpOverloadPacket",
+    "StandInMode",
     "TensorsUnchanged",
     "all_gather_into_tensor",
     "all_gather_into_tensor_out",
@@ -165,6 +169,7 @@ __all__ = [
     "cpu_computes_in",
     "custom_function",
     "default_store",
+    "device_kind",
     "dict_version",
     "eager_kernels",
     "eager_layouts",
@@ -215,6 +220,7 @@ __all__ = [
     "size_range",
     "size_symbols",
     "sizes_taken_as",
+    "stand_in_of",
     "stands_for_real",
     "storage_key",
     "symbolic_float",

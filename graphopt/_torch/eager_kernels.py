@@ -8,7 +8,7 @@ are put aside. The registrations (``OpOverload.py_kernels``) and the cache in fr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,28 +22,34 @@ _OPS = (
     "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa", "_upsample_lanczos2d_aa", "_upsample_nearest_exact1d",
     "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_bicubic2d", "upsample_bilinear2d",
     "upsample_linear1d", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_trilinear3d",
-    "gru", "lstm", "rnn_relu", "rnn_tanh", "multi_margin_loss", "multilabel_margin_loss_forward", "hardshrink",
-    "softshrink",
+    "multi_margin_loss", "multilabel_margin_loss_forward", "hardshrink", "softshrink",
 )  # fmt: skip
 """The ops, in all overloads. Others stay as they are: dropout, which has to be one known op, and what reads values."""
 
 
-def _overloads() -> Iterator[Any]:
-    for name in _OPS:
+_RECURRENT = ("gru", "lstm", "rnn_relu", "rnn_tanh")
+"""The same for layers that run as one kernel on a CPU."""
+
+
+def _overloads(names: Iterable[str]) -> Iterator[Any]:
+    for name in names:
         packet = getattr(torch.ops.aten, name, None)
         for overload in packet.overloads() if packet is not None else ():
             yield getattr(packet, overload)
 
 
 @contextlib.contextmanager
-def eager_kernels(ours: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+def eager_kernels(ours: Mapping[Any, Callable[..., Any]], *, on_cpu: bool = True) -> Iterator[None]:
     """While the block runs, these ops are traced by the kernels that eager mode takes.
 
     Args:
-        ours: what other ops are traced as.
+        ours: what other ops are traced as on a CPU.
+        on_cpu: whether it is a CPU whose kernels are traced.
     """
     saved: list[tuple[Any, dict[Any, Any]]] = []
-    for op in {*_overloads(), *ours}:
+    if not on_cpu:
+        ours = {}
+    for op in {*_overloads((*_OPS, *_RECURRENT) if on_cpu else _OPS), *ours}:
         saved.append((op, {key: op.py_kernels.pop(key) for key in _KEYS if key in op.py_kernels}))
         if op in ours:
             op.py_kernels.update(dict.fromkeys(_KEYS, ours[op]))

@@ -18,6 +18,8 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import op_implementations_checks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from graphopt._torch.fake_tensors import device_kind
+
 __all__ = ["eager_layouts"]
 
 _CONTIGUOUS = -1
@@ -140,7 +142,7 @@ def _formatted_decomposition(theirs: Callable[..., Any], place: int, several: bo
 def _formatted_result(result: Any, place: int, several: bool, args: tuple[Any, ...]) -> Any:
     """The result of an op with its first tensor in the kernel's layout."""
     first = result[0] if several else result
-    if not isinstance(first, torch.Tensor) or first.dim() < 3 or first.device.type != "cpu":
+    if not isinstance(first, torch.Tensor) or first.dim() < 3 or device_kind(first) != "cpu":
         return result
     if place == _SUM:
         like = torch.empty_like(torch.ops.aten.add.Tensor(*args[:2]), dtype=first.dtype)
@@ -157,7 +159,7 @@ def _laid_out(theirs: Callable[..., Any], place: int) -> Callable[..., Any]:
     @functools.wraps(theirs)  # torch looks at its name and module
     def decomposed(*args: Any, **kwargs: Any) -> Any:
         result = theirs(*args, **kwargs)
-        if isinstance(result, torch.Tensor) and result.device.type == "cpu":
+        if isinstance(result, torch.Tensor) and device_kind(result) == "cpu":
             return _like_kernels(args, place, result.shape, result.dtype, result)
         return result
 
@@ -167,7 +169,7 @@ def _laid_out(theirs: Callable[..., Any], place: int) -> Callable[..., Any]:
 def _without_data(mode: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     """What an op that is not decomposed returns for tensors without data."""
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    if kwargs or any(tensor.device.type != "cpu" for tensor in tensors):
+    if kwargs or any(device_kind(tensor) != "cpu" for tensor in tensors):
         return NotImplemented
     dtype = op(*(torch.ones((), dtype=arg.dtype) if isinstance(arg, torch.Tensor) else arg for arg in args)).dtype
     with mode:

@@ -12,14 +12,63 @@ from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from graphopt._torch.private_names import VALUES, attribute
 
-__all__ = ["NEEDS_VALUES", "example_twins", "has_no_data", "mode_of", "stands_for_real", "storage_key"]
+__all__ = [
+    "NEEDS_VALUES",
+    "StandInMode",
+    "device_kind",
+    "example_twins",
+    "has_no_data",
+    "mode_of",
+    "stand_in_of",
+    "stands_for_real",
+    "storage_key",
+]
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """What ops raise on example values where their result, or its size, depends on values."""
+
+
+class StandInMode(FakeTensorMode):
+    """The mode of example values that are on the CPU and stand for tensors of another device, which may not be here.
+
+    Autograd asks a device for its streams, and torch built without it ends the process; so values without data are on
+    the CPU whatever they stand for.
+
+    Attributes:
+        device: the profile of the device that they stand for.
+        kind: its type as torch names it, such as ``"cuda"``.
+    """
+
+    def __init__(self, device: Any) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.device = device
+        self.kind: str = device.kind
+
+
+def stand_in_of(value: Any) -> StandInMode | None:
+    """The mode of a value that stands for one of another device, also while it is traced; None for other values."""
+    if isinstance(value, FunctionalTensor):
+        value = torch._from_functional_tensor(value.elem)  # pyright: ignore[reportPrivateImportUsage]
+    mode = value.fake_mode if isinstance(value, FakeTensor) else None
+    return mode if isinstance(mode, StandInMode) else None
+
+
+def device_kind(tensor: torch.Tensor) -> str:
+    """The type of the device that a tensor is on, or that it stands for one on."""
+    if tensor.device.type != "cpu":
+        return tensor.device.type
+    mode = stand_in_of(tensor)
+    return "cpu" if mode is None else mode.kind
 
 
 def mode_of(values: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
@@ -45,12 +94,15 @@ def stands_for_real(tensor: torch.Tensor) -> bool:
     return any(storage._cdata == storage_key(tensor) for storage in known.values())
 
 
-def example_twins(values: Sequence[Any], mode: contextlib.AbstractContextManager[Any]) -> list[Any]:
+def example_twins(
+    values: Sequence[Any], mode: contextlib.AbstractContextManager[Any], device: torch.device | None = None
+) -> list[Any]:
     """Example values like the given ones that nothing else refers to; what shared a storage shares one again.
 
     Args:
-        values: tensors without data, and others, which are returned as they are.
+        values: tensors, and others, which are returned as they are.
         mode: in which the results compute.
+        device: where the results are; by default where the tensors are.
     """
     storages: dict[int, torch.Tensor] = {}
 
@@ -60,8 +112,8 @@ def example_twins(values: Sequence[Any], mode: contextlib.AbstractContextManager
         key = storage_key(value)
         if key not in storages:
             count = value.untyped_storage().nbytes() // value.element_size()
-            storages[key] = torch.empty(count, dtype=value.dtype, device=value.device)
-        empty = torch.empty(0, dtype=value.dtype, device=value.device)
+            storages[key] = torch.empty(count, dtype=value.dtype, device=device or value.device)
+        empty = torch.empty(0, dtype=value.dtype, device=device or value.device)
         return empty.set_(storages[key].untyped_storage(), value.storage_offset(), value.shape, value.stride())  # type: ignore[call-overload]
 
     with mode:

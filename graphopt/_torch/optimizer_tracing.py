@@ -14,11 +14,14 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from graphopt._torch.update_kernels import without_zeros
+
 __all__ = ["has_global_step_hooks", "mark_optimizer_called", "trace_update", "unwrapped_step"]
 
 
 def trace_update(function: Callable[..., Any], inputs: Sequence[Any]) -> fx.GraphModule:
     """Trace ``function(inputs)``, in-place ops and all, on fake tensors."""
+    without_zeros()
 
     def quiet(flat: list[Any]) -> Any:
         with torch._C.DisableTorchFunction():  # what it would record of every attribute access is half of the time
@@ -34,6 +37,7 @@ def mark_optimizer_called(optimizer: torch.optim.Optimizer) -> None:
 
 def unwrapped_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     """``optimizer.step`` without profiler hooks and without what a scheduler wrapped around it."""
+    without_zeros()
     step: Any = type(optimizer).step
     while hasattr(step, "__wrapped__") and getattr(step, "hooked", False):
         step = step.__wrapped__

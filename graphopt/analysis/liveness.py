@@ -54,7 +54,7 @@ _PHASE_CATEGORY = {
 
 def _size(tensor: Any) -> int:
     size = storage_bytes(tensor)
-    block = _BLOCK.get(tensor.device.type)
+    block = _BLOCK.get(_torch.device_kind(tensor))
     return -(-size // block) * block if block else size
 
 
@@ -248,4 +248,4 @@ def _simulate(program: Program, measure: bool, forward_in_place: bool) -> Memory
     for index in range(len(calls)):
         alive += change[index]
         timeline.append(alive + temporaries[index])
-    return MemoryTimeline(calls, timeline, resident, storages, temporaries, refers)
+    return MemoryTimeline(calls, timeline, resident, storages, temporaries, refers, program.context.device)

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from graphopt import _torch
+from graphopt.capture.device_kernels import on_device
 from graphopt.ir.node import info
 from graphopt.ir.ops.product import prod_backward
 from graphopt.ir.ops.values import is_dense
@@ -78,6 +79,9 @@ class Interpreter(fx.Interpreter):
             return _without_draw(*args)
         if target in _PRODUCTS:
             return _product(*args, **kwargs)
+        other = on_device(target, args, kwargs)
+        if other is not None:
+            return other()
         functional = _functional_form(target)
         if functional is not None and _is_laid_out_its_own_way(args[0]):
             return self._written(target, functional, args, kwargs)
@@ -150,7 +154,7 @@ def _as_kernels_lay_out(target: Any, args: tuple[Any, ...], result: Any) -> Any:
     BatchNorm returns a dense tensor in one of the usual memory formats; traced, it keeps a transposed input's strides,
     and what follows would take other paths than in eager mode.
     """
-    if target is not torch.ops.aten.batch_norm.default:
+    if target is not torch.ops.aten.batch_norm.default or _torch.device_kind(args[0]) != "cpu":
         return result
     formats = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}.get(result.dim(), ())
     usual = any(args[0].is_contiguous(memory_format=f) for f in (torch.contiguous_format, *formats))

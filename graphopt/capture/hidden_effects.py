@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from graphopt import _torch
+from graphopt.capture.autocast_of_others import autocast_of_others
 from graphopt.capture.source_lines import user_frame
 from graphopt.errors import CaptureError
 from graphopt.ir.ops.recurrent import AS_IN_EAGER
@@ -56,8 +57,11 @@ def capturing(model: nn.Module, *, keep: bool = False) -> Iterator[list[str]]:
     own_saving = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
     assigned: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
     names: list[str] = []
-    kernels, layouts = _torch.eager_kernels(AS_IN_EAGER), _torch.eager_layouts()
+    on_cpu = all(_torch.device_kind(tensor) == "cpu" for tensor in (*model.parameters(), *model.buffers()))
+    kernels, layouts = _torch.eager_kernels(AS_IN_EAGER, on_cpu=on_cpu), _torch.eager_layouts()
     with CAPTURE_LOCK, own_saving, kernels, layouts, _without_stand_ins(model), contextlib.ExitStack() as stack:
+        if not on_cpu:
+            stack.enter_context(autocast_of_others())
         for owner, name, what in _REFUSED:
             stack.enter_context(_refusing(owner, name, what))
         stack.enter_context(_noting_assignments(assigned))

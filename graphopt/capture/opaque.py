@@ -140,7 +140,7 @@ class _Tried:
 
 def _updates_lists(group: Mapping[str, Any]) -> bool:
     """Whether a group may be updated by list ops; some optimizers of torch choose these on GPUs by themselves."""
-    on_gpu = any(parameter.device.type == "cuda" for parameter in group["params"])
+    on_gpu = any(_torch.device_kind(parameter) == "cuda" for parameter in group["params"])
     return bool(group.get("foreach", True) or (group.get("foreach") is None and on_gpu))
 
 

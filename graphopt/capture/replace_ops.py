@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphopt import _torch
 from graphopt.ir.node import info, set_value, value_of
 from graphopt.ir.ops.dropout import dropout_mask, masked_dropout
 from graphopt.ir.ops.lstm import lstm_layer, lstm_layer_backward, workspace_of
@@ -62,7 +63,7 @@ def _shares_evenly(product: fx.Node) -> bool:
     count = share.args[1]
     counted = isinstance(count, fx.Node) and count.target is _aten.sum.default and count.args[0] is mask
     value: torch.Tensor = value_of(mask)
-    return counted and value.dtype is torch.bool and value.device.type == "cpu" and value_of(share).dim() == 0
+    return counted and value.dtype is torch.bool and _torch.device_kind(value) == "cpu" and value_of(share).dim() == 0
 
 
 def _lay_out(program: Program, layer: fx.Node) -> None:
@@ -78,7 +79,7 @@ def _is_plain(softmax: fx.Node) -> bool:
     """Whether a softmax keeps the dtype of a contiguous tensor on a CPU."""
     x: torch.Tensor = value_of(softmax.args[0])  # type: ignore[arg-type]
     result: torch.Tensor = value_of(softmax)
-    return x.device.type == "cpu" and x.is_contiguous() and x.dtype == result.dtype
+    return _torch.device_kind(x) == "cpu" and x.is_contiguous() and x.dtype == result.dtype
 
 
 def _drops_all(dropout: fx.Node) -> bool:
@@ -107,7 +108,7 @@ def _can_be_parted(dropout: fx.Node) -> bool:
     train: Any = dropout.args[2]
     mask: torch.Tensor = value_of(dropout)[1]
     elements = all(user.target is operator.getitem for user in dropout.users)
-    return elements and mask.device.type == "cpu" and p < 1 and train is not False
+    return elements and _torch.device_kind(mask) == "cpu" and p < 1 and train is not False
 
 
 def _part(program: Program, dropout: fx.Node) -> None:

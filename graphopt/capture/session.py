@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, cast, get_args
 
 import torch
 from torch import nn
 
 from graphopt import _torch
+from graphopt.analysis.costs.profiles import DeviceProfile
 from graphopt.capture.append_update import append_update
 from graphopt.capture.call_checks import (
     argument_names,
@@ -20,6 +22,7 @@ from graphopt.capture.call_checks import (
 )
 from graphopt.capture.checks import refuse_wrapped
 from graphopt.capture.flatten import Structure
+from graphopt.capture.for_device import profile_for, stand_in, without_data_for
 from graphopt.capture.forward import ForwardCapture, capture_forward
 from graphopt.capture.garbage_collection import no_collection
 from graphopt.capture.graph_part import GraphPart, title_of
@@ -171,6 +174,7 @@ class CaptureSession:
                 scalar_loss=self._scalar_loss,
             )
         program = captured.program
+        stand_in(program, self.tensors().values())
         mark_around(program.graph, program.attributes, len(devices))
         self._assigned |= dict.fromkeys(assigned)
         if isinstance(self.model, GraphPart) and self.model.shared:
@@ -265,6 +269,7 @@ def capture(
     optimizer: torch.optim.Optimizer | None = None,
     dynamic_shapes: Any = None,
     stage: Stage | None = None,
+    device: str | DeviceProfile | None = None,
 ) -> Program:
     """Capture one training step of a model as a program, without running it and without changing anything.
 
@@ -277,6 +282,10 @@ def capture(
         optimizer: a ``torch.optim`` object over the model's parameters; its update becomes part of the program.
         dynamic_shapes: sizes that may vary, as for ``torch.export.export``.
         stage: ``forward``, ``joint`` or ``step``; the last one that the arguments allow by default.
+        device: capture what this device would run, without data and without running anything: the name of a device
+            whose figures are published (``"h100-80gb"``), or a ``DeviceProfile``. Where the tensors are does not matter
+            then; they may be on ``meta``, as models made under ``graphopt.without_data()`` are. Such a program is
+            planned, printed, drawn and saved, and is not run.
 
     Returns:
         The program; ``program.lower(program)`` gives the next stage where there is one.
@@ -291,12 +300,19 @@ def capture(
         'step'
         >>> graphopt.capture(model, (x,), stage="forward").stage
         'forward'
+        >>> graphopt.capture(model, (x,), loss=loss, device="h100-80gb").context.device.name
+        'h100-80gb'
     """
     refuse_wrapped(model)
     positional = _positional(args, kwargs)
     wanted = _stage(stage, optimizer)
+    profile = None if device is None else profile_for(device)
+    if profile is not None:
+        twins = without_data_for(profile, model, optimizer, positional, kwargs or {}, dynamic_shapes)
+        model, optimizer, positional, kwargs = twins.model, twins.optimizer, twins.args, twins.kwargs
     session = CaptureSession(model, positional, kwargs, loss=loss, optimizer=optimizer, dynamic_shapes=dynamic_shapes)
     program = session.forward()
+    program.context = replace(program.context, device=profile)
     while program.stage != wanted:
         assert program.lower is not None
         program = program.lower(program)

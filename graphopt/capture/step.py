@@ -312,7 +312,7 @@ class _Tracer:
     def _skips_elements(self, group: Mapping[str, Any]) -> bool:
         """Whether the fused kernel leaves elements as they are: torch's SGD does for 16-bit parameters on a CPU."""
         return isinstance(self._optimizer, torch.optim.SGD) and any(
-            parameter.device.type == "cpu" and parameter.element_size() == 2 for parameter in group["params"]
+            _torch.device_kind(parameter) == "cpu" and parameter.element_size() == 2 for parameter in group["params"]
         )
 
     def _implementation(self, group: Mapping[str, Any]) -> dict[str, Any]:

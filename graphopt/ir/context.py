@@ -4,9 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
-__all__ = ["Context"]
+__all__ = ["Context", "Device", "NamedDevice"]
+
+
+class Device(Protocol):
+    """A device by its figures; ``graphopt.analysis.costs.profiles.DeviceProfile`` is one."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """Its type as torch names it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NamedDevice:
+    """A device of which a file says the name and the type as torch names it."""
+
+    name: str
+    kind: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +49,7 @@ class Context:
             for all parts; a program that needs more is to take as little as can be. None for a program by itself.
         sizes: the values of the symbols in sizes that vary for which bytes and seconds are counted, in place of the
             example's: those that a plan has to hold for.
+        device: what is known of the device that a program without data is for; None for one that runs here.
         largest: the largest values of these symbols that have come up; a share of the peak is one of the peak there.
     """
 
@@ -38,6 +61,7 @@ class Context:
     room: int | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     largest: Mapping[str, int] = field(default_factory=dict)
+    device: Device | None = None
 
     def after(self, spec: str) -> Context:
         """The context behind one more pass; a pass of several stages counts once."""

@@ -21,7 +21,7 @@ from graphopt import _torch
 from graphopt.errors import GraphoptError
 from graphopt.ir.call_targets import PYTHON_FUNCTIONS, read_target
 from graphopt.ir.checked_json import Field
-from graphopt.ir.context import Context
+from graphopt.ir.context import Context, NamedDevice
 from graphopt.ir.node import (
     INPUT_ROLES,
     OUTPUT_ROLES,
@@ -77,7 +77,7 @@ def from_json(data: Any) -> Program:
             if "schema" in document
             else "$: 'schema' is missing: is this the description of a program, as to_json gives it?"
         )
-    parts = document.parts(_REQUIRED, ("compiled", "pass_state"))
+    parts = document.parts(_REQUIRED, ("compiled", "device", "pass_state"))
     try:
         return _program(parts)
     except (RecursionError, MemoryError) as error:
@@ -85,7 +85,8 @@ def from_json(data: Any) -> Program:
 
 
 def _program(parts: Mapping[str, Field]) -> Program:
-    decoder = _Decoder(parts["symbols"])
+    device = _named_device(parts["device"]) if "device" in parts else None
+    decoder = _Decoder(parts["symbols"], device)
     compiled = parts["compiled"].truth() if "compiled" in parts else False
     program = Program(
         graph=decoder.graph(parts["nodes"]),
@@ -95,12 +96,20 @@ def _program(parts: Mapping[str, Field]) -> Program:
         constants={name: _constant(item) for name, item in parts["constants"].entries()},
         attributes=decoder.attributes(parts["attributes"]),
         title=parts["title"].text(),
-        context=Context(history=tuple(item.text() for item in parts["history"].items()), compiled=compiled),
+        context=Context(tuple(item.text() for item in parts["history"].items()), compiled=compiled, device=device),
     )
     if "pass_state" in parts:
         program.pass_state = {name: read_pass_state(item) for name, item in parts["pass_state"].entries()}
     _check_signature(program, parts)
     return program
+
+
+def _named_device(field: Field) -> NamedDevice:
+    """The device that a program without data is for."""
+    pair = list(field.items(most=2))
+    if len(pair) != 2:
+        raise field.expected("a name and a type of device")
+    return NamedDevice(pair[0].text(), pair[1].one_of({kind: kind for kind in ("cpu", "cuda")}))
 
 
 def _check_signature(program: Program, parts: Mapping[str, Field]) -> None:
@@ -186,13 +195,13 @@ def read_pass_state(field: Field) -> PassState:
 
 
 class _Decoder:
-    """Reads graphs whose sizes are written with some symbols."""
+    """Reads graphs whose sizes are written with some symbols, or whose values stand for those of another device."""
 
-    def __init__(self, symbols: Field) -> None:
+    def __init__(self, symbols: Field, device: NamedDevice | None) -> None:
         hints = {}
         for name, hint in symbols.entries(most=_MOST_SYMBOLS):
             hints[Field(name, symbols.path).identifier()] = hint.whole(0, _LARGEST_HINT)
-        self._mode = _torch.fake_mode(hints)
+        self._mode = _torch.fake_mode(hints) if device is None else _torch.StandInMode(device)
         self._symbols = {name: _torch.symbolic_size(self._mode, name, hint) for name, hint in hints.items()}
 
     def attributes(self, field: Field) -> dict[str, fx.GraphModule]:

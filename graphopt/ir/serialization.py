@@ -28,20 +28,23 @@ HIGHER_ORDER = {
 
 
 def to_json(program: Program) -> dict[str, Any]:
-    """Everything of a program but the data of its inputs; constants up to 16 MB are included.
+    """Everything of a program but the data of its inputs; constants up to 16 MB are included where there is data.
 
     Raises:
         GraphoptError: for a program with something that has no textual form (a larger constant, an unknown callable).
     """
+    device = program.context.device
+    constants = program.constants if device is None else {}
     return {
         "schema": SCHEMA_VERSION,
         "stage": program.stage,
         "title": program.title,
         "history": list(program.history),
         "compiled": program.context.compiled,
+        **({} if device is None else {"device": [device.name, device.kind]}),
         "inputs": [[spec.role, spec.target] for spec in program.inputs],
         "outputs": [[spec.role, spec.target] for spec in program.outputs],
-        "constants": {name: _encode_constant(name, tensor) for name, tensor in program.constants.items()},
+        "constants": {name: _encode_constant(name, tensor) for name, tensor in constants.items()},
         "pass_state": {target: state.to_json() for target, state in program.pass_state.items()},
         "attributes": _encode_attributes(program.attributes),
         "symbols": _symbols(program),

@@ -73,6 +73,8 @@ def _header(program: Program) -> list[str]:
         f"# {program.title or 'program'}, {program.stage} stage: {len(nodes)} nodes, {calls} of them calls",
         f"# passes: {', '.join(program.history) or 'none'}",
     ]
+    if program.context.device is not None:
+        lines.append(f"# device: {program.context.device.name}, captured without data")
     symbols = ", ".join(f"{name} = {size}" for name, size in program.symbols.items())
     if symbols:
         which = "that bytes are counted for" if program.context.sizes else "in the example inputs"

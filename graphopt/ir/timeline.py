@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from graphopt.ir.context import Device
 from graphopt.ir.methods import provided
 from graphopt.ir.node import info
 from graphopt.ir.ops.values import format_bytes
@@ -56,6 +57,7 @@ class MemoryTimeline:
         storages: every allocation.
         temporaries: bytes that each call needs for itself while it runs.
         refers: the storages that the value of each node (inputs included) refers to.
+        device: what is known of the device that a program without data is for; None for one that runs here.
     """
 
     nodes: list[fx.Node]
@@ -64,6 +66,7 @@ class MemoryTimeline:
     storages: list[Storage]
     temporaries: list[int]
     refers: dict[fx.Node, list[Storage]] = field(repr=False)
+    device: Device | None = None
 
     @property
     def peak_bytes(self) -> int:

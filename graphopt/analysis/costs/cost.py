@@ -27,6 +27,7 @@ from graphopt.analysis.costs.profiles import EFFICIENCY, PROFILES, DeviceProfile
 from graphopt.analysis.costs.roofline import call_device, flops_of, moved_bytes, roofline_seconds
 from graphopt.errors import GraphoptError, near_words, shown
 from graphopt.ir.autocast import plain_precision
+from graphopt.ir.context import Device
 from graphopt.ir.ops import schema
 from graphopt.ir.timeline import MemoryTimeline
 
@@ -213,6 +214,18 @@ def _near_costs(cost: str) -> list[str]:
     return exact or named or near_words(cost, COSTS)
 
 
+def _known_profile(device: Device) -> DeviceProfile:
+    """The figures of the device that a program without data is for."""
+    if isinstance(device, DeviceProfile):
+        return device
+    if device.name not in PROFILES:
+        raise GraphoptError(
+            f"this program was captured without data for {device.name!r}, whose figures are not known here: name a cost "
+            f"model, one of {', '.join(map(repr, PROFILES))}"
+        )
+    return PROFILES[device.name]
+
+
 def costs_of(memory: MemoryTimeline, cost: str, *, progress: Callable[[int, int], None] | None = None) -> CostReport:
     """Seconds of every call of a program, by one of ``COSTS``.
 
@@ -225,6 +238,8 @@ def costs_of(memory: MemoryTimeline, cost: str, *, progress: Callable[[int, int]
         GraphoptError: for a name that is not in ``COSTS``.
     """
     check_cost(cost)
+    if memory.device is not None and cost in ("measured", "roofline"):
+        return cost_report(memory.nodes, method="roofline", profile=_known_profile(memory.device))
     if cost == "measured":
         return cost_report(memory.nodes, progress=progress)
     return cost_report(memory.nodes, method="roofline", profile=PROFILES.get(cost))

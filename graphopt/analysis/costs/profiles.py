@@ -81,6 +81,11 @@ class DeviceProfile:
         if wrong:
             raise GraphoptError(f"the profile {self.name!r} needs positive figures: {', '.join(wrong)}")
 
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes that are left for tensors, beside what the driver and libraries take."""
+        return self.memory_bytes - self.context_bytes - sum(self.workspaces.values())
+
     def peak_flops(self, dtype: torch.dtype) -> float:
         """Floating-point operations per second in ``dtype``."""
         return self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])

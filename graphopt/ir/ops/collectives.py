@@ -45,4 +45,4 @@ def workspace_bytes(node: fx.Node) -> int:
     """
     if node.target is not ALL_GATHER:
         return 0
-    return sum(storage_bytes(tensor) for tensor in tensors_of(value_of(node)) if tensor.device.type == "cpu")
+    return sum(storage_bytes(tensor) for tensor in tensors_of(value_of(node)) if _torch.device_kind(tensor) == "cpu")

@@ -89,7 +89,7 @@ def _uniform(lists: Sequence[Sequence[Any]]) -> bool:
     tensors = [values for values in map(_tensors, lists) if values]
     if any(_is_mixed(values) for values in tensors):
         return False
-    if all(value.device.type == "cpu" for values in tensors for value in values):
+    if all(_torch.device_kind(value) == "cpu" for values in tensors for value in values):
         return True
     return all(_same_layout([value for value in row if value.dim()]) for row in zip(*tensors, strict=True))
 

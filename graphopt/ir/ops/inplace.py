@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphopt import _torch
 from graphopt.ir.node import value_of
 from graphopt.ir.ops.softmax import safe_softmax, safe_softmax_
 
@@ -84,7 +85,7 @@ def in_place(node: fx.Node) -> InPlace | None:
     if form.dimension is not None:
         first, dimension = value_of(node.args[0]), node.args[form.dimension]  # type: ignore[arg-type]
         last = dimension in (-1, first.dim() - 1)
-        if not (last and first.device.type == "cpu" and first.is_contiguous()):
+        if not (last and _torch.device_kind(first) == "cpu" and first.is_contiguous()):
             return None
     return form
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphopt import _torch
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
@@ -115,7 +116,7 @@ def _scatter(insert: _Inserter, reduction: Reduction) -> None:
 def _sum_arriving(insert: _Inserter, sent: fx.Node, size: int, start: fx.Node, due: fx.Node) -> fx.Node:
     """This rank's part of the sum over the ranks, shape ``[size]``: started at one place, waited for at another."""
     group = insert.group
-    if value_of(sent).device.type != "cpu":
+    if _torch.device_kind(value_of(sent)) != "cpu":
         begun = insert.call(REDUCE_SCATTER, (sent, "sum", group.size, group.name), start, hint="reduce_scatter")
         return insert.call(WAIT, (begun,), due, hint="exchanged")
     sizes = [size] * group.size

@@ -6,6 +6,7 @@ import math
 import re
 from itertools import accumulate
 
+from graphopt.analysis.costs.profiles import DeviceProfile
 from graphopt.errors import ArgumentError, GraphoptError, wrong_argument
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.values import format_bytes, parse_bytes
@@ -94,13 +95,15 @@ def budget_bytes(budget: int | str, memory: MemoryTimeline) -> int:
         budget: as ``check_budget`` allows.
         memory: the timeline of the program to fit. ``60%`` is of its peak, with the optimizer's state that a first step
             creates counted from the beginning, so that it means the same bytes at every step; ``auto`` is what it holds
-            already and 95 % of what is free on its devices.
+            already and 95 % of what is free on its devices; without data, what its device has for tensors.
 
     Raises:
         GraphoptError: for ``auto``, where it is not known how much is free.
     """
     if not isinstance(budget, str):
         return int(budget)
+    if budget.strip().lower() == "auto" and isinstance(memory.device, DeviceProfile):
+        return memory.device.usable_bytes
     if budget.strip().lower() == "auto":
         devices = {value_of(node).device for node in memory.nodes if hasattr(value_of(node), "device")}
         return memory.resident_bytes + int(0.95 * sum(free_bytes(device) for device in devices))

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphopt.analysis.costs.cost import link_bandwidth
+from graphopt import _torch
+from graphopt.analysis.costs.cost import DeviceProfile, link_bandwidth
 from graphopt.ir.node import Phase, Policy, info, value_of
 from graphopt.ir.ops import schema, transfer
 from graphopt.ir.ops.values import storage_bytes
@@ -109,6 +110,13 @@ def _within_forward(program: Program, place: fx.Node) -> fx.Node:
     return first if order.index(first) < order.index(place) else place
 
 
+def _profile(planning: PlanningProblem) -> DeviceProfile | None:
+    """Of the device that a program without data is for."""
+    modes = (_torch.stand_in_of(value_of(node)) for node in planning.makers)
+    found = next((mode.device for mode in modes if mode is not None), None)
+    return found if isinstance(found, DeviceProfile) else None
+
+
 def host_lanes(
     planning: PlanningProblem, room: int | None, *, rate: float | None = None, smallest: int = 1_000_000
 ) -> Lanes:
@@ -117,10 +125,15 @@ def host_lanes(
     Args:
         planning: the program's problem.
         room: bytes that may be on the host at once; None for what is free there, or for nothing where the values live
-            on the CPU: its memory is the host's.
-        rate: bytes per second each way; measured on this machine by default.
+            on the CPU: its memory is the host's. For a program without data, None stands for twice the device's memory.
+        rate: bytes per second each way; measured on this machine, or taken from the device's profile, by default.
         smallest: values of fewer bytes stay.
     """
+    profile = _profile(planning)
+    if profile is not None:
+        on_host = profile.kind == "cpu"
+        room = (0 if on_host else 2 * profile.memory_bytes) if room is None else room
+        rate = profile.host_bandwidth if rate is None else rate
     devices = {value_of(node).device for node in planning.makers if isinstance(value_of(node), torch.Tensor)}
     if room is None:
         on_host = any(device.type == "cpu" for device in devices)

@@ -84,6 +84,7 @@ class Autocast:
 
     def treatment(self, op: _torch.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Treatment:
         """What autocast does to a call; the arguments hold example values of this object's mode."""
+        args, kwargs = self._on_device(args, kwargs)
         tensors = tensor_leaves((args, kwargs))
         device = next((tensor.device.type for tensor in tensors), "cpu")
         if not tensors or op._schema.is_mutable or not torch.amp.is_autocast_available(device):
@@ -95,6 +96,18 @@ class Autocast:
         if key not in self._known:
             self._known[key] = self._ask(op, args, kwargs, device, ruled)
         return self._known[key]
+
+    def _on_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments; where they stand for those of another type of device, values on such a device."""
+
+        def there(value: torch.Tensor) -> torch.Tensor:
+            kind = _torch.device_kind(value)
+            if kind == value.device.type:
+                return value
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=kind)
+
+        with self._mode:
+            return _torch.pytree.tree_map_only(torch.Tensor, there, (args, kwargs))  # type: ignore[no-any-return]
 
     def kind(self, op: _torch.OpOverload, device: str) -> str:
         """Under which heading of ``autocast_lists`` an op belongs; empty where nothing is cast."""

@@ -1,0 +1,185 @@
+"""What kernels allocate for themselves, by formula: for programs without data, whose kernels are not run.
+
+The formulas follow the sources of torch's kernels (``aten/src/ATen/native/cuda``, ``.../transformers/cuda/flash_attn``
+and ``aten/src/ATen/native/cpu``). Where bytes depend on values, such as how many different rows an embedding looks up,
+they are what the kernel takes at most. Ops that are made to need nothing beside their results have no formula; the few
+whose kernels choose their workspace on the device, convolutions and linear algebra, are named in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _torch
+from graphopt.analysis.costs.isolated_call import real_call, sizes
+from graphopt.ir.node import value_of
+
+__all__ = ["temporary_bytes"]
+
+logger = logging.getLogger("graphopt")
+
+_FLOAT = 4
+_INDEX = 8
+
+_told: set[tuple[str, str]] = set()
+"""The ops, by device, that the log has named."""
+
+_CHOSEN_ON_DEVICE = ("convolution", "convolution_backward", "_fft_r2c", "_fft_c2c", "_fft_c2r", "_cudnn_rnn")
+"""Ops whose libraries choose an algorithm, and with it a workspace, when they see the device."""
+
+
+def temporary_bytes(node: fx.Node, device: str, kind: str) -> int:
+    """Bytes that a call allocates and frees again while it runs, beyond its results.
+
+    Args:
+        node: a call of a program without data.
+        device: what the program is for, for people.
+        kind: the type of this device, ``"cuda"`` or ``"cpu"``.
+    """
+    target, args, _ = real_call(node)
+    if not isinstance(target, _torch.OpOverload):
+        return 0
+    name = target._schema.name.partition("::")[2]
+    formula = (_CUDA if kind == "cuda" else _CPU).get(name)
+    if formula is not None:
+        return formula(*(value_of(arg) if isinstance(arg, fx.Node) else arg for arg in args))
+    if kind == "cuda" and (name in _CHOSEN_ON_DEVICE or name.startswith(("linalg_", "_linalg_"))):
+        _tell(name, device)
+    return 0
+
+
+def _tell(name: str, device: str) -> None:
+    if (name, device) not in _told:
+        _told.add((name, device))
+        logger.warning(
+            "what aten.%s allocates for itself on %s is chosen there by a library and is not counted: the peak may be "
+            "higher by its workspace",
+            name,
+            device,
+        )
+
+
+def _numel(value: Any) -> int:
+    return math.prod(sizes(value.shape))
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+# --- CUDA ------------------------------------------------------------------------------------------------------------
+
+
+def _embedding_backward(gradient: Any, indices: Any, rows: Any, *_: Any) -> int:
+    """Indices are sorted with their places; each run of equal ones is summed in pieces of ten, in float32."""
+    count = _numel(indices)
+    if count <= 3072:
+        return 0
+    width = sizes(gradient.shape)[-1]
+    pieces = -(-count // 10) + min(count, _torch.size_hint(rows))
+    sorted_places = 4 * count * indices.element_size()
+    return int(sorted_places + pieces * width * max(_FLOAT, gradient.element_size()) + 3 * pieces * _INDEX)
+
+
+def _norm_backward(columns: int) -> int:
+    """Partial sums of the two gradients of weights, 256 rows of each at most."""
+    return 2 * 256 * columns * _FLOAT
+
+
+def _layer_norm_backward(_gradient: Any, _x: Any, shape: Any, *_: Any) -> int:
+    return _norm_backward(math.prod(sizes(shape)))
+
+
+def _rms_norm_backward(_gradient: Any, _x: Any, shape: Any, *_: Any) -> int:
+    return _layer_norm_backward(None, None, shape) // 2
+
+
+def _flash_backward(_gradient: Any, query: Any, key: Any, *_: Any) -> int:
+    """The gradient of the queries is summed in float32, with one number for each row.
+
+    Where several heads of queries share one of keys, gradients of keys and values are made for each of them first.
+    """
+    batch, heads, queries, width = sizes(query.shape)
+    groups, keys = sizes(key.shape)[1:3]
+    rows, columns = _up(queries, 128), _up(width, 32 if width <= 128 else 64)
+    sums = batch * heads * rows * (columns + 1) * _FLOAT
+    expanded = 2 * batch * keys * heads * _up(width, 8) * query.element_size() if groups != heads else 0
+    return sums + expanded
+
+
+def _efficient_backward(_gradient: Any, query: Any, key: Any, value: Any, *_: Any) -> int:
+    """One number for each row, and for 16-bit tensors the three gradients in float32 while they are summed."""
+    batch, heads, queries = sizes(query.shape)[:3]
+    rows = batch * heads * queries * _FLOAT
+    halves = query.element_size() == 2
+    return rows + (sum(_numel(tensor) for tensor in (query, key, value)) * _FLOAT if halves else 0)
+
+
+def _sorted_indices(x: Any, indices: Any, *_: Any) -> int:
+    """An accumulating write sorts flat indices with their places; two copies of each while it does."""
+    tensors = [value_of(i) if isinstance(i, fx.Node) else i for i in indices]
+    shapes = [sizes(t.shape) for t in tensors if isinstance(t, torch.Tensor)]
+    return 4 * _INDEX * max(map(math.prod, shapes), default=0)
+
+
+def _sort(x: Any, *_: Any) -> int:
+    """Keys and places a second time, since a radix sort goes to and fro."""
+    return int(_numel(x) * (x.element_size() + _INDEX))
+
+
+_CUDA: dict[str, Callable[..., int]] = {
+    "embedding_dense_backward": _embedding_backward,
+    "native_layer_norm_backward": _layer_norm_backward,
+    "fused_rms_norm_backward": _rms_norm_backward,
+    "_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "index_put": _sorted_indices,
+    "_unsafe_index_put": _sorted_indices,
+    "index_put_": _sorted_indices,
+    "sort": _sort,
+    "argsort": _sort,
+}
+
+
+# --- CPU -------------------------------------------------------------------------------------------------------------
+
+
+def _cpu_blocks(queries: int) -> tuple[int, int]:
+    """Rows of queries and of keys that a thread works on at a time."""
+    rows = 256 if queries >= 768 else 64 if queries >= 192 else 32
+    return min(rows, queries), 512
+
+
+def _cpu_flash(query: Any, key: Any, *_: Any) -> int:
+    """Scores, sums and results of one block for each thread, in float32, and for 16-bit tensors scores again."""
+    queries, width = sizes(query.shape)[2:]
+    rows, columns = _cpu_blocks(queries)
+    columns = min(columns, sizes(key.shape)[2])
+    each = rows * (columns + 2 + width) * _FLOAT
+    halves = rows * columns * query.element_size() if query.element_size() == 2 else 0
+    return torch.get_num_threads() * (each + halves)
+
+
+def _cpu_flash_backward(_gradient: Any, query: Any, key: Any, *_: Any) -> int:
+    queries = sizes(query.shape)[2]
+    rows, columns = _cpu_blocks(queries)
+    columns = min(columns, sizes(key.shape)[2])
+    halves = 2 * rows * columns * query.element_size() if query.element_size() == 2 else 0
+    return torch.get_num_threads() * (2 * rows * columns * _FLOAT + rows * _FLOAT + halves)
+
+
+def _cpu_layer_norm_backward(_gradient: Any, _x: Any, shape: Any, *_: Any) -> int:
+    return 2 * torch.get_num_threads() * math.prod(sizes(shape)) * _FLOAT
+
+
+_CPU: dict[str, Callable[..., int]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": _cpu_flash,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _cpu_flash_backward,
+    "native_layer_norm_backward": _cpu_layer_norm_backward,
+}
