@@ -39,6 +39,7 @@ from graphopt._torch.c10d import broadcast_ as broadcast_
 from graphopt._torch.c10d import default_store as default_store
 from graphopt._torch.c10d import is_tcp_store as is_tcp_store
 from graphopt._torch.c10d import process_groups as process_groups
+from graphopt._torch.c10d import ranks_without_network as ranks_without_network
 from graphopt._torch.c10d import reduce_scatter_tensor as reduce_scatter_tensor
 from graphopt._torch.c10d import wait_tensor as wait_tensor
 from graphopt._torch.change_detection import TensorsUnchanged as TensorsUnchanged
@@ -211,6 +212,7 @@ __all__ = [
     "profiler_is_running",
     "pytree",
     "qualified_name",
+    "ranks_without_network",
     "reduce_scatter_tensor",
     "refusals_expected",
     "resolve_overload",

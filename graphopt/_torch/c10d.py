@@ -7,11 +7,13 @@ Groups by name and the default store are in ``torch.distributed.distributed_c10d
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from graphopt._torch.private_names import GROUPS, require
+from graphopt._torch.private_names import FAKE_RANKS, GROUPS, require
 
 __all__ = [
     "all_gather_into_tensor",
@@ -24,6 +26,7 @@ __all__ = [
     "default_store",
     "is_tcp_store",
     "process_groups",
+    "ranks_without_network",
     "reduce_scatter_tensor",
     "wait_tensor",
 ]
@@ -70,3 +73,25 @@ def is_tcp_store(store: Any) -> bool:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return isinstance(store, TCPStore)
+
+
+@contextlib.contextmanager
+def ranks_without_network(count: int) -> Iterator[None]:
+    """While the block runs, this process is the first of so many ranks, the others of which are not there.
+
+    Collectives of torch's own stand-in for a backend exchange nothing and give what they are given. Nothing is done
+    where a process group exists already.
+    """
+    import torch.distributed as dist
+
+    if count == 1 or not dist.is_available() or dist.is_initialized():
+        yield
+        return
+    require(FAKE_RANKS)
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

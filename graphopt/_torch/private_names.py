@@ -22,6 +22,7 @@ __all__ = [
     "AUTOCAST",
     "CHECKPOINTS",
     "COMPILED",
+    "FAKE_RANKS",
     "GROUPS",
     "INDUCTOR",
     "JOINT",
@@ -251,7 +252,12 @@ GROUPS = Feature(
     },
 )
 
-ON_USE = (CHECKPOINTS, PARTS, COMPILED, PARTITIONER, INDUCTOR, AUTOCAST, MEMORY, GROUPS)
+FAKE_RANKS = Feature(
+    "plans for several devices without their processes",
+    {"torch.testing._internal.distributed.fake_pg": "FakeStore"},
+)
+
+ON_USE = (CHECKPOINTS, PARTS, COMPILED, PARTITIONER, INDUCTOR, AUTOCAST, MEMORY, GROUPS, FAKE_RANKS)
 
 
 def require(feature: Feature) -> None:

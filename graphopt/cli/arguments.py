@@ -19,6 +19,8 @@ __all__ = [
     "byte_count",
     "cost_arguments",
     "cost_problem",
+    "device_arguments",
+    "device_problem",
     "format_of",
     "limit_argument",
     "match_argument",
@@ -38,7 +40,8 @@ _VERIFY = ("structure", "numerics", "off")
 
 _TARGET_HELP = (
     "pkg.module:factory or path/file.py:factory; the factory takes no arguments and returns (model, example_inputs) or "
-    "a dict with model, example_inputs, and optionally kwargs, loss, optimizer, dynamic_shapes"
+    "a dict with model, example_inputs, and optionally kwargs, loss, optimizer, dynamic_shapes; or, with --device, "
+    "hf:config.json: a model of transformers by its configuration"
 )
 _VERIFY_HELP = "check the invariants after each pass (default), also compare results on the example inputs, or neither"
 _PASSES_HELP = 'passes as text, such as "recompute{checkpoints=blocks.*}"; `graphopt passes` lists them'
@@ -73,7 +76,49 @@ def program_arguments(parser: argparse.ArgumentParser) -> None:
     budget_argument(parser, several=False)
     time_limit_argument(parser)
     cost_arguments(parser, default=None)
+    device_arguments(parser)
     parser.set_defaults(fits=True)
+
+
+def device_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--device``, for which a program is captured without data, and what describes the batch of an hf: target."""
+    group = parser.add_argument_group("a device that need not be here")
+    group.add_argument("--device", choices=DEVICES, metavar="DEVICE", help=_DEVICE_HELP)
+    group.add_argument("--devices", type=positive, default=1, metavar="N", help=_DEVICES_HELP)
+    group.add_argument(
+        "--batch", type=positive, metavar="N", help="sequences in a batch, for an hf: target (default 1)"
+    )
+    group.add_argument("--tokens", type=positive, metavar="N", help="tokens of each sequence, for an hf: target")
+    group.add_argument("--dtype", choices=_DTYPES, metavar="DTYPE", help=_DTYPE_HELP)
+
+
+def device_problem(options: argparse.Namespace) -> str:
+    """What is wrong with ``--device`` and the other arguments together; empty where nothing is."""
+    config = options.target.startswith(_CONFIG_PREFIX)
+    sizes = [f"--{name}" for name in ("batch", "tokens", "dtype") if getattr(options, name) is not None]
+    if config and options.device is None:
+        return f"{options.target} is made without data: name the device that it is for with --device"
+    if config and options.tokens is None:
+        return f"{options.target} is a configuration without a batch: give --tokens, and --batch for more than one row"
+    if sizes and not config:
+        return f"{sizes[0]} is for a target such as hf:config.json; a factory returns its batch"
+    if options.devices > 1 and options.device is None:
+        return f"--devices {options.devices} are of the kind that --device names: give it too"
+    if options.device is not None and options.remeasure:
+        return f"--remeasure measures on this device, and --device {options.device} runs nothing: leave one out"
+    if options.device is not None and getattr(options, "verify", "") == "numerics":
+        return f"--verify numerics runs the program, and --device {options.device} runs nothing: leave one out"
+    return ""
+
+
+_CONFIG_PREFIX = "hf:"
+_DTYPES = ("float32", "bfloat16", "float16")
+_DEVICE_HELP = "capture without data, as this device would run it: " + ", ".join(DEVICES)
+_DEVICES_HELP = (
+    "of the first of N such devices, each with a batch like the target's: passes such as data-parallel and "
+    "shard-optimizer are for N ranks"
+)
+_DTYPE_HELP = "of the parameters of an hf: target: " + ", ".join(_DTYPES) + " (default: that of the file, or bfloat16)"
 
 
 def output_arguments(parser: argparse.ArgumentParser, formats: Sequence[str]) -> None:
@@ -176,6 +221,8 @@ def budget_problem(options: argparse.Namespace) -> str:
     """What is wrong where a command fits its program into a budget: options without one; empty where nothing is."""
     if not getattr(options, "fits", False):
         return ""
+    if device_problem(options):
+        return device_problem(options)
     given = [f"--{name}" for name in ("cost", "time-limit", "remeasure") if getattr(options, name.replace("-", "_"))]
     if given and options.budget is None:
         return f"{given[0]} is for the search of plans: give --budget too"

@@ -8,6 +8,8 @@ from graphopt.cli.arguments import (
     budget_argument,
     cost_arguments,
     cost_problem,
+    device_arguments,
+    device_problem,
     output_arguments,
     passes_argument,
     stage_argument,
@@ -31,6 +33,8 @@ examples:
   graphopt plan examples/train_gpt.py:factory --budget 200MB --budget 60%
   graphopt plan examples/train_gpt.py:factory \\
     --budget 60% --format svg -o frontier.svg
+  graphopt plan hf:config.json --batch 1 --tokens 4096 \\
+    --device h100-80gb --budget 75GB
   graphopt plan examples/train_gpt.py:factory \\
     --world-size 64 --bandwidth 1Gbit
 """
@@ -46,10 +50,11 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     time_limit_argument(parser)
     cost_arguments(parser)
     output_arguments(parser, ("text", "json", "svg"))
+    device_arguments(parser)
     exchange_arguments(parser)
     parser.set_defaults(verify="structure", problem=_problem)
 
 
 def _problem(options: argparse.Namespace) -> str:
     """What is wrong with the arguments together; empty where nothing is."""
-    return cost_problem(options) or two_formats(options) or exchange_problem(options)
+    return cost_problem(options) or device_problem(options) or two_formats(options) or exchange_problem(options)

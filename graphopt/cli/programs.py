@@ -5,11 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from pathlib import Path
 from typing import Any, get_args
 
+from graphopt import _torch
 from graphopt.analysis.costs.figures import remeasure
-from graphopt.cli.target import Target, load_target
+from graphopt.capture.for_device import profile_for
+from graphopt.capture.meta_tensors import without_data
+from graphopt.cli.model_config import PREFIX, model_of_config
+from graphopt.cli.target import Target, checked_target, load_target
 from graphopt.errors import GraphoptError, PipelineError
+from graphopt.ir.context import Context
 from graphopt.ir.node import Stage
 from graphopt.ir.program import Program
 from graphopt.report.console import terminal
@@ -47,12 +53,25 @@ def rewritten_program(options: argparse.Namespace, pipeline: Pipeline | None = N
     if getattr(options, "fits", False) and options.remeasure:
         remeasure()
     with contextlib.redirect_stdout(sys.stderr), terminal.working(f"capturing {options.target}"):
-        target = load_target(options.target)
+        profile = None if options.device is None else profile_for(options.device)
+        target = _target(options)
         stage = stage_to_show(options.stage, target, pipeline, options.verify)
-        rewritten = rewrite(target.session(), pipeline, until=stage, verify=_VERIFY[options.verify])
+        session, context = target.session(profile), Context(device=profile)
+        with _torch.ranks_without_network(options.devices):
+            rewritten = rewrite(session, pipeline, until=stage, verify=_VERIFY[options.verify], context=context)
         if options.verify == "numerics":
             check_numerics(rewritten)
     return rewritten
+
+
+def _target(options: argparse.Namespace) -> Target:
+    """The target: what a factory returns, made without data where a device is named, or a model by configuration."""
+    if options.target.startswith(PREFIX):
+        path = Path(options.target.removeprefix(PREFIX))
+        parts = model_of_config(path, batch=options.batch or 1, tokens=options.tokens, dtype=options.dtype)
+        return checked_target(parts, options.target)
+    with contextlib.nullcontext() if options.device is None else without_data():
+        return load_target(options.target)
 
 
 def pipeline_of(options: argparse.Namespace, *, fitted: bool = True) -> Pipeline:

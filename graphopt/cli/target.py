@@ -18,12 +18,14 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from graphopt.analysis.costs.profiles import DeviceProfile
 from graphopt.capture import CaptureSession
+from graphopt.capture.for_device import without_data_for
 from graphopt.capture.source_lines import user_frame
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.node import Stage
 
-__all__ = ["Target", "load_target"]
+__all__ = ["Target", "checked_target", "load_target"]
 
 T = TypeVar("T")
 
@@ -59,19 +61,21 @@ class Target:
         """The last stage that the target allows: ``step`` with an optimizer, ``joint`` without."""
         return "joint" if self.optimizer is None else "step"
 
-    def session(self) -> CaptureSession:
+    def session(self, profile: DeviceProfile | None = None) -> CaptureSession:
         """A capture of the model on its example inputs.
+
+        Args:
+            profile: of the device for which it is captured without data; None for a capture of what is here.
 
         Raises:
             CaptureError: where the model or its loss cannot be captured.
         """
+        model, optimizer, args, kwargs = self.model, self.optimizer, self.args, self.kwargs
+        if profile is not None:
+            twins = without_data_for(profile, model, optimizer, args, kwargs, self.dynamic_shapes)
+            model, optimizer, args, kwargs = twins.model, twins.optimizer, twins.args, twins.kwargs
         return CaptureSession(
-            self.model,
-            self.args,
-            self.kwargs,
-            loss=self.loss,
-            optimizer=self.optimizer,
-            dynamic_shapes=self.dynamic_shapes,
+            model, args, kwargs, loss=self.loss, optimizer=optimizer, dynamic_shapes=self.dynamic_shapes
         )
 
 
@@ -99,7 +103,7 @@ def load_target(text: str) -> Target:
     module = _load_file(Path(place)) if is_file else _load_module(place)
     factory = _attribute(module, attribute, place)
     _check_callable(factory, text)
-    return _checked(_user_code(f"{text} ", factory), text)
+    return checked_target(_user_code(f"{text} ", factory), text)
 
 
 # --- finding the factory ---------------------------------------------------------------------------------------------
@@ -237,7 +241,16 @@ def _positional(args: Any) -> tuple[Any, ...]:
     return (args,) if isinstance(args, torch.Tensor) else tuple(args)
 
 
-def _checked(value: Any, text: str) -> Target:
+def checked_target(value: Any, text: str) -> Target:
+    """What a factory returned, as a target.
+
+    Args:
+        value: a model with its example inputs, or a dict.
+        text: how the user wrote the target.
+
+    Raises:
+        GraphoptError: for a result of another form, with all that is wrong.
+    """
     if isinstance(value, (tuple, list)) and len(value) == 2:
         value = {"model": value[0], "example_inputs": value[1]}
     if not isinstance(value, Mapping):

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from graphopt.errors import ArgumentError, GraphoptError, public
-from graphopt.integrations.requirements import required
 from graphopt.rewriting.pass_ import Pass
 from graphopt.rewriting.pipeline import Passes, Pipeline
 from graphopt.rewriting.precision.scaling import GOOD, SCALE
 from graphopt.rewriting.registry import find_pass
 from graphopt.runtime.compile.backend import Backend
+from graphopt.runtime.requirements import required
 from graphopt.runtime.train_step import TrainStep, optimize_step
 
 __all__ = [

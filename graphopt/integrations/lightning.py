@@ -13,10 +13,10 @@ from typing import Any
 from torch import nn
 
 from graphopt.errors import ArgumentError, GraphoptError, check_type, did_you_mean
-from graphopt.integrations.requirements import required
 from graphopt.rewriting.pipeline import Passes, Pipeline
 from graphopt.runtime.compile.backend import Backend
 from graphopt.runtime.module import Optimized, optimize
+from graphopt.runtime.requirements import required
 
 __all__ = ["Optimize"]
 

@@ -13,12 +13,12 @@ import torch
 
 from graphopt.errors import GraphoptError
 from graphopt.integrations.accelerate import copy_scale, hand_over_update, run_batch
-from graphopt.integrations.requirements import required
 from graphopt.integrations.trainer_batches import longest_rows
 from graphopt.integrations.trainer_settings import is_scaled, passes_of, refuse_model, refuse_settings, tell_callbacks
 from graphopt.rewriting.pipeline import Passes
 from graphopt.runtime.compile.backend import Backend
 from graphopt.runtime.largest_batch import largest_batch
+from graphopt.runtime.requirements import required
 from graphopt.runtime.rewrite import Verify
 from graphopt.runtime.train_step import TrainStep, optimize_step
 

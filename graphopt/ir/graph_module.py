@@ -23,8 +23,8 @@ def to_graph_module(program: Program) -> fx.GraphModule:
     device = program.context.device
     if device is not None:
         raise GraphoptError(
-            f"{program.title or 'this program'} was captured without data for {device.name}: it is planned, printed, drawn "
-            "and saved, and cannot run\n  what to do: on that device, capture it again without device="
+            f"{program.title or 'this program'} was captured without data for {device.name}: it is planned, printed, "
+            "drawn and saved, and cannot run\n  what to do: on that device, capture it again without device="
         )
     copy = program.copy()
     apply_reuse(copy)

@@ -220,8 +220,8 @@ def _known_profile(device: Device) -> DeviceProfile:
         return device
     if device.name not in PROFILES:
         raise GraphoptError(
-            f"this program was captured without data for {device.name!r}, whose figures are not known here: name a cost "
-            f"model, one of {', '.join(map(repr, PROFILES))}"
+            f"this program was captured without data for {device.name!r}, whose figures are not known here: name a "
+            f"cost model, one of {', '.join(map(repr, PROFILES))}"
         )
     return PROFILES[device.name]
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from graphopt.analysis.costs.cost import CostReport
+from graphopt.analysis.costs.cost import CostReport, DeviceProfile
 from graphopt.ir.columns import aligned
 from graphopt.ir.ops.values import format_bytes, format_seconds
+from graphopt.ir.timeline import MemoryTimeline
 from graphopt.ir.version import VERSION
 from graphopt.planning import Simulated
 from graphopt.rewriting.memory.fit import Fitted, Fitting
@@ -60,6 +61,7 @@ class FrontierReport:
         cut_short: ``time limit`` or ``interrupted`` where the search ended early; else empty.
         smallest_bytes: the smallest peak that was found; below that of every point where moving tensors to the host
             lowers it further.
+        device: what is said of the device that the program was captured for; empty for one that is here.
         points: plans that run ops again, of which none is better in both bytes and time, from few bytes to many; one at
             least.
     """
@@ -75,6 +77,7 @@ class FrontierReport:
     cut_short: str
     smallest_bytes: int
     points: tuple[FrontierPoint, ...]
+    device: str = ""
 
     @property
     def remark(self) -> str:
@@ -99,6 +102,7 @@ class FrontierReport:
         moved = ", with tensors moved to the host" if self.smallest_bytes < self.points[0].peak_bytes else ""
         lines = [
             f"{self.title or 'program'}, {self.stage} stage; passes: {', '.join(self.passes) or 'none'}",
+            *([f"device               {self.device}"] if self.device else []),
             f"peak as it is        {format_bytes(self.plain_bytes)} ({self.plain_bytes} bytes), {share}",
             f"smallest peak found  {format_bytes(self.smallest_bytes)} ({self.smallest_bytes} bytes){moved}",
             f"time as it is        {first}",
@@ -129,6 +133,7 @@ class FrontierReport:
             "title": self.title,
             "stage": self.stage,
             "passes": list(self.passes),
+            "device": self.device,
             "plain": plain,
             "smallest_peak_bytes": self.smallest_bytes,
             "cost": self.cost,
@@ -163,7 +168,18 @@ def frontier_report(fitting: Fitting, cost: str, costs: CostReport) -> FrontierR
         cut_short=fitting.frontier.cut_short,
         smallest_bytes=fitting.smallest().peak_bytes,
         points=tuple(_point(fitting, peak, plan, plan.again) for peak, plan in simulated),
+        device=_device_line(fitting.memory),
     )
+
+
+def _device_line(memory: MemoryTimeline) -> str:
+    """The device of a program without data, with its bytes, and whether the program fits as it is."""
+    profile = memory.device
+    if not isinstance(profile, DeviceProfile):
+        return "" if profile is None else profile.name
+    room = profile.usable_bytes
+    fits = "as it is, the program fits" if memory.peak_bytes <= room else "as it is, the program does not fit"
+    return f"{profile.name}, {format_bytes(room)} of {format_bytes(profile.memory_bytes)} for tensors: {fits}"
 
 
 def fitted_point(fitting: Fitting, fitted: Fitted) -> FrontierPoint:

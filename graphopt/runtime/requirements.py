@@ -1,4 +1,4 @@
-"""Libraries that an integration is for, and that graphopt itself does without."""
+"""Libraries that some features are for, and that graphopt itself does without."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["required"]
 
 
 class MissingLibraryError(GraphoptError, ImportError):
-    """A library that an integration is for is not installed; the message says what to install."""
+    """A library that a feature is for is not installed; the message says what to install."""
 
 
 def required(module: str, install: str) -> ModuleType:
-    """A module of the library that an integration is for.
+    """A module of the library that a feature is for.
 
     Args:
         module: its name.
@@ -28,5 +28,5 @@ def required(module: str, install: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise MissingLibraryError(
-            f"this integration needs {module}, which cannot be imported ({error}): pip install {install}"
+            f"this needs {module}, which cannot be imported ({error}): pip install {install}"
         ) from error
