@@ -76,11 +76,12 @@ from graphopt._torch.export_regions import AUTOCAST_ENDS as AUTOCAST_ENDS
 from graphopt._torch.export_regions import SETS_GRAD_MODE as SETS_GRAD_MODE
 from graphopt._torch.export_regions import without_regions as without_regions
 from graphopt._torch.fake_tensors import NEEDS_VALUES as NEEDS_VALUES
-from graphopt._torch.fake_tensors import StandInMode as StandInMode
+from graphopt._torch.fake_tensors import StandIn as StandIn
 from graphopt._torch.fake_tensors import device_kind as device_kind
 from graphopt._torch.fake_tensors import example_twins as example_twins
 from graphopt._torch.fake_tensors import has_no_data as has_no_data
 from graphopt._torch.fake_tensors import mode_of as mode_of
+from graphopt._torch.fake_tensors import stand_in_mode as stand_in_mode
 from graphopt._torch.fake_tensors import stand_in_of as stand_in_of
 from graphopt._torch.fake_tensors import stands_for_real as stands_for_real
 from graphopt._torch.fake_tensors import storage_key as storage_key
@@ -96,6 +97,7 @@ from graphopt._torch.memory_profile import peaks_between_marks as peaks_between_
 from graphopt._torch.memory_profile import profile_memory as profile_memory
 from graphopt._torch.memory_profile import profiler_is_running as profiler_is_running
 from graphopt._torch.onednn import cpu_computes_in as cpu_computes_in
+from graphopt._torch.onednn import without_onednn as without_onednn
 from graphopt._torch.op_calls import CallRecorder as CallRecorder
 from graphopt._torch.op_calls import parts_of as parts_of
 from graphopt._torch.op_calls import refusals_expected as refusals_expected
@@ -149,7 +151,7 @@ __all__ = [
     "JointTrace",
     "OpOverload",
     "OpOverloadPacket",
-    "StandInMode",
+    "StandIn",
     "TensorsUnchanged",
     "all_gather_into_tensor",
     "all_gather_into_tensor_out",
@@ -222,6 +224,7 @@ __all__ = [
     "size_range",
     "size_symbols",
     "sizes_taken_as",
+    "stand_in_mode",
     "stand_in_of",
     "stands_for_real",
     "storage_key",
@@ -233,5 +236,6 @@ __all__ = [
     "unwrapped_step",
     "wait_tensor",
     "whole_function",
+    "without_onednn",
     "without_regions",
 ]

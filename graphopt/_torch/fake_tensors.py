@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,11 +25,12 @@ from graphopt._torch.private_names import VALUES, attribute
 
 __all__ = [
     "NEEDS_VALUES",
-    "StandInMode",
+    "StandIn",
     "device_kind",
     "example_twins",
     "has_no_data",
     "mode_of",
+    "stand_in_mode",
     "stand_in_of",
     "stands_for_real",
     "storage_key",
@@ -38,8 +40,13 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """What ops raise on example values where their result, or its size, depends on values."""
 
 
-class StandInMode(FakeTensorMode):
-    """The mode of example values that are on the CPU and stand for tensors of another device, which may not be here.
+_STANDS_FOR = "graphopt_stands_for"
+"""The attribute of a mode that says for which device its values stand; torch chooses what ops do by a mode's class."""
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """That example values are on the CPU and stand for tensors of another device, which may not be here.
 
     Autograd asks a device for its streams, and torch built without it ends the process; so values without data are on
     the CPU whatever they stand for.
@@ -49,26 +56,30 @@ class StandInMode(FakeTensorMode):
         kind: its type as torch names it, such as ``"cuda"``.
     """
 
-    def __init__(self, device: Any) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-        self.device = device
-        self.kind: str = device.kind
+    device: Any
+    kind: str
 
 
-def stand_in_of(value: Any) -> StandInMode | None:
-    """The mode of a value that stands for one of another device, also while it is traced; None for other values."""
+def stand_in_mode(device: Any) -> FakeTensorMode:
+    """A mode of values that stand for those of a device with this profile, which has a ``name`` and a ``kind``."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    setattr(mode, _STANDS_FOR, StandIn(device, device.kind))
+    return mode
+
+
+def stand_in_of(value: Any) -> StandIn | None:
+    """What a value stands for that is for another device, also while it is traced; None for other values."""
     if isinstance(value, FunctionalTensor):
         value = torch._from_functional_tensor(value.elem)  # pyright: ignore[reportPrivateImportUsage]
-    mode = value.fake_mode if isinstance(value, FakeTensor) else None
-    return mode if isinstance(mode, StandInMode) else None
+    return getattr(value.fake_mode, _STANDS_FOR, None) if isinstance(value, FakeTensor) else None
 
 
 def device_kind(tensor: torch.Tensor) -> str:
     """The type of the device that a tensor is on, or that it stands for one on."""
     if tensor.device.type != "cpu":
         return tensor.device.type
-    mode = stand_in_of(tensor)
-    return "cpu" if mode is None else mode.kind
+    found = stand_in_of(tensor)
+    return "cpu" if found is None else found.kind
 
 
 def mode_of(values: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:

@@ -56,10 +56,10 @@ _told: set[str] = set()
 def measured_usage(nodes: Iterable[fx.Node]) -> list[Usage]:
     """What each call allocates; 0 for calls on a device that is not here, and by formula for programs without data."""
     calls = list(nodes)
-    modes = (_torch.stand_in_of(tensor) for node in calls for tensor in call_tensors(node))
-    mode = next(filter(None, modes), None)
-    if mode is not None:
-        return [_by_formula(node, mode) for node in calls]
+    others = (_torch.stand_in_of(tensor) for node in calls for tensor in call_tensors(node))
+    other = next(filter(None, others), None)
+    if other is not None:
+        return [_by_formula(node, other) for node in calls]
     keys = [call_key(node) or _writing_key(node) for node in calls]
     missing = {key: node for key, node in zip(keys, calls, strict=True) if key and key not in _measured}
     if missing:
@@ -68,12 +68,12 @@ def measured_usage(nodes: Iterable[fx.Node]) -> list[Usage]:
     return [_usage(key, node) for key, node in zip(keys, calls, strict=True)]
 
 
-def _by_formula(node: fx.Node, mode: _torch.StandInMode) -> Usage:
+def _by_formula(node: fx.Node, other: _torch.StandIn) -> Usage:
     if schema.is_collective(node):
         return Usage(workspace_bytes(node))
     if node.target is opaque_update_:
         return Usage(int(node.args[4]))  # type: ignore[arg-type]
-    return Usage(temporary_bytes(node, mode.device.name, mode.kind))
+    return Usage(temporary_bytes(node, other.device.name, other.kind))
 
 
 def _writing_key(node: fx.Node) -> str:

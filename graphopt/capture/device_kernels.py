@@ -1,9 +1,9 @@
 """Ops that are made of others, taken apart as a CUDA device takes them, where what is traced is on the CPU.
 
 A forward program has ``scaled_dot_product_attention`` and ``rms_norm`` as one call each; which kernels run is chosen by
-the device. Values of a program without data are on the CPU whatever they stand for (``StandInMode``), so the choice is
-made here, by torch's rules for CUDA: flash attention for 16-bit tensors without a mask, memory-efficient attention for
-others that fit its kernels, and the products one by one for the rest. cuDNN's attention, which some releases of torch
+the device. Values of a program without data are on the CPU whatever they stand for (``_torch.StandIn``), so the choice
+is made here, by torch's rules for CUDA: flash attention for 16-bit tensors without a mask, memory-efficient attention
+for others that fit its kernels, and the products one by one for the rest. cuDNN's attention, which some releases of torch
 prefer on Hopper, keeps as many bytes as flash attention.
 """
 
@@ -39,10 +39,10 @@ def on_device(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cal
     first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
     if taken is None or first is None:
         return None
-    mode = _torch.stand_in_of(first)
-    if mode is None or mode.kind != "cuda":
+    found = _torch.stand_in_of(first)
+    if found is None or found.kind != "cuda":
         return None
-    return taken(mode, args, kwargs)
+    return taken(found, args, kwargs)
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -92,9 +92,9 @@ class _Attention:
         return enabled and known and aligned and same_heads and kept
 
 
-def _attention(mode: _torch.StandInMode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
+def _attention(stands: _torch.StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
     call = _Attention(*args, **kwargs)
-    ampere = "bfloat16" in mode.device.flops  # the flash kernels are for tensor cores that know this dtype
+    ampere = "bfloat16" in stands.device.flops  # the flash kernels are for tensor cores that know this dtype
     if call.can_be_flash and ampere:
         return lambda: _flash(call)
     if call.can_be_efficient:
@@ -144,11 +144,11 @@ def _by_products(call: _Attention) -> torch.Tensor:
 # --- norms and recurrent layers --------------------------------------------------------------------------------------
 
 
-def _rms_norm(_mode: _torch.StandInMode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
+def _rms_norm(_stands: _torch.StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
     return lambda: rms_norm_as_one(*args, **kwargs)
 
 
-def _recurrent(_mode: _torch.StandInMode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _recurrent(_stands: _torch.StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Say that cuDNN's kernel is not what is counted; the products are traced one by one."""
     if "recurrent" not in _told:
         _told.add("recurrent")

@@ -33,7 +33,7 @@ def twins_without_data(
     optimizer: torch.optim.Optimizer | None,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    mode: _torch.StandInMode,
+    mode: _torch.FakeTensorMode,
 ) -> Twins:
     """Copies in which each tensor is an example value of ``mode``; nothing that is given is changed or allocated again.
 
@@ -76,7 +76,7 @@ def _check(name: str, tensor: torch.Tensor) -> None:
         raise CaptureError(f"{name!r} is {what}: without data, dense tensors of torch itself can be captured")
 
 
-def _twins_of(tensors: Sequence[torch.Tensor], mode: _torch.StandInMode) -> list[torch.Tensor]:
+def _twins_of(tensors: Sequence[torch.Tensor], mode: _torch.FakeTensorMode) -> list[torch.Tensor]:
     plain = _torch.example_twins([tensor.detach() for tensor in tensors], mode, torch.device("cpu"))
     results: list[torch.Tensor] = []
     with mode:
@@ -91,7 +91,7 @@ def _twins_of(tensors: Sequence[torch.Tensor], mode: _torch.StandInMode) -> list
 class _CopiesWithoutData(TorchFunctionMode):
     """While a model is copied, tensors that it keeps elsewhere than in parameters and buffers get no data either."""
 
-    def __init__(self, mode: _torch.StandInMode) -> None:
+    def __init__(self, mode: _torch.FakeTensorMode) -> None:
         super().__init__()
         self._mode = mode
 

@@ -66,7 +66,7 @@ def without_data_for(
             "device= plans for fixed sizes, and dynamic_shapes= leaves them open\n"
             "  what to do: leave dynamic_shapes out, and capture once for the largest batch"
         )
-    return twins_without_data(model, optimizer, args, kwargs, _torch.StandInMode(profile))
+    return twins_without_data(model, optimizer, args, kwargs, _torch.stand_in_mode(profile))
 
 
 def stand_in(program: Program, tensors: Iterable[torch.Tensor]) -> None:
@@ -78,9 +78,10 @@ def stand_in(program: Program, tensors: Iterable[torch.Tensor]) -> None:
         program: whose values are replaced; nothing is done to one of tensors with data.
         tensors: the parameters and buffers that it was exported with.
     """
-    mode = next(filter(None, map(_torch.stand_in_of, tensors)), None)
-    if mode is None:
+    known = next((tensor for tensor in tensors if _torch.stand_in_of(tensor) is not None), None)
+    if known is None:
         return
+    mode = _torch.mode_of([known])
     nodes = [node for node in _all_nodes(program.graph, program.attributes) if node.op != "output"]
     flat, structure = _torch.pytree.tree_flatten([value_of(node) for node in nodes])
     values = _torch.pytree.tree_unflatten(_torch.example_twins(flat, mode), structure)

@@ -62,6 +62,7 @@ def capturing(model: nn.Module, *, keep: bool = False) -> Iterator[list[str]]:
     with CAPTURE_LOCK, own_saving, kernels, layouts, _without_stand_ins(model), contextlib.ExitStack() as stack:
         if not on_cpu:
             stack.enter_context(autocast_of_others())
+            stack.enter_context(_torch.without_onednn())
         for owner, name, what in _REFUSED:
             stack.enter_context(_refusing(owner, name, what))
         stack.enter_context(_noting_assignments(assigned))

@@ -104,7 +104,7 @@ def device_problem(options: argparse.Namespace) -> str:
         return f"{sizes[0]} is for a target such as hf:config.json; a factory returns its batch"
     if options.devices > 1 and options.device is None:
         return f"--devices {options.devices} are of the kind that --device names: give it too"
-    if options.device is not None and options.remeasure:
+    if options.device is not None and getattr(options, "remeasure", False):
         return f"--remeasure measures on this device, and --device {options.device} runs nothing: leave one out"
     if options.device is not None and getattr(options, "verify", "") == "numerics":
         return f"--verify numerics runs the program, and --device {options.device} runs nothing: leave one out"

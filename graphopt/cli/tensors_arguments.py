@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from graphopt.cli.arguments import byte_count, positive, stage_argument, target_argument
+from graphopt.cli.arguments import (
+    byte_count,
+    device_arguments,
+    device_problem,
+    positive,
+    stage_argument,
+    target_argument,
+)
 from graphopt.ir.phases import Phase
 
 __all__ = ["tensors_arguments"]
@@ -49,10 +56,11 @@ def tensors_arguments(parser: argparse.ArgumentParser) -> None:
         help="in the order of the program (default), the largest first, or by name",
     )
     parser.add_argument("--limit", type=positive, metavar="N", help="only the first N; the last line counts the rest")
+    device_arguments(parser)
     parser.set_defaults(passes="", verify="structure", problem=_problem)
 
 
 def _problem(options: argparse.Namespace) -> str:
     if options.checkpoints and options.phase not in (None, "forward"):
         return f"--checkpoints are tensors of forward: leave out --phase {options.phase}"
-    return ""
+    return device_problem(options)

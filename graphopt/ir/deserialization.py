@@ -201,7 +201,7 @@ class _Decoder:
         hints = {}
         for name, hint in symbols.entries(most=_MOST_SYMBOLS):
             hints[Field(name, symbols.path).identifier()] = hint.whole(0, _LARGEST_HINT)
-        self._mode = _torch.fake_mode(hints) if device is None else _torch.StandInMode(device)
+        self._mode = _torch.fake_mode(hints) if device is None else _torch.stand_in_mode(device)
         self._symbols = {name: _torch.symbolic_size(self._mode, name, hint) for name, hint in hints.items()}
 
     def attributes(self, field: Field) -> dict[str, fx.GraphModule]:

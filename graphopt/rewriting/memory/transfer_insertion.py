@@ -112,8 +112,8 @@ def _within_forward(program: Program, place: fx.Node) -> fx.Node:
 
 def _profile(planning: PlanningProblem) -> DeviceProfile | None:
     """Of the device that a program without data is for."""
-    modes = (_torch.stand_in_of(value_of(node)) for node in planning.makers)
-    found = next((mode.device for mode in modes if mode is not None), None)
+    others = (_torch.stand_in_of(value_of(node)) for node in planning.makers)
+    found = next((other.device for other in others if other is not None), None)
     return found if isinstance(found, DeviceProfile) else None
 
 
