@@ -3,8 +3,8 @@
 A forward program has ``scaled_dot_product_attention`` and ``rms_norm`` as one call each; which kernels run is chosen by
 the device. Values of a program without data are on the CPU whatever they stand for (``_torch.StandIn``), so the choice
 is made here, by torch's rules for CUDA: flash attention for 16-bit tensors without a mask, memory-efficient attention
-for others that fit its kernels, and the products one by one for the rest. cuDNN's attention, which some releases of torch
-prefer on Hopper, keeps as many bytes as flash attention.
+for others that fit its kernels, and the products one by one for the rest. The attention of cuDNN, which some releases
+of torch prefer on Hopper, keeps as many bytes as flash attention.
 """
 
 from __future__ import annotations

@@ -66,6 +66,7 @@ def test_links_lead_somewhere(document: str) -> None:
 
 SMALLER = {
     "models.py": {"layers: int = 12": "layers: int = 2", "context: int = 256": "context: int = 64"},
+    "llama_7b.json": {'"num_hidden_layers": 32': '"num_hidden_layers": 1'},
     "fit_gpt.py": {"vocab=16384, context=1024, d=768, layers=24": "vocab=64, context=32, d=48, layers=2"},
 }
 
