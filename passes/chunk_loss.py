@@ -29,7 +29,7 @@ _WORTH = 0.01
 @final
 @dataclass(frozen=True)
 class ChunkLoss(Pass):
-    """Compute the last projection and the loss in chunks along tokens, forward and backward, so that logits are never whole.
+    """Compute the last projection and the loss in chunks of tokens, so that logits are never whole.
 
     Logits are by far the largest tensor of a language model with a large vocabulary, and three of their size live
     together: the log-probabilities, their gradient, and the gradient of the logits. In a whole step the gradient of
@@ -37,17 +37,20 @@ class ChunkLoss(Pass):
     backward before the next one begins; what stays is the gradient of the hidden states and of the weight.
 
     Found by itself: a matrix product whose rows are tokens, with or without a bias, tied or not; and behind it calls
-    that work on each token by itself: casts, soft caps (``tanh``), softmax, cross entropy with ``ignore_index``, weights
-    of classes and label smoothing, a penalty on the log-sum-exp (z-loss), masks, a shift that leaves out the last token.
+    that work on each token by itself: casts, soft caps (``tanh``), softmax, cross entropy with ``ignore_index``,
+    weights of classes and label smoothing, a penalty on the log-sum-exp (z-loss), masks, a shift that leaves out the
+    last token.
 
     Sums over tokens are added up in another order, chunk by chunk: losses and gradients equal the captured program's
     within rounding, ``rtol`` 1e-5 (float32) or 2e-2 (16 bits) of the largest element of each.
 
-    After Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024 (arXiv 2410.10989), as a rewrite of
-    the program's own calls.
+    After Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024 (arXiv 2410.10989), as a rewrite
+    of the program's own calls.
 
     Args:
         chunks: how many; ``auto`` takes the fewest that bring the peak as low as more would, by the program's timeline.
+            Each chunk adds to all of the weight's gradient, so it leaves chunks at least half as many tokens as the
+            hidden states have features.
 
     Raises:
         GraphoptError: for fewer than two chunks; for a given number, where the program has no such loss, with the call
@@ -86,7 +89,9 @@ class ChunkLoss(Pass):
             return self._nothing(region)
         chunks = self._choose(program, region)
         if chunks < 2:
-            return Changed(reason=f"chunks of the logits, {format_bytes(region.matrix_bytes)}, would not lower the peak")
+            return Changed(
+                reason=f"chunks of the logits, {format_bytes(region.matrix_bytes)}, would not lower the peak"
+            )
         rows = region.rows
         chunked(program, region, chunks, _ORIGIN)
         return Changed(
@@ -107,7 +112,7 @@ class ChunkLoss(Pass):
             return 1
         best, found = 1, program.memory(measure=False).peak_bytes
         for chunks in _CANDIDATES:
-            if chunks > region.rows:
+            if chunks > region.rows or region.rows < chunks * region.width / 2:
                 break
             trial = program.copy()
             again = row_region(trial, next(node for node in trial.nodes if node.name == region.projection.name))
@@ -121,22 +126,27 @@ class ChunkLoss(Pass):
 
 def _largest(program: Program) -> RowRegion | str:
     """The region of the largest matrix behind which a loss is computed by rows; or why there is none."""
-    products = [node for node in program.phase_nodes(Phase.FORWARD) if _is_projection(node)]
+    products = [node for node in program.phase_nodes(Phase.FORWARD) if _makes_logits(node)]
     products.sort(key=lambda node: value_of(node).numel(), reverse=True)
-    reasons = []
-    for node in products[:4]:
-        found = row_region(program, node)
-        if isinstance(found, RowRegion) and _has_softmax(found):
-            return found
-        reasons += [found] if isinstance(found, str) else []
-    return reasons[0] if reasons else "no loss is computed from the rows of a matrix product"
+    found: RowRegion | str = "no loss is computed from the rows of a matrix product"
+    for node in reversed(products):
+        region = row_region(program, node)
+        found = found if isinstance(found, RowRegion) and isinstance(region, str) else region
+    return found
 
 
-def _is_projection(node: fx.Node) -> bool:
-    return node.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-
-
-def _has_softmax(region: RowRegion) -> bool:
-    """Whether a region holds a softmax or a log-sum-exp, as losses over classes do."""
-    names = ("_log_softmax", "_softmax", "logsumexp")
-    return any(str(node.target).partition(".")[2].startswith(names) for node in region.steps)
+def _makes_logits(node: fx.Node) -> bool:
+    """Whether a node is a matrix product whose result goes into a softmax or a log-sum-exp, as in losses of classes."""
+    if node.target not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        return False
+    size = value_of(node).numel()
+    seen, waiting = {node}, [node]
+    while waiting:
+        for user in waiting.pop().users:
+            if str(user.target).partition(".")[2].startswith(("_log_softmax", "_softmax", "logsumexp")):
+                return True
+            value = value_of(user) if user.op == "call_function" and info(user).phase is Phase.FORWARD else None
+            if isinstance(value, torch.Tensor) and 2 * value.numel() >= size and user not in seen:
+                seen.add(user)
+                waiting.append(user)
+    return False

@@ -1,9 +1,9 @@
 """Computing the calls around a large matrix a few rows at a time, forward and backward, so that it is never whole.
 
-Calls of forward and of backward run together for each chunk of rows: the gradients of the loss that backward begins with
-have to be there first, and are, where the loss is reduced to a number behind the chunks. The idea is that of fused losses
-for large vocabularies (Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024, arXiv 2410.10989); here
-it is a rewrite of the calls that a program has.
+Calls of forward and of backward run together for each chunk of rows: the gradients of the loss that backward begins
+with have to be there first, and are, where the loss is reduced to a number behind the chunks. The idea is that of fused
+losses for large vocabularies (Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024, arXiv
+2410.10989); here it is a rewrite of the calls that a program has.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from graphopt.ir.node import Phase, info, set_info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import tensors_of
 from graphopt.ir.program import Program
-from graphopt.rewriting.memory.token_rows import MADE_OF_ONE_NUMBER, Choice, Rows, Step, Sum, Whole, step_of
+from graphopt.rewriting.memory.row_rules import MADE_OF_ONE_NUMBER, step_of
+from graphopt.rewriting.memory.token_rows import Choice, Rows, Step, Sum, Whole
 
 __all__ = ["RowRegion", "chunked", "row_region"]
 
@@ -40,6 +41,7 @@ class RowRegion:
         rows: how many rows are computed.
         choice: the slice that leaves out the others; None for none.
         matrix_bytes: of the matrix.
+        width: features of a row that the product reads.
     """
 
     projection: fx.Node
@@ -48,6 +50,7 @@ class RowRegion:
     rows: int = 0
     choice: Choice | None = None
     matrix_bytes: int = 0
+    width: int = 0
 
 
 def row_region(program: Program, projection: fx.Node) -> RowRegion | str:
@@ -61,6 +64,7 @@ def row_region(program: Program, projection: fx.Node) -> RowRegion | str:
         return f"{projection.name} is no matrix product"
     matrix = value_of(projection)
     region = RowRegion(projection, rows=matrix.shape[0], matrix_bytes=matrix.numel() * matrix.element_size())
+    region.width = value_of(projection.args[-1]).shape[0]  # type: ignore[arg-type]
     region.steps[projection] = Step(Rows(1), _projected(projection))
     states: dict[fx.Node, Any] = {projection: Rows(1)}
     for node in _behind(program, projection):
@@ -125,10 +129,15 @@ def _obstacle(program: Program, region: RowRegion) -> str:
     for node, step in inside.items():
         if not any(user not in inside for user in node.users):
             continue
-        if isinstance(step.state, Rows) and value_of(node).numel() * 4 > region.matrix_bytes // value_of(node).element_size():
+        if (
+            isinstance(step.state, Rows)
+            and value_of(node).numel() * 4 > region.matrix_bytes // value_of(node).element_size()
+        ):
             reader = next(user for user in node.users if user not in inside)
             name = next(iter(info(node).names), node.name)
-            return f"{name} is read as a whole by {reader.name} ({reader.target}), {info(reader).source or 'in backward'}"
+            return (
+                f"{name} is read as a whole by {reader.name} ({reader.target}), {info(reader).source or 'in backward'}"
+            )
         if region.choice is not None and _needs_all(node, step, inside):
             return f"{node.name} is read with the rows that are left out"
         region.outputs.append(node)
@@ -153,10 +162,9 @@ def _circle(region: RowRegion, program: Program) -> str:
     for node in inside:
         for source in node.all_input_nodes:
             if source in dependent:
-                return (
-                    f"backward begins with {next(iter(info(source).names), source.name)}, which depends on the loss itself "
-                    f"({info(source).source or source.name})"
-                )
+                name = next(iter(info(source).names), source.name)
+                where = info(source).source or source.name
+                return f"backward begins with {name}, which depends on the loss itself ({where})"
     if not any(info(node).phase is not Phase.FORWARD for node in inside):
         return "backward is not part of this program"
     return ""
@@ -182,17 +190,27 @@ def chunked(program: Program, region: RowRegion, chunks: int, origin: str) -> No
     for start in range(0, region.rows, size):
         chunk = _Chunk(once, start, min(start + size, region.rows))
         for node, step in region.steps.items():
-            made = step.emit(chunk)
-            chunk.values[node] = made
-            if isinstance(step.state, Sum) and node in results:
-                sums[node] = once.call(node, _aten.add.Tensor, [sums[node], made]) if node in sums else made
-            elif node in results and isinstance(step.state, Rows):
+            if isinstance(step.state, Sum):
+                sums[node] = _added(chunk, node, step, sums.get(node))
+                continue
+            chunk.values[node] = made = step.emit(chunk)
+            if node in results and isinstance(step.state, Rows):
                 results[node].append(made)
     for node in region.outputs:
         _replace(node, _joined(once, node, region, results[node], sums))
     for node in reversed(list(region.steps)):
         program.graph.erase_node(node)
     program.erase_dead()
+
+
+def _added(chunk: _Chunk, node: fx.Node, step: Step, total: fx.Node | None) -> fx.Node:
+    """What chunks up to this one give, added up."""
+    if total is None:
+        made: fx.Node = step.emit(chunk)
+        return made
+    if step.add is not None:
+        return step.add(chunk, total)
+    return chunk.call(node, _aten.add.Tensor, [total, step.emit(chunk)])
 
 
 def _joined(
