@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphopt import _torch
 from graphopt.ir.node import Phase, info, set_info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import tensors_of
@@ -283,7 +284,7 @@ class _Once:
 
     def call(self, like: fx.Node, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> fx.Node:
         """Insert a call; see ``Chunk``."""
-        name = schema.op_name(like) if isinstance(like.target, torch._ops.OpOverload) else like.name
+        name = schema.op_name(like) if isinstance(like.target, _torch.OpOverload) else like.name
         return self.program.insert(
             target,
             args,
