@@ -1,0 +1,135 @@
+"""Expandable segments: memory is put behind a range of addresses page by page, and taken away where pages are free.
+
+The rules are those of ``ExpandableSegment`` in torch's ``c10/cuda/CUDACachingAllocator.cpp``: memory is mapped at the
+lowest address where a block fits, so that what is free grows together.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable
+
+from graphopt.analysis.allocator.block_pool import AllocatorTotals, Block, BlockPool, Segment
+
+__all__ = ["GrowingSegments"]
+
+
+class GrowingSegments:
+    """The expandable segments of an allocator.
+
+    Args:
+        segments: of the allocator, by address.
+        totals: of the allocator, in which it counts reserved bytes and segments.
+        room: gives the bytes that the device has left; None for no limit.
+        reserve: gives the first address of a new range of so many bytes.
+        space: bytes of addresses of each segment.
+    """
+
+    def __init__(
+        self,
+        segments: dict[int, Segment],
+        totals: AllocatorTotals,
+        room: Callable[[], int | None],
+        reserve: Callable[[int], int],
+        space: int,
+    ) -> None:
+        self._segments = segments
+        self._totals = totals
+        self._room = room
+        self._reserve = reserve
+        self._space = space
+
+    def allocate(self, pool: BlockPool, size: int, page: int) -> Block | None:
+        """A free block of at least ``size`` bytes with memory behind it, taken out of its pool; None if there is none.
+
+        Args:
+            pool: that it belongs to.
+            size: in bytes.
+            page: bytes that are mapped at once.
+        """
+        block = self._candidate(pool, size, page)
+        if not block.mapped and not self._map(block, min(block.size, size)):
+            return None
+        while block.size < size:
+            follows = block.after
+            assert follows is not None
+            if not self._map(follows, min(size - block.size, follows.size)):
+                return None
+            block = follows  # which has taken the block before it in
+        pool.remove(block)
+        return block
+
+    def _candidate(self, pool: BlockPool, size: int, page: int) -> Block:
+        """The lowest block, free or without memory, from which on there are ``size`` bytes of addresses."""
+        for unmapped in pool.unmapped:
+            before = unmapped.before
+            block = before if before is not None and before.is_free else unmapped
+            if _addresses(block, size) >= size:
+                return block
+        space = -(-max(self._space, size) // page) * page
+        segment = Segment(pool, self._reserve(space), space, page)
+        self._segments[segment.start] = segment
+        block = segment.first
+        block.mapped = False
+        insort(pool.unmapped, block, key=_address)
+        self._totals.segments += 1
+        return block
+
+    def _map(self, block: Block, size: int) -> bool:
+        """Put memory behind the first ``size`` bytes of a block, in whole pages; whether the device has so much."""
+        segment, pool = block.segment, block.pool
+        mapped = -(-size // segment.page) * segment.page
+        room = self._room()
+        if room is not None and mapped > room:
+            return False
+        pool.unmapped.remove(block)
+        if mapped < block.size:
+            first = block.insert_before(mapped)
+            insort(pool.unmapped, block, key=_address)
+            block = first
+            block.mapped = True
+        block.mapped = True
+        self._totals.reserved += mapped
+        pool.merge(block, block.before)
+        pool.merge(block, block.after)
+        pool.add(block)
+        return True
+
+    def unmap(self, block: Block) -> int:
+        """Take the memory of the whole pages of a free block away; how many bytes that were."""
+        segment, pool = block.segment, block.pool
+        page = segment.page
+        start = -(-(block.address - segment.start) // page) * page + segment.start
+        end = (block.address + block.size - segment.start) // page * page + segment.start
+        if start >= end:
+            return 0
+        pool.remove(block)
+        if start > block.address:
+            pool.add(block.insert_before(start - block.address))
+        if end < block.address + block.size:
+            middle = block.insert_before(end - block.address)
+            pool.add(block)
+            block = middle
+        block.mapped = False
+        pool.merge(block, block.before)
+        pool.merge(block, block.after)
+        self._totals.reserved -= end - start
+        if block.is_split:
+            insort(pool.unmapped, block, key=_address)
+        else:
+            del self._segments[segment.start]
+            self._totals.segments -= 1
+        return end - start
+
+
+def _address(block: Block) -> int:
+    return block.address
+
+
+def _addresses(block: Block | None, enough: int) -> int:
+    """Bytes of addresses from a block on that nothing uses, counted up to ``enough``."""
+    found = 0
+    while block is not None and found < enough and block.is_free:
+        found += block.size
+        block = block.after
+    return found
