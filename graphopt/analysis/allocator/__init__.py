@@ -9,7 +9,9 @@ True
 
 from graphopt.analysis.allocator.block_pool import AllocatorTotals, Block
 from graphopt.analysis.allocator.caching_allocator import AllocatorPeaks, CachingAllocator, DeviceMemoryError
+from graphopt.analysis.allocator.recorded_trace import Recording, read_recording, recording_of
 from graphopt.analysis.allocator.rules import CACHING, PLAIN, AllocatorRules
+from graphopt.analysis.allocator.trace_comparison import TraceComparison, compare_trace
 
 __all__ = [
     "CACHING",
@@ -20,4 +22,9 @@ __all__ = [
     "Block",
     "CachingAllocator",
     "DeviceMemoryError",
+    "Recording",
+    "TraceComparison",
+    "compare_trace",
+    "read_recording",
+    "recording_of",
 ]

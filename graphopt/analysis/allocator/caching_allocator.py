@@ -7,9 +7,10 @@ left, cached segments are given back before the request fails. Nothing is alloca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
+from graphopt.analysis.allocator.adopted_segments import Used, adopted_segment
 from graphopt.analysis.allocator.block_pool import AllocatorTotals, Block, BlockPool, Segment
 from graphopt.analysis.allocator.growing_segments import GrowingSegments
 from graphopt.analysis.allocator.rules import CACHING, AllocatorRules
@@ -109,8 +110,8 @@ class CachingAllocator:
         self._next_address = _FIRST_ADDRESS
         self._addresses = addresses or self._above
         self._requests = 0
-        space = _ADDRESS_SPACE if self.limit is None else self.limit + self.limit // 8
-        self._growing = GrowingSegments(self._segments, self._totals, self._room, self._addresses, space)
+        self._space = _ADDRESS_SPACE if self.limit is None else self.limit + self.limit // 8
+        self._growing = GrowingSegments(self._segments, self._totals, self._room, self._addresses, self._space)
 
     # --- what is there -----------------------------------------------------------------------------------------------
 
@@ -137,6 +138,46 @@ class CachingAllocator:
     def segments(self) -> list[Segment]:
         """What the device has given, by address."""
         return [segment for _, segment in sorted(self._segments.items())]
+
+    def adopt(
+        self,
+        memory: Sequence[tuple[int, int]],
+        used: Sequence[Used],
+        *,
+        small: bool,
+        stream: int = 0,
+        pool: Hashable = None,
+        grows: bool = False,
+    ) -> dict[int, Block]:
+        """Go on from a segment that was there before.
+
+        Args:
+            memory: the address and size of each part with memory behind it, in order; one part unless it grows.
+            used: address, size, requested bytes of each block in use, in order, and whether it waits to be freed.
+            small: whether it holds small blocks.
+            stream: whose blocks they are.
+            pool: the private pool that it belongs to.
+            grows: whether it is an expandable segment.
+
+        Returns:
+            the blocks in use, by address.
+
+        Raises:
+            GraphoptError: for blocks that overlap each other, or lie where no memory is.
+        """
+        page = (self.rules.small_segment if small else self.rules.large_segment) if grows else 0
+        segment = adopted_segment(self._pool(small, stream, pool), memory, used, page=page, space=self._space)
+        self._segments[segment.start] = segment
+        found = {block.address: block for block in segment.blocks if not block.is_free}
+        totals = self._totals
+        totals.segments += 1
+        totals.reserved += sum(size for _, size in memory)
+        totals.requested += sum(block.requested for block in found.values())
+        totals.active += sum(block.size for block in found.values())
+        totals.allocated += sum(block.size for block in found.values() if block.allocated)
+        self._waiting |= dict.fromkeys(block for block in found.values() if block.waiting)
+        self._record()
+        return found
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -249,8 +290,13 @@ class CachingAllocator:
                     self.release(block)
         return before - self._totals.reserved
 
-    def release(self, block: Block) -> int:
+    def release(self, block: Block, address: int = 0, size: int | None = None) -> int:
         """Give a free block back to the device: a whole segment, or the whole pages of a growing one.
+
+        Args:
+            block: that is free.
+            address: from which on pages are given back, where it is a part of a growing segment.
+            size: of how many bytes; None for all.
 
         Returns:
             how many bytes that were.
@@ -260,13 +306,12 @@ class CachingAllocator:
         """
         if block not in block.pool:
             raise GraphoptError(f"{block!r} is not free, and cannot be given back to the device")
-        segment = block.segment
-        if segment.grows:
-            return self._growing.unmap(block)
+        if block.segment.grows:
+            return self._growing.unmap(block, address, None if size is None else address + size)
         if block.is_split:
             raise GraphoptError(f"{block!r} is a part of a segment, and cannot be given back to the device by itself")
         block.pool.remove(block)
-        del self._segments[segment.start]
+        del self._segments[block.segment.start]
         self._totals.reserved -= block.size
         self._totals.segments -= 1
         return block.size

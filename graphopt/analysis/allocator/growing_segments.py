@@ -95,12 +95,14 @@ class GrowingSegments:
         pool.add(block)
         return True
 
-    def unmap(self, block: Block) -> int:
-        """Take the memory of the whole pages of a free block away; how many bytes that were."""
+    def unmap(self, block: Block, first: int = 0, last: int | None = None) -> int:
+        """Take the memory of the whole pages of a free block away, or those between two addresses; how many bytes."""
         segment, pool = block.segment, block.pool
         page = segment.page
-        start = -(-(block.address - segment.start) // page) * page + segment.start
-        end = (block.address + block.size - segment.start) // page * page + segment.start
+        start = max(block.address, first)
+        end = block.address + block.size if last is None else min(block.address + block.size, last)
+        start = -(-(start - segment.start) // page) * page + segment.start
+        end = (end - segment.start) // page * page + segment.start
         if start >= end:
             return 0
         pool.remove(block)
