@@ -1,8 +1,9 @@
 """torch's caching allocator as plain data: which blocks it gives out, and what it asks the device for.
 
-The rules are those of torch's ``c10/cuda/CUDACachingAllocator.cpp``: requests are rounded up; small and large blocks, and those of each stream, come from pools of their own; the smallest free block that fits is
-taken, and split where enough remains; a freed block is merged with free neighbours; where the device has no memory
-left, cached segments are given back before the request fails. Nothing is allocated here.
+The rules are those of torch's ``c10/cuda/CUDACachingAllocator.cpp``: requests are rounded up; small and large blocks,
+and those of each stream, come from pools of their own; the smallest free block that fits is taken, and split where
+enough remains; a freed block is merged with free neighbours; where the device has no memory left, cached segments are
+given back before the request fails. Nothing is allocated here.
 """
 
 from __future__ import annotations

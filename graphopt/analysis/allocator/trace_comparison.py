@@ -195,8 +195,17 @@ class _Replay:
                 raise GraphoptError(f"event {number} does not follow from those before it: {error}") from None
             if event.action in ("alloc", "free_requested", "free_completed"):
                 self._compare(number)
-        counts = len(events), self._allocations, self._same_place, self._resident
-        return TraceComparison(*counts, **self._compared, released=self._released, not_there=self._not_there)
+        return TraceComparison(
+            events=len(events),
+            allocations=self._allocations,
+            same_place=self._same_place,
+            resident=self._resident,
+            reserved=self._compared["reserved"],
+            allocated=self._compared["allocated"],
+            active=self._compared["active"],
+            released=self._released,
+            not_there=self._not_there,
+        )
 
     def _follow(self, event: RecordedEvent) -> None:
         if event.action == "alloc":
