@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from graphopt.analysis.costs.cost import PROFILES, check_cost, costs_of
+from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.node import Phase, info
 from graphopt.ir.ops.values import parse_bytes
@@ -40,6 +41,10 @@ class FitMemory(Pass):
     pays; random ops replay the generator's state, so results, gradients and the random stream equal eager's to the last
     bit. A budget above the peak of the program as it is changes nothing; one that cannot be met is an error with the
     smallest peak that was found. More budget never costs more of the predicted time.
+
+    On a device whose allocator keeps freed blocks (CUDA), a budget holds for what the allocator reserves for the
+    program, workspaces of libraries included: each plan is replayed through it (``Program.reserved``), and the fastest
+    one is taken for which it reserves no more. The record says both numbers.
 
     Plans come from one frontier of bytes and seconds: minimum cuts with a price for each moment, then a local search
     that drops and keeps single values, every candidate simulated to the byte (``graphopt.planning``).
@@ -114,7 +119,7 @@ class FitMemory(Pass):
         key = str(self), calls, wanted
         carried = plans.get(key) if plans is not None else None
         budget = self._bytes(program, memory, carried) if room is None else room
-        reason = within_already(memory, budget)
+        reason = within_already(memory, budget, reserved_where_cached(program, memory))
         if reason:
             sizes = written_sizes(program)
             return Changed(reason=f"{reason}, up to {sizes}" if sizes else reason)

@@ -28,7 +28,7 @@ from graphopt.ir.program import Program
 from graphopt.ir.reserved_memory import ReservedMemory
 from graphopt.ir.timeline import MemoryTimeline, Storage
 
-__all__ = ["allocator_rules", "reserved_memory", "reserved_of"]
+__all__ = ["reserved_memory", "reserved_of", "reserved_where_cached"]
 
 _RUNS = 2
 """How often a program is replayed: what its first run leaves behind changes where the second finds its blocks."""
@@ -97,9 +97,19 @@ def reserved_of(
     )
 
 
-def allocator_rules(program: Program) -> AllocatorRules:
-    """How the allocator of a program's device lays out blocks: by its profile where one is known, else by its type."""
-    return _rules(_profile(program, None), _kind(program))
+def reserved_where_cached(program: Program, timeline: MemoryTimeline) -> ReservedMemory | None:
+    """What a program's device reserves for it, where that is more than its tensors; None where it is not.
+
+    It is not where the allocator gives freed memory back, as that of the host does. For one part of a model it is not
+    told: parts take the blocks of each other.
+
+    Args:
+        program: whose timeline it is.
+        timeline: is only read.
+    """
+    if program.context.room is not None or not _rules(_profile(program, None), _kind(program)).caching:
+        return None
+    return reserved_of(program, timeline)
 
 
 # --- the device ------------------------------------------------------------------------------------------------------
