@@ -51,7 +51,8 @@ class FitMemory(Pass):
 
     Args:
         budget: the peak in bytes: a number, ``"8GB"`` (powers of ten), ``"512MiB"``, ``"60%"`` of the peak of the
-            program as it is, or ``"auto"``, what the program holds already and 95 % of what is free on its device.
+            program as it is (of what is reserved for it, where that counts), or ``"auto"``, what the program holds
+            already and 95 % of what is free on its device.
         host_budget: bytes on the host that offloading may take (a number, or text such as ``"8GB"``); None for what is
             free there or, on a CPU, for nothing: there the host's memory is the device's.
         allow: what may be done: ``recompute``, ``offload``.
@@ -166,7 +167,8 @@ class FitMemory(Pass):
         if carried is not None and shares:
             return carried.budget
         largest = program.context.largest
-        return budget_bytes(self.budget, program.memory(sizes=largest) if shares and largest else memory)
+        counted = program.memory(sizes=largest) if shares and largest else memory
+        return budget_bytes(self.budget, counted, reserved_where_cached(program, counted) if shares else None)
 
     def limit(self, memory: MemoryTimeline) -> int:
         """The budget in bytes."""

@@ -179,9 +179,9 @@ def _device_line(fitting: Fitting) -> str:
         return "" if profile is None else profile.name
     room = profile.memory_bytes - profile.context_bytes
     taken = memory.peak_bytes if reserved is None else reserved.reserved_peak_bytes
-    more = "" if reserved is None else f", for which {format_bytes(taken)} are reserved"
-    fits = f"as it is, the program{more}{',' if more else ''} {'fits' if taken <= room else 'does not fit'}"
-    return f"{profile.name}, {format_bytes(room)} of {format_bytes(profile.memory_bytes)} for the allocator: {fits}"
+    more = "" if reserved is None else f", {format_bytes(taken)} reserved"
+    fits = f"as it is, the program {'fits' if taken <= room else 'does not fit'}{more}"
+    return f"{profile.name}, {format_bytes(room)} of {format_bytes(profile.memory_bytes)} for tensors: {fits}"
 
 
 def fitted_point(fitting: Fitting, fitted: Fitted) -> FrontierPoint:

@@ -130,17 +130,17 @@ def _reserved(reserved: ReservedMemory) -> list[str]:
     where = reserved.peak_at
     at = "before the first call" if where is None else f"at {(info(where).names or (where.name,))[0]}"
     used = ", ".join(f"{name} {format_bytes(size)}" for name, size in reserved.workspaces.items() if size)
-    lines = [
+    first = (
         f"reserved  {format_bytes(reserved.reserved_peak_bytes)} ({reserved.reserved_peak_bytes} bytes) on "
-        f"{reserved.device} in {reserved.segments} segments, first {at}",
+        f"{reserved.device} in {reserved.segments} segments, first {at}"
+    )
+    second = (
         f"unused    {format_bytes(reserved.unused_bytes)} of it then, {format_bytes(reserved.inactive_split_bytes)} in "
-        f"split segments; blocks in use reach {format_bytes(reserved.allocated_peak_bytes)}",
-    ]
-    lines += [f"          {used} of it for workspaces of libraries"] if used else []
+        f"split segments; blocks in use reach {format_bytes(reserved.allocated_peak_bytes)}"
+    )
+    lines = [first, second, *([f"          {used} of it for workspaces of libraries"] if used else [])]
     if reserved.memory_bytes is not None:
-        outside = f", with {format_bytes(reserved.context_bytes)} outside of the allocator" * bool(
-            reserved.context_bytes
-        )
+        outside = f", {format_bytes(reserved.context_bytes)} outside of the allocator" if reserved.context_bytes else ""
         fits = "fits into" if reserved.fits else "does not fit into"
         lines.append(f"device    {fits} {format_bytes(reserved.memory_bytes)}{outside}")
     return lines

@@ -89,7 +89,7 @@ def _check_number(budget: float) -> None:
 _WRITE = ": write a number such as 8_000_000_000, or text such as '8GB' or '60%'"
 
 
-def budget_bytes(budget: int | str, memory: MemoryTimeline) -> int:
+def budget_bytes(budget: int | str, memory: MemoryTimeline, reserved: ReservedMemory | None = None) -> int:
     """A budget in bytes.
 
     Args:
@@ -97,6 +97,7 @@ def budget_bytes(budget: int | str, memory: MemoryTimeline) -> int:
         memory: the timeline of the program to fit. ``60%`` is of its peak, with the optimizer's state that a first step
             creates counted from the beginning, so that it means the same bytes at every step; ``auto`` is what it holds
             already and 95 % of what is free on its devices; without data, what its device has for tensors.
+        reserved: what its device reserves for it, where that is more than its tensors; ``60%`` is then of this.
 
     Raises:
         GraphoptError: for ``auto``, where it is not known how much is free.
@@ -110,7 +111,8 @@ def budget_bytes(budget: int | str, memory: MemoryTimeline) -> int:
         return memory.resident_bytes + int(0.95 * sum(free_bytes(device) for device in devices))
     percent = _PERCENT.fullmatch(budget)
     if percent:
-        return int(_lasting_peak(memory) * float(percent[1]) / 100)
+        more = 0 if reserved is None else reserved.reserved_peak_bytes - memory.peak_bytes
+        return int((_lasting_peak(memory) + more) * float(percent[1]) / 100)
     return parse_bytes(budget)
 
 

@@ -215,16 +215,17 @@ class Fitting:
         return self._smallest
 
     def _tried(self) -> list[_Choice]:
-        """The plans that are looked at as programs: all, or some that are evenly apart where each takes a replay."""
+        """The plans that are looked at as programs: all, or some that are evenly apart where each takes a replay.
+
+        Those that move values are chosen from by themselves: copies come and go, and leave more unused.
+        """
         choices = self._choices()
         if self.reserved is None:
             return choices
-        found: list[_Choice] = []
-        best = _trade_off(choices)
-        for choice in best:
-            if not found or choice is best[-1] or choice.peak >= found[-1].peak + _STEP * self.memory.peak_bytes:
-                found.append(choice)
-        return found
+        step = int(_STEP * self.memory.peak_bytes)
+        moved = [choice for choice in choices if isinstance(choice.plan, Moved)]
+        others = [choice for choice in choices if not isinstance(choice.plan, Moved)]
+        return [*_spread(_trade_off(others), step), *_spread(_trade_off(moved), step)]
 
     def _choices(self) -> list[_Choice]:
         """The plans of the frontier as they are, and some of them with values moved away."""
@@ -283,3 +284,12 @@ def _trade_off(choices: Sequence[_Choice]) -> list[_Choice]:
         if not best or choice.seconds < best[-1].seconds:
             best.append(choice)
     return best
+
+
+def _spread(best: Sequence[_Choice], step: int) -> list[_Choice]:
+    """Of some plans, from few bytes to many, those that are at least ``step`` bytes apart, and the last one."""
+    found: list[_Choice] = []
+    for choice in best:
+        if not found or choice is best[-1] or choice.peak >= found[-1].peak + step:
+            found.append(choice)
+    return found
