@@ -47,16 +47,14 @@ class GrowingSegments:
             size: in bytes.
             page: bytes that are mapped at once.
         """
-        block = self._candidate(pool, size, page)
-        if not block.mapped and not self._map(block, min(block.size, size)):
-            return None
-        while block.size < size:
+        candidate = self._candidate(pool, size, page)
+        block = candidate if candidate.mapped else self._map(candidate, min(candidate.size, size))
+        while block is not None and block.size < size:
             follows = block.after
             assert follows is not None
-            if not self._map(follows, min(size - block.size, follows.size)):
-                return None
-            block = follows  # which has taken the block before it in
-        pool.remove(block)
+            block = self._map(follows, min(size - block.size, follows.size))
+        if block is not None:
+            pool.remove(block)
         return block
 
     def _candidate(self, pool: BlockPool, size: int, page: int) -> Block:
@@ -75,25 +73,28 @@ class GrowingSegments:
         self._totals.segments += 1
         return block
 
-    def _map(self, block: Block, size: int) -> bool:
-        """Put memory behind the first ``size`` bytes of a block, in whole pages; whether the device has so much."""
+    def _map(self, block: Block, size: int) -> Block | None:
+        """Put memory behind the first ``size`` bytes of a block, in whole pages.
+
+        Returns:
+            the free block that they are then a part of; None where the device has not so much.
+        """
         segment, pool = block.segment, block.pool
         mapped = -(-size // segment.page) * segment.page
         room = self._room()
         if room is not None and mapped > room:
-            return False
+            return None
         pool.unmapped.remove(block)
         if mapped < block.size:
             first = block.insert_before(mapped)
             insort(pool.unmapped, block, key=_address)
             block = first
-            block.mapped = True
         block.mapped = True
         self._totals.reserved += mapped
         pool.merge(block, block.before)
         pool.merge(block, block.after)
         pool.add(block)
-        return True
+        return block
 
     def unmap(self, block: Block, first: int = 0, last: int | None = None) -> int:
         """Take the memory of the whole pages of a free block away, or those between two addresses; how many bytes."""
