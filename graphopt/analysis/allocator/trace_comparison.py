@@ -152,6 +152,7 @@ class _Replay:
         self._allocator = CachingAllocator(rules, addresses=self._address)
         self._offered: dict[int, list[int]] = {}
         self._elsewhere = 2**60
+        self._distances: dict[int, int] = {}
         self._private = sorted((s.address, s.address + s.size, s.pool) for s in segments if any(s.pool))
         self._blocks: dict[int, Block] = {}
         self._same_place = self._allocations = self._released = self._not_there = 0
@@ -213,7 +214,7 @@ class _Replay:
             block = self._allocator.allocate(event.size, stream=event.stream, pool=pool)
             self._blocks[event.address] = block
             self._allocations += 1
-            self._same_place += block.address == event.address
+            self._same_place += self._is_same_place(block, event.address)
             self._offered.clear()
         elif event.action == "free_requested":
             if not self._blocks[event.address].waiting:
@@ -229,6 +230,11 @@ class _Replay:
             self._released += 1
             self._not_there += not self._release(event)
 
+    def _is_same_place(self, block: Block, address: int) -> bool:
+        """Whether a block is where torch's was; of a growing segment, as far from others as torch's was."""
+        distance = address - block.address
+        return distance == (self._distances.setdefault(block.segment.start, distance) if block.segment.grows else 0)
+
     def _pool_of(self, address: int) -> tuple[int, ...] | None:
         return next((pool for start, end, pool in self._private if start <= address < end), None)
 
@@ -236,11 +242,12 @@ class _Replay:
         """Give back the segment at the same address, or else one of the same size; whether there is one."""
         found = None
         for segment in self._allocator.segments():
+            address = event.address - self._distances.get(segment.start, 0)
             for block in segment.blocks if segment.grows else [segment.first]:
                 if block not in block.pool or (block.is_split and not segment.grows):
                     continue
-                if block.address <= event.address and event.address + event.size <= block.address + block.size:
-                    return self._allocator.release(block, event.address, event.size) > 0
+                if block.address <= address and address + event.size <= block.address + block.size:
+                    return self._allocator.release(block, address, event.size) > 0
                 same = block.size == event.size and block.pool.stream == event.stream
                 found = block if same and not segment.grows else found
         return found is not None and self._allocator.release(found) > 0

@@ -86,10 +86,10 @@ def test_other_rules_are_told_by_how_much_they_differ() -> None:
     found = compare_trace(recording_of(allocator.snapshot()), rules=AllocatorRules())
     assert found.reserved.recorded_peak == 100 * MIB
     assert found.reserved.predicted_peak == sum(range(30, 100, 10)) * MIB
-    assert found.reserved.difference == 350 * MIB
+    assert found.reserved.difference == 320 * MIB
     text = str(found)
     assert "7 requests" in text
-    assert "reserved       104.9 MB        471.9 MB     367.0 MB (350.00%)" in text
+    assert "335.5 MB (320.00%)" in text
 
 
 def test_a_trace_of_one_segment_has_known_figures() -> None:
@@ -110,9 +110,10 @@ def test_a_trace_of_one_segment_has_known_figures() -> None:
     ("event", "change", "message"),
     [
         (1, {"addr": 2**46 + 5}, "event 1 does not lead to what follows it: a block was given out at"),
-        (3, {"addr": 2**46 + 5}, "event 3 does not lead to what follows it: no segment is at|where no|is not there"),
-        (0, {"size": 4 * MIB}, "event 0 does not lead to what follows it: no segment is at"),
-        (2, {"action": "free_completed"}, "event 2 does not lead|event 1 does not"),
+        (3, {"addr": 2**46 + 5}, "event 2 does not lead to what follows it: a block was freed at .* and was not there"),
+        (0, {"size": 40 * MIB}, "event 0 does not lead to what follows it: no segment is at"),
+        (0, {"size": 4 * MIB}, "event 4 does not follow from those before it: a block of"),
+        (2, {"action": "free_completed"}, "event 2 does not lead to what follows it: a block was freed"),
         (1, {"size": 30 * MIB}, "event 1 does not follow from those before it: a block of"),
     ],
 )
