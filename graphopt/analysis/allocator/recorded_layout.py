@@ -7,7 +7,7 @@ known; its size is what was asked for, rounded up, and what was too little to be
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from graphopt.analysis.allocator.recorded_trace import RecordedEvent, RecordedSegment
@@ -200,10 +200,35 @@ def layout_before(
             _undo(known[number], ranges, blocks, rules)
         except GraphoptError as error:
             raise GraphoptError(f"event {number} does not lead to what follows it: {error}") from None
+    sizes = _sizes_told_later(blocks, known, rules)
     for address in sorted(blocks, reverse=True):
         block = blocks[address]
-        ranges.place(address, block.requested, block.size, waiting=block.waiting)
+        ranges.place(address, block.requested, block.size or sizes.get(address, 0), waiting=block.waiting)
     return ranges
+
+
+def _sizes_told_later(
+    blocks: Mapping[int, PlacedBlock], events: Iterable[RecordedEvent], rules: AllocatorRules
+) -> dict[int, int]:
+    """Sizes of blocks of which the recording says what was asked for, where a later block says where they end.
+
+    While such a block is in use, a large one that begins less than what is split off behind its requested bytes begins
+    where it ends.
+    """
+    unknown = sorted(address for address, block in blocks.items() if not block.size)
+    found: dict[int, int] = {}
+    for event in events:
+        place = bisect_right(unknown, event.address) - 1
+        if place < 0:
+            continue
+        address = unknown[place]
+        if event.action == "free_completed" and address == event.address:
+            del unknown[place]
+        elif event.action == "alloc":
+            size = rules.block_bytes(blocks[address].requested)
+            if not rules.is_small(size) and 0 < event.address - address - size <= rules.small_request:
+                found[address] = event.address - address
+    return found
 
 
 def _undo(event: RecordedEvent, ranges: RecordedLayout, blocks: dict[int, PlacedBlock], rules: AllocatorRules) -> None:

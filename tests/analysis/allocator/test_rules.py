@@ -25,9 +25,7 @@ MIB = 2**20
         (101 * MIB, 101 * MIB, 102 * MIB),
     ],
 )
-def test_requests_are_rounded_and_served_from_segments_of_three_sizes(
-    requested: int, block: int, segment: int
-) -> None:
+def test_requests_are_rounded_and_served_from_segments_of_three_sizes(requested: int, block: int, segment: int) -> None:
     assert CACHING.block_bytes(requested) == block
     assert CACHING.segment_bytes(block) == segment
 
