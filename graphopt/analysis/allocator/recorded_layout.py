@@ -224,10 +224,10 @@ def _sizes_told_later(
         address = unknown[place]
         if event.action == "free_completed" and address == event.address:
             del unknown[place]
-        elif event.action == "alloc":
+        elif event.action == "alloc" and not rules.is_small(rules.block_bytes(event.size)):
             size = rules.block_bytes(blocks[address].requested)
             if not rules.is_small(size) and 0 < event.address - address - size <= rules.small_request:
-                found[address] = event.address - address
+                found[address] = min(event.address - address, found.get(address, event.address))
     return found
 
 
