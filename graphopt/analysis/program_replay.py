@@ -9,7 +9,7 @@ call that uses it, and stays.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import fx
 
@@ -75,7 +75,7 @@ def reserved_of(
     kind = _kind(program)
     allocator = CachingAllocator(_rules(profile, kind))
     workspaces = {} if profile is None else dict(profile.workspaces)
-    replay = _Replay(allocator, timeline, _on_device(timeline.storages, kind), workspaces)
+    replay = _Replay(allocator, timeline, workspaces)
     for _ in range(_RUNS):
         replay.run()
     peaks = allocator.peaks
@@ -135,7 +135,7 @@ def _kind(program: Program) -> str:
     known = program.context.device
     if known is not None:
         return known.kind
-    kinds = {_torch.device_kind(tensor) for node in program.graph.nodes for tensor in tensors_of(value_of(node))}
+    kinds = {kind for node in program.graph.nodes for kind in _kinds(node)}
     return next((kind for kind in sorted(kinds) if kind not in ("cpu", "meta")), "cpu")
 
 
@@ -149,20 +149,35 @@ _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Where torch reads its allocator's settings; the second is the older name."""
 
 
-def _on_device(storages: Sequence[Storage], kind: str) -> list[Storage]:
-    """The storages in a device's memory: where it is an accelerator, not those that are on the host."""
-    if kind == "cpu":
-        return list(storages)
+def _on_device(timeline: MemoryTimeline) -> tuple[list[Storage], list[int]]:
+    """The storages in the device's memory, and the temporaries of each call there.
+
+    Where some storages are on an accelerator, those on the host and what calls there take for themselves are not.
+    """
     made: dict[fx.Node, list[Storage]] = {}
-    for storage in storages:
+    for storage in timeline.storages:
         made.setdefault(storage.owner, []).append(storage)
-    found: list[Storage] = []
+    on_host: set[int] = set()
     for owner, owned in made.items():
-        kinds = [_torch.device_kind(tensor) for tensor in tensors_of(value_of(owner))]
+        kinds = _kinds(owner)
         if len(kinds) != len(owned):
-            kinds = [kinds[0] if kinds else kind] * len(owned)
-        found += [storage for storage, where in zip(owned, kinds, strict=True) if where != "cpu"]
-    return found
+            kinds = [kinds[0] if kinds else "cpu"] * len(owned)
+        on_host.update(id(storage) for storage, kind in zip(owned, kinds, strict=True) if kind == "cpu")
+    found = [storage for storage in timeline.storages if id(storage) not in on_host]
+    if not found:
+        return timeline.storages, timeline.temporaries
+    pairs = zip(timeline.nodes, timeline.temporaries, strict=True)
+    return found, [0 if size and _runs_on_host(node) else size for node, size in pairs]
+
+
+def _kinds(node: fx.Node) -> list[str]:
+    """The types of the devices that the tensors in a value are on."""
+    return [_torch.device_kind(tensor) for tensor in tensors_of(value_of(node))]
+
+
+def _runs_on_host(node: fx.Node) -> bool:
+    kinds = _kinds(node) or [kind for source in node.all_input_nodes for kind in _kinds(source)]
+    return set(kinds) == {"cpu"}
 
 
 def _library(node: fx.Node) -> str | None:
@@ -181,7 +196,6 @@ class _Replay:
         self,
         allocator: CachingAllocator,
         timeline: MemoryTimeline,
-        storages: Sequence[Storage],
         workspaces: Mapping[str, int],
     ) -> None:
         self.position = -1
@@ -192,6 +206,7 @@ class _Replay:
         self._made: dict[int, list[Storage]] = {}
         self._dead: dict[int, list[Storage]] = {}
         self._wanted = self._first_uses(workspaces)
+        storages, self._temporaries = _on_device(timeline)
         end = len(timeline.nodes)
         for storage in storages:
             if storage.bytes and storage.is_input:
@@ -215,7 +230,7 @@ class _Replay:
     def run(self) -> None:
         """One run; what the program hands out is freed at its end."""
         reserved = self._allocator.peaks.reserved
-        for position, temporary in enumerate(self._timeline.temporaries):
+        for position, temporary in enumerate(self._temporaries):
             self._call(position, temporary)
             if self._allocator.peaks.reserved > reserved:
                 reserved, self.position = self._allocator.peaks.reserved, position
