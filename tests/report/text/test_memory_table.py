@@ -132,13 +132,13 @@ def test_memory_json_adds_up() -> None:
 
 
 def test_memory_on_a_device_with_a_caching_allocator_has_what_is_reserved() -> None:
-    plain = joint(Gate(), torch.ones(64, 4))
+    plain = joint(Gate(), 64, 4)
     device = toy_device(workspaces={"nccl": 8192}, context_bytes=1_000_000)
     program = on_device(plain, device)
     reserved = plain.reserved(device)
     lines = memory_text(program).splitlines()
     assert (
-        f"reserved  24.6 kB ({reserved.reserved_peak_bytes} bytes) on toy in {reserved.segments} segments" in lines[4]
+        f"reserved  49.2 kB ({reserved.reserved_peak_bytes} bytes) on toy in {reserved.segments} segments" in lines[4]
     )
     assert lines[5].startswith(f"unused    {format_bytes(reserved.unused_bytes)} of it then, ")
     assert lines[6] == "          nccl 8.2 kB of it for workspaces of libraries"
