@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -172,10 +173,11 @@ class _Replay:
     def _adopt(self) -> None:
         """Begin with the blocks that there are before the first event."""
         blocks = self._layout.blocks
+        addresses = [block.address for block in blocks]
         for joined in _joined(self._layout.ranges):
             first, last = joined[0], joined[-1]
             end = last.address + last.size
-            inside = [block for block in blocks if first.address <= block.address < end]
+            inside = blocks[bisect_left(addresses, first.address) : bisect_left(addresses, end)]
             self._blocks |= self._allocator.adopt(
                 [(piece.address, piece.size) for piece in joined],
                 [(block.address, block.size, block.requested, block.waiting) for block in inside],
@@ -236,7 +238,9 @@ class _Replay:
         return distance == (self._distances.setdefault(block.segment.start, distance) if block.segment.grows else 0)
 
     def _pool_of(self, address: int) -> tuple[int, ...] | None:
-        return next((pool for start, end, pool in self._private if start <= address < end), None)
+        """The private pool that an address belongs to, as far as the segments at the end tell; None for the common one."""
+        place = bisect_right(self._private, address, key=lambda item: item[0]) - 1
+        return self._private[place][2] if place >= 0 and address < self._private[place][1] else None
 
     def _release(self, event: RecordedEvent) -> bool:
         """Give back the segment at the same address, or else one of the same size; whether there is one."""
