@@ -238,7 +238,7 @@ class _Replay:
         return distance == (self._distances.setdefault(block.segment.start, distance) if block.segment.grows else 0)
 
     def _pool_of(self, address: int) -> tuple[int, ...] | None:
-        """The private pool that an address belongs to, as far as the segments at the end tell; None for the common one."""
+        """The private pool of an address, as far as the segments at the end tell; None for the common one."""
         place = bisect_right(self._private, address, key=lambda item: item[0]) - 1
         return self._private[place][2] if place >= 0 and address < self._private[place][1] else None
 

@@ -165,7 +165,7 @@ def frontier_report(fitting: Fitting, cost: str, costs: CostReport) -> FrontierR
         cost=cost,
         costs=str(costs),
         cut_short=fitting.frontier.cut_short,
-        smallest_bytes=fitting.smallest().peak_bytes,
+        smallest_bytes=fitting.smallest_peak,
         points=tuple(_point(fitting, peak, plan, plan.again) for peak, plan in simulated),
         device=_device_line(fitting),
     )

@@ -214,6 +214,12 @@ class Fitting:
             self._smallest = best
         return self._smallest
 
+    @property
+    def smallest_peak(self) -> int:
+        """The lowest peak that was found, in bytes; where more is reserved, another plan may take the fewest bytes."""
+        peak = self.smallest().peak_bytes
+        return peak if self.reserved is None else min(peak, self.frontier.lowest.peak)
+
     def _tried(self) -> list[_Choice]:
         """The plans that are looked at as programs: all, or some that are evenly apart where each takes a replay.
 

@@ -94,7 +94,7 @@ def summary_lines(fitting: Fitting, fitted: Fitted, budget: int, costs: CostRepo
     peak = (
         f"peak {format_bytes(fitted.peak_bytes)} of {format_bytes(budget)} allowed; the program as it is takes "
         f"{format_bytes(fitting.memory.peak_bytes)}; the smallest peak found is "
-        f"{format_bytes(fitting.smallest().peak_bytes)}"
+        f"{format_bytes(fitting.smallest_peak)}"
     )
     time = (
         f"what runs again takes {format_seconds(fitted.simulated.again)} on top of {format_seconds(fitting.seconds)}"
@@ -111,7 +111,9 @@ def reserved_lines(fitting: Fitting, fitted: Fitted) -> list[str]:
     more = fitted.reserved_bytes - fitted.peak_bytes
     line = (
         f"{reserved.device} reserves {format_bytes(fitted.reserved_bytes)} for it, {format_bytes(more)} beyond the "
-        f"peak{_workspaces(reserved)}; for the program as it is {format_bytes(reserved.reserved_peak_bytes)}"
+        f"peak{_workspaces(reserved)}; for the program as it is "
+        f"{format_bytes(reserved.reserved_peak_bytes)}, and under the plan that takes least "
+        f"{format_bytes(fitting.smallest().taken_bytes)}"
     )
     return [line]
 
