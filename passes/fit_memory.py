@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from graphopt.analysis.costs.cost import PROFILES, check_cost, costs_of
+from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.node import Phase, info
 from graphopt.ir.ops.values import parse_bytes
@@ -41,12 +42,17 @@ class FitMemory(Pass):
     bit. A budget above the peak of the program as it is changes nothing; one that cannot be met is an error with the
     smallest peak that was found. More budget never costs more of the predicted time.
 
+    On a device whose allocator keeps freed blocks (CUDA), a budget holds for what the allocator reserves for the
+    program, workspaces of libraries included: each plan is replayed through it (``Program.reserved``), and the fastest
+    one is taken for which it reserves no more. The record says both numbers.
+
     Plans come from one frontier of bytes and seconds: minimum cuts with a price for each moment, then a local search
     that drops and keeps single values, every candidate simulated to the byte (``graphopt.planning``).
 
     Args:
         budget: the peak in bytes: a number, ``"8GB"`` (powers of ten), ``"512MiB"``, ``"60%"`` of the peak of the
-            program as it is, or ``"auto"``, what the program holds already and 95 % of what is free on its device.
+            program as it is (of what is reserved for it, where that counts), or ``"auto"``, what the program holds
+            already and 95 % of what is free on its device.
         host_budget: bytes on the host that offloading may take (a number, or text such as ``"8GB"``); None for what is
             free there or, on a CPU, for nothing: there the host's memory is the device's.
         allow: what may be done: ``recompute``, ``offload``.
@@ -114,7 +120,7 @@ class FitMemory(Pass):
         key = str(self), calls, wanted
         carried = plans.get(key) if plans is not None else None
         budget = self._bytes(program, memory, carried) if room is None else room
-        reason = within_already(memory, budget)
+        reason = within_already(memory, budget, reserved_where_cached(program, memory))
         if reason:
             sizes = written_sizes(program)
             return Changed(reason=f"{reason}, up to {sizes}" if sizes else reason)
@@ -161,7 +167,8 @@ class FitMemory(Pass):
         if carried is not None and shares:
             return carried.budget
         largest = program.context.largest
-        return budget_bytes(self.budget, program.memory(sizes=largest) if shares and largest else memory)
+        counted = program.memory(sizes=largest) if shares and largest else memory
+        return budget_bytes(self.budget, counted, reserved_where_cached(program, counted) if shares else None)
 
     def limit(self, memory: MemoryTimeline) -> int:
         """The budget in bytes."""

@@ -9,12 +9,18 @@ from graphopt.cli.arguments import format_of, output_arguments, positive, progra
 __all__ = ["memory_arguments"]
 
 _EPILOG = """\
+With --device the report has what the device's allocator reserves beside what is alive: torch's caching allocator
+rounds requests up, asks for whole segments and keeps what is freed. The program's requests are replayed through a
+simulation of it, in program order and two runs long, with the workspaces of libraries; "fits" compares what is reserved
+and what is outside of the allocator with the device's memory.
+
 On a terminal the chart stacks the categories in colours. svg is a picture for papers and pages that needs nothing else;
 png is the same through rsvg-convert or inkscape, whichever is installed.
 
-example:
+examples:
   graphopt memory examples/train_gpt.py:factory \\
     --passes "recompute{checkpoints=blocks.*}" --format svg -o memory.svg
+  graphopt memory examples/train_gpt.py:factory --device h100-80gb
 """
 
 

@@ -115,8 +115,8 @@ def _search(program: Program, memory: MemoryTimeline, costs: CostReport, time_li
 
 
 def _answer(fitting: Fitting, text: str) -> _Answer:
-    budget = budget_bytes(text, fitting.memory)
-    reason = within_already(fitting.memory, budget)
+    budget = budget_bytes(text, fitting.memory, fitting.reserved)
+    reason = within_already(fitting.memory, budget, fitting.reserved)
     if reason:
         return _Answer(text, budget, reason=reason)
     fitted = fitting.within(budget)

@@ -42,6 +42,7 @@ from graphopt.ir.program_arguments import (
     check_spec,
     check_target,
 )
+from graphopt.ir.reserved_memory import ReservedMemory
 from graphopt.ir.state import PassState
 from graphopt.ir.timeline import MemoryTimeline
 
@@ -188,6 +189,30 @@ class Program:
             True
         """
         return cast(MemoryTimeline, provided(Program, "memory")(self, measure=measure, sizes=sizes))
+
+    def reserved(
+        self, device: Any = None, *, measure: bool = True, sizes: Mapping[str, int] | None = None
+    ) -> ReservedMemory:
+        """What a device's allocator reserves for this program; see ``graphopt.analysis.program_replay``.
+
+        Args:
+            device: the name of a device or its ``DeviceProfile``; by default the one that the program was captured
+                for, else the type of device that it is on.
+            measure: as for ``memory``.
+            sizes: as for ``memory``.
+
+        Raises:
+            ArgumentError: for a device that is not known, with the near names.
+
+        Example:
+            >>> program = graphopt.capture(model, (x,), loss=loss)
+            >>> reserved = program.reserved("h100-80gb")
+            >>> reserved.reserved_peak_bytes % 2**21, reserved.fits
+            (0, True)
+            >>> program.reserved().reserved_peak_bytes == program.memory().peak_bytes
+            True
+        """
+        return cast(ReservedMemory, provided(Program, "reserved")(self, device, measure=measure, sizes=sizes))
 
     @property
     def symbols(self) -> dict[str, int]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from graphopt.analysis.dominators import checkpoint_candidates
 from graphopt.analysis.liveness import simulate
+from graphopt.analysis.program_replay import reserved_memory
 from graphopt.ir.deserialization import from_json
 from graphopt.ir.formats import Format, register_format
 from graphopt.ir.graph_module import to_graph_module
@@ -57,6 +58,7 @@ def register() -> None:
     for form in FORMATS:
         register_format(form)
     provide(Program, "memory", simulate)
+    provide(Program, "reserved", reserved_memory)
     provide(Program, "checkpoint_candidates", checkpoint_candidates)
     provide(Program, "to_graph_module", to_graph_module)
     provide(Program, "from_json", from_json)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from graphopt import _torch
+from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.capture import CaptureSession
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
 from graphopt.errors import ArgumentError, GraphoptError, PassError, public, whole_number
@@ -123,14 +124,17 @@ class _Trial:
         args, kwargs = self._batch(rows)
         try:
             with CAPTURE_LOCK:
-                memory = self._program(args, kwargs).memory()
+                program = self._program(args, kwargs)
+                memory = program.memory()
+                reserved = reserved_where_cached(program, memory)
         except PassError as error:
             if not isinstance(error.__cause__, BudgetError):
                 raise
             show(f"{rows} rows: no plan fits")
             return max(1, error.__cause__.smallest_bytes - self._limit(budget))
-        show(f"{rows} rows: {format_bytes(memory.peak_bytes)}")
-        return memory.peak_bytes - budget_bytes(budget, memory)
+        taken = memory.peak_bytes if reserved is None else reserved.reserved_peak_bytes
+        show(f"{rows} rows: {format_bytes(taken)}")
+        return taken - budget_bytes(budget, memory)
 
     def _limit(self, budget: int | str) -> int:
         """Bytes of a budget; for ``auto``, which depends on the program, none are known."""

@@ -26,6 +26,7 @@ import graphopt
 from graphopt import GraphoptError, Pipeline, Program
 from graphopt.analysis.costs.figures import Figure, Figures
 from graphopt.passes import Recompute, ScaleLoss
+from tests.support.hostile_recordings import recording
 
 __all__ = ["KINDS", "SECONDS", "describe", "problems", "tried_alone"]
 
@@ -375,6 +376,7 @@ KINDS: dict[str, Callable[[random.Random], tuple[Any, Callable[[], Any]]]] = {
     "paddle": functools.partial(_config, graphopt.configs.from_paddle, _PADDLE),
     "state": _loaded_state,
     "passes": _passes,
+    "recording": functools.partial(recording, changed_data),
 }
 """What is read, by name: makes an input of a random generator, and the call that reads it."""
 

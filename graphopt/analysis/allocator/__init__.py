@@ -1,1 +1,30 @@
-"""torch's caching allocator, simulated: what a program takes of a device's memory, beyond the bytes of its tensors."""
+"""torch's caching allocator, simulated: what a program takes of a device's memory, beyond the bytes of its tensors.
+
+>>> from graphopt.analysis.allocator import CachingAllocator
+>>> allocator = CachingAllocator(limit=30 * 2**20)
+>>> small, large = allocator.allocate(1000), allocator.allocate(3_000_000)
+>>> allocator.totals.reserved == 2 * 2**20 + 20 * 2**20
+True
+"""
+
+from graphopt.analysis.allocator.block_pool import AllocatorTotals, Block
+from graphopt.analysis.allocator.caching_allocator import AllocatorPeaks, CachingAllocator, DeviceMemoryError
+from graphopt.analysis.allocator.recorded_trace import Recording, read_recording, recording_of
+from graphopt.analysis.allocator.rules import CACHING, PLAIN, AllocatorRules
+from graphopt.analysis.allocator.trace_comparison import TraceComparison, compare_trace
+
+__all__ = [
+    "CACHING",
+    "PLAIN",
+    "AllocatorPeaks",
+    "AllocatorRules",
+    "AllocatorTotals",
+    "Block",
+    "CachingAllocator",
+    "DeviceMemoryError",
+    "Recording",
+    "TraceComparison",
+    "compare_trace",
+    "read_recording",
+    "recording_of",
+]

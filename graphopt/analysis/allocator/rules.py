@@ -13,7 +13,7 @@ _MIB = 1024 * 1024
 class AllocatorRules:
     """Sizes, in bytes, by which an allocator rounds requests and asks the device for memory.
 
-    The names and the defaults are those of torch's ``CUDACachingAllocator``.
+    The names and the defaults are those of torch's ``CUDACachingAllocator`` (``c10/cuda/CUDACachingAllocator.cpp``).
 
     Attributes:
         caching: whether freed blocks stay with the allocator; without, a block is what was asked for.
@@ -25,6 +25,11 @@ class AllocatorRules:
         round_large: multiple of which large segments are.
         expandable_segments: one growing segment for each pool and stream, in pages of ``small_segment`` and
             ``large_segment`` bytes, in place of separate ones.
+        max_split_size: blocks of this size or more are not split; 0 for no limit (torch's
+            ``max_split_size_mb``).
+        roundup_power2_divisions: pairs of bytes, powers of two, and numbers of divisions: requests from the bytes of
+            a pair up to those of the next are rounded up to the next of so many equal parts between two powers of two;
+            smaller ones than the first as the first says. 0 or 1 divisions: as ``round_bytes`` says.
     """
 
     caching: bool = True
@@ -35,6 +40,62 @@ class AllocatorRules:
     large_request: int = 10 * _MIB
     round_large: int = 2 * _MIB
     expandable_segments: bool = False
+    max_split_size: int = 0
+    roundup_power2_divisions: tuple[tuple[int, int], ...] = ()
+
+    def block_bytes(self, requested: int) -> int:
+        """The bytes of the block for a request; those of a block that is not split can be more."""
+        if requested < self.round_bytes:
+            return self.round_bytes
+        divisions = self._divisions(requested)
+        if divisions > 1 and requested > self.round_bytes * divisions:
+            return _next_division(requested, divisions)
+        return _multiple(requested, self.round_bytes)
+
+    def segment_bytes(self, block: int) -> int:
+        """What the device is asked for where no free block serves a block of so many bytes."""
+        if not self.caching:
+            return block
+        if block <= self.small_request:
+            return self.small_segment
+        return self.large_segment if block < self.large_request else _multiple(block, self.round_large)
+
+    def is_small(self, block: int) -> bool:
+        """Whether a block of so many bytes comes from the pool of small blocks."""
+        return block <= self.small_request
+
+    def splits(self, block: int, remainder: int, *, small: bool) -> bool:
+        """Whether what remains of a free block, behind a new one of ``block`` bytes, becomes a free block by itself."""
+        if small or self.expandable_segments:
+            return remainder >= self.round_bytes
+        return remainder > self.small_request and not self.is_oversize(block)
+
+    def is_oversize(self, block: int) -> bool:
+        """Whether a block is as large as ``max_split_size``, or larger."""
+        return bool(self.max_split_size) and block >= self.max_split_size
+
+    def _divisions(self, requested: int) -> int:
+        if not self.roundup_power2_divisions:
+            return 0
+        floor = 1 << (requested.bit_length() - 1)
+        found = self.roundup_power2_divisions[0][1]
+        for start, divisions in self.roundup_power2_divisions:
+            if start <= floor:
+                found = divisions
+        return found
+
+
+def _multiple(number: int, of: int) -> int:
+    return -(-number // of) * of
+
+
+def _next_division(requested: int, divisions: int) -> int:
+    """The next of ``divisions`` equal steps between the powers of two around a request."""
+    if requested & (requested - 1) == 0:
+        return requested
+    floor = 1 << (requested.bit_length() - 1)
+    step = floor >> (divisions.bit_length() - 1)
+    return _multiple(requested, step) if step else 2 * floor
 
 
 CACHING = AllocatorRules()

@@ -12,7 +12,6 @@ import torch
 from graphopt.analysis.costs.cost import CostReport, DeviceProfile
 from graphopt.ir.columns import aligned
 from graphopt.ir.ops.values import format_bytes, format_seconds
-from graphopt.ir.timeline import MemoryTimeline
 from graphopt.ir.version import VERSION
 from graphopt.planning import Simulated
 from graphopt.rewriting.memory.fit import Fitted, Fitting
@@ -166,19 +165,22 @@ def frontier_report(fitting: Fitting, cost: str, costs: CostReport) -> FrontierR
         cost=cost,
         costs=str(costs),
         cut_short=fitting.frontier.cut_short,
-        smallest_bytes=fitting.smallest().peak_bytes,
+        smallest_bytes=fitting.smallest_peak,
         points=tuple(_point(fitting, peak, plan, plan.again) for peak, plan in simulated),
-        device=_device_line(fitting.memory),
+        device=_device_line(fitting),
     )
 
 
-def _device_line(memory: MemoryTimeline) -> str:
+def _device_line(fitting: Fitting) -> str:
     """The device of a program without data, with its bytes, and whether the program fits as it is."""
+    memory, reserved = fitting.memory, fitting.reserved
     profile = memory.device
     if not isinstance(profile, DeviceProfile):
         return "" if profile is None else profile.name
-    room = profile.usable_bytes
-    fits = "as it is, the program fits" if memory.peak_bytes <= room else "as it is, the program does not fit"
+    room = profile.memory_bytes - profile.context_bytes
+    taken = memory.peak_bytes if reserved is None else reserved.reserved_peak_bytes
+    more = "" if reserved is None else f", {format_bytes(taken)} reserved"
+    fits = f"as it is, the program {'fits' if taken <= room else 'does not fit'}{more}"
     return f"{profile.name}, {format_bytes(room)} of {format_bytes(profile.memory_bytes)} for tensors: {fits}"
 
 

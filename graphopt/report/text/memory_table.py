@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.ir.columns import aligned
 from graphopt.ir.node import info
 from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
+from graphopt.ir.reserved_memory import ReservedMemory
 from graphopt.ir.text import short_source
 from graphopt.ir.timeline import LiveTensor, MemoryTimeline
 from graphopt.report.console.terminal import Span
@@ -52,7 +54,9 @@ def memory_spans(program: Program, top: int = 10, width: int = 80, *, colored: b
             [(f"no calls; {format_bytes(timeline.resident_bytes)} resident", "")],
         ]
     lines: list[list[Span]] = [[(title, "bold" if colored else "")]]
-    lines += [[(line, "")] for line in [*_peak(timeline), "", "at the peak, by category"]]
+    reserved = reserved_where_cached(program, timeline)
+    known = [] if reserved is None else _reserved(reserved)
+    lines += [[(line, "")] for line in [*_peak(timeline), *known, "", "at the peak, by category"]]
     lines += _categories(timeline, colored)
     lines += [[(line, "")] for line in ["", *_alive(timeline.alive, top), ""]]
     return lines + chart(timeline, width, colored=colored)
@@ -66,9 +70,11 @@ def memory_json(program: Program) -> dict[str, Any]:
 
     Returns:
         plain data: ``peak_bytes``, ``allocated_peak_bytes`` (what running adds to what is resident),
-        ``resident_bytes``, ``peak_at``, ``categories``, ``alive`` and ``timeline``. All sizes are bytes.
+        ``resident_bytes``, ``peak_at``, ``reserved`` (what the device's allocator takes, None where that is what is
+        alive), ``categories``, ``alive`` and ``timeline``. All sizes are bytes.
     """
     timeline = program.memory()
+    reserved = reserved_where_cached(program, timeline)
     return {
         "title": program.title,
         "stage": program.stage,
@@ -77,6 +83,7 @@ def memory_json(program: Program) -> dict[str, Any]:
         "allocated_peak_bytes": timeline.allocated_peak_bytes,
         "resident_bytes": timeline.resident_bytes,
         "peak_at": _call_json(timeline, _peak_position(timeline)) if timeline.nodes else None,
+        "reserved": None if reserved is None else _reserved_json(reserved),
         "categories": timeline.categories if timeline.nodes else {},
         "alive": [
             {"name": item.name, "bytes": item.bytes, "category": item.category, "source": item.source}
@@ -116,6 +123,46 @@ def _peak(timeline: MemoryTimeline) -> list[str]:
         f"where     {node.name}{name}, call {position + 1} of {len(timeline.nodes)}, in {known.phase.value}{source}",
         f"resident  {format_bytes(timeline.resident_bytes)} before and after; running adds up to {added}",
     ]
+
+
+def _reserved(reserved: ReservedMemory) -> list[str]:
+    """What the device's allocator takes for the program, line by line."""
+    where = reserved.peak_at
+    at = "before the first call" if where is None else f"at {(info(where).names or (where.name,))[0]}"
+    used = ", ".join(f"{name} {format_bytes(size)}" for name, size in reserved.workspaces.items() if size)
+    first = (
+        f"reserved  {format_bytes(reserved.reserved_peak_bytes)} ({reserved.reserved_peak_bytes} bytes) on "
+        f"{reserved.device} in {reserved.segments} segments, first {at}"
+    )
+    second = (
+        f"unused    {format_bytes(reserved.unused_bytes)} of it then, {format_bytes(reserved.inactive_split_bytes)} in "
+        f"split segments; blocks in use reach {format_bytes(reserved.allocated_peak_bytes)}"
+    )
+    lines = [first, second, *([f"          {used} of it for workspaces of libraries"] if used else [])]
+    if reserved.memory_bytes is not None:
+        outside = f", {format_bytes(reserved.context_bytes)} outside of the allocator" if reserved.context_bytes else ""
+        fits = "fits into" if reserved.fits else "does not fit into"
+        lines.append(f"device    {fits} {format_bytes(reserved.memory_bytes)}{outside}")
+    return lines
+
+
+def _reserved_json(reserved: ReservedMemory) -> dict[str, Any]:
+    where = reserved.peak_at
+    return {
+        "device": reserved.device,
+        "reserved_peak_bytes": reserved.reserved_peak_bytes,
+        "active_peak_bytes": reserved.active_peak_bytes,
+        "allocated_peak_bytes": reserved.allocated_peak_bytes,
+        "requested_peak_bytes": reserved.requested_peak_bytes,
+        "allocated_bytes": reserved.allocated_bytes,
+        "inactive_split_bytes": reserved.inactive_split_bytes,
+        "segments": reserved.segments,
+        "workspaces": dict(reserved.workspaces),
+        "context_bytes": reserved.context_bytes,
+        "memory_bytes": reserved.memory_bytes,
+        "fits": reserved.fits,
+        "peak_at": None if where is None else where.name,
+    }
 
 
 def _categories(timeline: MemoryTimeline, colored: bool) -> list[list[Span]]:

@@ -11,6 +11,7 @@ from graphopt.errors import ArgumentError, GraphoptError, wrong_argument
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.values import format_bytes, parse_bytes
 from graphopt.ir.program import Program
+from graphopt.ir.reserved_memory import ReservedMemory
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.rewriting.memory.fit import Fitting
 from graphopt.rewriting.memory.floor import always_alive, least_bytes, what_would_help
@@ -88,7 +89,7 @@ def _check_number(budget: float) -> None:
 _WRITE = ": write a number such as 8_000_000_000, or text such as '8GB' or '60%'"
 
 
-def budget_bytes(budget: int | str, memory: MemoryTimeline) -> int:
+def budget_bytes(budget: int | str, memory: MemoryTimeline, reserved: ReservedMemory | None = None) -> int:
     """A budget in bytes.
 
     Args:
@@ -96,6 +97,7 @@ def budget_bytes(budget: int | str, memory: MemoryTimeline) -> int:
         memory: the timeline of the program to fit. ``60%`` is of its peak, with the optimizer's state that a first step
             creates counted from the beginning, so that it means the same bytes at every step; ``auto`` is what it holds
             already and 95 % of what is free on its devices; without data, what its device has for tensors.
+        reserved: what its device reserves for it, where that is more than its tensors; ``60%`` is then of this.
 
     Raises:
         GraphoptError: for ``auto``, where it is not known how much is free.
@@ -103,13 +105,14 @@ def budget_bytes(budget: int | str, memory: MemoryTimeline) -> int:
     if not isinstance(budget, str):
         return int(budget)
     if budget.strip().lower() == "auto" and isinstance(memory.device, DeviceProfile):
-        return memory.device.usable_bytes
+        return memory.device.memory_bytes - memory.device.context_bytes
     if budget.strip().lower() == "auto":
         devices = {value_of(node).device for node in memory.nodes if hasattr(value_of(node), "device")}
         return memory.resident_bytes + int(0.95 * sum(free_bytes(device) for device in devices))
     percent = _PERCENT.fullmatch(budget)
     if percent:
-        return int(_lasting_peak(memory) * float(percent[1]) / 100)
+        more = 0 if reserved is None else reserved.reserved_peak_bytes - memory.peak_bytes
+        return int((_lasting_peak(memory) + more) * float(percent[1]) / 100)
     return parse_bytes(budget)
 
 
@@ -124,12 +127,24 @@ def _lasting_peak(memory: MemoryTimeline) -> int:
     return max([now + then for now, then in zip(memory.bytes, waiting, strict=True)], default=memory.peak_bytes)
 
 
-def within_already(memory: MemoryTimeline, budget: int) -> str:
-    """A sentence that says so, where a program fits into ``budget`` bytes as it is; empty where it does not."""
-    if memory.peak_bytes > budget:
+def within_already(memory: MemoryTimeline, budget: int, reserved: ReservedMemory | None = None) -> str:
+    """A sentence that says so, where a program fits into ``budget`` bytes as it is; empty where it does not.
+
+    Args:
+        memory: its timeline.
+        budget: in bytes.
+        reserved: what its device reserves for it, where that is more than its tensors.
+    """
+    taken = memory.peak_bytes if reserved is None else reserved.reserved_peak_bytes
+    if taken > budget:
         return ""
     peak, room = format_bytes(memory.peak_bytes), format_bytes(budget)
-    return f"the peak of the program as it is, {peak}, is within the budget of {room}"
+    if reserved is None:
+        return f"the peak of the program as it is, {peak}, is within the budget of {room}"
+    return (
+        f"what {reserved.device} reserves for the program as it is, {format_bytes(taken)} with a peak of {peak}, is "
+        f"within the budget of {room}"
+    )
 
 
 def refuse_hopeless(program: Program, memory: MemoryTimeline, budget: int, *, moves: bool = True) -> None:
@@ -186,11 +201,13 @@ def infeasible(fitting: Fitting, budget: int) -> BudgetError:
     fitting.apply(rewritten, smallest, origin="")
     rewritten.erase_dead()
     memory = rewritten.memory()
+    least = smallest.taken_bytes
+    what = "peak found is" if fitting.reserved is None else f"plan found has {fitting.reserved.device} reserve"
     error = BudgetError(
-        f"no plan fits into {format_bytes(budget)} ({budget} bytes): the smallest peak found is {smallest.peak_bytes} "
-        f"bytes ({format_bytes(smallest.peak_bytes)}), of which {format_bytes(memory.resident_bytes)} are parameters, "
+        f"no plan fits into {format_bytes(budget)} ({budget} bytes): the smallest {what} {least} "
+        f"bytes ({format_bytes(least)}), of which {format_bytes(memory.resident_bytes)} are parameters, "
         "optimizer state and inputs",
-        smallest.peak_bytes,
+        least,
     )
     error.add_note(f"the smallest peak is reached at {_named(memory)}; the largest tensors alive there:")
     for item in memory.alive[:_SHOWN]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning import Simulated
@@ -28,6 +29,12 @@ _IMPOSSIBLE = 2**63
 _TRIALS = 24
 """How many plans of a frontier are tried with values moved away."""
 
+_STEP = 1 / 128
+"""How far apart in bytes plans are that are looked at as programs whose allocator reserves more than their tensors.
+
+A share of the peak of the program as it is. What is reserved for a plan is only known from its program.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
@@ -38,12 +45,19 @@ class Fitted:
         peak_bytes: the peak of the rewritten program, by its own memory timeline.
         away: the values that wait elsewhere, and when.
         late: seconds for which the computation waits for copies.
+        reserved_bytes: what the device's allocator reserves for the rewritten program, where it keeps freed blocks.
     """
 
     simulated: Simulated
     peak_bytes: int
     away: tuple[Away, ...] = ()
     late: float = 0.0
+    reserved_bytes: int | None = None
+
+    @property
+    def taken_bytes(self) -> int:
+        """The bytes that a budget has to have: what is reserved, or else the peak."""
+        return self.peak_bytes if self.reserved_bytes is None else self.reserved_bytes
 
     @property
     def seconds(self) -> float:
@@ -92,6 +106,10 @@ class Fitting:
         memory: its timeline.
         seconds: of each call, in the order of ``memory.nodes``.
         options: of the search.
+
+    Attributes:
+        reserved: what the device's allocator reserves for the program as it is; None where that is no more than its
+            tensors.
     """
 
     def __init__(
@@ -107,6 +125,7 @@ class Fitting:
         self._smallest: Fitted | None = None
         self._repeatable: set[fx.Node] | None = None
         self._lower = 0
+        self.reserved = reserved_where_cached(program, memory)
         self.frontier = self._search(options) if options.recompute else self._unchanged()
 
     def _search(self, options: FittingOptions) -> Frontier:
@@ -135,6 +154,7 @@ class Fitting:
         """
         carried = copy.copy(self)
         carried.program, carried.memory, carried._smallest = program, memory, None
+        carried.reserved = reserved_where_cached(program, memory)
         carried._repeatable = repeatable_calls(program)
         carried._lower = min(0, memory.peak_bytes - self.memory.peak_bytes)
         return carried
@@ -149,21 +169,22 @@ class Fitting:
         return self.scheduler.evaluate(point.drops)
 
     def within(self, budget: int) -> Fitted | None:
-        """The fastest plan whose rewritten program peaks at ``budget`` bytes or less; None where there is none.
+        """The fastest plan whose rewritten program takes ``budget`` bytes or less; None where there is none.
 
-        The rewritten program's own timeline decides: where it is above what the planner expected, the next best plan is
-        taken. More bytes never get a slower plan, since what there is to choose from does not depend on the budget.
+        The rewritten program's own timeline decides, and where the device's allocator keeps freed blocks, what it
+        reserves: where that is above what the planner expected, the next best plan is taken. More bytes never get a
+        slower plan, since what there is to choose from does not depend on the budget.
         """
         above = self._lower  # a carried program takes so much more or less than expected, as far as is known
-        for choice in sorted(self._choices(), key=lambda choice: choice.seconds):
+        for choice in sorted(self._tried(), key=lambda choice: choice.seconds):
             if choice.peak + above <= budget:
                 fitted = self._fitted(choice)
-                if fitted.peak_bytes <= budget:
+                if fitted.taken_bytes <= budget:
                     return fitted
                 if self._repeatable is not None and fitted.peak_bytes < _IMPOSSIBLE:
                     above = max(above, fitted.peak_bytes - choice.peak)
         smallest = self.smallest()
-        return smallest if smallest.peak_bytes <= budget else None
+        return smallest if smallest.taken_bytes <= budget else None
 
     def trade(self, most: int) -> list[Fitted]:
         """Plans of which none is better in both bytes and seconds, as the planner expects them, from few bytes to many.
@@ -171,10 +192,7 @@ class Fitting:
         Args:
             most: how many (2 at least); of more than that, those whose peaks are evenly spread.
         """
-        best: list[_Choice] = []
-        for choice in sorted(self._choices(), key=lambda choice: (choice.peak, choice.seconds)):
-            if not best or choice.seconds < best[-1].seconds:
-                best.append(choice)
+        best = _trade_off(self._choices())
         low, high = best[0].peak, best[-1].peak
         goals = [low + (high - low) * number // (most - 1) for number in range(most)]
         spread = {bisect_right(best, goal, key=lambda choice: choice.peak) - 1: None for goal in goals}
@@ -185,16 +203,35 @@ class Fitting:
         return self._fitted(_Choice(point.peak, point.again, point))
 
     def smallest(self) -> Fitted:
-        """The plan with the lowest peak that was found; of several, the fastest."""
+        """The plan with the fewest bytes that was found; of several, the fastest."""
         if self._smallest is None:
-            choices = sorted(self._choices(), key=lambda choice: (choice.peak, choice.seconds))
+            choices = sorted(self._tried(), key=lambda choice: (choice.peak, choice.seconds))
             best = self._fitted(choices[0])
             for choice in choices[1:]:
-                if choice.peak >= best.peak_bytes:
+                if choice.peak >= best.taken_bytes:
                     break
-                best = min(best, self._fitted(choice), key=lambda fitted: fitted.peak_bytes)
+                best = min(best, self._fitted(choice), key=lambda fitted: fitted.taken_bytes)
             self._smallest = best
         return self._smallest
+
+    @property
+    def smallest_peak(self) -> int:
+        """The lowest peak that was found, in bytes; where more is reserved, another plan may take the fewest bytes."""
+        peak = self.smallest().peak_bytes
+        return peak if self.reserved is None else min(peak, self.frontier.lowest.peak)
+
+    def _tried(self) -> list[_Choice]:
+        """The plans that are looked at as programs: all, or some that are evenly apart where each takes a replay.
+
+        Those that move values are chosen from by themselves: copies come and go, and leave more unused.
+        """
+        choices = self._choices()
+        if self.reserved is None:
+            return choices
+        step = int(_STEP * self.memory.peak_bytes)
+        moved = [choice for choice in choices if isinstance(choice.plan, Moved)]
+        others = [choice for choice in choices if not isinstance(choice.plan, Moved)]
+        return [*_spread(_trade_off(others), step), *_spread(_trade_off(moved), step)]
 
     def _choices(self) -> list[_Choice]:
         """The plans of the frontier as they are, and some of them with values moved away."""
@@ -226,7 +263,10 @@ class Fitting:
         changed = self.program.copy()
         self.apply(changed, expected, origin="")
         changed.erase_dead()
-        return replace(expected, peak_bytes=changed.memory().peak_bytes)
+        memory = changed.memory()
+        reserved = None if self.reserved is None else reserved_where_cached(changed, memory)
+        taken = None if reserved is None else reserved.reserved_peak_bytes
+        return replace(expected, peak_bytes=memory.peak_bytes, reserved_bytes=taken)
 
     def apply(self, program: Program, fitted: Fitted, *, origin: str) -> Recomputation:
         """Rewrite a program (this one, or a copy of it) as a plan says."""
@@ -241,3 +281,21 @@ class Fitting:
             for item in fitted.away
         ]
         return NamedPlan(tuple(names[step] for step in fitted.simulated.plan.steps), tuple(moves), self.tier)
+
+
+def _trade_off(choices: Sequence[_Choice]) -> list[_Choice]:
+    """Those of which none is better in both bytes and seconds, from few bytes to many."""
+    best: list[_Choice] = []
+    for choice in sorted(choices, key=lambda choice: (choice.peak, choice.seconds)):
+        if not best or choice.seconds < best[-1].seconds:
+            best.append(choice)
+    return best
+
+
+def _spread(best: Sequence[_Choice], step: int) -> list[_Choice]:
+    """Of some plans, from few bytes to many, those that are at least ``step`` bytes apart, and the last one."""
+    found: list[_Choice] = []
+    for choice in best:
+        if not found or choice is best[-1] or choice.peak >= found[-1].peak + step:
+            found.append(choice)
+    return found

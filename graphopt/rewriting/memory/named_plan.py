@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.values import type_text
 from graphopt.ir.program import Program
@@ -78,13 +79,15 @@ class NamedPlan:
         return done
 
     def fits(self, program: Program, budget: int) -> bool:
-        """Whether a program can be rewritten so, and then takes ``budget`` bytes or less at its peak."""
+        """Whether a program can be rewritten so, and then takes ``budget`` bytes or less: at its peak, or reserved."""
         if not self.possible(program, repeatable_calls(program)):
             return False
         copy = program.copy()
         self.apply(copy, origin="")
         copy.erase_dead()
-        return copy.memory().peak_bytes <= budget
+        memory = copy.memory()
+        reserved = reserved_where_cached(copy, memory)
+        return (memory.peak_bytes if reserved is None else reserved.reserved_peak_bytes) <= budget
 
     def possible(self, program: Program, repeatable: Collection[fx.Node]) -> bool:
         """Whether a program has the calls that run again or are moved, and may run them again.

@@ -12,12 +12,13 @@ from graphopt.analysis.costs.cost import CostReport
 from graphopt.ir.columns import aligned
 from graphopt.ir.node import info
 from graphopt.ir.ops.values import format_bytes, format_seconds
+from graphopt.ir.reserved_memory import ReservedMemory
 from graphopt.ir.text import short_source
 from graphopt.planning import Simulated
 from graphopt.planning.problem import lifetimes
 from graphopt.rewriting.memory.fit import Fitted, Fitting
 
-__all__ = ["Decision", "away_lines", "crossing", "decisions", "plan_lines", "summary_lines"]
+__all__ = ["Decision", "away_lines", "crossing", "decisions", "plan_lines", "reserved_lines", "summary_lines"]
 
 _NUMBER = re.compile(r"(?<![A-Za-z_0-9])\d+(?![A-Za-z_0-9])")
 
@@ -93,13 +94,34 @@ def summary_lines(fitting: Fitting, fitted: Fitted, budget: int, costs: CostRepo
     peak = (
         f"peak {format_bytes(fitted.peak_bytes)} of {format_bytes(budget)} allowed; the program as it is takes "
         f"{format_bytes(fitting.memory.peak_bytes)}; the smallest peak found is "
-        f"{format_bytes(fitting.smallest().peak_bytes)}"
+        f"{format_bytes(fitting.smallest_peak)}"
     )
     time = (
         f"what runs again takes {format_seconds(fitted.simulated.again)} on top of {format_seconds(fitting.seconds)}"
         f"{f', waiting for copies {format_seconds(fitted.late)}' if fitted.away else ''}: {share:.1%} more ({how})"
     )
-    return [peak, time, *([costs.remark] if costs.remark else []), *_outside(fitting)]
+    return [peak, *reserved_lines(fitting, fitted), time, *([costs.remark] if costs.remark else []), *_outside(fitting)]
+
+
+def reserved_lines(fitting: Fitting, fitted: Fitted) -> list[str]:
+    """What the device's allocator reserves under a plan, next to its peak; nothing where that is the peak itself."""
+    reserved = fitting.reserved
+    if reserved is None or fitted.reserved_bytes is None:
+        return []
+    more = fitted.reserved_bytes - fitted.peak_bytes
+    line = (
+        f"{reserved.device} reserves {format_bytes(fitted.reserved_bytes)} for it, {format_bytes(more)} beyond the "
+        f"peak{_workspaces(reserved)}; for the program as it is "
+        f"{format_bytes(reserved.reserved_peak_bytes)}, and under the plan that takes least "
+        f"{format_bytes(fitting.smallest().taken_bytes)}"
+    )
+    return [line]
+
+
+def _workspaces(reserved: ReservedMemory) -> str:
+    """The workspaces that are a part of what is reserved."""
+    named = [f"{library} {format_bytes(size)}" for library, size in reserved.workspaces.items() if size]
+    return f", workspaces among them ({', '.join(named)})" if named else ""
 
 
 def _outside(fitting: Fitting) -> list[str]:

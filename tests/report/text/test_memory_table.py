@@ -13,10 +13,12 @@ from torch import fx, nn
 import graphopt
 from graphopt import GraphoptError, Program
 from graphopt.ir.node import info, value_of
+from graphopt.ir.ops.values import format_bytes
 from graphopt.report.text.memory_chart import chart
 from graphopt.report.text.memory_table import memory_json, memory_text
 from graphopt.report.text.tensor_table import tensors_json, tensors_table
 from tests.support.reporting import Net, Tiny, joint, total, without_line_numbers
+from tests.support.toy_devices import on_device, toy_device
 from tests.support.training import recomputed
 
 
@@ -127,6 +129,28 @@ def test_memory_json_adds_up() -> None:
     assert sum(data["categories"].values()) == data["peak_bytes"] == sum(item["bytes"] for item in data["alive"])
     assert data["timeline"][data["peak_at"]["call"]] == data["peak_at"]
     assert data["peak_bytes"] - data["resident_bytes"] == data["allocated_peak_bytes"]
+
+
+def test_memory_on_a_device_with_a_caching_allocator_has_what_is_reserved() -> None:
+    plain = joint(Gate(), 64, 4)
+    device = toy_device(workspaces={"nccl": 8192}, context_bytes=1_000_000)
+    program = on_device(plain, device)
+    reserved = plain.reserved(device)
+    lines = memory_text(program).splitlines()
+    assert (
+        f"reserved  49.2 kB ({reserved.reserved_peak_bytes} bytes) on toy in {reserved.segments} segments" in lines[4]
+    )
+    assert lines[5].startswith(f"unused    {format_bytes(reserved.unused_bytes)} of it then, ")
+    assert lines[6] == "          nccl 8.2 kB of it for workspaces of libraries"
+    assert lines[7] == "device    fits into 67.1 MB, 1.0 MB outside of the allocator"
+    data = memory_json(program)
+    assert json.loads(json.dumps(data)) == data
+    assert data["reserved"]["reserved_peak_bytes"] == reserved.reserved_peak_bytes
+    assert data["reserved"]["fits"] is True
+    small = on_device(plain, toy_device(memory_bytes=4096))
+    assert "device    does not fit into 4.1 kB" in memory_text(small)
+    assert memory_json(plain)["reserved"] is None
+    assert "reserved" not in memory_text(plain)
 
 
 def test_memory_of_a_program_without_calls() -> None:
