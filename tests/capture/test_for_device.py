@@ -172,7 +172,7 @@ def test_passes_rewrite_a_program_without_data() -> None:
 
 
 def test_times_are_those_of_the_device_and_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = _captured(nn.Sequential(Block(), Block(), Block()), torch.empty(8, 64, 32), step=True)
+    program = _captured(nn.Sequential(Block(), Block(), Block()), torch.empty(256, 256, 32), step=True)
     monkeypatch.setattr("graphopt.analysis.costs.cost.Measurements.run", _fail)
     monkeypatch.setattr("graphopt.analysis.workspace._measure", _fail)
     seconds = {name: sum(costs_of(program.memory(), name).seconds) for name in ("measured", "roofline", "h100-80gb")}

@@ -37,8 +37,8 @@ def config(folder: Path, **changes: Any) -> str:
 
 
 def test_a_model_of_transformers_is_planned_by_its_configuration(run: Command, tmp_path: Path) -> None:
-    options = ("--batch", 2, "--tokens", 64, "--device", "h100-80gb")
-    done = run("plan", config(tmp_path), *options, "--budget", "90%", "--json")
+    options = ("--batch", 256, "--tokens", 64, "--device", "h100-80gb")
+    done = run("plan", config(tmp_path, num_hidden_layers=1), *options, "--budget", "90%", "--json")
     assert done.code == 0, done.err
     (budget,) = done.data["budgets"]
     assert budget["feasible"]
@@ -65,10 +65,10 @@ def test_a_factory_is_captured_for_a_device_without_data(run: Command) -> None:
 
 def test_several_devices_share_the_optimizer_without_their_processes(run: Command, tmp_path: Path) -> None:
     options = ("--tokens", 8, "--device", "h100-80gb", "--json")
-    alone = run("plan", config(tmp_path), *options).data
-    shared = run("plan", config(tmp_path), *options, "--devices", 4, "-p", "data-parallel, shard-optimizer").data
-    state = alone["plain"]["resident_bytes"] - shared["plain"]["resident_bytes"]
-    assert 0.6 * 0.75 < state / alone["plain"]["resident_bytes"] < 0.75
+    alone = run("memory", config(tmp_path), *options).data["program"]
+    shared = run("memory", config(tmp_path), *options, "--devices", 4, "-p", "data-parallel, shard-optimizer").data
+    state = alone["resident_bytes"] - shared["program"]["resident_bytes"]
+    assert 0.6 * 0.75 < state / alone["resident_bytes"] < 0.75
     assert not torch.distributed.is_initialized()
 
 
