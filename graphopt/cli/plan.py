@@ -161,6 +161,14 @@ def _answer_text(fitting: Fitting, answer: _Answer, costs: CostReport) -> str:
     return "\n".join([head, *summary, *(["", *moved] if moved else []), "", *kept]) + "\n"
 
 
+def _reserved_json(fitting: Fitting, answer: _Answer) -> dict[str, int | None]:
+    """What the device's allocator reserves; nothing where that is what is alive."""
+    if fitting.reserved is None:
+        return {}
+    plain = fitting.reserved.reserved_peak_bytes
+    return {"reserved_bytes": plain if answer.fitted is None else answer.fitted.reserved_bytes}
+
+
 def _answer_json(fitting: Fitting, answer: _Answer) -> dict[str, Any]:
     data: dict[str, Any] = {"budget": answer.text, "budget_bytes": answer.budget, "feasible": answer.error is None}
     if answer.error is not None:
@@ -169,6 +177,7 @@ def _answer_json(fitting: Fitting, answer: _Answer) -> dict[str, Any]:
     return {
         **data,
         **asdict(_point(fitting, answer)),
+        **_reserved_json(fitting, answer),
         "decisions": [asdict(decision) for decision in decisions(fitting, fitted.simulated)] if fitted else [],
         "offloaded": [{"name": names[item.value], "bytes": item.copy.bytes} for item in fitted.away] if fitted else [],
     }

@@ -61,7 +61,7 @@ class ReservedMemory:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the device has so much memory; None where that is not known."""
+        """Whether the device has so much memory without giving cached segments back; None where that is not known."""
         return None if self.memory_bytes is None else self.total_bytes <= self.memory_bytes
 
     @property

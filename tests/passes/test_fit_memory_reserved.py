@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.support.toy_devices import on_device, toy_device
 from tests.support.training import captured
 
 ROWS = torch.ones(256, 8)
+SWEPT = partial(pytest.param, marks=pytest.mark.sweep)
 DEVICE = toy_device(workspaces={"cublas": 20_480})
 
 
@@ -42,7 +44,7 @@ def fitting_of(program: Program, *, host: bool = False) -> Fitting:
     return Fitting(program, memory, costs_of(memory, "roofline").seconds, FittingOptions(lanes=lanes))
 
 
-@pytest.mark.parametrize("share", ["95%", "80%", "70%"])
+@pytest.mark.parametrize("share", [SWEPT("95%"), "80%", SWEPT("70%")])
 def test_what_is_reserved_is_within_the_budget(plain: Program, share: str) -> None:
     budget = int(reserved(plain) * int(share[:-1]) / 100)
     program, record = applied(plain, fit(share, allow=("recompute",)))
@@ -65,7 +67,7 @@ def test_a_budget_between_the_peak_and_what_is_reserved_is_not_met_as_it_is(plai
     assert untouched.changed.reason.startswith(f"what toy reserves for the program as it is, {taken / 1000:.1f} kB")
 
 
-@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("host", [False, SWEPT(True)])
 def test_more_bytes_never_cost_more_seconds_reserved(plain: Program, host: bool) -> None:
     fitting = fitting_of(plain, host=host)
     low, high = fitting.smallest().taken_bytes, reserved(plain)

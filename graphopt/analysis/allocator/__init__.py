@@ -7,8 +7,9 @@
 True
 """
 
-from graphopt.analysis.allocator.block_pool import AllocatorTotals, Block
-from graphopt.analysis.allocator.caching_allocator import AllocatorPeaks, CachingAllocator, DeviceMemoryError
+from graphopt.analysis.allocator.allocator_totals import AllocatorPeaks, AllocatorTotals, DeviceMemoryError
+from graphopt.analysis.allocator.block_pool import Block
+from graphopt.analysis.allocator.caching_allocator import CachingAllocator
 from graphopt.analysis.allocator.recorded_trace import Recording, read_recording, recording_of
 from graphopt.analysis.allocator.rules import CACHING, PLAIN, AllocatorRules
 from graphopt.analysis.allocator.trace_comparison import TraceComparison, compare_trace

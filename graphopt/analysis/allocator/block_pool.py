@@ -4,33 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from graphopt.analysis.allocator.allocator_totals import AllocatorTotals
 from graphopt.analysis.allocator.rules import AllocatorRules
 
-__all__ = ["AllocatorTotals", "Block", "BlockPool", "Segment"]
-
-
-@dataclass(slots=True)
-class AllocatorTotals:
-    """What an allocator has given out, and what it holds, in bytes.
-
-    Attributes:
-        requested: what was asked for, of the blocks that are active.
-        allocated: blocks that are in use.
-        active: those, and blocks that are freed but wait for another stream that used them.
-        reserved: what the device has given: all segments.
-        inactive_split: free blocks whose segment holds blocks in use, so that it cannot be given back. Blocks of
-            expandable segments, whose pages can, are not among them.
-        segments: how many segments there are.
-    """
-
-    requested: int = 0
-    allocated: int = 0
-    active: int = 0
-    reserved: int = 0
-    inactive_split: int = 0
-    segments: int = 0
+__all__ = ["Block", "BlockPool", "Segment"]
 
 
 class Segment:

@@ -9,66 +9,22 @@ given back before the request fails. Nothing is allocated here.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from graphopt.analysis.allocator.adopted_segments import Used, adopted_segment
-from graphopt.analysis.allocator.block_pool import AllocatorTotals, Block, BlockPool, Segment
+from graphopt.analysis.allocator.allocator_totals import AllocatorPeaks, AllocatorTotals, DeviceMemoryError
+from graphopt.analysis.allocator.block_pool import Block, BlockPool, Segment
 from graphopt.analysis.allocator.growing_segments import GrowingSegments
 from graphopt.analysis.allocator.rules import CACHING, AllocatorRules
 from graphopt.errors import GraphoptError, check_type, whole_number
-from graphopt.ir.ops.values import format_bytes
 
-__all__ = ["AllocatorPeaks", "CachingAllocator", "DeviceMemoryError"]
+__all__ = ["CachingAllocator"]
 
 _ADDRESS_SPACE = 2**40
 """Bytes of addresses of a growing segment where the device's memory is not known; no device has so much."""
 
 _FIRST_ADDRESS = 2**44
 """Where the addresses of segments begin."""
-
-
-class DeviceMemoryError(GraphoptError):
-    """A simulated allocator has no block for a request, and its device no memory for one.
-
-    Args:
-        wanted: bytes that were asked for.
-        limit: bytes that the device has for this allocator.
-        totals: what was given out and held when it failed, after all that can be given back was.
-    """
-
-    def __init__(self, wanted: int, limit: int, totals: AllocatorTotals) -> None:
-        unused = totals.reserved - totals.active
-        super().__init__(
-            f"no memory for {format_bytes(wanted)} ({wanted} bytes): of {format_bytes(limit)}, "
-            f"{format_bytes(totals.reserved)} are reserved, of which {format_bytes(totals.allocated)} are allocated "
-            f"and {format_bytes(unused)} free, {format_bytes(totals.inactive_split)} of them in split segments, which "
-            "cannot be given back\n  what to do: free tensors before, or let segments grow "
-            "(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True) where much is free in split ones"
-        )
-        self.wanted = wanted
-        self.limit = limit
-        self.totals = totals
-
-
-@dataclass(frozen=True, slots=True)
-class AllocatorPeaks:
-    """The most bytes of each kind at once, and the state when most was reserved for the first time.
-
-    Attributes:
-        requested: as in ``AllocatorTotals``.
-        allocated: likewise.
-        active: likewise.
-        reserved: likewise.
-        at_reserved: all totals right behind the request with which ``reserved`` was reached.
-        request: the number of that request, counted from 0; -1 where nothing was reserved.
-    """
-
-    requested: int = 0
-    allocated: int = 0
-    active: int = 0
-    reserved: int = 0
-    at_reserved: AllocatorTotals = field(default_factory=AllocatorTotals)
-    request: int = -1
 
 
 class CachingAllocator:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable
 
-from graphopt.analysis.allocator.block_pool import AllocatorTotals, Block, BlockPool, Segment
+from graphopt.analysis.allocator.allocator_totals import AllocatorTotals
+from graphopt.analysis.allocator.block_pool import Block, BlockPool, Segment
 
 __all__ = ["GrowingSegments"]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from graphopt.errors import ArgumentError, whole_number
+
 __all__ = ["CACHING", "PLAIN", "AllocatorRules"]
 
 _MIB = 1024 * 1024
@@ -30,6 +32,10 @@ class AllocatorRules:
         roundup_power2_divisions: pairs of bytes, powers of two, and numbers of divisions: requests from the bytes of
             a pair up to those of the next are rounded up to the next of so many equal parts between two powers of two;
             smaller ones than the first as the first says. 0 or 1 divisions: as ``round_bytes`` says.
+
+    Raises:
+        ArgumentError: for sizes that are no numbers of bytes, and for segments that the requests they serve do not fit
+            into.
     """
 
     caching: bool = True
@@ -42,6 +48,20 @@ class AllocatorRules:
     expandable_segments: bool = False
     max_split_size: int = 0
     roundup_power2_divisions: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            whole_number(f"AllocatorRules' {name}", getattr(self, name), least=1, of="bytes")
+        whole_number("AllocatorRules' max_split_size", self.max_split_size, of="bytes")
+        for start, divisions in self.roundup_power2_divisions:
+            whole_number("AllocatorRules' roundup_power2_divisions", start, least=1, of="bytes")
+            whole_number("AllocatorRules' roundup_power2_divisions", divisions, of="divisions")
+        for request, segment in (("small_request", "small_segment"), ("large_request", "large_segment")):
+            if getattr(self, segment) < getattr(self, request):
+                raise ArgumentError(
+                    f"AllocatorRules' {segment} of {getattr(self, segment)} bytes serves requests of up to {request}, "
+                    f"{getattr(self, request)} bytes: it has to be as large at least"
+                )
 
     def block_bytes(self, requested: int) -> int:
         """The bytes of the block for a request; those of a block that is not split can be more."""
@@ -83,6 +103,11 @@ class AllocatorRules:
             if start <= floor:
                 found = divisions
         return found
+
+
+_SIZES = (
+    "round_bytes", "small_request", "small_segment", "large_segment", "large_request", "round_large",
+)  # fmt: skip
 
 
 def _multiple(number: int, of: int) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from graphopt.analysis.allocator import CACHING, PLAIN, AllocatorRules
+from graphopt.errors import ArgumentError
 
 MIB = 2**20
 
@@ -68,3 +71,19 @@ def test_what_remains_of_a_block_is_split_off_from_one_size_on() -> None:
     limited = AllocatorRules(max_split_size=100 * MIB)
     assert limited.splits(99 * MIB, 50 * MIB, small=False)
     assert not limited.splits(100 * MIB, 50 * MIB, small=False)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"round_bytes": 0}, "round_bytes is a whole number of bytes of at least 1"),
+        ({"large_segment": "20MB"}, "large_segment is a whole number of bytes"),
+        ({"max_split_size": -1}, "max_split_size is a whole number of bytes of at least 0"),
+        ({"roundup_power2_divisions": ((0, 4),)}, "roundup_power2_divisions is a whole number of bytes"),
+        ({"small_segment": MIB - 1}, "small_segment of 1048575 bytes serves requests of up to small_request"),
+        ({"large_request": 21 * MIB}, "it has to be as large at least"),
+    ],
+)
+def test_sizes_that_mean_nothing_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        AllocatorRules(**wrong)
