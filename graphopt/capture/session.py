@@ -283,9 +283,9 @@ def capture(
         dynamic_shapes: sizes that may vary, as for ``torch.export.export``.
         stage: ``forward``, ``joint`` or ``step``; the last one that the arguments allow by default.
         device: capture what this device would run, without data and without running anything: the name of a device
-            whose figures are published (``"h100-80gb"``), a ``.toml`` file with a profile, or a ``DeviceProfile``. Where the tensors are does not matter
-            then; they may be on ``meta``, as models made under ``graphopt.without_data()`` are. Such a program is
-            planned, printed, drawn and saved, and is not run.
+            whose figures are published (``"h100-80gb"``), a ``.toml`` file with a profile, or a ``DeviceProfile``.
+            Where the tensors are does not matter then; they may be on ``meta``, as models made under
+            ``graphopt.without_data()`` are. Such a program is planned, printed, drawn and saved, and is not run.
 
     Returns:
         The program; ``program.lower(program)`` gives the next stage where there is one.

@@ -14,6 +14,7 @@ from graphopt.errors import GraphoptError
 from graphopt.ir.phases import Stage
 
 __all__ = [
+    "REMEASURE_HELP",
     "budget_argument",
     "budget_problem",
     "byte_count",
@@ -209,7 +210,7 @@ def time_limit_argument(parser: argparse.ArgumentParser) -> None:
 def cost_arguments(parser: argparse.ArgumentParser, default: str | None = "measured") -> None:
     """Add ``--cost`` and ``--remeasure``."""
     parser.add_argument("--cost", choices=FileOr(COSTS), default=default, metavar="COST", help=_COST_HELP)
-    parser.add_argument("--remeasure", action="store_true", help=_REMEASURE_HELP)
+    parser.add_argument("--remeasure", action="store_true", help=REMEASURE_HELP)
 
 
 def cost_problem(options: argparse.Namespace) -> str:
@@ -236,7 +237,7 @@ _COST_HELP = (
     + ", ".join(COSTS)
     + ", or a .toml file that graphopt profile wrote"
 )
-_REMEASURE_HELP = "measure everything anew, and replace what was kept; with --cost measured"
+REMEASURE_HELP = "measure everything anew, and replace what was kept; with --cost measured"
 
 
 def budget_argument(parser: argparse.ArgumentParser, *, several: bool) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from datetime import date
 from functools import partial
 
 import torch
@@ -13,11 +15,13 @@ from graphopt.analysis.costs.figures import Figure, device_here, device_name, fi
 from graphopt.analysis.costs.profiles import DeviceProfile
 from graphopt.analysis.costs.timing import shortest_seconds
 from graphopt.ir.autocast import plain_precision
+from graphopt.ir.version import VERSION
 
-__all__ = ["profile_of"]
+__all__ = ["measured_profile", "profile_of"]
 
 _CALIBRATED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _SMALL_RUNS = 200
+_MIB = 1024 * 1024
 
 
 def profile_of(device: torch.device | str, *, cache: bool = True) -> DeviceProfile:
@@ -37,6 +41,8 @@ def profile_of(device: torch.device | str, *, cache: bool = True) -> DeviceProfi
             str(dtype).removeprefix("torch."): figures.once("profile", f"flops {dtype}", partial(_flops, dtype, place))
             for dtype in _CALIBRATED
         }
+        if place.type == "cuda":
+            flops["tf32"] = figures.once("profile", "flops tf32", partial(_flops, torch.float32, place, "high"))
         memory_bandwidth = figures.once("profile", "memory_bandwidth", partial(_memory_bandwidth, place))
         overhead = figures.once("profile", "overhead", partial(_overhead, place))
     figures.save()
@@ -53,10 +59,75 @@ def profile_of(device: torch.device | str, *, cache: bool = True) -> DeviceProfi
     )
 
 
-def _flops(dtype: torch.dtype, device: torch.device) -> Figure:
+def measured_profile(device: torch.device | str, *, cache: bool = True) -> DeviceProfile:
+    """``profile_of`` with all that can be measured: the disk, the link between two devices, what libraries take.
+
+    Args:
+        device: cpu or a CUDA device of this machine.
+        cache: use figures measured before, and keep new ones.
+
+    Raises:
+        GraphoptError: for a device that is not here, and for a disk that cannot be measured.
+    """
+    place = device_here(device)
+    found = profile_of(place, cache=cache)
+    disk = link_bandwidth(place, "disk", ranks=1, cache=cache)
+    how = (
+        f"measured by graphopt {VERSION} with torch {torch.__version__} and {torch.get_num_threads()} threads "
+        f"on {date.today().isoformat()}"
+    )
+    found = replace(found, disk_bandwidth=disk, sources=(how,))
+    if place.type != "cuda":
+        return found
+    count = torch.cuda.device_count()
+    return replace(
+        found,
+        devices_per_host=count,
+        peer_bandwidth=_peer_bandwidth(place, cache) if count > 1 else 0.0,
+        workspaces=_workspaces(place),
+        context_bytes=_context_bytes(place),
+    )
+
+
+def _peer_bandwidth(device: torch.device, cache: bool) -> float:
+    """Bytes per second from a device to the next one of the host."""
+    other = torch.device("cuda", ((device.index or 0) + 1) % torch.cuda.device_count())
+    figures = figures_of(device, cache=cache)
+
+    def measured() -> Figure:
+        source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
+        target = torch.ones(COPY_BYTES, dtype=torch.uint8, device=other)
+        return shortest_seconds(lambda: target.copy_(source), device, runs=COPIES).rate(COPY_BYTES)
+
+    found = figures.once("bandwidth", f"peer {other.index}", measured)
+    figures.save()
+    return found
+
+
+def _workspaces(device: torch.device) -> dict[str, int]:
+    """What torch asks its allocator for on behalf of cuBLAS, for a handle and a stream.
+
+    ``parseChosenWorkspaceSize`` and ``parseCUDABlasLtWorkspaceSize`` in torch's ``CublasHandlePool.cpp``.
+    """
+    hopper = torch.cuda.get_device_capability(device) == (9, 0)
+    return {"cublas": 32 * _MIB if hopper else (2 * 4096 + 8 * 16) * 1024, "cublaslt": _MIB}
+
+
+def _context_bytes(device: torch.device) -> int:
+    """Bytes of a device that are in use now and not torch's: contexts, also those of other processes."""
+    free, total = torch.cuda.mem_get_info(device)
+    return max(total - free - torch.cuda.memory_reserved(device), 0)
+
+
+def _flops(dtype: torch.dtype, device: torch.device, precision: str = "highest") -> Figure:
     width = 4096 if device.type == "cuda" else 384
     one = torch.ones(width, width, dtype=dtype, device=device)
-    return shortest_seconds(lambda: one @ one, device).rate(2 * width**3)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        return shortest_seconds(lambda: one @ one, device).rate(2 * width**3)
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _memory_bandwidth(device: torch.device) -> Figure:

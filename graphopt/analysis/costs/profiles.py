@@ -132,8 +132,8 @@ PROFILES: Mapping[str, DeviceProfile] = {name: DeviceProfile.load(DEVICE_FOLDER 
 """The devices whose published figures are known, one file each in the folder ``devices``, with its sources.
 
 Rates are dense, times the file's ``efficiency``, which is ``EFFICIENCY``. Matrix products in float16, bfloat16, float64
-and float8 run on tensor cores (float64 not on the V100). Those in float32 do not, as torch has it by default; ``"tf32"``
-is their rate after ``torch.set_float32_matmul_precision("high")``. Bytes of memory are what torch reports.
+and float8 run on tensor cores (float64 not on the V100). Those in float32 do not, as torch has it by default;
+``"tf32"`` is their rate after ``torch.set_float32_matmul_precision("high")``. Bytes of memory are what torch reports.
 """
 
 
