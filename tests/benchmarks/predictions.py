@@ -114,12 +114,10 @@ def _row(found: Mapping[str, Any]) -> tuple[str, ...]:
     shown = functools.partial(_shown, found["figure"])
     return (
         found["what"],
-        found["on"],
         shown(found["predicted"]),
         shown(found["compared"]),
         f"{found['distance']:+.1%}",
         found["source"],
-        found["leaves_out"],
     )
 
 
@@ -135,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in rows:
         results.append(compared(row, data["configs"][row["config"]]))
         print(" | ".join(_row(results[-1])), file=sys.stderr, flush=True)
-    head = ("", "on", "predicted", "published", "distance", "source", "not in the prediction")
+    head = ("", "predicted", "published", "distance", "source")
     table = make_table("Predictions beside published measurements", head, [_row(found) for found in results])
     show({"results": results}, [table], as_json=given.json)
     return 0

@@ -17,8 +17,8 @@ from tests.support.paths import BENCHMARKS
 DATA: dict[str, Any] = tomllib.loads((BENCHMARKS / "published_memory.toml").read_text(encoding="utf-8"))
 ROWS = DATA["rows"]
 NEEDED = {
-    "what", "model", "config", "batch", "tokens", "precision", "optimizer", "checkpointing", "attention", "device", "on",
-    "figure", "published", "source", "where", "leaves_out",
+    "what", "model", "config", "batch", "tokens", "precision", "optimizer", "checkpointing", "attention", "device",
+    "on", "figure", "published", "source", "where", "leaves_out",
 }  # fmt: skip
 
 
