@@ -56,6 +56,7 @@ IN_PLACE: dict[Any, InPlace] = {
     _aten.mul.Scalar: InPlace(_aten.mul_.Tensor),  # mul_.Scalar rounds the number to 16 bits, and mul.Scalar does not
     _aten.sub.Scalar: InPlace(_aten.sub_.Scalar),
     _aten.div.Scalar: InPlace(_aten.div_.Scalar),
+    _aten.addmm.default: InPlace(_aten.addmm_.default),
     _aten.pow.Tensor_Scalar: InPlace(_aten.pow_.Scalar),
     **{getattr(_aten, name).default: InPlace(getattr(_aten, f"{name}_").default) for name in _UNARY},
     **{

@@ -55,6 +55,11 @@ def what_would_help(program: Program, memory: MemoryTimeline, *, moves: bool) ->
     done = " ".join(program.history)
     alive = Counter(memory.categories)
     gradients = _gradients(memory)
+    if "chunk-loss" not in done and (logits := _logits(memory)):
+        yield (
+            f"ChunkLoss() computes logits and loss in chunks of tokens: up to {format_bytes(logits)} less (in a whole "
+            "step, with loss=)"
+        )
     if "mixed-precision" not in done and (halved := _single_precision(memory) // 2):
         yield f"MixedPrecision() keeps activations in two bytes an element: up to {format_bytes(halved)} less"
     if gradients and program.stage == "joint":
@@ -74,6 +79,17 @@ def what_would_help(program: Program, memory: MemoryTimeline, *, moves: bool) ->
     if alive["optimizer state"] and "shard-optimizer" not in done:
         state = format_bytes(alive["optimizer state"])
         yield f"ShardOptimizer() on several ranks leaves each its share of the {state} of optimizer state"
+
+
+_OF_LOSSES = ("_log_softmax", "_softmax", "nll_loss", "_log_softmax_backward_data")
+
+
+def _logits(memory: MemoryTimeline) -> int:
+    """The bytes of log-probabilities and of their gradients that are alive at the peak, where they are the largest."""
+    position = memory.bytes.index(memory.peak_bytes) if memory.bytes else -1
+    alive = [s for s in memory.storages if not s.is_input and s.first <= position <= s.last]
+    found = [s.bytes for s in alive if str(s.owner.target).partition(".")[2].startswith(_OF_LOSSES)]
+    return sum(found) if found and max(found) == max(s.bytes for s in alive) else 0
 
 
 def _gradients(memory: MemoryTimeline) -> list[int]:

@@ -1,0 +1,142 @@
+"""Which calls of a program work on each row of a large matrix by itself, so that rows can be computed a few at a time.
+
+A row is what leading dimensions number: tokens of a batch, before and behind views that split or join these dimensions.
+Inside of a chunk, every value has its rows in one dimension, the first (or the last of a transposed matrix). A call
+either gives rows again, or adds up over rows, as gradients of weights and sums of losses do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import fx
+
+from graphopt.ir.node import value_of
+
+__all__ = ["Choice", "Chunk", "Emit", "Rows", "State", "States", "Step", "Sum", "Whole", "plain", "rows_of", "shape_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A slice of a leading dimension, behind which some rows are left out.
+
+    Attributes:
+        shape: of the leading dimensions before.
+        dim: which of them is cut.
+        start: its first place that stays.
+        end: behind its last place that stays.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    start: int
+    end: int
+
+    @property
+    def shape_after(self) -> tuple[int, ...]:
+        """Of the leading dimensions behind the slice."""
+        return (*self.shape[: self.dim], self.end - self.start, *self.shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A value with one entry for each row.
+
+    Attributes:
+        lead: how many leading dimensions number the rows.
+        last: whether rows are in the last dimension of a matrix instead.
+        chosen: the slice that has left out rows, or has put zeros in their places; None for all rows.
+        padded: whether rows that are left out are there, as zeros; only those that are chosen are computed.
+    """
+
+    lead: int
+    last: bool = False
+    chosen: Choice | None = None
+    padded: bool = False
+
+    def goes_with(self, other: Rows) -> bool:
+        """Whether the rows of two values stand for the same ones, in the same places."""
+        behind = [state.chosen is not None and not state.padded for state in (self, other)]
+        return (self.lead, self.last) == (other.lead, other.last) and behind[0] == behind[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A value that is the sum of what chunks give, divided by ``divisor`` or by what ``finish`` says."""
+
+    divisor: int = 1
+    finish: Callable[[Any, fx.Node], fx.Node] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A value that does not depend on what rows hold, made once by ``make``."""
+
+    make: Callable[[Any], fx.Node]
+
+
+State = Rows | Sum | Whole
+States = Mapping[fx.Node, State]
+
+
+class Chunk(Protocol):
+    """Some rows while they are computed."""
+
+    @property
+    def count(self) -> int:
+        """How many rows there are."""
+        ...
+
+    def value(self, node: Any) -> Any:
+        """What stands for an argument: of a value with rows the rows of this chunk, of any other all of it."""
+        ...
+
+    def rows(self, node: fx.Node, lead: int) -> fx.Node:
+        """The rows of this chunk of a value from outside."""
+        ...
+
+    def call(self, like: fx.Node, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> fx.Node:
+        """Insert a call in the place of another one."""
+        ...
+
+    def once(self, key: Any, make: Callable[[Any], fx.Node]) -> fx.Node:
+        """What ``make`` makes, once for all chunks."""
+        ...
+
+
+Emit = Callable[[Chunk], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """How a call is made for the rows of a chunk.
+
+    Attributes:
+        state: what its result is.
+        emit: makes it.
+        add: makes it and adds it to what earlier chunks have made, as one call; None where two are needed.
+    """
+
+    state: State
+    emit: Emit
+    add: Callable[[Chunk, fx.Node], fx.Node] | None = None
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """The shape of a node's value."""
+    return tuple(value_of(value).shape)
+
+
+def rows_of(node: Any, states: States) -> Rows | None:
+    """What is known of an argument that has rows; None for all other arguments."""
+    state = states.get(node) if isinstance(node, fx.Node) else None
+    return state if isinstance(state, Rows) else None
+
+
+def plain(node: fx.Node, state: State) -> Step:
+    """A call whose arguments are those of the chunk, as they are."""
+    return Step(
+        state, lambda chunk: chunk.call(node, node.target, [chunk.value(arg) for arg in node.args], node.kwargs)
+    )

@@ -1,0 +1,106 @@
+"""A GPT with a large vocabulary: bytes and time of a step with ``ChunkLoss``, by itself and within budgets.
+
+Bytes are what a step adds to parameters, optimizer state and the batch, predicted and measured. Times are medians of
+paired rounds, as a ratio to the step without passes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from harness import example_models, make_table, parser, show
+
+import graphopt
+from graphopt.passes import ChunkLoss, FitMemory, FuseUpdate
+
+models = example_models()
+
+
+def ways(budgets: Sequence[int]) -> dict[str, list[Any]]:
+    """The passes that are compared, by name; budgets in bytes, of everything."""
+    found: dict[str, list[Any]] = {"no passes": [], "ChunkLoss()": [ChunkLoss()], "ChunkLoss(64)": [ChunkLoss(64)]}
+    for budget in budgets:
+        name = f"ChunkLoss(), FuseUpdate(), FitMemory within {budget / 1e6:.0f} MB"
+        found[name] = [ChunkLoss(), FuseUpdate(), FitMemory(budget)]
+    return found
+
+
+def make(config: Any, passes: list[Any], batch: torch.Tensor) -> graphopt.TrainStep:
+    """A step that has run twice, so that its state is there."""
+    torch.manual_seed(0)
+    model = models.GPT(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    step = graphopt.optimize_step(model, optimizer, passes, loss=models.next_token_loss)
+    step(*batch)
+    step(*batch)
+    return step
+
+
+def compared(config: Any, batch: torch.Tensor, above: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    """Bytes and times of every way.
+
+    Args:
+        config: of the GPT.
+        batch: tokens and targets.
+        above: budgets, in bytes beyond what is resident.
+        rounds: how often each is timed.
+    """
+    plain = make(config, [], batch)
+    resident = plain.program.memory().resident_bytes
+    steps = {"no passes": plain}
+    for name, passes in ways([resident + bytes_ for bytes_ in above]).items():
+        if passes:
+            steps[name] = make(config, passes, batch)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            started = time.process_time()
+            step(*batch)
+            seconds[name].append(time.process_time() - started)
+    found = []
+    for name, step in steps.items():
+        pairs = zip(seconds[name], seconds["no passes"], strict=True)
+        found.append(
+            {
+                "passes": name,
+                "predicted_bytes": step.program.memory().allocated_peak_bytes,
+                "measured_bytes": graphopt.measure_peak(lambda step=step: step(*batch)).allocated_peak_bytes,
+                "ratio": statistics.median(one / other for one, other in pairs),
+            }
+        )
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=9, help="rounds that are timed")
+    given = options.parse_args(argv)
+    torch.set_num_threads(given.threads)
+    quick = given.quick
+    config = models.GPTConfig(vocab=2000 if quick else 32_000, context=64 if quick else 256, d=64 if quick else 256,
+        layers=1 if quick else 6, heads=4)  # fmt: skip
+    batch = torch.randint(config.vocab, (2, 4 if quick else 8, config.context))
+    above = [2_000_000] if quick else [95_000_000, 86_000_000]
+    results = compared(config, batch, above, 1 if quick else given.rounds)
+    rows = [
+        (
+            row["passes"],
+            f"{row['predicted_bytes'] / 1e6:.1f} MB",
+            f"{row['measured_bytes'] / 1e6:.1f} MB",
+            f"×{row['ratio']:.2f}",
+        )
+        for row in results
+    ]
+    title = f"A step of a GPT with {config.vocab:,} words, beyond what is resident"
+    table = make_table(title, ("", "predicted", "measured", "time"), rows)
+    show({"results": results}, [table], as_json=given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
