@@ -78,6 +78,7 @@ bench: $(DEV) $(BROWSER) ## measure what tests/benchmarks/README.md says (an hou
 	$(BIN)/python tests/benchmarks/call_overhead.py
 	$(BIN)/python tests/benchmarks/first_step.py
 	$(BIN)/python tests/benchmarks/large_models.py
+	$(BIN)/python tests/benchmarks/predictions.py
 	$(BIN)/python tests/benchmarks/chunk_loss.py
 	$(BIN)/python tests/benchmarks/memory_frontier.py --models gpt --inductor
 	$(BIN)/python tests/benchmarks/compile_backend.py

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from graphopt.analysis.costs.cost import PROFILES, check_cost, costs_of
+from graphopt.analysis.costs.cost import check_cost, costs_of, profile_of_cost
 from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.node import Phase, info
@@ -60,7 +60,7 @@ class FitMemory(Pass):
             the program alone, and so do the plans.
         cost: where seconds come from: ``measured`` (each distinct call is run on this device, and the figures are kept
             on disk), ``roofline`` (nothing of the program is run), or the name of a device whose roofline is taken
-            (``a100-80gb``).
+            (``a100-80gb``), or a ``.toml`` file with its profile.
 
     Raises:
         GraphoptError: where no plan is within the budget, with the smallest peak and the largest tensors alive there;
@@ -179,7 +179,7 @@ class FitMemory(Pass):
         if "offload" not in self.allow:
             return None
         room = self._room()
-        profile = PROFILES.get(self.cost)
+        profile = profile_of_cost(self.cost)
         return lambda planning: host_lanes(planning, room, rate=profile.host_bandwidth if profile else None)
 
 

@@ -1,4 +1,4 @@
-"""What a capture for another device starts from: its profile, and model, optimizer and batch without data."""
+"""What a capture for another device starts from: model, optimizer and batch without data."""
 
 from __future__ import annotations
 
@@ -9,31 +9,14 @@ import torch
 from torch import fx, nn
 
 from graphopt import _torch
-from graphopt.analysis.costs.profiles import PROFILES, DeviceProfile
+from graphopt.analysis.costs.profiles import DeviceProfile
 from graphopt.capture.call_checks import check_model, check_optimizer
 from graphopt.capture.example_copies import Twins, twins_without_data
-from graphopt.errors import CaptureError, near_words, wrong_argument
+from graphopt.errors import CaptureError
 from graphopt.ir.node import set_value, value_of
 from graphopt.ir.program import Program
 
-__all__ = ["profile_for", "stand_in", "without_data_for"]
-
-
-def profile_for(device: object) -> DeviceProfile:
-    """The profile that is given, or that has the name that is given.
-
-    Raises:
-        ArgumentError: for something else, with the near names.
-    """
-    if isinstance(device, DeviceProfile):
-        return device
-    wanted = f"a DeviceProfile or one of {', '.join(map(repr, PROFILES))}"
-    if not isinstance(device, str):
-        raise wrong_argument("device", device, wanted)
-    if device not in PROFILES:
-        near = near_words(device, tuple(PROFILES)) or [name for name in PROFILES if name.startswith(device.lower())]
-        raise wrong_argument("device", device, wanted, f"did you mean {', '.join(map(repr, near))}?" if near else "")
-    return PROFILES[device]
+__all__ = ["stand_in", "without_data_for"]
 
 
 def without_data_for(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from graphopt import _torch
-from graphopt.analysis.costs.profiles import DeviceProfile
+from graphopt.analysis.costs.profiles import DeviceProfile, device_profile
 from graphopt.capture.append_update import append_update
 from graphopt.capture.call_checks import (
     argument_names,
@@ -22,7 +22,7 @@ from graphopt.capture.call_checks import (
 )
 from graphopt.capture.checks import refuse_wrapped
 from graphopt.capture.flatten import Structure
-from graphopt.capture.for_device import profile_for, stand_in, without_data_for
+from graphopt.capture.for_device import stand_in, without_data_for
 from graphopt.capture.forward import ForwardCapture, capture_forward
 from graphopt.capture.garbage_collection import no_collection
 from graphopt.capture.graph_part import GraphPart, title_of
@@ -283,9 +283,9 @@ def capture(
         dynamic_shapes: sizes that may vary, as for ``torch.export.export``.
         stage: ``forward``, ``joint`` or ``step``; the last one that the arguments allow by default.
         device: capture what this device would run, without data and without running anything: the name of a device
-            whose figures are published (``"h100-80gb"``), or a ``DeviceProfile``. Where the tensors are does not matter
-            then; they may be on ``meta``, as models made under ``graphopt.without_data()`` are. Such a program is
-            planned, printed, drawn and saved, and is not run.
+            whose figures are published (``"h100-80gb"``), a ``.toml`` file with a profile, or a ``DeviceProfile``.
+            Where the tensors are does not matter then; they may be on ``meta``, as models made under
+            ``graphopt.without_data()`` are. Such a program is planned, printed, drawn and saved, and is not run.
 
     Returns:
         The program; ``program.lower(program)`` gives the next stage where there is one.
@@ -306,7 +306,7 @@ def capture(
     refuse_wrapped(model)
     positional = _positional(args, kwargs)
     wanted = _stage(stage, optimizer)
-    profile = None if device is None else profile_for(device)
+    profile = None if device is None else device_profile(device)
     if profile is not None:
         twins = without_data_for(profile, model, optimizer, positional, kwargs or {}, dynamic_shapes)
         model, optimizer, positional, kwargs = twins.model, twins.optimizer, twins.args, twins.kwargs

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from graphopt.analysis.costs.device_names import COSTS, DEVICES
+from graphopt.analysis.costs.device_names import COSTS, DEVICES, FileOr
 from graphopt.errors import GraphoptError
 from graphopt.ir.phases import Stage
 
 __all__ = [
+    "REMEASURE_HELP",
     "budget_argument",
     "budget_problem",
     "byte_count",
@@ -83,7 +84,7 @@ def program_arguments(parser: argparse.ArgumentParser) -> None:
 def device_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``--device``, for which a program is captured without data, and what describes the batch of an hf: target."""
     group = parser.add_argument_group("a device that need not be here")
-    group.add_argument("--device", choices=DEVICES, metavar="DEVICE", help=_DEVICE_HELP)
+    group.add_argument("--device", choices=FileOr(DEVICES), metavar="DEVICE", help=_DEVICE_HELP)
     group.add_argument("--devices", type=positive, default=1, metavar="N", help=_DEVICES_HELP)
     group.add_argument(
         "--batch", type=positive, metavar="N", help="sequences in a batch, for an hf: target (default 1)"
@@ -113,7 +114,9 @@ def device_problem(options: argparse.Namespace) -> str:
 
 _CONFIG_PREFIX = "hf:"
 _DTYPES = ("float32", "bfloat16", "float16")
-_DEVICE_HELP = "capture without data, as this device would run it: " + ", ".join(DEVICES)
+_DEVICE_HELP = (
+    "capture without data, as this device would run it: " + ", ".join(DEVICES) + ", or a .toml file with a profile"
+)
 _DEVICES_HELP = (
     "of the first of N such devices, each with a batch like the target's: passes such as data-parallel and "
     "shard-optimizer are for N ranks"
@@ -206,13 +209,13 @@ def time_limit_argument(parser: argparse.ArgumentParser) -> None:
 
 def cost_arguments(parser: argparse.ArgumentParser, default: str | None = "measured") -> None:
     """Add ``--cost`` and ``--remeasure``."""
-    parser.add_argument("--cost", choices=COSTS, default=default, metavar="COST", help=_COST_HELP)
-    parser.add_argument("--remeasure", action="store_true", help=_REMEASURE_HELP)
+    parser.add_argument("--cost", choices=FileOr(COSTS), default=default, metavar="COST", help=_COST_HELP)
+    parser.add_argument("--remeasure", action="store_true", help=REMEASURE_HELP)
 
 
 def cost_problem(options: argparse.Namespace) -> str:
     """What is wrong with the two together; empty where nothing is."""
-    if options.remeasure and options.cost in DEVICES:
+    if options.remeasure and options.cost in FileOr(DEVICES):
         return f"--remeasure measures on this device, and --cost {options.cost} takes no time from it: leave one out"
     return ""
 
@@ -232,8 +235,9 @@ def budget_problem(options: argparse.Namespace) -> str:
 _COST_HELP = (
     "where the seconds of calls come from: measured here and kept (default), this device's roofline, or another's: "
     + ", ".join(COSTS)
+    + ", or a .toml file that graphopt profile wrote"
 )
-_REMEASURE_HELP = "measure everything anew, and replace what was kept; with --cost measured"
+REMEASURE_HELP = "measure everything anew, and replace what was kept; with --cost measured"
 
 
 def budget_argument(parser: argparse.ArgumentParser, *, several: bool) -> None:

@@ -11,6 +11,7 @@ from graphopt.cli.compare_arguments import compare_arguments
 from graphopt.cli.completion import SHELLS
 from graphopt.cli.memory_arguments import memory_arguments
 from graphopt.cli.plan_arguments import plan_arguments
+from graphopt.cli.profile_arguments import profile_arguments
 from graphopt.cli.tensors_arguments import tensors_arguments
 from graphopt.cli.view_arguments import view_arguments
 from graphopt.ir.formats import find_format, format_names
@@ -64,6 +65,13 @@ def command_line() -> argparse.ArgumentParser:
     )
     cache_arguments(
         add("cache:cache", "cache", "list the captures that are kept beyond the process, explain misses, remove them")
+    )
+    profile_arguments(
+        add(
+            "profile:profile",
+            "profile",
+            "measure what this machine can do, and write it to a file for --cost and --device",
+        )
     )
     shells = add("words:completion", "completion", "print a script that completes commands and options in a shell")
     shells.add_argument("shell", choices=SHELLS, help="source the output, as in: source <(graphopt completion bash)")

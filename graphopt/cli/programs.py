@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from graphopt import _torch
 from graphopt.analysis.costs.figures import remeasure
-from graphopt.capture.for_device import profile_for
+from graphopt.analysis.costs.profiles import device_profile
 from graphopt.capture.meta_tensors import without_data
 from graphopt.cli.model_config import PREFIX, model_of_config
 from graphopt.cli.target import Target, checked_target, load_target
@@ -53,7 +53,7 @@ def rewritten_program(options: argparse.Namespace, pipeline: Pipeline | None = N
     if getattr(options, "fits", False) and options.remeasure:
         remeasure()
     with contextlib.redirect_stdout(sys.stderr), terminal.working(f"capturing {options.target}"):
-        profile = None if options.device is None else profile_for(options.device)
+        profile = None if options.device is None else device_profile(options.device)
         target = _target(options)
         stage = stage_to_show(options.stage, target, pipeline, options.verify)
         session, context = target.session(profile), Context(device=profile)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from graphopt.errors import ArgumentError, GraphoptError, PipelineError, did_you_mean
+from graphopt.ir.toml_text import toml_text
 from graphopt.rewriting.pass_data import passes_from_data, passes_to_data
 from graphopt.rewriting.registry import find_pass
-from graphopt.rewriting.toml_text import toml_text
 from graphopt.rewriting.yaml_text import read_yaml, yaml_text
 
 __all__ = ["SUFFIXES", "passes_as_text", "read_document", "read_passes"]

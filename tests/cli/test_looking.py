@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "diff": ((target("plain"), "-p", RECOMPUTE), {"title", "stage", "passes", "diff"}),
     "compare": ((target("with_loss"), "-p", RECOMPUTE), {"title", "stage", "passes"}),
     "cache": ((), {"folder", "on", "entries"}),
+    "profile": (("cpu",), {"device", "profile"}),
     "plan": ((target("plain"), "--cost", "a100-80gb"), {"title", "stage", "budgets"}),
     "view": ((target("plain"), "-o", "page.html"), {"title", "stage", "passes", "file", "bytes"}),
 }

@@ -273,7 +273,7 @@ PROGRAMS: list[Case] = [
     ("a format that is none", lambda: graphopt.register_format(Format), ("class Format", "graphopt.Format")),  # type: ignore[arg-type]
     ("another one of the name", lambda: graphopt.register_format(Format("json", ".x", print, "")), ("'json' already",)),  # type: ignore[arg-type]
     ("what offload costs", lambda: Offload(cost="a100-80gb"), ("'measured', 'roofline'",)),
-    ("a device nobody knows", lambda: FitMemory("8GB", cost="RTX4090"), ("'RTX4090'", "write 'measured'", "h200")),
+    ("a device nobody knows", lambda: FitMemory("8GB", cost="TPU v5"), ("'TPU v5'", "write 'measured'", "h200")),
     ("a device's long name", lambda: FitMemory("8GB", cost="NVIDIA A100-SXM4-80GB"), ("did you mean 'a100-80gb'?",)),
     ("the device here", lambda: FitMemory("8GB", cost="cuda"), ("'measured', 'roofline'",)),
 ]  # fmt: skip

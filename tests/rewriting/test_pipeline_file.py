@@ -16,9 +16,9 @@ from torch import nn
 
 import graphopt
 from graphopt import GraphoptError, Pipeline, PipelineError, configs
+from graphopt.ir.toml_text import toml_text
 from graphopt.passes import ClipGradients, FitMemory, MixedPrecision, Offload, Recompute
 from graphopt.rewriting.pass_data import passes_from_data, passes_to_data
-from graphopt.rewriting.toml_text import toml_text
 from graphopt.rewriting.yaml_text import read_yaml, yaml_text
 from tests.rewriting.test_spec import Options, find, options
 from tests.support.properties import examples

@@ -1,4 +1,7 @@
-"""The tables of passes, made from the classes: ``python -m tests.support.catalogue --check passes/README.md``."""
+"""The tables of passes and devices, made from classes and files.
+
+``python -m tests.support.catalogue --check passes/README.md``.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from graphopt.analysis.costs.profiles import PROFILES, DeviceProfile
 from graphopt.capture.border import BORDER
 from graphopt.errors import GraphoptError
 from graphopt.report.text.pass_table import passes_json
 from graphopt.rewriting.pass_ import Pass
 from graphopt.rewriting.registry import available_passes
 
-__all__ = ["border_table", "brought_up_to_date", "main", "options_table", "passes_table", "replace_table"]
+__all__ = [
+    "border_table", "brought_up_to_date", "devices_table", "main", "options_table", "passes_table", "replace_table",
+]  # fmt: skip
 
 START, END = "<!-- passes -->", "<!-- /passes -->"
 
@@ -57,6 +63,26 @@ def _order(data: dict[str, Any]) -> list[str]:
     return [f"{text} {', '.join(f'`{name}`' for name in data[key])}." for key, text in words.items() if data[key]]
 
 
+def devices_table() -> str:
+    """A Markdown table of the devices whose figures are published, with the rates that programs get."""
+    return _table(_DEVICES, [_device(profile) for profile in PROFILES.values()])
+
+
+def _device(profile: DeviceProfile) -> list[str]:
+    links = [profile.host_bandwidth, profile.peer_bandwidth, profile.network_bandwidth]
+    return [
+        f"`{profile.name}`",
+        f"{profile.memory_bytes / 1e9:.1f} GB",
+        f"{profile.memory_bandwidth / 1e9:,.0f}",
+        f"{profile.flops['float32'] / 1e12:,.4g}",
+        f"{profile.flops['bfloat16'] / 1e12:,.4g}" if "bfloat16" in profile.flops else "",
+        *(f"{rate / 1e9:,.4g}" if rate else "" for rate in links),
+    ]
+
+
+_DEVICES = ("device", "memory", "its GB/s", "TFLOP/s float32", "bfloat16", "GB/s to the host", "to a peer", "network")
+
+
 def border_table() -> str:
     """The table of what is at the border of a capture."""
     return _table(("what", "how", ""), [(row.what, row.how, row.note) for row in BORDER])
@@ -75,14 +101,15 @@ def replace_table(text: str, table: str, start: str = START, end: str = END) -> 
 
 
 def brought_up_to_date(text: str) -> str:
-    """``text`` with the table of the built-in passes, and the one of their options, as the classes have them.
+    """``text`` with the tables of built-in passes, of their options, and of devices, as classes and files have them.
 
     Raises:
         GraphoptError: as ``replace_table`` raises it.
     """
     own = [cls for cls in available_passes().values() if cls.__module__.startswith("graphopt.passes.")]
     text = replace_table(text, passes_table(own))
-    return replace_table(text, options_table(own), "<!-- options -->", "<!-- /options -->")
+    text = replace_table(text, options_table(own), "<!-- options -->", "<!-- /options -->")
+    return replace_table(text, devices_table(), "<!-- devices -->", "<!-- /devices -->")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.write and current != text:
         path.write_text(current, encoding="utf-8")
     elif current != text:
-        print(f"{path}: the tables of passes are not current: {parser.prog} --write {path}", file=sys.stderr)
+        print(f"{path}: its tables are not current: {parser.prog} --write {path}", file=sys.stderr)
         return 1
     return 0
 

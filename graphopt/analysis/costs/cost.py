@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import operator
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -19,11 +18,12 @@ import torch
 from torch import fx
 
 from graphopt.analysis.costs.bandwidth import Tier, link_bandwidth
-from graphopt.analysis.costs.device_names import COSTS
+from graphopt.analysis.costs.calibration import profile_of
+from graphopt.analysis.costs.device_names import COSTS, is_profile_file, near_devices
 from graphopt.analysis.costs.figures import cache_folder, remeasure
 from graphopt.analysis.costs.isolated_call import call_key, call_tensors
 from graphopt.analysis.costs.measurements import Measurements
-from graphopt.analysis.costs.profiles import EFFICIENCY, PROFILES, DeviceProfile, profile_of
+from graphopt.analysis.costs.profiles import EFFICIENCY, PROFILES, DeviceProfile, device_profile
 from graphopt.analysis.costs.roofline import call_device, flops_of, moved_bytes, roofline_seconds
 from graphopt.errors import GraphoptError, near_words, shown
 from graphopt.ir.autocast import plain_precision
@@ -43,11 +43,13 @@ __all__ = [
     "check_cost",
     "cost_report",
     "costs_of",
+    "device_profile",
     "flops_of",
     "link_bandwidth",
     "moved_bytes",
     "op_seconds",
     "profile_of",
+    "profile_of_cost",
     "remeasure",
     "roofline_seconds",
 ]
@@ -185,11 +187,15 @@ class _Roofline:
 
 
 def check_cost(cost: str) -> None:
-    """Refuse a name that is not in ``COSTS``.
+    """Refuse what is neither a name in ``COSTS`` nor a file with a profile.
 
     Raises:
-        GraphoptError: with the near names, and what to write for a device that is not among them.
+        GraphoptError: with the near names, and what to write for a device that is not among them; for a file that is
+            no profile, with the place in it.
     """
+    if isinstance(cost, str) and is_profile_file(cost):
+        device_profile(cost)
+        return
     if isinstance(cost, str) and cost in COSTS:
         return
     what = "cost is where seconds come from"
@@ -199,19 +205,25 @@ def check_cost(cost: str) -> None:
     if near:
         raise GraphoptError(f"there is no cost model {cost!r}: {what}; did you mean {', '.join(map(repr, near))}?")
     raise GraphoptError(
-        f"there is no cost model {cost!r}: {what}; write 'measured' or 'roofline' for the device that is here, or one "
-        f"of {', '.join(map(repr, PROFILES))}"
+        f"there is no cost model {cost!r}: {what}; write 'measured' or 'roofline' for the device that is here, one "
+        f"of {', '.join(map(repr, PROFILES))}, or a .toml file with a profile"
     )
 
 
+def profile_of_cost(cost: str) -> DeviceProfile | None:
+    """The device whose roofline a cost model is; None for ``measured`` and ``roofline``, which mean the one here.
+
+    Raises:
+        GraphoptError: for a file that is no profile.
+    """
+    return device_profile(cost) if cost in PROFILES or is_profile_file(cost) else None
+
+
 def _near_costs(cost: str) -> list[str]:
-    """What was probably meant: a device by its full name or without its bytes, or the device that is here."""
+    """What was probably meant: a device by words of its name, or the device that is here."""
     if cost.lower() in ("cpu", "cuda", "gpu", "auto", "here", "local"):
         return ["measured", "roofline"]
-    words = re.split(r"[^a-z0-9]+", cost.lower())
-    named = [known for known in PROFILES if known.partition("-")[0] in words]
-    exact = [known for known in named if known.rpartition("-")[2] in words]
-    return exact or named or near_words(cost, COSTS)
+    return near_devices(cost) or near_words(cost, COSTS)
 
 
 def _known_profile(device: Device) -> DeviceProfile:
@@ -227,7 +239,7 @@ def _known_profile(device: Device) -> DeviceProfile:
 
 
 def costs_of(memory: MemoryTimeline, cost: str, *, progress: Callable[[int, int], None] | None = None) -> CostReport:
-    """Seconds of every call of a program, by one of ``COSTS``.
+    """Seconds of every call of a program, by one of ``COSTS`` or by a file with a profile.
 
     Args:
         memory: the program's timeline; seconds are in the order of its ``nodes``.
@@ -235,11 +247,11 @@ def costs_of(memory: MemoryTimeline, cost: str, *, progress: Callable[[int, int]
         progress: called with (distinct calls measured, distinct calls to measure) after each of them.
 
     Raises:
-        GraphoptError: for a name that is not in ``COSTS``.
+        GraphoptError: for a name that is not in ``COSTS``, and for a file that is no profile.
     """
     check_cost(cost)
     if memory.device is not None and cost in ("measured", "roofline"):
         return cost_report(memory.nodes, method="roofline", profile=_known_profile(memory.device))
     if cost == "measured":
         return cost_report(memory.nodes, progress=progress)
-    return cost_report(memory.nodes, method="roofline", profile=PROFILES.get(cost))
+    return cost_report(memory.nodes, method="roofline", profile=profile_of_cost(cost))

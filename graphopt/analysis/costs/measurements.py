@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import fx
 
+from graphopt.analysis.costs.calibration import profile_of
 from graphopt.analysis.costs.figures import Figure, Figures, figures_of
 from graphopt.analysis.costs.isolated_call import LARGEST_CALL, call_bytes, call_key, call_tensors, refusal
 from graphopt.analysis.costs.plausibility import is_large, outliers, shortest_possible
-from graphopt.analysis.costs.profiles import DeviceProfile, profile_of
+from graphopt.analysis.costs.profiles import DeviceProfile
 from graphopt.analysis.costs.roofline import call_device
 from graphopt.analysis.costs.timing import measured_seconds
 from graphopt.ir.ops import schema

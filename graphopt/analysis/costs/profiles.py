@@ -1,23 +1,21 @@
-"""What a device can do: published figures of common ones, and calibration of the one that is here."""
+"""What a device can do: the form of a profile, and the published figures of common devices."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 import torch
 
-from graphopt.analysis.allocator.rules import CACHING, PLAIN, AllocatorRules
-from graphopt.analysis.costs.bandwidth import COPIES, COPY_BYTES, link_bandwidth
-from graphopt.analysis.costs.figures import Figure, device_here, device_name, figures_of
-from graphopt.analysis.costs.timing import shortest_seconds
-from graphopt.errors import GraphoptError
-from graphopt.ir.autocast import plain_precision
+from graphopt.analysis.allocator.rules import PLAIN, AllocatorRules
+from graphopt.analysis.costs.device_names import DEVICE_FOLDER, DEVICES, is_profile_file, near_devices
+from graphopt.analysis.costs.profile_file import read_profile, write_profile
+from graphopt.errors import GraphoptError, wrong_argument
 
-__all__ = ["EFFICIENCY", "PROFILES", "DeviceProfile", "profile_of"]
+__all__ = ["EFFICIENCY", "PROFILES", "DeviceProfile", "device_profile"]
 
 EFFICIENCY = 0.75
 """The share of the published peaks that programs get, in `PROFILES`.
@@ -25,9 +23,6 @@ EFFICIENCY = 0.75
 Vendors state what the clock and the units allow; large matrix products, copies and transfers reach between 60 and 90 %
 of it. 0.75 is also what torch's own estimate of run times takes (``torch.utils._runtime_estimation``).
 """
-
-_LAUNCH = 5e-6
-"""Seconds between two small kernels of an eager PyTorch program on CUDA, where Python and the launch are the limit."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +32,8 @@ class DeviceProfile:
     Attributes:
         name: for people.
         flops: floating-point operations per second of matrix products by dtype (``"float32"``, ``"bfloat16"``);
-            ``"float32"`` must be there and stands for dtypes that are not.
+            ``"float32"`` must be there and stands for dtypes that are not; ``"tf32"`` is that of float32 where its
+            products may be less precise (``torch.set_float32_matmul_precision``).
         memory_bandwidth: bytes per second that ops read and write in the device's memory.
         overhead: seconds that every op takes beyond that.
         host_bandwidth: bytes per second between the device and the host's memory, in each direction.
@@ -50,9 +46,19 @@ class DeviceProfile:
         workspaces: bytes that libraries keep for themselves out of the allocator's memory, by library (``"cublas"``).
         context_bytes: bytes that the device's driver and libraries take outside of the allocator.
         sources: where the figures are published.
+        disk_bandwidth: bytes per second between the device and a disk of its host; 0 where it is not known.
 
     Raises:
-        GraphoptError: for a figure that is not positive (``overhead`` may be 0), or without ``"float32"``.
+        GraphoptError: for a figure that is not positive (``overhead`` and what may be unknown may be 0), or without
+            ``"float32"``.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from graphopt.analysis.costs.profiles import DeviceProfile
+        >>> mine = DeviceProfile("mine", {"float32": 2e12}, 1e11, 1e-6, 1e10, 16 * 10**9)
+        >>> path = mine.save(pathlib.Path(tempfile.mkdtemp()) / "mine.toml")
+        >>> DeviceProfile.load(path) == mine
+        True
     """
 
     name: str
@@ -69,6 +75,31 @@ class DeviceProfile:
     workspaces: Mapping[str, int] = field(default_factory=dict, hash=False)
     context_bytes: int = 0
     sources: tuple[str, ...] = ()
+    disk_bandwidth: float = 0.0
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> DeviceProfile:
+        """The profile in a ``.toml`` file, whose fields are the attributes.
+
+        With ``efficiency``, a share, the file's rates and bandwidths are those of a data sheet, and are multiplied by
+        it. Files may come from strangers: values are checked and none is evaluated, and sizes are limited.
+
+        Raises:
+            GraphoptError: for a file that cannot be read or is no profile, with the place in it.
+        """
+        arguments = read_profile(path)
+        try:
+            return cls(**arguments)
+        except GraphoptError as error:
+            raise GraphoptError(f"{str(path)!r} is no profile of a device: {error}") from None
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the profile to a ``.toml`` file that ``load`` reads, and return its path.
+
+        Raises:
+            GraphoptError: for a file of another kind, or one that cannot be written.
+        """
+        return write_profile(path, {attribute.name: getattr(self, attribute.name) for attribute in fields(self)})
 
     def __post_init__(self) -> None:
         if "float32" not in self.flops:
@@ -77,7 +108,11 @@ class DeviceProfile:
         figures |= {"memory_bandwidth": self.memory_bandwidth, "host_bandwidth": self.host_bandwidth}
         figures["memory_bytes"] = self.memory_bytes
         wrong = [f"{key} is {value!r}" for key, value in figures.items() if not 0 < value < math.inf]
-        wrong += [f"overhead is {self.overhead!r}"] if not 0 <= self.overhead < math.inf else []
+        unknown = ("overhead", "peer_bandwidth", "network_bandwidth", "disk_bandwidth", "context_bytes")
+        figures = {name: getattr(self, name) for name in unknown}
+        figures |= {f"workspaces[{library!r}]": size for library, size in self.workspaces.items()}
+        wrong += [f"{key} is {value!r}" for key, value in figures.items() if not 0 <= value < math.inf]
+        wrong += [f"devices_per_host is {self.devices_per_host!r}"] if self.devices_per_host < 1 else []
         if wrong:
             raise GraphoptError(f"the profile {self.name!r} needs positive figures: {', '.join(wrong)}")
 
@@ -87,99 +122,42 @@ class DeviceProfile:
         return self.memory_bytes - self.context_bytes - sum(self.workspaces.values())
 
     def peak_flops(self, dtype: torch.dtype) -> float:
-        """Floating-point operations per second in ``dtype``."""
+        """Floating-point operations per second in ``dtype``, with torch's precision for float32 as it is now."""
+        if dtype is torch.float32 and "tf32" in self.flops and torch.get_float32_matmul_precision() != "highest":
+            return self.flops["tf32"]
         return self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])
 
 
-def _published(
-    name: str, tera: Mapping[str, float], memory_bandwidth: float, host_bandwidth: float, memory_bytes: int
-) -> DeviceProfile:
-    return DeviceProfile(
-        name=name,
-        flops={dtype: EFFICIENCY * value * 1e12 for dtype, value in tera.items()},
-        memory_bandwidth=EFFICIENCY * memory_bandwidth,
-        overhead=_LAUNCH,
-        host_bandwidth=EFFICIENCY * host_bandwidth,
-        memory_bytes=memory_bytes,
-        kind="cuda",
-        allocator=CACHING,
-    )
+PROFILES: Mapping[str, DeviceProfile] = {name: DeviceProfile.load(DEVICE_FOLDER / f"{name}.toml") for name in DEVICES}
+"""The devices whose published figures are known, one file each in the folder ``devices``, with its sources.
 
-
-_VOLTA = {"float64": 7.8, "float32": 15.7, "float16": 125.0}
-_AMPERE = {"float64": 19.5, "float32": 19.5, "float16": 312.0, "bfloat16": 312.0}
-_HOPPER = {
-    "float64": 67.0,
-    "float32": 67.0,
-    "float16": 989.4,
-    "bfloat16": 989.4,
-    "float8_e4m3fn": 1978.9,
-    "float8_e5m2": 1978.9,
-}
-
-PROFILES: Mapping[str, DeviceProfile] = {
-    profile.name: profile
-    for profile in (
-        _published("v100-32gb", _VOLTA, 900e9, 16e9, 32 * 10**9),
-        _published("a100-40gb", _AMPERE, 1555e9, 32e9, 40 * 10**9),
-        _published("a100-80gb", _AMPERE, 2039e9, 32e9, 80 * 10**9),
-        _published("h100-80gb", _HOPPER, 3350e9, 64e9, 80 * 10**9),
-        _published("h200", _HOPPER, 4800e9, 64e9, 141 * 10**9),
-    )
-}
-"""NVIDIA's data sheets for the SXM modules (PCIe 3, 4 or 5 with 16 lanes to the host), times `EFFICIENCY`.
-
-Matrix products in float16, bfloat16, float64 and float8 run on tensor cores (float64 not on the V100), without
-sparsity. Those in float32 do not, as torch has it by default (``torch.backends.cuda.matmul.allow_tf32``). The V100 has
-no units for bfloat16. Bytes of memory are the decimal ones of the product's name, a little less than is there.
+Rates are dense, times the file's ``efficiency``, which is ``EFFICIENCY``. Matrix products in float16, bfloat16, float64
+and float8 run on tensor cores (float64 not on the V100). Those in float32 do not, as torch has it by default;
+``"tf32"`` is their rate after ``torch.set_float32_matmul_precision("high")``. Bytes of memory are what torch reports.
 """
 
-_CALIBRATED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_SMALL_RUNS = 200
 
-
-def profile_of(device: torch.device | str, *, cache: bool = True) -> DeviceProfile:
-    """The profile of a device of this machine, measured once: matrix products, copies, and an op on one number.
+def device_profile(device: str | os.PathLike[str] | DeviceProfile) -> DeviceProfile:
+    """The profile that is given, that has the name that is given, or that is in a file.
 
     Args:
-        device: cpu or a CUDA device; the CPU is measured with the number of threads of now.
-        cache: use figures measured before, and keep new ones.
+        device: a profile, one of ``PROFILES``, or the path of a ``.toml`` file.
 
     Raises:
-        GraphoptError: for a device that is not here; `PROFILES` has figures of some.
+        ArgumentError: for something else, with the near names.
+        GraphoptError: for a file that is no profile, with the place in it.
+
+    Example:
+        >>> from graphopt.analysis.costs.profiles import device_profile
+        >>> device_profile("h200").memory_bytes
+        150109224960
     """
-    place = device_here(device)
-    figures = figures_of(place, cache=cache)
-    with plain_precision(), torch.no_grad():
-        flops = {
-            str(dtype).removeprefix("torch."): figures.once("profile", f"flops {dtype}", partial(_flops, dtype, place))
-            for dtype in _CALIBRATED
-        }
-        memory_bandwidth = figures.once("profile", "memory_bandwidth", partial(_memory_bandwidth, place))
-        overhead = figures.once("profile", "overhead", partial(_overhead, place))
-    figures.save()
-    host_bandwidth = link_bandwidth(place, "host", ranks=1, cache=cache)
-    return DeviceProfile(device_name(place), flops, memory_bandwidth, overhead, host_bandwidth, _memory_bytes(place))
-
-
-def _flops(dtype: torch.dtype, device: torch.device) -> Figure:
-    width = 4096 if device.type == "cuda" else 384
-    one = torch.ones(width, width, dtype=dtype, device=device)
-    return shortest_seconds(lambda: one @ one, device).rate(2 * width**3)
-
-
-def _memory_bandwidth(device: torch.device) -> Figure:
-    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
-    target = torch.ones_like(source)
-    return shortest_seconds(lambda: target.copy_(source), device, runs=COPIES).rate(2 * COPY_BYTES)
-
-
-def _overhead(device: torch.device) -> Figure:
-    one = torch.ones(1, device=device)
-    return shortest_seconds(lambda: one + one, device, runs=_SMALL_RUNS)
-
-
-def _memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if isinstance(device, DeviceProfile):
+        return device
+    if isinstance(device, os.PathLike) or (isinstance(device, str) and is_profile_file(device)):
+        return DeviceProfile.load(device)
+    if isinstance(device, str) and device in PROFILES:
+        return PROFILES[device]
+    wanted = f"a DeviceProfile, a .toml file with one, or one of {', '.join(map(repr, PROFILES))}"
+    near = near_devices(device) if isinstance(device, str) else []
+    raise wrong_argument("device", device, wanted, f"did you mean {', '.join(map(repr, near))}?" if near else "")

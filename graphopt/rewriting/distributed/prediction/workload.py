@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from graphopt.analysis.costs.cost import PROFILES, Method, check_cost, cost_report, profile_of
+from graphopt.analysis.costs.cost import Method, check_cost, cost_report, profile_of, profile_of_cost
 from graphopt.analysis.costs.figures import Figure, figures_of
 from graphopt.analysis.costs.isolated_call import sizes
 from graphopt.analysis.costs.timing import shortest_seconds
@@ -140,7 +140,7 @@ def workload_of(
     found = _gradients_to_exchange(program)
     calls = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
     method: Method = "measured" if cost == "measured" else "roofline"
-    report = cost_report(calls, method=method, profile=PROFILES.get(cost), progress=progress)
+    report = cost_report(calls, method=method, profile=profile_of_cost(cost), progress=progress)
     lane = _Lane(calls, report.seconds)
     gradients = _gradients(program, found, lane.ends)
     return Workload(
@@ -254,7 +254,7 @@ def rates_of(device: torch.device, cost: str = "measured") -> Rates:
     Raises:
         GraphoptError: for a device that is not here and whose figures are asked for.
     """
-    profile = PROFILES[cost] if cost in PROFILES else profile_of(device)
+    profile = profile_of_cost(cost) or profile_of(device)
     copy = 1.0 / profile.memory_bandwidth
     if cost != "measured":
         return Rates(copy, _PASSES * torch.float32.itemsize * copy)

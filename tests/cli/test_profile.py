@@ -1,0 +1,69 @@
+"""``graphopt profile``: what is measured is printed, written, and taken by other commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from graphopt.analysis.costs.calibration import measured_profile
+from graphopt.analysis.costs.profiles import DeviceProfile
+from tests.support.command import Command, target
+from tests.support.costs import use_folder
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys)
+
+
+def test_a_measured_machine_is_a_device_for_other_commands(
+    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_folder(tmp_path, monkeypatch)
+    path = tmp_path / "mine.toml"
+    outcome = run("profile", "cpu", "-o", path)
+    assert outcome.code == 0, outcome.err
+    assert "matrix products in bfloat16" in outcome.out
+    assert "disk, the slower direction" in outcome.out
+    assert f"wrote {path}" in outcome.err
+    profile = DeviceProfile.load(path)
+    assert profile == measured_profile("cpu")  # each figure is measured once
+    assert profile.disk_bandwidth > 0
+    assert "measured by graphopt" in profile.sources[0]
+    again = run("profile", "--json")
+    assert again.data["profile"]["flops"] == profile.flops
+    for option in ("--cost", "--device"):
+        planned = run("plan", target("plain"), option, path, "--json")
+        assert planned.code == 0, planned.err
+        assert planned.data["budgets"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("cuda:99",), "nothing can be measured on 'cuda:99' here"),
+        (("toaster",), "is not a device"),
+        (("cpu", "-o", "profile.json"), "let profile.json end in .toml"),
+        (("cpu", "-o", "missing/profile.toml"), "there is no folder missing"),
+    ],
+)
+def test_what_cannot_be_measured_or_written_is_refused(
+    run: Command, arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = run("profile", *arguments)
+    assert outcome.code == 1
+    assert message in outcome.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_device_that_is_neither_a_name_nor_a_file_is_refused(run: Command, tmp_path: Path) -> None:
+    outcome = run("plan", target("plain"), "--device", "h100")
+    assert outcome.code == 2
+    assert "'h100-80gb'" in outcome.err
+    gone = run("plan", target("plain"), "--cost", tmp_path / "gone.toml")
+    assert gone.code == 1
+    assert "there is no file" in gone.err
+    both = run("plan", target("plain"), "--cost", tmp_path / "mine.toml", "--remeasure")
+    assert both.code == 2
