@@ -215,6 +215,8 @@ def _sizes_told_later(
     While such a block is in use, a large one that begins less than what is split off behind its requested bytes begins
     where it ends.
     """
+    if rules.expandable_segments:
+        return {}  # everything beyond what was asked for is split off
     unknown = sorted(address for address, block in blocks.items() if not block.size)
     found: dict[int, int] = {}
     for event in events:
