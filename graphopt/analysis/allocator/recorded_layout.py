@@ -168,8 +168,10 @@ class RecordedLayout:
 
 
 def _range_of(event: RecordedEvent, rules: AllocatorRules) -> PlacedRange:
-    small = event.size == rules.small_segment
-    return PlacedRange(event.address, event.size, event.stream, small, (0, 0), event.action.endswith("map"))
+    """The addresses of an event; large blocks have pages of their own size, small ones come and go in any number."""
+    grows = event.action.endswith("map")
+    small = event.size % rules.large_segment != 0 if grows else event.size == rules.small_segment
+    return PlacedRange(event.address, event.size, event.stream, small, (0, 0), grows)
 
 
 # --- backwards -------------------------------------------------------------------------------------------------------
@@ -215,6 +217,8 @@ def _sizes_told_later(
     While such a block is in use, a large one that begins less than what is split off behind its requested bytes begins
     where it ends.
     """
+    if rules.expandable_segments:
+        return {}  # everything beyond what was asked for is split off
     unknown = sorted(address for address, block in blocks.items() if not block.size)
     found: dict[int, int] = {}
     for event in events:
