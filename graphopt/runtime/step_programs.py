@@ -191,7 +191,7 @@ class StepPrograms:
 
     def _has_state(self, targets: Sequence[str]) -> bool:
         for target in targets:
-            name, key = target.rsplit("/", 1)
+            name, _, key = target.rpartition("/")
             if key not in self._optimizer.state.get(self._model.get_parameter(name), {}):
                 return False
         return True
