@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import nn
 
 from graphopt import _torch
+from graphopt.analysis.costs.cost import profile_of_cost
+from graphopt.analysis.costs.device_names import is_profile_file
 from graphopt.analysis.costs.figures import device_name
 from graphopt.capture.fingerprint import global_flags, metadata, module_parts
 from graphopt.capture.flatten import flatten
@@ -29,6 +31,7 @@ from graphopt.capture.step import NOTED, settings
 from graphopt.ir.autocast import autocast_state
 from graphopt.ir.checked_json import Field
 from graphopt.ir.version import VERSION
+from graphopt.rewriting.pass_ import Pass
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.runtime.signature import call_parts
 from graphopt.runtime.stored.code_form import CodeForms
@@ -103,7 +106,7 @@ def program_key(subject: Subject) -> Key:
         "versions": _versions(),
         MACHINE: _machine({tensor.device for tensor in tensors}),
         "passes": {
-            current.name: [str(current), _form(forms, current, f"the pass {current.name}")]
+            current.name: [str(current), _form(forms, current, f"the pass {current.name}"), *_profiles(current)]
             for current in subject.pipeline.passes
         },
         "options": {
@@ -119,6 +122,12 @@ def program_key(subject: Subject) -> Key:
     }
     sections["code"] = code.follow()
     return Key(title_of(subject.model), {name: _readable(section) for name, section in sections.items()})
+
+
+def _profiles(current: Pass) -> list[str]:
+    """The profile in the file that a pass takes seconds from, which may change under its name."""
+    cost = getattr(current, "cost", None)
+    return [repr(profile_of_cost(cost))] if isinstance(cost, str) and is_profile_file(cost) else []
 
 
 def _call(subject: Subject, forms: StableForms) -> dict[str, Form]:
@@ -195,7 +204,7 @@ def _own_source() -> str:
     root = Path(__file__).resolve().parents[2]
     found = hashlib.sha256()
     for folder in (root, root / "passes"):
-        for file in sorted(folder.rglob("*.py")):
+        for file in sorted((*folder.rglob("*.py"), *folder.rglob("*.toml"))):
             found.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
     return found.hexdigest()[:16]
 

@@ -1,0 +1,25 @@
+"""The key of a stored capture: what changes without a change of code, model, call or passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from graphopt.passes import FitMemory
+from tests.support.costs import TOY
+from tests.support.running import X, network, sgd
+from tests.support.storing import is_loaded, step_run, use_programs
+
+
+def test_a_plan_by_a_profile_in_a_file_is_made_again_when_the_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_programs(tmp_path, monkeypatch)
+    path = TOY.save(tmp_path / "mine.toml")
+    passes = [FitMemory("6.1kB", cost=str(path))]
+    step_run(network(), sgd, [(X,)], passes)
+    assert is_loaded(step_run(network(), sgd, [(X,)], passes)[1])
+    replace(TOY, overhead=2.0).save(path)
+    assert not is_loaded(step_run(network(), sgd, [(X,)], passes)[1])
