@@ -49,6 +49,7 @@ class Context:
             for all parts; a program that needs more is to take as little as can be. None for a program by itself.
         sizes: the values of the symbols in sizes that vary for which bytes and seconds are counted, in place of the
             example's: those that a plan has to hold for.
+        part: whether the program is one part of a model; names that passes are given may then be of another one.
         device: what is known of the device that a program without data is for; None for one that runs here.
         largest: the largest values of these symbols that have come up; a share of the peak is one of the peak there.
     """
@@ -61,6 +62,7 @@ class Context:
     room: int | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     largest: Mapping[str, int] = field(default_factory=dict)
+    part: bool = False
     device: Device | None = None
 
     def after(self, spec: str) -> Context:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -47,6 +48,8 @@ from graphopt.ir.state import PassState
 from graphopt.ir.timeline import MemoryTimeline
 
 __all__ = ["Program"]
+
+logger = logging.getLogger(__name__)
 
 
 def _is_real(value: Any) -> bool:
@@ -143,9 +146,19 @@ class Program:
         """The nodes that names or globs stand for.
 
         Raises:
-            GraphoptError: for a pattern that matches nothing, with the nearest names.
+            GraphoptError: for a pattern that matches nothing, with the nearest names. In one part of a model a warning
+                says so: what is named may be in another one.
         """
-        return match_names(patterns, self.names())
+        table = self.names()
+        if not self.context.part:
+            return match_names(patterns, table)
+        found: set[str] = set()
+        for pattern in patterns:
+            try:
+                found.update(match_names([pattern], table))
+            except GraphoptError as error:
+                logger.warning("in this part of %s %s", self.title, str(error).splitlines()[0])
+        return {name: node for name, node in table.items() if name in found}
 
     @property
     def tensors(self) -> list[TensorInfo]:

@@ -20,6 +20,7 @@ from graphopt.capture import CaptureSession
 from graphopt.capture.call_checks import check_dynamic_shapes
 from graphopt.capture.checks import refuse_wrapped
 from graphopt.capture.garbage_collection import no_collection
+from graphopt.capture.graph_part import GraphPart
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
 from graphopt.errors import CaptureError, GraphoptError, choice, shown
 from graphopt.ir.context import Context
@@ -213,7 +214,8 @@ class Runner(Generic[C]):
         options = self.options
         plans = {} if plans is None else plans
         for target in wanted:
-            context = replace(self._context, room=room, plans=plans)
+            part = isinstance(session.model, GraphPart)
+            context = replace(self._context, room=room, plans=plans, part=part)
             if target is not None:
                 context = replace(context, sizes=target.sizes, largest=target.largest, plans=target.plans)
             try:
