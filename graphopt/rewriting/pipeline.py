@@ -177,8 +177,9 @@ class Pipeline:
         shown = ", ".join(f">>> {p} <<<" if p is current else str(p) for p in self.passes)
         kind = VerifyError if isinstance(error, VerifyError) else PassError
         what = "left a program that is not valid" if isinstance(error, VerifyError) else "failed"
+        why = f"the machine's memory ran out ({error})" if isinstance(error, MemoryError) else error
         failure = kind(
-            f"pass {due.index(current) + 1}/{len(due)} of the {stage} stage, {current.name!r}, {what}: {error}"
+            f"pass {due.index(current) + 1}/{len(due)} of the {stage} stage, {current.name!r}, {what}: {why}"
         )
         failure.add_note(f"pipeline: {shown}")
         for note in getattr(error, "__notes__", ()):

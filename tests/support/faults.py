@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import linecache
 import random
 import resource
 import sys
@@ -124,7 +125,11 @@ def _process_state() -> tuple[Any, ...]:
 
 
 class _Lines:
-    """Counts the lines of graphopt and of generated code that run, and raises KeyboardInterrupt at one of them."""
+    """Counts the lines of graphopt and of generated code that run, and raises KeyboardInterrupt at one of them.
+
+    Lines with ``with`` are left out: a trace sees one again where its block ends, before ``__exit__`` is called, and
+    there Python lets no interrupt in.
+    """
 
     def __init__(self, at: int = -1) -> None:
         self.seen, self.at = 0, at
@@ -133,7 +138,7 @@ class _Lines:
         file = frame.f_code.co_filename
         if "/graphopt/" not in file and "/passes/" not in file and not file.startswith("<eval_with_key>"):
             return None
-        if event == "line":
+        if event == "line" and not linecache.getline(file, frame.f_lineno).lstrip().startswith("with "):
             self.seen += 1
             if self.seen - 1 == self.at:
                 raise KeyboardInterrupt

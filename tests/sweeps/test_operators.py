@@ -25,7 +25,7 @@ NOTHING_TO_COMPUTE = ("is a view of its inputs or parameters", "requires a gradi
 """What messages say of a model that is one op which computes nothing by itself: views, dropout of nothing."""
 
 AS_TORCH_DOES = ("linalg_eigh",)
-"""Ops whose bits are not those of eager mode, and are those of torch's own ``aot_eager``, which the test runs."""
+"""Ops whose bits may not be those of eager mode, and are those of torch's own ``aot_eager``, which the test runs."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_an_op_trains_as_in_eager_mode_or_is_refused_by_name(
     assert [verdict for verdict in verdicts if verdict.kind in ("crash", "eager differs")] == []
     different = [verdict for verdict in verdicts if verdict.kind == "different"]
     assert [verdict for verdict in different if verdict.aot_eager != SAME] == []
-    assert bool(different) == (name in AS_TORCH_DOES), different
+    assert not different or name in AS_TORCH_DOES, different
     refused = [verdict.detail for verdict in verdicts if verdict.kind == "refused"]
     refused = [text for text in refused if not any(part in text for part in NOTHING_TO_COMPUTE)]
     assert bool(refused) == (name in REFUSED), refused

@@ -209,7 +209,7 @@ def read_capture(
         own,
         session,
         context,
-        tuple(target.text() for target in header["state"].items()),
+        tuple(_state_of(target, session) for target in header["state"].items()),
         {name: read_pass_state(item) for name, item in header["pass_state"].entries()},
         loaded=True,
     )
@@ -223,6 +223,14 @@ def read_capture(
         _replay(header, rewritten, tensors, classes)
     _say_again(header["warnings"])
     return rewritten
+
+
+def _state_of(field: Field, session: CaptureSession) -> str:
+    """A piece of optimizer state, ``parameter/key``, of a parameter that the model has."""
+    target = field.text()
+    if target.rpartition("/")[0] not in session.tensors():
+        raise field.expected("state of one of the model's parameters")
+    return target
 
 
 def _replay(header: Field, rewritten: Rewritten, tensors: list[torch.Tensor], classes: Collection[str]) -> None:
