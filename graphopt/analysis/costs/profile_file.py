@@ -136,5 +136,16 @@ def _allocator(field: Field | None, default: AllocatorRules) -> AllocatorRules:
     known = {rule.name: getattr(default, rule.name) for rule in fields(AllocatorRules)}
     given = field.parts((), tuple(known))
     switches = {name: value.truth() for name, value in given.items() if isinstance(known[name], bool)}
-    sizes = {name: value.whole(1, _LARGEST_COUNT) for name, value in given.items() if name not in switches}
-    return AllocatorRules(**{**known, **switches, **sizes})
+    pairs = {name: _pairs(value) for name, value in given.items() if isinstance(known[name], tuple)}
+    rest = {name: value for name, value in given.items() if name not in switches and name not in pairs}
+    least = {"max_split_size": 0}
+    sizes = {name: value.whole(least.get(name, 1), _LARGEST_COUNT) for name, value in rest.items()}
+    return AllocatorRules(**{**known, **switches, **sizes, **pairs})
+
+
+def _pairs(field: Field) -> tuple[tuple[int, int], ...]:
+    """Pairs of whole numbers: bytes, and divisions."""
+    found = [[number.whole(0, _LARGEST_COUNT) for number in item.items(most=2)] for item in field.items(most=64)]
+    if any(len(pair) != 2 for pair in found):
+        raise field.expected("pairs of bytes and divisions")
+    return tuple((start, divisions) for start, divisions in found)
