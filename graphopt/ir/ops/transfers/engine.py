@@ -20,7 +20,7 @@ from graphopt.ir.ops.transfers.handle import block_id, make_handle
 from graphopt.ir.ops.transfers.hostmemory import available_host_bytes
 from graphopt.ir.ops.transfers.lanes import CpuLane, Lane, Settled, Space, Transfer
 from graphopt.ir.ops.transfers.slab import HostSlab
-from graphopt.ir.ops.transfers.stored_tensor import StoredTensor
+from graphopt.ir.ops.transfers.stored_tensor import Layout, StoredTensor
 from graphopt.ir.ops.transfers.worker import Worker
 
 __all__ = ["TIERS", "Engine", "Statistics", "Tier"]
@@ -61,10 +61,11 @@ class Statistics:
 
 @dataclass(slots=True)
 class _Block:
-    """Stored bytes: where they are, and the copies to and from there."""
+    """Stored bytes: where they are, how the tensor lay in them, and the copies to and from there."""
 
     tier: Tier
     nbytes: int
+    layout: Layout
     space: Space | None = None
     outward: Transfer = field(default_factory=Settled)
     inward: dict[int, Transfer] = field(default_factory=dict)
@@ -132,7 +133,7 @@ class Engine:
             self._collect()
             number = next(_ids)
             handle = make_handle(number, self._dead.append)
-            block = self._blocks[number] = _Block(known, nbytes)
+            block = self._blocks[number] = _Block(known, nbytes, Layout.of(x))
             if nbytes:
                 self._start(block, lane, storage)
         return handle
@@ -160,6 +161,9 @@ class Engine:
     def prefetch(self, handle: torch.Tensor, wanted: StoredTensor) -> torch.Tensor:
         """Allocate the storage of ``wanted`` and start copying the stored bytes into it.
 
+        A tensor comes back with the strides that it went with. Those that are wanted are of an example value, and
+        kernels may lay out a tensor otherwise, most often where a dimension has one element.
+
         Returns:
             The wanted tensor on that storage; its values are there after ``prefetch_wait``.
 
@@ -174,7 +178,7 @@ class Engine:
                 f"graphopt::prefetch: {wanted.storage_size} elements of {wanted.dtype} are {wanted.nbytes} bytes, and "
                 f"{block.nbytes} are held; pass developer: give the storage size of the tensor that was offloaded"
             )
-        result = wanted.allocate()
+        result = wanted.laid_out(block.layout).allocate()
         if wanted.nbytes:
             self._start_back(block, result, wanted.nbytes)
         return result

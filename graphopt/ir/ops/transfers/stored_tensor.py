@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from graphopt.errors import GraphoptError
 
-__all__ = ["StoredTensor"]
+__all__ = ["Layout", "StoredTensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a tensor lies in its storage.
+
+    Attributes:
+        size: of the tensor.
+        stride: in elements.
+        storage_offset: where it begins, in elements.
+        itemsize: bytes of an element.
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    storage_offset: int
+    itemsize: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Layout:
+        """That of a tensor with data."""
+        return Layout(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.element_size())
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +71,15 @@ class StoredTensor:
                 f"{self.storage_offset} reach over {needed} elements, and the storage is to have {self.storage_size}; "
                 "pass developer: give the storage size of the tensor that was offloaded"
             )
+
+    def laid_out(self, layout: Layout) -> StoredTensor:
+        """The same tensor in another layout, where that is one of its size and within its storage."""
+        if tuple(self.size) != layout.size or self.dtype.itemsize != layout.itemsize:
+            return self
+        other = replace(self, stride=layout.stride, storage_offset=layout.storage_offset)
+        steps = zip(layout.size, layout.stride, strict=True)
+        needed = layout.storage_offset + 1 + sum((n - 1) * step for n, step in steps)
+        return other if needed <= self.storage_size or 0 in layout.size else self
 
     def allocate(self) -> torch.Tensor:
         """The tensor on a new storage, whose values are undefined."""

@@ -103,6 +103,24 @@ def test_the_beginning_of_a_larger_storage_can_be_fetched() -> None:
     assert elements(y) == 10
 
 
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("stride", [(3, 1, 3, 3), (3, 1, 1, 1)])
+def test_a_tensor_comes_back_with_the_strides_that_it_went_with(stride: tuple[int, ...], tier: str) -> None:
+    """Kernels take other ways for other strides, also of dimensions of one element, and then round otherwise."""
+    x = torch.randn(2, 3, 1, 1).as_strided((2, 3, 1, 1), (3, 1, 1, 1))
+    handle = transfer.offload_wait(transfer.offload(x, tier), x)
+    y = transfer.prefetch_wait(started(handle, x, stride=list(stride)), handle)
+    assert y.stride() == x.stride()
+    assert torch.equal(y, x)
+
+
+def test_values_are_right_where_a_kernel_has_laid_out_a_tensor_otherwise_than_foreseen() -> None:
+    x = torch.randn(4, 5).t()
+    handle = transfer.offload_wait(transfer.offload(x, "host"), x)
+    y = transfer.prefetch_wait(started(handle, x, stride=[4, 1]), handle)
+    assert torch.equal(y, x)
+
+
 def test_bytes_can_be_fetched_as_another_dtype() -> None:
     x = torch.randn(6)
     handle = held(x)
