@@ -14,9 +14,9 @@ import transformers
 
 import graphopt
 from graphopt import GraphoptError, PipelineError
-from graphopt.integrations import requirements
 from graphopt.integrations.transformers import STATE_FILE, Trainer
 from graphopt.passes import ClipGradients, FitMemory, Recompute
+from graphopt.runtime import requirements
 from tests.support.loops import Rows, bert, gpt
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the library, about itself
