@@ -49,9 +49,9 @@ class without_data(TorchFunctionMode):  # noqa: N801 - used as a function, as to
         if name in ("cuda", "pin_memory") and args and isinstance(args[0], torch.Tensor):
             return args[0]
         tensors = [leaf for leaf in _torch.pytree.tree_leaves((args, given)) if isinstance(leaf, torch.Tensor)]
-        if not tensors and (name not in _NAMED or "device" in given or name in _FACTORIES):
+        if not tensors:
             return _made(func, name, args, given)
-        args, given = _here((args, given), tensors[0].device if tensors else torch.device("cpu"), name)
+        args, given = _here((args, given), tensors[0].device, name)
         if not any(tensor.is_meta for tensor in tensors):
             return _kept_small(func, name, args, given)
         if name in _READS:
@@ -61,9 +61,6 @@ class without_data(TorchFunctionMode):  # noqa: N801 - used as a function, as to
         return func(*args, **given)
 
 
-_NAMED = frozenset(
-    ("get_default_dtype", "set_default_dtype", "get_default_device", "manual_seed", "is_tensor", "device", "dtype")
-)
 _FACTORIES = frozenset(
     (
         "empty", "zeros", "ones", "full", "rand", "randn", "randint", "randperm", "arange", "linspace", "logspace",
@@ -72,6 +69,15 @@ _FACTORIES = frozenset(
     )
 )  # fmt: skip
 """Functions that make a tensor of sizes or of numbers."""
+
+
+_GROW = frozenset(
+    (
+        "expand", "repeat", "tile", "repeat_interleave", "new_empty", "new_zeros", "new_ones", "new_full", "outer",
+        "matmul", "__matmul__", "einsum", "kron", "cartesian_prod", "meshgrid", "broadcast_to",
+    )
+)  # fmt: skip
+"""Functions whose result may be large where their arguments are small."""
 
 
 def _made(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -92,9 +98,7 @@ def _made(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _kept_small(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function of tensors with values; on ``meta`` where the result would be large and new."""
-    grows = name in ("expand", "repeat", "tile", "repeat_interleave", "new_empty", "new_zeros", "new_ones", "new_full")
-    products = name in ("outer", "matmul", "__matmul__", "einsum", "kron", "cartesian_prod", "meshgrid", "broadcast_to")
-    if not (grows or products):
+    if name not in _GROW:
         return func(*args, **kwargs)
     shaped_args, shaped_kwargs = _all_meta("", args, kwargs)
     shaped = func(*shaped_args, **shaped_kwargs)
