@@ -28,6 +28,7 @@ from graphopt.capture.value_checks import kept_as_checks
 from graphopt.capture.varying_axes import VaryingAxes
 from graphopt.errors import CaptureError, GraphBreakError, TorchVersionError, as_cause
 from graphopt.ir.autocast import plain_precision
+from graphopt.ir.memory_shortage import is_memory_shortage, refuse_shortage
 from graphopt.ir.names import NAMES_KEY, identifier
 from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, set_info, set_value, unique_names, value_of
 from graphopt.ir.ops.schema import op_name
@@ -168,6 +169,7 @@ def capture_forward(
     except (CaptureError, TorchVersionError):
         raise
     except Exception as error:
+        refuse_shortage(error, title_of(model))
         explained = _explain(error, model)
         raise explained from None if _depends_on_data(error) else as_cause(error)
     program = _to_program(exported, seen[-1], inputs, scalar_loss)
@@ -213,7 +215,7 @@ def _as_eager_first(export: Callable[[Path], Any], name: str) -> Any:
     except (CaptureError, TorchVersionError):
         raise
     except Exception as error:
-        if _depends_on_data(error):
+        if _depends_on_data(error) or is_memory_shortage(error):
             raise
         for path in _OTHER_PATHS:
             with contextlib.suppress(Exception):

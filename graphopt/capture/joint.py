@@ -28,6 +28,7 @@ from graphopt.capture.replace_ops import use_own_ops
 from graphopt.capture.source_lines import user_frame
 from graphopt.errors import CaptureError, GraphBreakError
 from graphopt.ir.gradients import base_of
+from graphopt.ir.memory_shortage import refuse_shortage
 from graphopt.ir.node import TRACE_CONSTANT, InputSpec, NodeInfo, OutputSpec, Phase, info, set_info, set_value, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
@@ -132,6 +133,7 @@ def capture_joint(forward: Program, tensors: dict[str, torch.Tensor], examples: 
     try:
         trace = _torch.JointTrace(runner, tuple(args))
     except Exception as error:
+        refuse_shortage(error, forward.title)
         raise _explain(error, forward.title) from error
     if not trace.requires_grad:
         results = [value for value in forward.output_values if isinstance(value, fx.Node)]
