@@ -26,12 +26,13 @@ from graphopt.capture.regions import REGION_KEY, observe
 from graphopt.capture.source_lines import source_line, user_frame
 from graphopt.capture.value_checks import kept_as_checks
 from graphopt.capture.varying_axes import VaryingAxes
-from graphopt.errors import CaptureError, GraphBreakError, TorchVersionError, as_cause
+from graphopt.errors import CaptureError, GraphBreakError, TorchVersionError, as_cause, shown
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.memory_shortage import is_memory_shortage, refuse_shortage
 from graphopt.ir.names import NAMES_KEY, identifier
 from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, set_info, set_value, unique_names, value_of
 from graphopt.ir.ops.schema import op_name
+from graphopt.ir.ops.values import type_text
 from graphopt.ir.program import Program
 
 __all__ = ["IN_PARTS", "ForwardCapture", "capture_forward"]
@@ -86,7 +87,11 @@ class _Root(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         call, inputs, note, path = self._run
         args, kwargs = inputs.restore(tensors)
-        buffers = [(m, name, b) for m in self.model.modules() for name, b in m.named_buffers(recurse=False)]
+        buffers = [
+            (f"{path}{path and '.'}{name}", module, name, buffer)
+            for path, module in self.model.named_modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
         with contextlib.ExitStack() as stack:
             stack.enter_context(kept_as_checks())
             if path != "exported":
@@ -106,14 +111,29 @@ def call_under_trace(call: Callable[..., Any], model: nn.Module, args: Any, kwar
     return call(model, *args, **kwargs)
 
 
-def _write_assigned(buffers: list[tuple[nn.Module, str, torch.Tensor]]) -> None:
-    """Write what forward assigned to a buffer (``self.ema = ...``) into the buffer, which is all a program can do."""
-    for module, name, before in buffers:
+def _write_assigned(buffers: list[tuple[str, nn.Module, str, torch.Tensor]]) -> None:
+    """Write what forward assigned to a buffer (``self.ema = ...``) into the buffer, which is all a program can do.
+
+    Args:
+        buffers: the buffers as they were before forward: path, module, name in the module, and tensor.
+
+    Raises:
+        GraphBreakError: where what was assigned does not fit into the buffer.
+    """
+    for path, module, name, before in buffers:
         after = getattr(module, name)
-        if after is not before:
-            with torch.no_grad():
-                before.copy_(after)
-            setattr(module, name, before)
+        if after is before:
+            continue
+        if not isinstance(after, torch.Tensor) or (after.shape, after.dtype) != (before.shape, before.dtype):
+            raise GraphBreakError(
+                f"forward replaces the buffer {path} ({type_text(before)}) by "
+                f"{type_text(after) if isinstance(after, torch.Tensor) else shown(after)}, and a program writes into a "
+                "buffer: where forward does so once, call the model once before (under torch.no_grad()); otherwise "
+                f"keep the buffer's shape and dtype{IN_PARTS}"
+            )
+        with torch.no_grad():
+            before.copy_(after)
+        setattr(module, name, before)
 
 
 def capture_forward(
