@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from graphopt import _torch
+from graphopt.capture.assigned_buffers import IN_PARTS, buffers_of, write_assigned
 from graphopt.capture.call_checks import shapes_by_argument
 from graphopt.capture.flatten import Structure, flatten
 from graphopt.capture.graph_part import title_of
@@ -26,16 +27,15 @@ from graphopt.capture.regions import REGION_KEY, observe
 from graphopt.capture.source_lines import source_line, user_frame
 from graphopt.capture.value_checks import kept_as_checks
 from graphopt.capture.varying_axes import VaryingAxes
-from graphopt.errors import CaptureError, GraphBreakError, TorchVersionError, as_cause, shown
+from graphopt.errors import CaptureError, GraphBreakError, TorchVersionError, as_cause
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.memory_shortage import is_memory_shortage, refuse_shortage
 from graphopt.ir.names import NAMES_KEY, identifier
 from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, set_info, set_value, unique_names, value_of
 from graphopt.ir.ops.schema import op_name
-from graphopt.ir.ops.values import type_text
 from graphopt.ir.program import Program
 
-__all__ = ["IN_PARTS", "ForwardCapture", "capture_forward"]
+__all__ = ["ForwardCapture", "capture_forward"]
 
 logger = logging.getLogger(__name__)
 
@@ -87,11 +87,7 @@ class _Root(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         call, inputs, note, path = self._run
         args, kwargs = inputs.restore(tensors)
-        buffers = [
-            (f"{path}{path and '.'}{name}", module, name, buffer)
-            for path, module in self.model.named_modules()
-            for name, buffer in module.named_buffers(recurse=False)
-        ]
+        buffers = buffers_of(self.model)
         with contextlib.ExitStack() as stack:
             stack.enter_context(kept_as_checks())
             if path != "exported":
@@ -101,7 +97,7 @@ class _Root(nn.Module):
                 flat, structure = flatten(call_under_trace(call, self.model, args, kwargs))
             except Exception as error:
                 raise _UserCodeError(error) from error
-        _write_assigned(buffers)
+        write_assigned(buffers)
         note(structure)
         return tuple(flat)
 
@@ -109,31 +105,6 @@ class _Root(nn.Module):
 def call_under_trace(call: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any) -> Any:
     """Call the user's code; what stands above in a traceback is not the user's (``value_checks.STOP``)."""
     return call(model, *args, **kwargs)
-
-
-def _write_assigned(buffers: list[tuple[str, nn.Module, str, torch.Tensor]]) -> None:
-    """Write what forward assigned to a buffer (``self.ema = ...``) into the buffer, which is all a program can do.
-
-    Args:
-        buffers: the buffers as they were before forward: path, module, name in the module, and tensor.
-
-    Raises:
-        GraphBreakError: where what was assigned does not fit into the buffer.
-    """
-    for path, module, name, before in buffers:
-        after = getattr(module, name)
-        if after is before:
-            continue
-        if not isinstance(after, torch.Tensor) or (after.shape, after.dtype) != (before.shape, before.dtype):
-            raise GraphBreakError(
-                f"forward replaces the buffer {path} ({type_text(before)}) by "
-                f"{type_text(after) if isinstance(after, torch.Tensor) else shown(after)}, and a program writes into a "
-                "buffer: where forward does so once, call the model once before (under torch.no_grad()); otherwise "
-                f"keep the buffer's shape and dtype{IN_PARTS}"
-            )
-        with torch.no_grad():
-            before.copy_(after)
-        setattr(module, name, before)
 
 
 def capture_forward(
@@ -284,10 +255,6 @@ def _shapes_by_place(value: Any, shape: Any) -> dict[int, Any]:
 
 def _depends_on_data(error: Exception) -> bool:
     return isinstance(error, _torch.GuardOnDataDependentSymNode) or "data-dependent" in str(error)
-
-
-IN_PARTS = "; or keep your loop, where graphopt.optimize captures such a model in parts"
-"""What else can be done about a model that is not one graph."""
 
 
 def _explain(error: Exception, model: nn.Module) -> GraphBreakError:

@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.fx import traceback
 
 from graphopt import _torch
+from graphopt.capture.assigned_buffers import IN_PARTS
 from graphopt.capture.checks import refuse_overlapping, refuse_varying_lstm, tell_shared_outputs
 from graphopt.capture.finish_joint import (
     forget_statistics,
@@ -21,7 +22,6 @@ from graphopt.capture.finish_joint import (
     seed_backward,
     settle_mutations,
 )
-from graphopt.capture.forward import IN_PARTS
 from graphopt.capture.forward_interpreter import HOLDS, PLACE, Interpreter
 from graphopt.capture.gradient_layouts import match_layouts, own_gradients
 from graphopt.capture.replace_ops import use_own_ops
