@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from graphopt import _torch
+from graphopt.capture.assigned_buffers import IN_PARTS, buffers_of, write_assigned
 from graphopt.capture.call_checks import shapes_by_argument
 from graphopt.capture.flatten import Structure, flatten
 from graphopt.capture.graph_part import title_of
@@ -28,12 +29,13 @@ from graphopt.capture.value_checks import kept_as_checks
 from graphopt.capture.varying_axes import VaryingAxes
 from graphopt.errors import CaptureError, GraphBreakError, TorchVersionError, as_cause
 from graphopt.ir.autocast import plain_precision
+from graphopt.ir.memory_shortage import is_memory_shortage, refuse_shortage
 from graphopt.ir.names import NAMES_KEY, identifier
 from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, set_info, set_value, unique_names, value_of
 from graphopt.ir.ops.schema import op_name
 from graphopt.ir.program import Program
 
-__all__ = ["IN_PARTS", "ForwardCapture", "capture_forward"]
+__all__ = ["ForwardCapture", "capture_forward"]
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +87,7 @@ class _Root(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         call, inputs, note, path = self._run
         args, kwargs = inputs.restore(tensors)
-        buffers = [(m, name, b) for m in self.model.modules() for name, b in m.named_buffers(recurse=False)]
+        buffers = buffers_of(self.model)
         with contextlib.ExitStack() as stack:
             stack.enter_context(kept_as_checks())
             if path != "exported":
@@ -95,7 +97,7 @@ class _Root(nn.Module):
                 flat, structure = flatten(call_under_trace(call, self.model, args, kwargs))
             except Exception as error:
                 raise _UserCodeError(error) from error
-        _write_assigned(buffers)
+        write_assigned(buffers)
         note(structure)
         return tuple(flat)
 
@@ -103,16 +105,6 @@ class _Root(nn.Module):
 def call_under_trace(call: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any) -> Any:
     """Call the user's code; what stands above in a traceback is not the user's (``value_checks.STOP``)."""
     return call(model, *args, **kwargs)
-
-
-def _write_assigned(buffers: list[tuple[nn.Module, str, torch.Tensor]]) -> None:
-    """Write what forward assigned to a buffer (``self.ema = ...``) into the buffer, which is all a program can do."""
-    for module, name, before in buffers:
-        after = getattr(module, name)
-        if after is not before:
-            with torch.no_grad():
-                before.copy_(after)
-            setattr(module, name, before)
 
 
 def capture_forward(
@@ -168,6 +160,7 @@ def capture_forward(
     except (CaptureError, TorchVersionError):
         raise
     except Exception as error:
+        refuse_shortage(error, title_of(model))
         explained = _explain(error, model)
         raise explained from None if _depends_on_data(error) else as_cause(error)
     program = _to_program(exported, seen[-1], inputs, scalar_loss)
@@ -213,7 +206,7 @@ def _as_eager_first(export: Callable[[Path], Any], name: str) -> Any:
     except (CaptureError, TorchVersionError):
         raise
     except Exception as error:
-        if _depends_on_data(error):
+        if _depends_on_data(error) or is_memory_shortage(error):
             raise
         for path in _OTHER_PATHS:
             with contextlib.suppress(Exception):
@@ -262,10 +255,6 @@ def _shapes_by_place(value: Any, shape: Any) -> dict[int, Any]:
 
 def _depends_on_data(error: Exception) -> bool:
     return isinstance(error, _torch.GuardOnDataDependentSymNode) or "data-dependent" in str(error)
-
-
-IN_PARTS = "; or keep your loop, where graphopt.optimize captures such a model in parts"
-"""What else can be done about a model that is not one graph."""
 
 
 def _explain(error: Exception, model: nn.Module) -> GraphBreakError:

@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.fx import traceback
 
 from graphopt import _torch
+from graphopt.capture.assigned_buffers import IN_PARTS
 from graphopt.capture.checks import refuse_overlapping, refuse_varying_lstm, tell_shared_outputs
 from graphopt.capture.finish_joint import (
     forget_statistics,
@@ -21,13 +22,13 @@ from graphopt.capture.finish_joint import (
     seed_backward,
     settle_mutations,
 )
-from graphopt.capture.forward import IN_PARTS
 from graphopt.capture.forward_interpreter import HOLDS, PLACE, Interpreter
 from graphopt.capture.gradient_layouts import match_layouts, own_gradients
 from graphopt.capture.replace_ops import use_own_ops
 from graphopt.capture.source_lines import user_frame
 from graphopt.errors import CaptureError, GraphBreakError
 from graphopt.ir.gradients import base_of
+from graphopt.ir.memory_shortage import refuse_shortage
 from graphopt.ir.node import TRACE_CONSTANT, InputSpec, NodeInfo, OutputSpec, Phase, info, set_info, set_value, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
@@ -132,6 +133,7 @@ def capture_joint(forward: Program, tensors: dict[str, torch.Tensor], examples: 
     try:
         trace = _torch.JointTrace(runner, tuple(args))
     except Exception as error:
+        refuse_shortage(error, forward.title)
         raise _explain(error, forward.title) from error
     if not trace.requires_grad:
         results = [value for value in forward.output_values if isinstance(value, fx.Node)]

@@ -15,6 +15,7 @@ from torch import nn
 from graphopt import _torch
 from graphopt.capture.joint import JointCapture
 from graphopt.errors import GraphoptError
+from graphopt.ir.memory_shortage import refuse_shortage
 from graphopt.ir.node import InputSpec, value_of
 from graphopt.ir.program import Program
 
@@ -67,6 +68,7 @@ def replay_trace(
     try:
         trace = _torch.JointTrace(stand_in, tuple(examples))
     except Exception as error:
+        refuse_shortage(error, program.title or "the program")
         raise GraphoptError(
             f"no trace of {program.title or 'the program'}: {str(error).splitlines()[0]:.200}"
         ) from error

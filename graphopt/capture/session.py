@@ -32,6 +32,7 @@ from graphopt.capture.split_uses import split_uses
 from graphopt.capture.step import trace_optimizer
 from graphopt.errors import CaptureError, choice, public, wrong_argument
 from graphopt.ir.autocast import mark_around, plain_precision, under_autocast
+from graphopt.ir.memory_shortage import shortage_named
 from graphopt.ir.node import Stage
 from graphopt.ir.program import Program
 from graphopt.rewriting.precision.written_casts import write_casts
@@ -163,7 +164,7 @@ class CaptureSession:
                 for device in devices:
                     stack.enter_context(torch.autocast(device, dtype=autocast))
                 call = under_autocast(call)
-        with capturing(self.model, keep=self._keep) as assigned:
+        with shortage_named(self.title), capturing(self.model, keep=self._keep) as assigned:
             captured = capture_forward(
                 self.model,
                 args,
@@ -235,7 +236,7 @@ class CaptureSession:
 
     def lower_forward(self, program: Program) -> Program:
         """The joint program of a (rewritten) forward program."""
-        with plain_precision(), capturing(self.model):
+        with shortage_named(self.title), plain_precision(), capturing(self.model):
             self.joint = capture_joint(write_casts(program), self.tensors(), self.captured.example_tensors)
         lowered = self.joint.program
         if self.optimizer is not None:
@@ -251,7 +252,7 @@ class CaptureSession:
             shards: the part of each trained parameter that the update is for; None for all of it.
         """
         assert self.optimizer is not None
-        with plain_precision():
+        with shortage_named(self.title), plain_precision():
             trace = trace_optimizer(
                 self.optimizer, self.trained(program), first=first, mode=program.fake_mode, shards=shards
             )

@@ -16,6 +16,7 @@ from graphopt import _torch
 from graphopt.capture.checks import refuse_coupling, step_hooks
 from graphopt.capture.opaque import OpaqueUpdate, measure_update, stand_in, trace_opaque
 from graphopt.errors import CaptureError, GraphoptError
+from graphopt.ir.memory_shortage import refuse_shortage
 from graphopt.ir.node import InputSpec
 from graphopt.rewriting.shards import Shards, check_dense, holds_elements
 
@@ -125,6 +126,7 @@ def trace_optimizer(
         try:
             found = tracer.run(first)
         except Exception as error:
+            refuse_shortage(error, f"the update of {type(optimizer).__name__}")
             reason = _reason(error)
         else:
             if shards is not None:

@@ -14,6 +14,7 @@ from graphopt import _torch
 from graphopt.errors import GraphoptError, PassError, PipelineError, VerifyError, as_cause, check_type, shown
 from graphopt.ir import verify as verifier
 from graphopt.ir.autocast import plain_precision
+from graphopt.ir.memory_shortage import is_memory_shortage
 from graphopt.ir.node import Stage
 from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
@@ -177,7 +178,7 @@ class Pipeline:
         shown = ", ".join(f">>> {p} <<<" if p is current else str(p) for p in self.passes)
         kind = VerifyError if isinstance(error, VerifyError) else PassError
         what = "left a program that is not valid" if isinstance(error, VerifyError) else "failed"
-        why = f"the machine's memory ran out ({error})" if isinstance(error, MemoryError) else error
+        why = f"the machine's memory ran out ({error})" if is_memory_shortage(error) else error
         failure = kind(
             f"pass {due.index(current) + 1}/{len(due)} of the {stage} stage, {current.name!r}, {what}: {why}"
         )

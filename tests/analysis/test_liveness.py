@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 import graphopt
 from graphopt import GraphoptError, Pass, Pipeline, measure_peak
+from graphopt.analysis.liveness import storages_of
 from graphopt.ir.node import info
 from graphopt.passes import Recompute
 from tests.support.covering import covering
@@ -268,6 +269,24 @@ def test_views_belong_to_their_base_and_results_are_apart() -> None:
     normed = captured(Layers(THENS["layer norm"]), ROWS).memory()
     sizes = [s.bytes for s in normed.storages if s.owner.name == "native_layer_norm"]
     assert sizes == [ROWS.numel() * FLOAT, len(ROWS) * FLOAT, len(ROWS) * FLOAT]  # the result, means, deviations
+
+
+def test_memory_bears_the_name_of_what_allocated_it() -> None:
+    program = captured(Net(nn.Linear(8, 8), nn.Flatten(0), nn.Linear(32, 8)), torch.randn(4, 8))
+    (names,) = (storage.names for storage in program.memory().storages if storage.owner.name == "addmm")
+    assert names[0] == "net.0"  # not net.1, which is a view of it
+
+
+def test_outputs_stay_with_the_caller_and_tangents_come_with_the_callers_loss() -> None:
+    model, x = Net(nn.Linear(8, 32), nn.Tanh()), torch.randn(64, 8)
+    program = graphopt.capture(model, (x,))
+    ((tangent, _),), ((output, _),) = program.inputs_of("tangent"), program.outputs_of("output")
+    assert isinstance(output, fx.Node)
+    memory, (_, refers) = program.memory(), storages_of(program)
+    backward = next(i for i, node in enumerate(memory.nodes) if info(node).phase is not graphopt.Phase.FORWARD)
+    assert [storage.first for storage in refers[tangent]] == [backward]
+    assert [storage.last for storage in refers[output]] == [len(memory.nodes)]
+    assert memory.resident_bytes == x.nbytes + sum(p.nbytes for p in model.parameters())
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------

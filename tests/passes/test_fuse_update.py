@@ -473,6 +473,39 @@ class Checked(torch.optim.SGD):
         return super().step(closure)
 
 
+class Tempered(torch.optim.SGD):
+    """SGD whose other gradients are divided by one plus that of its first parameter, which is one number."""
+
+    def step(self, closure: Any = None) -> Any:
+        first, *others = (p for group in self.param_groups for p in group["params"])
+        for parameter in others:
+            parameter.grad.div_(first.grad.abs() + 1)
+        return super().step(closure)
+
+
+class Temperature(nn.Module):
+    """A number that everything is multiplied by in front of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature, self.net = nn.Parameter(torch.tensor(0.7)), network().net
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x) * self.temperature
+
+
+def test_an_update_may_depend_on_one_number_and_its_own_gradient() -> None:
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return Tempered(parameters, lr=0.1, foreach=True)
+
+    model = Temperature()
+    expected = train(copy.deepcopy(model), make, mean_square, BATCHES)
+    found, step = trained(model, make, mean_square, BATCHES, FUSED)
+    assert_same(expected, found, "one number", skip=".gradient.")
+    (record,) = step.records
+    assert record.changed, record.changed.reason
+
+
 @pytest.mark.parametrize(("optimizer", "op"), [(Clipped, "stack"), (Checked, "logical_and_")])
 def test_an_update_that_needs_all_gradients_stays(optimizer: type[torch.optim.SGD], op: str) -> None:
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -164,6 +164,27 @@ def test_a_cast_that_a_module_asks_for_holds_in_that_module_only() -> None:
     assert dtype_of(program, "::add") == BF16
 
 
+def test_what_a_module_hands_over_in_a_list_is_read_from_there() -> None:
+    """It is no result of the module, and of the dtype of what it was made from, as a cast that does nothing is."""
+
+    class Keeps(nn.Module):
+        def forward(self, x: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
+            kept.append(x.relu())
+            return x.tanh()
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.keeps = nn.Linear(8, 8), Keeps()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept: list[torch.Tensor] = []
+            y = self.keeps(x, kept)
+            return y + self.layer(kept[0]) + kept[0].exp()
+
+    assert_same_as_under_autocast(Reads(), (X,), "bfloat16", [MixedPrecision()])
+
+
 def test_regions_of_the_users_own_stay_as_they_are() -> None:
     model = Mixed()
     plain = graphopt.capture(model, (X,), loss=mean_square)

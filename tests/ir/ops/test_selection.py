@@ -134,6 +134,15 @@ def test_a_sample_that_tells_a_wrong_bound_changes_nothing(
         assert torch.equal(select(v, k)[0], expected_large_selection(v, k)), k
 
 
+def test_a_bound_is_used_where_up_to_twice_as_many_and_64_reach_it() -> None:
+    """Where more do, their copies would take more memory than selecting without a bound."""
+    bits, blocks, k = torch.arange(256, dtype=torch.int32), torch.arange(32), 40
+    for reached, used in ((k, True), (2 * k + 64, True), (2 * k + 65, False)):
+        found = selection._indices_from(bits, k, 8, blocks, 256 - reached)
+        assert (found is not None) == used, reached
+        assert found is None or sorted(found.tolist()) == list(range(256 - k, 256))
+
+
 @pytest.mark.parametrize("size", [40_000, 590_000])
 @pytest.mark.parametrize("name", ["normal", "mostly zeros", "ascending", "periodic"])
 def test_no_numbers_take_more_memory_than_zeros(name: str, size: int) -> None:

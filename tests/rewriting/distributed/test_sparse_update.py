@@ -204,6 +204,24 @@ def test_training_is_that_with_dense_sums(name: str, options: dict[str, Any], mo
 
 
 @pytest.mark.usefixtures("two_ranks")
+def test_residuals_and_momenta_are_the_same_where_steps_are_checked_and_none_is_skipped() -> None:
+    """What is sent is taken from them by another op there, which takes nothing in a step that is skipped."""
+    found = []
+    for passes in ([], [ScaleLoss(init_scale=1.0, dynamic=False)]):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 32)
+        step = graphopt.optimize_step(model, sgd()(model), [DataParallel(), compression(), *passes], loss=mean_square)
+        for number in range(3):
+            step(torch.linspace(-1, 1, 8 * 64).reshape(8, 64).roll(number, 1))
+        kept = {key: value for key, value in step.state_dict()["held"].items() if value.numel() == 64 * 32}
+        found.append({**kept, "weight": model.weight.detach()})
+    plain, checked = found
+    assert [key.split("/")[1] for key in sorted(plain) if (plain[key] == 0).any()] == ["momentum", "residual"]
+    assert plain.keys() == checked.keys()
+    assert all(torch.equal(value, checked[key]) for key, value in plain.items())
+
+
+@pytest.mark.usefixtures("two_ranks")
 def test_the_peak_is_no_higher_than_predicted() -> None:
     """What selecting takes for itself depends on the numbers; the prediction is of the worst ones."""
     model = network()
