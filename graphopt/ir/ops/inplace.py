@@ -35,6 +35,7 @@ class InPlace:
         dimension: position of the argument that names a dimension, where only calls over the last one, of contiguous
             tensors on a CPU, can be written so.
         layout: position of the argument in whose layout the result comes where they differ.
+        matrices: whether only a matrix of fixed sizes can be overwritten: what is added to a product may be a row.
     """
 
     target: Any
@@ -43,6 +44,7 @@ class InPlace:
     keywords: bool = False
     dimension: int | None = None
     layout: int = 0
+    matrices: bool = False
 
 
 _UNARY = ("abs", "cos", "exp", "log", "neg", "reciprocal", "relu", "rsqrt", "sigmoid", "silu", "sin", "sqrt", "tanh")
@@ -56,7 +58,7 @@ IN_PLACE: dict[Any, InPlace] = {
     _aten.mul.Scalar: InPlace(_aten.mul_.Tensor),  # mul_.Scalar rounds the number to 16 bits, and mul.Scalar does not
     _aten.sub.Scalar: InPlace(_aten.sub_.Scalar),
     _aten.div.Scalar: InPlace(_aten.div_.Scalar),
-    _aten.addmm.default: InPlace(_aten.addmm_.default),
+    _aten.addmm.default: InPlace(_aten.addmm_.default, matrices=True),
     _aten.pow.Tensor_Scalar: InPlace(_aten.pow_.Scalar),
     **{getattr(_aten, name).default: InPlace(getattr(_aten, f"{name}_").default) for name in _UNARY},
     **{
@@ -83,12 +85,19 @@ def in_place(node: fx.Node) -> InPlace | None:
     form = IN_PLACE.get(node.target) if node.op == "call_function" else None
     if form is None or (node.kwargs and not form.keywords):
         return None
+    if form.matrices and not _is_fixed_matrix(node.args[0]):
+        return None
     if form.dimension is not None:
         first, dimension = value_of(node.args[0]), node.args[form.dimension]  # type: ignore[arg-type]
         last = dimension in (-1, first.dim() - 1)
         if not (last and _torch.device_kind(first) == "cpu" and first.is_contiguous()):
             return None
     return form
+
+
+def _is_fixed_matrix(argument: Any) -> bool:
+    shape = value_of(argument).shape
+    return len(shape) == 2 and all(isinstance(size, int) for size in shape)
 
 
 def as_in_place(node: fx.Node, operand: fx.Node) -> None:

@@ -140,7 +140,7 @@ def test_what_is_saved_is_loaded(
         disk_bandwidth=rate,
         context_bytes=count,
         kind="cuda",
-        allocator=AllocatorRules(expandable_segments=True, large_segment=count),
+        allocator=AllocatorRules(expandable_segments=True, large_segment=20 * 2**20 + count),
         workspaces={"cublas": count},
         sources=(source,),
     )
