@@ -54,7 +54,7 @@ _told: set[str] = set()
 
 
 def measured_usage(nodes: Iterable[fx.Node]) -> list[Usage]:
-    """What each call allocates; 0 for calls on a device that is not here, and by formula for programs without data."""
+    """What each call allocates; by formula for what is not run: on a device that is not here, too large, without data."""
     calls = list(nodes)
     others = (_torch.stand_in_of(tensor) for node in calls for tensor in call_tensors(node))
     other = next(filter(None, others), None)
@@ -134,15 +134,17 @@ def _measure(missing: dict[str, fx.Node]) -> None:
     for key, node in missing.items():
         _measured[key] = Usage()
         size = call_bytes(node)
-        devices = {t.device.type for t in call_tensors(node)}
+        devices = {t.device for t in call_tensors(node)} - {torch.device("cpu")}
+        cuda = {device for device in devices if device.type == "cuda"}
         if not _fused_lists_fit(node):  # such kernels read and write by the sizes of the first list
             logger.info("not measuring the temporaries of %s: its lists of tensors do not fit each other", node.name)
         elif size > LARGEST_CALL:
             logger.info("not measuring the temporaries of %s: the call takes %d bytes", node.name, size)
-        elif devices == {"cpu"}:
+            _measured[key] = _bound(node, cuda)
+        elif not devices:
             cpu[key] = node
-        elif devices == {"cuda"} and torch.cuda.is_available():
-            _measured[key] = _measure_cuda(node)
+        elif devices == cuda:
+            _measured[key] = _measure_cuda(node, cuda)
     if cpu:
         _measured.update(_measure_cpu(cpu))
 
@@ -221,17 +223,31 @@ def _measure_cpu(nodes: dict[str, fx.Node]) -> dict[str, Usage]:
     return {key: Usage(peaks.get(index, 0), results[index]) for index, key in enumerate(done)}
 
 
-def _measure_cuda(node: fx.Node) -> Usage:
+def _measure_cuda(node: fx.Node, devices: set[torch.device]) -> Usage:
+    """What a call takes on its device; by formula where it cannot be run on one, which is said."""
+    if len(devices) > 1 or not torch.cuda.is_available():
+        return _bound(node, devices)
+    (device,) = devices
     try:
-        with torch.random.fork_rng(), torch.no_grad():
+        with torch.cuda.device(device), torch.random.fork_rng(devices=[device]), torch.no_grad():
             target, args, kwargs = prepare(node, _filled(node))
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
             result = target(*args, **kwargs)
-            torch.cuda.synchronize()
-            peak, end = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-            del result
+            torch.cuda.synchronize(device)
+            peak, end = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+            del result, args, kwargs
     except Exception as error:
-        logger.info("the temporaries of %s are not known: %s", node.name, error)
-        return Usage()
-    return Usage(peak - end)
+        found = _bound(node, devices)
+        logger.warning(
+            "what %s allocates for itself on %s could not be measured, and is taken as %d bytes by formula: %s",
+            node.name, device, found.temporary, str(error).partition("\n")[0],
+        )  # fmt: skip
+        return found
+    return Usage(max(peak - end, 0))
+
+
+def _bound(node: fx.Node, devices: set[torch.device]) -> Usage:
+    """What a call that is not run takes at most, by formula: on the CUDA devices given, else on a CPU."""
+    where = min(map(str, devices), default="cpu")
+    return Usage(temporary_bytes(node, where, "cuda" if devices else "cpu"))
