@@ -14,6 +14,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphopt.analysis import workspace
+from graphopt.analysis.costs.isolated_call import LARGEST_CALL
+from graphopt.analysis.smaller_calls import SmallerCall
 from graphopt.ir.node import NodeInfo, Phase, set_info, set_value
 
 THERE = torch.device("cuda:1")
@@ -49,15 +51,19 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, torch.device]]:
         yield
 
     def answer(name: str, value: int) -> Any:
-        return lambda device=None: found.append((name, device)) or value
+        def ask(device: torch.device) -> int:
+            found.append((name, device))
+            return value
+
+        return ask
 
     cuda = SimpleNamespace(
         is_available=lambda: True, device=current, synchronize=answer("synchronize", 0),
         reset_peak_memory_stats=answer("reset", 0), max_memory_allocated=answer("peak", 140),
         memory_allocated=answer("end", 100),
     )  # fmt: skip
-    monkeypatch.setattr(workspace.torch, "cuda", cuda)
-    monkeypatch.setattr(workspace.torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: contextlib.nullcontext())
     monkeypatch.setattr(workspace, "prepare", lambda node, fill: (lambda: None, (), {}))
     return found
 
@@ -96,6 +102,23 @@ def test_a_call_that_cannot_be_measured_is_bounded_by_formula_with_a_warning(
 def test_a_call_above_the_limit_takes_more_than_a_smaller_one() -> None:
     small, large = workspace.measured_usage([embedding(2**20), embedding(2**25)])
     assert large.temporary >= 16 * small.temporary > 0
+
+
+def test_a_call_above_the_limit_is_run_smaller_on_its_own_device(
+    asked: list[tuple[str, torch.device]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[int, int]] = []
+
+    def prepare(smaller: SmallerCall, fill: object) -> Any:
+        made.append((smaller.new, smaller.nbytes))
+        return (lambda: None), (), {}
+
+    monkeypatch.setattr(SmallerCall, "prepare", prepare)
+    (usage,) = workspace.measured_usage([call(torch.ops.aten.sin.default, (2**20, 1024))])
+    assert all(nbytes <= LARGEST_CALL // 32 for _, nbytes in made)
+    assert [made[0][0] // made[1][0], len(made)] == [2, 2]
+    assert usage.temporary >= 40 * 2**20 // made[0][0]
+    assert {device for _, device in asked} == {THERE}
 
 
 def test_a_call_on_a_device_that_is_not_here_is_bounded_by_formula(monkeypatch: pytest.MonkeyPatch) -> None:
