@@ -26,7 +26,9 @@ FAULTS := tests/runtime/ranks tests/sweeps/test_faults.py
 SOAK := tests/runtime/test_soak.py tests/rewriting/distributed/test_convergence.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test sweep lint format bench docs notebooks clean
+GPU_FOUND := gpu-found
+
+.PHONY: help install demo test sweep lint format bench gpu $(GPU_FOUND) docs notebooks clean
 
 help: ## say what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -89,6 +91,14 @@ bench: $(DEV) $(BROWSER) ## measure what tests/benchmarks/README.md says (an hou
 	$(BIN)/python tests/benchmarks/convergence.py --tasks text --ways dense DGC
 	$(BIN)/python tests/benchmarks/page.py
 	$(BIN)/python tests/benchmarks/planner.py --graphs 100
+
+gpu: $(GPU_FOUND) $(DEV) ## run the tests that need a GPU, and measure there: one table, build/gpu/gpu.txt
+	@status=0; $(BIN)/python -m pytest -m gpu || status=1; \
+	$(BIN)/python tests/benchmarks/gpu.py || status=1; exit $$status
+
+$(GPU_FOUND):
+	@nvidia-smi -L 2>/dev/null | grep -q GPU \
+		|| { echo "make gpu needs a machine with an NVIDIA GPU, and nvidia-smi finds none here: nothing was run"; exit 1; }
 
 docs: $(DEV) ## build the reference, to be read and searched without a network: build/docs/index.html
 	$(BIN)/python -m tests.support.documentation.site build/docs

@@ -7,11 +7,13 @@ Rules go into the ops' own tables and into that of ``torch._higher_order_ops``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch._C import DispatchKey
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
@@ -19,6 +21,9 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, track_tensor_tree
 
 __all__ = ["run_and_save_rng_state", "run_with_rng_state", "traceable_generator_states"]
+
+_CUDA_STATE_BYTES = 16
+"""Bytes of the state of a CUDA generator: its seed and its offset, eight each."""
 
 
 def _has_functional_rule(op: Any) -> bool:
@@ -34,6 +39,45 @@ if not _has_functional_rule(run_and_save_rng_state):
         plain_args, plain_kwargs = context.unwrap_tensors((args, kwargs))
         with context.redispatch_to_next():
             return context.wrap_tensors(run_and_save_rng_state(op, *plain_args, **plain_kwargs))
+
+
+def _drawn_on(args: Any, kwargs: Any) -> torch.device:
+    """The device whose generator a random op draws from: that of its ``device``, else of its first tensor."""
+    named = kwargs.get("device")
+    if named is not None:
+        return torch.device(named)
+    tensors = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def _on_own_device(kernel: Callable[..., Any], first: int) -> Callable[..., Any]:
+    """A kernel that saves or replays a state of the generator that its op draws from.
+
+    torch's kernels for CUDA read and set the generator of the current device, whatever device the tensors are on: a
+    program on ``cuda:1`` would recompute another dropout than the one that it ran.
+
+    Args:
+        kernel: torch's.
+        first: where the arguments of the random op begin, behind the op and, in a replay, the state.
+    """
+
+    @wraps(kernel)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        device = _drawn_on(args[first:], kwargs)
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            return kernel(*args, **kwargs)
+
+    return call
+
+
+def _guard_devices() -> None:
+    for op, first in ((run_and_save_rng_state, 1), (run_with_rng_state, 2)):
+        for key in (DispatchKey.CUDA, DispatchKey.BackendSelect):
+            op.py_kernels[key] = _on_own_device(op.py_kernels[key], first)
+        op._dispatch_cache.clear()
+
+
+_guard_devices()
 
 
 @contextlib.contextmanager
@@ -70,10 +114,8 @@ def _replaced(table: Any, key: Any, rule: Any) -> Iterator[None]:
 
 def _example_state(op: Any, *args: Any, **kwargs: Any) -> Any:
     """A generator state without data, as large as that of the device which ``op`` draws on, and the op's result."""
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    device = str(tensors[0].device if tensors else kwargs.get("device") or "cpu")
-    state = torch.cuda.get_rng_state() if device.startswith("cuda") else torch.get_rng_state()
-    return torch.empty(tuple(state.shape), dtype=torch.uint8), op(*args, **kwargs)
+    size = _CUDA_STATE_BYTES if _drawn_on(args, kwargs).type == "cuda" else torch.get_rng_state().numel()
+    return torch.empty(size, dtype=torch.uint8), op(*args, **kwargs)
 
 
 def _trace_example_state(mode: ProxyTorchDispatchMode, op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -130,10 +130,12 @@ CHANGES = Feature(
 RANDOMNESS = Feature(
     "the same random numbers in what is computed again",
     {
+        "torch._C": "DispatchKey.BackendSelect DispatchKey.CUDA",
         "torch._higher_order_ops.utils": "registered_hop_fake_fns",
         "torch._prims.rng_prims": (
             "run_and_save_rng_state._dispatch_cache run_and_save_rng_state.py_functionalize_impl "
-            "run_and_save_rng_state.py_kernels run_and_save_rng_state.python_key_table run_with_rng_state"
+            "run_and_save_rng_state.py_kernels run_and_save_rng_state.python_key_table run_with_rng_state "
+            "run_with_rng_state._dispatch_cache run_with_rng_state.py_kernels"
         ),
         "torch._subclasses.functional_tensor": "FunctionalTensorMode",
     },

@@ -1,14 +1,14 @@
 """What ops allocate for themselves while they run: measured, once per op and shapes, on zeros or on what takes most.
 
 Kernels reorder layouts, build masks and keep partial sums; no schema tells how much. Each distinct call of a program is
-therefore run once by itself, within limits, while the allocator is watched. The random-number generators are left as
-they were.
+therefore run once by itself, or smaller ones like it where it is too large, while the allocator is watched. The
+random-number generators are left as they were.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.analysis.costs.isolated_call import LARGEST_CALL, Fill, call_bytes, call_key, call_tensors, prepare, sizes
+from graphopt.analysis.smaller_calls import SmallerCall, extrapolated, smaller_calls
 from graphopt.analysis.workspace_formulas import temporary_bytes
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.node import value_of
@@ -54,7 +55,7 @@ _told: set[str] = set()
 
 
 def measured_usage(nodes: Iterable[fx.Node]) -> list[Usage]:
-    """What each call allocates; 0 for calls on a device that is not here, and by formula for programs without data."""
+    """What each call allocates; by formula where it is not run: without data, or on a device that is not here."""
     calls = list(nodes)
     others = (_torch.stand_in_of(tensor) for node in calls for tensor in call_tensors(node))
     other = next(filter(None, others), None)
@@ -134,15 +135,16 @@ def _measure(missing: dict[str, fx.Node]) -> None:
     for key, node in missing.items():
         _measured[key] = Usage()
         size = call_bytes(node)
-        devices = {t.device.type for t in call_tensors(node)}
+        devices = {t.device for t in call_tensors(node)} - {torch.device("cpu")}
+        cuda = {device for device in devices if device.type == "cuda"}
         if not _fused_lists_fit(node):  # such kernels read and write by the sizes of the first list
             logger.info("not measuring the temporaries of %s: its lists of tensors do not fit each other", node.name)
         elif size > LARGEST_CALL:
-            logger.info("not measuring the temporaries of %s: the call takes %d bytes", node.name, size)
-        elif devices == {"cpu"}:
+            _measured[key] = _by_smaller(node, cuda) if devices == cuda else _bound(node, cuda)
+        elif not devices:
             cpu[key] = node
-        elif devices == {"cuda"} and torch.cuda.is_available():
-            _measured[key] = _measure_cuda(node)
+        elif devices == cuda:
+            _measured[key] = _measure_cuda(node, cuda)
     if cpu:
         _measured.update(_measure_cpu(cpu))
 
@@ -202,36 +204,98 @@ def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
     return torch.zeros(count, dtype=dtype, device=device)
 
 
-def _measure_cpu(nodes: dict[str, fx.Node]) -> dict[str, Usage]:
+def _measure_cpu(calls: Mapping[str, fx.Node | SmallerCall]) -> dict[str, Usage]:
     """Run every call in one profile, and read the allocator's events between its marks."""
     done: list[str] = []
     results: list[tuple[int, ...]] = []
     with torch.random.fork_rng(devices=[]), torch.no_grad(), _torch.profile_memory() as profile:
-        for key, node in nodes.items():
+        for key, call in calls.items():
             try:
-                target, args, kwargs = prepare(node, _filled(node))
+                target, args, kwargs = _prepared(call)
                 with torch.profiler.record_function(f"{_MARK}{len(done)}"):
                     result = target(*args, **kwargs)
                 results.append(tuple(t.untyped_storage().nbytes() for t in tensors_of(result)))
                 del result, args, kwargs
                 done.append(key)
             except Exception as error:  # data-dependent checks refuse zeros; what the op needs stays unknown
-                logger.info("the temporaries of %s are not known: %s", node.name, error)
+                logger.info("the temporaries of %s are not known: %s", _node(call).name, error)
     peaks = _torch.peaks_between_marks(profile, _MARK)
     return {key: Usage(peaks.get(index, 0), results[index]) for index, key in enumerate(done)}
 
 
-def _measure_cuda(node: fx.Node) -> Usage:
+def _node(call: fx.Node | SmallerCall) -> fx.Node:
+    return call.node if isinstance(call, SmallerCall) else call
+
+
+def _prepared(call: fx.Node | SmallerCall) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    filled = _filled(_node(call))
+    return call.prepare(filled) if isinstance(call, SmallerCall) else prepare(call, filled)
+
+
+def _measure_cuda(node: fx.Node, devices: set[torch.device]) -> Usage:
+    """What a call takes on its device; by formula where it cannot be run on one, which is said."""
+    if len(devices) > 1 or not torch.cuda.is_available():
+        return _bound(node, devices)
+    (device,) = devices
     try:
-        with torch.random.fork_rng(), torch.no_grad():
-            target, args, kwargs = prepare(node, _filled(node))
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            result = target(*args, **kwargs)
-            torch.cuda.synchronize()
-            peak, end = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-            del result
+        return Usage(_cuda_temporary(node, device))
     except Exception as error:
-        logger.info("the temporaries of %s are not known: %s", node.name, error)
-        return Usage()
-    return Usage(peak - end)
+        found = _bound(node, devices)
+        logger.warning(
+            "what %s allocates for itself on %s could not be measured, and is taken as %d bytes by formula: %s",
+            node.name, device, found.temporary, str(error).partition("\n")[0],
+        )  # fmt: skip
+        return found
+
+
+def _cuda_temporary(call: fx.Node | SmallerCall, device: torch.device) -> int:
+    """Bytes of a device's peak while a call runs there, above what is allocated when it has run."""
+    with torch.cuda.device(device), torch.random.fork_rng(devices=[device]), torch.no_grad():
+        target, args, kwargs = _prepared(call)
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        result = target(*args, **kwargs)
+        torch.cuda.synchronize(device)
+        peak, end = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        del result, args, kwargs
+    return max(peak - end, 0)
+
+
+_SMALLER = 32
+"""Calls that are too large are run this many times smaller than the largest that may be run."""
+
+
+def _by_smaller(node: fx.Node, devices: set[torch.device]) -> Usage:
+    """What a call that is too large to be run takes, by smaller ones, but no less than by formula."""
+    found = _bound(node, devices)
+    if len(devices) > 1 or (devices and not torch.cuda.is_available()):
+        return found
+    for call, half in smaller_calls(node, LARGEST_CALL // _SMALLER):
+        both = _temporaries((call, half), next(iter(devices), None))
+        if both is not None:
+            return Usage(max(extrapolated(call, half, *both), found.temporary))
+    if LARGEST_CALL:
+        logger.warning(
+            "%s takes %d bytes, is too large to be run by itself, and no smaller call like it runs: what it allocates "
+            "for itself is taken as %d bytes by formula, and predicted peaks can be too low",
+            node.name, call_bytes(node), found.temporary,
+        )  # fmt: skip
+    return found
+
+
+def _temporaries(calls: tuple[SmallerCall, SmallerCall], device: torch.device | None) -> tuple[int, int] | None:
+    """What two calls take, on a CUDA device or (None) on the CPU; None where one of them cannot be run."""
+    if device is None:
+        usages = _measure_cpu({str(call.new): call for call in calls})
+        return (usages[str(calls[0].new)].temporary, usages[str(calls[1].new)].temporary) if len(usages) == 2 else None
+    try:
+        return _cuda_temporary(calls[0], device), _cuda_temporary(calls[1], device)
+    except Exception as error:  # another size may do
+        logger.info("a smaller call like %s does not run: %s", calls[0].node.name, error)
+        return None
+
+
+def _bound(node: fx.Node, devices: set[torch.device]) -> Usage:
+    """What a call that is not run takes at most, by formula: on the CUDA devices given, else on a CPU."""
+    where = min(map(str, devices), default="cpu")
+    return Usage(temporary_bytes(node, where, "cuda" if devices else "cpu"))

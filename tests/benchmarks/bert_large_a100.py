@@ -213,7 +213,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.layers, PROFILES[options.device], parse_bytes(options.memory), parse_bytes(options.host),
         options.precision,
     )  # fmt: skip
-    on_the_device = mock.patch.object(temporaries, "LARGEST_CALL", 0)  # what this CPU's kernels allocate is not asked
+    # what this CPU's kernels allocate is not asked
+    on_the_device = mock.patch.multiple(temporaries, LARGEST_CALL=0, temporary_bytes=lambda *_: 0)
     with Progress(console=Console(stderr=True), transient=True) as progress, on_the_device:
         found = list(plans(simulator, options, progress))
     base = found[0]

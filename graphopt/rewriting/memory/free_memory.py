@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 
 import torch
 
@@ -37,17 +38,29 @@ def free_disk_bytes() -> int:
 def free_bytes(device: torch.device) -> int:
     """Bytes that could be allocated on a device now.
 
-    On CUDA that is what its driver and torch's cache have free, on a CPU what the system and this process's limits
-    leave.
+    On CUDA that is what its driver has free, and what of torch's cache is free for any request: whole segments. Free
+    parts of segments that are in use (``inactive_split_bytes``) hold only what is smaller, and are not counted. On a
+    CPU it is what the system and this process's limits leave.
 
     Raises:
         GraphoptError: for another kind of device.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+        return int(free + _whole_cached_segments(torch.cuda.memory_stats(device)))
     if device.type == "cpu":
         found = free_host_bytes()
         if found is not None:
             return found
     raise GraphoptError(f"it is not known how much memory is free on {device}: give the budget in bytes")
+
+
+def _whole_cached_segments(statistics: Mapping[str, int]) -> int:
+    """Bytes that torch's allocator can give back to the driver; no statistics before its first request.
+
+    Blocks that are freed and wait for another stream are active still.
+    """
+    reserved, active, split = (
+        statistics.get(f"{name}.all.current", 0) for name in ("reserved_bytes", "active_bytes", "inactive_split_bytes")
+    )
+    return max(reserved - active - split, 0)

@@ -1,7 +1,10 @@
-"""Copies between a CUDA device and blocks: one side stream per device, events, pinned host memory.
+"""Copies between a CUDA device and blocks: two side streams per device, events, pinned host memory.
+
+One stream copies to the host and one copies back: devices have an engine for each direction, and on a single stream
+what backward needs next would queue behind all that forward still sends away.
 
 Rules (they prevent the failures that other implementations had): tensors are allocated on the compute stream only and
-``record_stream`` is never used; the side stream waits for the compute stream before each copy; what a copy reads or
+``record_stream`` is never used; a side stream waits for the compute stream before each copy; what a copy reads or
 writes on the device lives until the compute stream has been told to wait for the copy, or the copy is done.
 """
 
@@ -98,13 +101,14 @@ class CudaLane:
         self._device = device
         self._worker = worker
         self._slab = slab
-        self._stream = _cuda.Stream(device)
+        self._outward = _cuda.Stream(device)
+        self._inward = _cuda.Stream(device)
 
     def save(self, storage: torch.UntypedStorage, nbytes: int, space: Space) -> Transfer:
         """Start copying ``nbytes`` bytes of a storage to a block, after what the current stream has to do by now."""
         ready = _cuda.current_stream(self._device).record_event()
         if isinstance(space, HostSpace):
-            return self._copy(space.tensor(nbytes), _bytes(storage, nbytes), ready)
+            return self._copy(self._outward, space.tensor(nbytes), _bytes(storage, nbytes), ready)
         assert isinstance(space, DiskSpace)
         return self._worker.submit(partial(self._to_disk, _bytes(storage, nbytes), space, ready), keep=storage)
 
@@ -117,24 +121,24 @@ class CudaLane:
         ready = _cuda.current_stream(self._device).record_event()
         if isinstance(space, HostSpace):
             if isinstance(after, StreamCopy):
-                self._stream.wait_event(after.event)
+                self._inward.wait_event(after.event)
             else:
                 after.join()
-            return self._copy(_bytes(storage, nbytes), space.tensor(nbytes), ready)
+            return self._copy(self._inward, _bytes(storage, nbytes), space.tensor(nbytes), ready)
         assert isinstance(space, DiskSpace)
         return self._worker.submit(partial(self._from_disk, space, _bytes(storage, nbytes), ready, after), keep=storage)
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, ready: torch.cuda.Event) -> StreamCopy:
-        with _cuda.stream(self._stream):
-            self._stream.wait_event(ready)
+    def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor, ready: torch.cuda.Event) -> StreamCopy:
+        with _cuda.stream(stream):
+            stream.wait_event(ready)
             target.copy_(source, non_blocking=True)
-            return StreamCopy(self._device, self._stream.record_event(), (target, source))
+            return StreamCopy(self._device, stream.record_event(), (target, source))
 
     def _to_disk(self, source: torch.Tensor, space: DiskSpace, ready: torch.cuda.Event) -> None:
         staging = self._slab.allocate(min(source.numel(), STAGING))
         try:
             for start, piece in _pieces(source):
-                self._copy(staging.tensor(piece.numel()), piece, ready).join()
+                self._copy(self._outward, staging.tensor(piece.numel()), piece, ready).join()
                 space.write(staging.address, piece.numel(), start)
         finally:
             staging.free()
@@ -145,7 +149,7 @@ class CudaLane:
         try:
             for start, piece in _pieces(target):
                 space.read(staging.address, piece.numel(), start)
-                self._copy(piece, staging.tensor(piece.numel()), ready).join()
+                self._copy(self._inward, piece, staging.tensor(piece.numel()), ready).join()
         finally:
             staging.free()
 

@@ -36,9 +36,10 @@ class Device:
         self.done = False
         self.compute = Stream(self, "compute")
         self.current = self.compute
+        self.sides = iter(("out", "in"))
 
     def Stream(self, _: torch.device) -> Stream:  # noqa: N802 - torch's name
-        return Stream(self, "side")
+        return Stream(self, next(self.sides))
 
     def current_stream(self, _: torch.device) -> Stream:
         return self.current
@@ -104,18 +105,29 @@ def lane(device: Device) -> cuda.CudaLane:
 def test_a_copy_to_the_host_is_between_what_was_computed_and_what_waits(device: Device, lane: cuda.CudaLane) -> None:
     x, space = torch.arange(10.0), HostSlab(lambda: None).allocate(40)
     transfer = lane.save(x.untyped_storage(), 40, space)
-    assert device.log == ["compute: record", "side: wait for compute", "side: copy 40", "side: record"]
+    assert device.log == ["compute: record", "out: wait for compute", "out: copy 40", "out: record"]
     device.log.clear()
     transfer.wait()
-    assert device.log == ["compute: wait for side"]
+    assert device.log == ["compute: wait for out"]
     device.log.clear()
     y = torch.empty(10)
     lane.restore(space, y.untyped_storage(), 40, transfer).wait()
     assert device.log == [
-        "compute: record", "side: wait for side", "side: wait for compute", "side: copy 40", "side: record",
-        "compute: wait for side",
+        "compute: record", "in: wait for out", "in: wait for compute", "in: copy 40", "in: record",
+        "compute: wait for in",
     ]  # fmt: skip
     assert torch.equal(x, y)
+
+
+def test_what_comes_back_does_not_queue_behind_what_still_goes_out(device: Device, lane: cuda.CudaLane) -> None:
+    slab, x = HostSlab(lambda: None), torch.arange(10.0)
+    spaces = [slab.allocate(40) for _ in range(3)]
+    first, *_ = [lane.save(x.untyped_storage(), 40, space) for space in spaces]
+    device.log.clear()
+    lane.restore(spaces[0], torch.empty(10).untyped_storage(), 40, first)
+    inward = [line for line in device.log if line.startswith("in:")]
+    assert inward == ["in: wait for out", "in: wait for compute", "in: copy 40", "in: record"]
+    assert not [line for line in device.log if line.startswith("out:")]
 
 
 def test_memory_lives_until_the_compute_stream_waits_or_the_copy_is_done(device: Device, lane: cuda.CudaLane) -> None:
@@ -139,12 +151,15 @@ def test_a_file_is_written_and_read_through_pinned_memory_in_pieces(
     x, y, space = torch.arange(40.0), torch.empty(40), DiskFile(tmp_path).allocate(160)
     saved = lane.save(x.untyped_storage(), 160, space)
     saved.wait()
-    piece = ["side: wait for compute", "side: copy {}", "side: record", "host: wait for side"]
-    pieces = [line.format(nbytes) for nbytes in (64, 64, 32) for line in piece]
-    assert device.log == ["compute: record", *pieces]
+
+    def pieces(side: str) -> list[str]:
+        piece = ["{0}: wait for compute", "{0}: copy {1}", "{0}: record", "host: wait for {0}"]
+        return [line.format(side, nbytes) for nbytes in (64, 64, 32) for line in piece]
+
+    assert device.log == ["compute: record", *pieces("out")]
     device.log.clear()
     lane.restore(space, y.untyped_storage(), 160, saved).wait()
-    assert device.log == ["compute: record", *pieces]
+    assert device.log == ["compute: record", *pieces("in")]
     assert torch.equal(x, y)
     assert lane._slab.used_bytes == 0
 
