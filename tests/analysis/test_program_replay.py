@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 import graphopt
 from graphopt import Program, _torch
 from graphopt.analysis.allocator import AllocatorRules
+from graphopt.analysis.costs.cost import PROFILES
 from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.errors import ArgumentError
 from graphopt.ir.node import set_value, value_of
@@ -65,7 +67,7 @@ def test_reserved_covers_allocated_which_covers_what_is_asked_for(case: str) -> 
 def test_a_small_program_has_known_figures() -> None:
     """A weight of 4 MB, a batch, a result and its gradient of 2 MB each, and the gradient of the weight."""
     program = graphopt.capture(Net(nn.Linear(1000, 1000, bias=False)), (torch.ones(500, 1000),))
-    found = program.reserved("h100-80gb")
+    found = program.reserved(dataclasses.replace(PROFILES["h100-80gb"], workspaces={}))
     assert found.requested_peak_bytes == 2 * 4_000_000 + 3 * 2_000_000
     assert found.allocated_peak_bytes == 2 * 4_000_256 + 3 * 2_000_384
     assert found.reserved_peak_bytes == 20 * MIB
