@@ -79,7 +79,7 @@ def _written(node: fx.Node) -> list[torch.Tensor]:
 
 def _crosses(node: fx.Node) -> bool:
     """Whether what is written is on another device than everything that is read."""
-    changed = schema.mutated_inputs(node)
+    changed = set(schema.mutated_inputs(node))  # thousands, where one call updates all parameters
     read = {t.device.type for n in node.all_input_nodes if n not in changed for t in tensors_of(value_of(n))}
     return bool(read) and read.isdisjoint(tensor.device.type for tensor in _written(node))
 
