@@ -38,7 +38,11 @@ def test_it_ends_with_one_line_where_there_is_no_gpu(
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="there may be a GPU here")
 def test_make_ends_at_once_where_there_is_no_gpu(tmp_path: Path) -> None:
     done = subprocess.run(
-        ["make", "gpu", f"VENV={tmp_path / 'venv'}"], cwd=ROOT, capture_output=True, text=True, check=False
+        ["make", "--no-print-directory", "gpu", f"VENV={tmp_path / 'venv'}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode != 0
     assert done.stdout.strip().splitlines() == [
