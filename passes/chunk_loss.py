@@ -42,7 +42,8 @@ class ChunkLoss(Pass):
     last token.
 
     Sums over tokens are added up in another order, chunk by chunk: losses and gradients equal the captured program's
-    within rounding, ``rtol`` 1e-5 (float32) or 2e-2 (16 bits) of the largest element of each.
+    within rounding, ``rtol`` 1e-5 (float32) or 2e-2 (16 bits) of the largest element of each. Losses of 16-bit logits
+    are added up in float32.
 
     After Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024 (arXiv 2410.10989), as a rewrite
     of the program's own calls.

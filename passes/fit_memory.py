@@ -60,7 +60,8 @@ class FitMemory(Pass):
             the program alone, and so do the plans.
         cost: where seconds come from: ``measured`` (each distinct call is run on this device, and the figures are kept
             on disk), ``roofline`` (nothing of the program is run), or the name of a device whose roofline is taken
-            (``a100-80gb``), or a ``.toml`` file with its profile.
+            (``a100-80gb``), or a ``.toml`` file with its profile. For a program without data the first two mean the
+            roofline of the device that it is for.
 
     Raises:
         GraphoptError: where no plan is within the budget, with the smallest peak and the largest tensors alive there;

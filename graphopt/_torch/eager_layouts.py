@@ -17,6 +17,7 @@ from torch._decomp import decomposition_table
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import op_implementations_checks
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from graphopt._torch.fake_tensors import device_kind
 
@@ -92,13 +93,32 @@ def eager_layouts() -> Iterator[None]:
         finally:
             busy.pop()
 
+    def halves(mode: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """What torch makes of 16-bit tensors one of which is expanded, laid out as it would be in float32."""
+        if not _has_expanded_half((args, kwargs)):
+            return NotImplemented
+        busy.append(op)
+        try:
+            with mode:
+                result, like = op(*args, **kwargs), op(*pytree.tree_map_only(torch.Tensor, _as_float32, args), **kwargs)
+        finally:
+            busy.pop()
+        if not isinstance(result, torch.Tensor) or like.shape != result.shape:
+            return result
+        with mode:
+            return torch.empty_strided(result.shape, like.stride(), dtype=result.dtype)
+
     for op, place in _overloads():
         saved[op] = decomposition_table[op]
         decomposition_table[op] = _laid_out(saved[op], place)
     for op in rules.keys() & decomposition_table.keys():
         saved[op] = decomposition_table[op]
         decomposition_table[op] = _formatted_decomposition(saved[op], *rules[op])
-    ours = [(_UNDECOMPOSED.__contains__, _without_data), (lambda op: op in rules and not busy, laid_out)]
+    ours = [
+        (_UNDECOMPOSED.__contains__, _without_data),
+        (lambda op: op in rules and not busy, laid_out),
+        (lambda op: _is_pointwise(op) and not busy, halves),
+    ]
     op_implementations_checks[:0] = ours
     FakeTensorMode.cache_clear()  # it has results of before
     try:
@@ -151,6 +171,28 @@ def _formatted_result(result: Any, place: int, several: bool, args: tuple[Any, .
     else:
         like = torch.empty_like(first, memory_format=suggest_memory_format(args[place]))
     return (like, *result[1:]) if several else like
+
+
+@functools.cache
+def _is_pointwise(op: Any) -> bool:
+    return torch.Tag.pointwise in getattr(op, "tags", ()) and not op._schema.is_mutable
+
+
+def _has_expanded_half(given: Any) -> bool:
+    """Whether tensors on a CPU are of one 16-bit dtype, and some of them repeat elements, and others do not.
+
+    Without data torch converts each of them to float32 first, which lays out what is expanded anew. Kernels do so only
+    where dtypes differ.
+    """
+    tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+    if len(tensors) < 2 or {tensor.dtype for tensor in tensors} not in ({torch.float16}, {torch.bfloat16}):
+        return False
+    expanded = [tensor.dim() > 1 and 0 in tensor.stride() for tensor in tensors]
+    return any(expanded) and not all(expanded) and all(device_kind(tensor) == "cpu" for tensor in tensors)
+
+
+def _as_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.float32)
 
 
 def _laid_out(theirs: Callable[..., Any], place: int) -> Callable[..., Any]:

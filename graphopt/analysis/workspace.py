@@ -274,12 +274,11 @@ def _by_smaller(node: fx.Node, devices: set[torch.device]) -> Usage:
         both = _temporaries((call, half), next(iter(devices), None))
         if both is not None:
             return Usage(max(extrapolated(call, half, *both), found.temporary))
-    if LARGEST_CALL:
-        logger.warning(
-            "%s takes %d bytes, is too large to be run by itself, and no smaller call like it runs: what it allocates "
-            "for itself is taken as %d bytes by formula, and predicted peaks can be too low",
-            node.name, call_bytes(node), found.temporary,
-        )  # fmt: skip
+    logger.warning(
+        "%s takes %d bytes, is too large to be run by itself, and no smaller call like it runs: what it allocates for "
+        "itself is taken as %d bytes by formula, and predicted peaks can be too low",
+        node.name, call_bytes(node), found.temporary,
+    )  # fmt: skip
     return found
 
 

@@ -76,7 +76,7 @@ def program_arguments(parser: argparse.ArgumentParser) -> None:
     stage_argument(parser)
     budget_argument(parser, several=False)
     time_limit_argument(parser)
-    cost_arguments(parser, default=None)
+    cost_arguments(parser)
     device_arguments(parser)
     parser.set_defaults(fits=True)
 
@@ -107,6 +107,8 @@ def device_problem(options: argparse.Namespace) -> str:
         return f"--devices {options.devices} are of the kind that --device names: give it too"
     if options.device is not None and getattr(options, "remeasure", False):
         return f"--remeasure measures on this device, and --device {options.device} runs nothing: leave one out"
+    if options.device is not None and getattr(options, "cost", None) == "measured":
+        return f"--cost measured runs calls here, and --device {options.device} runs nothing: leave one out"
     if options.device is not None and getattr(options, "verify", "") == "numerics":
         return f"--verify numerics runs the program, and --device {options.device} runs nothing: leave one out"
     return ""
@@ -207,9 +209,9 @@ def time_limit_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-limit", type=_seconds, metavar="S", help="end the search after S seconds")
 
 
-def cost_arguments(parser: argparse.ArgumentParser, default: str | None = "measured") -> None:
+def cost_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``--cost`` and ``--remeasure``."""
-    parser.add_argument("--cost", choices=FileOr(COSTS), default=default, metavar="COST", help=_COST_HELP)
+    parser.add_argument("--cost", choices=FileOr(COSTS), metavar="COST", help=_COST_HELP)
     parser.add_argument("--remeasure", action="store_true", help=REMEASURE_HELP)
 
 

@@ -45,7 +45,7 @@ def exchange_plan(options: argparse.Namespace) -> None:
     program = rewritten.program
     with progress_bar("measuring the calls") as show:
         workload = workload_of(
-            program, options.cost, progress=lambda done, total: show(done / total, f"{done} of {total}")
+            program, options.cost or "measured", progress=lambda done, total: show(done / total, f"{done} of {total}")
         )
     if options.step_time is not None:
         workload = workload.taking(options.step_time)

@@ -74,9 +74,10 @@ def plan(options: argparse.Namespace) -> None:
     rewritten = rewritten_program(options, _pipeline(options))
     report_passes(rewritten)
     memory = rewritten.program.memory()
-    costs = _costs(memory, options.cost)
+    cost = options.cost or "measured"
+    costs = _costs(memory, cost)
     fitting = _search(rewritten.program, memory, costs, options.time_limit)
-    report = frontier_report(fitting, options.cost, costs)
+    report = frontier_report(fitting, cost, costs)
     answers = [_answer(fitting, text) for text in options.budget]
     write_output(options, _render(format_of(options), fitting, report, answers, costs))
     if report.remark and (options.output is not None or format_of(options) != "text"):

@@ -62,6 +62,18 @@ def test_an_op_has_its_kernels_strides_without_data(name: str) -> None:
     assert len(compared) >= 2  # contiguous and transposed arguments
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("op", [torch.mul, torch.add, torch.div, torch.maximum])
+def test_sixteen_bits_that_are_expanded_are_laid_out_as_their_kernel_does(op: Any, dtype: torch.dtype) -> None:
+    expanded = torch.ones((), dtype=dtype).expand(2, 3, 4, 5)
+    last = torch.ones(2, 3, 4, 5, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    for one, other in ((expanded, last), (last, expanded), (expanded, last.float()), (expanded.float(), last)):
+        with eager_layouts(), FakeTensorMode() as mode:
+            found = op(mode.from_tensor(one), mode.from_tensor(other))
+        wanted = op(one, other)
+        assert (found.stride(), found.dtype) == (wanted.stride(), wanted.dtype)
+
+
 def test_torch_is_left_as_it_was() -> None:
     before = differing(torch.ops.aten.softplus_backward.default)
     assert before  # a torch that lays this out as its kernel does needs no entry

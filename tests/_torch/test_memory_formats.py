@@ -15,10 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphopt._torch.eager_layouts import _IN_FORMAT_OF, eager_layouts
 
-KNOWN = {"_fft_r2c.default", "ldexp.Tensor", "mul.Tensor"}
-"""Ops of the database that differ: a transform of an expanded tensor, one that is traced in its parts, and a product of
-an expanded tensor with one of another dtype.
-"""
+KNOWN = {"_fft_r2c.default", "ldexp.Tensor"}
+"""Ops of the database that differ: a transform of an expanded tensor, and one that is traced in its parts."""
 
 
 class Compare(TorchDispatchMode):

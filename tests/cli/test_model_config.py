@@ -115,6 +115,7 @@ def test_a_file_that_is_not_there_or_no_json(run: Command, tmp_path: Path) -> No
         (("plan", target("step"), "--devices", "8"), "--devices 8 are of the kind that --device names"),
         (("plan", target("step"), "--device", "h200", "--remeasure"), "--remeasure measures on this device"),
         (("dump", target("step"), "--device", "h200", "--verify", "numerics"), "--verify numerics runs the program"),
+        (("plan", target("step"), "--device", "h200", "--cost", "measured"), "--cost measured runs calls here"),
         (("plan", target("step"), "--device", "h20"), "did you mean 'h200'"),
     ],
 )

@@ -25,7 +25,7 @@ NOTHING_TO_COMPUTE = ("is a view of its inputs or parameters", "requires a gradi
 """What messages say of a model that is one op which computes nothing by itself: views, dropout of nothing."""
 
 AS_TORCH_DOES = ("linalg_eigh",)
-"""Ops whose bits may not be those of eager mode, and are those of torch's own ``aot_eager``, which the test runs."""
+"""Ops whose bits differ from eager mode's on some machines, and are then those of torch's own ``aot_eager``."""
 
 
 @pytest.fixture(scope="module")

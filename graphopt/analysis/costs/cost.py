@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import fx
 
+from graphopt import _torch
 from graphopt.analysis.costs.bandwidth import Tier, link_bandwidth
 from graphopt.analysis.costs.calibration import profile_of
 from graphopt.analysis.costs.device_names import COSTS, is_profile_file, near_devices
@@ -129,8 +130,9 @@ def cost_report(
 
     Args:
         calls: nodes of a program; symbolic sizes are taken by their example.
-        method: ``measured``, or ``roofline``, which runs nothing of the program.
-        profile: what the device can do, for the roofline; by default that of the device here (``profile_of``).
+        method: ``measured``, or ``roofline``, which runs nothing of the program, and is taken for one without data.
+        profile: what the device can do, for the roofline; by default that of the device here (``profile_of``), or of
+            the one that a program without data is for.
         progress: called with (distinct calls measured, distinct calls to measure) after each of them.
         cache: use figures measured before, and keep new ones.
 
@@ -141,6 +143,10 @@ def cost_report(
         raise GraphoptError(f"there is no method {method!r} of costs: it is 'measured' or 'roofline'")
     nodes = list(calls)
     paid = [node for node in nodes if not _is_free(node)]
+    others = (_torch.stand_in_of(tensor) for node in paid for tensor in call_tensors(node))
+    other = next(filter(None, others), None)
+    if other is not None:
+        method, profile = "roofline", profile or _known_profile(other.device)
     estimate = _Roofline(profile, cache)
     found = Measurements(cache)
     if method == "measured":
@@ -210,13 +216,19 @@ def check_cost(cost: str) -> None:
     )
 
 
-def profile_of_cost(cost: str) -> DeviceProfile | None:
-    """The device whose roofline a cost model is; None for ``measured`` and ``roofline``, which mean the one here.
+def profile_of_cost(cost: str, device: Device | None = None) -> DeviceProfile | None:
+    """The device whose roofline a cost model is; None for ``measured`` and ``roofline`` of the one that is here.
+
+    Args:
+        cost: of ``COSTS``, or a file with a profile.
+        device: the one that a program without data is for: ``measured`` and ``roofline`` mean its roofline.
 
     Raises:
         GraphoptError: for a file that is no profile.
     """
-    return device_profile(cost) if cost in PROFILES or is_profile_file(cost) else None
+    if cost in PROFILES or is_profile_file(cost):
+        return device_profile(cost)
+    return None if device is None else _known_profile(device)
 
 
 def _near_costs(cost: str) -> list[str]:
@@ -250,8 +262,5 @@ def costs_of(memory: MemoryTimeline, cost: str, *, progress: Callable[[int, int]
         GraphoptError: for a name that is not in ``COSTS``, and for a file that is no profile.
     """
     check_cost(cost)
-    if memory.device is not None and cost in ("measured", "roofline"):
-        return cost_report(memory.nodes, method="roofline", profile=_known_profile(memory.device))
-    if cost == "measured":
-        return cost_report(memory.nodes, progress=progress)
-    return cost_report(memory.nodes, method="roofline", profile=profile_of_cost(cost))
+    method: Method = "measured" if cost == "measured" else "roofline"
+    return cost_report(memory.nodes, method=method, profile=profile_of_cost(cost), progress=progress)

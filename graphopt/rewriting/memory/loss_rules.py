@@ -12,7 +12,6 @@ from torch import fx
 from graphopt.ir.node import value_of
 from graphopt.rewriting.memory.token_rows import (
     Chunk,
-    Emit,
     States,
     Step,
     Sum,
@@ -26,8 +25,6 @@ _aten = torch.ops.aten
 
 __all__ = ["LOSS_RULES"]
 
-# --- losses ----------------------------------------------------------------------------------------------------------
-
 _NONE, _MEAN, _SUM = 0, 1, 2
 """How ``nll_loss`` reduces."""
 
@@ -37,7 +34,7 @@ def _nll(node: fx.Node, states: States, count: int) -> Step | None:
     state = rows_of(scores, states)
     if state is None or state.last or state.padded or state.lead != 1 or target in states or weight in states:
         return None
-    kind = _NONE if reduction == _NONE else _SUM
+    kind = _NONE if reduction == _NONE or _is_half(scores) else _SUM
 
     def emit(chunk: Chunk) -> fx.Node:
         given = [chunk.value(scores), chunk.rows(target, 1), weight, kind, ignore]  # type: ignore[arg-type]
@@ -55,24 +52,52 @@ def _element(node: fx.Node, states: States, count: int) -> Step | None:
     state = rows_of(scores, states)
     assert state is not None
     if place == 1:
-        return Step(Whole(lambda once: total_weight(once, made)), lambda chunk: None)
-    emit: Emit = lambda chunk: chunk.call(node, operator.getitem, [chunk.value(made), 0])  # noqa: E731
+        return Step(Whole(lambda once: _narrowed(once, node, _total_weight_of(once, made), scores)), lambda chunk: None)
     if reduction == _NONE:
-        return Step(state, emit)
-    if reduction == _SUM:
-        return Step(Sum(), emit)
+        return Step(state, lambda chunk: _losses(chunk, node))
+    wide = _is_half(scores)
 
     def finish(once: Any, total: fx.Node) -> fx.Node:
-        count = once.once(("total weight", made), lambda inner: total_weight(inner, made))
-        return once.call(node, _aten.div.Tensor, [total, count])  # type: ignore[no-any-return]
+        if reduction == _MEAN:
+            total = once.call(node, _aten.div.Tensor, [total, _total_weight_of(once, made)])
+        return _narrowed(once, node, total, scores) if wide else total
 
-    return Step(Sum(finish=finish), emit)
+    return Step(Sum(finish=finish), lambda chunk: _summed_losses(chunk, node, wide))
 
 
-def total_weight(chunk: Any, loss: fx.Node) -> fx.Node:
-    """The weights of all targets of a loss, added up, as a scalar: how many are not ignored, without weights."""
+def _losses(chunk: Chunk, node: fx.Node) -> fx.Node:
+    return chunk.call(node, operator.getitem, [chunk.value(node.args[0]), 0])
+
+
+def _summed_losses(chunk: Chunk, node: fx.Node, wide: bool) -> fx.Node:
+    """The sum of the losses of a chunk: of 16-bit scores in float32, since the losses of all tokens can be too many."""
+    losses = _losses(chunk, node)
+    return chunk.call(node, _aten.sum.dim_IntList, [losses, [0]], {"dtype": torch.float32}) if wide else losses
+
+
+def _is_half(scores: Any) -> bool:
+    return value_of(scores).dtype in (torch.float16, torch.bfloat16)
+
+
+def _narrowed(chunk: Any, like: fx.Node, number: fx.Node, scores: Any) -> fx.Node:
+    """A number in the dtype of the scores."""
+    dtype = value_of(scores).dtype
+    if value_of(number).dtype is dtype:
+        return number
+    return chunk.call(like, _aten._to_copy.default, [number], {"dtype": dtype})  # type: ignore[no-any-return]
+
+
+def _total_weight_of(chunk: Any, loss: fx.Node) -> fx.Node:
+    return chunk.once(("total weight", loss), lambda once: _total_weight(once, loss))  # type: ignore[no-any-return]
+
+
+def _total_weight(chunk: Any, loss: fx.Node) -> fx.Node:
+    """The weights of all targets of a loss, added up, as a scalar: how many are not ignored, without weights.
+
+    In the dtype of the scores, or in float32 for those of 16 bits.
+    """
     scores, target, weight, _, ignore = loss.args
-    dtype = value_of(scores).dtype  # type: ignore[arg-type]
+    dtype = torch.float32 if _is_half(scores) else value_of(scores).dtype  # type: ignore[arg-type]
     kept = chunk.call(loss, _aten.ne.Scalar, [target, ignore])
     counted = chunk.call(loss, _aten._to_copy.default, [kept], {"dtype": dtype})
     if weight is not None:
@@ -84,7 +109,7 @@ def total_weight(chunk: Any, loss: fx.Node) -> fx.Node:
 
 
 def _nll_backward(node: fx.Node, states: States, count: int) -> Step | None:
-    gradient, scores, target, weight, reduction, ignore, _total = node.args
+    gradient, scores, target, weight, reduction, ignore, total = node.args
     state = rows_of(scores, states)
     if state is None or state.last or state.lead != 1 or target in states or weight in states:
         return None
@@ -93,27 +118,35 @@ def _nll_backward(node: fx.Node, states: States, count: int) -> Step | None:
         return None
     assert isinstance(gradient, fx.Node)
 
+    made = total.args[0] if isinstance(total, fx.Node) else None
+    if not isinstance(made, fx.Node) or made.target is not _aten.nll_loss_forward.default:
+        return None
+
     def emit(chunk: Chunk) -> fx.Node:
         rows = chunk.rows(target, 1)  # type: ignore[arg-type]
-        count = chunk.once(("total weight", node), lambda once: _weight_for(once, node))
+        weights = _narrowed_once(chunk, node, made)
         if reduction == _NONE:
-            given, kind = chunk.value(gradient) if inside is not None else chunk.rows(gradient, 1), _NONE
-        elif reduction == _SUM:
-            given, kind = gradient, _SUM
+            given = chunk.value(gradient) if inside is not None else chunk.rows(gradient, 1)
         else:
-            given = chunk.once(("gradient", node), lambda once: once.call(node, _aten.div.Tensor, [gradient, count]))
-            kind = _SUM
-        return chunk.call(node, node.target, [given, chunk.value(scores), rows, weight, kind, ignore, count])
+            given = (
+                gradient if reduction == _SUM else chunk.once(("gradient", node), lambda once: _share(once, node, made))
+            )
+        kind = _NONE if reduction == _NONE else _SUM
+        return chunk.call(node, node.target, [given, chunk.value(scores), rows, weight, kind, ignore, weights])
 
     return Step(state, emit)
 
 
-def _weight_for(chunk: Any, node: fx.Node) -> fx.Node:
-    total = node.args[6]
-    assert isinstance(total, fx.Node)
-    made = total.args[0]
-    assert isinstance(made, fx.Node)
-    return chunk.once(("total weight", made), lambda once: total_weight(once, made))  # type: ignore[no-any-return]
+def _narrowed_once(chunk: Chunk, node: fx.Node, made: fx.Node) -> fx.Node:
+    return chunk.once(
+        ("narrow total weight", made), lambda once: _narrowed(once, node, _total_weight_of(once, made), made.args[0])
+    )
+
+
+def _share(chunk: Any, node: fx.Node, made: fx.Node) -> fx.Node:
+    """The gradient of a mean, for each unit of weight."""
+    share = chunk.call(node, _aten.div.Tensor, [node.args[0], _total_weight_of(chunk, made)])
+    return _narrowed(chunk, node, share, made.args[0])
 
 
 LOSS_RULES: dict[Any, Callable[[fx.Node, States, int], Step | None]] = {

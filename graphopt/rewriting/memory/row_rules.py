@@ -1,4 +1,4 @@
-"""How calls are made for some rows of their values: on elements, views, along other dimensions, and products."""
+"""How calls are made for some rows of their values: on elements, views, and along other dimensions."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import fx
 from graphopt import _torch
 from graphopt.ir.node import value_of
 from graphopt.rewriting.memory.loss_rules import LOSS_RULES
+from graphopt.rewriting.memory.product_rules import PRODUCT_RULES
 from graphopt.rewriting.memory.token_rows import (
     Choice,
     Chunk,
@@ -354,61 +355,6 @@ def _made(node: fx.Node, states: States, count: int) -> Step | None:
     return Step(Rows(lead), lambda chunk: chunk.call(node, _aten.full.default, [[chunk.count, *rest], fill], options))
 
 
-# --- products --------------------------------------------------------------------------------------------------------
-
-
-def _product(node: fx.Node, states: States, count: int) -> Step | None:
-    left, right = node.args
-    one, other = rows_of(left, states), rows_of(right, states)
-    assert isinstance(left, fx.Node)
-    assert isinstance(right, fx.Node)
-    if one is not None and one.last:  # over rows: of a gradient's matrix, transposed, with the input's rows
-        if other is not None and (other.last or other.lead != 1):
-            return None
-        if other is None and (right in states or shape_of(right)[0] != shape_of(left)[1]):
-            return None
-        if one.chosen is not None and not one.padded:
-            return None
-        return _summed(node, lambda chunk: (chunk.value(left), chunk.value(right) if other else chunk.rows(right, 1)))
-    if one is not None and other is None and right not in states and one.lead == 1:
-        return plain(node, one)
-    return None
-
-
-def _product_over_rows_of_outside(node: fx.Node, states: States, count: int) -> Step | None:
-    """``mm(outside^T, rows)``: the gradient of a weight that is kept the other way round."""
-    left, right = node.args
-    other = rows_of(right, states)
-    if rows_of(left, states) is not None or other is None:
-        return _product(node, states, count)
-    assert isinstance(left, fx.Node)
-    turned = left.target is _aten.t.default and isinstance(left.args[0], fx.Node)
-    if not turned or other.last or other.lead != 1 or left in states:
-        return None
-    if other.chosen is not None and not other.padded:
-        return None
-    source: Any = left.args[0]
-
-    return _summed(node, lambda chunk: (chunk.call(left, _aten.t.default, [chunk.rows(source, 1)]), chunk.value(right)))
-
-
-def _summed(node: fx.Node, factors: Callable[[Chunk], tuple[Any, Any]]) -> Step:
-    """A product over rows, which is added up over chunks."""
-    return Step(
-        Sum(),
-        lambda chunk: chunk.call(node, _aten.mm.default, factors(chunk)),
-        lambda chunk, total: chunk.call(node, _aten.addmm.default, [total, *factors(chunk)]),
-    )
-
-
-def _affine(node: fx.Node, states: States, count: int) -> Step | None:
-    bias, left, right = node.args
-    one = rows_of(left, states)
-    if one is None or one.last or one.lead != 1 or bias in states or right in states:
-        return None
-    return plain(node, one) if len(shape_of(bias)) == 1 and not one.padded else None
-
-
 MADE_OF_ONE_NUMBER = (
     _aten.full.default,
     _aten.zeros.default,
@@ -448,7 +394,6 @@ _RULES: dict[Any, Rule] = {
     _aten.squeeze.dim: _unsqueeze,
     _aten.expand.default: _expand,
     **dict.fromkeys(MADE_OF_ONE_NUMBER, _made),
-    _aten.mm.default: _product_over_rows_of_outside,
-    _aten.addmm.default: _affine,
+    **PRODUCT_RULES,
     **LOSS_RULES,
 }

@@ -29,8 +29,8 @@ _known: dict[str, str] = {}
 def check_kernels(nodes: Iterable[fx.Node]) -> None:
     """Run each op that reads low precision once, forward and backward, on zeros of its smallest shapes.
 
-    Ops on a device that is not here, and calls that take more than two gigabytes, are not tried. The random-number
-    generators are left as they were.
+    Ops on a device that is not here or of a program without data, and calls that take more than two gigabytes, are not
+    tried. The random-number generators are left as they were.
 
     Raises:
         GraphoptError: for an op without a kernel: its module and source line, and what to keep in float32.
@@ -53,6 +53,8 @@ def _tried(node: fx.Node) -> bool:
     tensors = [tensor for source in node.all_input_nodes for tensor in tensor_leaves(value_of(source))]
     low = any(tensor.dtype in LOW_DTYPES.values() for tensor in tensors)
     devices = {tensor.device.type for tensor in call_tensors(node)}
+    if any(_torch.stand_in_of(tensor) is not None for tensor in call_tensors(node)):
+        return False
     here = devices == {"cpu"} or (devices == {"cuda"} and torch.cuda.is_available())
     return low and here and call_bytes(node) <= LARGEST_CALL
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from graphopt.analysis.costs.cost import Method, check_cost, cost_report, profile_of, profile_of_cost
+from graphopt.analysis.costs.cost import DeviceProfile, Method, check_cost, cost_report, profile_of, profile_of_cost
 from graphopt.analysis.costs.figures import Figure, figures_of
 from graphopt.analysis.costs.isolated_call import sizes
 from graphopt.analysis.costs.timing import shortest_seconds
@@ -139,8 +139,9 @@ def workload_of(
     check_cost(cost)
     found = _gradients_to_exchange(program)
     calls = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
-    method: Method = "measured" if cost == "measured" else "roofline"
-    report = cost_report(calls, method=method, profile=profile_of_cost(cost), progress=progress)
+    profile = profile_of_cost(cost, program.context.device)
+    method: Method = "measured" if cost == "measured" and profile is None else "roofline"
+    report = cost_report(calls, method=method, profile=profile, progress=progress)
     lane = _Lane(calls, report.seconds)
     gradients = _gradients(program, found, lane.ends)
     return Workload(
@@ -151,7 +152,7 @@ def workload_of(
         update=lane.update,
         gradients=gradients,
         buffers=_buffers(program),
-        rates=rates_of(gradients[0].device, cost),
+        rates=rates_of(gradients[0].device, cost, profile),
         cost=cost,
         costs=str(report),
         adds=adds_gradients(program, momentum=True),
@@ -242,7 +243,7 @@ def _buffers(program: Program) -> tuple[int, ...]:
 # --- the work around exchanges ---------------------------------------------------------------------------------------
 
 
-def rates_of(device: torch.device, cost: str = "measured") -> Rates:
+def rates_of(device: torch.device, cost: str = "measured", profile: DeviceProfile | None = None) -> Rates:
     """What the work around exchanges costs on a device.
 
     Args:
@@ -250,13 +251,14 @@ def rates_of(device: torch.device, cost: str = "measured") -> Rates:
         cost: ``measured`` (once on this device, and kept), ``roofline``, or the name of a device
             (``graphopt.analysis.costs.cost.COSTS``); with these two, selection takes the time of the bytes that it
             reads and writes.
+        profile: of another device, whose figures are taken; by default that of the cost model, if it is one's.
 
     Raises:
         GraphoptError: for a device that is not here and whose figures are asked for.
     """
-    profile = profile_of_cost(cost) or profile_of(device)
-    copy = 1.0 / profile.memory_bandwidth
-    if cost != "measured":
+    other = profile or profile_of_cost(cost)
+    copy = 1.0 / (other or profile_of(device)).memory_bandwidth
+    if cost != "measured" or other is not None:
         return Rates(copy, _PASSES * torch.float32.itemsize * copy)
     figures = figures_of(device)
     taken = figures.once("profile", "sparse selection of an element", lambda: _selection_seconds(device))
