@@ -6,25 +6,18 @@ import gc
 import os
 from collections.abc import Generator, Iterator
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 
 from tests.support.properties import examples
+from tests.support.swept import SWEPT, UNMATCHED
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, the notebooks' kernels among them
 
 settings.register_profile("graphopt", examples(25, many=400))  # where a test says nothing else
 settings.load_profile("graphopt")
-
-_SWEPT = [
-    line
-    for line in Path(__file__).with_name("swept.txt").read_text(encoding="utf-8").splitlines()
-    if line and not line.startswith("#")
-]
-"""What `make test` leaves to `make sweep`, beside notebooks and the tests that are marked where they stand."""
 
 gc.disable()  # until everything is imported
 
@@ -33,14 +26,12 @@ gc.disable()  # until everything is imported
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     found: set[str] = set()
     for item in items:
-        patterns = [pattern for pattern in _SWEPT if fnmatchcase(item.nodeid.removeprefix("tests/"), pattern)]
+        patterns = [pattern for pattern in SWEPT if fnmatchcase(item.nodeid.removeprefix("tests/"), pattern)]
         found.update(patterns)
         if patterns or item.path.suffix == ".ipynb":
             item.add_marker(pytest.mark.sweep)
-    unmatched = [pattern for pattern in _SWEPT if pattern not in found]
     whole = config.args == config.getini("testpaths") and not config.getoption("ignore")
-    if unmatched and whole:
-        raise pytest.UsageError(f"tests/swept.txt names no test with {unmatched}")
+    config.stash[UNMATCHED] = [pattern for pattern in SWEPT if whole and pattern not in found]
 
 
 def pytest_collection_finish() -> None:

@@ -92,7 +92,9 @@ TRACING = Feature(
         "torch.fx.node": "has_side_effect map_aggregate",
         "torch.optim.optimizer": "_global_optimizer_post_hooks _global_optimizer_pre_hooks",
         "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
-        "torch.utils._pytree": ("keystr tree_flatten tree_flatten_with_path tree_leaves tree_map tree_unflatten"),
+        "torch.utils._pytree": (
+            "keystr tree_flatten tree_flatten_with_path tree_leaves tree_map tree_map_only tree_unflatten"
+        ),
     },
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
@@ -14,7 +15,9 @@ from graphopt import _torch
 from graphopt.errors import GraphoptError, check_type
 from graphopt.ir.near_names import near_names
 
-__all__ = ["NAMES_KEY", "add_name", "identifier", "match_names", "name", "one_line"]
+__all__ = ["NAMES_KEY", "add_name", "identifier", "match_names", "name", "names_in_part", "one_line"]
+
+logger = logging.getLogger(__name__)
 
 NAMES_KEY = "graphopt_names"
 """Where a node under construction keeps the names given to it (``node.meta``)."""
@@ -100,6 +103,23 @@ def match_names(patterns: Iterable[str], table: Mapping[str, T], what: str = "te
     if problems:
         hint = f"{len(table)} names exist; list them with `graphopt tensors TARGET` or program.tensors"
         raise GraphoptError("\n".join([*problems, hint]))
+    return {key: value for key, value in table.items() if key in found}
+
+
+def names_in_part(patterns: Iterable[str], table: Mapping[str, T], title: str) -> dict[str, T]:
+    """The entries that patterns name in one part of a model; what a pattern misses here may be in another part.
+
+    Args:
+        patterns: as for ``match_names``; one that matches nothing is told in a warning.
+        table: of the part.
+        title: of the model, for people.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        try:
+            found.update(match_names([pattern], table))
+        except GraphoptError as error:
+            logger.warning("in this part of %s %s", title, str(error).splitlines()[0])
     return {key: value for key, value in table.items() if key in found}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -13,10 +12,11 @@ from torch import fx
 from graphopt import _torch
 from graphopt.errors import GraphoptError, check_type
 from graphopt.ir.context import Context
+from graphopt.ir.described_tensors import described_tensors
 from graphopt.ir.formats import find_format
 from graphopt.ir.graph_copies import copy_graph
 from graphopt.ir.methods import provided
-from graphopt.ir.names import identifier, match_names
+from graphopt.ir.names import identifier, match_names, names_in_part
 from graphopt.ir.node import (
     INPUT_ROLES,
     OUTPUT_ROLES,
@@ -34,7 +34,7 @@ from graphopt.ir.node import (
     value_of,
 )
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.values import storage_bytes, tensors_of
+from graphopt.ir.ops.values import tensors_of
 from graphopt.ir.program_arguments import (
     check_outputs,
     check_phases,
@@ -48,8 +48,6 @@ from graphopt.ir.state import PassState
 from graphopt.ir.timeline import MemoryTimeline
 
 __all__ = ["Program"]
-
-logger = logging.getLogger(__name__)
 
 
 def _is_real(value: Any) -> bool:
@@ -149,42 +147,15 @@ class Program:
             GraphoptError: for a pattern that matches nothing, with the nearest names. In one part of a model a warning
                 says so: what is named may be in another one.
         """
-        table = self.names()
-        if not self.context.part:
-            return match_names(patterns, table)
-        found: set[str] = set()
-        for pattern in patterns:
-            try:
-                found.update(match_names([pattern], table))
-            except GraphoptError as error:
-                logger.warning("in this part of %s %s", self.title, str(error).splitlines()[0])
-        return {name: node for name, node in table.items() if name in found}
+        if self.context.part:
+            return names_in_part(patterns, self.names(), self.title)
+        return match_names(patterns, self.names())
 
     @property
     def tensors(self) -> list[TensorInfo]:
         """Every named tensor with shape, dtype, bytes, phase, module and source line, in program order."""
         with _torch.sizes_taken_as(self.context.sizes):
-            return self._described_tensors()
-
-    def _described_tensors(self) -> list[TensorInfo]:
-        roles = {node.name: spec.role for node, spec in zip(self.placeholders, self.inputs, strict=True)}
-        found = []
-        for node in self.graph.nodes:
-            value = value_of(node)
-            if node.op == "output" or not isinstance(value, torch.Tensor):
-                continue
-            known = info(node)
-            size = 0 if schema.aliased_inputs(schema.maker(node)) else storage_bytes(value)
-            saved = known.phase is Phase.FORWARD and any(
-                user.op != "output" and info(user).phase is not Phase.FORWARD for user in node.users
-            )
-            role = roles.get(node.name, "activation" if known.phase is Phase.FORWARD else known.phase.value)
-            place = (known.phase, known.module, known.source, role, saved)
-            found += [
-                TensorInfo(name, node.name, tuple(value.shape), value.dtype, size, *place)
-                for name in known.names or (node.name,)
-            ]
-        return found
+            return described_tensors(self.graph, self.inputs)
 
     def memory(self, *, measure: bool = True, sizes: Mapping[str, int] | None = None) -> MemoryTimeline:
         """The byte-exact timeline of this program as it runs; see ``graphopt.analysis.liveness``.
@@ -222,8 +193,6 @@ class Program:
             >>> reserved = program.reserved("h100-80gb")
             >>> reserved.reserved_peak_bytes % 2**21, reserved.fits
             (0, True)
-            >>> program.reserved().reserved_peak_bytes == program.memory().peak_bytes
-            True
         """
         return cast(ReservedMemory, provided(Program, "reserved")(self, device, measure=measure, sizes=sizes))
 

@@ -23,9 +23,8 @@ from typing import Any, Literal
 import torch
 import torch._dynamo
 import torch._functorch.config
-from harness import example_models, machine
+from harness import CheckpointedBlock, example_models, machine
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import graphopt
 from graphopt.analysis.host_waits import graph_obstacles, host_waits
@@ -217,18 +216,6 @@ def as_graph(setting: Setting) -> tuple[Outcome, str]:
     return ("no" if different or obstacles else "yes"), f"{different} gradients differ, {len(obstacles)} obstacles"
 
 
-class Checkpointed(nn.Module):
-    """Runs a block under torch.utils.checkpoint."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = checkpoint(self.block, x, use_reentrant=False)
-        return result
-
-
 def way(setting: Setting, name: str) -> Callable[..., torch.Tensor]:
     """A training step by the name of a way to spend less memory."""
     if name.startswith("FitMemory"):
@@ -237,7 +224,7 @@ def way(setting: Setting, name: str) -> Callable[..., torch.Tensor]:
     run: Any = model
     if name.startswith("checkpoint"):
         for index, block in enumerate(model.blocks):  # type: ignore[arg-type, var-annotated]
-            model.blocks[index] = Checkpointed(block)  # type: ignore[index, operator]
+            model.blocks[index] = CheckpointedBlock(block)  # type: ignore[index, operator]
     elif name.startswith("torch's budget"):
         torch._functorch.config.activation_memory_budget = float(name.split()[2])
         run = torch.compile(model, backend="aot_eager")

@@ -20,6 +20,8 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import graphopt
 
@@ -38,6 +40,18 @@ def example_models() -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+class CheckpointedBlock(nn.Module):
+    """Runs a block under torch.utils.checkpoint."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = checkpoint(self.block, x, use_reentrant=False)
+        return result
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

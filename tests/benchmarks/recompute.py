@@ -14,9 +14,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from harness import Action, example_models, make_table, paired_ratio, paired_seconds, parser, show
+from harness import Action, CheckpointedBlock, example_models, make_table, paired_ratio, paired_seconds, parser, show
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import graphopt
 from graphopt.passes import Recompute
@@ -53,18 +52,6 @@ class Variant:
     name: str
     run: Action
     predict: Callable[[], int] | None = None
-
-
-class CheckpointedBlock(nn.Module):
-    """Runs a block under torch.utils.checkpoint."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = checkpoint(self.block, x, use_reentrant=False)
-        return result
 
 
 def checkpointed(model: nn.Module) -> nn.Module:

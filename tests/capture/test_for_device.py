@@ -18,6 +18,7 @@ from graphopt import GraphoptError, Phase, Pipeline, Program
 from graphopt.analysis.costs.cost import PROFILES, DeviceProfile, costs_of
 from graphopt.errors import ArgumentError, CaptureError
 from graphopt.passes import ClipGradients, FitMemory, FuseUpdate, MixedPrecision, Recompute
+from graphopt.rewriting.distributed.prediction.workload import workload_of
 from tests.support.properties import examples
 from tests.support.training import mean_square
 
@@ -178,6 +179,23 @@ def test_times_are_those_of_the_device_and_nothing_runs(monkeypatch: pytest.Monk
     seconds = {name: sum(costs_of(program.memory(), name).seconds) for name in ("measured", "roofline", "h100-80gb")}
     assert len(set(seconds.values())) == 1
     assert Pipeline([FitMemory("90%")]).run(program)[0].changed.counts["run again"]
+
+
+def test_mixed_precision_tries_no_kernels_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphopt.rewriting.precision.kernels._attempt", _fail)
+    program = graphopt.capture(Block(), (torch.empty(2, 9, 32),), loss=mean_square, device="h100-80gb", stage="forward")
+    (record,) = Pipeline([MixedPrecision("bf16")]).run(program)
+    assert record.changed.counts["casts"]
+    assert program.lower is not None
+    Pipeline([MixedPrecision("bf16")]).run(program.lower(program))
+
+
+def test_exchange_is_planned_by_the_figures_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphopt.analysis.costs.cost.Measurements.run", _fail)
+    monkeypatch.setattr("graphopt.rewriting.distributed.prediction.workload._selection_seconds", _fail)
+    program = _captured(Block(), torch.empty(2, 9, 32), step=True)
+    found, named = (workload_of(program, cost) for cost in ("measured", "h100-80gb"))
+    assert (found.backward, found.rates) == (named.backward, named.rates)
 
 
 def _fail(*_: Any, **__: Any) -> None:

@@ -177,6 +177,7 @@ def test_the_predicted_peak_is_the_measured_one() -> None:
         ([ClipGradients(0.1)], 1e-5),
         ([Recompute("block")], 1e-5),
     ],
+    ids=["bf16", "fp16", "bf16-O2", "clip", "recompute"],
 )
 def test_it_goes_with_other_passes(passes: list[Any], within: float) -> None:
     torch.manual_seed(0)
@@ -262,6 +263,19 @@ def test_auto_takes_as_many_as_lower_the_peak() -> None:
 def test_auto_leaves_small_logits_as_they_are() -> None:
     step, _ = trained([ChunkLoss()], plain, Language(), batches(1))
     assert "would not lower the peak" in step.records[0].changed.reason
+
+
+def test_a_budget_that_logits_exceed_names_the_pass() -> None:
+    big = nn.Sequential(nn.Embedding(8000, 32), nn.Linear(32, 8000, bias=False))
+    x = torch.zeros(4, 64, dtype=torch.int64)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(flat(model(x)), x.view(-1))
+
+    with pytest.raises(PassError) as refused:
+        graphopt.Pipeline([FitMemory("60%", cost="roofline")]).run(graphopt.capture(big, (x,), loss=loss))
+    assert any("ChunkLoss() computes logits and loss in chunks" in note for note in refused.value.__notes__)
+    assert any("up to 16.4 MB less" in note for note in refused.value.__notes__)
 
 
 def test_provenance_says_what_made_a_call() -> None:

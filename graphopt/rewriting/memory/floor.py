@@ -85,11 +85,15 @@ _OF_LOSSES = ("_log_softmax", "_softmax", "nll_loss", "_log_softmax_backward_dat
 
 
 def _logits(memory: MemoryTimeline) -> int:
-    """The bytes of log-probabilities and of their gradients that are alive at the peak, where they are the largest."""
+    """The bytes of logits, log-probabilities and their gradients that are alive at the peak, if they are the largest.
+
+    They are as large as each other, and each may be in the place of one before.
+    """
     position = memory.bytes.index(memory.peak_bytes) if memory.bytes else -1
     alive = [s for s in memory.storages if not s.is_input and s.first <= position <= s.last]
-    found = [s.bytes for s in alive if str(s.owner.target).partition(".")[2].startswith(_OF_LOSSES)]
-    return sum(found) if found and max(found) == max(s.bytes for s in alive) else 0
+    largest = [s for s in alive if s.bytes == max(other.bytes for other in alive)]
+    found = any(str(s.owner.target).partition(".")[2].startswith(_OF_LOSSES) for s in largest)
+    return sum(s.bytes for s in largest) if found else 0
 
 
 def _gradients(memory: MemoryTimeline) -> list[int]:
