@@ -15,7 +15,14 @@ from graphopt.ir.ops.values import parse_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning.offloading import Lanes
-from graphopt.rewriting.memory.budget import budget_bytes, check_budget, infeasible, refuse_hopeless, within_already
+from graphopt.rewriting.memory.budget import (
+    budget_bytes,
+    check_budget,
+    infeasible,
+    refuse_elsewhere,
+    refuse_hopeless,
+    within_already,
+)
 from graphopt.rewriting.memory.fit import Fitting, FittingOptions
 from graphopt.rewriting.memory.named_plan import ACCUMULATION, shared_calls
 from graphopt.rewriting.memory.other_sizes import Searches, written_sizes
@@ -41,6 +48,9 @@ class FitMemory(Pass):
     pays; random ops replay the generator's state, so results, gradients and the random stream equal eager's to the last
     bit. A budget above the peak of the program as it is changes nothing; one that cannot be met is an error with the
     smallest peak that was found. More budget never costs more of the predicted time.
+
+    Where values are on several devices the budget is for each accelerator; plans lower the peak of the one that holds
+    most, and a budget that another one exceeds is refused.
 
     On a device whose allocator keeps freed blocks (CUDA), a budget holds for what the allocator reserves for the
     program, workspaces of libraries included: each plan is replayed through it (``Program.reserved``), and the fastest
@@ -147,6 +157,7 @@ class FitMemory(Pass):
             budget: in bytes.
             shared: whether it is one part's share of a budget, which the smallest plan may exceed.
         """
+        refuse_elsewhere(memory, budget)
         if not shared:
             refuse_hopeless(program, memory, budget, moves="offload" in self.allow and self._room() != 0)
         with measuring() as measured:

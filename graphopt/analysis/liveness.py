@@ -14,6 +14,7 @@ from typing import Any
 from torch import fx
 
 from graphopt import _torch
+from graphopt.analysis.device_timelines import alive_bytes, device_of, split_by_device
 from graphopt.analysis.workspace import Usage, measured_usage
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
@@ -95,7 +96,7 @@ def _input_storages(program: Program, end: int) -> dict[fx.Node, list[Storage]]:
     for node, spec in zip(program.placeholders, program.inputs, strict=True):
         category, names = _INPUT_CATEGORY[spec.role], info(node).names
         tensors = tensors_of(value_of(node))
-        refers[node] = [Storage(node, _size(tensor), category, -1, end, names) for tensor in tensors]
+        refers[node] = [Storage(node, _size(tensor), category, -1, end, names, device_of(tensor)) for tensor in tensors]
     return refers
 
 
@@ -161,7 +162,7 @@ def _refer(
         return [storage for source in aliased for storage in refers.get(source, [])]
     category = _PHASE_CATEGORY[info(node).phase]
     new = [
-        Storage(node, _size(tensor), category, position, position, info(node).names)
+        Storage(node, _size(tensor), category, position, position, info(node).names, device_of(tensor))
         for tensor in tensors_of(value_of(node))
     ]
     storages += new
@@ -217,7 +218,7 @@ def simulate(
     forward_in_place: bool = True,
     sizes: Mapping[str, int] | None = None,
 ) -> MemoryTimeline:
-    """Bytes alive at every call of ``program``, as its generated code runs it.
+    """Bytes alive at every call of ``program``, as its generated code runs it, for each device that values are on.
 
     Args:
         program: of any stage.
@@ -237,15 +238,6 @@ def _simulate(program: Program, measure: bool, forward_in_place: bool) -> Memory
     storages, refers = storages_of(program, forward_in_place=forward_in_place)
     _correct(storages, usage)
     temporaries = [item.temporary for item in usage]
-    resident = sum(s.bytes for s in storages if s.is_input)
-    change = [0] * (len(calls) + 2)
-    for storage in storages:
-        if not storage.is_input:
-            change[storage.first] += storage.bytes
-            change[storage.last + 1] -= storage.bytes
-    alive = resident
-    timeline = []
-    for index in range(len(calls)):
-        alive += change[index]
-        timeline.append(alive + temporaries[index])
-    return MemoryTimeline(calls, timeline, resident, storages, temporaries, refers, program.context.device)
+    alive, resident = alive_bytes(storages, temporaries)
+    device = program.context.device
+    return split_by_device(MemoryTimeline(calls, alive, resident, storages, temporaries, refers, device))

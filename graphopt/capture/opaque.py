@@ -15,7 +15,7 @@ from torch import fx
 from graphopt import _torch
 from graphopt.ir.node import InputSpec, set_value
 from graphopt.ir.ops.opaque_update import opaque_update_, stands_for
-from graphopt.ir.ops.values import format_bytes, storage_bytes
+from graphopt.ir.ops.values import cuda_indices, format_bytes, storage_bytes
 
 __all__ = ["OpaqueUpdate", "measure_update", "stand_in", "trace_opaque"]
 
@@ -116,7 +116,7 @@ def measure_update(
     parts = [trained] if whole else [{name: parameter} for name, parameter in trained.items()]
     state: list[tuple[str, str, torch.Tensor]] = []
     created, temporaries, unknown = 0, [], False
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=cuda_indices(trained.values())):
         for part in parts:
             found = _try(optimizer, part, mode)
             unknown = unknown or found is None

@@ -92,9 +92,10 @@ def _peak(program: Program) -> str:
     at = timeline.peak_at
     names = info(at).names
     where = f"{at.name} ({names[0]})" if names else at.name
+    others = "".join(f"; {format_bytes(t.peak_bytes)} on {device}" for device, t in timeline.others.items())
     return (
         f"{format_bytes(timeline.peak_bytes)} ({timeline.peak_bytes} bytes) at {where}, "
-        f"{format_bytes(timeline.resident_bytes)} of it resident"
+        f"{format_bytes(timeline.resident_bytes)} of it resident{others}"
     )
 
 

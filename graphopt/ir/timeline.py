@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -20,7 +21,7 @@ class Storage:
     """One allocation: who makes it, how big it is, and the positions (node indices) between which it lives.
 
     ``first`` is -1 for inputs; ``last`` is the index of the last node that uses it (the number of nodes for what
-    outlives the program).
+    outlives the program). ``device`` is where it is: ``cpu``, ``cuda:0``.
     """
 
     owner: fx.Node
@@ -29,6 +30,7 @@ class Storage:
     first: int
     last: int
     names: tuple[str, ...] = ()
+    device: str = "cpu"
 
     @property
     def is_input(self) -> bool:
@@ -48,7 +50,10 @@ class LiveTensor:
 
 @dataclass(slots=True)
 class MemoryTimeline:
-    """Bytes alive at every node of a program.
+    """Bytes alive at every node of a program, on one device.
+
+    That is the device of a program that is on one; where values are on several, the accelerator that takes most of
+    them, and ``others`` has the timelines of the rest. Storages on other devices count no bytes here.
 
     Attributes:
         nodes: the calls, in order; the timeline has one entry for each.
@@ -58,6 +63,8 @@ class MemoryTimeline:
         temporaries: bytes that each call needs for itself while it runs.
         refers: the storages that the value of each node (inputs included) refers to.
         device: what is known of the device that a program without data is for; None for one that runs here.
+        where: the device whose bytes these are: ``cpu``, ``cuda:0``.
+        others: the timelines of other devices that values are on, by device.
     """
 
     nodes: list[fx.Node]
@@ -67,6 +74,8 @@ class MemoryTimeline:
     temporaries: list[int]
     refers: dict[fx.Node, list[Storage]] = field(repr=False)
     device: Device | None = None
+    where: str = "cpu"
+    others: Mapping[str, MemoryTimeline] = field(default_factory=dict, repr=False)
 
     @property
     def peak_bytes(self) -> int:

@@ -13,6 +13,7 @@ from graphopt import _torch
 from graphopt.errors import VerifyError
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.node import OutputSpec, value_of
+from graphopt.ir.ops.values import cuda_indices
 from graphopt.ir.program import Program
 from graphopt.runtime.binding import Binding
 from graphopt.runtime.rewrite import Rewritten
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 def run_once(program: Program, inputs: list[Any], seed: int = 0) -> tuple[Any, ...]:
     """Run a program on copies of ``inputs`` from a fixed random state; the caller's generators are left as they are."""
     copies = [value.detach().clone() if isinstance(value, torch.Tensor) else value for value in inputs]
-    devices = sorted({v.device.index or 0 for v in copies if isinstance(v, torch.Tensor) and v.device.type == "cuda"})
+    devices = cuda_indices(value for value in copies if isinstance(value, torch.Tensor))
     with torch.random.fork_rng(devices=devices), torch.no_grad(), plain_precision():
         torch.manual_seed(seed)
         return tuple(program.to_graph_module().forward(copies))

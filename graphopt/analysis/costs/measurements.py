@@ -16,7 +16,7 @@ from graphopt.analysis.costs.profiles import DeviceProfile
 from graphopt.analysis.costs.roofline import call_device
 from graphopt.analysis.costs.timing import measured_seconds
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.values import format_bytes, format_seconds
+from graphopt.ir.ops.values import cuda_indices, format_bytes, format_seconds
 
 __all__ = ["Measurements"]
 
@@ -59,7 +59,8 @@ class Measurements:
                 alike.setdefault(call_key(node), []).append(node)
         missing = {key: nodes[0] for key, nodes in alike.items() if not self._is_known(key, nodes[0])}
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(missing.values())):
+            devices = cuda_indices(tensor for node in missing.values() for tensor in call_tensors(node))
+            with torch.no_grad(), torch.random.fork_rng(devices=devices):
                 measured = self._measure_all(missing, progress)
                 for _ in range(_REPEATS):
                     self._repeat({key: missing[key] for key in self._suspects(missing, measured)}, measured)
@@ -173,9 +174,3 @@ def _refusal(node: fx.Node) -> str:
             return f"there is no {kind} device here"
     size = call_bytes(node)
     return f"the call takes {format_bytes(size)}" if size > LARGEST_CALL else ""
-
-
-def _cuda_devices(nodes: Iterable[fx.Node]) -> list[int]:
-    """The CUDA devices whose generators may be used while calls are measured."""
-    devices = {tensor.device for node in nodes for tensor in call_tensors(node)}
-    return sorted({torch.cuda.current_device() if d.index is None else d.index for d in devices if d.type == "cuda"})

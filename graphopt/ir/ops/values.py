@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from graphopt import _torch
 
 __all__ = [
     "DTYPE_NAMES",
+    "cuda_indices",
     "format_bytes",
     "format_seconds",
     "is_dense",
@@ -34,6 +36,12 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     if isinstance(value, (tuple, list)):
         return [tensor for item in value for tensor in tensors_of(item)]
     return []
+
+
+def cuda_indices(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """The indices of the CUDA devices that tensors are on: whose random generators what is done to them may use."""
+    found = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    return sorted({torch.cuda.current_device() if device.index is None else device.index for device in found})
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

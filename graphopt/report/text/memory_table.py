@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from graphopt.analysis.program_replay import reserved_where_cached
@@ -70,8 +71,9 @@ def memory_json(program: Program) -> dict[str, Any]:
 
     Returns:
         plain data: ``peak_bytes``, ``allocated_peak_bytes`` (what running adds to what is resident),
-        ``resident_bytes``, ``peak_at``, ``reserved`` (what the device's allocator takes, None where that is what is
-        alive), ``categories``, ``alive`` and ``timeline``. All sizes are bytes.
+        ``resident_bytes``, ``device`` (the one whose bytes these are), ``other_devices`` (what is on others),
+        ``peak_at``, ``reserved`` (what the device's allocator takes, None where that is what is alive),
+        ``categories``, ``alive`` and ``timeline``. All sizes are bytes.
     """
     timeline = program.memory()
     reserved = reserved_where_cached(program, timeline)
@@ -82,6 +84,11 @@ def memory_json(program: Program) -> dict[str, Any]:
         "peak_bytes": timeline.peak_bytes,
         "allocated_peak_bytes": timeline.allocated_peak_bytes,
         "resident_bytes": timeline.resident_bytes,
+        "device": timeline.where,
+        "other_devices": {
+            device: {"peak_bytes": other.peak_bytes, "resident_bytes": other.resident_bytes}
+            for device, other in timeline.others.items()
+        },
         "peak_at": _call_json(timeline, _peak_position(timeline)) if timeline.nodes else None,
         "reserved": None if reserved is None else _reserved_json(reserved),
         "categories": timeline.categories if timeline.nodes else {},
@@ -122,7 +129,15 @@ def _peak(timeline: MemoryTimeline) -> list[str]:
         f"peak      {format_bytes(timeline.peak_bytes)} ({timeline.peak_bytes} bytes)",
         f"where     {node.name}{name}, call {position + 1} of {len(timeline.nodes)}, in {known.phase.value}{source}",
         f"resident  {format_bytes(timeline.resident_bytes)} before and after; running adds up to {added}",
+        *(_elsewhere(timeline)),
     ]
+
+
+def _elsewhere(timeline: MemoryTimeline) -> Iterator[str]:
+    """What is on other devices than the one that is shown; nothing for a program on one device."""
+    for device, other in timeline.others.items():
+        peak, resident = format_bytes(other.peak_bytes), format_bytes(other.resident_bytes)
+        yield f"on {device:<7}{peak} at most beside what is on {timeline.where}, {resident} of it resident"
 
 
 def _reserved(reserved: ReservedMemory) -> list[str]:

@@ -6,9 +6,11 @@ import math
 import re
 from itertools import accumulate
 
+import torch
+
 from graphopt.analysis.costs.profiles import DeviceProfile
 from graphopt.errors import ArgumentError, GraphoptError, wrong_argument
-from graphopt.ir.node import Phase, info, value_of
+from graphopt.ir.node import Phase, info
 from graphopt.ir.ops.values import format_bytes, parse_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.reserved_memory import ReservedMemory
@@ -22,6 +24,7 @@ __all__ = [
     "budget_bytes",
     "check_budget",
     "infeasible",
+    "refuse_elsewhere",
     "refuse_hopeless",
     "within_already",
 ]
@@ -96,7 +99,7 @@ def budget_bytes(budget: int | str, memory: MemoryTimeline, reserved: ReservedMe
         budget: as ``check_budget`` allows.
         memory: the timeline of the program to fit. ``60%`` is of its peak, with the optimizer's state that a first step
             creates counted from the beginning, so that it means the same bytes at every step; ``auto`` is what it holds
-            already and 95 % of what is free on its devices; without data, what its device has for tensors.
+            already and 95 % of what is free on its device; without data, what its device has for tensors.
         reserved: what its device reserves for it, where that is more than its tensors; ``60%`` is then of this.
 
     Raises:
@@ -107,8 +110,7 @@ def budget_bytes(budget: int | str, memory: MemoryTimeline, reserved: ReservedMe
     if budget.strip().lower() == "auto" and isinstance(memory.device, DeviceProfile):
         return memory.device.memory_bytes - memory.device.context_bytes
     if budget.strip().lower() == "auto":
-        devices = {value_of(node).device for node in memory.nodes if hasattr(value_of(node), "device")}
-        return memory.resident_bytes + int(0.95 * sum(free_bytes(device) for device in devices))
+        return memory.resident_bytes + int(0.95 * free_bytes(torch.device(memory.where)))
     percent = _PERCENT.fullmatch(budget)
     if percent:
         more = 0 if reserved is None else reserved.reserved_peak_bytes - memory.peak_bytes
@@ -136,7 +138,7 @@ def within_already(memory: MemoryTimeline, budget: int, reserved: ReservedMemory
         reserved: what its device reserves for it, where that is more than its tensors.
     """
     taken = memory.peak_bytes if reserved is None else reserved.reserved_peak_bytes
-    if taken > budget:
+    if taken > budget or over_budget_elsewhere(memory, budget):
         return ""
     peak, room = format_bytes(memory.peak_bytes), format_bytes(budget)
     if reserved is None:
@@ -144,6 +146,34 @@ def within_already(memory: MemoryTimeline, budget: int, reserved: ReservedMemory
     return (
         f"what {reserved.device} reserves for the program as it is, {format_bytes(taken)} with a peak of {peak}, is "
         f"within the budget of {room}"
+    )
+
+
+def over_budget_elsewhere(memory: MemoryTimeline, budget: int) -> list[str]:
+    """The accelerators, beside the one that is planned for, on which a program takes more than ``budget`` bytes."""
+    return [where for where, other in memory.others.items() if where != "cpu" and other.peak_bytes > budget]
+
+
+def refuse_elsewhere(memory: MemoryTimeline, budget: int) -> None:
+    """Refuse a budget that a program exceeds on another accelerator than the one that plans lower the peak of.
+
+    Args:
+        memory: its timeline.
+        budget: in bytes, of each device.
+
+    Raises:
+        BudgetError: naming the devices and their peaks.
+    """
+    over = over_budget_elsewhere(memory, budget)
+    if not over:
+        return
+    peaks = ", ".join(f"{format_bytes(memory.others[where].peak_bytes)} on {where}" for where in over)
+    raise BudgetError(
+        f"the program runs on several devices, and plans lower the peak of {memory.where} "
+        f"({format_bytes(memory.peak_bytes)}) only; it takes {peaks}, more than the budget of {format_bytes(budget)}\n"
+        "  what to do: move layers from one device to the other, or name what is recomputed (Recompute)",
+        max(memory.others[where].peak_bytes for where in over),
+        searched=False,
     )
 
 

@@ -15,7 +15,7 @@ from graphopt.errors import GraphoptError
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.node import info, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.values import DTYPE_NAMES
+from graphopt.ir.ops.values import DTYPE_NAMES, cuda_indices
 from graphopt.rewriting.precision.autocast_rules import LOW_DTYPES, tensor_leaves
 
 __all__ = ["check_kernels"]
@@ -43,7 +43,7 @@ def check_kernels(nodes: Iterable[fx.Node]) -> None:
                 smallest[key] = node
     for key, node in smallest.items():
         if key not in _known:
-            with plain_precision(), torch.random.fork_rng():
+            with plain_precision(), torch.random.fork_rng(devices=cuda_indices(call_tensors(node))):
                 _known[key] = _attempt(node)
         if _known[key]:
             raise _missing(node, _known[key])

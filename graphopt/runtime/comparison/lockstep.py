@@ -14,6 +14,7 @@ from graphopt.errors import GraphoptError
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.node import InputSpec, Phase, info, value_of
 from graphopt.ir.ops import schema
+from graphopt.ir.ops.values import cuda_indices
 from graphopt.ir.program import Program
 
 __all__ = ["Kind", "Pair", "matched", "paired_values"]
@@ -164,7 +165,7 @@ def paired_values(
     Raises:
         GraphoptError: where an input has no value.
     """
-    devices = _cuda_devices(inputs)
+    devices = cuda_indices(value for value in inputs.values() if isinstance(value, torch.Tensor))
     with torch.random.fork_rng(devices=devices), torch.no_grad(), plain_precision():
         torch.manual_seed(seed)
         mine = _Run(before, [(pair, pair.before) for pair in pairs], inputs, devices)
@@ -176,11 +177,6 @@ def paired_values(
                 # what its program may still overwrite is copied
                 waiting[found] = theirs if found is pair else theirs.clone()
             yield pair, value, waiting.pop(pair)
-
-
-def _cuda_devices(inputs: Mapping[InputSpec, Any]) -> list[int]:
-    tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
-    return sorted({tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"})
 
 
 class _Run:
