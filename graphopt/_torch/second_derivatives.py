@@ -1,8 +1,8 @@
-"""Second derivatives through a compiled callable, which torch refuses in words of its own."""
+"""The backward of a compiled callable: what is told before it, and second derivatives, which torch refuses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from graphopt._torch.custom_functions import apply_function
 from graphopt.errors import CaptureError
 
-__all__ = ["explain_second_derivatives"]
+__all__ = ["before_compiled_backward", "explain_second_derivatives"]
 
 _HOOK = "_double_backward"
 """The method of torch's autograd functions around compiled callables that connects first derivatives to an error."""
@@ -38,9 +38,10 @@ def explain_second_derivatives(results: Iterable[Any], message: str) -> None:
     First derivatives are not touched, taken with ``create_graph=True`` or not. Does nothing where torch has no such
     method; its own error stays then.
     """
-    made = next((made for result in results if (made := _made_by(result)) is not None), None)
-    if made is None:
+    node = _compiled_node(results)
+    if node is None:
         return
+    made = type(node)._forward_cls
     connect = getattr(made, _HOOK)
 
     def connected(ctx: Any, run: Any, arguments: list[Any]) -> Any:
@@ -55,13 +56,28 @@ def explain_second_derivatives(results: Iterable[Any], message: str) -> None:
     setattr(made, _HOOK, staticmethod(connected))
 
 
+def before_compiled_backward(results: Iterable[Any], call: Callable[[], None]) -> None:
+    """Call something whenever the backward of a compiled callable is about to run, in the thread that runs it.
+
+    Does nothing where the results are of no such callable.
+    """
+    node = _compiled_node(results)
+    if node is not None:
+        node.register_prehook(lambda _: call())
+
+
+def _compiled_node(results: Iterable[Any]) -> Any:
+    """The node of autograd's graph that stands for a compiled callable; None where no result is of one."""
+    return next((node for result in results if (node := _made_by(result)) is not None), None)
+
+
 def _made_by(result: Any) -> Any:
-    """The autograd function that made a result; None for one that is not of a compiled callable."""
+    """The node of the compiled callable that made a result; None for one that is not of such a callable."""
     node = result.grad_fn if isinstance(result, torch.Tensor) else None
     for _ in range(_DEEPEST):
         made = getattr(type(node), "_forward_cls", None)
         if made is not None and hasattr(made, _HOOK):
-            return made
+            return node
         following = getattr(node, "next_functions", ())
         node = following[0][0] if following else None
     return None

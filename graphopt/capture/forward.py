@@ -24,6 +24,7 @@ from graphopt.capture.hidden_effects import seeding_refused
 from graphopt.capture.nest_regions import nest_regions
 from graphopt.capture.position_questions import answered
 from graphopt.capture.regions import REGION_KEY, observe
+from graphopt.capture.same_inputs import read_in_one_place
 from graphopt.capture.source_lines import source_line, user_frame
 from graphopt.capture.value_checks import kept_as_checks
 from graphopt.capture.varying_axes import VaryingAxes
@@ -165,6 +166,7 @@ def capture_forward(
         raise explained from None if _depends_on_data(error) else as_cause(error)
     program = _to_program(exported, seen[-1], inputs, scalar_loss)
     program.title = title_of(model)
+    read_in_one_place(program, given)
     return ForwardCapture(program, inputs, seen[-1], tensors)
 
 

@@ -40,6 +40,9 @@ _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 _SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 _PRODUCTS = (_aten.prod.default, _aten.prod.dim_int)
 
+_LARGER_THAN = {_aten.maximum.default: (torch.lt, torch.gt), _aten.minimum.default: (torch.gt, torch.lt)}
+"""By op: where its first argument, and where its second one, is not what it gives."""
+
 
 class Interpreter(fx.Interpreter):
     """Runs a forward program, and notes on each joint node under construction which forward values it holds.
@@ -79,6 +82,8 @@ class Interpreter(fx.Interpreter):
             return _without_draw(*args)
         if target in _PRODUCTS:
             return _product(*args, **kwargs)
+        if target in _LARGER_THAN and not all(argument.is_contiguous() for argument in args):
+            return _torch.apply_function(_Extreme, target, *args)
         other = on_device(target, args, kwargs)
         if other is not None:
             return other()
@@ -190,3 +195,30 @@ def _product(
     if not (x.requires_grad and torch.is_grad_enabled()):
         return _aten.prod.default(x) if dims is None else _aten.prod.dim_int(x, *dims)
     return _torch.apply_function(_Product, x, dims)
+
+
+# --- maxima and minima -----------------------------------------------------------------------------------------------
+
+
+class _Extreme(torch.autograd.Function):
+    """The larger or smaller of two tensors, whose gradients are laid out as in eager mode.
+
+    Eager mode writes zeros into them in place; traced, that becomes a call whose result is contiguous.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, op: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(first, second)
+        ctx.beaten = _LARGER_THAN[op]
+        result: torch.Tensor = op(first, second)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        first, second = ctx.saved_tensors
+        (gradient,) = gradients
+        found: list[torch.Tensor | None] = []
+        for beaten, needed in zip(ctx.beaten, ctx.needs_input_grad[1:], strict=True):
+            shared = torch.where(first == second, gradient / 2, gradient) if needed else None
+            found.append(None if shared is None else torch.where(beaten(first, second), 0.0, shared))
+        return None, *found

@@ -20,6 +20,7 @@ from graphopt.ir.node import InputSpec
 from graphopt.ir.program import Program
 from graphopt.rewriting.precision.scaling import CheckedGradients, checked_gradients
 from graphopt.runtime.binding import tensor_getter
+from graphopt.runtime.compile.absent_gradients import run_without_absent
 from graphopt.runtime.compile.backend import Boxed, compile_module
 from graphopt.runtime.compile.partition import bind_state, partition, take_any_strides
 from graphopt.runtime.missing_gradients import MissingGradients
@@ -96,7 +97,8 @@ def compile_joint(
     """
     program, joint = capture.rewritten.program, session.joint
     assert joint is not None
-    forward, backward, function = _compile(runner, program, joint, before_backward)
+    tangents = MissingGradients(program, [spec.target for spec in joint.inputs], joint.trace.gradient_routes())
+    forward, backward, function = _compile(runner, program, joint, tangents, before_backward)
     return CompiledJoint(
         capture.rewritten,
         capture.rules,
@@ -105,7 +107,7 @@ def compile_joint(
         backward,
         function,
         [_getter(session.model, program, spec) for spec in joint.inputs],
-        MissingGradients(program, [spec.target for spec in joint.inputs], joint.trace.gradient_routes()),
+        tangents,
         checked_gradients(program),
     )
 
@@ -114,6 +116,7 @@ def _compile(
     runner: Runner[CompiledJoint],
     program: Program,
     joint: JointCapture,
+    missing: MissingGradients,
     before_backward: Callable[[], None] | None,
 ) -> tuple[fx.GraphModule, fx.GraphModule, Callable[..., Any]]:
     """The two halves of a joint program, and the function that autograd differentiates by them."""
@@ -125,11 +128,17 @@ def _compile(
 
     def compiler(part: Literal["forward", "backward"], module: fx.GraphModule, inputs: Any) -> Boxed:
         bind_state(module, program, live)
-        run = compile_module(module, list(inputs), backend, room=room if part == "forward" else 0)
-        guarded = runner.watch.guard(run, module, program, part)
-        if part == "forward" or before_backward is None:
-            return guarded
-        return _told_before(guarded, before_backward)
+
+        def compiled(half: fx.GraphModule) -> Boxed:
+            run = compile_module(half, list(inputs), backend, room=room if part == "forward" else 0)
+            return runner.watch.guard(run, half, program, part)
+
+        if part == "forward":
+            return compiled(module)
+        run = (
+            run_without_absent(module, missing.names, missing.absent, compiled) if missing.needed else compiled(module)
+        )
+        return run if before_backward is None else _told_before(run, before_backward)
 
     tangents = [node.name for node, _ in program.inputs_of("tangent")]
     function = joint.trace.compile(

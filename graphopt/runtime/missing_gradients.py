@@ -1,12 +1,14 @@
 """Outputs that a user's loss leaves out: their parameters get no gradient, instead of one of zeros.
 
 torch's compiled functions take a missing tangent for zeros, and optimizers treat zeros and no gradient differently
-(weight decay, momentum). Where a program has several outputs, each call notes which of them a gradient reaches.
+(weight decay, momentum). Where a program has several outputs, each call notes which of them a gradient reaches, and
+backward computes nothing for the others (``compile.absent_gradients``).
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +35,8 @@ class _Drop(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         reached, sources = ctx.note
-        kept = (g if needs & reached else None for g, needs in zip(gradients, sources, strict=True))
+        kept = [g if needs & reached else None for g, needs in zip(gradients, sources, strict=True)]
+        reached.clear()  # another backward of the same call notes anew
         return None, None, *kept
 
 
@@ -44,6 +47,10 @@ class MissingGradients:
         program: of stage joint with tangents.
         inputs: the names of the parameters and buffers that the compiled function takes first, in order.
         routes: how gradients come into it.
+
+    Attributes:
+        names: of the program's tangents.
+        needed: whether some of them may be missing where others are there.
     """
 
     def __init__(self, program: Program, inputs: list[str], routes: _torch.GradientRoutes) -> None:
@@ -59,6 +66,8 @@ class MissingGradients:
         }
         names = [*inputs, *(spec.target for _, spec in program.inputs_of("input"))]
         self._changed = routes.changed
+        self._running = threading.local()
+        self.names = tuple(node.name for node in tangents)
         self._sources = {
             place: gradients[name]
             for place, name in enumerate(names)
@@ -84,6 +93,17 @@ class MissingGradients:
             result[place] = view
         return reached, result
 
+    def absent(self) -> frozenset[str]:
+        """The tangents that do not come in the backward that is about to run in this thread, by name.
+
+        None of those that belong to what the program changes: whether they come is known too late.
+        """
+        reached: set[int] | None = self._running.__dict__.pop("reached", None)
+        if not reached:
+            return frozenset()
+        there = reached.union(self._changed)
+        return frozenset(name for number, name in enumerate(self.names) if number not in there)
+
     def after(
         self, reached: set[int], outputs: Sequence[Any], given: list[torch.Tensor], tensors: list[torch.Tensor]
     ) -> tuple[Any, ...]:
@@ -101,6 +121,7 @@ class MissingGradients:
         for output, number in self._notes.items():
             if id(outputs[output]) not in originals:
                 _note_gradient(outputs[output], reached, number)
+        _torch.before_compiled_backward(outputs, functools.partial(setattr, self._running, "reached", reached))
         return tuple(originals.get(id(output), output) for output in outputs)
 
 

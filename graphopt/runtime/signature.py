@@ -60,9 +60,12 @@ def _sharing(tensors: list[torch.Tensor]) -> Hashable:
     """Which arguments are the same tensor, or lie in the same memory."""
     if len(tensors) < 2:
         return ()
-    first: dict[int, int] = {}
-    places = [first.setdefault(_memory(tensor), index) for index, tensor in enumerate(tensors)]
-    return tuple(places) if len(first) < len(tensors) else ()
+    memory: dict[int, int] = {}
+    places = [memory.setdefault(_memory(tensor), index) for index, tensor in enumerate(tensors)]
+    if len(memory) == len(tensors):
+        return ()
+    same: dict[int, int] = {}
+    return tuple(places), tuple(same.setdefault(id(tensor), index) for index, tensor in enumerate(tensors))
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -96,3 +96,17 @@ def test_calls_that_write_keep_the_strides_of_what_they_write_to(write: str, lay
     x = torch.linspace(-1, 1, 24).view(4, 6)
     for _ in range(2):
         assert not first_difference(trained(optimized, x), trained(model, x))
+
+
+@pytest.mark.parametrize("op", [torch.maximum, torch.minimum])
+def test_gradients_of_maxima_are_summed_in_the_order_of_eager_modes_layout(op: Function) -> None:
+    def function(h: torch.Tensor) -> torch.Tensor:
+        image = torch.outer(h.flatten(), torch.linspace(0.3, 2, 28)).view(2, 6, 7, 8)
+        image = image.contiguous(memory_format=torch.channels_last)
+        return op(image, h[0, :1]) * torch.arange(672).view(image.shape).cos()
+
+    model = Weighted(function)
+    optimized = graphopt.optimize(copy.deepcopy(model))
+    for seed in range(5):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+        assert not first_difference(trained(optimized, x), trained(model, x))

@@ -256,7 +256,7 @@ SHAPED: dict[str, Op] = {
     "repeat": lambda _, x, y: plane(x)[:2].repeat(2, *[1] * (plane(x).dim() - 1)),
     "cat": lambda _, x, y: torch.cat([x.flatten(), y.flatten()])[:200],
     "index": lambda _, x, y: plane(x)[torch.tensor([0, 0])],
-    "embedding": lambda layers, x, y: layers.embedding(plane(x).argmax(-1)),
+    "embedding": lambda layers, x, y: layers.embedding(plane(x).argmax(-1) % D),
     "tied head": lambda layers, x, y: layers.head(rows_of(x)),
     "frozen": lambda layers, x, y: rows_of(x) * layers.frozen,
     "nested": lambda layers, x, y: layers.block(rows_of(x)),

@@ -23,6 +23,8 @@ from torch.utils import _pytree as pytree
 
 import graphopt
 from graphopt import Pass
+from graphopt.capture.flatten import flatten_call
+from graphopt.ir.node import value_of
 from graphopt.passes import (
     CheckpointBoundaries,
     ContiguousCheckpoints,
@@ -250,7 +252,15 @@ def _stepped(recipe: Recipe, make: Make, passes: list[Pass]) -> _Run:
     found = [*results, *copy.deepcopy(_end(model, optimizer)), torch.get_rng_state()]
     given = _inputs(batches(recipe)[-1])
     measured = graphopt.measure_peak(lambda: step(*given)).allocated_peak_bytes
-    return _Run(found, step.program.memory().allocated_peak_bytes, measured)
+    return _Run(found, step.program.memory(sizes=_sizes(step.program, given)).allocated_peak_bytes, measured)
+
+
+def _sizes(program: graphopt.Program, batch: Any) -> dict[str, int]:
+    """The values that the symbols in sizes have for a batch: a program may be planned for larger ones."""
+    examples = [value_of(node) for node, _ in program.inputs_of("input")]
+    pairs = zip(examples, flatten_call(batch, {})[0], strict=True)
+    found = {str(s): size for example, x in pairs for s, size in zip(example.shape, x.shape, strict=True)}
+    return {name: found[name] for name in program.symbols}
 
 
 def _say(number: int) -> None:

@@ -1,0 +1,172 @@
+"""Outputs that a loss leaves out: gradients are eager mode's to the last bit, numbers that are none included."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import graphopt
+from graphopt.passes import FitMemory, MixedPrecision, Offload, Recompute
+from tests.support.properties import examples
+
+
+class Several(nn.Module):
+    """Returns values of which each depends on others, some of them with derivatives that are infinite at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+        self.second = nn.Linear(6, 6)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.calls.add_(1)
+        h = F.dropout(self.first(x).tanh(), 0.3)
+        length = (h * 0).square().sum(-1).sqrt()  # whose derivative is infinite, times zero
+        left, right = self.norm(h).unbind(0)[:2]
+        y = self.second(h) + torch.maximum(left, right)
+        return h, length, left, torch.stack([left, right]).amax(0), y, y[:, 2:]
+
+
+COUNT = 6
+
+
+def bits(model: nn.Module, call: Callable[..., Any], chosen: set[int]) -> list[torch.Tensor | None]:
+    """The gradients where a loss reads some of the outputs, with the sign of zeros as a number."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    x = torch.randn(4, 6, requires_grad=True)
+    outputs = call(x)
+    sum((outputs[place] * (place + 1)).sin().sum() for place in sorted(chosen)).backward()  # type: ignore[union-attr]
+    found = [x.grad, *(parameter.grad for parameter in model.parameters())]
+    return [None if gradient is None else gradient.clone().view(torch.int32) for gradient in found]
+
+
+def same(found: list[torch.Tensor | None], wanted: list[torch.Tensor | None]) -> bool:
+    pairs = list(zip(found, wanted, strict=True))
+    return all((a is None) == (b is None) and (a is None or torch.equal(a, b)) for a, b in pairs)  # type: ignore[arg-type]
+
+
+PASSES: dict[str, list[graphopt.Pass]] = {
+    "none": [],
+    "recompute": [Recompute("first")],
+    "offload": [Offload(tier="disk", min_bytes=1, cost="roofline")],
+    "fit": [FitMemory("90%", cost="roofline")],
+}
+
+
+@pytest.mark.parametrize("passes", PASSES)
+def test_every_choice_of_outputs_has_eager_modes_gradients(passes: str) -> None:
+    model = Several()
+    optimized = graphopt.optimize(model, PASSES[passes])
+    choices = [set(c) for n in (1, 2, 5, 6) for c in itertools.combinations(range(COUNT), n)]
+    for chosen in choices if passes == "none" else choices[::5]:
+        assert same(bits(model, optimized, chosen), bits(model, model, chosen)), chosen
+
+
+def test_nothing_that_a_loss_leaves_out_makes_gradients_no_numbers() -> None:
+    model = Several()
+    found = bits(model, graphopt.optimize(model), {0})
+    assert all(gradient is None or not gradient.view(torch.float32).isnan().any() for gradient in found)
+    with_length = bits(model, graphopt.optimize(model), {0, 1})  # in eager mode as well
+    assert any(gradient is not None and bool(gradient.view(torch.float32).isnan().any()) for gradient in with_length)
+
+
+def test_each_backward_of_one_call_looks_anew() -> None:
+    model = Several()
+    results = []
+    for call in (model, graphopt.optimize(model)):
+        torch.manual_seed(1)
+        x = torch.randn(4, 6, requires_grad=True)
+        outputs = call(x)
+        for place in (4, 0, 2):
+            results.append(torch.autograd.grad(outputs[place].square().sum(), x, retain_graph=True)[0])
+    assert all(torch.equal(a, b) for a, b in zip(results[:3], results[3:], strict=True))
+
+
+def test_calls_whose_backwards_take_turns_are_told_apart() -> None:
+    model = Several()
+    results = []
+    for call in (model, graphopt.optimize(model)):
+        torch.manual_seed(1)
+        xs = [torch.randn(4, 6, requires_grad=True) for _ in range(2)]
+        one, other = call(xs[0]), call(xs[1])
+        (one[4].sum() + other[0].cos().sum()).backward()
+        results.append([x.grad for x in xs])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))  # type: ignore[arg-type]
+
+
+def test_low_precision_and_sizes_that_change() -> None:
+    model = Several()
+    for passes in ([MixedPrecision("bf16")], []):
+        optimized = graphopt.optimize(copy.deepcopy(model), passes)
+        for rows in (4, 5, 7):
+            x = torch.randn(rows, 6, requires_grad=True)
+            optimized(x)[4].sum().backward()
+            assert x.grad is not None
+            assert not x.grad.isnan().any()
+
+
+OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "add": lambda x, y: x + y,
+    "mul": lambda x, y: x * y,
+    "chunks": lambda x, y: torch.cat(x.chunk(2, -1)[::-1], -1) + y,
+    "stack": lambda x, y: torch.stack([x, y]).unbind(0),
+    "sort": lambda x, y: x.sort(-1)[0],
+    "root": lambda x, y: x.clamp(min=0).sqrt(),
+    "index": lambda x, y: x[:, [2, 0, 1, 1]],
+    "mean": lambda x, y: torch.var_mean(x, -1, keepdim=True),
+    "write": lambda x, y: x.clone().mul_(2).add_(y),
+    "detached": lambda x, y: x.detach() * y,
+}
+
+
+class Drawn(nn.Module):
+    """Ops on earlier values, all of which it returns."""
+
+    def __init__(self, lines: list[tuple[str, int, int]]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 4))
+        self.lines = lines
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        pool = [x * self.weight, x + self.weight]
+        for op, first, second in self.lines:
+            made = OPS[op](pool[first % len(pool)], pool[second % len(pool)])
+            pool += [value.expand(3, 4) for value in (made if isinstance(made, tuple) else (made,))]
+        return pool
+
+
+LINES = st.tuples(st.sampled_from(sorted(OPS)), st.integers(0, 9), st.integers(0, 9))
+
+
+@examples(25, many=500)
+@given(
+    lines=st.lists(
+        st.tuples(st.sampled_from(sorted(OPS)), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=6
+    ),
+    chosen=st.sets(st.integers(0, 13), min_size=1, max_size=3),
+)
+def test_any_outputs_of_any_program(lines: list[tuple[str, int, int]], chosen: set[int]) -> None:
+    model = Drawn(lines)
+    results = []
+    for call in (model, graphopt.optimize(model)):
+        model.zero_grad()
+        x = torch.tensor([[0.0, 1.0, -2.0, 0.5], [0.0, -0.0, 3.0, 1.0], [1.0, 1.0, 1.0, -1.0]], requires_grad=True)
+        outputs = call(x)
+        read = [outputs[place % len(outputs)] for place in sorted(chosen)]
+        read = [value for value in read if value.requires_grad] or [outputs[0]]
+        sum((value * torch.arange(12.0).view(3, 4).sub(5)).sum() for value in read).backward()  # type: ignore[union-attr]
+        gradients = [x.grad, model.weight.grad]
+        results.append([None if g is None else g.clone().view(torch.int32) for g in gradients])
+    assert same(*results), results
