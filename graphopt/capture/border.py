@@ -80,6 +80,11 @@ BORDER = (
     ),
     Row("outputs that the caller keeps", "honoured", "their bytes are counted until backward ends"),
     Row(
+        "outputs that a loss leaves out",
+        "honoured",
+        "backward computes nothing for them, where `torch.compile` takes their gradients for zeros",
+    ),
+    Row(
         "results that are views of one tensor which forward reads too",
         "told",
         "torch adds up their gradients outside of the program, in another order than eager mode",
