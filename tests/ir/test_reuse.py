@@ -482,3 +482,13 @@ def test_axes_of_one_element_have_the_strides_that_kernels_give(strides: tuple[i
     expected, found = model(x), graphopt.optimize(model)(x)
     assert torch.equal(found, expected)
     assert found.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("op", [torch.ops.aten.addmm.default, torch.ops.aten._softmax.default])
+@pytest.mark.parametrize("first", ["x", 0.5, None, ()])
+def test_calls_of_a_strangers_program_that_take_no_tensor_are_not_taken_in_place(op: Any, first: Any) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    arguments = (x, x) if first == () else (first, x, x)
+    assert in_place(graph.call_function(op, arguments)) is None
+    assert in_place(graph.call_function(op)) is None

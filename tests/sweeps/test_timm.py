@@ -13,6 +13,9 @@ from tests.support.timm_architectures import TIMM
 
 pytestmark = pytest.mark.sweep
 
+IN_PARTS = frozenset({"convit_tiny"})
+"""What is not one graph (it makes a buffer anew in forward): trained drop-in, in parts; mixed precision refuses it."""
+
 
 @pytest.fixture(scope="module")
 def tried() -> Iterator[Callable[..., Outcome]]:
@@ -24,14 +27,15 @@ def tried() -> Iterator[Callable[..., Outcome]]:
 def test_a_model_of_timm_trains_as_in_eager_mode_under_every_pass(
     name: str, tried: Callable[..., Outcome], record_property: Callable[[str, Any], None]
 ) -> None:
-    way = "whole step" if list(TIMM).index(name) % 2 else "drop-in"
+    way = "whole step" if list(TIMM).index(name) % 2 and name not in IN_PARTS else "drop-in"
     outcome = tried(f"timm:{name}", [way], list(PASSES))
     verdicts = [Verdict(**found) for found in outcome.values]
     record_property("row", f"{name} ({way}): " + "; ".join(f"{v.passes} {v.kind}" for v in verdicts))
     assert not outcome.died, f"{outcome.died}\n{outcome.said}"
     for verdict in verdicts:
         unmet = verdict.kind == "refused" and verdict.passes == "fit" and "no plan fits" in verdict.detail
-        if not unmet and verdict.kind != "eager fails":
+        in_parts = verdict.kind == "refused" and verdict.passes == "mixed" and name in IN_PARTS
+        if not unmet and not in_parts and verdict.kind != "eager fails":
             assert verdict.kind == "equal", verdict
             assert verdict.foretold, verdict
 

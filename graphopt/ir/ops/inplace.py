@@ -85,19 +85,22 @@ def in_place(node: fx.Node) -> InPlace | None:
     form = IN_PLACE.get(node.target) if node.op == "call_function" else None
     if form is None or (node.kwargs and not form.keywords):
         return None
-    if form.matrices and not _is_fixed_matrix(node.args[0]):
+    if not (form.matrices or form.dimension is not None):
+        return form
+    first = value_of(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+    if not isinstance(first, torch.Tensor):
+        return None
+    if form.matrices and not _is_fixed_matrix(first):
         return None
     if form.dimension is not None:
-        first, dimension = value_of(node.args[0]), node.args[form.dimension]  # type: ignore[arg-type]
-        last = dimension in (-1, first.dim() - 1)
+        last = node.args[form.dimension : form.dimension + 1] in ((-1,), (first.dim() - 1,))
         if not (last and _torch.device_kind(first) == "cpu" and first.is_contiguous()):
             return None
     return form
 
 
-def _is_fixed_matrix(argument: Any) -> bool:
-    shape = value_of(argument).shape
-    return len(shape) == 2 and all(isinstance(size, int) for size in shape)
+def _is_fixed_matrix(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 2 and all(isinstance(size, int) for size in tensor.shape)
 
 
 def as_in_place(node: fx.Node, operand: fx.Node) -> None:
