@@ -18,7 +18,7 @@ from graphopt import Pass, Phase, Program, measure_peak
 from graphopt.ir.node import info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.collectives import ALL_GATHER, WAIT
-from graphopt.ir.ops.inplace import FUNCTIONAL, IN_PLACE, as_functional, as_in_place
+from graphopt.ir.ops.inplace import FUNCTIONAL, IN_PLACE, as_functional, as_in_place, in_place
 from graphopt.ir.reuse import apply_reuse, reused_operands
 from graphopt.passes import Recompute
 from graphopt.runtime.binding import Binding
