@@ -20,6 +20,7 @@ REFUSED = (
     "the optimizer holds none of the parameters that get a gradient",
     "elements overlap in memory",
     "a tensor being mutated that has internal overlap",
+    "has been modified by an inplace operation",  # in an output that the loss leaves out, so that eager mode never asks
 )
 """What messages say about the programs that are refused."""
 
