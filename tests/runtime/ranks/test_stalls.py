@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import graphopt
 from graphopt import RankError
+from graphopt.ir.ops.collectives import ALL_REDUCE
 from graphopt.passes import DataParallel
 from graphopt.runtime.ranks import heartbeat as heartbeats
 from graphopt.runtime.ranks import stalls, watch
 from graphopt.runtime.ranks.messages import Report, published, write_report
 from graphopt.runtime.ranks.stalls import Pending, Stall, device_of_exchanges
+from tests.support.forking import end, start
 
 PATIENCE = 0.15
 
@@ -38,15 +45,20 @@ class Event:
         return self.ready
 
 
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.HashStore]:
-    """The store of a group of two ranks, of which only this one exists, and whose exchanges pass for a device's."""
-    monkeypatch.setenv("GRAPHOPT_RANK_TIMEOUT", str(PATIENCE))
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on exchanges pass for those of a device."""
     monkeypatch.setattr(watch, "device_of_exchanges", lambda program: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(Event, "ready", True)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.HashStore]:
+    """The store of a group of two ranks, of which only this one exists, and whose exchanges pass for a device's."""
+    monkeypatch.setenv("GRAPHOPT_RANK_TIMEOUT", str(PATIENCE))
+    stand_in(monkeypatch)
     found = dist.HashStore()
     dist.init_process_group("fake", store=found, rank=0, world_size=2)
     yield dist.PrefixStore("default_pg", found)
@@ -65,6 +77,10 @@ def aborted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.fixture
 def step(monkeypatch: pytest.MonkeyPatch, store: dist.HashStore) -> Any:
     monkeypatch.setattr("graphopt.ir.ops.groups.Group.agree", lambda *given: None)
+    return make_step()
+
+
+def make_step() -> Any:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return graphopt.optimize_step(model, optimizer, [DataParallel()], loss=lambda model, x: model(x).square().mean())
@@ -172,7 +188,58 @@ def test_a_group_that_cannot_be_aborted_is_told(
     assert caplog.messages == ["a process group could not be aborted, and ends with its own timeout: no abort"]
 
 
-def test_the_host_is_left_alone_where_it_makes_the_exchanges(store: dist.HashStore) -> None:
-    model = nn.Linear(4, 4)
-    program = graphopt.capture(model, (torch.randn(2, 4),), loss=lambda model, x: model(x).mean())
-    assert device_of_exchanges(graphopt.Pipeline([DataParallel()]).run(program) and program) is None
+@pytest.mark.parametrize(
+    ("backend", "device", "found"),
+    [
+        ("nccl", "cuda:1", torch.device("cuda", 1)),
+        ("cpu:gloo,cuda:nccl", "cuda:1", torch.device("cuda", 1)),
+        ("cpu:gloo,cuda:nccl", "cpu", None),
+        ("gloo", "cpu", None),
+        ("gloo", "cuda:1", None),
+    ],
+)
+@pytest.mark.usefixtures("store")
+def test_exchanges_wait_on_a_device_where_nccl_makes_them(
+    backend: str, device: str, found: torch.device | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = fx.Graph()
+    call = graph.call_function(ALL_REDUCE, (graph.placeholder("x"), "sum", dist.group.WORLD.group_name))
+    with FakeTensorMode():
+        call.meta["val"] = torch.empty(4, device=device)
+    monkeypatch.setattr(dist, "get_backend", lambda group: backend)
+    program: Any = SimpleNamespace(graph=graph)
+    assert device_of_exchanges(program) == found
+
+
+def two_ranks(folder: Path, rank: int) -> None:
+    """Rank 1 dies behind step 2, of which the end never comes on rank 0's device."""
+    torch.set_num_threads(1)
+    os.environ["GRAPHOPT_RANK_TIMEOUT"] = "0.3"
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        aborted: list[Any] = []
+        stand_in(monkeypatch)
+        monkeypatch.setattr("graphopt._torch.abort_group", aborted.append)
+        step = make_step()
+        step(torch.ones(2, 4))
+        Event.ready = False
+        step(torch.ones(2, 4))
+        if rank == 1:
+            until((folder / "done").exists)
+            os.kill(os.getpid(), signal.SIGKILL)
+        (folder / "done").touch()
+        until(lambda: aborted)
+        try:
+            step(torch.ones(2, 4))
+        except RankError as error:
+            torch.save((error.ranks, str(error), str(error.__cause__)), folder / "found.pt")
+
+
+def test_a_rank_that_dies_while_another_reads_a_loss_is_named(tmp_path: Path) -> None:
+    processes = start(two_ranks, [(tmp_path, 0), (tmp_path, 1)])
+    assert end(processes, seconds=60) == [0, -9]
+    ranks, said, cause = torch.load(tmp_path / "found.pt")
+    assert ranks == (1,)
+    assert "rank 1 gives no sign of life any more" in said
+    assert "here: rank 0 was in what follows step 2" in said
+    assert "from step 2 on mean nothing" in cause
