@@ -154,7 +154,7 @@ def _mark_end(device: torch.device) -> None:
     """Record behind the last call of the program that is watched, if it is the one that has just run."""
     pending = _here.pending
     if pending is not None and pending.event is None:
-        event = torch.cuda.Event()
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         pending.event = event
 
