@@ -197,6 +197,7 @@ def short_traceback(error: GraphoptError) -> GraphoptError:
     """An error as it leaves graphopt: without the frames below, and its causes without those above the user's code.
 
     What a cause only says again is not shown twice: such a cause goes away, or keeps its type and attributes alone.
+    That of a ``RankError`` stays as it is.
 
     The environment variable ``GRAPHOPT_TRACEBACK=full`` keeps everything, for those who work on graphopt or on a pass.
     """
@@ -227,8 +228,11 @@ def _shown_before(error: BaseException) -> BaseException | None:
 
 
 def _repeats(cause: BaseException, error: BaseException) -> bool:
-    """Whether a cause says nothing that its error does not say: no other words, and no line of the user's."""
-    if str(cause) not in str(error):
+    """Whether a cause says nothing that its error does not say: no other words, and no line of the user's.
+
+    The failure that a ``RankError`` was raised for stays its cause: its class is what a launcher may decide by.
+    """
+    if isinstance(error, RankError) or str(cause) not in str(error):
         return False
     frame = cause.__traceback__
     while frame is not None:

@@ -29,6 +29,7 @@ from graphopt._torch.aot_autograd import AotOutput as AotOutput
 from graphopt._torch.aot_autograd import GradientRoutes as GradientRoutes
 from graphopt._torch.aot_autograd import JointTrace as JointTrace
 from graphopt._torch.boxed_code import BoxedCodeGen as BoxedCodeGen
+from graphopt._torch.c10d import abort_group as abort_group
 from graphopt._torch.c10d import all_gather_into_tensor as all_gather_into_tensor
 from graphopt._torch.c10d import all_gather_into_tensor_out as all_gather_into_tensor_out
 from graphopt._torch.c10d import all_reduce as all_reduce

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from graphopt._torch.private_names import FAKE_RANKS, GROUPS, require
+from graphopt._torch.private_names import ABORT, FAKE_RANKS, GROUPS, require
 
 __all__ = [
+    "abort_group",
     "all_gather_into_tensor",
     "all_gather_into_tensor_out",
     "all_reduce",
@@ -63,6 +64,17 @@ def default_store() -> Any:
     if store is None:
         raise RuntimeError("this process group has no store")
     return store
+
+
+def abort_group(group: Any) -> None:
+    """End the exchanges of a process group that are under way; its backend cannot be used afterwards.
+
+    Raises:
+        TorchVersionError: where the installed torch cannot.
+        RuntimeError: where the group's backend cannot.
+    """
+    require(ABORT)
+    group.abort()
 
 
 def is_tcp_store(store: Any) -> bool:

@@ -257,12 +257,17 @@ GROUPS = Feature(
     },
 )
 
+ABORT = Feature(
+    "process groups whose exchanges are aborted",
+    {"torch._C._distributed_c10d": "ProcessGroup.abort"},
+)
+
 FAKE_RANKS = Feature(
     "plans for several devices without their processes",
     {"torch.testing._internal.distributed.fake_pg": "FakeStore"},
 )
 
-ON_USE = (CHECKPOINTS, PARTS, COMPILED, PARTITIONER, INDUCTOR, AUTOCAST, MEMORY, GROUPS, FAKE_RANKS)
+ON_USE = (CHECKPOINTS, PARTS, COMPILED, PARTITIONER, INDUCTOR, AUTOCAST, MEMORY, GROUPS, ABORT, FAKE_RANKS)
 
 
 def require(feature: Feature) -> None:

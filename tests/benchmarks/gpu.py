@@ -2,13 +2,14 @@
 
 Every row says what was asked, what came of it, and the figure. A row that fails, or that raises, is shown and the
 others go on; the exit code is 1 then. With a second GPU the rows of bits are also measured on it, while the first is
-current. The table is written as text and as JSON. ``--device cpu`` tries the table itself where there is no GPU: rows
-that need one say so.
+current, and two ranks exchange gradients. The table is written as text and as JSON. ``--device cpu`` tries the table
+itself where there is no GPU: rows that need one say so.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import subprocess
@@ -34,7 +35,7 @@ from graphopt.rewriting.memory.budget import BudgetError
 
 models = example_models()
 
-Outcome = Literal["yes", "no", "failed", "needs a GPU", "does not fit", "figure"]
+Outcome = Literal["yes", "no", "failed", "needs a GPU", "one device here", "does not fit", "figure"]
 
 
 @dataclass(frozen=True)
@@ -258,6 +259,32 @@ def frontier(setting: Setting, name: str) -> tuple[Outcome, str]:
     return "figure", f"{peak:,} bytes, {min(seconds) * 1e3:.1f} ms"
 
 
+RANKS: dict[str, Callable[[dict[str, float]], str]] = {
+    "a step without exchange": lambda found: f"{found['plain'] * 1e3:.1f} ms",
+    "a step with exchange": lambda found: f"{found['exchanged'] * 1e3:.1f} ms",
+    "exposed exchange": lambda found: f"{found['exposed'] * 1e3:.2f} of {found['exchange'] * 1e3:.2f} ms",
+}
+"""What two ranks are asked, and the figure from what ``gpu_exchange.py`` found."""
+
+
+@functools.cache
+def exchange(kind: str, quick: bool) -> dict[str, float]:
+    """What two ranks measure that have a device each, in processes of their own."""
+    command = [sys.executable, str(Path(__file__).with_name("gpu_exchange.py")), "--device", kind]
+    done = subprocess.run([*command, *["--quick"] * quick], capture_output=True, text=True, check=False, timeout=900)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["no message"])[-1])
+    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def two_ranks(devices: Sequence[torch.device], quick: bool, name: str) -> tuple[Outcome, str]:
+    """A figure of data parallel training on two devices."""
+    if len(devices) < 2:
+        return "one device here", "two ranks need a device each"
+    return "figure", RANKS[name](exchange(devices[0].type, quick))
+
+
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
@@ -273,6 +300,8 @@ def questions(devices: Sequence[torch.device], quick: bool) -> Iterator[tuple[st
     yield "runs as a CUDA graph", devices[0], partial(as_graph, setting)
     for name in WAYS:
         yield f"frontier: {name}", devices[0], partial(frontier, setting, name)
+    for name in RANKS:
+        yield f"two ranks: {name}", devices[0], partial(two_ranks, devices, quick, name)
 
 
 def ask(question: str, device: torch.device, answer: Callable[[], tuple[Outcome, str]]) -> Row:

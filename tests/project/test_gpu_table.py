@@ -77,7 +77,40 @@ def test_a_second_device_is_asked_for_bits(gpu: ModuleType) -> None:
     devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
     asked = list(gpu.questions(devices, True))
     assert {str(device) for question, device, _ in asked if question.startswith("eager's bits")} == {"cuda:0", "cuda:1"}
-    assert all(answer.args[0].device == device for _, device, answer in asked)
+    alone = [(device, answer) for question, device, answer in asked if not question.startswith("two ranks")]
+    assert all(answer.args[0].device == device for device, answer in alone)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_two_ranks_need_two_devices(gpu: ModuleType, device: str) -> None:
+    asked = [answer for question, _, answer in gpu.questions([torch.device(device)], True) if "two ranks" in question]
+    assert [answer()[0] for answer in asked] == ["one device here"] * 3
+
+
+def test_two_devices_give_the_figures_of_two_ranks(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"plain": 0.1, "exchanged": 0.15, "exchange": 0.08, "exposed": 0.05}
+    monkeypatch.setattr(gpu, "exchange", lambda kind, quick: found)
+    devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    asked = [answer for question, _, answer in gpu.questions(devices, True) if question.startswith("two ranks")]
+    assert [answer() for answer in asked] == [
+        ("figure", "100.0 ms"), ("figure", "150.0 ms"), ("figure", "50.00 of 80.00 ms"),
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("gpu")
+def test_exchanges_are_exposed_where_no_other_kernel_runs() -> None:
+    exposed = importlib.import_module("gpu_exchange").exposed
+    spans = [(0, 10, "gemm"), (6, 16, "ncclDevKernel_AllReduce"), (12, 13, "add"), (20, 24, "ncclDevKernel_AllReduce")]
+    assert exposed(spans) == (14, pytest.approx(9))
+    assert exposed([(0, 10, "gemm")]) == (0, 0)
+
+
+@pytest.mark.sweep
+def test_two_ranks_measure_their_steps_on_a_cpu(gpu: ModuleType) -> None:
+    found = gpu.exchange("cpu", True)
+    assert found["plain"] > 0
+    assert found["exchanged"] > 0
+    assert found["exchange"] == found["exposed"] == 0
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,9 @@ from graphopt import _torch
 from graphopt.errors import GraphoptError
 from graphopt.ir.ops.groups import is_talking
 from graphopt.runtime.ranks.diagnosis import classify, collect, wait_for_readers
-from graphopt.runtime.ranks.messages import Report, Verdict, is_kept, published, read_reports, write_report
+from graphopt.runtime.ranks.messages import Report, Verdict, is_kept, publish, published, read_reports, write_report
 from graphopt.runtime.ranks.places import place_now
+from graphopt.runtime.ranks.stalls import Pending, Stall, abort
 
 __all__ = ["Heartbeat", "Here", "heartbeat", "patience"]
 
@@ -63,6 +64,8 @@ class Here:
         failed: empty; ``exchange`` after an exchange failed here; otherwise the error that ended the last step here.
         told: whether this rank knows which ranks are at fault.
         ended: whether the process is on its way out.
+        pending: the oldest program whose exchanges wait on a device and that has not been seen to end.
+        stalled: the verdict for which the exchanges of ``pending`` were aborted: what follows it is no result.
     """
 
     step: int = 0
@@ -71,6 +74,8 @@ class Here:
     failed: str = ""
     told: bool = False
     ended: bool = False
+    pending: Pending | None = None
+    stalled: Verdict | None = None
 
     def begin(self, step: int) -> None:
         """A program begins to run."""
@@ -83,6 +88,8 @@ class Here:
     def stop(self, failed: str) -> None:
         """Something failed, with ``failed`` as the class describes it."""
         self.running, self.failed = False, failed
+        if self.pending is not None and self.pending.event is None:
+            self.pending = None
 
 
 class Heartbeat:
@@ -125,6 +132,8 @@ class Heartbeat:
         self._report = Report(uuid.uuid4().hex)
         self._since = (time.monotonic(), here.step)
         here.told, here.failed = False, ""
+        here.pending, here.stalled = None, None
+        self._stall = Stall(self.rank, self.patience)
         self._write()
         if not is_kept(self._own, self.rank, self._report):
             raise RuntimeError("it does not keep what is written to it")
@@ -193,6 +202,7 @@ class Heartbeat:
                 self._write()
                 if self._report.ended or not self._listen():
                     break
+                self._end_stall()
         except Exception as error:  # the store has gone; whoever misses this rank says so
             logger.debug("rank %d gives no more signs of life: its store does not answer: %s", self.rank, error)
 
@@ -201,7 +211,7 @@ class Heartbeat:
         where = f"{here.where}, {place}" if place else here.where
         if (where, here.step) != (self._report.where, self._since[1]):
             self._since = (time.monotonic(), here.step)
-        noted = replace(self._report, failed=here.failed, told=here.told, ended=here.ended)
+        noted = replace(self._report, failed=here.failed, told=here.told, ended=here.ended, step=here.step)
         seconds = time.monotonic() - self._since[0]
         exchanges = place.exchanges if place else is_talking()
         self._report = replace(noted, beat=noted.beat + 1, where=where, seconds=seconds, exchanges=exchanges)
@@ -219,6 +229,20 @@ class Heartbeat:
             self._here.told = True
             self._write()
         return not ends
+
+    def _end_stall(self) -> None:
+        """Where a program waits on the device for a rank that is at fault: tell all ranks, and abort its exchanges."""
+        pending = self._here.pending
+        if pending is None or self._here.stalled is not None or not self._stall.is_stalled(pending):
+            return
+        found = self.verdict or self._stall.look(self._own, pending)
+        if not found.ranks:
+            return
+        self.verdict = self.verdict or publish(self._own, found)
+        self._here.stalled = self.verdict  # before anything ends, so that nothing is taken for a result
+        self._here.failed = "exchange"
+        self._write()
+        abort(pending.groups)
 
     def _ends(self, rank: int) -> bool:
         """Whether a rank's process is on its way out; it is then the one at fault if an exchange still comes."""

@@ -26,6 +26,7 @@ class Report:
         failed: empty; ``exchange`` after an exchange failed there; otherwise the error that ended its step.
         told: whether it knows which ranks are at fault, and needs the store no longer.
         ended: whether its process is on the way out.
+        step: how many steps had begun there.
     """
 
     token: str
@@ -36,6 +37,7 @@ class Report:
     failed: str = ""
     told: bool = False
     ended: bool = False
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,11 @@
 
 While such a program runs, every rank tells the others where it is, through the store of the process group (see
 ``heartbeat``). The thread that trains only sets attributes for that.
+
+On a device an exchange fails in no call: where it waits for a rank that is at fault, the heartbeat aborts it (see
+``stalls``), and the program that runs then, or else the next one, raises ``RankError``. A user who reads the loss,
+parameters or optimizer state between the abort and that error reads values that mean nothing: the error says from which
+step on. What waits on a device has been tried with stand-ins for events and groups only.
 """
 
 from __future__ import annotations
@@ -10,9 +15,10 @@ import contextlib
 import logging
 import re
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import fx
 
@@ -24,6 +30,7 @@ from graphopt.runtime.ranks.agreement import collective_plan
 from graphopt.runtime.ranks.heartbeat import Heartbeat, Here, heartbeat
 from graphopt.runtime.ranks.messages import Verdict
 from graphopt.runtime.ranks.places import follow, place_of
+from graphopt.runtime.ranks.stalls import Pending, device_of_exchanges
 
 __all__ = ["StepWatch"]
 
@@ -99,17 +106,24 @@ class StepWatch:
             part: what of the program runs; a step begins with ``step`` or ``forward``.
 
         Returns:
-            a callable that raises ``RankError`` in place of the error of an exchange that fails.
+            a callable that raises ``RankError`` in place of the error of an exchange that fails, and in place of a
+            result once an exchange has been aborted.
         """
         self._ranks |= _ranks_of(program)
         if not _is_distributed():
             return run
         follow(module)
+        device = device_of_exchanges(program)
+        groups = [find_group(name).handle for name in collective_plan(program)] if device is not None else []
 
         def guarded(args: list[Any]) -> Any:
             heart = heartbeat(_here) if self._ranks else None
             self._steps += part != "backward"
+            if device is not None:
+                _refuse_aborted(heart)
             _here.begin(self._steps)
+            if device is not None:
+                _expect(self._steps, self._ranks, groups)
             try:
                 result = run(args)
             except Exception as error:
@@ -118,11 +132,50 @@ class StepWatch:
                     _here.where = f"{_here.where}, {place}"
                 _explain(heart, self._ranks, error, at_exchange=place is not None and place.exchanges)
                 raise
+            if device is not None:
+                _mark_end(device)
+                _refuse_aborted(heart)
             _here.end(f"step {self._steps}" if part == "step" else f"{part} of step {self._steps}")
             return result
 
         guarded._boxed_call = True  # type: ignore[attr-defined]
         return guarded
+
+
+def _expect(step: int, ranks: Collection[int], groups: Sequence[Any]) -> None:
+    """A program with exchanges on a device begins: it is watched where what was watched before has ended."""
+    if torch.cuda.is_current_stream_capturing():
+        _here.pending = None  # while a CUDA graph is captured, events must not be asked
+    elif _here.pending is None or _here.pending.event is None or _here.pending.is_done():
+        _here.pending = Pending(step, tuple(ranks), groups)
+
+
+def _mark_end(device: torch.device) -> None:
+    """Record behind the last call of the program that is watched, if it is the one that has just run."""
+    pending = _here.pending
+    if pending is not None and pending.event is None:
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        pending.event = event
+
+
+def _refuse_aborted(heart: Heartbeat | None) -> None:
+    """Raise where exchanges on the device were aborted: nothing that was computed since is a result.
+
+    Raises:
+        RankError: with the verdict, and with the first step whose results mean nothing.
+    """
+    verdict, pending = _here.stalled, _here.pending
+    if heart is None or verdict is None:
+        return
+    since = "an unknown step" if pending is None else f"step {pending.step}"
+    seconds = f"{heart.patience:g} s"
+    error = RuntimeError(
+        f"what {since} enqueued on the device did not end within {seconds}, and its exchanges were aborted: the loss, "
+        f"parameters and optimizer state from {since} on mean nothing"
+    )
+    _here.stop("exchange")
+    raise _rank_error(heart.rank, verdict, error) from error
 
 
 def _is_distributed() -> bool:
