@@ -21,6 +21,7 @@ from graphopt.ir.program import Program
 __all__ = [
     "refuse_coupling",
     "refuse_overlapping",
+    "refuse_overlapping_writes",
     "refuse_varying_lstm",
     "refuse_wrapped",
     "step_hooks",
@@ -91,6 +92,27 @@ def refuse_overlapping(program: Program, differentiated: Container[int]) -> None
                 f"{list(tensor.shape)}, strides {list(tensor.stride())}), and gradients of it would be wrong: return a "
                 "copy of it (.contiguous())"
             )
+
+
+def refuse_overlapping_writes(title: str, nodes: Iterable[fx.Node]) -> None:
+    """Raise a ``CaptureError`` for calls that write to a tensor whose elements share memory.
+
+    Eager mode writes to shared memory as often as elements lie there, in an order of its own; traced, each element is
+    written once.
+
+    Args:
+        title: of the model.
+        nodes: the calls of a program of stage forward, those inside of its regions included.
+    """
+    for node in nodes:
+        for target in schema.mutated_inputs(node):
+            tensor = value_of(target)
+            if isinstance(tensor, torch.Tensor) and _overlaps(tensor):
+                raise CaptureError(
+                    f"{title} writes in place ({schema.op_name(node)}, {info(node).source or 'an unknown line'}) to a "
+                    f"tensor whose elements overlap in memory (shape {list(tensor.shape)}, strides "
+                    f"{list(tensor.stride())}): write to a copy of it (.contiguous())"
+                )
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

@@ -14,7 +14,12 @@ from torch.fx import traceback
 
 from graphopt import _torch
 from graphopt.capture.assigned_buffers import IN_PARTS
-from graphopt.capture.checks import refuse_overlapping, refuse_varying_lstm, tell_shared_outputs
+from graphopt.capture.checks import (
+    refuse_overlapping,
+    refuse_overlapping_writes,
+    refuse_varying_lstm,
+    tell_shared_outputs,
+)
 from graphopt.capture.finish_joint import (
     forget_statistics,
     honour_regions,
@@ -130,6 +135,7 @@ def capture_joint(forward: Program, tensors: dict[str, torch.Tensor], examples: 
         for fake, real in zip(args, examples, strict=True):
             fake.requires_grad_(real.requires_grad)
     refuse_varying_lstm(forward.graph)
+    refuse_overlapping_writes(forward.title, (node for _, node in _marked(forward.graph, forward.attributes)))
     try:
         trace = _torch.JointTrace(runner, tuple(args))
     except Exception as error:

@@ -105,6 +105,25 @@ def test_outputs_that_overlap_are_refused() -> None:
         model(X)
 
 
+def windows(rows: int, step: int) -> Function:
+    """Writes to windows on a product, each ``step`` elements behind the one before."""
+
+    def function(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        h = w * x
+        with torch.no_grad():
+            first = h.detach().clone().as_strided((rows, 3), (step, 1)).mul_(0.5).sum()
+        return h.as_strided((rows, 3), (step, 1)).mul_(0.5).sin() * first
+
+    return function
+
+
+def test_writes_to_elements_that_overlap_are_refused() -> None:
+    with pytest.raises(CaptureError, match=r"writes in place \(mul_, .*elements overlap in memory .*\.contiguous\(\)"):
+        graphopt.optimize(Weighted(windows(6, 2)))(X)
+    apart = Weighted(windows(6, 3))
+    assert torch.equal(graphopt.optimize(apart)(X), apart(X))
+
+
 def test_a_model_that_returns_views_of_what_it_is_given_is_told_so() -> None:
     with pytest.raises(CaptureError, match="is a view of its inputs or parameters"):
         graphopt.optimize(Weighted(lambda w, x: w.t()))(X)
