@@ -243,8 +243,11 @@ def _measure_cuda(node: fx.Node, devices: set[torch.device]) -> Usage:
         found = _bound(node, devices)
         logger.warning(
             "what %s allocates for itself on %s could not be measured, and is taken as %d bytes by formula: %s",
-            node.name, device, found.temporary, str(error).partition("\n")[0],
-        )  # fmt: skip
+            node.name,
+            device,
+            found.temporary,
+            str(error).partition("\n")[0],
+        )
         return found
 
 
@@ -277,8 +280,10 @@ def _by_smaller(node: fx.Node, devices: set[torch.device]) -> Usage:
     logger.warning(
         "%s takes %d bytes, is too large to be run by itself, and no smaller call like it runs: what it allocates for "
         "itself is taken as %d bytes by formula, and predicted peaks can be too low",
-        node.name, call_bytes(node), found.temporary,
-    )  # fmt: skip
+        node.name,
+        call_bytes(node),
+        found.temporary,
+    )
     return found
 
 

@@ -27,9 +27,14 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 """What every module has: read apart from its plain attributes."""
 
 _HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called",
-)  # fmt: skip
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _BY_IDENTITY = (*_FUNCTIONS, types.ModuleType, type, torch.Generator)

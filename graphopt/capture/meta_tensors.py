@@ -63,20 +63,52 @@ class without_data(TorchFunctionMode):  # noqa: N801 - used as a function, as to
 
 _FACTORIES = frozenset(
     (
-        "empty", "zeros", "ones", "full", "rand", "randn", "randint", "randperm", "arange", "linspace", "logspace",
-        "eye", "empty_strided", "normal", "tril_indices", "triu_indices", "hann_window", "hamming_window", "tensor",
-        "as_tensor", "asarray",
+        "empty",
+        "zeros",
+        "ones",
+        "full",
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
+        "arange",
+        "linspace",
+        "logspace",
+        "eye",
+        "empty_strided",
+        "normal",
+        "tril_indices",
+        "triu_indices",
+        "hann_window",
+        "hamming_window",
+        "tensor",
+        "as_tensor",
+        "asarray",
     )
-)  # fmt: skip
+)
 """Functions that make a tensor of sizes or of numbers."""
 
 
 _GROW = frozenset(
     (
-        "expand", "repeat", "tile", "repeat_interleave", "new_empty", "new_zeros", "new_ones", "new_full", "outer",
-        "matmul", "__matmul__", "einsum", "kron", "cartesian_prod", "meshgrid", "broadcast_to",
+        "expand",
+        "repeat",
+        "tile",
+        "repeat_interleave",
+        "new_empty",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "outer",
+        "matmul",
+        "__matmul__",
+        "einsum",
+        "kron",
+        "cartesian_prod",
+        "meshgrid",
+        "broadcast_to",
     )
-)  # fmt: skip
+)
 """Functions whose result may be large where their arguments are small."""
 
 

@@ -57,8 +57,20 @@ def split_uses(captured: ForwardCapture, tensors: dict[str, torch.Tensor]) -> tu
     return dataclasses.replace(captured, program=program, example_tensors=examples), repeated
 
 
-_ITSELF = ("to", "type_as", "contiguous", "resolve_conj", "resolve_neg", "flatten", "dropout", "feature_dropout",
-           "alpha_dropout", "atleast_1d", "atleast_2d", "atleast_3d")  # fmt: skip
+_ITSELF = (
+    "to",
+    "type_as",
+    "contiguous",
+    "resolve_conj",
+    "resolve_neg",
+    "flatten",
+    "dropout",
+    "feature_dropout",
+    "alpha_dropout",
+    "atleast_1d",
+    "atleast_2d",
+    "atleast_3d",
+)
 """Ops that give their argument itself where there is nothing to change, and then are no step of autograd's."""
 
 

@@ -108,9 +108,11 @@ environment:
 
 def _dump_arguments(parser: argparse.ArgumentParser) -> None:
     program_arguments(parser)
-    parser.add_argument("--after-each", action="store_true", help=(
-        "print the program after capture and after each pass (html holds them in any case)"
-    ))  # fmt: skip
+    parser.add_argument(
+        "--after-each",
+        action="store_true",
+        help=("print the program after capture and after each pass (html holds them in any case)"),
+    )
     output_arguments(parser, format_names())
     parser.set_defaults(problem=_dump_problem)
 

@@ -51,9 +51,7 @@ def dump(options: argparse.Namespace) -> None:
     if not options.after_each:
         report_passes(rewritten)
     if form == "html":
-        text = page_of_rewritten(
-            rewritten, pipeline=str(rewritten.pipeline), command=view_command(options)
-        )  # fmt: skip
+        text = page_of_rewritten(rewritten, pipeline=str(rewritten.pipeline), command=view_command(options))
     elif form == "json":
         data = snapshots_json(rewritten) if options.after_each else rewritten.program.to_json()
         text = json.dumps(json_data(data), indent=2)

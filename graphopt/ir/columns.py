@@ -131,6 +131,10 @@ def _broken(line: str, width: int) -> list[str]:
         hanging = f"{begin[0].rstrip()}   "
     head = label[0] if label else begin[0]
     return textwrap.wrap(
-        line[len(head) :], width, initial_indent=head, subsequent_indent=hanging,
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
+        line[len(head) :],
+        width,
+        initial_indent=head,
+        subsequent_indent=hanging,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

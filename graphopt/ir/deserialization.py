@@ -248,8 +248,10 @@ class _Decoder:
         if name in nodes or keyword.iskeyword(name):
             raise parts["name"].error(f"{name!r} is a name of Python's or of another node")
         args = tuple(self._argument(item, nodes) for item in parts["args"].items())
-        kwargs = {Field(key, value.path).identifier(): self._argument(value, nodes) for key, value in
-                  parts["kwargs"].entries()}  # fmt: skip
+        kwargs = {
+            Field(key, value.path).identifier(): self._argument(value, nodes)
+            for key, value in parts["kwargs"].entries()
+        }
         target = _OPS_TARGETS[op](parts["target"])
         if op == "output" and not (len(args) == 1 and isinstance(args[0], (tuple, list)) and not kwargs):
             raise parts["args"].expected("one list with what the program returns")

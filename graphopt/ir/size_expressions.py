@@ -20,9 +20,12 @@ _LONGEST_EXPRESSION = 500
 _LARGEST_EXPONENT = 8
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
-}  # fmt: skip
+}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Max": lambda *values: functools.reduce(torch.sym_max, values),
     "Min": lambda *values: functools.reduce(torch.sym_min, values),

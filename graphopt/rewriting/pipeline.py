@@ -170,9 +170,16 @@ class Pipeline:
             peaks = (was.peak_bytes, now.peak_bytes)
             changed = _with_saving(changed, was, now) if changed else changed
         return PassRecord(
-            current.name, str(current), program.stage, current.numerics, changed, seconds,
-            len(before.graph.nodes), len(program.graph.nodes), *peaks,
-        )  # fmt: skip
+            current.name,
+            str(current),
+            program.stage,
+            current.numerics,
+            changed,
+            seconds,
+            len(before.graph.nodes),
+            len(program.graph.nodes),
+            *peaks,
+        )
 
     def _failure(self, current: Pass, due: Sequence[Pass], stage: Stage, error: Exception) -> GraphoptError:
         shown = ", ".join(f">>> {p} <<<" if p is current else str(p) for p in self.passes)

@@ -168,8 +168,11 @@ class _Compiled:
         peak = _peak(calls, resident)
         logger.info(
             "%s: the programs of %d of its graphs take %s together at most (predicted), of %s",
-            self._graphs.title, len(graphs), format_bytes(peak), format_bytes(found.limit),
-        )  # fmt: skip
+            self._graphs.title,
+            len(graphs),
+            format_bytes(peak),
+            format_bytes(found.limit),
+        )
         for graph in graphs:
             self._announce(graph)
 

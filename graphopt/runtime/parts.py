@@ -167,34 +167,44 @@ class Parts:
         peak = max((rewritten.program.memory().peak_bytes for rewritten in made), default=0)
         count = self._passes
         capture_logger.info(
-            "%s: %s captured, largest peak of a part %s predicted, %s, %.1f s", self._title,
-            "1 part" if len(made) == 1 else f"{len(made)} parts", format_bytes(peak),
-            {0: "no passes", 1: "1 pass"}.get(count, f"{count} passes"), sum(rewritten.seconds for rewritten in made),
-        )  # fmt: skip
+            "%s: %s captured, largest peak of a part %s predicted, %s, %.1f s",
+            self._title,
+            "1 part" if len(made) == 1 else f"{len(made)} parts",
+            format_bytes(peak),
+            {0: "no passes", 1: "1 pass"}.get(count, f"{count} passes"),
+            sum(rewritten.seconds for rewritten in made),
+        )
 
     def tell_beforehand(self) -> None:
         """Say that example inputs have captured nothing, since parts are met where the model runs."""
         logger.warning(
             "%s will run in parts, which are captured at its first call and not for the example inputs, since it "
-            "cannot be captured whole: %s", self._title, _first_lines(self._reason),
-        )  # fmt: skip
+            "cannot be captured whole: %s",
+            self._title,
+            _first_lines(self._reason),
+        )
 
     def _tell(self) -> None:
         """Say once that the model is not one program; and before, that it has no part with a program so far."""
         self._told = bool(self._parts)
         how = f"in parts, {len(self._parts)} so far, with {_BETWEEN}"
         logger.warning(
-            "%s runs %s, since it cannot be captured whole: %s", self._title,
-            how if self._parts else "as it is in this call", _first_lines(self._reason),
-        )  # fmt: skip
+            "%s runs %s, since it cannot be captured whole: %s",
+            self._title,
+            how if self._parts else "as it is in this call",
+            _first_lines(self._reason),
+        )
 
     def _plan(self) -> None:
         """Give each part its share of the limit."""
         found = self._graphs.plan(self._parts, self._resident)
         logger.info(
-            "%s: the programs of its %d parts take %s together at most (predicted), of %s", self._title,
-            len(self._parts), format_bytes(found.peak), format_bytes(found.limit),
-        )  # fmt: skip
+            "%s: the programs of its %d parts take %s together at most (predicted), of %s",
+            self._title,
+            len(self._parts),
+            format_bytes(found.peak),
+            format_bytes(found.limit),
+        )
 
 
 def _first_lines(reason: GraphBreakError) -> str:

@@ -1,4 +1,4 @@
-"""The tensors behind a program's held inputs: one for each name, shared by everything that runs for one owner."""
+"""The tensors behind inputs that are pass state: one for each name, shared by everything that runs for one owner."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StateStore:
 
     def __init__(self, parameter: Callable[[str], torch.Tensor]) -> None:
         self._parameter = parameter
-        self._held: dict[str, PassState] = {}
+        self._specs: dict[str, PassState] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         self._loaded: dict[str, torch.Tensor] = {}
         self._loaded_local: tuple[str, ...] = ()
@@ -47,28 +47,28 @@ class StateStore:
         Raises:
             GraphoptError: where one exists, or was loaded, with another shape or dtype, or on another device.
         """
-        for target, held in wanted.items():
-            known = self._held.get(target)
+        for target, spec in wanted.items():
+            known = self._specs.get(target)
             if known is None:
-                self._tensors[target] = self._create(target, held)
-                self._held[target] = held
-            elif (known.shape, known.dtype, known.device) != (held.shape, held.dtype, held.device):
+                self._tensors[target] = self._create(target, spec)
+                self._specs[target] = spec
+            elif (known.shape, known.dtype, known.device) != (spec.shape, spec.dtype, spec.device):
                 raise GraphoptError(
-                    f"{target!r} is held as {known.dtype} of shape {known.shape} on {known.device}, and a program "
-                    f"wants {held.dtype} of shape {held.shape} on {held.device}: make a new optimized model or step "
+                    f"{target!r} is kept as {known.dtype} of shape {known.shape} on {known.device}, and a program "
+                    f"wants {spec.dtype} of shape {spec.shape} on {spec.device}: make a new optimized model or step "
                     "after moving the model or changing its shapes"
                 )
 
-    def _create(self, target: str, held: PassState) -> torch.Tensor:
+    def _create(self, target: str, spec: PassState) -> torch.Tensor:
         elsewhere = self._elsewhere.get(target)
         if elsewhere is not None:
-            elsewhere.require({target: held})
+            elsewhere.require({target: spec})
             return elsewhere[target]
         loaded = self._loaded.pop(target, None)
         if loaded is None:
-            return held.create(self._parameter(held.source) if held.source else None)
-        _check(target, loaded, held)
-        return loaded.to(held.device)
+            return spec.create(self._parameter(spec.source) if spec.source else None)
+        _check(target, loaded, spec)
+        return loaded.to(spec.device)
 
     def refresh(self) -> None:
         """Copy parameters that were changed or replaced since ``settle`` to the tensors that follow them.
@@ -86,9 +86,9 @@ class StateStore:
             self._followed[target] = _state_of(source)
 
     def _sources(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for target, held in self._held.items():
-            if held.follows:
-                yield target, self._parameter(held.source)
+        for target, spec in self._specs.items():
+            if spec.follows:
+                yield target, self._parameter(spec.source)
 
     def share(self, target: str, other: StateStore) -> None:
         """Take the tensor of a name from another store.
@@ -104,13 +104,13 @@ class StateStore:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies of the tensors that belong into checkpoints, those loaded and not yet used among them."""
-        saved = {target: self._tensors[target] for target, held in self._held.items() if held.saved}
+        saved = {target: self._tensors[target] for target, spec in self._specs.items() if spec.saved}
         return {target: tensor.detach().clone() for target, tensor in {**self._loaded, **saved}.items()}
 
     def local(self) -> list[str]:
         """The names of those in ``state_dict`` that differ from rank to rank."""
         waiting = [target for target in self._loaded_local if target in self._loaded]
-        return waiting + [target for target, held in self._held.items() if held.saved and held.local]
+        return waiting + [target for target, spec in self._specs.items() if spec.saved and spec.local]
 
     def load(self, state: Mapping[str, torch.Tensor], local: Sequence[str] = ()) -> None:
         """Continue from ``state_dict``; tensors that exist keep their place in memory.
@@ -127,16 +127,16 @@ class StateStore:
         wrong = [name for name, tensor in state.items() if not isinstance(tensor, torch.Tensor)]
         if wrong:
             raise GraphoptError(
-                f"held state consists of tensors, and {wrong[0]!r} is a {type(state[wrong[0]]).__name__}"
+                f"the state of passes consists of tensors, and {wrong[0]!r} is a {type(state[wrong[0]]).__name__}"
             )
-        if not self._held:
+        if not self._specs:
             self._loaded = {name: tensor.detach().clone() for name, tensor in state.items()}
             self._loaded_local = tuple(local)
             return
-        known = {target for target, held in self._held.items() if held.saved}
+        known = {target for target, spec in self._specs.items() if spec.saved}
         _refuse_names(set(state) - known, known - set(state), known)
         for name, tensor in state.items():
-            _check(name, tensor, self._held[name])
+            _check(name, tensor, self._specs[name])
         for name, tensor in state.items():
             self._tensors[name].copy_(tensor)
 
@@ -151,7 +151,7 @@ class StateStore:
         """Raise where something loaded before the first capture belongs to no tensor of the captured programs."""
         if self._loaded:
             names, self._loaded = set(self._loaded), {}
-            _refuse_names(names, (), [target for target, held in self._held.items() if held.saved])
+            _refuse_names(names, (), [target for target, spec in self._specs.items() if spec.saved])
 
 
 def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -159,21 +159,21 @@ def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor._version
 
 
-def _check(name: str, tensor: torch.Tensor, held: PassState) -> None:
-    if tuple(tensor.shape) != held.shape or tensor.dtype != held.dtype:
+def _check(name: str, tensor: torch.Tensor, spec: PassState) -> None:
+    if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
         raise GraphoptError(
-            f"the loaded state of {name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {held.dtype} "
-            f"of shape {held.shape}: is it of another model, or of other options of a pass?"
+            f"the loaded state of {name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {spec.dtype} "
+            f"of shape {spec.shape}: is it of another model, or of other options of a pass?"
         )
 
 
 def _refuse_names(unknown: Iterable[str], missing: Iterable[str], known: Iterable[str]) -> None:
     problems = [
-        f"{name!r} is held by no pass here; {did_you_mean(name, known)}".rstrip("; ") for name in sorted(unknown)
+        f"{name!r} is kept by no pass here; {did_you_mean(name, known)}".rstrip("; ") for name in sorted(unknown)
     ]
     problems += [f"{name!r} is missing" for name in sorted(missing)]
     if problems:
         raise GraphoptError(
-            "the held state does not fit; give the same passes, with the same options, as when it was saved:\n  "
+            "the state of passes does not fit; give the same passes, with the same options, as when it was saved:\n  "
             + "\n  ".join(problems)
         )

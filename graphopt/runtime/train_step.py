@@ -334,9 +334,13 @@ class TrainStep:
         """
         self._latest()
         save_captures(
-            Path(path), self._runner.captures.all(), self._runner.cache, self._pipeline, self._runner.options.backend,
+            Path(path),
+            self._runner.captures.all(),
+            self._runner.cache,
+            self._pipeline,
+            self._runner.options.backend,
             self._runner.options.verify,
-        )  # fmt: skip
+        )
 
     def use_shipped(self, shipped: Shipped) -> None:
         """Take captures from a file; what was checked before the first call fits.

@@ -191,7 +191,7 @@ def test_loading_what_does_not_fit(captured: bool) -> None:
     wrong = {
         "an unknown name": (
             changed(state, rnus=torch.ones(())),
-            "'count/rnus' is held by no pass here; did you mean 'count",
+            "'count/rnus' is kept by no pass here; did you mean 'count",
         ),
         "a shape": (
             changed(state, runs=torch.ones(2, dtype=torch.int64)),
@@ -258,7 +258,7 @@ def test_halves_refer_to_it() -> None:
 def test_a_moved_model_is_refused() -> None:
     store = StateStore(network(0.0).get_parameter)
     store.require({"a": PassState((), torch.float32, CPU)})
-    with pytest.raises(GraphoptError, match=r"'a' is held as .* on cpu, and a program wants .* on meta: make a new"):
+    with pytest.raises(GraphoptError, match=r"'a' is kept as .* on cpu, and a program wants .* on meta: make a new"):
         store.require({"a": PassState((), torch.float32, torch.device("meta"))})
 
 

@@ -308,11 +308,11 @@ def test_a_state_whose_residuals_would_be_lost_is_refused() -> None:
     """A run that chooses otherwise than the saved one does not drop what is waiting; the first call says so."""
     step = step_at(FAST)
     step.load_state_dict(trained(SLOW))
-    with pytest.raises(GraphoptError, match=r"(?s)the held state does not fit.*residual/0.weight"):
+    with pytest.raises(GraphoptError, match=r"(?s)the state of passes does not fit.*residual/0.weight"):
         step(torch.randn(8, 64))
     running = step_at(FAST)
     running(torch.randn(8, 64))
-    with pytest.raises(GraphoptError, match=r"(?s)the held state does not fit.*residual/0.weight"):
+    with pytest.raises(GraphoptError, match=r"(?s)the state of passes does not fit.*residual/0.weight"):
         running.load_state_dict(trained(SLOW))
 
 

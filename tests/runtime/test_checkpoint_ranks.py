@@ -163,7 +163,7 @@ def test_two_ranks_become_one(resumed: Resumed, format: str) -> None:
     checkpoint.load(folder / "sharded" / format, {"step": step, "done": None})
     for parameter in model.parameters():
         assert step.optimizer.state[parameter]["momentum_buffer"].shape == parameter.shape
-    with pytest.raises(GraphoptError, match="'loss-scale/scale' is held by no pass here"):
+    with pytest.raises(GraphoptError, match="'loss-scale/scale' is kept by no pass here"):
         step(torch.randn(6, 7))
     with pytest.raises(GraphoptError, match=r"model/0\.weight differs between rank 0 and rank 1 .*step\.synchronize"):
         checkpoint.load(folder / "local" / format, {"step": step, "done": None})

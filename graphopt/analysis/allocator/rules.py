@@ -106,8 +106,13 @@ class AllocatorRules:
 
 
 _SIZES = (
-    "round_bytes", "small_request", "small_segment", "large_segment", "large_request", "round_large",
-)  # fmt: skip
+    "round_bytes",
+    "small_request",
+    "small_segment",
+    "large_segment",
+    "large_request",
+    "round_large",
+)
 
 
 def _multiple(number: int, of: int) -> int:

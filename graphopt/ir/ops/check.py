@@ -12,10 +12,17 @@ __all__ = ["ERRORS", "check_value"]
 ERRORS: dict[str, type[Exception]] = {
     cls.__name__: cls
     for cls in (
-        AssertionError, ValueError, RuntimeError, TypeError, IndexError, KeyError, ArithmeticError, NotImplementedError,
+        AssertionError,
+        ValueError,
+        RuntimeError,
+        TypeError,
+        IndexError,
+        KeyError,
+        ArithmeticError,
+        NotImplementedError,
         FloatingPointError,
     )
-}  # fmt: skip
+}
 """What may be raised; anything else is a ``RuntimeError``."""
 
 

@@ -29,12 +29,29 @@ _LIBRARIES = ("site-packages", "dist-packages")
 _MOST = 50_000
 """Functions and classes that are followed."""
 
-_NO_CODE = frozenset({
-    "__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__dataclass_fields__",
-    "__dataclass_params__", "__abstractmethods__", "__match_args__", "__qualname__", "__parameters__",
-    "__orig_bases__", "__slots__", "__hash__", "__firstlineno__", "__static_attributes__", "_abc_impl",
-    "__annotate_func__", "__annotations_cache__",
-})  # fmt: skip
+_NO_CODE = frozenset(
+    {
+        "__dict__",
+        "__weakref__",
+        "__doc__",
+        "__module__",
+        "__annotations__",
+        "__dataclass_fields__",
+        "__dataclass_params__",
+        "__abstractmethods__",
+        "__match_args__",
+        "__qualname__",
+        "__parameters__",
+        "__orig_bases__",
+        "__slots__",
+        "__hash__",
+        "__firstlineno__",
+        "__static_attributes__",
+        "_abc_impl",
+        "__annotate_func__",
+        "__annotations_cache__",
+    }
+)
 """What a class has that does not decide what its code does."""
 
 

@@ -30,9 +30,21 @@ _LARGEST_TENSOR = 16 * 1024 * 1024
 """Bytes of a tensor that counts by its values."""
 
 _PRINTED = (
-    torch.dtype, torch.device, torch.memory_format, torch.layout, torch.finfo, torch.iinfo, np.dtype, np.generic,
-    pathlib.PurePath, range, slice, types.EllipsisType, _torch.OpOverload, _torch.OpOverloadPacket,
-)  # fmt: skip
+    torch.dtype,
+    torch.device,
+    torch.memory_format,
+    torch.layout,
+    torch.finfo,
+    torch.iinfo,
+    np.dtype,
+    np.generic,
+    pathlib.PurePath,
+    range,
+    slice,
+    types.EllipsisType,
+    _torch.OpOverload,
+    _torch.OpOverloadPacket,
+)
 """Values that are told apart by what they print as."""
 
 Form = Any
@@ -181,8 +193,11 @@ class StableForms:
             raise NoStableFormError(f"an object of the class {qualified_name(cls)}, which cannot be compared")
         self._meet(cls)
         held = {**(attributes or {}), **{name: getattr(value, name) for name in slots}}
-        return ["object", qualified_name(cls), [[str(name), self._named(item, depth, f".{name}")]
-                                                for name, item in held.items()]]  # fmt: skip
+        return [
+            "object",
+            qualified_name(cls),
+            [[str(name), self._named(item, depth, f".{name}")] for name, item in held.items()],
+        ]
 
     def _named(self, value: Any, depth: int, name: str) -> Form:
         try:
