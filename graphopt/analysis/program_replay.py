@@ -13,7 +13,6 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from graphopt import _torch
 from graphopt.analysis.allocator.allocator_settings import rules_of_settings
 from graphopt.analysis.allocator.block_pool import Block
 from graphopt.analysis.allocator.caching_allocator import CachingAllocator
@@ -21,9 +20,7 @@ from graphopt.analysis.allocator.rules import PLAIN, AllocatorRules
 from graphopt.analysis.costs.profiles import PROFILES, DeviceProfile
 from graphopt.analysis.liveness import simulate
 from graphopt.errors import GraphoptError, check_type, no_such_word
-from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.values import tensors_of
 from graphopt.ir.program import Program
 from graphopt.ir.reserved_memory import ReservedMemory
 from graphopt.ir.timeline import MemoryTimeline, Storage
@@ -72,7 +69,7 @@ def reserved_of(
         device: as for ``reserved_memory``.
     """
     profile = _profile(program, device)
-    kind = _kind(program)
+    kind = _kind(timeline)
     allocator = CachingAllocator(_rules(profile, kind))
     workspaces = {} if profile is None else dict(profile.workspaces)
     replay = _Replay(allocator, timeline, workspaces)
@@ -107,7 +104,7 @@ def reserved_where_cached(program: Program, timeline: MemoryTimeline) -> Reserve
         program: whose timeline it is.
         timeline: is only read.
     """
-    if program.context.room is not None or not _rules(_profile(program, None), _kind(program)).caching:
+    if program.context.room is not None or not _rules(_profile(program, None), _kind(timeline)).caching:
         return None
     return reserved_of(program, timeline)
 
@@ -130,13 +127,10 @@ def _profile(program: Program, device: str | DeviceProfile | None) -> DeviceProf
     return PROFILES.get(known.name)
 
 
-def _kind(program: Program) -> str:
-    """The type of the device of most interest: a program that uses an accelerator at all is for that."""
-    known = program.context.device
-    if known is not None:
-        return known.kind
-    kinds = {kind for node in program.graph.nodes for kind in _kinds(node)}
-    return next((kind for kind in sorted(kinds) if kind not in ("cpu", "meta")), "cpu")
+def _kind(timeline: MemoryTimeline) -> str:
+    """The type of the device whose bytes are counted."""
+    known = timeline.device
+    return timeline.where.partition(":")[0] if known is None else known.kind
 
 
 def _rules(profile: DeviceProfile | None, kind: str) -> AllocatorRules:
@@ -147,37 +141,6 @@ def _rules(profile: DeviceProfile | None, kind: str) -> AllocatorRules:
 
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Where torch reads its allocator's settings; the second is the older name."""
-
-
-def _on_device(timeline: MemoryTimeline) -> tuple[list[Storage], list[int]]:
-    """The storages in the device's memory, and the temporaries of each call there.
-
-    Where some storages are on an accelerator, those on the host and what calls there take for themselves are not.
-    """
-    made: dict[fx.Node, list[Storage]] = {}
-    for storage in timeline.storages:
-        made.setdefault(storage.owner, []).append(storage)
-    on_host: set[int] = set()
-    for owner, owned in made.items():
-        kinds = _kinds(owner)
-        if len(kinds) != len(owned):
-            kinds = [kinds[0] if kinds else "cpu"] * len(owned)
-        on_host.update(id(storage) for storage, kind in zip(owned, kinds, strict=True) if kind == "cpu")
-    found = [storage for storage in timeline.storages if id(storage) not in on_host]
-    if not found:
-        return timeline.storages, timeline.temporaries
-    pairs = zip(timeline.nodes, timeline.temporaries, strict=True)
-    return found, [0 if size and _runs_on_host(node) else size for node, size in pairs]
-
-
-def _kinds(node: fx.Node) -> list[str]:
-    """The types of the devices that the tensors in a value are on."""
-    return [_torch.device_kind(tensor) for tensor in tensors_of(value_of(node))]
-
-
-def _runs_on_host(node: fx.Node) -> bool:
-    kinds = _kinds(node) or [kind for source in node.all_input_nodes for kind in _kinds(source)]
-    return set(kinds) == {"cpu"}
 
 
 def _library(node: fx.Node) -> str | None:
@@ -206,9 +169,8 @@ class _Replay:
         self._made: dict[int, list[Storage]] = {}
         self._dead: dict[int, list[Storage]] = {}
         self._wanted = self._first_uses(workspaces)
-        storages, self._temporaries = _on_device(timeline)
         end = len(timeline.nodes)
-        for storage in storages:
+        for storage in timeline.storages:
             if storage.bytes and storage.is_input:
                 allocator.allocate(storage.bytes)
             elif storage.bytes:
@@ -230,7 +192,7 @@ class _Replay:
     def run(self) -> None:
         """One run; what the program hands out is freed at its end."""
         reserved = self._allocator.peaks.reserved
-        for position, temporary in enumerate(self._temporaries):
+        for position, temporary in enumerate(self._timeline.temporaries):
             self._call(position, temporary)
             if self._allocator.peaks.reserved > reserved:
                 reserved, self.position = self._allocator.peaks.reserved, position

@@ -82,7 +82,8 @@ BORDER = (
     Row(
         "outputs that a loss leaves out",
         "honoured",
-        "backward computes nothing for them, where `torch.compile` takes their gradients for zeros",
+        "backward computes nothing for them, where `torch.compile` takes their gradients for zeros; what cannot be "
+        "differentiated in them is refused",
     ),
     Row(
         "results that are views of one tensor which forward reads too",

@@ -20,9 +20,9 @@ from graphopt.ir.node import InputSpec
 from graphopt.ir.program import Program
 from graphopt.rewriting.precision.scaling import CheckedGradients, checked_gradients
 from graphopt.runtime.binding import tensor_getter
-from graphopt.runtime.compile.absent_gradients import run_without_absent
 from graphopt.runtime.compile.backend import Boxed, compile_module
 from graphopt.runtime.compile.partition import bind_state, partition, take_any_strides
+from graphopt.runtime.compile.pruned_backward import run_pruned
 from graphopt.runtime.missing_gradients import MissingGradients
 from graphopt.runtime.runner import Capture, Runner
 
@@ -135,9 +135,7 @@ def _compile(
 
         if part == "forward":
             return compiled(module)
-        run = (
-            run_without_absent(module, missing.names, missing.absent, compiled) if missing.needed else compiled(module)
-        )
+        run = run_pruned(module, missing.names, missing.missing, compiled) if missing.needed else compiled(module)
         return run if before_backward is None else _told_before(run, before_backward)
 
     tangents = [node.name for node, _ in program.inputs_of("tangent")]

@@ -2,7 +2,7 @@
 
 torch's compiled functions take a missing tangent for zeros, and optimizers treat zeros and no gradient differently
 (weight decay, momentum). Where a program has several outputs, each call notes which of them a gradient reaches, and
-backward computes nothing for the others (``compile.absent_gradients``).
+backward computes nothing for the others (``compile.pruned_backward``).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class MissingGradients:
             result[place] = view
         return reached, result
 
-    def absent(self) -> frozenset[str]:
+    def missing(self) -> frozenset[str]:
         """The tangents that do not come in the backward that is about to run in this thread, by name.
 
         None of those that belong to what the program changes: whether they come is known too late.
@@ -121,7 +121,8 @@ class MissingGradients:
         for output, number in self._notes.items():
             if id(outputs[output]) not in originals:
                 _note_gradient(outputs[output], reached, number)
-        _torch.before_compiled_backward(outputs, functools.partial(setattr, self._running, "reached", reached))
+        made = [outputs[output] for output, number in self._notes.items() if number < len(self.names)]
+        _torch.before_compiled_backward(made, functools.partial(setattr, self._running, "reached", reached))
         return tuple(originals.get(id(output), output) for output in outputs)
 
 

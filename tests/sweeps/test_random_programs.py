@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.isolated import Isolated, Outcome
+from tests.support.random_programs import recipe_of
 from tests.support.random_trials import Verdict
 
 pytestmark = pytest.mark.sweep
@@ -20,9 +21,11 @@ REFUSED = (
     "the optimizer holds none of the parameters that get a gradient",
     "elements overlap in memory",
     "a tensor being mutated that has internal overlap",
-    "has been modified by an inplace operation",  # in an output that the loss leaves out, so that eager mode never asks
 )
 """What messages say about the programs that are refused."""
+
+PAST_DIFFERENTIATING = "has been modified by an inplace operation"
+"""The same where a loss leaves outputs out: eager mode never comes to differentiate these."""
 
 
 @pytest.fixture(scope="module")
@@ -42,5 +45,11 @@ def test_random_programs_train_as_in_eager_mode(
     assert not outcome.died, f"{outcome.died} in program {first + len(verdicts)}\n{outcome.said}"
     assert [verdict for verdict in verdicts if verdict.kind not in ("equal", "invalid", "refused", "told")] == []
     refused = [verdict for verdict in verdicts if verdict.kind == "refused"]
-    assert [verdict for verdict in refused if not any(part in verdict.detail for part in REFUSED)] == []
+    assert [verdict for verdict in refused if not is_known(verdict)] == []
     assert sum(verdict.kind == "equal" for verdict in verdicts) > 0.8 * AT_A_TIME
+
+
+def is_known(refused: Verdict) -> bool:
+    """Whether a program is refused for a reason that the limits name."""
+    left_out = "dead outputs" in recipe_of(refused.number).parts
+    return any(part in refused.detail for part in REFUSED) or (left_out and PAST_DIFFERENTIATING in refused.detail)

@@ -137,7 +137,7 @@ def _elsewhere(timeline: MemoryTimeline) -> Iterator[str]:
     """What is on other devices than the one that is shown; nothing for a program on one device."""
     for device, other in timeline.others.items():
         peak, resident = format_bytes(other.peak_bytes), format_bytes(other.resident_bytes)
-        yield f"on {device:<7}{peak} at most beside what is on {timeline.where}, {resident} of it resident"
+        yield f"{f'on {device}':<9} {peak} at most beside what is on {timeline.where}, {resident} of it resident"
 
 
 def _reserved(reserved: ReservedMemory) -> list[str]:

@@ -138,7 +138,7 @@ def within_already(memory: MemoryTimeline, budget: int, reserved: ReservedMemory
         reserved: what its device reserves for it, where that is more than its tensors.
     """
     taken = memory.peak_bytes if reserved is None else reserved.reserved_peak_bytes
-    if taken > budget or over_budget_elsewhere(memory, budget):
+    if taken > budget or _over_budget_elsewhere(memory, budget):
         return ""
     peak, room = format_bytes(memory.peak_bytes), format_bytes(budget)
     if reserved is None:
@@ -149,7 +149,7 @@ def within_already(memory: MemoryTimeline, budget: int, reserved: ReservedMemory
     )
 
 
-def over_budget_elsewhere(memory: MemoryTimeline, budget: int) -> list[str]:
+def _over_budget_elsewhere(memory: MemoryTimeline, budget: int) -> list[str]:
     """The accelerators, beside the one that is planned for, on which a program takes more than ``budget`` bytes."""
     return [where for where, other in memory.others.items() if where != "cpu" and other.peak_bytes > budget]
 
@@ -164,7 +164,7 @@ def refuse_elsewhere(memory: MemoryTimeline, budget: int) -> None:
     Raises:
         BudgetError: naming the devices and their peaks.
     """
-    over = over_budget_elsewhere(memory, budget)
+    over = _over_budget_elsewhere(memory, budget)
     if not over:
         return
     peaks = ", ".join(f"{format_bytes(memory.others[where].peak_bytes)} on {where}" for where in over)

@@ -31,8 +31,8 @@ __all__ = ["Pending", "Stall", "abort", "device_of_exchanges", "groups_of"]
 
 logger = logging.getLogger(__name__)
 
-
 _SILENT = 6
+"""How many times the patience a rank may be silent before it counts as dead."""
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import fx, nn
 
 import graphopt
 from graphopt.passes import FitMemory, MixedPrecision, Offload, Recompute
@@ -170,3 +170,68 @@ def test_any_outputs_of_any_program(lines: list[tuple[str, int, int]], chosen: s
         gradients = [x.grad, model.weight.grad]
         results.append([None if g is None else g.clone().view(torch.int32) for g in gradients])
     assert same(*results), results
+
+
+class Vector(nn.Module):
+    """Returns vectors, whose gradients have one layout, so that calls of backward write over either operand."""
+
+    def __init__(self, power: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 8))
+        self.power = power
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = x * self.weight
+        return h.sin(), (h * 0).abs().pow(self.power), (h * 0).rsqrt() * h
+
+
+def consuming(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    """A compiler that makes what it returns of a copy, and leaves nothing of what it was given."""
+    del inputs
+    kept = copy.deepcopy(module)
+    for node in reversed(list(module.graph.nodes)):
+        module.graph.erase_node(node)
+    return kept
+
+
+@pytest.mark.parametrize("power", [0.3, -1.5, 2.5])
+@pytest.mark.parametrize("backend", ["eager", consuming])
+def test_what_is_left_out_is_not_computed_in_place_either(power: float, backend: Any) -> None:
+    model = Vector(power)
+    results = []
+    for call in (model, graphopt.optimize(model, backend=backend)):
+        for chosen in ({0}, {0, 1}, {0, 2}, {1}):
+            model.zero_grad()
+            x = torch.linspace(1, 2, 8).requires_grad_()
+            outputs = call(x)
+            sum(outputs[place].sum() for place in sorted(chosen)).backward()  # type: ignore[union-attr]
+            results.append([x.grad.clone(), model.weight.grad.clone()])  # type: ignore[union-attr]
+    for wanted, found in zip(results[:4], results[4:], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+class HandsOn(nn.Module):
+    """Returns what it is given, and more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 6))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x[:2], x * self.weight, (x * 0 * self.weight).sum().sqrt()
+
+
+def test_a_model_behind_another_one_is_told_of_its_own_backward() -> None:
+    models = nn.ModuleList([Several(), HandsOn()])
+    results = []
+    for first, second in (models, [graphopt.optimize(model) for model in models]):
+        for chosen in ({0}, {1}, {0, 1}, {0}, {1}):
+            models.zero_grad()
+            torch.manual_seed(1)
+            x = torch.randn(4, 6, requires_grad=True)
+            outputs = second(first(x)[0])
+            sum(outputs[place].sin().sum() for place in sorted(chosen)).backward()  # type: ignore[union-attr]
+            results.append([x.grad, *(None if p.grad is None else p.grad.clone() for p in models.parameters())])
+    for wanted, found in zip(results[:5], results[5:], strict=True):
+        pairs = list(zip(wanted, found, strict=True))
+        assert all((a is None) == (b is None) and (a is None or torch.equal(a, b)) for a, b in pairs)  # type: ignore[arg-type]
