@@ -7,6 +7,7 @@ if __name__ == "passes":
 
 from graphopt.passes.adaptive_local_sgd import AdaptiveLocalSGD as AdaptiveLocalSGD
 from graphopt.passes.checkpoint_boundaries import CheckpointBoundaries as CheckpointBoundaries
+from graphopt.passes.chunk import Chunk as Chunk
 from graphopt.passes.chunk_loss import ChunkLoss as ChunkLoss
 from graphopt.passes.clip_gradients import ClipGradients as ClipGradients
 from graphopt.passes.compress_gradients import CompressGradients as CompressGradients
@@ -27,6 +28,7 @@ from graphopt.passes.shard_optimizer import ShardOptimizer as ShardOptimizer
 __all__ = [
     "AdaptiveLocalSGD",
     "CheckpointBoundaries",
+    "Chunk",
     "ChunkLoss",
     "ClipGradients",
     "CompressGradients",

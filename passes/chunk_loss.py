@@ -12,7 +12,8 @@ from graphopt.errors import ArgumentError, GraphoptError, wrong_argument
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
-from graphopt.rewriting.memory.chunk_rows import RowRegion, chunked, row_region
+from graphopt.rewriting.memory.chunk_rows import chunked
+from graphopt.rewriting.memory.row_regions import RowRegion, row_region
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
 __all__ = ["ChunkLoss"]

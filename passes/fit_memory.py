@@ -87,7 +87,7 @@ class FitMemory(Pass):
     name: ClassVar[str] = "fit-memory"
     stage: ClassVar[PassStage] = "last"
     numerics: ClassVar[Numerics] = "bitwise"
-    after: ClassVar[tuple[str, ...]] = ("fuse-update",)
+    after: ClassVar[tuple[str, ...]] = ("chunk-loss", "chunk", "fuse-update")
     in_parts: ClassVar[bool] = True
     has_limit: ClassVar[bool] = True
 

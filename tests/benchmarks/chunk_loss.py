@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,21 +41,25 @@ def make(config: Any, passes: list[Any], batch: torch.Tensor) -> graphopt.TrainS
     return step
 
 
-def compared(config: Any, batch: torch.Tensor, above: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """Bytes and times of every way.
-
-    Args:
-        config: of the GPT.
-        batch: tokens and targets.
-        above: budgets, in bytes beyond what is resident.
-        rounds: how often each is timed.
-    """
+def made(config: Any, batch: torch.Tensor, above: Sequence[int]) -> dict[str, graphopt.TrainStep]:
+    """A step of every way; ``above`` has budgets, in bytes beyond what is resident."""
     plain = make(config, [], batch)
     resident = plain.program.memory().resident_bytes
     steps = {"no passes": plain}
     for name, passes in ways([resident + bytes_ for bytes_ in above]).items():
         if passes:
             steps[name] = make(config, passes, batch)
+    return steps
+
+
+def compared(steps: Mapping[str, graphopt.TrainStep], batch: Sequence[Any], rounds: int) -> list[dict[str, Any]]:
+    """Bytes and times of every way.
+
+    Args:
+        steps: by the name of the way, the one without passes among them.
+        batch: arguments of a step.
+        rounds: how often each is timed.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
@@ -76,6 +80,20 @@ def compared(config: Any, batch: torch.Tensor, above: Sequence[int], rounds: int
     return found
 
 
+def shown(title: str, results: Sequence[Mapping[str, Any]], *, as_json: bool) -> None:
+    """Print results of ``compared`` as a table, or as JSON."""
+    rows = [
+        (
+            row["passes"],
+            f"{row['predicted_bytes'] / 1e6:.1f} MB",
+            f"{row['measured_bytes'] / 1e6:.1f} MB",
+            f"×{row['ratio']:.2f}",
+        )
+        for row in results
+    ]
+    show({"results": results}, [make_table(title, ("", "predicted", "measured", "time"), rows)], as_json=as_json)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=9, help="rounds that are timed")
@@ -86,19 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         layers=1 if quick else 6, heads=4)  # fmt: skip
     batch = torch.randint(config.vocab, (2, 4 if quick else 8, config.context))
     above = [2_000_000] if quick else [95_000_000, 86_000_000]
-    results = compared(config, batch, above, 1 if quick else given.rounds)
-    rows = [
-        (
-            row["passes"],
-            f"{row['predicted_bytes'] / 1e6:.1f} MB",
-            f"{row['measured_bytes'] / 1e6:.1f} MB",
-            f"×{row['ratio']:.2f}",
-        )
-        for row in results
-    ]
+    results = compared(made(config, batch, above), batch, 1 if quick else given.rounds)
     title = f"A step of a GPT with {config.vocab:,} words, beyond what is resident"
-    table = make_table(title, ("", "predicted", "measured", "time"), rows)
-    show({"results": results}, [table], as_json=given.json)
+    shown(title, results, as_json=given.json)
     return 0
 
 

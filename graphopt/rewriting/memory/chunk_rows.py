@@ -1,177 +1,30 @@
-"""Computing the calls around a large matrix a few rows at a time, forward and backward, so that it is never whole.
+"""Writing calls a few rows at a time in the place of all at once.
 
-Calls of forward and of backward run together for each chunk of rows: the gradients of the loss that backward begins
-with have to be there first, and are, where the loss is reduced to a number behind the chunks. The idea is that of fused
-losses for large vocabularies (Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024, arXiv
-2410.10989); here it is a rewrite of the calls that a program has.
+Where the gradients of a loss that backward begins with are there before the loss, calls of forward and of backward run
+together for each chunk of rows. The idea is that of fused losses for large vocabularies (Hsu et al., "Liger Kernel:
+Efficient Triton Kernels for LLM Training", 2024, arXiv 2410.10989); here it is a rewrite of a program's own calls.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from graphopt import _torch
-from graphopt.ir.node import Phase, info, set_info, value_of
+from graphopt.ir.node import info, set_info, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.values import tensors_of
 from graphopt.ir.program import Program
-from graphopt.rewriting.memory.row_rules import MADE_OF_ONE_NUMBER, step_of
-from graphopt.rewriting.memory.token_rows import Choice, Rows, Step, Sum, Whole
+from graphopt.rewriting.memory.row_regions import RowRegion
+from graphopt.rewriting.memory.token_rows import Rows, Step, Sum, Whole
 
-__all__ = ["RowRegion", "chunked", "row_region"]
+__all__ = ["chunked"]
 
 _aten = torch.ops.aten
-_PROJECTIONS = (_aten.mm.default, _aten.addmm.default)
-
-
-@dataclass
-class RowRegion:
-    """The calls around a matrix that work on its rows, and what of them is read elsewhere.
-
-    Attributes:
-        projection: the product that makes the matrix.
-        steps: the calls in order, the product first, and how each is made for some rows.
-        outputs: those that are read elsewhere.
-        rows: how many rows are computed.
-        choice: the slice that leaves out the others; None for none.
-        matrix_bytes: of the matrix.
-        width: features of a row that the product reads.
-    """
-
-    projection: fx.Node
-    steps: dict[fx.Node, Step] = field(default_factory=dict)
-    outputs: list[fx.Node] = field(default_factory=list)
-    rows: int = 0
-    choice: Choice | None = None
-    matrix_bytes: int = 0
-    width: int = 0
-
-
-def row_region(program: Program, projection: fx.Node) -> RowRegion | str:
-    """The calls that can be computed by rows of the matrix that a product makes, or why they cannot.
-
-    Args:
-        program: of stage joint, with a loss.
-        projection: ``mm`` or ``addmm`` of forward, whose result has a row for each row of its input.
-    """
-    if projection.target not in _PROJECTIONS:
-        return f"{projection.name} is no matrix product"
-    matrix = value_of(projection)
-    region = RowRegion(projection, rows=matrix.shape[0], matrix_bytes=matrix.numel() * matrix.element_size())
-    region.width = value_of(projection.args[-1]).shape[0]  # type: ignore[arg-type]
-    region.steps[projection] = Step(Rows(1), _projected(projection))
-    states: dict[fx.Node, Any] = {projection: Rows(1)}
-    for node in _behind(program, projection):
-        reads = any(isinstance(states.get(source), Rows) for source in node.all_input_nodes)
-        if not reads and not _is_large_number(node, matrix.numel()):
-            continue
-        step = step_of(node, states, region.rows)
-        if step is not None:
-            states[node], region.steps[node] = step.state, step
-    _keep_what_is_large(region, matrix.numel() // 4)
-    return _obstacle(program, region) or region
-
-
-def _projected(projection: fx.Node) -> Callable[[Any], fx.Node]:
-    place = 1 if projection.target is _aten.addmm.default else 0
-
-    def emit(chunk: Any) -> fx.Node:
-        given = list(projection.args)
-        given[place] = chunk.rows(given[place], 1)
-        return chunk.call(projection, projection.target, given)  # type: ignore[no-any-return]
-
-    return emit
-
-
-def _behind(program: Program, first: fx.Node) -> list[fx.Node]:
-    order = program.nodes
-    return [node for node in order[order.index(first) + 1 :] if node.op == "call_function"]
-
-
-def _is_large_number(node: fx.Node, size: int) -> bool:
-    """Whether a call makes a tensor of one number that is as large as the matrix."""
-    return node.target in MADE_OF_ONE_NUMBER and value_of(node).numel() * 4 >= size
-
-
-def _keep_what_is_large(region: RowRegion, large: int) -> None:
-    """Leave out calls behind the last ones that make or read large values."""
-
-    def is_large(node: fx.Node) -> bool:
-        return any(tensor.numel() >= large for tensor in tensors_of(value_of(node)))
-
-    known = region.steps
-    needed: set[fx.Node] = set()
-    for node in reversed(list(known)):
-        reads = any(source in known and is_large(source) for source in node.all_input_nodes)
-        reads = reads or node.target is operator.getitem
-        if reads or (is_large(node) and isinstance(known[node].state, Rows)) or any(u in needed for u in node.users):
-            needed.add(node)
-    region.steps = {node: step for node, step in known.items() if node in needed}
-
-
-def _obstacle(program: Program, region: RowRegion) -> str:
-    """Why a region cannot be computed in chunks; empty where it can. Completes the region."""
-    inside = region.steps
-    choices = {step.state.chosen for step in inside.values() if isinstance(step.state, Rows)} - {None}
-    if len(choices) > 1:
-        return "rows are left out in two ways"
-    region.choice = next(iter(choices), None)
-    if region.choice is not None:
-        if math.prod(region.choice.shape) != region.rows:
-            return "rows are left out behind others"
-        region.rows = math.prod(region.choice.shape_after)
-    for node, step in inside.items():
-        if not any(user not in inside for user in node.users):
-            continue
-        if (
-            isinstance(step.state, Rows)
-            and value_of(node).numel() * 4 > region.matrix_bytes // value_of(node).element_size()
-        ):
-            reader = next(user for user in node.users if user not in inside)
-            name = next(iter(info(node).names), node.name)
-            return (
-                f"{name} is read as a whole by {reader.name} ({reader.target}), {info(reader).source or 'in backward'}"
-            )
-        if region.choice is not None and _needs_all(node, step, inside):
-            return f"{node.name} is read with the rows that are left out"
-        region.outputs.append(node)
-    return _circle(region, program)
-
-
-def _needs_all(node: fx.Node, step: Step, inside: Mapping[fx.Node, Step]) -> bool:
-    """Whether a result in front of the slice that leaves out rows is needed with all of them."""
-    if isinstance(step.state, Rows):
-        return step.state.chosen is None
-    sources = [inside[source].state for source in node.all_input_nodes if source in inside]
-    return isinstance(step.state, Sum) and any(isinstance(s, Rows) and s.chosen is None for s in sources)
-
-
-def _circle(region: RowRegion, program: Program) -> str:
-    """What the region reads from outside that depends on it."""
-    inside = region.steps
-    dependent: set[fx.Node] = set()
-    for node in _behind(program, region.projection):
-        if any(source in dependent or source in inside for source in node.all_input_nodes) and node not in inside:
-            dependent.add(node)
-    for node in inside:
-        for source in node.all_input_nodes:
-            if source in dependent:
-                name = next(iter(info(source).names), source.name)
-                where = info(source).source or source.name
-                return f"backward begins with {name}, which depends on the loss itself ({where})"
-    if not any(info(node).phase is not Phase.FORWARD for node in inside):
-        return "backward is not part of this program"
-    return ""
-
-
-# --- writing the chunks ----------------------------------------------------------------------------------------------
 
 
 def chunked(program: Program, region: RowRegion, chunks: int, origin: str) -> None:
@@ -179,7 +32,7 @@ def chunked(program: Program, region: RowRegion, chunks: int, origin: str) -> No
 
     Args:
         program: which the region is of; changed in place.
-        region: of ``row_region``.
+        region: of ``row_region`` or ``module_regions``.
         chunks: 2 at least, and at most as many as there are rows.
         origin: who does it, for people.
     """
@@ -199,7 +52,7 @@ def chunked(program: Program, region: RowRegion, chunks: int, origin: str) -> No
                 results[node].append(made)
     for node in region.outputs:
         _replace(node, _joined(once, node, region, results[node], sums))
-    for node in reversed(list(region.steps)):
+    for node in reversed(region.replaced):
         program.graph.erase_node(node)
     program.erase_dead()
 
@@ -226,20 +79,20 @@ def _joined(
         if state.finish is not None:
             total = state.finish(once, total)
         return total if state.divisor == 1 else once.call(node, _aten.div.Scalar, [total, state.divisor])
-    whole = once.call(node, _aten.cat.default, [parts, -1 if state.last else 0])
-    return whole if state.last else _spread(once, node, state, whole)
+    whole = once.call(node, _aten.cat.default, [parts, state.first]) if len(parts) > 1 else parts[0]
+    return _spread(once, node, state, whole)
 
 
 def _spread(once: _Once, node: fx.Node, state: Rows, rows: fx.Node) -> fx.Node:
     """Rows in their places, with zeros for those that were left out where the value had them."""
     shape = list(value_of(node).shape)
-    rest = shape[state.lead :]
+    before, _, rest = state.split(tuple(shape))
     choice = state.chosen
     if choice is not None and state.padded:
-        apart = once.call(node, _aten.view.default, [rows, [*choice.shape_after, *rest]])
-        sizes = [*choice.shape, *rest]
-        rows = once.call(node, _aten.slice_backward.default, [apart, sizes, choice.dim, choice.start, choice.end, 1])
-    return rows if list(value_of(rows).shape) == shape else once.call(node, _aten.view.default, [rows, shape])
+        apart = once.call(node, _aten.view.default, [rows, [*before, *choice.shape_after, *rest]])
+        sizes, dim = [*before, *choice.shape, *rest], len(before) + choice.dim
+        rows = once.call(node, _aten.slice_backward.default, [apart, sizes, dim, choice.start, choice.end, 1])
+    return once.viewed(node, rows, shape)
 
 
 def _replace(old: fx.Node, new: fx.Node) -> None:
@@ -256,18 +109,19 @@ def _place(program: Program, region: RowRegion) -> fx.Node:
     """
     order = program.nodes
     at = {node: place for place, node in enumerate(order)}
+    replaced = region.replaced
+    first = at[replaced[0]]
     outside = [s for node in region.steps for s in node.all_input_nodes if s not in region.steps]
-    last = max(at[source] for source in outside)
-    place = max(last, at[region.projection]) + 1
-    while order[place] in region.steps:
+    place = max(first, *(at[source] for source in outside)) + 1
+    dependent: set[fx.Node] = set(replaced)
+    while order[place] in dependent:
         place += 1
     marker = order[place]
-    dependent: set[fx.Node] = set(region.steps)
-    for node in order[at[region.projection] + 1 : place]:
-        if node not in region.steps and any(source in dependent for source in node.all_input_nodes):
+    for node in order[first + 1 : place]:
+        if node not in dependent and any(source in dependent for source in node.all_input_nodes):
             dependent.add(node)
             marker.prepend(node)
-            set_info(node, replace(info(node), phase=Phase.BACKWARD))
+            set_info(node, replace(info(node), phase=region.phase))
     moved = [node for node in dependent if node not in region.steps]
     return min(moved, key=lambda node: at[node]) if moved else marker
 
@@ -290,7 +144,7 @@ class _Once:
             args,
             dict(kwargs or {}),
             before=self._place,
-            phase=Phase.BACKWARD,
+            phase=self.region.phase,
             origin=f"{self._origin}: {info(like).module or name}",
             like=like,
             hint=f"{like.name}_chunk",
@@ -302,30 +156,30 @@ class _Once:
             self._known[key] = make(self)
         return self._known[key]
 
-    def all_rows(self, node: fx.Node, lead: int) -> fx.Node:
-        """A value from outside with its rows in the first dimension, without those that are left out."""
-        return self.once(("rows", node, lead), lambda _: self._all_rows(node, lead))
+    def all_rows(self, node: fx.Node, lead: int, first: int) -> fx.Node:
+        """A value from outside with its rows in one dimension, without those that are left out."""
+        return self.once(("rows", node, lead, first), lambda _: self._all_rows(node, Rows(lead, first)))
 
-    def _all_rows(self, node: fx.Node, lead: int) -> fx.Node:
-        shape = list(value_of(node).shape)
-        rest = shape[lead:]
+    def _all_rows(self, node: fx.Node, state: Rows) -> fx.Node:
+        before, rows, rest = state.split(tuple(value_of(node).shape))
         choice = self.region.choice
-        if choice is not None and math.prod(shape[:lead]) == math.prod(choice.shape):
-            node = self._as(node, [*choice.shape, *rest])
-            node = self.call(node, _aten.slice.Tensor, [node, choice.dim, choice.start, choice.end])
-        return self._as(node, [self.region.rows, *rest])
+        if choice is not None and math.prod(rows) == math.prod(choice.shape):
+            node = self.viewed(node, node, [*before, *choice.shape, *rest])
+            place = len(before) + choice.dim
+            node = self.call(node, _aten.slice.Tensor, [node, place, choice.start, choice.end])
+        return self.viewed(node, node, [*before, self.region.rows, *rest])
 
-    def _as(self, node: fx.Node, shape: list[int]) -> fx.Node:
-        """A value in another shape: a view, or a copy where there is none."""
+    def viewed(self, like: fx.Node, node: fx.Node, shape: Sequence[int]) -> fx.Node:
+        """See ``Chunk``."""
         value = value_of(node)
-        if list(value.shape) == shape:
+        if list(value.shape) == list(shape):
             return node
         try:
             with self.program.fake_mode:
                 value.view(shape)
         except (RuntimeError, ValueError):
-            node = self.call(node, _aten.clone.default, [node], {"memory_format": torch.contiguous_format})
-        return self.call(node, _aten.view.default, [node, shape])
+            node = self.call(like, _aten.clone.default, [node], {"memory_format": torch.contiguous_format})
+        return self.call(like, _aten.view.default, [node, list(shape)])
 
 
 class _Chunk:
@@ -335,7 +189,7 @@ class _Chunk:
         self._once = once
         self._start, self._end = start, end
         self.values: dict[fx.Node, Any] = {}
-        self._rows: dict[tuple[fx.Node, int], fx.Node] = {}
+        self._rows: dict[tuple[fx.Node, int, int], fx.Node] = {}
 
     @property
     def count(self) -> int:
@@ -348,13 +202,17 @@ class _Chunk:
             return type(node)(self.value(item) for item in node)
         return self.values.get(node, node) if isinstance(node, fx.Node) else node
 
-    def rows(self, node: fx.Node, lead: int) -> fx.Node:
+    def rows(self, node: fx.Node, lead: int, first: int = 0) -> fx.Node:
         """See ``Chunk``."""
-        key = (node, lead)
+        key = (node, lead, first)
         if key not in self._rows:
-            whole = self._once.all_rows(node, lead)
-            self._rows[key] = self.call(whole, _aten.slice.Tensor, [whole, 0, self._start, self._end])
+            whole = self._once.all_rows(node, lead, first)
+            self._rows[key] = self.call(whole, _aten.slice.Tensor, [whole, first, self._start, self._end])
         return self._rows[key]
+
+    def viewed(self, like: fx.Node, node: fx.Node, shape: Sequence[int]) -> fx.Node:
+        """See ``Chunk``."""
+        return self._once.viewed(like, node, shape)
 
     def call(self, like: fx.Node, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> fx.Node:
         """See ``Chunk``."""

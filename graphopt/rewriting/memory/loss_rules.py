@@ -32,7 +32,7 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 def _nll(node: fx.Node, states: States, count: int) -> Step | None:
     scores, target, weight, reduction, ignore = node.args
     state = rows_of(scores, states)
-    if state is None or state.last or state.padded or state.lead != 1 or target in states or weight in states:
+    if state is None or not state.is_matrix or state.padded or target in states or weight in states:
         return None
     kind = _NONE if reduction == _NONE or _is_half(scores) else _SUM
 
@@ -111,7 +111,7 @@ def _total_weight(chunk: Any, loss: fx.Node) -> fx.Node:
 def _nll_backward(node: fx.Node, states: States, count: int) -> Step | None:
     gradient, scores, target, weight, reduction, ignore, total = node.args
     state = rows_of(scores, states)
-    if state is None or state.last or state.lead != 1 or target in states or weight in states:
+    if state is None or not state.is_matrix or target in states or weight in states:
         return None
     inside = rows_of(gradient, states)
     if gradient in states and inside is None:

@@ -1,74 +1,142 @@
-"""How products of matrices are made for some rows: of a product with rows, or added up over them."""
+"""How products of matrices are made for some rows: of a product with rows, or added up over them.
+
+A product numbers its own rows by the first dimension of a matrix, its columns by the last, and adds up over the one
+between: rows in chunks can be any of the three, and of a batch of matrices its first dimension.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from graphopt.rewriting.memory.token_rows import Chunk, States, Step, Sum, plain, rows_of, shape_of
+from graphopt.ir.node import value_of
+from graphopt.rewriting.memory.token_rows import Chunk, Rows, States, Step, Sum, rows_of, shape_of
 
-__all__ = ["PRODUCT_RULES"]
+__all__ = ["PRODUCTS", "PRODUCT_RULES", "product_of_rows"]
 
 _aten = torch.ops.aten
+_BIASED = (_aten.addmm.default, _aten.baddbmm.default)
+PRODUCTS = (_aten.mm.default, _aten.bmm.default, *_BIASED)
+"""Products that can be made in chunks."""
+
+
+def product_of_rows(node: fx.Node, axis: int) -> Step:
+    """How a product of two values from outside is made for some of the rows that its dimension ``axis`` numbers."""
+    left, right = _factors(node)
+    batched = len(shape_of(node)) == 3
+    bias = _biased(node, axis)
+    one: Rows | None = None if axis == 1 + batched else Rows(1, axis)
+    other: Rows | None = Rows(1, axis) if axis == 1 + batched or (batched and axis == 0) else None
+
+    def emit(chunk: Chunk) -> fx.Node:
+        factors = [_rows(chunk, left, one), _rows(chunk, right, other)]
+        return chunk.call(node, node.target, [*bias(chunk), *factors], node.kwargs)
+
+    return Step(Rows(1, axis), emit)
 
 
 def _product(node: fx.Node, states: States, count: int) -> Step | None:
-    left, right = node.args
+    left, right = _factors(node)
     one, other = rows_of(left, states), rows_of(right, states)
-    assert isinstance(left, fx.Node)
-    assert isinstance(right, fx.Node)
-    if one is not None and one.last:  # over rows: of a gradient's matrix, transposed, with the input's rows
-        if other is not None and (other.last or other.lead != 1):
-            return None
-        if other is None and (right in states or shape_of(right)[0] != shape_of(left)[1]):
-            return None
-        if one.chosen is not None and not one.padded:
-            return None
-        return _summed(node, lambda chunk: (chunk.value(left), chunk.value(right) if other else chunk.rows(right, 1)))
-    if one is not None and other is None and right not in states and one.lead == 1:
-        return plain(node, one)
-    return None
-
-
-def _product_over_rows_of_outside(node: fx.Node, states: States, count: int) -> Step | None:
-    """``mm(outside^T, rows)``: the gradient of a weight that is kept the other way round."""
-    left, right = node.args
-    other = rows_of(right, states)
-    if rows_of(left, states) is not None or other is None:
-        return _product(node, states, count)
-    assert isinstance(left, fx.Node)
-    turned = left.target is _aten.t.default and isinstance(left.args[0], fx.Node)
-    if not turned or other.last or other.lead != 1 or left in states:
+    if (left in states and one is None) or (right in states and other is None):
         return None
-    if other.chosen is not None and not other.padded:
+    batched = len(shape_of(node)) == 3
+    place = _place(one, other, batched)
+    if place == "inner":
+        return _summed(node, left, one, right, other)
+    if not isinstance(place, int) or any(argument in states for argument in node.args[:-2]):
         return None
-    source: Any = left.args[0]
+    state = one or other
+    assert state is not None
+    bias = _biased(node, place)
+    if state.padded and bias is not _no_bias:
+        return None
+    if batched and place == 0:
+        one, other = one or state, other or state
+    outside = {node for node, known in ((left, one), (right, other)) if known is not None and node not in states}
 
-    return _summed(node, lambda chunk: (chunk.call(left, _aten.t.default, [chunk.rows(source, 1)]), chunk.value(right)))
+    def emit(chunk: Chunk) -> fx.Node:
+        factors = [chunk.rows(f, 1) if f in outside else chunk.value(f) for f in (left, right)]
+        return chunk.call(node, node.target, [*bias(chunk), *factors], node.kwargs)
+
+    return Step(replace(state, first=place), emit)
 
 
-def _summed(node: fx.Node, factors: Callable[[Chunk], tuple[Any, Any]]) -> Step:
-    """A product over rows, which is added up over chunks."""
+def _place(one: Rows | None, other: Rows | None, batched: bool) -> int | str | None:
+    """Which dimension of a product numbers the rows that its factors have; ``inner`` where it adds up over them."""
+    if any(state is not None and state.lead != 1 for state in (one, other)):
+        return None
+    left, right = one and one.first, other and other.first
+    if batched and 0 in (left, right):
+        return 0 if {left, right} <= {0, None} else None
+    if left == int(batched) and right is None:
+        return int(batched)
+    if right == batched + 1 and left is None:
+        return batched + 1
+    return "inner" if left in (None, batched + 1) and right in (None, int(batched)) else None
+
+
+def _summed(node: fx.Node, left: fx.Node, one: Rows | None, right: fx.Node, other: Rows | None) -> Step | None:
+    """A product that adds up over rows, which is added up over chunks, and a bias behind them."""
+    if any(state is not None and state.chosen is not None and not state.padded for state in (one, other)):
+        return None
+    if node.kwargs:
+        return None
+    batched = len(shape_of(node)) == 3
+    plain = _aten.bmm.default if batched else _aten.mm.default
+    added = _aten.baddbmm.default if batched else _aten.addmm.default
+
+    def factors(chunk: Chunk) -> list[fx.Node]:
+        first = chunk.value(left) if one is not None else _outside(chunk, left, batched + 1)
+        return [first, chunk.value(right) if other is not None else _outside(chunk, right, int(batched))]
+
+    def finish(once: Any, total: fx.Node) -> fx.Node:
+        return once.call(node, _aten.add.Tensor, [total, node.args[0]])  # type: ignore[no-any-return]
+
     return Step(
-        Sum(),
-        lambda chunk: chunk.call(node, _aten.mm.default, factors(chunk)),
-        lambda chunk, total: chunk.call(node, _aten.addmm.default, [total, *factors(chunk)]),
+        Sum(finish=finish if node.target in _BIASED else None),
+        lambda chunk: chunk.call(node, plain, factors(chunk)),
+        lambda chunk, total: chunk.call(node, added, [total, *factors(chunk)]),
     )
 
 
-def _affine(node: fx.Node, states: States, count: int) -> Step | None:
-    bias, left, right = node.args
-    one = rows_of(left, states)
-    if one is None or one.last or one.lead != 1 or bias in states or right in states:
-        return None
-    return plain(node, one) if len(shape_of(bias)) == 1 and not one.padded else None
+def _outside(chunk: Chunk, node: fx.Node, first: int) -> fx.Node:
+    """The rows of a matrix from outside: of a transposed one those of its source, so that no copy is needed."""
+    if node.target is _aten.t.default and isinstance(node.args[0], fx.Node):
+        return chunk.call(node, _aten.t.default, [chunk.rows(node.args[0], 1, 1 - first)])
+    return chunk.rows(node, 1, first)
 
 
-PRODUCT_RULES: dict[Any, Callable[[fx.Node, States, int], Step | None]] = {
-    _aten.mm.default: _product_over_rows_of_outside,
-    _aten.addmm.default: _affine,
-}
+def _rows(chunk: Chunk, node: fx.Node, state: Rows | None) -> fx.Node:
+    return node if state is None else _outside(chunk, node, state.first)
+
+
+def _factors(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    left, right = node.args[-2:]
+    assert isinstance(left, fx.Node)
+    assert isinstance(right, fx.Node)
+    return left, right
+
+
+def _no_bias(chunk: Chunk) -> list[fx.Node]:
+    return []
+
+
+def _biased(node: fx.Node, axis: int) -> Callable[[Chunk], list[fx.Node]]:
+    """The bias that goes with the rows that a dimension of a product numbers."""
+    if node.target not in _BIASED:
+        return _no_bias
+    bias: Any = node.args[0]
+    shape = shape_of(bias)
+    place = axis - (value_of(node).dim() - len(shape))
+    if place < 0 or shape[place] == 1:
+        return lambda chunk: [bias]
+    return lambda chunk: [chunk.rows(bias, 1, place)]
+
+
+PRODUCT_RULES: dict[Any, Callable[[fx.Node, States, int], Step | None]] = dict.fromkeys(PRODUCTS, _product)
 """By op; see ``row_rules``."""

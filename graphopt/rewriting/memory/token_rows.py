@@ -1,13 +1,13 @@
 """Which calls of a program work on each row of a large matrix by itself, so that rows can be computed a few at a time.
 
-A row is what leading dimensions number: tokens of a batch, before and behind views that split or join these dimensions.
-Inside of a chunk, every value has its rows in one dimension, the first (or the last of a transposed matrix). A call
-either gives rows again, or adds up over rows, as gradients of weights and sums of losses do.
+A row is what dimensions that stand side by side number: tokens of a batch, before and behind views that split or join
+these dimensions, or the queries of each head. Inside of a chunk, every value has its rows in one dimension, where these
+were. A call either gives rows again, or adds up over rows, as gradients of weights and sums of losses do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,21 +45,43 @@ class Rows:
     """A value with one entry for each row.
 
     Attributes:
-        lead: how many leading dimensions number the rows.
-        last: whether rows are in the last dimension of a matrix instead.
+        lead: how many dimensions number the rows.
+        first: which is the first of them.
         chosen: the slice that has left out rows, or has put zeros in their places; None for all rows.
         padded: whether rows that are left out are there, as zeros; only those that are chosen are computed.
     """
 
     lead: int
-    last: bool = False
+    first: int = 0
     chosen: Choice | None = None
     padded: bool = False
 
     def goes_with(self, other: Rows) -> bool:
         """Whether the rows of two values stand for the same ones, in the same places."""
         behind = [state.chosen is not None and not state.padded for state in (self, other)]
-        return (self.lead, self.last) == (other.lead, other.last) and behind[0] == behind[1]
+        return (self.lead, self.first) == (other.lead, other.first) and behind[0] == behind[1]
+
+    @property
+    def end(self) -> int:
+        """Behind the last dimension that numbers rows."""
+        return self.first + self.lead
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether rows are all there is in front: one dimension, the first."""
+        return (self.lead, self.first) == (1, 0)
+
+    def split(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """A shape's dimensions in front of the rows, those of the rows, and those behind."""
+        return shape[: self.first], shape[self.first : self.end], shape[self.end :]
+
+    def inner(self, dims: int | Iterable[int] | None, total: int) -> list[int] | None:
+        """Dimensions of a value, of ``total``, where they are in a chunk; None where one of them numbers rows."""
+        given = [dims] if isinstance(dims, int) else list(range(total) if dims is None else dims)
+        places = [dim % total for dim in given]
+        if any(self.first <= place < self.end for place in places):
+            return None
+        return [place if place < self.first else place - self.lead + 1 for place in places]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +115,12 @@ class Chunk(Protocol):
         """What stands for an argument: of a value with rows the rows of this chunk, of any other all of it."""
         ...
 
-    def rows(self, node: fx.Node, lead: int) -> fx.Node:
-        """The rows of this chunk of a value from outside."""
+    def rows(self, node: fx.Node, lead: int, first: int = 0) -> fx.Node:
+        """The rows of this chunk of a value from outside, which ``lead`` dimensions from ``first`` on number."""
+        ...
+
+    def viewed(self, like: fx.Node, node: fx.Node, shape: Sequence[int]) -> fx.Node:
+        """A value in another shape: a view, or a copy where there is none."""
         ...
 
     def call(self, like: fx.Node, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> fx.Node:
