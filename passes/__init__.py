@@ -10,6 +10,7 @@ from graphopt.passes.checkpoint_boundaries import CheckpointBoundaries as Checkp
 from graphopt.passes.chunk import Chunk as Chunk
 from graphopt.passes.chunk_loss import ChunkLoss as ChunkLoss
 from graphopt.passes.clip_gradients import ClipGradients as ClipGradients
+from graphopt.passes.compress_activations import CompressActivations as CompressActivations
 from graphopt.passes.compress_gradients import CompressGradients as CompressGradients
 from graphopt.passes.contiguous_checkpoints import ContiguousCheckpoints as ContiguousCheckpoints
 from graphopt.passes.data_parallel import DataParallel as DataParallel
@@ -31,6 +32,7 @@ __all__ = [
     "Chunk",
     "ChunkLoss",
     "ClipGradients",
+    "CompressActivations",
     "CompressGradients",
     "ContiguousCheckpoints",
     "DataParallel",

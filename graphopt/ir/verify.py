@@ -129,6 +129,9 @@ def _random_once(program: Program, before: Program | None) -> Iterator[str]:
     for node in program.phase_nodes(Phase.RECOMPUTE):
         if schema.is_random(node):
             yield f"{_where(node)} draws new random numbers in a recomputation; replay the saved generator state"
+
+
+def _same_draws(program: Program, before: Program | None) -> Iterator[str]:
     if before is not None:
         now, was = _draws(program), _draws(before)
         if now != was:
@@ -136,6 +139,13 @@ def _random_once(program: Program, before: Program | None) -> Iterator[str]:
                 f"random draws changed from {was or 'none'} to {now or 'none'}; the numbers of the stream would go to "
                 "other places than in eager mode"
             )
+
+
+def _earlier_draws_in_order(program: Program, before: Program | None) -> Iterator[str]:
+    now = iter(_draws(program))
+    for draw in _draws(before) if before is not None else ():
+        if draw not in now:
+            yield f"{draw} is no longer drawn, or behind what it was drawn in front of"
 
 
 def _drawn(value: Any, node: fx.Node) -> str:
@@ -196,27 +206,36 @@ INVARIANTS: tuple[Invariant, ...] = (
     Invariant("nothing in backward feeds forward", _one_way),
     Invariant("a gradient has the shape and dtype of its tensor", _gradients_fit),
     Invariant("no output shares memory with an input that it did not share with before", _aliasing),
-    Invariant("random numbers are drawn once and in order; recomputation replays them", _random_once),
+    Invariant("random numbers are drawn once and in order: a recomputation replays them", _random_once),
     Invariant("collectives and writes run once", _effects_once),
     Invariant("an input is not read after it is overwritten", _fresh_reads),
 )
 """The table that holds for every program, after every pass."""
 
 SIGNATURE = Invariant("inputs and outputs stay as they are unless the pass declares otherwise", _signature)
+STREAM = Invariant("random numbers are drawn once and in order: a pass that draws its own declares it", _same_draws)
+_EARLIER = Invariant("random numbers that were drawn are drawn in their order", _earlier_draws_in_order)
 
 
-def verify(program: Program, *, before: Program | None = None, declared_signature_change: bool = False) -> None:
+def verify(
+    program: Program,
+    *,
+    before: Program | None = None,
+    declared_signature_change: bool = False,
+    declared_draws: bool = False,
+) -> None:
     """Check every invariant, and that values are what the ops compute.
 
     Args:
         program: what to check.
         before: the program before a pass, for the rules that compare.
         declared_signature_change: the pass said that it changes inputs or outputs.
+        declared_draws: the pass said that it draws random numbers of its own.
 
     Raises:
         VerifyError: naming each broken rule with the nodes that break it.
     """
-    table = INVARIANTS if declared_signature_change else (*INVARIANTS, SIGNATURE)
+    table = (*INVARIANTS, _EARLIER if declared_draws else STREAM, *(() if declared_signature_change else (SIGNATURE,)))
     problems: list[str] = []
     for invariant in table:
         messages = list(invariant.check(program, before))

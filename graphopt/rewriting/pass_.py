@@ -91,6 +91,7 @@ class Pass(metaclass=PassType):
         requires: names of passes that must be given too.
         conflicts: names of passes that must not be given too.
         changes_signature: whether inputs or outputs of the program may differ afterwards.
+        draws: whether it draws random numbers of its own from the program's stream; only where numerics is changes.
         in_parts: whether it may rewrite the parts of a model one by one that is not captured whole.
         has_limit: whether it keeps a program within so many bytes (``limit``).
         fixed_sizes: whether it leaves tensors alone whose sizes vary from call to call, so that sizes that change are
@@ -115,6 +116,7 @@ class Pass(metaclass=PassType):
     requires: ClassVar[tuple[str, ...]] = ()
     conflicts: ClassVar[tuple[str, ...]] = ()
     changes_signature: ClassVar[bool] = False
+    draws: ClassVar[bool] = False
     in_parts: ClassVar[bool] = False
     has_limit: ClassVar[bool] = False
     fixed_sizes: ClassVar[bool] = False

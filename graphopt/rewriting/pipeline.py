@@ -162,7 +162,12 @@ class Pipeline:
             )
         program.erase_dead()
         if check:
-            verifier.verify(program, before=before, declared_signature_change=current.changes_signature)
+            verifier.verify(
+                program,
+                before=before,
+                declared_signature_change=current.changes_signature,
+                declared_draws=current.draws,
+            )
         seconds = time.perf_counter() - started
         peaks: tuple[int | None, int | None] = (None, None)
         if program.stage != "forward":

@@ -106,7 +106,8 @@ def _default_text(value: Any) -> str:
 def _constraints(cls: type[Pass]) -> list[str]:
     words = {"after": "runs after", "requires": "requires", "conflicts": "conflicts with"}
     found = [f"{text} {', '.join(getattr(cls, key))}" for key, text in words.items() if getattr(cls, key)]
-    return [*found, "changes inputs or outputs of the program"] if cls.changes_signature else found
+    found += ["changes inputs or outputs of the program"] if cls.changes_signature else []
+    return [*found, "draws random numbers of its own"] if cls.draws else found
 
 
 def passes_json(passes: Iterable[type[Pass]]) -> list[dict[str, Any]]:
@@ -131,6 +132,7 @@ def passes_json(passes: Iterable[type[Pass]]) -> list[dict[str, Any]]:
             "requires": list(cls.requires),
             "conflicts": list(cls.conflicts),
             "changes_signature": cls.changes_signature,
+            "draws": cls.draws,
             "class": f"{cls.__module__}.{cls.__qualname__}",
         }
         for cls in passes

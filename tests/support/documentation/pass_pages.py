@@ -107,6 +107,7 @@ def _facts(cls: type[Pass], data: dict[str, Any]) -> str:
         ("not together with", _named(cls.conflicts)),
         ("a model captured in parts", "is rewritten part by part" if cls.in_parts else "is refused"),
         ("inputs and outputs of the program", "may differ" if cls.changes_signature else "stay as they are"),
+        ("random numbers", "are drawn for itself too" if cls.draws else "stay as they are"),
     ]
     return f"<table>{''.join(_row((f'<b>{name}</b>', value)) for name, value in facts)}</table>"
 
