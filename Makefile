@@ -84,6 +84,7 @@ bench: $(DEV) $(BROWSER) ## measure what tests/benchmarks/README.md says (an hou
 	$(BIN)/python tests/benchmarks/chunk_loss.py
 	$(BIN)/python tests/benchmarks/chunk_modules.py
 	$(BIN)/python tests/benchmarks/compress_activations.py
+	$(BIN)/python tests/benchmarks/microbatch.py
 	$(BIN)/python tests/benchmarks/memory_frontier.py --models gpt --inductor
 	$(BIN)/python tests/benchmarks/compile_backend.py
 	$(BIN)/python tests/benchmarks/bert_large_a100.py

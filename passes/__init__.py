@@ -18,6 +18,7 @@ from graphopt.passes.deep_gradient_compression import DeepGradientCompression as
 from graphopt.passes.fit_memory import FitMemory as FitMemory
 from graphopt.passes.fuse_update import FuseUpdate as FuseUpdate
 from graphopt.passes.local_sgd import LocalSGD as LocalSGD
+from graphopt.passes.microbatch import Microbatch as Microbatch
 from graphopt.passes.mixed_precision import MixedPrecision as MixedPrecision
 from graphopt.passes.offload import Offload as Offload
 from graphopt.passes.partition_checkpoints import PartitionCheckpoints as PartitionCheckpoints
@@ -40,6 +41,7 @@ __all__ = [
     "FitMemory",
     "FuseUpdate",
     "LocalSGD",
+    "Microbatch",
     "MixedPrecision",
     "Offload",
     "PartitionCheckpoints",

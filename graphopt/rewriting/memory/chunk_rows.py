@@ -20,7 +20,7 @@ from graphopt.ir.node import info, set_info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
 from graphopt.rewriting.memory.row_regions import RowRegion
-from graphopt.rewriting.memory.token_rows import Rows, Step, Sum, Whole
+from graphopt.rewriting.memory.token_rows import Parts, Rows, Step, Sum, Whole
 
 __all__ = ["chunked"]
 
@@ -72,6 +72,7 @@ def _joined(
 ) -> fx.Node:
     """The result of a call out of those of its chunks."""
     state = region.steps[node].state
+    assert not isinstance(state, Parts)
     if isinstance(state, Whole):
         return once.once(("whole", node), state.make)
     if isinstance(state, Sum):
@@ -79,8 +80,18 @@ def _joined(
         if state.finish is not None:
             total = state.finish(once, total)
         return total if state.divisor == 1 else once.call(node, _aten.div.Scalar, [total, state.divisor])
-    whole = once.call(node, _aten.cat.default, [parts, state.first]) if len(parts) > 1 else parts[0]
+    if state.outer > 1:
+        parts = [_unfolded(once, node, state, part) for part in parts]
+    place = state.first + (state.outer > 1)
+    whole = once.call(node, _aten.cat.default, [parts, place]) if len(parts) > 1 else parts[0]
     return _spread(once, node, state, whole)
+
+
+def _unfolded(once: _Once, node: fx.Node, state: Rows, part: fx.Node) -> fx.Node:
+    """A chunk whose rows come several times, with a dimension for how many times."""
+    shape = list(value_of(part).shape)
+    sizes = [*shape[: state.first], state.outer, shape[state.first] // state.outer, *shape[state.first + 1 :]]
+    return once.viewed(node, part, sizes)
 
 
 def _spread(once: _Once, node: fx.Node, state: Rows, rows: fx.Node) -> fx.Node:
@@ -156,18 +167,19 @@ class _Once:
             self._known[key] = make(self)
         return self._known[key]
 
-    def all_rows(self, node: fx.Node, lead: int, first: int) -> fx.Node:
+    def all_rows(self, node: fx.Node, state: Rows) -> fx.Node:
         """A value from outside with its rows in one dimension, without those that are left out."""
-        return self.once(("rows", node, lead, first), lambda _: self._all_rows(node, Rows(lead, first)))
+        return self.once(("rows", node, state), lambda _: self._all_rows(node, state))
 
     def _all_rows(self, node: fx.Node, state: Rows) -> fx.Node:
         before, rows, rest = state.split(tuple(value_of(node).shape))
         choice = self.region.choice
-        if choice is not None and math.prod(rows) == math.prod(choice.shape):
+        if choice is not None and state.is_plain and math.prod(rows) == math.prod(choice.shape):
             node = self.viewed(node, node, [*before, *choice.shape, *rest])
             place = len(before) + choice.dim
             node = self.call(node, _aten.slice.Tensor, [node, place, choice.start, choice.end])
-        return self.viewed(node, node, [*before, self.region.rows, *rest])
+        outer = [state.outer] if state.outer > 1 else []
+        return self.viewed(node, node, [*before, *outer, self.region.rows * state.each, *rest])
 
     def viewed(self, like: fx.Node, node: fx.Node, shape: Sequence[int]) -> fx.Node:
         """See ``Chunk``."""
@@ -189,7 +201,8 @@ class _Chunk:
         self._once = once
         self._start, self._end = start, end
         self.values: dict[fx.Node, Any] = {}
-        self._rows: dict[tuple[fx.Node, int, int], fx.Node] = {}
+        self._sources = once.region.sources
+        self._rows: dict[tuple[fx.Node, Rows], fx.Node] = {}
 
     @property
     def count(self) -> int:
@@ -200,15 +213,24 @@ class _Chunk:
         """See ``Chunk``."""
         if isinstance(node, (list, tuple)):
             return type(node)(self.value(item) for item in node)
+        if node in self._sources:
+            return self.rows(node, self._sources[node])
         return self.values.get(node, node) if isinstance(node, fx.Node) else node
 
-    def rows(self, node: fx.Node, lead: int, first: int = 0) -> fx.Node:
+    def rows(self, node: fx.Node, state: Rows) -> fx.Node:
         """See ``Chunk``."""
-        key = (node, lead, first)
+        key = node, state.place
         if key not in self._rows:
-            whole = self._once.all_rows(node, lead, first)
-            self._rows[key] = self.call(whole, _aten.slice.Tensor, [whole, first, self._start, self._end])
+            self._rows[key] = self._rows_of(self._once.all_rows(node, state.place), state)
         return self._rows[key]
+
+    def _rows_of(self, whole: fx.Node, state: Rows) -> fx.Node:
+        dim = state.first + (state.outer > 1)
+        part = self.call(whole, _aten.slice.Tensor, [whole, dim, self._start * state.each, self._end * state.each])
+        if state.outer == 1:
+            return part
+        shape = list(value_of(part).shape)
+        return self.viewed(whole, part, [*shape[: state.first], state.size(self.count), *shape[dim + 1 :]])
 
     def viewed(self, like: fx.Node, node: fx.Node, shape: Sequence[int]) -> fx.Node:
         """See ``Chunk``."""

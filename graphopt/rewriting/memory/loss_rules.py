@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import fx
 from graphopt.ir.node import value_of
 from graphopt.rewriting.memory.token_rows import (
     Chunk,
+    Rows,
     States,
     Step,
     Sum,
@@ -32,15 +34,21 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 def _nll(node: fx.Node, states: States, count: int) -> Step | None:
     scores, target, weight, reduction, ignore = node.args
     state = rows_of(scores, states)
-    if state is None or not state.is_matrix or state.padded or target in states or weight in states:
+    if state is None or not state.is_matrix or state.padded or not _is_there(target, states) or weight in states:
         return None
     kind = _NONE if reduction == _NONE or _is_half(scores) else _SUM
 
     def emit(chunk: Chunk) -> fx.Node:
-        given = [chunk.value(scores), chunk.rows(target, 1), weight, kind, ignore]  # type: ignore[arg-type]
+        given = [chunk.value(scores), chunk.rows(target, state), weight, kind, ignore]  # type: ignore[arg-type]
         return chunk.call(node, node.target, given)
 
     return Step(state, emit)
+
+
+def _is_there(target: Any, states: States) -> bool:
+    """Whether the targets of a loss are there as a whole in front of the chunks."""
+    known = rows_of(target, states)
+    return target not in states or (known is not None and known.whole)
 
 
 def _element(node: fx.Node, states: States, count: int) -> Step | None:
@@ -111,7 +119,7 @@ def _total_weight(chunk: Any, loss: fx.Node) -> fx.Node:
 def _nll_backward(node: fx.Node, states: States, count: int) -> Step | None:
     gradient, scores, target, weight, reduction, ignore, total = node.args
     state = rows_of(scores, states)
-    if state is None or not state.is_matrix or target in states or weight in states:
+    if state is None or not state.is_matrix or not _is_there(target, states) or weight in states:
         return None
     inside = rows_of(gradient, states)
     if gradient in states and inside is None:
@@ -123,10 +131,10 @@ def _nll_backward(node: fx.Node, states: States, count: int) -> Step | None:
         return None
 
     def emit(chunk: Chunk) -> fx.Node:
-        rows = chunk.rows(target, 1)  # type: ignore[arg-type]
+        rows = chunk.rows(target, state)  # type: ignore[arg-type]
         weights = _narrowed_once(chunk, node, made)
         if reduction == _NONE:
-            given = chunk.value(gradient) if inside is not None else chunk.rows(gradient, 1)
+            given = chunk.value(gradient) if inside is not None else chunk.rows(gradient, state)
         else:
             given = (
                 gradient if reduction == _SUM else chunk.once(("gradient", node), lambda once: _share(once, node, made))
@@ -149,9 +157,83 @@ def _share(chunk: Any, node: fx.Node, made: fx.Node) -> fx.Node:
     return _narrowed(chunk, node, share, made.args[0])
 
 
+# --- losses of elements ----------------------------------------------------------------------------------------------
+
+_REDUCTION: dict[Any, int] = {
+    _aten.mse_loss.default: 2,
+    _aten.smooth_l1_loss.default: 2,
+    _aten.huber_loss.default: 2,
+    _aten.binary_cross_entropy.default: 3,
+    _aten.binary_cross_entropy_with_logits.default: 4,
+    _aten.mse_loss_backward.default: 3,
+    _aten.smooth_l1_loss_backward.default: 3,
+    _aten.huber_loss_backward.default: 3,
+    _aten.binary_cross_entropy_backward.default: 4,
+}
+"""Which argument of a loss of elements says how it is reduced; tensors are in front of it."""
+
+
+def _elements(node: fx.Node, states: States, count: int) -> Step | None:
+    """A loss of elements: for each, their sum, or their mean."""
+    tensors = [*node.args, None, None][: _REDUCTION[node.target]]
+    return _of_elements(node, tensors, states, None)
+
+
+def _elements_backward(node: fx.Node, states: States, count: int) -> Step | None:
+    gradient, *tensors = [*node.args, None][: _REDUCTION[node.target]]
+    return _of_elements(node, tensors, states, gradient)
+
+
+def _of_elements(node: fx.Node, tensors: Sequence[Any], states: States, gradient: Any) -> Step | None:
+    state = next((known for item in tensors if (known := rows_of(item, states)) is not None), None)
+    shape = shape_of(tensors[0])
+    if state is None or state.padded or not all(_goes_with(item, state, shape, states) for item in tensors):
+        return None
+    place = _REDUCTION[node.target]
+    reduction = node.args[place] if len(node.args) > place else _MEAN
+    if gradient is not None and (gradient in states) != (reduction == _NONE):
+        return None
+    if reduction == _NONE and gradient is not None and not _goes_with(gradient, state, shape, states):
+        return None
+    kind = _NONE if reduction == _NONE else _SUM
+    rest = node.args[place + 1 :]
+    size = math.prod(shape) if reduction == _MEAN else 1
+
+    def emit(chunk: Chunk) -> fx.Node:
+        first = [] if gradient is None else [_gradient_of(chunk, node, gradient, size)]
+        given = [chunk.rows(i, state) if _has_rows(i, shape, states) else chunk.value(i) for i in tensors]
+        return chunk.call(node, node.target, [*first, *given, kind, *rest])
+
+    return Step(Sum(size) if gradient is None and reduction != _NONE else state, emit)
+
+
+def _goes_with(item: Any, state: Rows, shape: tuple[int, ...], states: States) -> bool:
+    if not isinstance(item, fx.Node):
+        return item is None
+    known = rows_of(item, states)
+    if known is not None:
+        return known.goes_with(state)
+    same_for_all = len(shape_of(item)) <= len(shape) - state.end
+    return item not in states and (same_for_all or shape_of(item) == shape)
+
+
+def _has_rows(item: Any, shape: tuple[int, ...], states: States) -> bool:
+    """Whether a value from outside has an element for each of a loss."""
+    return isinstance(item, fx.Node) and item not in states and shape_of(item) == shape
+
+
+def _gradient_of(chunk: Chunk, node: fx.Node, gradient: fx.Node, size: int) -> Any:
+    """What backward of a sum begins with, where it was that of a mean of so many."""
+    if size == 1:
+        return chunk.value(gradient)
+    return chunk.once(("share", node), lambda once: once.call(gradient, _aten.div.Scalar, [gradient, size]))
+
+
 LOSS_RULES: dict[Any, Callable[[fx.Node, States, int], Step | None]] = {
     _aten.nll_loss_forward.default: _nll,
     operator.getitem: _element,
     _aten.nll_loss_backward.default: _nll_backward,
+    **dict.fromkeys([op for op in _REDUCTION if "backward" not in str(op)], _elements),
+    **dict.fromkeys([op for op in _REDUCTION if "backward" in str(op)], _elements_backward),
 }
 """By op; see ``row_rules``."""

@@ -15,6 +15,7 @@ from graphopt.rewriting.memory.product_rules import PRODUCTS, product_of_rows
 from graphopt.rewriting.memory.row_regions import RowRegion, is_large, large_steps, obstacle
 from graphopt.rewriting.memory.row_rules import MADE_OF_ONE_NUMBER, step_of
 from graphopt.rewriting.memory.token_rows import Rows, Step
+from graphopt.rewriting.memory.view_rules import JOINS
 
 __all__ = ["is_inside", "module_regions", "modules_of"]
 
@@ -116,6 +117,8 @@ class _Search:
     def _step(self, node: fx.Node, states: Mapping[fx.Node, Any]) -> Step | None:
         inside = is_inside(node, self.module)
         sources = [source for source in node.all_input_nodes if isinstance(states.get(source), Rows)]
+        if node.target in JOINS and not any(is_large(source, self.large) for source in sources):
+            return None
         if sources:
             return step_of(node, states, self.rows) if inside or self._adds_gradients(node) else None
         if not inside or not is_large(node, self.large):

@@ -33,7 +33,9 @@ class RowRegion:
         matrix_bytes: of the matrix.
         width: features of a row that the product reads.
         again: those of the steps that another region makes too, so that their calls stay.
+        sources: values from outside that rules take for values with rows.
         phase: in which chunks are computed.
+        whole: calls that stay as they are, since nobody knows where rows are in what they read.
     """
 
     projection: fx.Node
@@ -44,7 +46,9 @@ class RowRegion:
     matrix_bytes: int = 0
     width: int = 0
     again: frozenset[fx.Node] = frozenset()
+    sources: Mapping[fx.Node, Rows] = field(default_factory=dict)
     phase: Phase = Phase.BACKWARD
+    whole: Sequence[fx.Node] = ()
 
     @property
     def replaced(self) -> list[fx.Node]:

@@ -7,15 +7,32 @@ were. A call either gives rows again, or adds up over rows, as gradients of weig
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import fx
 
 from graphopt.ir.node import value_of
 
-__all__ = ["Choice", "Chunk", "Emit", "Rows", "State", "States", "Step", "Sum", "Whole", "plain", "rows_of", "shape_of"]
+__all__ = [
+    "Choice",
+    "Chunk",
+    "Emit",
+    "Parts",
+    "Rows",
+    "State",
+    "States",
+    "Step",
+    "Sum",
+    "Whole",
+    "alongside",
+    "part",
+    "plain",
+    "rows_of",
+    "shape_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +66,37 @@ class Rows:
         first: which is the first of them.
         chosen: the slice that has left out rows, or has put zeros in their places; None for all rows.
         padded: whether rows that are left out are there, as zeros; only those that are chosen are computed.
+        each: how many elements of these dimensions belong to a row, side by side: tokens, where a row is a sample.
+        outer: how often these dimensions hold all rows: for each token, where tokens come in front of samples.
+        whole: whether the value is there as a whole in front of the chunks.
     """
 
     lead: int
     first: int = 0
     chosen: Choice | None = None
     padded: bool = False
+    each: int = 1
+    outer: int = 1
+    whole: bool = False
 
     def goes_with(self, other: Rows) -> bool:
         """Whether the rows of two values stand for the same ones, in the same places."""
         behind = [state.chosen is not None and not state.padded for state in (self, other)]
-        return (self.lead, self.first) == (other.lead, other.first) and behind[0] == behind[1]
+        return self.place == other.place and behind[0] == behind[1]
+
+    @property
+    def place(self) -> Rows:
+        """Where rows are, without what else is known of them."""
+        return replace(self, chosen=None, padded=False, whole=False)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether dimensions of rows have an entry for each row, and no more."""
+        return self.each == self.outer == 1
+
+    def size(self, count: int) -> int:
+        """How long the dimension of rows is in a chunk of so many."""
+        return self.outer * count * self.each
 
     @property
     def end(self) -> int:
@@ -93,13 +130,20 @@ class Sum:
 
 
 @dataclass(frozen=True, slots=True)
+class Parts:
+    """Several results of a call, each with a state of its own."""
+
+    states: tuple[Rows | Sum, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Whole:
     """A value that does not depend on what rows hold, made once by ``make``."""
 
     make: Callable[[Any], fx.Node]
 
 
-State = Rows | Sum | Whole
+State = Rows | Sum | Parts | Whole
 States = Mapping[fx.Node, State]
 
 
@@ -115,8 +159,8 @@ class Chunk(Protocol):
         """What stands for an argument: of a value with rows the rows of this chunk, of any other all of it."""
         ...
 
-    def rows(self, node: fx.Node, lead: int, first: int = 0) -> fx.Node:
-        """The rows of this chunk of a value from outside, which ``lead`` dimensions from ``first`` on number."""
+    def rows(self, node: fx.Node, state: Rows) -> fx.Node:
+        """The rows of this chunk of a value from outside, where ``state`` says."""
         ...
 
     def viewed(self, like: fx.Node, node: fx.Node, shape: Sequence[int]) -> fx.Node:
@@ -166,3 +210,20 @@ def plain(node: fx.Node, state: State) -> Step:
     return Step(
         state, lambda chunk: chunk.call(node, node.target, [chunk.value(arg) for arg in node.args], node.kwargs)
     )
+
+
+def alongside(item: Any, state: Rows, count: int, states: States) -> bool:
+    """Whether a value has the rows of a state: in chunks, or as a whole outside."""
+    known = rows_of(item, states)
+    if known is not None:
+        return known.goes_with(state)
+    if not isinstance(item, fx.Node) or item in states:
+        return False
+    return math.prod(state.split(shape_of(item))[1]) == state.size(count)
+
+
+def part(chunk: Chunk, item: Any, state: Rows, states: States) -> Any:
+    """The rows of an argument: those of the chunk, or of a value outside."""
+    if isinstance(item, fx.Node) and item not in states:
+        return chunk.rows(item, state)
+    return chunk.value(item)
