@@ -23,6 +23,7 @@ from graphopt.rewriting.memory.budget import (
     refuse_hopeless,
     within_already,
 )
+from graphopt.rewriting.memory.early_updates import EarlyUpdates, early_updates
 from graphopt.rewriting.memory.fit import Fitting, FittingOptions
 from graphopt.rewriting.memory.named_plan import ACCUMULATION, shared_calls
 from graphopt.rewriting.memory.other_sizes import Searches, written_sizes
@@ -48,6 +49,9 @@ class FitMemory(Pass):
     pays; random ops replay the generator's state, so results, gradients and the random stream equal eager's to the last
     bit. A budget above the peak of the program as it is changes nothing; one that cannot be met is an error with the
     smallest peak that was found. More budget never costs more of the predicted time.
+
+    In a whole step whose budget is below its peak, updates run as soon as their gradients are final (``FuseUpdate``),
+    unless they need all of them first or a compiler makes the code.
 
     Where values are on several devices the budget is for each accelerator; plans lower the peak of the one that holds
     most, and a budget that another one exceeds is refused.
@@ -135,6 +139,12 @@ class FitMemory(Pass):
         if reason:
             sizes = written_sizes(program)
             return Changed(reason=f"{reason}, up to {sizes}" if sizes else reason)
+        early = None if program.context.compiled else early_updates(program, memory, _ORIGIN)
+        if isinstance(early, EarlyUpdates):
+            program.graph = early.program.graph
+            memory = program.memory()
+            if room is None and within_already(memory, budget, reserved_where_cached(program, memory)):
+                return Changed(counts={"updates moved": len(early.early)}, lines=early.lines)
         shared = room is not None
         searches = None if plans is None or not wanted else plans.setdefault((str(self), calls), Searches())
         found = None if carried is None else _carry(program, memory, carried, budget, shared=shared)
@@ -146,7 +156,7 @@ class FitMemory(Pass):
                 searches.add(found)
         if plans is not None:
             plans.setdefault(key, found)
-        return _done(program, found)
+        return _done(program, found, early.lines if isinstance(early, EarlyUpdates) else ())
 
     def _search(self, program: Program, memory: MemoryTimeline, budget: int, *, shared: bool) -> Planned:
         """Search for plans, and take the fastest one within the budget.
@@ -220,12 +230,12 @@ def _accumulates(program: Program, known: Planned) -> bool:
     return program.stage != known.fitting.program.stage or any(info(node).origin == ACCUMULATION for node in calls)
 
 
-def _done(program: Program, found: Planned) -> Changed:
-    """Do to a program what was planned for it, or for another one of the capture."""
+def _done(program: Program, found: Planned, also: tuple[str, ...]) -> Changed:
+    """Do to a program what was planned for it, or for another one of the capture; ``also`` is what was done before."""
     plan = found.plan
     done = plan.apply(program, origin=_ORIGIN)
     sizes = written_sizes(program)
-    lines = (*found.lines, f"the plan holds up to {sizes}") if sizes else found.lines
+    lines = (*found.lines, *also, *([f"the plan holds up to {sizes}"] if sizes else ()))
     return Changed(
         counts={"run again": len(plan.again), "random ops replayed": len(done.replayed), "offloaded": len(plan.moves)},
         tensors=tuple(name for node in done.clones for name in info(node).names[:1]),

@@ -67,9 +67,6 @@ def what_would_help(program: Program, memory: MemoryTimeline, *, moves: bool) ->
             "graphopt.optimize_step with FuseUpdate() in the place of graphopt.optimize updates a parameter when its "
             f"gradient is there: up to {format_bytes(sum(gradients) - max(gradients))} less"
         )
-    elif gradients and "fuse-update" not in done:
-        saved = format_bytes(sum(gradients) - max(gradients))
-        yield f"FuseUpdate() updates each parameter when its gradient is there: up to {saved} less"
     kept = sum(alive[name] for name in _KEPT)
     if kept and not moves:
         yield (

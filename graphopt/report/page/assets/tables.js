@@ -45,10 +45,10 @@ const difference = (before, after, write) => (before === after ? write(before) :
 function linesCell(one) {
   const isRow = (line) => /\S {2,}\S/.test(line);
   const said = one.lines.filter((line) => line && !isRow(line)), rows = one.lines.filter(isRow);
-  const cell = element("span", {}, said.length ? element("ul", {}, said.map((line) => element("li", {}, line))) : "");
+  const cell = element("span", {}, said.length ? element("ul", { tabindex: "0", "aria-label": "What it did" }, said.map((line) => element("li", {}, line))) : "");
   if (rows.length) cell.append(element("details", {}, element("summary", {}, `table of ${plural(rows.length - 1, "row")}`), element("pre", {}, rows.join("\n"))));
   if (one.tensors.length) {
-    const names = element("ul", {}, one.tensors.map((name) => element("li", { class: "code" }, name)));
+    const names = element("ul", { tabindex: "0", "aria-label": "Tensors" }, one.tensors.map((name) => element("li", { class: "code" }, name)));
     cell.append(element("details", {}, element("summary", {}, `${plural(one.tensors.length, "tensor")} decided about`), names));
   }
   return cell;
