@@ -18,6 +18,8 @@ __all__ = ["Frontier", "Point"]
 class Point:
     """One plan on the frontier: its peak in bytes, the seconds that it runs again, and its decisions.
 
+    ``explored`` says how many of the values that are idle at its peak have been tried.
+
     Example:
         >>> point = planning.find_frontier(problem).within(1000)
         >>> point.peak <= 1000, point.again
@@ -27,7 +29,7 @@ class Point:
     peak: int
     again: float
     drops: Drops
-    explored: bool = False
+    explored: int = 0
 
 
 _PEAK = attrgetter("peak")

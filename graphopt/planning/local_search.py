@@ -76,12 +76,18 @@ class Explorer:
     def _try_all(self, options: Iterable[Drops]) -> list[Trial]:
         return [self._try(drops) for drops in options]
 
-    def explore(self, point: Point) -> None:
-        """Try everything around a point."""
-        point.explored = True
+    def explore(self, point: Point, width: int | None = None) -> None:
+        """Try everything around a point, but for what has been tried already.
+
+        Args:
+            point: of the frontier.
+            width: how many idle values are tried at its peak.
+        """
+        tried, point.explored = point.explored, width or self._width
         start = Trial(point.drops, self.scheduler.evaluate(point.drops))
-        self._lower(start)
-        self._take_back(start)
+        self._lower(start, slice(tried, point.explored))
+        if not tried:
+            self._take_back(start)
 
     def descend(self, drops: Drops, target: int, limit: int) -> bool:
         """Lower the peak, one decision after the other, until it is at most ``target`` bytes.
@@ -110,38 +116,41 @@ class Explorer:
 
     # --- lowering the peak -------------------------------------------------------------------------------------------
 
-    def _lower(self, start: Trial) -> list[Trial]:
-        """Decisions that could lower the peak, tried."""
+    def _lower(self, start: Trial, which: slice | None = None) -> list[Trial]:
+        """Decisions that could lower the peak, tried; ``which`` of the values that are idle there, largest first."""
         simulated = start.simulated
         self.scheduler.stay_near(start.drops)
         place = simulated.bytes.index(simulated.peak)
         touches = Touches(self.scheduler, simulated, droppable=True)
         tried: list[Trial] = []
-        for group in self._waiting(simulated, touches, place):
+        which = which or slice(0, self._width)
+        for group in self._waiting(simulated, touches, place, which):
             for part in _parts(group):
                 tried += self._drop(start.drops, {idle.value: idle.moment + 1 for idle in part})
                 tried += self._try_all(self._early(start, touches, part))
                 if self._everywhere:
                     tried += self._try_all(self._made_early(start.drops, touches, part[0]))
+        if which.start:
+            return tried
         if self._everywhere:
             tried += self._try_all(self._sooner(start, touches))
         tried += self._try_all(self._carried_for(start, touches.moments, touches.moments[place]))
         return tried
 
-    def _waiting(self, simulated: Simulated, touches: Touches, place: int) -> list[list[Idle]]:
+    def _waiting(self, simulated: Simulated, touches: Touches, place: int, which: slice) -> list[list[Idle]]:
         """What waits at a place and can be dropped, the largest first; each with all that waits like it elsewhere."""
         sizes = self.scheduler.problem.sizes
         waiting = touches.idle_at(place)
         waiting.sort(key=lambda idle: -sizes[idle.value])
         if self._roles is not None:
-            return self._waiting_alike(self._roles, simulated, touches, waiting)
-        waiting = waiting[: self._width]
-        if self._everywhere:
+            return self._waiting_alike(self._roles, simulated, touches, waiting, which)
+        waiting = waiting[which]
+        if self._everywhere and not which.start:
             waiting += [idle for idle in touches.idle() if idle not in waiting]
         return [[idle] for idle in waiting]
 
     def _waiting_alike(
-        self, roles: Roles, simulated: Simulated, touches: Touches, waiting: Sequence[Idle]
+        self, roles: Roles, simulated: Simulated, touches: Touches, waiting: Sequence[Idle], which: slice
     ) -> list[list[Idle]]:
         """What waits, each with all of the same role that waits elsewhere between operations of the same roles."""
 
@@ -150,7 +159,7 @@ class Explorer:
             first_run = step == touches.moments[idle.next_place]
             return roles.values[idle.value], roles.operations[idle.moment], roles.operations[step], first_run
 
-        keys = list(dict.fromkeys(map(key, waiting)))[: self._width]
+        keys = list(dict.fromkeys(map(key, waiting)))[which]
         return _grouped(keys, touches.idle(), key)
 
     def _drop(self, drops: Drops, moments: Mapping[int, int]) -> list[Trial]:

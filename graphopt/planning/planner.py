@@ -32,6 +32,13 @@ _DEEP = 400
 _BLOCKS = 4
 """From how many operations, and how many identical blocks, on blocks are decided about together."""
 
+_STRUCTURED, _WIDE = 400, 1500
+"""From how many operations on fewer values are tried at each peak: with identical blocks, and without."""
+
+_NARROW = 0.8
+_WIDEST = 4
+"""The share of the work after which twice as many values are tried at each peak, and how many times as many at most."""
+
 _FIRST_PRICE = 10.0
 """The price that cuts begin with; see ``priced_cuts``."""
 
@@ -72,7 +79,7 @@ class Effort:
     work: int
     width: int
     everywhere: bool
-    structured: int = 400
+    structured: int = _STRUCTURED
     grouped: bool = False
 
 
@@ -83,8 +90,10 @@ def _effort(problem: Problem, roles: Roles) -> Effort:
         return Effort(targets=8, rounds=16, work=300_000, width=12, everywhere=True)
     if count >= _DEEP and roles.repeats >= _BLOCKS:
         return Effort(targets=12, rounds=8, work=3_200 * count, width=4, everywhere=False, grouped=True)
-    growth = max(1.0, count / 1000) ** 2
-    return Effort(targets=12, rounds=20, work=int(1_800_000 * growth), width=12 if count < 400 else 5, everywhere=False)
+    alike = roles.repeats >= _BLOCKS
+    work = max(1_800_000 if alike else 7_200_000, 1.8 * count**2)
+    width = 12 if count < (_STRUCTURED if alike else _WIDE) else 5
+    return Effort(targets=12, rounds=20, work=int(work), width=width, everywhere=False)
 
 
 @public
@@ -268,16 +277,21 @@ class _Search:
         return next((point for point in self.frontier if point.peak > goal), None)
 
     def _explore(self) -> None:
-        """Explore what is unexplored in turn, up the frontier and again from its lower end."""
-        last = 0
+        """Explore what is unexplored in turn, up the frontier and again from its lower end, and last more widely."""
+        last, width = 0, self.effort.width
         while self.explorer.work < self.effort.work and not self.late():
-            open_points = [point for point in self.frontier if not point.explored]
+            if self.explorer.work > self._share(_NARROW):
+                width = max(width, 2 * self.effort.width)
+            open_points = [point for point in self.frontier if point.explored < width]
             if not open_points:
-                self._shake()
-                return
+                if width >= _WIDEST * self.effort.width:
+                    self._shake()
+                    return
+                width *= 2
+                continue
             point = next((point for point in open_points if point.peak > last), open_points[0])
             last = point.peak + (open_points[-1].peak - open_points[0].peak) // (2 * self.effort.targets)
-            self.explorer.explore(point)
+            self.explorer.explore(point, width)
             self.report(max(0.65, min(1.0, self.explorer.work / self.effort.work)))
 
     def _shake(self) -> None:
