@@ -244,3 +244,13 @@ def test_a_time_limit_ends_the_search_with_what_was_found() -> None:
 def test_without_recomputing_and_without_a_host_nothing_fits() -> None:
     plain = captured(wide(), ROWS)
     assert "no plan fits" in str(attempt(lambda: applied(plain, fit("70%", allow=("offload",)))))
+
+
+def test_the_record_says_how_far_the_best_plan_can_be() -> None:
+    program = captured(wide(), ROWS)
+    memory = program.memory()
+    (record,) = graphopt.Pipeline([fit(memory.resident_bytes + memory.allocated_peak_bytes * 8 // 10)]).run(program)
+    (line,) = (line for line in record.changed.lines if "above the best possible" in line)
+    found = re.search(r"at most (\d+\.\d)% above the best possible", line)
+    assert found is not None
+    assert 0 <= float(found[1]) < 10

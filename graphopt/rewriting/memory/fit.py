@@ -14,6 +14,7 @@ from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning import Simulated
 from graphopt.planning.frontier import Frontier, Point
+from graphopt.planning.lower_bound import fewest_seconds_again
 from graphopt.planning.offloading import Away, Lanes, Moved, moved_away
 from graphopt.planning.planner import find_frontier
 from graphopt.planning.schedule import Scheduler
@@ -163,6 +164,15 @@ class Fitting:
     def seconds(self) -> float:
         """How long the program's calls take, each run once."""
         return self.planning.problem.seconds
+
+    def least_seconds(self, budget: int) -> float | None:
+        """Seconds on top of the program as it is that every plan within a budget takes, at least.
+
+        None where values may wait elsewhere, which nothing bounds.
+        """
+        if self.lanes is not None and self.lanes.room:
+            return None
+        return fewest_seconds_again(self.planning.problem, self.scheduler.evaluate(frozenset()), budget)
 
     def simulate(self, point: Point) -> Simulated:
         """The plan behind a point of the frontier."""

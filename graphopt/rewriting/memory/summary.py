@@ -100,7 +100,20 @@ def summary_lines(fitting: Fitting, fitted: Fitted, budget: int, costs: CostRepo
         f"what runs again takes {format_seconds(fitted.simulated.again)} on top of {format_seconds(fitting.seconds)}"
         f"{f', waiting for copies {format_seconds(fitted.late)}' if fitted.away else ''}: {share:.1%} more ({how})"
     )
-    return [peak, *reserved_lines(fitting, fitted), time, *([costs.remark] if costs.remark else []), *_outside(fitting)]
+    near = _near(fitting, fitted, budget)
+    remark = [costs.remark] if costs.remark else []
+    return [peak, *reserved_lines(fitting, fitted), time, *near, *remark, *_outside(fitting)]
+
+
+def _near(fitting: Fitting, fitted: Fitted, budget: int) -> list[str]:
+    """How far a plan is from the best one that there could be, at most."""
+    least = fitting.least_seconds(budget) if fitted.seconds > 0 else None
+    if least is None:
+        return []
+    least = min(least, fitted.seconds)
+    gap = (fitting.seconds + fitted.seconds) / (fitting.seconds + least) - 1
+    bound = f"no plan takes less than {format_seconds(least)} for that"
+    return [f"{bound}: this one is at most {gap:.1%} above the best possible"]
 
 
 def reserved_lines(fitting: Fitting, fitted: Fitted) -> list[str]:
