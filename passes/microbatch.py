@@ -9,11 +9,10 @@ from typing import ClassVar, Literal, final
 from torch import fx
 
 from graphopt.errors import ArgumentError, GraphoptError, wrong_argument
-from graphopt.ir.names import match_names
 from graphopt.ir.node import info, value_of
 from graphopt.ir.ops.values import format_bytes, tensors_of
 from graphopt.ir.program import Program
-from graphopt.rewriting.memory.batch_region import batch_region
+from graphopt.rewriting.memory.batch_region import batch_inputs, batch_region
 from graphopt.rewriting.memory.chunk_rows import chunked
 from graphopt.rewriting.memory.row_regions import RowRegion
 from graphopt.rewriting.memory.token_rows import Rows
@@ -114,14 +113,10 @@ class Microbatch(Pass):
         )
 
     def _batch(self, program: Program) -> dict[fx.Node, Rows]:
-        """The inputs that have samples."""
-        inputs = {spec.target: node for node, spec in program.inputs_of("input") if _is_long(node, self.axis)}
-        whole = match_names(self.whole, inputs, "input") if self.whole else {}
-        cut = [node for name, node in inputs.items() if name not in whole]
-        if not cut:
+        found = batch_inputs(program, self.axis, self.whole)
+        if not found:
             raise GraphoptError(f"microbatch finds no input with a dimension {self.axis} that could number samples")
-        samples = value_of(cut[0]).shape[self.axis]
-        return {node: Rows(1, self.axis) for node in cut if value_of(node).shape[self.axis] == samples}
+        return found
 
     def _region(self, program: Program) -> RowRegion:
         region = batch_region(program, self._batch(program))
@@ -154,10 +149,6 @@ def _written(region: RowRegion) -> Iterator[str]:
     if calls:
         first = next(iter(info(calls[0]).names), calls[0].name)
         yield f"{len(calls)} calls of {format_bytes(count)} stay whole: {first} and what reads it"
-
-
-def _is_long(node: fx.Node, axis: int) -> bool:
-    return int(value_of(node).dim()) > axis
 
 
 def _doubled(samples: int) -> Iterator[int]:

@@ -17,7 +17,7 @@ import graphopt
 from graphopt import PassError, Phase, PipelineError
 from graphopt.errors import ArgumentError
 from graphopt.ir.node import info, value_of
-from graphopt.passes import ClipGradients, FuseUpdate, Microbatch, MixedPrecision, Recompute
+from graphopt.passes import ClipGradients, FitMemory, FuseUpdate, Microbatch, MixedPrecision, Recompute
 from tests.support.properties import examples
 
 SAMPLES = 7
@@ -383,3 +383,13 @@ def test_passes_that_it_does_not_go_with() -> None:
 def test_text_and_arguments_go_back_and_forth() -> None:
     (found,) = graphopt.Pipeline("microbatch{slices=4 axis=1 whole=args[2]}").passes
     assert found == Microbatch(4, axis=1, whole=("args[2]",))
+
+
+def test_a_budget_that_cannot_be_met_names_the_pass() -> None:
+    torch.manual_seed(0)
+    model = Wide()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = graphopt.optimize_step(model, optimizer, [FitMemory("3%", cost="roofline")], loss=squares)
+    with pytest.raises(PassError) as refused:
+        step.prepare(*wide())
+    assert any("Microbatch() computes some of the 64 samples at a time" in note for note in refused.value.__notes__)

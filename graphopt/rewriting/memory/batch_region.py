@@ -8,18 +8,36 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from graphopt.ir.node import Phase, info
+from graphopt.ir.names import match_names
+from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
 from graphopt.rewriting.memory.row_regions import RowRegion, obstacle
 from graphopt.rewriting.memory.row_rules import step_of
 from graphopt.rewriting.memory.token_rows import Rows, State, Step
 
-__all__ = ["batch_region"]
+__all__ = ["batch_inputs", "batch_region"]
 
 _ANY_SIZE = 1 << 62
 _BY_CLASS = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss_backward.default)
 """Losses whose divisor is what all targets count."""
+
+
+def batch_inputs(program: Program, axis: int = 0, whole: tuple[str, ...] = ()) -> dict[fx.Node, Rows]:
+    """The inputs that have samples: those that are as long along an axis as the first one that has this axis.
+
+    Args:
+        program: of any stage.
+        axis: which dimension numbers samples.
+        whole: names or globs of inputs that have none, whatever their sizes.
+
+    Raises:
+        GraphoptError: for a name that no input has.
+    """
+    inputs = {spec.target: node for node, spec in program.inputs_of("input") if value_of(node).dim() > axis}
+    left_out = match_names(whole, inputs, "input") if whole else {}
+    long = [node for name, node in inputs.items() if name not in left_out]
+    return {n: Rows(1, axis) for n in long if value_of(n).shape[axis] == value_of(long[0]).shape[axis]}
 
 
 def batch_region(program: Program, batch: Mapping[fx.Node, Rows]) -> RowRegion | str:
@@ -59,7 +77,7 @@ class _Search:
     def __post_init__(self) -> None:
         self.states: dict[fx.Node, State] = dict(self.batch)
         first = next(iter(self.batch.items()))
-        self.samples = int(first[0].meta["val"].shape[first[1].first])
+        self.samples = int(value_of(first[0]).shape[first[1].first])
         self._trained = _reached(self.program, [n for n, _ in self.program.inputs_of("parameter", "state")])
         self._unknown: set[fx.Node] = set()
         self._read = _reached(self.program, list(self.batch))

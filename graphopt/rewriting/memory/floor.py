@@ -12,6 +12,7 @@ from graphopt.ir.node import value_of
 from graphopt.ir.ops.values import format_bytes, tensors_of
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
+from graphopt.rewriting.memory.batch_region import batch_inputs, batch_region
 
 __all__ = ["always_alive", "least_bytes", "what_would_help"]
 
@@ -55,10 +56,17 @@ def what_would_help(program: Program, memory: MemoryTimeline, *, moves: bool) ->
     done = " ".join(program.history)
     alive = Counter(memory.categories)
     gradients = _gradients(memory)
+    kept = sum(alive[name] for name in _KEPT)
     if "chunk-loss" not in done and (logits := _logits(memory)):
         yield (
             f"ChunkLoss() computes logits and loss in chunks of tokens: up to {format_bytes(logits)} less (in a whole "
             "step, with loss=)"
+        )
+    if (samples := _samples(program, done)) > 1:
+        most = kept * (samples - 1) // samples
+        yield (
+            f"Microbatch() computes some of the {samples} samples at a time, forward and backward: up to "
+            f"{format_bytes(most)} less"
         )
     if "mixed-precision" not in done and (halved := _single_precision(memory) // 2):
         yield f"MixedPrecision() keeps activations in two bytes an element: up to {format_bytes(halved)} less"
@@ -67,7 +75,6 @@ def what_would_help(program: Program, memory: MemoryTimeline, *, moves: bool) ->
             "graphopt.optimize_step with FuseUpdate() in the place of graphopt.optimize updates a parameter when its "
             f"gradient is there: up to {format_bytes(sum(gradients) - max(gradients))} less"
         )
-    kept = sum(alive[name] for name in _KEPT)
     if kept and not moves:
         yield (
             f"host_budget=, or Offload(tier='disk'), lets activations wait elsewhere, where {format_bytes(kept)} are "
@@ -76,6 +83,15 @@ def what_would_help(program: Program, memory: MemoryTimeline, *, moves: bool) ->
     if alive["optimizer state"] and "shard-optimizer" not in done:
         state = format_bytes(alive["optimizer state"])
         yield f"ShardOptimizer() on several ranks leaves each its share of the {state} of optimizer state"
+
+
+def _samples(program: Program, done: str) -> int:
+    """How many samples a step could be computed in slices of; 0 where it cannot be."""
+    if program.stage != "step" or any(name in done for name in ("microbatch", "chunk", "compress-activations")):
+        return 0
+    batch = batch_inputs(program)
+    region = batch_region(program, batch) if batch and any(program.outputs_of("loss")) else ""
+    return 0 if isinstance(region, str) else region.rows
 
 
 _OF_LOSSES = ("_log_softmax", "_softmax", "nll_loss", "_log_softmax_backward_data")
