@@ -16,17 +16,23 @@ import torch
 from harness import example_models, make_table, parser, show
 
 import graphopt
-from graphopt.passes import ChunkLoss, FitMemory, FuseUpdate
+from graphopt.passes import ChunkLoss, FitMemory
 
 models = example_models()
+
+
+_LESS = 34_000_000
+"""How many bytes lower the lowest budget can be with more chunks: gradients of logits take less."""
 
 
 def ways(budgets: Sequence[int]) -> dict[str, list[Any]]:
     """The passes that are compared, by name; budgets in bytes, of everything."""
     found: dict[str, list[Any]] = {"no passes": [], "ChunkLoss()": [ChunkLoss()], "ChunkLoss(64)": [ChunkLoss(64)]}
     for budget in budgets:
-        name = f"ChunkLoss(), FuseUpdate(), FitMemory within {budget / 1e6:.0f} MB"
-        found[name] = [ChunkLoss(), FuseUpdate(), FitMemory(budget)]
+        found[f"ChunkLoss(), FitMemory within {budget / 1e6:.0f} MB"] = [ChunkLoss(), FitMemory(budget)]
+    if budgets:
+        least = min(budgets) - _LESS
+        found[f"ChunkLoss(64), FitMemory within {least / 1e6:.0f} MB"] = [ChunkLoss(64), FitMemory(least)]
     return found
 
 
@@ -103,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = models.GPTConfig(vocab=2000 if quick else 32_000, context=64 if quick else 256, d=64 if quick else 256,
         layers=1 if quick else 6, heads=4)  # fmt: skip
     batch = torch.randint(config.vocab, (2, 4 if quick else 8, config.context))
-    above = [2_000_000] if quick else [95_000_000, 86_000_000]
+    above = [] if quick else [95_000_000, 86_000_000]
     results = compared(made(config, batch, above), batch, 1 if quick else given.rounds)
     title = f"A step of a GPT with {config.vocab:,} words, beyond what is resident"
     shown(title, results, as_json=given.json)

@@ -96,12 +96,16 @@ class _Search:
                     return problem
                 if step is not None and isinstance(step.state, Rows):
                     self.states[node] = replace(step.state, whole=True)
-                elif step is None and any(s in self.states or s in self._unknown for s in node.all_input_nodes):
+                elif step is None and any(self._is_of_samples(source) for source in node.all_input_nodes):
                     self._unknown.add(node)
                 continue
             state = replace(step.state, whole=False) if isinstance(step.state, Rows) else step.state
             self.states[node], self.steps[node] = state, replace(step, state=state)
         return "" if self.steps else "no call reads both the batch and a parameter"
+
+    def _is_of_samples(self, source: fx.Node) -> bool:
+        """Whether a value has samples, as far as is known or not."""
+        return isinstance(self.states.get(source), Rows) or source in self._unknown
 
     def needed_as_a_whole(self) -> frozenset[fx.Node]:
         """The values of the batch alone that are read otherwise than by samples."""
@@ -121,8 +125,6 @@ class _Search:
     def _mixed(self, node: fx.Node) -> str:
         """What is said of a call that reads samples and has no rule; empty where it reads none."""
         if not any(isinstance(self.states.get(source), Rows) for source in node.all_input_nodes):
-            if any(source in self._unknown for source in node.all_input_nodes):
-                self._unknown.add(node)
             return ""
         about = info(node)
         name = next(iter(about.names), node.name)
