@@ -21,6 +21,7 @@ from graphopt.passes.local_sgd import LocalSGD as LocalSGD
 from graphopt.passes.microbatch import Microbatch as Microbatch
 from graphopt.passes.mixed_precision import MixedPrecision as MixedPrecision
 from graphopt.passes.offload import Offload as Offload
+from graphopt.passes.offload_state import OffloadState as OffloadState
 from graphopt.passes.partition_checkpoints import PartitionCheckpoints as PartitionCheckpoints
 from graphopt.passes.recompute import Recompute as Recompute
 from graphopt.passes.recompute_evenly import RecomputeEvenly as RecomputeEvenly
@@ -44,6 +45,7 @@ __all__ = [
     "Microbatch",
     "MixedPrecision",
     "Offload",
+    "OffloadState",
     "PartitionCheckpoints",
     "Recompute",
     "RecomputeEvenly",

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
+
+from torch import fx
 
 from graphopt.analysis.costs.cost import check_cost, costs_of, profile_of_cost
 from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.errors import GraphoptError, did_you_mean
-from graphopt.ir.node import Phase, info
-from graphopt.ir.ops.values import parse_bytes
+from graphopt.ir.node import Phase, info, value_of
+from graphopt.ir.ops.values import parse_bytes, storage_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning.offloading import Lanes
@@ -29,6 +31,15 @@ from graphopt.rewriting.memory.named_plan import ACCUMULATION, shared_calls
 from graphopt.rewriting.memory.other_sizes import Searches, written_sizes
 from graphopt.rewriting.memory.planned import Planned, plan_of
 from graphopt.rewriting.memory.planning_problem import PlanningProblem
+from graphopt.rewriting.memory.state_action import (
+    StateAction,
+    link_to,
+    movable_state,
+    move_created_state,
+    state_to_move,
+    swapped_line,
+)
+from graphopt.rewriting.memory.state_swaps import Swaps, created_state, elsewhere, lift_swaps, swap_state
 from graphopt.rewriting.memory.transfer_insertion import host_lanes
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 from graphopt.rewriting.progress import measuring, searching
@@ -36,7 +47,8 @@ from graphopt.rewriting.progress import measuring, searching
 __all__ = ["FitMemory"]
 
 _ORIGIN = "fit-memory"
-_WAYS = ("recompute", "offload")
+_STATE_ORIGIN = "state of fit-memory"
+_WAYS = ("recompute", "offload", "state")
 
 
 @final
@@ -71,7 +83,9 @@ class FitMemory(Pass):
             already and 95 % of what is free on its device.
         host_budget: bytes on the host that offloading may take (a number, or text such as ``"8GB"``); None for what is
             free there or, on a CPU, for nothing: there the host's memory is the device's.
-        allow: what may be done: ``recompute``, ``offload``.
+        allow: what may be done: ``recompute``; ``offload`` (activations wait on the host); ``state`` (as much of the
+            optimizer's state as pays resides on the host or, for a model on a CPU, on a disk, and is copied in for the
+            update, as ``OffloadState`` does it).
         time_limit: seconds that the search may take; what it has by then is used. Without a limit the effort depends on
             the program alone, and so do the plans.
         cost: where seconds come from: ``measured`` (each distinct call is run on this device, and the figures are kept
@@ -99,7 +113,7 @@ class FitMemory(Pass):
 
     budget: int | str
     host_budget: int | str | None = None
-    allow: tuple[str, ...] = _WAYS
+    allow: tuple[str, ...] = ("recompute", "offload")
     time_limit: float | None = None
     cost: str = "measured"
 
@@ -107,7 +121,7 @@ class FitMemory(Pass):
         check_budget(self.budget)
         unknown = [way for way in self.allow if way not in _WAYS]
         if unknown or not self.allow:
-            hint = did_you_mean(unknown[0], _WAYS) if unknown else "give recompute, offload or both"
+            hint = did_you_mean(unknown[0], _WAYS) if unknown else "give some of recompute, offload and state"
             raise GraphoptError(f"allow={','.join(self.allow) or 'nothing'} is not possible; {hint}")
         check_cost(self.cost)
         if self.time_limit is not None and not 0 <= self.time_limit < math.inf:
@@ -130,13 +144,84 @@ class FitMemory(Pass):
         """See the class; rewrites the program that runs."""
         if any(info(node).origin.startswith(_ORIGIN) for node in program.phase_nodes(Phase.RECOMPUTE, Phase.FORWARD)):
             return Changed(reason="the program has been fitted already")
+        swaps = lift_swaps(program)
+        if swaps is not None:
+            return self._fit_around(program, swaps)
+        if "state" in self.allow and program.stage == "step":
+            return self._fit_with_state(program)
+        return self._fit(program)
+
+    def _fit_around(self, program: Program, swaps: Swaps) -> Changed:
+        """Fit a program some of whose inputs reside elsewhere; each plan is one around their copies."""
+        with elsewhere(program, swaps.nodes(program)):
+            done = self._fit(program)
+        inputs = swaps.nodes(program)
+        link = link_to(program, self.cost, swaps.tier)
+        swap_state(program, inputs, link, self.cost, origin=swaps.origin)
+        return done
+
+    def _fit_with_state(self, program: Program) -> Changed:
+        """Fit a program of whose optimizer state as much may reside elsewhere as pays."""
+        memory = program.memory()
+        context = program.context
+        if context.plans is None:
+            program.context = context = replace(context, plans={})
+        plans = context.plans
+        assert plans is not None
+        chosen: StateAction | None = plans.get((str(self), "state"))
+        budget = self._bytes(program, memory, None) if context.room is None else context.room
+        if chosen is None:
+            state = movable_state(program)
+            if not state or within_already(memory, budget, reserved_where_cached(program, memory)):
+                return self._fit(program)
+            chosen = self._choose_state(program, memory, state, budget)
+            plans[str(self), "state"] = chosen
+        link = link_to(program, self.cost, chosen.tier)
+        created = [name for _, name in created_state(program, 1) if name in chosen.names]
+        if created:
+            move_created_state(program, created, link, self.cost, origin=_STATE_ORIGIN)
+        with elsewhere(program, chosen.nodes(program)):
+            done = self._fit(program, budget)
+        swapped = swap_state(program, chosen.nodes(program), link, self.cost, origin=_STATE_ORIGIN)
+        count = len(swapped.inputs) + len(created)
+        lines = (*done.lines, *([swapped_line(program, swapped, link.tier)] if swapped.inputs else ()))
+        return replace(done, counts={**done.counts, "state elsewhere": count}, lines=lines)
+
+    def _choose_state(
+        self, program: Program, memory: MemoryTimeline, state: Mapping[fx.Node, str], budget: int
+    ) -> StateAction:
+        """How much of the state is to reside elsewhere."""
+        trial = program.copy()
+        early = None if program.context.compiled else early_updates(trial, memory, _ORIGIN)
+        if isinstance(early, EarlyUpdates):
+            trial.graph = early.program.graph
+        names = {node.name: name for node, name in state.items()}
+        there = {node: names[node.name] for node in trial.placeholders if node.name in names}
+        largest_first = dict(sorted(there.items(), key=lambda item: -storage_bytes(value_of(item[0]))))
+        with elsewhere(trial, there):
+            without = trial.memory()
+            with measuring() as measured:
+                costs = costs_of(without, self.cost, progress=measured)
+            with searching() as searched:
+                options = FittingOptions(self.time_limit, searched, self._lanes(), recompute="recompute" in self.allow)
+                fitting = Fitting(trial, without, costs.seconds, options)
+            link = link_to(trial, self.cost)
+            return state_to_move(fitting, without, costs.seconds, largest_first, budget, link)
+
+    def _fit(self, program: Program, share: int | None = None) -> Changed:
+        """Fit a program as it is.
+
+        Args:
+            program: rewritten in place.
+            share: the budget in bytes, where it is known already.
+        """
         memory = program.memory()
         room = program.context.room
         plans, wanted = program.context.plans, tuple(sorted(program.context.sizes.items()))
         calls = shared_calls(program)
         key = str(self), calls, wanted
         carried = plans.get(key) if plans is not None else None
-        budget = self._bytes(program, memory, carried) if room is None else room
+        budget = room if room is not None else share or self._bytes(program, memory, carried)
         reason = within_already(memory, budget, reserved_where_cached(program, memory))
         if reason:
             sizes = written_sizes(program)

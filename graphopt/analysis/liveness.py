@@ -8,7 +8,7 @@ reference live throughout, outputs live to the end.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -91,12 +91,15 @@ def storages_of(
 
 
 def _input_storages(program: Program, end: int) -> dict[fx.Node, list[Storage]]:
-    """The storages behind each input; they are alive throughout."""
+    """The storages behind each input; they are alive throughout, and take nothing where they reside elsewhere."""
     refers: dict[fx.Node, list[Storage]] = {}
     for node, spec in zip(program.placeholders, program.inputs, strict=True):
         category, names = _INPUT_CATEGORY[spec.role], info(node).names
-        tensors = tensors_of(value_of(node))
-        refers[node] = [Storage(node, _size(tensor), category, -1, end, names, device_of(tensor)) for tensor in tensors]
+        away = schema.resides_elsewhere(node) or node.name in program.context.elsewhere
+        refers[node] = [
+            Storage(node, 0 if away else _size(tensor), category, -1, end, names, device_of(tensor))
+            for tensor in tensors_of(value_of(node))
+        ]
     return refers
 
 
@@ -211,6 +214,18 @@ def _correct(storages: list[Storage], usage: list[Usage]) -> None:
                 storage.bytes = size
 
 
+def _copied_in(
+    program: Program, calls: Sequence[fx.Node], refers: Mapping[fx.Node, list[Storage]]
+) -> Iterator[tuple[int, int]]:
+    """The positions of calls that touch inputs which reside elsewhere, and the bytes that are copied in for each."""
+    away = [node for node in program.placeholders if node.name in program.context.elsewhere]
+    sizes = {id(s): _size(t) for node in away for s, t in zip(refers[node], tensors_of(value_of(node)), strict=True)}
+    for position, node in enumerate(calls if sizes else ()):
+        touched = {id(storage) for source in node.all_input_nodes for storage in refers.get(source, ())}
+        if not schema.is_view(node) and not touched.isdisjoint(sizes):
+            yield position, sum(sizes[key] for key in touched & sizes.keys())
+
+
 def simulate(
     program: Program,
     *,
@@ -238,6 +253,8 @@ def _simulate(program: Program, measure: bool, forward_in_place: bool) -> Memory
     storages, refers = storages_of(program, forward_in_place=forward_in_place)
     _correct(storages, usage)
     temporaries = [item.temporary for item in usage]
+    for position, size in _copied_in(program, calls, refers):
+        temporaries[position] += size
     alive, resident = alive_bytes(storages, temporaries)
     device = program.context.device
     return split_by_device(MemoryTimeline(calls, alive, resident, storages, temporaries, refers, device))

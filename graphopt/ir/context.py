@@ -52,6 +52,8 @@ class Context:
         part: whether the program is one part of a model; names that passes are given may then be of another one.
         device: what is known of the device that a program without data is for; None for one that runs here.
         largest: the largest values of these symbols that have come up; a share of the peak is one of the peak there.
+        elsewhere: the names of inputs that take memory during the calls alone that touch them, while it is planned how
+            a program in which they reside elsewhere runs; the copies come in behind.
     """
 
     history: tuple[str, ...] = ()
@@ -64,6 +66,7 @@ class Context:
     largest: Mapping[str, int] = field(default_factory=dict)
     part: bool = False
     device: Device | None = None
+    elsewhere: frozenset[str] = frozenset()
 
     def after(self, spec: str) -> Context:
         """The context behind one more pass; a pass of several stages counts once."""

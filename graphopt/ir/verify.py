@@ -22,7 +22,7 @@ from graphopt.errors import VerifyError
 from graphopt.ir.node import value_of
 
 _AFTER_FORWARD = (Phase.BACKWARD, Phase.RECOMPUTE, Phase.UPDATE)
-_NEW_VALUES = {Phase.UPDATE: (Phase.UPDATE, Phase.SYNC)}
+_NEW_VALUES = {Phase.UPDATE: (Phase.UPDATE, Phase.SYNC, Phase.TRANSFER)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ def _fresh_reads(program: Program, _: Program | None) -> Iterator[str]:
     """After a tensor is overwritten in forward or by the update, nothing may read it expecting the old value.
 
     A forward program writes in place where the model does, and keeps the model's order. What ranks exchange behind an
-    update is what the update has left.
+    update, and what is copied to where it resides, is what the update has left.
     """
     if program.stage == "forward":
         return

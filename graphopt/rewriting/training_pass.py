@@ -66,6 +66,10 @@ class TrainingPass(Pass):
         """
         del program, model, optimizer
 
+    def lasting_folder(self) -> str:
+        """The folder in which a whole step keeps all of its state after every update; "" for none, as by default."""
+        return ""
+
     def shards(self, sizes: Mapping[str, int]) -> Shards | None:
         """The part of each trained parameter that this rank updates; None, as by default, for all of all.
 

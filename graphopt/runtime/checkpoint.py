@@ -17,16 +17,17 @@ import torch
 from graphopt.errors import GraphoptError, check_type, choice, did_you_mean, whole_number
 from graphopt.runtime.checkpoint_folder import newest, together, write_checkpoint
 from graphopt.runtime.checkpoint_formats import read_states, write_by_dcp, write_by_torch
+from graphopt.runtime.lasting_folder import finished_step, is_lasting_folder
 from graphopt.runtime.packed_state import pack
 from graphopt.runtime.state_dict import place
-from graphopt.runtime.step_checkpoint import STEP_PARTS, load_step_state, same_everywhere, step_state
+from graphopt.runtime.step_checkpoint import load_step_state, same_everywhere
+from graphopt.runtime.step_state import GENERATORS, STEP_PARTS, generator_states, state_of_step
 from graphopt.runtime.train_step import TrainStep
 
 __all__ = ["load", "save"]
 
 logger = logging.getLogger(__name__)
 
-_GENERATORS = "random generators"
 _WRITERS = {"dcp": write_by_dcp, "torch": write_by_torch}
 
 
@@ -93,7 +94,8 @@ def load(folder: str | os.PathLike[str], what: TrainStep | Mapping[str, Any]) ->
     may be new, or have run already. Nothing in the files is executed.
 
     Args:
-        folder: what ``save`` got, for its newest checkpoint; or one of the numbered folders within.
+        folder: what ``save`` got, for its newest checkpoint; or one of the numbered folders within; or the folder of
+            ``OffloadState``, for the last step that was finished there.
         what: as for ``save``. Objects are loaded into; a plain value stands for one that is to be there.
 
     Returns:
@@ -114,13 +116,20 @@ def load(folder: str | os.PathLike[str], what: TrainStep | Mapping[str, Any]) ->
         >>> torch.equal(step(x), expected)
         True
     """
-    parts, found = _parts(what), newest(_folder(folder))
-    return together(lambda: _load(parts, found), f"{str(found)!r} cannot be loaded")
+    parts, given = _parts(what), _folder(folder)
+    if is_lasting_folder(given):
+        return _load(parts, [finished_step(given)])
+    found = newest(given)
+    return together(lambda: _load(parts, _read(found)), f"{str(found)!r} cannot be loaded")
 
 
-def _load(parts: Mapping[str, Any], found: Path) -> dict[str, Any]:
+def _read(found: Path) -> list[Any]:
     rank, ranks = place()
-    states = read_states(found, ranks=ranks, rank=rank)
+    return read_states(found, ranks=ranks, rank=rank)
+
+
+def _load(parts: Mapping[str, Any], states: Sequence[Any]) -> dict[str, Any]:
+    rank, ranks = place()
     _check_names(parts, states[0])
     for name, part in parts.items():
         of_ranks = [state[name] for state in states]
@@ -128,8 +137,8 @@ def _load(parts: Mapping[str, Any], found: Path) -> dict[str, Any]:
             load_step_state(part, of_ranks, rank, ranks)
         elif isinstance(part, _Stateful):
             part.load_state_dict(same_everywhere(of_ranks, name))
-    _load_generators([state[_GENERATORS] for state in states], rank)
-    plain = [name for name in states[0] if name != _GENERATORS and not isinstance(parts.get(name), _Stateful)]
+    _load_generators([state[GENERATORS] for state in states], rank)
+    plain = [name for name in states[0] if name != GENERATORS and not isinstance(parts.get(name), _Stateful)]
     return {name: same_everywhere([state[name] for state in states], name) for name in plain}
 
 
@@ -142,25 +151,25 @@ def _parts(what: TrainStep | Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(what, TrainStep):
         return {"step": what}
     check_type("what", what, Mapping, "a step, or a mapping of names to what has a state")
-    if _GENERATORS in what:
-        raise GraphoptError(f"{_GENERATORS!r} is saved in any case: use another name")
+    if GENERATORS in what:
+        raise GraphoptError(f"{GENERATORS!r} is saved in any case: use another name")
     return what
 
 
 def _state_of_all(parts: Mapping[str, Any]) -> dict[str, Any]:
     state = {name: _state_of(part) for name, part in parts.items()}
-    return {**state, _GENERATORS: _generators()}
+    return {**state, GENERATORS: generator_states()}
 
 
 def _state_of(part: Any) -> Any:
     if isinstance(part, TrainStep):
-        return step_state(part)
+        return state_of_step(part.model, part.optimizer, part.state_dict())
     return part.state_dict() if isinstance(part, _Stateful) else part
 
 
 def _check_names(parts: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     """Refuse a checkpoint without something that is to be loaded, and objects that nobody gave a place."""
-    saved = [name for name in state if name != _GENERATORS]
+    saved = [name for name in state if name != GENERATORS]
     for name in parts:
         if name not in state:
             hint = did_you_mean(name, saved) or f"it holds {', '.join(saved) or 'nothing'}"
@@ -171,14 +180,6 @@ def _check_names(parts: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         raise GraphoptError(
             f"the checkpoint holds the step {left[0]!r}, which is not given: give {{{left[0]!r}: step}}"
         )
-
-
-def _generators() -> dict[str, torch.Tensor]:
-    """The states of torch's generators, by device."""
-    found = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        found |= {f"cuda:{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
-    return found
 
 
 def _load_generators(states: Sequence[Mapping[str, torch.Tensor]], rank: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,35 +35,36 @@ class Packed:
     digests: dict[str, str]
 
 
-def pack(state: Any) -> Packed:
+def pack(state: Any, *, digests: bool = True) -> Packed:
     """The structure of a state, and its tensors by path.
 
     Args:
         state: mappings, lists and tuples of tensors, texts, numbers, truth values and None.
+        digests: of the tensors, which takes reading them.
 
     Raises:
         GraphoptError: for anything else in it, naming the place.
     """
     packed = Packed("", {}, {})
-    structure = _packed(state, "", packed, 0)
+    structure = _packed(state, "", packed, 0, _digest if digests else _no_digest)
     return replace(packed, structure=json.dumps(structure))
 
 
-def _packed(value: Any, path: str, packed: Packed, depth: int) -> Any:
+def _packed(value: Any, path: str, packed: Packed, depth: int, digest: Callable[[torch.Tensor], str]) -> Any:
     if depth > _DEEPEST:
         raise GraphoptError(f"the state is nested more than {_DEEPEST} levels deep, at {path[:200]}")
     if isinstance(value, torch.Tensor):
-        return _packed_tensor(value, path, packed)
+        return _packed_tensor(value, path, packed, digest)
     if isinstance(value, float):  # of numpy too
         return {"value": float(value)}
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, (str, int)) or isinstance(key, bool):
                 raise GraphoptError(f"a checkpoint cannot hold the key {key!r:.80} at {path or 'the top'}: use text")
-        entries = [[key, _packed(item, f"{path}/{key}", packed, depth + 1)] for key, item in value.items()]
+        entries = [[key, _packed(item, f"{path}/{key}", packed, depth + 1, digest)] for key, item in value.items()]
         return {"counter" if isinstance(value, Counter) else "mapping": entries}
     if type(value) in (list, tuple):
-        items = [_packed(item, f"{path}/{index}", packed, depth + 1) for index, item in enumerate(value)]
+        items = [_packed(item, f"{path}/{index}", packed, depth + 1, digest) for index, item in enumerate(value)]
         return {type(value).__name__: items}
     if type(value) in _PLAIN:
         return {"value": value}
@@ -73,13 +74,15 @@ def _packed(value: Any, path: str, packed: Packed, depth: int) -> Any:
     )
 
 
-def _packed_tensor(value: torch.Tensor, path: str, packed: Packed) -> dict[str, Any]:
+def _packed_tensor(
+    value: torch.Tensor, path: str, packed: Packed, digest: Callable[[torch.Tensor], str]
+) -> dict[str, Any]:
     if value.layout is not torch.strided or type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise GraphoptError(f"a checkpoint cannot hold the {type(value).__name__} ({value.layout}) at {path}")
     if path in packed.tensors:
         raise GraphoptError(f"two tensors of the state would both be called {path!r}: use other keys")
     packed.tensors[path] = value.detach()
-    packed.digests[path] = _digest(value.detach())
+    packed.digests[path] = digest(value.detach())
     return {"tensor": path, "stride": list(value.stride()), "digest": packed.digests[path]}
 
 
@@ -88,6 +91,12 @@ def _digest(tensor: torch.Tensor) -> str:
     found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
     found.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
+
+
+def _no_digest(tensor: torch.Tensor) -> str:
+    """What stands for the digest of a tensor that is not looked at."""
+    del tensor
+    return ""
 
 
 def unpack(structure: str, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -107,7 +116,8 @@ def _unpacked(found: Field, tensors: Mapping[str, torch.Tensor]) -> Any:
         path = found["tensor"].text()
         if path not in tensors:
             raise found.error(f"the tensor {path!r} is missing")
-        if found["digest"].text() != _digest(tensors[path]):
+        digest = found["digest"].text()
+        if digest and digest != _digest(tensors[path]):
             raise found.error(f"the tensor {path!r} is damaged: it is not what was saved")
         return _with_strides(tensors[path], found)
     name, value = found.only_entry()

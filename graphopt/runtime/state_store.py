@@ -140,6 +140,14 @@ class StateStore:
         for name, tensor in state.items():
             self._tensors[name].copy_(tensor)
 
+    def replace(self, target: str, tensor: torch.Tensor) -> None:
+        """Keep another tensor of equal values under a name: one that lies elsewhere."""
+        self._tensors[target] = tensor
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that exist."""
+        yield from self._tensors.values()
+
     def put(self, target: str, value: torch.Tensor) -> None:
         """Set one tensor, or what it will start from."""
         if target in self._tensors:

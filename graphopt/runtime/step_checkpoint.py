@@ -8,26 +8,14 @@ from typing import Any
 import torch
 
 from graphopt.errors import GraphoptError
-from graphopt.rewriting.distributed.named_shards import is_sharded, plain_shards
+from graphopt.rewriting.distributed.named_shards import is_sharded
 from graphopt.rewriting.distributed.sharded_state import consolidate, split
 from graphopt.rewriting.training_pass import TrainingPass
-from graphopt.runtime.state_dict import plain_state, redistribute
+from graphopt.runtime.state_dict import redistribute
+from graphopt.runtime.step_state import STEP_PARTS
 from graphopt.runtime.train_step import TrainStep
 
-__all__ = ["STEP_PARTS", "load_step_state", "same_everywhere", "step_state"]
-
-STEP_PARTS = frozenset({"model", "optimizer", "sharded", "step"})
-"""What the state of a step consists of."""
-
-
-def step_state(step: TrainStep) -> dict[str, Any]:
-    """What this rank saves of a step: its model, its optimizer, and what the step itself owns."""
-    return {
-        "model": dict(step.model.state_dict()),
-        "optimizer": plain_shards(step.optimizer.state_dict()),
-        "sharded": is_sharded(step.optimizer),
-        "step": plain_state(step.state_dict()),
-    }
+__all__ = ["load_step_state", "same_everywhere"]
 
 
 def load_step_state(step: TrainStep, states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> None:

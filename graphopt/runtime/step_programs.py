@@ -24,6 +24,7 @@ from graphopt.runtime.accumulate import accumulate_gradients, scale_seed
 from graphopt.runtime.binding import Binding
 from graphopt.runtime.closures import asks_again, evaluate
 from graphopt.runtime.compile.backend import compile_program
+from graphopt.runtime.kept_state import KeptState, resident_inputs
 from graphopt.runtime.rewrite import Rewritten
 from graphopt.runtime.runner import Options, Runner
 from graphopt.runtime.size_plans import Target
@@ -46,6 +47,7 @@ class StepPrograms:
     Attributes:
         runner: the captures, by signature.
         progress: how far training is, which decides what a call has to do.
+        kept: where model, optimizer and passes keep their tensors.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class StepPrograms:
         self.runner: Runner[CapturedStep] = Runner(options, "step", model.get_parameter, numbers)
         self.runner.serving.names = argument_names(model, loss)
         self.progress = StepProgress(options.pipeline, self.runner.store, self._rates, numbers)
+        self.kept = KeptState(model, optimizer, self.runner.store, self.progress, options.pipeline)
 
     def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[CapturedStep, list[torch.Tensor]]:
         """The capture that serves a call, and the tensors of the call."""
@@ -89,7 +92,9 @@ class StepPrograms:
             captured.rewritten.retrace()
             captured.settings = settings(self._optimizer)
             captured.looked_at = None
-        return self._compiled(captured, self._due(captured, version))
+        compiled = self._compiled(captured, self._due(captured, version))
+        self.kept.settle(compiled.elsewhere, version)
+        return compiled
 
     def evaluation(self, captured: CapturedStep, batch: list[torch.Tensor]) -> Evaluate:
         """What computes the loss and the gradients of a batch once more, without an update."""
@@ -151,7 +156,16 @@ class StepPrograms:
         run = self.runner.watch.guard(run, module, program, "step")
         binding = Binding(program, self._model, self._optimizer, self.progress.gradients, self.runner.store)
         batch = tuple(spec.target for _, spec in program.inputs_of("input"))
-        return CompiledStep(program, module, run, binding, checked_gradients(program), batch, asks_again(program))
+        return CompiledStep(
+            program,
+            module,
+            run,
+            binding,
+            checked_gradients(program),
+            batch,
+            asks_again(program),
+            resident_inputs(program),
+        )
 
     def _due(self, captured: CapturedStep, version: Hashable) -> Variant:
         """Which program the next call runs."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx, nn
 
+from graphopt.ir.node import InputSpec
+from graphopt.ir.ops.transfers import Tier
 from graphopt.ir.program import Program
 from graphopt.rewriting.precision.scaling import CheckedGradients
 from graphopt.runtime.binding import Binding
@@ -53,6 +55,7 @@ class CompiledStep:
     Attributes:
         batch: the names of the tensors of a call.
         evaluates: whether the optimizer evaluates the model again while the program runs.
+        elsewhere: the inputs that are to reside on the host or a disk.
     """
 
     program: Program
@@ -62,6 +65,7 @@ class CompiledStep:
     checked: CheckedGradients | None
     batch: tuple[str, ...]
     evaluates: bool
+    elsewhere: Sequence[tuple[InputSpec, Tier]]
 
 
 @dataclass

@@ -35,6 +35,7 @@ from graphopt.runtime.runner import Options
 from graphopt.runtime.skipped_steps import SkipWatch
 from graphopt.runtime.state_versions import ForeignGradients
 from graphopt.runtime.step_programs import StepPrograms
+from graphopt.runtime.step_state import GENERATORS, generator_states, state_of_step
 from graphopt.runtime.step_variants import CapturedStep, CompiledStep, Variant
 from graphopt.runtime.stored.program_key import program_key
 from graphopt.runtime.stored.save_captures import save_captures
@@ -113,11 +114,12 @@ class TrainStep:
             version = self._programs.version()
             compiled = self._programs.variant(captured, version)
             inputs = compiled.binding.gather(batch, version)
-        with torch.no_grad(), plain_precision(), self._closure(captured, compiled, batch):
-            self._store.refresh()
-            results = compiled.run(inputs)
-            self._store.settle()
-        return self._accept(compiled, results, batch)
+        with self._programs.kept.whole_step(self._whole_state):
+            with torch.no_grad(), plain_precision(), self._closure(captured, compiled, batch):
+                self._store.refresh()
+                results = compiled.run(inputs)
+                self._store.settle()
+            return self._accept(compiled, results, batch)
 
     @public
     def evaluate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -172,6 +174,11 @@ class TrainStep:
     def accumulated(self) -> int:
         """How many batches have been accumulated since the last update."""
         return self._progress.batches
+
+    @property
+    def steps(self) -> int:
+        """How many updates have been made, those of the processes before that it goes on from among them."""
+        return self._progress.clock.steps
 
     @property
     def gradient_norm(self) -> torch.Tensor | None:
@@ -312,6 +319,11 @@ class TrainStep:
         """
         return self._progress.state_dict()
 
+    def _whole_state(self) -> dict[str, Any]:
+        """What ``graphopt.checkpoint.load`` reads."""
+        own = state_of_step(self._model, self._optimizer, self.state_dict())
+        return {"step": own, GENERATORS: generator_states()}
+
     @public
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where ``state_dict`` was taken; also before the first call, which then checks what passes hold.
@@ -321,6 +333,7 @@ class TrainStep:
             GraphoptError: for a state of another version, of other passes, or of another rank where ranks differ.
         """
         self._progress.load_state_dict(state, dict(self._model.named_parameters()))
+        self._programs.kept.loaded()
 
     @public
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -22,7 +22,7 @@ from torch import nn
 
 import graphopt
 from graphopt import Pass
-from graphopt.passes import FitMemory, FuseUpdate, MixedPrecision, Offload, Recompute
+from graphopt.passes import FitMemory, FuseUpdate, MixedPrecision, Offload, OffloadState, Recompute
 from tests.support.bits import first_difference
 
 __all__ = ["PIPELINES", "WAYS", "interrupted", "starved"]
@@ -32,11 +32,12 @@ PIPELINES: dict[str, Callable[[], list[Pass]]] = {
     "recompute": lambda: [Recompute("auto")],
     "fit": lambda: [FitMemory("95%", cost="roofline")],
     "offload": lambda: [Offload(tier="disk", min_bytes=1)],
+    "state": lambda: [OffloadState(("optimizer", "parameters"), min_bytes=1, cost="roofline")],
     "fuse, recompute": lambda: [FuseUpdate(), Recompute("auto")],
     "float16": lambda: [MixedPrecision("float16")],
 }
-WAYS = {"drop-in": [name for name in PIPELINES if "f" not in name[:2]], "whole step": list(PIPELINES)}
-"""The pipelines that are tried in each way: loss scaling and fused updates belong to whole steps."""
+WAYS = {"drop-in": ["none", "recompute"], "whole step": list(PIPELINES)}
+"""The pipelines that are tried in each way: loss scaling, updates and their state belong to whole steps."""
 
 AFTER = 2
 """Steps behind the disturbed one that are compared."""

@@ -31,6 +31,7 @@ from graphopt.passes import (
     FitMemory,
     FuseUpdate,
     Offload,
+    OffloadState,
     Recompute,
     RecomputeEvenly,
 )
@@ -46,6 +47,8 @@ OPTIMIZERS: list[Make] = [
     lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
     lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, foreach=True),
 ]
+
+_ALL = ("optimizer", "parameters")
 
 DROP_IN: dict[str, Callable[[], list[Pass]]] = {
     "none": list,
@@ -63,6 +66,9 @@ WHOLE_STEP = {
     "fuse": lambda: [FuseUpdate()],
     "fuse, recompute": lambda: [FuseUpdate(), Recompute("auto")],
     "fuse, fit": lambda: [FuseUpdate(), FitMemory("90%", cost="roofline")],
+    "state": lambda: [OffloadState(_ALL, min_bytes=1, cost="roofline")],
+    "state, recompute": lambda: [OffloadState(min_bytes=1, cost="roofline"), Recompute("auto")],
+    "state, fit": lambda: [OffloadState(_ALL, min_bytes=1, cost="roofline"), FitMemory("90%", cost="roofline")],
 }
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "nodes_in",
     "op_name",
     "readers",
+    "resides_elsewhere",
     "storage_root",
 ]
 
@@ -35,7 +36,7 @@ _UNDECLARED_VIEWS = {
 }
 """Ops that return their argument's storage although their schema does not say so."""
 
-_MAKES_READY = ("offload_wait", "prefetch_wait", "store")
+_MAKES_READY = ("offload_wait", "prefetch_wait", "swap_in_wait", "move_out_wait", "store")
 """Ops of graphopt behind which the data of the argument that they hand on is there."""
 
 _MAKE_SEPARATE_TENSORS = (
@@ -48,6 +49,9 @@ _MAKE_SEPARATE_TENSORS = (
     "max_pool2d_with_indices",
 )
 """How the names of ops begin whose results do not share memory with each other."""
+
+_MOVE_AWAY = ("graphopt::offload", "graphopt::move_out")
+_SWAPS = ("graphopt::swap_in", "graphopt::swap_in_wait", "graphopt::swap_out", "graphopt::swap_out_wait")
 
 _COLLECTIVES = ("_c10d_functional", "c10d_functional", "_dtensor", "c10d")
 _OUR_COLLECTIVES = ("graphopt::all_gather_into_tensor", "graphopt::same_on_all_ranks")
@@ -180,8 +184,17 @@ def mutated_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def holds_elsewhere(node: fx.Node) -> bool:
-    """Whether the result is the handle of a tensor that was moved away: it takes nothing on the device."""
-    return isinstance(node.target, _torch.OpOverload) and node.target._schema.name == "graphopt::offload"
+    """Whether the result is a tensor that was moved away, or its handle: it takes nothing on the device."""
+    return isinstance(node.target, _torch.OpOverload) and node.target._schema.name in _MOVE_AWAY
+
+
+def resides_elsewhere(node: fx.Node) -> bool:
+    """Whether an input is one of those on the host or a disk, which are copied in where they are needed."""
+    return node.op == "placeholder" and bool(node.users) and all(map(_swaps, node.users))
+
+
+def _swaps(node: fx.Node) -> bool:
+    return isinstance(node.target, _torch.OpOverload) and node.target._schema.name in _SWAPS
 
 
 def is_recurrent(node: fx.Node) -> bool:

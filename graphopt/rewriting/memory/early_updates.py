@@ -17,7 +17,7 @@ from graphopt.ir.ops.values import format_bytes, storage_bytes, tensors_of
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline, Storage
 
-__all__ = ["EarlyUpdates", "early_updates"]
+__all__ = ["EarlyUpdates", "early_updates", "ordered_updates"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,28 @@ def early_updates(program: Program, was: MemoryTimeline, origin: str) -> EarlyUp
     if reason:
         return reason
     return EarlyUpdates(best.program, tuple(best.early), split, tuple(best.lines(was)))
+
+
+def ordered_updates(program: Program, origin: str) -> list[Program]:
+    """Copies of a step program in which each parameter is updated by itself, all calls for it together.
+
+    The first has every update as early as its gradient allows, where each needs one gradient only; the last has them
+    behind backward.
+
+    Args:
+        program: is only read.
+        origin: who does it, for people.
+    """
+    split = program.copy()
+    _split_lists(split, origin)
+    if _sharing(split):
+        return [split]
+    late = split.copy()
+    _Order(late, frozenset(node.name for node in late.phase_nodes(Phase.UPDATE))).act()
+    if _gathering(split):
+        return [late]
+    _Order(split, frozenset()).act()
+    return [split, late]
 
 
 _ROUNDS = 4
@@ -282,7 +304,7 @@ class _Order:
     call of the update at place ``i`` runs behind the ``i``-th of the others.
 
     Calls without an effect, and those that depend on no gradient (a step count), run just before the first call of the
-    update that depends on them.
+    update that depends on them. In one place, the calls for one parameter run before those for the next.
 
     Args:
         program: of stage step.
@@ -304,6 +326,14 @@ class _Order:
         self._dependent: set[fx.Node] = {node for node, _ in program.inputs_of("gradient")}
         self._storages: dict[object, _Storage] = defaultdict(_Storage)
         self._late = late
+        names = dict.fromkeys(spec.target for _, spec in program.inputs_of("parameter"))
+        number = {name: index for index, name in enumerate(names)}
+        self._number = {
+            id(storage): number.get(spec.target.rsplit("/", 1)[0], len(number))
+            for node, spec in program.inputs_of("parameter", "state")
+            for storage in self._refers[node]
+        }
+        self._parameter: dict[fx.Node, int] = {}
 
     def act(self) -> None:
         """Put every call of the update where it belongs."""
@@ -312,7 +342,7 @@ class _Order:
         done: set[fx.Node] = set()
         last = dict(enumerate(self._others))
         free = [node for node in self._before if not self._waits(node)]
-        for node in sorted(free, key=self._due):
+        for node in sorted(free, key=lambda node: (self._due(node), self._parameter[node])):
             place = self._due(node)
             for moved in self._with_preparation(node, done):
                 last[place].append(moved)
@@ -371,6 +401,8 @@ class _Order:
         if given or not self._dependent.isdisjoint([*before, *sources]):
             self._dependent.add(node)
         self._before[node] = before
+        numbers = [self._number[key] for key in self._keys(sources) if key in self._number]
+        self._parameter[node] = min([*numbers, *(self._parameter[other] for other in before)], default=-1)
         self._followed.update(before)
         self._stands[node] = max(self._passed - 1, 0)
         self._place[node] = max([len(self._others) - 1 if node.name in self._late else self._first, *places])

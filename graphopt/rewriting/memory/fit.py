@@ -174,6 +174,10 @@ class Fitting:
             return None
         return fewest_seconds_again(self.planning.problem, self.scheduler.evaluate(frozenset()), budget)
 
+    def expected_seconds(self, budget: int) -> float | None:
+        """Seconds on top of the program as it is of the fastest plan that is expected to fit into a budget."""
+        return min((choice.seconds for choice in self._choices() if choice.peak <= budget), default=None)
+
     def simulate(self, point: Point) -> Simulated:
         """The plan behind a point of the frontier."""
         return self.scheduler.evaluate(point.drops)

@@ -80,9 +80,12 @@ def what_would_help(program: Program, memory: MemoryTimeline, *, moves: bool) ->
             f"host_budget=, or Offload(tier='disk'), lets activations wait elsewhere, where {format_bytes(kept)} are "
             "alive (on a CPU the host's memory is the device's own)"
         )
-    if alive["optimizer state"] and "shard-optimizer" not in done:
+    if alive["optimizer state"] > memory.peak_bytes // 100:
         state = format_bytes(alive["optimizer state"])
-        yield f"ShardOptimizer() on several ranks leaves each its share of the {state} of optimizer state"
+        if "offload-state" not in done and "state" not in done:
+            yield f"OffloadState(), or allow=('recompute', 'state'), lets the {state} of optimizer state reside elsewhere"
+        if "shard-optimizer" not in done:
+            yield f"ShardOptimizer() on several ranks leaves each its share of the {state} of optimizer state"
 
 
 def _samples(program: Program, done: str) -> int:

@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -21,12 +22,18 @@ def free_host_bytes() -> int | None:
     return available_host_bytes()
 
 
-def free_disk_bytes() -> int:
+def free_disk_bytes(folder: str = "") -> int:
     """Bytes that are free where offloaded tensors go on disk.
+
+    Args:
+        folder: on the disk, there or not yet; by default the one for offloaded tensors.
 
     Raises:
         GraphoptError: where ``GRAPHOPT_DISK`` names no folder.
     """
+    if folder:
+        there = Path(folder).absolute()
+        return shutil.disk_usage(next(path for path in (there, *there.parents) if path.exists())).free
     chosen = os.environ.get(VARIABLE)
     try:
         return shutil.disk_usage(chosen or tempfile.gettempdir()).free

@@ -145,9 +145,10 @@ def shared_calls(program: Program) -> str:
     """A digest of what programs of one capture have in common where one plan serves them.
 
     Equal for programs whose calls have the same names, ops, arguments and results, in the same order, but for those of
-    the update and of gradient accumulation, which one program of a step has and another has not.
+    the update, with copies of its state, and of gradient accumulation, which one program of a step has and another has
+    not.
     """
-    outside = (Phase.UPDATE, Phase.SYNC)
+    outside = (Phase.UPDATE, Phase.SYNC, Phase.TRANSFER)
     calls = [
         (node.name, str(node.target), [source.name for source in node.all_input_nodes], type_text(value_of(node)))
         for node in program.graph.nodes

@@ -15,11 +15,15 @@ from graphopt.errors import GraphoptError
 from graphopt.ir.ops.transfers.engine import TIERS, Engine, Statistics, Tier
 from graphopt.ir.ops.transfers.freelist import slab_bytes
 from graphopt.ir.ops.transfers.hostmemory import available_host_bytes
+from graphopt.ir.ops.transfers.paged_file import PagedFile
+from graphopt.ir.ops.transfers.residents import Residents
 from graphopt.ir.ops.transfers.stored_tensor import StoredTensor
 
 __all__ = [
     "TIERS",
     "Engine",
+    "PagedFile",
+    "Residents",
     "Statistics",
     "StoredTensor",
     "Tier",
@@ -28,6 +32,7 @@ __all__ = [
     "engine",
     "reserve",
     "reset_statistics",
+    "residents",
     "slab_bytes",
     "statistics",
     "trim",
@@ -40,13 +45,14 @@ class _Process:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.engine: Engine | None = None
+        self.residents: Residents | None = None
         self.disk_directory: str | os.PathLike[str] | None = None
         self.disk_limit: int | None = None
 
     def after_fork(self) -> None:
         """Start anew in a forked child: it has neither the thread nor the right to the parent's blocks and file."""
         self.lock = threading.Lock()
-        self.engine = None
+        self.engine = self.residents = None
 
 
 _process = _Process()
@@ -61,6 +67,16 @@ def engine() -> Engine:
         if _process.engine is None:
             _process.engine = Engine(disk_directory=_process.disk_directory, disk_limit=_process.disk_limit)
         return _process.engine
+
+
+def residents() -> Residents:
+    """The tensors of this process that reside elsewhere; a forked child has none, and copies what it is given."""
+    current = engine()
+    with _process.lock:
+        if _process.residents is None:
+            file = PagedFile(_process.disk_directory, limit=_process.disk_limit)
+            _process.residents = Residents(current, file)
+        return _process.residents
 
 
 def configure(*, disk_directory: str | os.PathLike[str] | None = None, disk_limit: int | None = None) -> None:
@@ -88,7 +104,7 @@ def configure(*, disk_directory: str | os.PathLike[str] | None = None, disk_limi
                     "after what refers to them (a loss with its graph) is gone"
                 )
             _process.engine.close()
-        _process.engine = None
+        _process.engine = _process.residents = None
         _process.disk_directory, _process.disk_limit = disk_directory, disk_limit
 
 

@@ -17,7 +17,7 @@ import torch
 
 from graphopt.ir.ops.transfers.disk import DiskSpace
 from graphopt.ir.ops.transfers.lanes import Space, Transfer
-from graphopt.ir.ops.transfers.slab import HostSlab, HostSpace
+from graphopt.ir.ops.transfers.slab import HostSlab, HostSpace, TensorSpace
 from graphopt.ir.ops.transfers.worker import Worker
 
 __all__ = ["CudaLane", "StreamCopy", "pin", "unpin"]
@@ -107,7 +107,7 @@ class CudaLane:
     def save(self, storage: torch.UntypedStorage, nbytes: int, space: Space) -> Transfer:
         """Start copying ``nbytes`` bytes of a storage to a block, after what the current stream has to do by now."""
         ready = _cuda.current_stream(self._device).record_event()
-        if isinstance(space, HostSpace):
+        if isinstance(space, (HostSpace, TensorSpace)):
             return self._copy(self._outward, space.tensor(nbytes), _bytes(storage, nbytes), ready)
         assert isinstance(space, DiskSpace)
         return self._worker.submit(partial(self._to_disk, _bytes(storage, nbytes), space, ready), keep=storage)
@@ -119,7 +119,7 @@ class CudaLane:
         by now.
         """
         ready = _cuda.current_stream(self._device).record_event()
-        if isinstance(space, HostSpace):
+        if isinstance(space, (HostSpace, TensorSpace)):
             if isinstance(after, StreamCopy):
                 self._inward.wait_event(after.event)
             else:

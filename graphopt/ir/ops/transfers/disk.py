@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import logging
+import mmap
 import os
 import sys
 import tempfile
@@ -58,11 +59,15 @@ class DiskFile:
     Args:
         directory: where it is; by default what ``GRAPHOPT_DISK`` says, else the system's directory for temporary files.
         limit: bytes that it may grow to; by default as many as the disk has.
+        name: of a new file in the directory, which stays when the process ends; by default it has none.
     """
 
-    def __init__(self, directory: str | os.PathLike[str] | None = None, limit: int | None = None) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str] | None = None, limit: int | None = None, name: str = ""
+    ) -> None:
         self._wanted = directory
         self._limit = limit
+        self._name = name
         self._lock = threading.Lock()
         self._ranges = FreeList()
         self._descriptor: int | None = None
@@ -92,7 +97,7 @@ class DiskFile:
         """
         with self._lock:
             if self._descriptor is None:
-                self._descriptor = _open_nameless(self.directory)
+                self._descriptor = _open_new(self.directory, self._name)
             offset = self._ranges.allocate(nbytes)
             assert offset is not None
             try:
@@ -116,6 +121,18 @@ class DiskFile:
             raise GraphoptError(
                 f"offloading to disk needs {missing} bytes more in {self.directory}, and {free} are free: {_ADVICE}"
             )
+
+    def map(self, space: DiskSpace) -> mmap.mmap:
+        """A block as memory: what is written to one is read from the other. The block has to start at a page."""
+        with self._lock:
+            descriptor = self._open_descriptor()
+            if os.fstat(descriptor).st_size < space.offset + space.nbytes:
+                os.ftruncate(descriptor, space.offset + space.nbytes)
+            return mmap.mmap(descriptor, space.nbytes, flags=mmap.MAP_SHARED, offset=space.offset)
+
+    def synchronize(self) -> None:
+        """Have the disk take what was written; returns when it has."""
+        os.fdatasync(self._open_descriptor())
 
     def release(self, offset: int, nbytes: int) -> None:
         """Take a block back; ``DiskSpace.free`` calls this."""
@@ -205,9 +222,11 @@ def _forget_pages(descriptor: int, offset: int, nbytes: int) -> None:
         os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
-def _open_nameless(directory: Path) -> int:
-    """A new file without a name; where the file system cannot make one, a file whose name is removed at once."""
+def _open_new(directory: Path, name: str) -> int:
+    """A new file of a name; without one, where the file system cannot make it, a file whose name is removed at once."""
     try:
+        if name:
+            return os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         descriptor = _open(directory)
     except OSError as error:
         raise GraphoptError(

@@ -129,7 +129,7 @@ class Engine:
         storage = x.untyped_storage()
         nbytes = storage.nbytes()
         with self._lock:
-            lane = self._lane(x.device)
+            lane = self.lane(x.device)
             self._collect()
             number = next(_ids)
             handle = make_handle(number, self._dead.append)
@@ -145,7 +145,7 @@ class Engine:
         except (GraphoptError, OSError) as error:
             block.outward = Settled(str(error))
             return
-        self._count(block.tier, offloads=1, offloaded_bytes=block.nbytes, stored_bytes=block.nbytes)
+        self.count(block.tier, offloads=1, offloaded_bytes=block.nbytes, stored_bytes=block.nbytes)
         block.outward = lane.save(storage, block.nbytes, block.space)
         block.pending.append(block.outward)
 
@@ -156,7 +156,7 @@ class Engine:
             GraphoptError: where the copy failed, or the handle holds nothing.
         """
         block = self._find(handle, "offload_wait")
-        self._wait(block, block.outward)
+        self.wait(block.outward, block.tier)
 
     def prefetch(self, handle: torch.Tensor, wanted: StoredTensor) -> torch.Tensor:
         """Allocate the storage of ``wanted`` and start copying the stored bytes into it.
@@ -189,10 +189,10 @@ class Engine:
         assert block.space is not None
         storage = result.untyped_storage()
         with self._lock:
-            transfer = self._lane(result.device).restore(block.space, storage, nbytes, block.outward)
+            transfer = self.lane(result.device).restore(block.space, storage, nbytes, block.outward)
             block.inward[storage.data_ptr()] = transfer
             block.pending = [*(other for other in block.pending if not other.finished), transfer]
-            self._count(block.tier, prefetches=1, prefetched_bytes=nbytes)
+            self.count(block.tier, prefetches=1, prefetched_bytes=nbytes)
 
     def prefetch_wait(self, x: torch.Tensor, handle: torch.Tensor) -> None:
         """Wait until the copy to ``x`` is done; on CUDA and from the host, let the current stream wait instead.
@@ -212,7 +212,7 @@ class Engine:
                 f"graphopt::prefetch_wait: no copy to this tensor of shape {list(x.shape)} is under way; pass "
                 "developer: give it what graphopt::prefetch returned for the same handle, once"
             )
-        self._wait(block, transfer)
+        self.wait(transfer, block.tier)
         block.inward.pop(address, None)
 
     # --- settings and figures ----------------------------------------------------------------------------------------
@@ -280,15 +280,21 @@ class Engine:
             )
         return block
 
-    def _wait(self, block: _Block, transfer: Transfer) -> None:
+    def wait(self, transfer: Transfer, tier: Tier) -> None:
+        """Wait for a copy to or from a tier, and count the time.
+
+        Raises:
+            GraphoptError: where it failed.
+        """
         started = time.perf_counter()
         try:
             transfer.wait()
         finally:
             with self._lock:
-                self._count(block.tier, seconds_waited=time.perf_counter() - started)
+                self.count(tier, seconds_waited=time.perf_counter() - started)
 
-    def _count(self, tier: Tier, **more: Any) -> None:
+    def count(self, tier: Tier, **more: Any) -> None:
+        """Add to the statistics of a tier, and of both together."""
         for key in ("", tier):
             now = self._statistics[key]
             now = replace(now, **{name: getattr(now, name) + value for name, value in more.items()})
@@ -309,7 +315,7 @@ class Engine:
                 self._dying.append(dying)
             elif dying.space is not None:
                 dying.space.free()
-                self._count(dying.tier, stored_bytes=-dying.nbytes)
+                self.count(dying.tier, stored_bytes=-dying.nbytes)
 
     def _slab(self, kind: str) -> HostSlab:
         """The host memory for tensors of a kind of device."""
@@ -322,7 +328,12 @@ class Engine:
                 self._slabs[kind] = HostSlab(self._available)
         return self._slabs[kind]
 
-    def _lane(self, device: torch.device) -> Lane:
+    def lane(self, device: torch.device) -> Lane:
+        """What copies to and from a device.
+
+        Raises:
+            GraphoptError: for a device of another kind than cpu and cuda.
+        """
         if device not in self._lanes:
             if device.type == "cuda":
                 from graphopt.ir.ops.transfers.cuda import CudaLane

@@ -14,7 +14,7 @@ import torch
 from graphopt.errors import GraphoptError
 from graphopt.ir.ops.transfers.freelist import FreeList, aligned
 
-__all__ = ["HostSlab", "HostSpace"]
+__all__ = ["HostSlab", "HostSpace", "TensorSpace"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,37 @@ class HostSpace:
     def free(self) -> None:
         """Give the block back to its slab."""
         self._slab.release(self._chunk, self._offset, self.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpace:
+    """The memory of a CPU tensor as a block.
+
+    Attributes:
+        memory: uint8, of shape [nbytes].
+    """
+
+    memory: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it holds."""
+        return self.memory.numel()
+
+    def write(self, address: int, nbytes: int) -> None:
+        """Copy ``nbytes`` bytes at ``address`` into the block; other Python threads run meanwhile."""
+        ctypes.memmove(self.memory.data_ptr(), address, nbytes)
+
+    def read(self, address: int, nbytes: int) -> None:
+        """Copy the block's first ``nbytes`` bytes to ``address``; other Python threads run meanwhile."""
+        ctypes.memmove(address, self.memory.data_ptr(), nbytes)
+
+    def tensor(self, nbytes: int) -> torch.Tensor:
+        """The block's first ``nbytes`` bytes."""
+        return self.memory[:nbytes]
+
+    def free(self) -> None:
+        """Nothing: the memory goes with the tensor."""
 
 
 class HostSlab:

@@ -1,0 +1,149 @@
+"""Optimizer state elsewhere as an action of the planner: how much of it, weighed against running calls again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from graphopt.analysis.costs.cost import link_bandwidth, profile_of_cost
+from graphopt.ir.gradients import update_calls
+from graphopt.ir.node import value_of
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.values import format_bytes, format_seconds, storage_bytes
+from graphopt.ir.program import Program
+from graphopt.ir.timeline import MemoryTimeline
+from graphopt.planning.swapping import schedule_visits, seconds_waited
+from graphopt.rewriting.memory.early_updates import ordered_updates
+from graphopt.rewriting.memory.fit import Fitting
+from graphopt.rewriting.memory.state_swaps import Link, Swapped, obstacle, state_visits, swap_state
+
+__all__ = ["StateAction", "link_to", "movable_state", "state_to_move", "swapped_line"]
+
+_LEAST = 65_536
+"""Bytes below which state stays: a copy takes longer than its bytes are worth."""
+
+_SHARES = 8
+"""In how many steps, from nothing to all of it, state is moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateAction:
+    """State that is to reside elsewhere.
+
+    Attributes:
+        names: what it is called.
+        tier: where it is to reside.
+    """
+
+    names: frozenset[str]
+    tier: str
+
+    def nodes(self, program: Program) -> dict[fx.Node, str]:
+        """The inputs of a program that are meant, and what they are called."""
+        return {node: spec.target for node, spec in program.inputs_of("state") if spec.target in self.names}
+
+
+def movable_state(program: Program) -> dict[fx.Node, str]:
+    """The optimizer state that may reside elsewhere, the largest first, and what it is called."""
+    if any(schema.op_name(call) == "opaque_update_" for call in update_calls(program)):
+        return {}
+    found = {
+        node: spec.target
+        for node, spec in program.inputs_of("state")
+        if not obstacle(node) and storage_bytes(value_of(node)) >= _LEAST
+    }
+    return dict(sorted(found.items(), key=lambda item: -storage_bytes(value_of(item[0]))))
+
+
+def link_to(program: Program, cost: str, tier: str = "") -> Link:
+    """The way to where state resides: on the host for what is on a CUDA device, else on a disk.
+
+    Args:
+        program: whose inputs.
+        cost: where seconds come from, which may be a device.
+        tier: by default the one that suits the device.
+    """
+    profile = profile_of_cost(cost, program.context.device)
+    devices = {value_of(node).device for node, _ in program.inputs_of("parameter", "state") if _is_tensor(node)}
+    on_cpu = profile.kind == "cpu" if profile is not None else all(device.type == "cpu" for device in devices)
+    tier = tier or ("disk" if on_cpu else "host")
+    if profile is not None:
+        return Link(tier, profile.host_bandwidth)
+    return Link(tier, min((link_bandwidth(device, tier) for device in devices), default=1.0))  # type: ignore[arg-type]
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(value_of(node), torch.Tensor)
+
+
+def state_to_move(
+    fitting: Fitting, memory: MemoryTimeline, seconds: Sequence[float], state: Mapping[fx.Node, str], budget: int, link: Link
+) -> StateAction:
+    """How much state to move, so that what runs again and what copies are waited for take the least together.
+
+    Args:
+        fitting: plans for the program with all of the state elsewhere.
+        memory: its timeline.
+        seconds: of each of its calls.
+        state: all of it, the largest first.
+        budget: in bytes.
+        link: the way there.
+    """
+    total = sum(storage_bytes(value_of(node)) for node in state)
+    best: tuple[float, int] | None = None
+    for share in range(_SHARES + 1):
+        moved = _largest(state, total * share // _SHARES)
+        kept = total - sum(storage_bytes(value_of(node)) for node in moved)
+        again = fitting.expected_seconds(budget - kept)
+        if again is None:
+            continue
+        level = [min(count + kept, budget) for count in memory.bytes]
+        visits = state_visits(memory, moved, seconds, level, link)
+        windows = schedule_visits(seconds, level, visits, link.rate)
+        taken = again + seconds_waited(seconds, visits, windows, link.rate)
+        if best is None or taken < best[0]:
+            best = taken, share
+    share = _SHARES if best is None else best[1]
+    return StateAction(frozenset(_largest(state, total * share // _SHARES).values()), link.tier)
+
+
+def _largest(state: Mapping[fx.Node, str], least: int) -> dict[fx.Node, str]:
+    """As many of the first as have so many bytes together."""
+    found: dict[fx.Node, str] = {}
+    count = 0
+    for node, name in state.items():
+        if count >= least:
+            break
+        found[node] = name
+        count += storage_bytes(value_of(node))
+    return found
+
+
+def move_created_state(program: Program, names: Collection[str], link: Link, cost: str, *, origin: str) -> None:
+    """Move state away that a program creates, each piece behind the update of its parameter.
+
+    Args:
+        program: the step of an optimizer that has no state yet; rewritten in place.
+        names: what the state is called.
+        link: the way to where it is to reside.
+        cost: where seconds come from.
+        origin: who asks.
+    """
+    candidates = ordered_updates(program, origin)
+    for candidate in candidates:
+        swap_state(candidate, {}, link, cost, origin=origin, created=names)
+    best = min(candidates, key=lambda candidate: candidate.memory().peak_bytes)
+    program.graph, program.outputs = best.graph, best.outputs
+
+
+def swapped_line(program: Program, swapped: Swapped, tier: str) -> str:
+    """What resides elsewhere, for people."""
+    sizes = {spec.target: storage_bytes(value_of(node)) for node, spec in program.inputs_of("state", "parameter")}
+    moved = sum(sizes.get(name, 0) for name in swapped.inputs)
+    return (
+        f"{format_bytes(moved)} in {len(swapped.inputs)} tensors reside on the {tier}, and are copied in "
+        f"{swapped.visits} times a step; the computation waits {format_seconds(swapped.waited)} for copies (expected)"
+    )

@@ -1,0 +1,330 @@
+"""Inputs that reside elsewhere: copied in around the calls that need them, and back behind those that write them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt.analysis.costs.cost import costs_of
+from graphopt.ir.node import Phase, info, set_value, value_of
+from graphopt.ir.ops import schema, swap
+from graphopt.ir.ops.values import is_dense, storage_bytes
+from graphopt.ir.program import Program
+from graphopt.ir.timeline import MemoryTimeline
+from graphopt.planning.swapping import Visit, VisitWindow, schedule_visits, seconds_waited
+from graphopt.rewriting.memory.recompute_plan import Again, recompute
+from graphopt.rewriting.progress import measuring
+
+__all__ = ["Link", "Swaps", "Swapped", "created_state", "elsewhere", "lift_swaps", "obstacle", "state_visits", "swap_state"]
+
+
+_LATENCY = 1e-4
+"""Seconds that a copy takes at least, beside its bytes: threads hand it over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The way between a device and where tensors reside.
+
+    Attributes:
+        tier: ``host`` or ``disk``.
+        rate: bytes per second, each way.
+        ahead: how many copies ahead each one starts; None for as many as time and memory allow.
+    """
+
+    tier: str
+    rate: float
+    ahead: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """What was done to a program.
+
+    Attributes:
+        inputs: the inputs that reside elsewhere now, by name.
+        created: the state that the program creates and moves away.
+        visits: how often a tensor is copied in.
+        waited: seconds for which the computation is expected to wait.
+    """
+
+    inputs: tuple[str, ...]
+    created: tuple[str, ...]
+    visits: int
+    waited: float
+
+
+def obstacle(node: fx.Node) -> str:
+    """Why an input cannot reside elsewhere; empty where it can."""
+    value = value_of(node)
+    if not isinstance(value, torch.Tensor):
+        return "it is no tensor"
+    if not is_dense(value):
+        return "it does not fill its memory without gaps"
+    if any(user.op == "output" for user in schema.readers(node) | set(node.users)):
+        return "the program returns it"
+    return ""
+
+
+def created_state(program: Program, least: int) -> list[tuple[fx.Node, str]]:
+    """The optimizer state of at least so many bytes that a program creates, with what it is called."""
+    found = [(value, spec.target) for value, spec in program.outputs_of("state") if isinstance(value, fx.Node)]
+    return [(value, name) for value, name in found if storage_bytes(value_of(value)) >= least]
+
+
+def swap_state(
+    program: Program,
+    inputs: Mapping[fx.Node, str],
+    link: Link,
+    cost: str,
+    *,
+    origin: str,
+    created: Collection[str] = (),
+) -> Swapped:
+    """Let inputs reside elsewhere, and state that the program creates move there.
+
+    The peak is then no higher than if each call had what it touches of them copied in just before it, and back just
+    behind it; within that, a tensor stays between two calls where the copies would take longer, and copies are ahead.
+
+    Args:
+        program: of stage step, rewritten in place.
+        inputs: those that are to reside elsewhere, and what they are called.
+        link: the way there.
+        cost: where seconds come from.
+        origin: the pass that asks.
+        created: what the state that moves is called.
+    """
+    with elsewhere(program, inputs):
+        memory = program.memory()
+    with measuring() as measured:
+        seconds = costs_of(memory, cost, progress=measured).seconds
+    level = list(memory.bytes)
+    stays = _all_stays(memory, inputs, seconds, level, link)
+    visits = [stay.visit for stay in stays]
+    windows = schedule_visits(seconds, level, visits, link.rate, link.ahead)
+    waited = seconds_waited(seconds, visits, windows, link.rate)
+    moved = _move_created(program, memory, link, origin, created)
+    _insert(program, memory.nodes, stays, windows, inputs, link, origin)
+    program.erase_dead()
+    return Swapped(tuple(inputs.values()), tuple(moved), len(stays), waited)
+
+
+@contextlib.contextmanager
+def elsewhere(program: Program, inputs: Iterable[fx.Node]) -> Iterator[None]:
+    """Count the bytes of inputs only during the calls that touch them."""
+    was = program.context
+    program.context = replace(was, elsewhere=frozenset(node.name for node in inputs))
+    try:
+        yield
+    finally:
+        program.context = replace(program.context, elsewhere=was.elsewhere)
+
+
+def state_visits(
+    memory: MemoryTimeline, inputs: Iterable[fx.Node], seconds: Sequence[float], level: list[int], link: Link
+) -> list[Visit]:
+    """The times for which inputs are copied in; what they take between two calls is added to ``level``.
+
+    Args:
+        memory: of the program with these inputs elsewhere.
+        inputs: that reside elsewhere.
+        seconds: of each call.
+        level: bytes alive at each call.
+        link: the way there.
+    """
+    return [stay.visit for stay in _all_stays(memory, inputs, seconds, level, link)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stay:
+    """One visit of one input, in the program."""
+
+    node: fx.Node
+    visit: Visit
+
+
+def _all_stays(
+    memory: MemoryTimeline, inputs: Iterable[fx.Node], seconds: Sequence[float], level: list[int], link: Link
+) -> list[_Stay]:
+    touching = _touching(memory, inputs)
+    return [stay for node in inputs for stay in _stays(memory, node, touching[node], seconds, level, link)]
+
+
+def _touching(memory: MemoryTimeline, inputs: Iterable[fx.Node]) -> dict[fx.Node, list[int]]:
+    """The steps of the calls that touch each input's memory, views among them."""
+    owner = {id(storage): node for node in inputs for storage in memory.refers[node]}
+    found: dict[fx.Node, list[int]] = {node: [] for node in owner.values()}
+    for step, call in enumerate(memory.nodes):
+        sources = (s for source in call.all_input_nodes for s in memory.refers.get(source, ()))
+        for node in {owner[id(storage)]: None for storage in sources if id(storage) in owner}:
+            found[node].append(step)
+    return found
+
+
+def _stays(
+    memory: MemoryTimeline,
+    node: fx.Node,
+    touching: Sequence[int],
+    seconds: Sequence[float],
+    level: list[int],
+    link: Link,
+) -> list[_Stay]:
+    """The visits of an input: its uses, parted where a copy takes less time than lies between them, or memory lacks.
+
+    What is taken between two uses is added to ``level``.
+    """
+    touches, writes, joined = _touches(memory, node, touching)
+    size, highest = storage_bytes(value_of(node)), max(level)
+    groups: list[list[int]] = []
+    for step in touches:
+        between = range(groups[-1][-1] + 1, step) if groups else range(0)
+        soon = sum(seconds[between.start : between.stop]) <= size / link.rate + _LATENCY
+        fits = soon and max(level[between.start : between.stop], default=0) + size <= highest
+        if groups and (step in joined or fits):
+            groups[-1].append(step)
+            for index in between:
+                level[index] += size
+        else:
+            groups.append([step])
+    found: list[_Stay] = []
+    for group in groups:
+        earliest = found[-1].visit.last + 1 if found else 0
+        found.append(_Stay(node, Visit(size, group[0], group[-1], not writes.isdisjoint(group), earliest)))
+    return found
+
+
+def _touches(memory: MemoryTimeline, node: fx.Node, touching: Sequence[int]) -> tuple[list[int], set[int], set[int]]:
+    """The steps that touch an input's memory, those that write it, and those that read what a write before returned."""
+    own = {id(storage) for storage in memory.refers[node]}
+    written: set[fx.Node] = set()
+    touches, writes, joined = [], set(), set()
+    for step in touching:
+        call = memory.nodes[step]
+        sources = [source for source in call.all_input_nodes if own & {id(s) for s in memory.refers.get(source, ())}]
+        if written.intersection(sources):
+            joined.add(step)
+            written.add(call)
+        if schema.is_view(call):
+            continue
+        touches.append(step)
+        if any(own & {id(s) for s in memory.refers.get(target, ())} for target in schema.mutated_inputs(call)):
+            writes.add(step)
+            written.add(call)
+    return touches, writes, joined
+
+
+def _insert(
+    program: Program,
+    nodes: Sequence[fx.Node],
+    stays: Sequence[_Stay],
+    windows: Sequence[VisitWindow],
+    names: Mapping[fx.Node, str],
+    link: Link,
+    origin: str,
+) -> None:
+    """Insert the copies, and let the calls of each visit read what was copied in."""
+    places = [*nodes, program.output_node]
+    inside: list[Again] = []
+    copies: list[fx.Node] = []
+    order = sorted(range(len(stays)), key=lambda index: windows[index].fetched)
+    device = {node: value_of(node).device for node in names}
+    for node in names:
+        if link.tier == "host" and device[node].type != "cpu":
+            _reside_on_host(program, node)
+    for index in order:
+        stay, window = stays[index], windows[index]
+        node, visit = stay.node, stay.visit
+        common: dict[str, Any] = {"phase": Phase.TRANSFER, "origin": f"{origin}: {names[node]}", "like": node}
+        first, last = nodes[visit.first], nodes[visit.last]
+        begun = program.insert(
+            swap.swap_in,
+            (node, link.tier, device[node]),
+            before=places[window.fetched],
+            hint=f"{node.name}_swap_in",
+            **common,
+        )
+        there = program.insert(swap.swap_in_wait, (begun, node), before=first, hint=f"{node.name}_in", **common)
+        inside.append(Again(node, first, f"{origin}: {names[node]}", there))
+        if visit.writes:
+            behind = program.insert(swap.swap_out, (node, there, link.tier), after=last, **common)
+            at = {"before": places[window.freed]}
+            awaited = program.insert(swap.swap_out_wait, (node, there), **at, **common)
+            copies += [behind, awaited]
+        copies += [begun, there]
+    meant = [(copy, copy.args) for copy in copies]
+    place = {node: index for index, node in enumerate(nodes)}
+    recompute(program, sorted(inside, key=lambda again: place[again.before]))
+    for copy, args in meant:  # copies are about the input itself, wherever its values are at the moment
+        copy.args = args
+
+
+def _reside_on_host(program: Program, node: fx.Node) -> None:
+    """Describe an input as a tensor on the CPU."""
+    value = value_of(node)
+    with program.fake_mode:
+        there = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+    set_value(node, there)
+
+
+def _move_created(
+    program: Program, memory: MemoryTimeline, link: Link, origin: str, created: Collection[str]
+) -> list[str]:
+    """Move the state that the program creates away behind the last call that touches it."""
+    found = [(value, name) for value, name in created_state(program, 1) if name in created]
+    values = list(program.output_values)
+    for value, name in found:
+        own = {id(storage) for storage in memory.refers[value]}
+        touching = [
+            call for call in memory.nodes
+            if any(own & {id(s) for s in memory.refers[source]} for source in [call, *call.all_input_nodes])
+        ]
+        common: dict[str, Any] = {"phase": Phase.TRANSFER, "origin": f"{origin}: {name}", "like": value}
+        begun = program.insert(
+            swap.move_out, (value, link.tier), after=touching[-1], hint=f"{value.name}_move_out", **common
+        )
+        there = program.insert(swap.move_out_wait, (begun, value), after=begun, hint=f"{value.name}_out", **common)
+        values[values.index(value)] = there
+    if found:
+        program.set_outputs(values, program.outputs)
+    return [name for _, name in found]
+
+
+@dataclass(frozen=True, slots=True)
+class Swaps:
+    """The copies of a program's inputs, taken out of it.
+
+    Attributes:
+        inputs: that reside elsewhere, by the names of their nodes, and what they are called.
+        tier: where they reside.
+        origin: the pass that had put the copies in.
+    """
+
+    inputs: Mapping[str, str]
+    tier: str
+    origin: str
+
+    def nodes(self, program: Program) -> dict[fx.Node, str]:
+        """The inputs in a program, and what they are called."""
+        return {node: self.inputs[node.name] for node in program.placeholders if node.name in self.inputs}
+
+
+def lift_swaps(program: Program) -> Swaps | None:
+    """Take the copies of inputs out of a program, so that its calls read and write the inputs; None without any."""
+    found: dict[str, str] = {}
+    tier = origin = ""
+    for node in list(program.graph.nodes):
+        if node.target is swap.swap_in_wait:
+            begun, at = node.args
+            tier, (origin, _, named) = begun.args[1], info(node).origin.partition(": ")
+            found[at.name] = named
+            node.replace_all_uses_with(at)
+            program.graph.erase_node(node)
+            program.graph.erase_node(begun)
+        elif node.target in (swap.swap_out, swap.swap_out_wait):
+            program.graph.erase_node(node)
+    return Swaps(found, tier, origin) if found else None
