@@ -18,6 +18,7 @@ from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning.offloading import Lanes
 from graphopt.rewriting.memory.budget import (
+    BudgetError,
     budget_bytes,
     check_budget,
     infeasible,
@@ -39,7 +40,7 @@ from graphopt.rewriting.memory.state_action import (
     state_to_move,
     swapped_line,
 )
-from graphopt.rewriting.memory.state_swaps import Swaps, created_state, elsewhere, lift_swaps, swap_state
+from graphopt.rewriting.memory.state_swaps import Swapped, Swaps, created_state, elsewhere, lift_swaps, swap_state
 from graphopt.rewriting.memory.transfer_insertion import host_lanes
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 from graphopt.rewriting.progress import measuring, searching
@@ -48,6 +49,9 @@ __all__ = ["FitMemory"]
 
 _ORIGIN = "fit-memory"
 _STATE_ORIGIN = "state of fit-memory"
+_ATTEMPTS = 6
+"""How often a smaller target is tried where copies have the allocator reserve more than a plan alone."""
+
 _WAYS = ("recompute", "offload", "state")
 
 
@@ -154,11 +158,33 @@ class FitMemory(Pass):
     def _fit_around(self, program: Program, swaps: Swaps) -> Changed:
         """Fit a program some of whose inputs reside elsewhere; each plan is one around their copies."""
         with elsewhere(program, swaps.nodes(program)):
-            done = self._fit(program)
-        inputs = swaps.nodes(program)
-        link = link_to(program, self.cost, swaps.tier)
-        swap_state(program, inputs, link, self.cost, origin=swaps.origin)
-        return done
+            budget = program.context.room or self._bytes(program, program.memory(), None)
+        return self._fit_and_swap(program, swaps, budget)[0]
+
+    def _fit_and_swap(self, program: Program, swaps: Swaps, budget: int) -> tuple[Changed, Swapped]:
+        """Fit a program with inputs elsewhere, and put in the copies of these.
+
+        Where the device's allocator keeps freed blocks, it may reserve more with the copies than without: then they are
+        not ahead, and then a plan is taken that leaves them room.
+        """
+        link, target = link_to(program, self.cost, swaps.tier), budget
+        for _ in range(_ATTEMPTS):
+            fitted = program.copy()
+            with elsewhere(fitted, swaps.nodes(fitted)):
+                done = self._fit(fitted, target)
+            for ahead in (None, 0):
+                trial = fitted.copy()
+                swapped = swap_state(
+                    trial, swaps.nodes(trial), replace(link, ahead=ahead), self.cost, origin=swaps.origin
+                )
+                memory = trial.memory()
+                reserved = reserved_where_cached(trial, memory)
+                taken = memory.peak_bytes if reserved is None else reserved.reserved_peak_bytes
+                if taken <= budget or (program.context.room is not None and ahead == 0):
+                    program.graph = trial.graph
+                    return done, swapped
+            target -= taken - budget
+        raise BudgetError(f"no plan fits into {budget} bytes with the copies of what resides elsewhere", budget)
 
     def _fit_with_state(self, program: Program) -> Changed:
         """Fit a program of whose optimizer state as much may reside elsewhere as pays."""
@@ -168,29 +194,42 @@ class FitMemory(Pass):
             program.context = context = replace(context, plans={})
         plans = context.plans
         assert plans is not None
-        chosen: StateAction | None = plans.get((str(self), "state"))
+        key = str(self), "state"
+        actions: list[StateAction] | None = plans.get(key)
         budget = self._bytes(program, memory, None) if context.room is None else context.room
-        if chosen is None:
+        if actions is None:
             state = movable_state(program)
             if not state or within_already(memory, budget, reserved_where_cached(program, memory)):
                 return self._fit(program)
-            chosen = self._choose_state(program, memory, state, budget)
-            plans[str(self), "state"] = chosen
+            actions = self._choose_state(program, memory, state, budget)
+        for action in actions:
+            try:
+                done = self._fit_moving(program, action, budget)
+            except BudgetError:
+                if action is actions[-1]:
+                    raise
+            else:
+                plans[key] = [action]
+                return done
+        raise AssertionError("there is an action, that of all state at the least")
+
+    def _fit_moving(self, program: Program, chosen: StateAction, budget: int) -> Changed:
+        """Fit a program some of whose optimizer state resides elsewhere."""
         link = link_to(program, self.cost, chosen.tier)
         created = [name for _, name in created_state(program, 1) if name in chosen.names]
         if created:
             move_created_state(program, created, link, self.cost, origin=_STATE_ORIGIN)
-        with elsewhere(program, chosen.nodes(program)):
-            done = self._fit(program, budget)
-        swapped = swap_state(program, chosen.nodes(program), link, self.cost, origin=_STATE_ORIGIN)
-        count = len(swapped.inputs) + len(created)
-        lines = (*done.lines, *([swapped_line(program, swapped, link.tier)] if swapped.inputs else ()))
-        return replace(done, counts={**done.counts, "state elsewhere": count}, lines=lines)
+        names = {node.name: name for node, name in chosen.nodes(program).items()}
+        done, swapped = self._fit_and_swap(program, Swaps(names, chosen.tier, _STATE_ORIGIN), budget)
+        moved = sum(storage_bytes(value_of(node)) for node in chosen.nodes(program))
+        lines = (*done.lines, *([swapped_line(swapped, moved, link.tier)] if swapped.inputs else ()))
+        counts = {**done.counts, "state elsewhere": len(swapped.inputs) + len(created)}
+        return replace(done, counts=counts, lines=lines)
 
     def _choose_state(
         self, program: Program, memory: MemoryTimeline, state: Mapping[fx.Node, str], budget: int
-    ) -> StateAction:
-        """How much of the state is to reside elsewhere."""
+    ) -> list[StateAction]:
+        """How much of the state is to reside elsewhere, the best first."""
         trial = program.copy()
         early = None if program.context.compiled else early_updates(trial, memory, _ORIGIN)
         if isinstance(early, EarlyUpdates):

@@ -15,11 +15,11 @@ from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.gradients import base_of, update_calls
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.values import format_bytes, format_seconds, storage_bytes
+from graphopt.ir.ops.values import format_bytes, storage_bytes
 from graphopt.ir.program import Program
 from graphopt.rewriting.memory.early_updates import ordered_updates
 from graphopt.rewriting.memory.free_memory import free_disk_bytes, free_host_bytes
-from graphopt.rewriting.memory.state_action import link_to
+from graphopt.rewriting.memory.state_action import link_to, swapped_line
 from graphopt.rewriting.memory.state_swaps import Link, Swapped, created_state, obstacle, swap_state
 from graphopt.rewriting.pass_ import Changed, Numerics, PassStage
 from graphopt.rewriting.training_pass import TrainingPass
@@ -68,7 +68,7 @@ class OffloadState(TrainingPass):
             CPU.
 
     Example:
-        >>> passes = [OffloadState(tier="disk", min_bytes=256, cost="roofline")]
+        >>> passes = [OffloadState(("optimizer", "parameters"), min_bytes=1, cost="roofline")]
         >>> step = graphopt.optimize_step(model, optimizer, passes, loss=loss).prepare(x)
         >>> len(step.records[0].changed.tensors) > 0
         True
@@ -134,7 +134,8 @@ class OffloadState(TrainingPass):
         if not chosen and not created:
             return Changed(reason=left or f"none of it has {self.min_bytes} bytes")
         sizes = [storage_bytes(value_of(node)) for node in (*chosen, *(value for value, _ in created))]
-        self._check_room(sum(sizes))
+        if program.context.device is None:
+            self._check_room(sum(sizes))
         chosen_names = {node.name: name for node, name in chosen.items()}
         was = program.memory()
         best: tuple[int, Program, Swapped] | None = None
@@ -209,8 +210,7 @@ class OffloadState(TrainingPass):
     def _report(self, swapped: Swapped, moved: int, before: int, after: int, left: str) -> Changed:
         count = len(swapped.inputs) + len(swapped.created)
         lines = [
-            f"{format_bytes(moved)} in {count} tensors reside on the {self.tier}, and are copied in {swapped.visits} "
-            f"times a step; the computation waits {format_seconds(swapped.waited)} for copies (expected)",
+            swapped_line(swapped, moved, self.tier),
             f"the predicted peak: {format_bytes(before)} -> {format_bytes(after)}",
         ]
         if self.folder:

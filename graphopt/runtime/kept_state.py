@@ -1,4 +1,4 @@
-"""Where a whole step's model, optimizer and passes keep their tensors: in memory, on the host, on a disk, in a folder."""
+"""Where a whole step keeps the tensors of model, optimizer and passes: memory, the host, a disk, a folder of steps."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 from torch import fx, nn
 
 from graphopt.errors import GraphoptError
-from graphopt.ir.node import InputSpec
+from graphopt.ir.node import InputSpec, Phase
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.transfers import PagedFile, Tier, residents
 from graphopt.ir.program import Program
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.runtime.lasting_folder import LastingFolder
 from graphopt.runtime.packed_state import pack
+from graphopt.runtime.ranks.places import reached
 from graphopt.runtime.state_dict import place
 from graphopt.runtime.state_store import StateStore
 from graphopt.runtime.step_progress import StepProgress
@@ -126,10 +127,11 @@ class KeptState:
         return self._lasting
 
     @contextlib.contextmanager
-    def whole_step(self, state: Callable[[], Any]) -> Iterator[None]:
+    def whole_step(self, module: fx.GraphModule, state: Callable[[], Any]) -> Iterator[None]:
         """Around a step: it counts in the folder when it is done, and one that is cut short in its update is noted.
 
         Args:
+            module: that runs.
             state: everything that is needed to go on from the step.
 
         Raises:
@@ -144,18 +146,17 @@ class KeptState:
                 "the last step was cut short in the middle of its update, so that parameters and the optimizer's state "
                 f"are of two steps: graphopt.checkpoint.load({self._wanted!r}, step) goes back to the last whole one"
             )
-        steps, versions = self._progress.clock.steps, self._versions()
+        steps = self._progress.clock.steps
         try:
             yield
-            if self._progress.clock.steps > steps:
-                lasting.finish(pack(state(), digests=False), self._tensors(), self._progress.clock.steps)
-        except BaseException:
-            self._cut_short = self._versions() != versions or residents().unfinished(self._tensors()) > 0
+        except BaseException as error:
+            self._cut_short = reached(error, module, Phase.UPDATE) is not False
             raise
+        if self._progress.clock.steps > steps:
+            lasting.finish(pack(state(), digests=False), self._tensors(), self._progress.clock.steps)
 
     def loaded(self) -> None:
         """Note that all of the state was replaced by a whole one."""
         self._cut_short = False
-
-    def _versions(self) -> list[int]:
-        return [parameter._version for parameter in self._model.parameters()]
+        if self._lasting is not None:
+            residents().roll_back(self._tensors())

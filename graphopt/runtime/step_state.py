@@ -1,4 +1,4 @@
-"""Everything that a whole step needs to go on: its model, its optimizer, what it owns itself, and torch's generators."""
+"""Everything that a whole step needs to go on: model, optimizer, what it owns itself, and torch's generators."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class TrainStep:
             version = self._programs.version()
             compiled = self._programs.variant(captured, version)
             inputs = compiled.binding.gather(batch, version)
-        with self._programs.kept.whole_step(self._whole_state):
+        with self._programs.kept.whole_step(compiled.module, self._whole_state):
             with torch.no_grad(), plain_precision(), self._closure(captured, compiled, batch):
                 self._store.refresh()
                 results = compiled.run(inputs)

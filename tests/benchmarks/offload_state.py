@@ -1,9 +1,9 @@
 """A GPT's whole step with what ``OffloadState`` leaves in memory: bytes, seconds, and a limit that it keeps to.
 
 Each way is a process of its own. *Resident* is what model, optimizer and batch take between steps, and *peak* what a
-step takes at most, predicted and, beside what is resident, measured by torch's allocator; *anonymous* is what the system
-counts as the process's own memory between steps, above what it took before the model was made. Seconds are the median of
-some steps. With ``--limit`` the steps run in a memory cgroup that kills what takes more.
+step takes at most; *predicted* and *measured* are what a step allocates beside what is resident. *Anonymous* is what
+the system counts as the process's own memory between steps, above what it took before the model was made. Seconds are
+the median of some steps. With ``--limit`` the steps run in a memory cgroup that kills what takes more.
 """
 
 from __future__ import annotations
@@ -25,15 +25,19 @@ from harness import parser
 from torch import nn
 
 import graphopt
-from graphopt.passes import FitMemory, OffloadState
 
 WAYS = {
     "no passes": "",
     "states on disk": "offload-state",
     "states on disk, finished steps kept": "offload-state{folder=FOLDER}",
     "states and parameters on disk": "offload-state{what=optimizer,parameters}",
-    "states on disk, fit-memory": "offload-state,fit-memory{budget=80%}",
+    "states and parameters on disk, half of that": "offload-state{what=optimizer,parameters},fit-memory{budget=50%}",
+    "fit-memory at 500 MB": "fit-memory{budget=500MB allow=recompute,state}",
+    "fit-memory at 300 MB": "fit-memory{budget=300MB allow=recompute,state}",
 }
+
+
+COLUMNS = ("resident", "peak", "predicted", "measured", "anonymous")
 
 
 class Block(nn.Module):
@@ -148,19 +152,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     arguments = [f"--width={given.width}", f"--layers={given.layers}", f"--steps={given.steps}"]
     arguments.append(f"--threads={given.threads}")
-    found = {name: in_process(passes, arguments, given.limit) for name, passes in WAYS.items()}
+    found = {"no passes, no limit": in_process("", arguments, 0)} if given.limit else {}
+    found |= {name: in_process(passes, arguments, given.limit) for name, passes in WAYS.items()}
     if given.json:
         print(json.dumps(found))
         return 0
     first = next(item for item in found.values() if isinstance(item, dict))
     print(f"parameters {first['parameters']:,} bytes, AdamW's states {first['states']:,}")
-    print(f"{'':36}{'resident':>14}{'peak':>14}{'predicted':>14}{'measured':>14}{'anonymous':>14}{'seconds':>9}  same bits")
+    print(f"{'':46}{''.join(f'{key:>14}' for key in COLUMNS)}{'seconds':>9}  same bits")
     for name, item in found.items():
         if isinstance(item, str):
-            print(f"{name:36}{item}")
-            continue
-        numbers = "".join(f"{item[key]:14,}" for key in ("resident", "peak", "predicted", "measured", "anonymous"))
-        print(f"{name:36}{numbers}{item['seconds']:9.3f}  {item['losses'] == first['losses']}")
+            print(f"{name:46}{item}")
+        else:
+            numbers = "".join(f"{item[key]:14,}" for key in COLUMNS)
+            print(f"{name:46}{numbers}{item['seconds']:9.3f}  {item['losses'] == first['losses']}")
     return 0
 
 

@@ -21,6 +21,7 @@ from graphopt.ir.ops.transfers import residents
 from graphopt.passes import ClipGradients, FitMemory, FuseUpdate, MixedPrecision, OffloadState, Recompute
 from tests.support.covering import covering
 from tests.support.properties import examples
+from tests.support.ranks import run_ranks
 from tests.support.training import (
     OPTIMIZERS,
     Blocks,
@@ -104,7 +105,9 @@ def test_skipped_updates_leave_state_as_it_is(level: str) -> None:
             skipped.append(step.skipped)
         assert any(skipped)
         assert not skipped[-1]
-        found.append([*losses, *step.model.parameters(), *(v for s in step.optimizer.state.values() for v in s.values())])
+        found.append(
+            [*losses, *step.model.parameters(), *(v for s in step.optimizer.state.values() for v in s.values())]
+        )
     assert all(torch.equal(one, two) or (one != one).any() for one, two in zip(*found, strict=True))
 
 
@@ -416,3 +419,26 @@ def test_a_second_process_reads_the_program_from_the_cache(tmp_path: Path, monke
         values.append([step(X).item() for _ in range(3)])
         assert residents().tier_of(step.model.get_parameter("0.weight")) == "disk"
     assert values[0] == values[1]
+
+
+# --- several ranks ---------------------------------------------------------------------------------------------------
+
+
+def test_shards_of_two_ranks_reside_elsewhere(tmp_path: Path) -> None:
+    script = """
+import graphopt
+from graphopt.ir.ops.transfers import residents
+from graphopt.passes import ClipGradients, DataParallel, ShardOptimizer
+from tests.passes.test_offload_state import X, mean_square, offload, stepping, wide
+
+for what in (("optimizer",), ("optimizer", "parameters")):
+    found = []
+    for more in ([], [offload(*what)]):
+        step = stepping(DataParallel(), ShardOptimizer(), ClipGradients(0.1), *more)
+        losses = [step(X[rank::2] * (number + 1)) for number in range(3)]
+        found.append([*losses, *step.model.parameters()])
+    held = [value for kept in step.optimizer.state.values() for value in kept.values()]
+    say([all(map(torch.equal, *found)), all(residents().tier_of(value) == "disk" for value in held)])
+"""
+    for said in run_ranks(script, 2, tmp_path / "store"):
+        assert said == [[True, True], [True, True]]

@@ -157,13 +157,12 @@ def _exchange(config: Section, findings: Findings, ranks: int) -> list[Pass]:
     if stage > 1:
         zero.warn("stage", "optimizer state is sharded, as at stage 1; gradients and parameters are whole")
     zero.note("stage", "is what shard-optimizer does" if stage else "is 0: nothing is sharded")
-    for name in ("offload_optimizer", "offload_param"):
-        _offload(zero, findings, name)
+    elsewhere = _offload(zero, findings)
     zero.settle()
     sharded = [make("shard-optimizer")] if stage else []
     compressed = _compressed(config, sharded=bool(sharded))
     needed = asked or compressed or ranks > 1
-    return [*([make("data-parallel", **options)] if needed else []), *sharded, *compressed]
+    return [*([make("data-parallel", **options)] if needed else []), *sharded, *elsewhere, *compressed]
 
 
 def _zero_section(config: Section, findings: Findings) -> Section:
@@ -178,14 +177,20 @@ def _zero_section(config: Section, findings: Findings) -> Section:
     return Section(Field(value, f"$.{name}"), known.ZERO, findings, auto=True)
 
 
-def _offload(zero: Section, findings: Findings, name: str) -> None:
-    """The sections of what waits on the host or a disk."""
-    section = Section(zero.field(name), known.OFFLOAD, findings, auto=True)
-    what = "optimizer state and its update stay" if name == "offload_optimizer" else "parameters stay"
-    if section["device"] != "none":
-        section.warn("device", f"{what} on the device; Offload and FitMemory move activations")
-    section.note("device", "is none, and nothing waits elsewhere")
-    section.settle()
+def _offload(zero: Section, findings: Findings) -> list[Pass]:
+    """What resides on the host or a disk."""
+    parameters = Section(zero.field("offload_param"), known.OFFLOAD, findings, auto=True)
+    if parameters["device"] != "none":
+        parameters.warn("device", "offload-state moves parameters of models on a CPU only: what=optimizer,parameters")
+    parameters.note("device", "is none, and nothing waits elsewhere")
+    parameters.settle()
+    state = Section(zero.field("offload_optimizer"), known.OFFLOAD, findings, auto=True)
+    device = state.use("device") if "device" in state else "none"
+    if zero["cpu_offload"]:
+        zero.use("cpu_offload")
+        device = "cpu" if device == "none" else device
+    state.settle()
+    return [] if device == "none" else [make("offload-state", tier="disk" if device == "nvme" else "host")]
 
 
 def _compressed(config: Section, *, sharded: bool) -> list[Pass]:

@@ -21,7 +21,7 @@ _LOADER = "the data loader is yours"
 _LOOKING = "graphopt memory, graphopt view and the log show what a step does"
 _STAGE3 = "it belongs to stage 3, and parameters stay whole on every rank"
 _BUCKETS = "parameters are gathered in the buckets of data-parallel"
-_STATE = "optimizer state and its update stay on the device"
+_STATE = "offload-state copies state in for its update, which stays on the device, as time and memory allow"
 _CHECKPOINTS = "graphopt.checkpoint saves and loads"
 _PARALLEL = "graphopt has data parallelism, and PartitionCheckpoints for a model that is parallel itself"
 _MODEL = "the model is taken as it is: change it before it is handed over"
@@ -75,7 +75,7 @@ AUTOCAST = {
 }
 OFFLOAD = {
     "device": Known(word("none", "cpu", "nvme"), "none"),
-    "nvme_path": Known(text, None, _STATE),
+    "nvme_path": Known(text, None, "the environment variable GRAPHOPT_DISK names the folder"),
     "buffer_count": Known(whole(), None, _STATE),
     "buffer_size": Known(whole(), None, _STATE),
     "max_in_cpu": Known(whole(), None, _STATE),
@@ -114,7 +114,7 @@ ZERO = {
     "round_robin_gradients": Known(truth, False, _STATE),
     "offload_optimizer": Known(mapping, {}),
     "offload_param": Known(mapping, {}),
-    "cpu_offload": Known(truth, False, _STATE),
+    "cpu_offload": Known(truth, False),
     "cpu_offload_param": Known(truth, False, _STAGE3),
     "cpu_offload_params": Known(truth, False, _STAGE3),
     "cpu_offload_use_pin_memory": Known(truth, False, _STATE),

@@ -328,7 +328,7 @@ class _Order:
         self._late = late
         names = dict.fromkeys(spec.target for _, spec in program.inputs_of("parameter"))
         number = {name: index for index, name in enumerate(names)}
-        self._number = {
+        self._number: dict[object, int] = {
             id(storage): number.get(spec.target.rsplit("/", 1)[0], len(number))
             for node, spec in program.inputs_of("parameter", "state")
             for storage in self._refers[node]

@@ -80,9 +80,16 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def state_to_move(
-    fitting: Fitting, memory: MemoryTimeline, seconds: Sequence[float], state: Mapping[fx.Node, str], budget: int, link: Link
-) -> StateAction:
+    fitting: Fitting,
+    memory: MemoryTimeline,
+    seconds: Sequence[float],
+    state: Mapping[fx.Node, str],
+    budget: int,
+    link: Link,
+) -> list[StateAction]:
     """How much state to move, so that what runs again and what copies are waited for take the least together.
+
+    The first is what is expected to be best; where no plan fits with it after all, the next ones move more.
 
     Args:
         fitting: plans for the program with all of the state elsewhere.
@@ -107,7 +114,8 @@ def state_to_move(
         if best is None or taken < best[0]:
             best = taken, share
     share = _SHARES if best is None else best[1]
-    return StateAction(frozenset(_largest(state, total * share // _SHARES).values()), link.tier)
+    names = [frozenset(_largest(state, total * more // _SHARES).values()) for more in range(share, _SHARES + 1)]
+    return [StateAction(chosen, link.tier) for chosen in dict.fromkeys(names)]
 
 
 def _largest(state: Mapping[fx.Node, str], least: int) -> dict[fx.Node, str]:
@@ -139,11 +147,16 @@ def move_created_state(program: Program, names: Collection[str], link: Link, cos
     program.graph, program.outputs = best.graph, best.outputs
 
 
-def swapped_line(program: Program, swapped: Swapped, tier: str) -> str:
-    """What resides elsewhere, for people."""
-    sizes = {spec.target: storage_bytes(value_of(node)) for node, spec in program.inputs_of("state", "parameter")}
-    moved = sum(sizes.get(name, 0) for name in swapped.inputs)
+def swapped_line(swapped: Swapped, nbytes: int, tier: str) -> str:
+    """What resides elsewhere, and what that costs, for people.
+
+    Args:
+        swapped: what was done.
+        nbytes: of all that resides there.
+        tier: where.
+    """
+    count = len(swapped.inputs) + len(swapped.created)
     return (
-        f"{format_bytes(moved)} in {len(swapped.inputs)} tensors reside on the {tier}, and are copied in "
+        f"{format_bytes(nbytes)} in {count} tensors reside on the {tier}, and are copied in "
         f"{swapped.visits} times a step; the computation waits {format_seconds(swapped.waited)} for copies (expected)"
     )

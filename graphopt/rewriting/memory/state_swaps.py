@@ -20,7 +20,17 @@ from graphopt.planning.swapping import Visit, VisitWindow, schedule_visits, seco
 from graphopt.rewriting.memory.recompute_plan import Again, recompute
 from graphopt.rewriting.progress import measuring
 
-__all__ = ["Link", "Swaps", "Swapped", "created_state", "elsewhere", "lift_swaps", "obstacle", "state_visits", "swap_state"]
+__all__ = [
+    "Link",
+    "Swapped",
+    "Swaps",
+    "created_state",
+    "elsewhere",
+    "lift_swaps",
+    "obstacle",
+    "state_visits",
+    "swap_state",
+]
 
 
 _LATENCY = 1e-4
@@ -109,7 +119,7 @@ def swap_state(
     windows = schedule_visits(seconds, level, visits, link.rate, link.ahead)
     waited = seconds_waited(seconds, visits, windows, link.rate)
     moved = _move_created(program, memory, link, origin, created)
-    _insert(program, memory.nodes, stays, windows, inputs, link, origin)
+    _Copies(program, [*memory.nodes, program.output_node], link, origin).insert(stays, windows, inputs)
     program.erase_dead()
     return Swapped(tuple(inputs.values()), tuple(moved), len(stays), waited)
 
@@ -218,49 +228,57 @@ def _touches(memory: MemoryTimeline, node: fx.Node, touching: Sequence[int]) -> 
     return touches, writes, joined
 
 
-def _insert(
-    program: Program,
-    nodes: Sequence[fx.Node],
-    stays: Sequence[_Stay],
-    windows: Sequence[VisitWindow],
-    names: Mapping[fx.Node, str],
-    link: Link,
-    origin: str,
-) -> None:
-    """Insert the copies, and let the calls of each visit read what was copied in."""
-    places = [*nodes, program.output_node]
-    inside: list[Again] = []
-    copies: list[fx.Node] = []
-    order = sorted(range(len(stays)), key=lambda index: windows[index].fetched)
-    device = {node: value_of(node).device for node in names}
-    for node in names:
-        if link.tier == "host" and device[node].type != "cpu":
-            _reside_on_host(program, node)
-    for index in order:
-        stay, window = stays[index], windows[index]
-        node, visit = stay.node, stay.visit
-        common: dict[str, Any] = {"phase": Phase.TRANSFER, "origin": f"{origin}: {names[node]}", "like": node}
-        first, last = nodes[visit.first], nodes[visit.last]
-        begun = program.insert(
-            swap.swap_in,
-            (node, link.tier, device[node]),
-            before=places[window.fetched],
-            hint=f"{node.name}_swap_in",
-            **common,
-        )
-        there = program.insert(swap.swap_in_wait, (begun, node), before=first, hint=f"{node.name}_in", **common)
-        inside.append(Again(node, first, f"{origin}: {names[node]}", there))
-        if visit.writes:
-            behind = program.insert(swap.swap_out, (node, there, link.tier), after=last, **common)
-            at = {"before": places[window.freed]}
-            awaited = program.insert(swap.swap_out_wait, (node, there), **at, **common)
-            copies += [behind, awaited]
-        copies += [begun, there]
-    meant = [(copy, copy.args) for copy in copies]
-    place = {node: index for index, node in enumerate(nodes)}
-    recompute(program, sorted(inside, key=lambda again: place[again.before]))
-    for copy, args in meant:  # copies are about the input itself, wherever its values are at the moment
-        copy.args = args
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """Inserts copies into a program.
+
+    Attributes:
+        program: rewritten in place.
+        places: the calls by their steps, and the output behind them.
+        link: the way to where the inputs reside.
+        origin: the pass that asks.
+    """
+
+    program: Program
+    places: Sequence[fx.Node]
+    link: Link
+    origin: str
+
+    def insert(self, stays: Sequence[_Stay], windows: Sequence[VisitWindow], names: Mapping[fx.Node, str]) -> None:
+        """Insert the copies, and let the calls of each visit read what was copied in."""
+        devices = {node: value_of(node).device for node in names}
+        for node in names:
+            if self.link.tier == "host" and devices[node].type != "cpu":
+                _reside_on_host(self.program, node)
+        inside: list[Again] = []
+        copies: list[fx.Node] = []
+        for index in sorted(range(len(stays)), key=lambda index: windows[index].fetched):
+            stay, window = stays[index], windows[index]
+            whose = f"{self.origin}: {names[stay.node]}"
+            there, made = self._visit(stay, window, devices[stay.node], whose)
+            inside.append(Again(stay.node, self.places[stay.visit.first], whose, there))
+            copies += made
+        meant = [(copy, copy.args) for copy in copies]
+        step = {node: index for index, node in enumerate(self.places)}
+        recompute(self.program, sorted(inside, key=lambda again: step[again.before]))
+        for copy, args in meant:  # copies are about the input itself, wherever its values are at the moment
+            copy.args = args
+
+    def _visit(
+        self, stay: _Stay, window: VisitWindow, device: torch.device, whose: str
+    ) -> tuple[fx.Node, list[fx.Node]]:
+        """The copies of one visit: what is there during it, and all calls that were inserted."""
+        node, visit, insert = stay.node, stay.visit, self.program.insert
+        common: dict[str, Any] = {"phase": Phase.TRANSFER, "origin": whose, "like": node}
+        begin, first, last = (self.places[step] for step in (window.fetched, visit.first, visit.last))
+        given = (node, self.link.tier, device)
+        begun = insert(swap.swap_in, given, before=begin, hint=f"{node.name}_swap_in", **common)
+        there = insert(swap.swap_in_wait, (begun, node), before=first, hint=f"{node.name}_in", **common)
+        if not visit.writes:
+            return there, [begun, there]
+        back = insert(swap.swap_out, (node, there, self.link.tier), after=last, **common)
+        awaited = insert(swap.swap_out_wait, (node, there), before=self.places[window.freed], **common)
+        return there, [begun, there, back, awaited]
 
 
 def _reside_on_host(program: Program, node: fx.Node) -> None:
@@ -280,7 +298,8 @@ def _move_created(
     for value, name in found:
         own = {id(storage) for storage in memory.refers[value]}
         touching = [
-            call for call in memory.nodes
+            call
+            for call in memory.nodes
             if any(own & {id(s) for s in memory.refers[source]} for source in [call, *call.all_input_nodes])
         ]
         common: dict[str, Any] = {"phase": Phase.TRANSFER, "origin": f"{origin}: {name}", "like": value}

@@ -14,7 +14,7 @@ from torch import fx
 from graphopt.ir.node import Phase, info
 from graphopt.ir.ops import schema
 
-__all__ = ["Place", "follow", "place_now", "place_of"]
+__all__ = ["Place", "follow", "place_now", "place_of", "reached"]
 
 _ASSIGNED = re.compile(r"\s*(\w+)\s*[:=]")
 
@@ -46,14 +46,35 @@ def follow(module: fx.GraphModule) -> None:
     Args:
         module: of a program, or of a part of one; compiled as it is (a compiler's own code is not followed).
     """
+    _lines[type(module).forward.__code__] = {number: _place(node) for number, node in _calls_by_line(module).items()}
+
+
+def _calls_by_line(module: fx.GraphModule) -> dict[int, fx.Node]:
+    """The calls of a module by the lines of its generated code."""
     nodes = {node.name: node for node in module.graph.nodes if node.op == "call_function"}
     found = {}
     for number, line in enumerate(module.code.splitlines(), start=1):
         assigned = _ASSIGNED.match(line)
         node = nodes.get(assigned[1]) if assigned else None
         if node is not None:
-            found[number] = _place(node)
-    _lines[type(module).forward.__code__] = found
+            found[number] = node
+    return found
+
+
+def reached(error: BaseException, module: fx.GraphModule, phase: Phase) -> bool | None:
+    """Whether a module's generated code had come to a call of a phase when it raised an error, or was interrupted.
+
+    Returns:
+        None where the error is from elsewhere.
+    """
+    line, trace = None, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code is type(module).forward.__code__:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    if line is None:
+        return None
+    return any(number <= line and info(node).phase is phase for number, node in _calls_by_line(module).items())
 
 
 def _place(node: fx.Node) -> Place:

@@ -19,6 +19,7 @@ from graphopt.passes import (
     DataParallel,
     MixedPrecision,
     Offload,
+    OffloadState,
     PartitionCheckpoints,
     Recompute,
     RecomputeEvenly,
@@ -121,6 +122,12 @@ SLOW = {"consecutive_hysteresis": True}
             DataParallel(bucket_mb=4e6 / 2**20), ShardOptimizer()
         ]),
         ({"zero_optimization": True}, [DataParallel(), ShardOptimizer()]),
+        ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "nvme"}}}, [
+            DataParallel(), OffloadState(tier="disk")
+        ]),
+        ({"zero_optimization": {"stage": 1, "cpu_offload": True}}, [
+            DataParallel(), ShardOptimizer(), OffloadState(tier="host")
+        ]),
     ],
     ids=str,
 )  # fmt: skip
@@ -137,8 +144,10 @@ def test_sections_become_passes(
     [
         ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage is not honoured: optimizer state is sharded"),
         ({"zero_optimization": {"stage": 3}}, "gradients and parameters are whole"),
-        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
-         "zero_optimization.offload_optimizer.device is not honoured: optimizer state and its update stay"),
+        ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}},
+         "zero_optimization.offload_param.device is not honoured: offload-state moves parameters of models on a CPU"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}},
+         "offload_optimizer.nvme_path is not honoured: the environment variable GRAPHOPT_DISK names the folder"),
         ({"zero_optimization": {"stage": 1}, "communication_data_type": "fp16"},
          "communication_data_type is not honoured: compress-gradients does not go together with shard-optimizer"),
         ({"fp16": {"enabled": True}}, "fp16.consecutive_hysteresis is not honoured: bad steps count in a row"),

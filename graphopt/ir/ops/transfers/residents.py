@@ -147,6 +147,14 @@ class Residents:
                 tensor.data = new.memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), 0)
                 found.blocks, new.memory = [new, old], None
 
+    def roll_back(self, tensors: list[torch.Tensor]) -> None:
+        """Forget what was written and does not count yet."""
+        for tensor in tensors:
+            found = self._find(tensor)
+            if found is not None and len(found.blocks) > 1:
+                found.outward.join()
+                found.written = False
+
     def _block(self, nbytes: int, file: PagedFile | None, device: torch.device) -> _Block:
         if file is not None:
             space, memory = file.block(nbytes, self._gone.append)
@@ -217,10 +225,6 @@ class Residents:
         found = self._find(at)
         if found is not None:
             self._engine.wait(found.outward, found.tier)
-
-    def unfinished(self, tensors: list[torch.Tensor]) -> int:
-        """How many of some tensors in a file that stays were written and do not count yet."""
-        return sum(found is not None and found.written for found in map(self._find, tensors))
 
     def _save(self, resident: _Resident, block: _Block, source: torch.Tensor) -> None:
         lane = self._engine.lane(source.device)
