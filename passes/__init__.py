@@ -27,6 +27,7 @@ from graphopt.passes.recompute import Recompute as Recompute
 from graphopt.passes.recompute_evenly import RecomputeEvenly as RecomputeEvenly
 from graphopt.passes.scale_loss import ScaleLoss as ScaleLoss
 from graphopt.passes.shard_optimizer import ShardOptimizer as ShardOptimizer
+from graphopt.passes.shard_parameters import ShardParameters as ShardParameters
 
 __all__ = [
     "AdaptiveLocalSGD",
@@ -51,4 +52,5 @@ __all__ = [
     "RecomputeEvenly",
     "ScaleLoss",
     "ShardOptimizer",
+    "ShardParameters",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
@@ -17,6 +17,8 @@ from graphopt.ir.ops.values import parse_bytes, storage_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning.offloading import Lanes
+from graphopt.rewriting.distributed.agreed_decision import decided_by_first_rank
+from graphopt.rewriting.distributed.sharded_parameters import sharded_inputs
 from graphopt.rewriting.memory.budget import (
     BudgetError,
     budget_bytes,
@@ -28,19 +30,29 @@ from graphopt.rewriting.memory.budget import (
 )
 from graphopt.rewriting.memory.early_updates import EarlyUpdates, early_updates
 from graphopt.rewriting.memory.fit import Fitting, FittingOptions
-from graphopt.rewriting.memory.named_plan import ACCUMULATION, shared_calls
+from graphopt.rewriting.memory.named_plan import ACCUMULATION, NamedPlan, shared_calls
 from graphopt.rewriting.memory.other_sizes import Searches, written_sizes
 from graphopt.rewriting.memory.planned import Planned, plan_of
 from graphopt.rewriting.memory.planning_problem import PlanningProblem
 from graphopt.rewriting.memory.state_action import (
     StateAction,
+    link_of,
     link_to,
     movable_state,
     move_created_state,
     state_to_move,
     swapped_line,
 )
-from graphopt.rewriting.memory.state_swaps import Swapped, Swaps, created_state, elsewhere, lift_swaps, swap_state
+from graphopt.rewriting.memory.state_swaps import (
+    Swapped,
+    Swaps,
+    created_state,
+    elsewhere,
+    lift_gathers,
+    lift_swaps,
+    nodes_of,
+    swap_state,
+)
 from graphopt.rewriting.memory.transfer_insertion import host_lanes
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 from graphopt.rewriting.progress import measuring, searching
@@ -111,7 +123,7 @@ class FitMemory(Pass):
     name: ClassVar[str] = "fit-memory"
     stage: ClassVar[PassStage] = "last"
     numerics: ClassVar[Numerics] = "bitwise"
-    after: ClassVar[tuple[str, ...]] = ("chunk-loss", "chunk", "fuse-update")
+    after: ClassVar[tuple[str, ...]] = ("chunk-loss", "chunk", "fuse-update", "shard-parameters")
     in_parts: ClassVar[bool] = True
     has_limit: ClassVar[bool] = True
 
@@ -148,35 +160,33 @@ class FitMemory(Pass):
         """See the class; rewrites the program that runs."""
         if any(info(node).origin.startswith(_ORIGIN) for node in program.phase_nodes(Phase.RECOMPUTE, Phase.FORWARD)):
             return Changed(reason="the program has been fitted already")
-        swaps = lift_swaps(program)
-        if swaps is not None:
-            return self._fit_around(program, swaps)
+        lifted = [found for found in (lift_swaps(program), lift_gathers(program)) if found is not None]
+        if lifted:
+            return self._fit_around(program, lifted)
         if "state" in self.allow and program.stage == "step":
             return self._fit_with_state(program)
         return self._fit(program)
 
-    def _fit_around(self, program: Program, swaps: Swaps) -> Changed:
+    def _fit_around(self, program: Program, lifted: Sequence[Swaps]) -> Changed:
         """Fit a program some of whose inputs reside elsewhere; each plan is one around their copies."""
-        with elsewhere(program, swaps.nodes(program)):
+        with elsewhere(program, nodes_of(program, lifted)):
             budget = program.context.room or self._bytes(program, program.memory(), None)
-        return self._fit_and_swap(program, swaps, budget)[0]
+        return self._fit_and_swap(program, lifted, budget)[0]
 
-    def _fit_and_swap(self, program: Program, swaps: Swaps, budget: int) -> tuple[Changed, Swapped]:
+    def _fit_and_swap(self, program: Program, lifted: Sequence[Swaps], budget: int) -> tuple[Changed, list[Swapped]]:
         """Fit a program with inputs elsewhere, and put in the copies of these.
 
         Where the device's allocator keeps freed blocks, it may reserve more with the copies than without: then they are
         not ahead, and then a plan is taken that leaves them room.
         """
-        link, target = link_to(program, self.cost, swaps.tier), budget
+        target = budget
         for _ in range(_ATTEMPTS):
             fitted = program.copy()
-            with elsewhere(fitted, swaps.nodes(fitted)):
+            with elsewhere(fitted, nodes_of(fitted, lifted)):
                 done = self._fit(fitted, target)
             for ahead in (None, 0):
                 trial = fitted.copy()
-                swapped = swap_state(
-                    trial, swaps.nodes(trial), replace(link, ahead=ahead), self.cost, origin=swaps.origin
-                )
+                swapped = self._swap(trial, lifted, ahead)
                 memory = trial.memory()
                 reserved = reserved_where_cached(trial, memory)
                 taken = memory.peak_bytes if reserved is None else reserved.reserved_peak_bytes
@@ -185,6 +195,16 @@ class FitMemory(Pass):
                     return done, swapped
             target -= taken - budget
         raise BudgetError(f"no plan fits into {budget} bytes with the copies of what resides elsewhere", budget)
+
+    def _swap(self, program: Program, lifted: Sequence[Swaps], ahead: int | None) -> list[Swapped]:
+        """Put in the copies of inputs that reside elsewhere."""
+        done = []
+        for number, swaps in enumerate(lifted):
+            nodes = swaps.nodes(program)
+            link = link_of(program, swaps, self.cost)
+            with elsewhere(program, nodes_of(program, lifted[number + 1 :])):
+                done.append(swap_state(program, nodes, replace(link, ahead=ahead), self.cost, origin=swaps.origin))
+        return done
 
     def _fit_with_state(self, program: Program) -> Changed:
         """Fit a program of whose optimizer state as much may reside elsewhere as pays."""
@@ -220,7 +240,7 @@ class FitMemory(Pass):
         if created:
             move_created_state(program, created, link, self.cost, origin=_STATE_ORIGIN)
         names = {node.name: name for node, name in chosen.nodes(program).items()}
-        done, swapped = self._fit_and_swap(program, Swaps(names, chosen.tier, _STATE_ORIGIN), budget)
+        done, (swapped,) = self._fit_and_swap(program, [Swaps(names, chosen.tier, _STATE_ORIGIN)], budget)
         moved = sum(storage_bytes(value_of(node)) for node in chosen.nodes(program))
         lines = (*done.lines, *([swapped_line(swapped, moved, link.tier)] if swapped.inputs else ()))
         counts = {**done.counts, "state elsewhere": len(swapped.inputs) + len(created)}
@@ -248,12 +268,32 @@ class FitMemory(Pass):
             return state_to_move(fitting, without, costs.seconds, largest_first, budget, link)
 
     def _fit(self, program: Program, share: int | None = None) -> Changed:
-        """Fit a program as it is.
+        """Fit a program as it is; where ranks keep shards of its parameters, as the first of them decides.
 
         Args:
             program: rewritten in place.
             share: the budget in bytes, where it is known already.
         """
+        if not sharded_inputs(program):
+            decision = self._decide(program, share)
+            also = () if decision.early is None else decision.early.lines
+            if decision.found is None:
+                moved = {"updates moved": len(decision.early.early)} if decision.early is not None else {}
+                return Changed(counts=moved, reason=decision.reason, lines=also)
+            return _done(program, decision.found, also)
+        told = decided_by_first_rank(program, lambda: self._decide(program.copy(), share).told)
+        memory = program.memory()
+        early = early_updates(program, memory, _ORIGIN) if told.moves_updates else None
+        if isinstance(early, EarlyUpdates):
+            program.graph = early.program.graph
+        if told.plan is None:
+            return Changed(counts={"updates moved": told.moves_updates}, reason=told.reason, lines=told.lines)
+        told.plan.apply(program, origin=_ORIGIN)
+        counts = {"run again": len(told.plan.again), "offloaded": len(told.plan.moves)}
+        return Changed(counts, reason="nothing that is run again makes the peak smaller", lines=told.lines)
+
+    def _decide(self, program: Program, share: int | None) -> _Decision:
+        """What is to be done to a program; its updates are moved already."""
         memory = program.memory()
         room = program.context.room
         plans, wanted = program.context.plans, tuple(sorted(program.context.sizes.items()))
@@ -264,13 +304,14 @@ class FitMemory(Pass):
         reason = within_already(memory, budget, reserved_where_cached(program, memory))
         if reason:
             sizes = written_sizes(program)
-            return Changed(reason=f"{reason}, up to {sizes}" if sizes else reason)
-        early = None if program.context.compiled else early_updates(program, memory, _ORIGIN)
-        if isinstance(early, EarlyUpdates):
+            return _Decision(reason=f"{reason}, up to {sizes}" if sizes else reason)
+        moved = None if program.context.compiled else early_updates(program, memory, _ORIGIN)
+        early = moved if isinstance(moved, EarlyUpdates) else None
+        if early is not None:
             program.graph = early.program.graph
             memory = program.memory()
             if room is None and within_already(memory, budget, reserved_where_cached(program, memory)):
-                return Changed(counts={"updates moved": len(early.early)}, lines=early.lines)
+                return _Decision(early=early)
         shared = room is not None
         searches = None if plans is None or not wanted else plans.setdefault((str(self), calls), Searches())
         found = None if carried is None else _carry(program, memory, carried, budget, shared=shared)
@@ -282,7 +323,7 @@ class FitMemory(Pass):
                 searches.add(found)
         if plans is not None:
             plans.setdefault(key, found)
-        return _done(program, found, early.lines if isinstance(early, EarlyUpdates) else ())
+        return _Decision(early=early, found=found)
 
     def _search(self, program: Program, memory: MemoryTimeline, budget: int, *, shared: bool) -> Planned:
         """Search for plans, and take the fastest one within the budget.
@@ -329,6 +370,38 @@ class FitMemory(Pass):
         room = self._room()
         profile = profile_of_cost(self.cost)
         return lambda planning: host_lanes(planning, room, rate=profile.host_bandwidth if profile else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A decision as plain data, for other ranks."""
+
+    reason: str
+    moves_updates: int
+    plan: NamedPlan | None
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """What is to be done to a program.
+
+    Attributes:
+        reason: why nothing is.
+        early: its updates, moved.
+        found: the plan.
+    """
+
+    reason: str = ""
+    early: EarlyUpdates | None = None
+    found: Planned | None = None
+
+    @property
+    def told(self) -> _Told:
+        """What other ranks need of it."""
+        lines = (*(self.found.lines if self.found else ()), *(self.early.lines if self.early else ()))
+        moved = len(self.early.early) if self.early else 0
+        return _Told(self.reason, moved, self.found.plan if self.found else None, lines)
 
 
 def _carry(program: Program, memory: MemoryTimeline, known: Planned, budget: int, *, shared: bool) -> Planned | None:

@@ -8,14 +8,17 @@ from typing import ClassVar, final
 
 import torch
 
-from graphopt.errors import GraphoptError
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.groups import Group, find_group
 from graphopt.ir.ops.values import format_bytes, storage_bytes
 from graphopt.ir.program import Program
-from graphopt.rewriting.distributed.all_reduce import final_gradients
-from graphopt.rewriting.distributed.remove_all_reduce import Reduction, agree_on_skipping, one_group, reductions
-from graphopt.rewriting.distributed.sharded_update import agree_on_norms, gather_parameters, scatter_gradients
+from graphopt.rewriting.distributed.remove_all_reduce import agree_on_skipping, reductions
+from graphopt.rewriting.distributed.sharded_update import (
+    agree_on_norms,
+    check_sharded_update,
+    gather_parameters,
+    scatter_gradients,
+)
 from graphopt.rewriting.pass_ import Changed, Numerics, PassStage
 from graphopt.rewriting.shards import Shards, shard_of
 from graphopt.rewriting.training_pass import TrainingPass
@@ -88,7 +91,7 @@ class ShardOptimizer(TrainingPass):
         if group.size == 1:
             return Changed(reason=f"the group {group.name!r} has one process")
         found = reductions(program)
-        self._check(program, found, group)
+        check_sharded_update(program, found, group, self.name)
         buckets = [[member.name for member in reduction.members] for reduction in found]
         sent = sum(storage_bytes(value_of(reduction.start)) for reduction in found)
         scatter_gradients(program, found, group, self.name)
@@ -96,30 +99,6 @@ class ShardOptimizer(TrainingPass):
         agree_on_skipping(program, group, self.name)
         gather_parameters(program, buckets, group, self.name)
         return _report(program, buckets, sent, group)
-
-    def _check(self, program: Program, found: Sequence[Reduction], group: Group) -> None:
-        if found and one_group(found, self.name).name != group.name:
-            raise GraphoptError(
-                f"gradients are exchanged over the group {found[0].group.name!r}, and the update is sharded over "
-                f"{group.name!r}: give data-parallel and shard-optimizer the same group="
-            )
-        exchanged = {member.name for reduction in found for member in reduction.members}
-        alone = [name for name in final_gradients(program) if name not in exchanged]
-        if alone:
-            raise GraphoptError(
-                f"the gradient of {alone[0]!r} is not exchanged, so that its update cannot be sharded: let "
-                "data-parallel exchange all gradients over one group, or leave shard-optimizer out"
-            )
-        whole = [m.name for r in found for m in r.members if not _has_shard(value_of(m.part).numel(), m.part.users)]
-        if whole:
-            raise GraphoptError(
-                f"the update of {whole[0]!r} in this program is that of all of its elements: give shard-optimizer to "
-                "optimize_step, which traces the optimizer for this rank's shards"
-            )
-
-
-def _has_shard(elements: int, readers: Mapping[torch.fx.Node, None]) -> bool:
-    return any(reader.target is aten.as_strided.default and reader.args[1] == [elements] for reader in readers)
 
 
 def _report(program: Program, buckets: Sequence[Sequence[str]], sent: int, group: Group) -> Changed:

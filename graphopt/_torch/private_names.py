@@ -76,7 +76,7 @@ TRACING = Feature(
         "torch": (
             "_C.DispatchKey.Autograd _C.DispatchKey.CompositeImplicitAutograd "
             "_C._dispatch_has_kernel_for_dispatch_key _C._get_mkldnn_enabled _C._set_mkldnn_enabled "
-            "_C.DisableTorchFunction "
+            "_C.DisableTorchFunction _C.DisableTorchFunctionSubclass "
             "_from_functional_tensor _library _sync ops.aten._linalg_check_errors.default "
             "ops.aten._to_copy.default"
         ),

@@ -93,9 +93,11 @@ def storages_of(
 def _input_storages(program: Program, end: int) -> dict[fx.Node, list[Storage]]:
     """The storages behind each input; they are alive throughout, and take nothing where they reside elsewhere."""
     refers: dict[fx.Node, list[Storage]] = {}
+    sharded = {state.source for state in program.pass_state.values() if state.shard is not None}
     for node, spec in zip(program.placeholders, program.inputs, strict=True):
         category, names = _INPUT_CATEGORY[spec.role], info(node).names
         away = schema.resides_elsewhere(node) or node.name in program.context.elsewhere
+        away = away or (spec.role == "parameter" and spec.target in sharded)
         refers[node] = [
             Storage(node, 0 if away else _size(tensor), category, -1, end, names, device_of(tensor))
             for tensor in tensors_of(value_of(node))

@@ -177,7 +177,7 @@ def _constant(field: Field) -> torch.Tensor:
 
 def read_pass_state(field: Field) -> PassState:
     """What a pass keeps, as ``PassState.to_json`` described it."""
-    parts = field.parts(("shape", "dtype", "device", "fill", "source", "follows", "saved", "local"))
+    parts = field.parts(("shape", "dtype", "device", "fill", "source", "follows", "saved", "local"), ("shard", "group"))
     try:
         fill = float(parts["fill"].text(longest=40))
     except ValueError:
@@ -191,7 +191,17 @@ def read_pass_state(field: Field) -> PassState:
         follows=parts["follows"].truth(),
         saved=parts["saved"].truth(),
         local=parts["local"].truth(),
+        shard=_shard(parts["shard"]) if "shard" in parts else None,
+        group=parts["group"].text() if "group" in parts else "",
     )
+
+
+def _shard(field: Field) -> tuple[int, int]:
+    """The first element of a part of a parameter, and how many they are."""
+    pair = [item.whole(0) for item in field.items(most=2)]
+    if len(pair) != 2:
+        raise field.expected("the first element and how many")
+    return pair[0], pair[1]
 
 
 class _Decoder:

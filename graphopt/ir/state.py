@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +26,9 @@ class PassState:
             from outside; the program renews it where it changes the parameter itself.
         saved: whether it belongs into checkpoints; False for what has a meaning only until the next run.
         local: whether it differs from rank to rank, so that each has to save its own.
+        shard: the first element and how many elements of ``source``, in the order of memory, it stands for: the
+            parameter itself has no memory then, and what is left of the tensor is zeros. None for other tensors.
+        group: the process group over which the parameter is divided.
     """
 
     shape: tuple[int, ...]
@@ -37,6 +39,8 @@ class PassState:
     follows: bool = False
     saved: bool = True
     local: bool = False
+    shard: tuple[int, int] | None = None
+    group: str = ""
 
     def create(self, source: torch.Tensor | None = None) -> torch.Tensor:
         """The tensor as it is before the first run.
@@ -49,6 +53,8 @@ class PassState:
         """
         if source is None:
             return torch.full(self.shape, self.fill, dtype=self.dtype, device=self.device)
+        if self.shard is not None:
+            return self._cut(source)
         if tuple(source.shape) != self.shape:
             raise GraphoptError(
                 f"pass state of shape {self.shape} cannot start as a copy of {self.source!r}, whose shape is "
@@ -56,8 +62,16 @@ class PassState:
             )
         return source.detach().to(device=self.device, dtype=self.dtype, copy=True)
 
+    def _cut(self, source: torch.Tensor) -> torch.Tensor:
+        """The part of a parameter that the tensor stands for."""
+        assert self.shard is not None
+        first, length = self.shard
+        found = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        found[:length].copy_(source.detach().as_strided([source.numel()], [1])[first : first + length])
+        return found
+
     def to_json(self) -> dict[str, Any]:
-        """Plain data; ``from_json`` reads it."""
+        """Plain data; ``graphopt.ir.deserialization`` reads it."""
         return {
             "shape": list(self.shape),
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -67,18 +81,5 @@ class PassState:
             "follows": self.follows,
             "saved": self.saved,
             "local": self.local,
+            **({"shard": list(self.shard), "group": self.group} if self.shard is not None else {}),
         }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> PassState:
-        """What ``to_json`` described."""
-        return cls(
-            shape=tuple(data["shape"]),
-            dtype=getattr(torch, data["dtype"]),
-            device=torch.device(data["device"]),
-            fill=float(data["fill"]),
-            source=data["source"],
-            follows=data["follows"],
-            saved=data["saved"],
-            local=data["local"],
-        )

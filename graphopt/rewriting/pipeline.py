@@ -57,6 +57,12 @@ class Pipeline:
     def __str__(self) -> str:
         return ",".join(str(p) for p in self.passes)
 
+    def alone(self, current: Pass) -> Pipeline:
+        """One of its passes as a pipeline; that the others which it needs are there was checked for all together."""
+        made = Pipeline()
+        made.passes = (current,)
+        return made
+
     def of(self, stage: PassStage) -> list[Pass]:
         """The passes that rewrite the program of one stage, in order.
 

@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -82,8 +83,9 @@ def save(
     write = _WRITERS[choice("format", format, tuple(_WRITERS))]
     keep = whole_number("keep", keep, least=1, of="checkpoints")
     parts, place_of_all = _parts(what), _folder(folder)
-    state = together(lambda: pack(_state_of_all(parts)), "the checkpoint cannot be made")
-    return write_checkpoint(place_of_all, keep, lambda into: write(into, state))
+    with _whole(parts):
+        state = together(lambda: pack(_state_of_all(parts)), "the checkpoint cannot be made")
+        return write_checkpoint(place_of_all, keep, lambda into: write(into, state))
 
 
 def load(folder: str | os.PathLike[str], what: TrainStep | Mapping[str, Any]) -> dict[str, Any]:
@@ -120,7 +122,18 @@ def load(folder: str | os.PathLike[str], what: TrainStep | Mapping[str, Any]) ->
     if is_lasting_folder(given):
         return _load(parts, [finished_step(given)])
     found = newest(given)
-    return together(lambda: _load(parts, _read(found)), f"{str(found)!r} cannot be loaded")
+    with _whole(parts):
+        return together(lambda: _load(parts, _read(found)), f"{str(found)!r} cannot be loaded")
+
+
+@contextlib.contextmanager
+def _whole(parts: Mapping[str, Any]) -> Iterator[None]:
+    """Let parameters of steps be whole that are in shards otherwise."""
+    with contextlib.ExitStack() as stack:
+        for part in parts.values():
+            if isinstance(part, TrainStep):
+                stack.enter_context(part.whole_parameters())
+        yield
 
 
 def _read(found: Path) -> list[Any]:

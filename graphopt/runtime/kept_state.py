@@ -19,6 +19,7 @@ from graphopt.rewriting.pipeline import Pipeline
 from graphopt.runtime.lasting_folder import LastingFolder
 from graphopt.runtime.packed_state import pack
 from graphopt.runtime.ranks.places import reached
+from graphopt.runtime.sharded_model import ShardedModel
 from graphopt.runtime.state_dict import place
 from graphopt.runtime.state_store import StateStore
 from graphopt.runtime.step_progress import StepProgress
@@ -48,6 +49,9 @@ class KeptState:
         store: what passes keep.
         progress: how far training is.
         pipeline: the passes.
+
+    Attributes:
+        sharded: the parameters of which each rank keeps a shard.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class KeptState:
         self._optimizer = optimizer
         self._store = store
         self._progress = progress
+        self.sharded = ShardedModel(model, store)
         self._wanted = next((found for each in pipeline.training if (found := each.lasting_folder())), "")
         self._lasting: LastingFolder | None = None
         self._cut_short = False
@@ -69,10 +74,11 @@ class KeptState:
 
     # --- where tensors are -------------------------------------------------------------------------------------------
 
-    def settle(self, wanted: Sequence[tuple[InputSpec, Tier]], version: Hashable) -> None:
+    def settle(self, program: Program, wanted: Sequence[tuple[InputSpec, Tier]], version: Hashable) -> None:
         """Move what is not where a program expects it.
 
         Args:
+            program: that runs next.
             wanted: of ``resident_inputs``.
             version: of model and optimizer; for the same one nothing was replaced. None looks in any case.
 
@@ -80,6 +86,8 @@ class KeptState:
             GraphoptError: where there is no room, or the folder cannot be used.
         """
         lasting = self._folder()
+        if any(state.shard is not None for state in program.pass_state.values()):
+            self.sharded.take(program.pass_state)
         if not wanted or (version is not None and self._settled == (id(wanted), version)):
             return
         with torch.no_grad():

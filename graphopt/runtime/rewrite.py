@@ -142,7 +142,7 @@ class Rewritten:
     def finish(self, program: Program) -> None:
         """Run the passes of the stage ``last`` on a variant of the joint program that runs without an update."""
         for current in self.pipeline.of("last"):
-            Pipeline([current]).run(program, verify=self.verify)
+            self.pipeline.alone(current).run(program, verify=self.verify)
 
     def retrace(self) -> None:
         """Trace the optimizer again, after its settings changed."""

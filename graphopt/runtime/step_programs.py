@@ -93,7 +93,7 @@ class StepPrograms:
             captured.settings = settings(self._optimizer)
             captured.looked_at = None
         compiled = self._compiled(captured, self._due(captured, version))
-        self.kept.settle(compiled.elsewhere, version)
+        self.kept.settle(compiled.program, compiled.elsewhere, version)
         return compiled
 
     def evaluation(self, captured: CapturedStep, batch: list[torch.Tensor]) -> Evaluate:

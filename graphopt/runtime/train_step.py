@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ class TrainStep:
         if not torch.is_grad_enabled():
             return self._loss_alone(args, kwargs)
         self._leftovers.before(self._model)
-        with CAPTURE_LOCK:
+        with CAPTURE_LOCK, self._programs.kept.sharded.described():
             captured, batch = self._programs.find(args, kwargs)
             self._foreign.refuse(self._runner.changes)
             version = self._programs.version()
@@ -139,12 +139,27 @@ class TrainStep:
 
     def _loss_alone(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         check_call(self._model, self._loss or True, args, kwargs)
-        return call_loss(self._model, self._loss or True, args, kwargs).detach()
+        with self.whole_parameters():
+            return call_loss(self._model, self._loss or True, args, kwargs).detach()
+
+    @contextlib.contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """Parameters of which each rank keeps a shard (``ShardParameters``) are whole inside, on every rank.
+
+        All ranks have to enter it. What is changed inside is kept. Without such parameters nothing happens.
+
+        Example:
+            >>> step = graphopt.optimize_step(model, optimizer, loss=loss)
+            >>> with step.whole_parameters():
+            ...     state = model.state_dict()
+        """
+        with self._programs.kept.sharded.whole():
+            yield
 
     @public
     def prepare(self, *args: Any, **kwargs: Any) -> TrainStep:
         """Capture and compile for a batch like this one without running; returns the step itself."""
-        with CAPTURE_LOCK:
+        with CAPTURE_LOCK, self._programs.kept.sharded.described():
             self._programs.variant(self._programs.find(args, kwargs)[0])
         return self
 

@@ -27,12 +27,13 @@ from graphopt.ir.ops import schema
 from graphopt.ir.ops.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, WAIT
 from graphopt.ir.ops.groups import Group
 from graphopt.ir.program import Program
+from graphopt.rewriting.distributed.all_reduce import final_gradients
 from graphopt.rewriting.distributed.flat_exchange import flat, read_parts, start_exchange
 from graphopt.rewriting.distributed.parameter_average import behind_update
-from graphopt.rewriting.distributed.remove_all_reduce import Member, Reduction
+from graphopt.rewriting.distributed.remove_all_reduce import Member, Reduction, one_group
 from graphopt.rewriting.shards import piece_of, shard_of
 
-__all__ = ["agree_on_norms", "gather_parameters", "scatter_gradients"]
+__all__ = ["agree_on_norms", "check_sharded_update", "gather_parameters", "scatter_gradients"]
 
 aten = torch.ops.aten
 
@@ -62,6 +63,42 @@ class _Inserter:
         """A flat tensor, filled up with zeros to so many elements."""
         missing = elements - value_of(node).numel()
         return self.call(aten.constant_pad_nd.default, (node, [0, missing]), before) if missing else node
+
+
+def check_sharded_update(program: Program, found: Sequence[Reduction], group: Group, origin: str) -> None:
+    """Refuse a program whose update cannot be one of shards.
+
+    Args:
+        program: of stage step.
+        found: the all-reduces of its gradients.
+        group: over which the update is to be sharded.
+        origin: the pass that asks.
+
+    Raises:
+        GraphoptError: saying what does not fit.
+    """
+    if found and one_group(found, origin).name != group.name:
+        raise GraphoptError(
+            f"gradients are exchanged over the group {found[0].group.name!r}, and the update is sharded over "
+            f"{group.name!r}: give data-parallel and {origin} the same group="
+        )
+    exchanged = {member.name for reduction in found for member in reduction.members}
+    alone = [name for name in final_gradients(program) if name not in exchanged]
+    if alone:
+        raise GraphoptError(
+            f"the gradient of {alone[0]!r} is not exchanged, so that its update cannot be sharded: let "
+            f"data-parallel exchange all gradients over one group, or leave {origin} out"
+        )
+    whole = [m.name for r in found for m in r.members if not _has_shard(value_of(m.part).numel(), m.part.users)]
+    if whole:
+        raise GraphoptError(
+            f"the update of {whole[0]!r} in this program is that of all of its elements: give {origin} to "
+            "optimize_step, which traces the optimizer for this rank's shards"
+        )
+
+
+def _has_shard(elements: int, readers: Mapping[fx.Node, None]) -> bool:
+    return any(reader.target is aten.as_strided.default and reader.args[1] == [elements] for reader in readers)
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
@@ -150,11 +187,9 @@ def _redirect(insert: _Inserter, member: Member, mine: fx.Node) -> None:
             reader.replace_input_with(member.part, mine)
             continue
         for taken in list(reader.users):
-            length = value_of(taken).numel()
-            if length != value_of(mine).numel():
-                taken.replace_all_uses_with(insert.call(aten.slice.Tensor, (mine, 0, 0, length), taken))
-            else:
-                taken.replace_all_uses_with(mine)
+            # a view on every rank, also where nothing fills the shard up: programs have the same calls everywhere
+            given = (mine, 0, 0, value_of(taken).numel())
+            taken.replace_all_uses_with(insert.call(aten.slice.Tensor, given, taken))
             insert.program.graph.erase_node(taken)
         insert.program.graph.erase_node(reader)
 

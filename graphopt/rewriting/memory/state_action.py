@@ -12,15 +12,17 @@ from graphopt.analysis.costs.cost import link_bandwidth, profile_of_cost
 from graphopt.ir.gradients import update_calls
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
+from graphopt.ir.ops.groups import Group, find_group, talking
 from graphopt.ir.ops.values import format_bytes, format_seconds, storage_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning.swapping import schedule_visits, seconds_waited
+from graphopt.rewriting.distributed.prediction.measured_link import measure_link
 from graphopt.rewriting.memory.early_updates import ordered_updates
 from graphopt.rewriting.memory.fit import Fitting
-from graphopt.rewriting.memory.state_swaps import Link, Swapped, obstacle, state_visits, swap_state
+from graphopt.rewriting.memory.state_swaps import RANKS, Link, Swapped, Swaps, obstacle, state_visits, swap_state
 
-__all__ = ["StateAction", "link_to", "movable_state", "state_to_move", "swapped_line"]
+__all__ = ["StateAction", "gather_link", "link_of", "link_to", "movable_state", "state_to_move", "swapped_line"]
 
 _LEAST = 65_536
 """Bytes below which state stays: a copy takes longer than its bytes are worth."""
@@ -73,6 +75,25 @@ def link_to(program: Program, cost: str, tier: str = "") -> Link:
     if profile is not None:
         return Link(tier, profile.host_bandwidth)
     return Link(tier, min((link_bandwidth(device, tier) for device in devices), default=1.0))  # type: ignore[arg-type]
+
+
+def gather_link(program: Program, group: Group) -> Link:
+    """The way of shards from the other ranks, measured once by all of them together; the same figure on every rank."""
+    key = f"gathers over {group.name}/bytes per second"
+    numbers = program.context.numbers
+    if key not in numbers:
+        device = next(value_of(node).device for node, _ in program.inputs_of("parameter") if _is_tensor(node))
+        with talking():
+            numbers[key] = measure_link(group, device).bandwidth
+    return Link(RANKS, numbers[key] * group.size / max(group.size - 1, 1))
+
+
+def link_of(program: Program, swaps: Swaps, cost: str) -> Link:
+    """The way of copies that were taken out of a program."""
+    if swaps.tier != RANKS:
+        return link_to(program, cost, swaps.tier)
+    group = next(state.group for state in program.pass_state.values() if state.shard is not None)
+    return gather_link(program, find_group(group))
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -13,25 +13,35 @@ from torch import fx
 from graphopt.analysis.costs.cost import costs_of
 from graphopt.ir.node import Phase, info, set_value, value_of
 from graphopt.ir.ops import schema, swap
+from graphopt.ir.ops.collectives import ALL_GATHER, WAIT
+from graphopt.ir.ops.groups import find_group
 from graphopt.ir.ops.values import is_dense, storage_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning.swapping import Visit, VisitWindow, schedule_visits, seconds_waited
+from graphopt.rewriting.distributed.agreed_decision import decided_by_first_rank
+from graphopt.rewriting.distributed.sharded_parameters import SHARDS, sharded_inputs
 from graphopt.rewriting.memory.recompute_plan import Again, recompute
 from graphopt.rewriting.progress import measuring
 
 __all__ = [
+    "RANKS",
     "Link",
     "Swapped",
     "Swaps",
     "created_state",
     "elsewhere",
+    "lift_gathers",
     "lift_swaps",
+    "nodes_of",
     "obstacle",
     "state_visits",
     "swap_state",
 ]
 
+
+RANKS = "ranks"
+"""The tier of parameters of which each rank keeps a shard."""
 
 _LATENCY = 1e-4
 """Seconds that a copy takes at least, beside its bytes: threads hand it over."""
@@ -42,7 +52,7 @@ class Link:
     """The way between a device and where tensors reside.
 
     Attributes:
-        tier: ``host`` or ``disk``.
+        tier: ``host``, ``disk``, or ``ranks`` for parameters that are gathered from the shards of all ranks.
         rate: bytes per second, each way.
         ahead: how many copies ahead each one starts; None for as many as time and memory allow.
     """
@@ -50,6 +60,11 @@ class Link:
     tier: str
     rate: float
     ahead: int | None = None
+
+    @property
+    def phase(self) -> Phase:
+        """That of the copies."""
+        return Phase.SYNC if self.tier == RANKS else Phase.TRANSFER
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,24 +126,44 @@ def swap_state(
     """
     with elsewhere(program, inputs):
         memory = program.memory()
+    if link.tier == RANKS:
+        decided = decided_by_first_rank(program, lambda: _decided(memory, inputs, link, cost))
+    else:
+        decided = _decided(memory, inputs, link, cost)
+    nodes = list(inputs)
+    stays = [_Stay(nodes[number], visit) for number, visit in decided.visits]
+    moved = _move_created(program, memory, link, origin, created)
+    _Copies(program, [*memory.nodes, program.output_node], link, origin).insert(stays, decided.windows, inputs)
+    program.erase_dead()
+    return Swapped(tuple(inputs.values()), tuple(moved), len(stays), decided.waited)
+
+
+@dataclass(frozen=True, slots=True)
+class _Decided:
+    """When inputs are copied in: the number of the input and the visit, and when each takes memory."""
+
+    visits: list[tuple[int, Visit]]
+    windows: list[VisitWindow]
+    waited: float
+
+
+def _decided(memory: MemoryTimeline, inputs: Iterable[fx.Node], link: Link, cost: str) -> _Decided:
     with measuring() as measured:
         seconds = costs_of(memory, cost, progress=measured).seconds
     level = list(memory.bytes)
-    stays = _all_stays(memory, inputs, seconds, level, link)
+    number = {node: index for index, node in enumerate(inputs)}
+    stays = _all_stays(memory, number, seconds, level, link)
     visits = [stay.visit for stay in stays]
     windows = schedule_visits(seconds, level, visits, link.rate, link.ahead)
     waited = seconds_waited(seconds, visits, windows, link.rate)
-    moved = _move_created(program, memory, link, origin, created)
-    _Copies(program, [*memory.nodes, program.output_node], link, origin).insert(stays, windows, inputs)
-    program.erase_dead()
-    return Swapped(tuple(inputs.values()), tuple(moved), len(stays), waited)
+    return _Decided([(number[stay.node], stay.visit) for stay in stays], windows, waited)
 
 
 @contextlib.contextmanager
 def elsewhere(program: Program, inputs: Iterable[fx.Node]) -> Iterator[None]:
     """Count the bytes of inputs only during the calls that touch them."""
     was = program.context
-    program.context = replace(was, elsewhere=frozenset(node.name for node in inputs))
+    program.context = replace(was, elsewhere=was.elsewhere.union(node.name for node in inputs))
     try:
         yield
     finally:
@@ -269,8 +304,10 @@ class _Copies:
     ) -> tuple[fx.Node, list[fx.Node]]:
         """The copies of one visit: what is there during it, and all calls that were inserted."""
         node, visit, insert = stay.node, stay.visit, self.program.insert
-        common: dict[str, Any] = {"phase": Phase.TRANSFER, "origin": whose, "like": node}
+        common: dict[str, Any] = {"phase": self.link.phase, "origin": whose, "like": node}
         begin, first, last = (self.places[step] for step in (window.fetched, visit.first, visit.last))
+        if self.link.tier == RANKS:
+            return self._gathered(node, begin, first, common), []
         given = (node, self.link.tier, device)
         begun = insert(swap.swap_in, given, before=begin, hint=f"{node.name}_swap_in", **common)
         there = insert(swap.swap_in_wait, (begun, node), before=first, hint=f"{node.name}_in", **common)
@@ -279,6 +316,17 @@ class _Copies:
         back = insert(swap.swap_out, (node, there, self.link.tier), after=last, **common)
         awaited = insert(swap.swap_out_wait, (node, there), before=self.places[window.freed], **common)
         return there, [begun, there, back, awaited]
+
+    def _gathered(self, node: fx.Node, begin: fx.Node, first: fx.Node, common: dict[str, Any]) -> fx.Node:
+        """A parameter that is gathered from the shards of all ranks."""
+        name, shard = sharded_inputs(self.program)[node]
+        group = find_group(self.program.pass_state[f"{SHARDS}{name}"].group)
+        value, insert = value_of(node), self.program.insert
+        given = (shard, group.size, group.name)
+        begun = insert(ALL_GATHER, given, before=begin, hint=f"{node.name}_gather", **common)
+        done = insert(WAIT, (begun,), before=first, hint=f"{node.name}_gathered", **common)
+        layout = (done, list(value.shape), list(value.stride()), 0)
+        return insert(torch.ops.aten.as_strided.default, layout, before=first, hint=f"{node.name}_whole", **common)
 
 
 def _reside_on_host(program: Program, node: fx.Node) -> None:
@@ -332,6 +380,11 @@ class Swaps:
         return {node: self.inputs[node.name] for node in program.placeholders if node.name in self.inputs}
 
 
+def nodes_of(program: Program, lifted: Iterable[Swaps]) -> list[fx.Node]:
+    """The inputs of a program whose copies were taken out."""
+    return [node for swaps in lifted for node in swaps.nodes(program)]
+
+
 def lift_swaps(program: Program) -> Swaps | None:
     """Take the copies of inputs out of a program, so that its calls read and write the inputs; None without any."""
     found: dict[str, str] = {}
@@ -347,3 +400,20 @@ def lift_swaps(program: Program) -> Swaps | None:
         elif node.target in (swap.swap_out, swap.swap_out_wait):
             program.graph.erase_node(node)
     return Swaps(found, tier, origin) if found else None
+
+
+def lift_gathers(program: Program) -> Swaps | None:
+    """Take the gathers of parameters out of a program, so that its calls read the parameters; None without any."""
+    nodes = {name: node for node, (name, _) in sharded_inputs(program).items()}
+    found: dict[str, str] = {}
+    origin = ""
+    for whole in list(program.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)):
+        who, _, name = info(whole).origin.partition(": ")
+        done = whole.args[0]
+        if name in nodes and isinstance(done, fx.Node) and done.target is WAIT and info(whole).phase is Phase.SYNC:
+            (begun,) = done.all_input_nodes
+            found[nodes[name].name], origin = name, who
+            whole.replace_all_uses_with(nodes[name])
+            for node in (whole, done, begun):
+                program.graph.erase_node(node)
+    return Swaps(found, RANKS, origin) if found else None

@@ -1,0 +1,162 @@
+"""Each rank keeps its share of every parameter, of its gradient and of the optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from torch import fx
+
+from graphopt.analysis.costs.cost import check_cost
+from graphopt.errors import GraphoptError
+from graphopt.ir.node import Phase, info, value_of
+from graphopt.ir.ops.groups import Group, find_group
+from graphopt.ir.ops.values import format_bytes, format_seconds, storage_bytes
+from graphopt.ir.program import Program
+from graphopt.rewriting.distributed.remove_all_reduce import agree_on_skipping, reductions
+from graphopt.rewriting.distributed.sharded_parameters import (
+    cast_where_read,
+    keep_shards,
+    sharded_inputs,
+    to_shard,
+    update_shards,
+)
+from graphopt.rewriting.distributed.sharded_update import (
+    agree_on_norms,
+    check_sharded_update,
+    gather_parameters,
+    scatter_gradients,
+)
+from graphopt.rewriting.memory.state_action import gather_link
+from graphopt.rewriting.memory.state_swaps import Swapped, swap_state
+from graphopt.rewriting.pass_ import Changed, Numerics, PassStage
+from graphopt.rewriting.shards import Shards, shard_of
+from graphopt.rewriting.training_pass import TrainingPass
+
+__all__ = ["ShardParameters"]
+
+
+@final
+@dataclass(frozen=True)
+class ShardParameters(TrainingPass):
+    """Divide parameters, gradients and the optimizer's state by the number of ranks, and gather parameters when read.
+
+    Stage 3 of ZeRO. As with ``ShardOptimizer``, each of N ranks gets its shard of the mean gradients, keeps the
+    optimizer's state for an Nth of every parameter and updates that. Here it keeps no more than that Nth of the
+    parameters either: in front of the calls of forward and backward that read one, it is gathered from all ranks, and
+    behind them its memory is free again. Gathers run beside the computation, as many ahead as time and memory allow;
+    a parameter stays between two calls where gathering it again would take longer, unless that raises the peak.
+    ``FitMemory`` plans what runs again around the gathers. All ranks take the same decisions. Parameters smaller than
+    ``min_bytes`` stay whole.
+
+    Parameters are the same objects as before, and without memory between steps: whoever reads one then gets an error
+    with its name. ``with step.whole_parameters():`` makes them whole on every rank, for evaluation, saving and export,
+    and takes over what was changed; ``step.evaluate`` and ``graphopt.checkpoint`` do that by themselves, so all ranks
+    have to call them. Results are those of ``ShardOptimizer``, to the last bit.
+
+    Rajbhandari, Rasley, Ruwase and He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020
+    (arXiv 1910.02054).
+
+    Args:
+        group: name of the process group, that of ``DataParallel``; empty for the default group.
+        min_bytes: parameters with fewer bytes stay whole on every rank.
+        cost: where seconds of calls come from, as for ``FitMemory``.
+
+    Raises:
+        GraphoptError: as for ``ShardOptimizer``; where the update reads whole parameters; in a drop-in model.
+
+    Example:
+        >>> str(graphopt.Pipeline([ShardParameters(), DataParallel()]))
+        'data-parallel,shard-parameters'
+    """
+
+    name: ClassVar[str] = "shard-parameters"
+    stage: ClassVar[PassStage] = "step"
+    also: ClassVar[tuple[PassStage, ...]] = ("last",)
+    numerics: ClassVar[Numerics] = "changes"
+    changes_signature: ClassVar[bool] = True
+    after: ClassVar[tuple[str, ...]] = ("data-parallel", "mixed-precision", "scale-loss", "clip-gradients")
+    requires: ClassVar[tuple[str, ...]] = ("data-parallel",)
+    conflicts: ClassVar[tuple[str, ...]] = (
+        "shard-optimizer",
+        "local-sgd",
+        "adaptive-local-sgd",
+        "deep-gradient-compression",
+        "compress-gradients",
+    )
+
+    group: str = ""
+    min_bytes: int = 65_536
+    cost: str = "measured"
+
+    def __post_init__(self) -> None:
+        if self.min_bytes < 0:
+            raise GraphoptError(f"min_bytes is a number of bytes of at least 0, got {self.min_bytes}")
+        check_cost(self.cost)
+
+    def shards(self, sizes: Mapping[str, int]) -> Shards | None:
+        """An Nth of every parameter, one rank after the other."""
+        group = find_group(self.group)
+        if group.size == 1:
+            return None
+        return {name: shard_of(elements, group.rank, group.size) for name, elements in sizes.items()}
+
+    def concerns(self, program: Program) -> bool:
+        """A step program once, and the program of a batch that is accumulated."""
+        return not sharded_inputs(program) and (program.stage == "step" or not program.inputs_of("tangent"))
+
+    def apply(self, program: Program) -> Changed:
+        """See the class; rewrites a step program, or one that accumulates gradients."""
+        group = find_group(self.group)
+        if group.size == 1:
+            return Changed(reason=f"the group {group.name!r} has one process")
+        if sharded_inputs(program):
+            return Changed(reason="the parameters of this program are sharded already")
+        parameters = to_shard(program, self.min_bytes)
+        buckets = self._shard_update(program, parameters, group) if program.stage == "step" else 0
+        if not parameters:
+            return Changed(
+                counts={"buckets scattered": buckets},
+                reason=f"no parameter has {self.min_bytes} bytes",
+                lines=(f"no parameter has {self.min_bytes} bytes, and all stay whole",),
+            )
+        cast_where_read(program, parameters, self.name)
+        shards = keep_shards(program, parameters, group)
+        if program.stage == "step":
+            update_shards(program, parameters, shards)
+        inputs = {node: name for name, node in parameters.items() if node.users}
+        swapped = swap_state(program, inputs, gather_link(program, group), self.cost, origin=self.name)
+        return self._report(program, parameters, swapped, buckets, group)
+
+    def _shard_update(self, program: Program, parameters: Mapping[str, fx.Node], group: Group) -> int:
+        """Scatter gradients, update shards, and gather what stays whole behind the update; how many buckets."""
+        found = reductions(program)
+        check_sharded_update(program, found, group, self.name)
+        buckets = [[member.name for member in reduction.members] for reduction in found]
+        scatter_gradients(program, found, group, self.name)
+        agree_on_norms(program, group, self.name)
+        agree_on_skipping(program, group, self.name)
+        whole = [[name for name in names if name not in parameters] for names in buckets]
+        gather_parameters(program, [names for names in whole if names], group, self.name)
+        return len(buckets)
+
+    def _report(
+        self, program: Program, parameters: Mapping[str, fx.Node], swapped: Swapped, buckets: int, group: Group
+    ) -> Changed:
+        total = sum(storage_bytes(value_of(node)) for node in parameters.values())
+        sent = sum(
+            storage_bytes(value_of(node))
+            for node in program.phase_nodes(Phase.SYNC)
+            if info(node).origin.startswith(f"{self.name}: ") and "all_gather" in str(node.target)
+        )
+        memory = (
+            f"each of the {group.size} ranks of {group.name!r} keeps its shard of {len(parameters)} parameters, "
+            f"{format_bytes(-(-total // group.size))} of {format_bytes(total)}, and of their optimizer state"
+        )
+        traffic = (
+            f"{swapped.visits} gathers of {format_bytes(sent)} in all for each batch; the computation waits "
+            f"{format_seconds(swapped.waited)} for them (expected)"
+        )
+        counts = {"parameters sharded": len(parameters), "gathers": swapped.visits, "buckets scattered": buckets}
+        return Changed(counts, tensors=tuple(parameters), lines=(memory, traffic))
