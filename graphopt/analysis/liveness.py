@@ -18,12 +18,13 @@ from graphopt.analysis.device_timelines import alive_bytes, device_of, split_by_
 from graphopt.analysis.workspace import Usage, measured_usage
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
+from graphopt.ir.ops.collectives import workspace_bytes
 from graphopt.ir.ops.values import storage_bytes, tensors_of
 from graphopt.ir.program import Program
 from graphopt.ir.reuse import reused_operands
 from graphopt.ir.timeline import MemoryTimeline, Storage
 
-__all__ = ["simulate", "storages_of"]
+__all__ = ["bytes_of_copy", "simulate", "storages_of"]
 
 _BLOCK = {"cuda": 512}
 """Allocation granularity in bytes, by device type; the CPU allocator is exact."""
@@ -221,11 +222,38 @@ def _copied_in(
 ) -> Iterator[tuple[int, int]]:
     """The positions of calls that touch inputs which reside elsewhere, and the bytes that are copied in for each."""
     away = [node for node in program.placeholders if node.name in program.context.elsewhere]
-    sizes = {id(s): _size(t) for node in away for s, t in zip(refers[node], tensors_of(value_of(node)), strict=True)}
+    sizes = {id(s): bytes_of_copy(program, node) for node in away for s in refers[node]}
     for position, node in enumerate(calls if sizes else ()):
         touched = {id(storage) for source in node.all_input_nodes for storage in refers.get(source, ())}
         if not schema.is_view(node) and not touched.isdisjoint(sizes):
             yield position, sum(sizes[key] for key in touched & sizes.keys())
+
+
+def bytes_of_copy(program: Program, node: fx.Node) -> int:
+    """Bytes that an input which resides elsewhere takes while it is copied in.
+
+    A parameter that is gathered from shards takes what fills them up and, on a CPU, as much again: gloo gathers into a
+    buffer of its own.
+    """
+    value = value_of(node)
+    shapes = {state.source: state.shape for state in program.pass_state.values() if state.shard is not None}
+    specs = zip(program.placeholders, program.inputs, strict=True) if shapes else ()
+    name = next((spec.target for other, spec in specs if other is node), "")
+    if name not in shapes:
+        return _size(value)
+    (piece,) = shapes[name]
+    gathered = int(-(-value.numel() // piece) * piece * value.element_size())
+    return gathered * (2 if _torch.device_kind(value) == "cpu" else 1)
+
+
+def _gathering(calls: Sequence[fx.Node]) -> Iterator[tuple[int, int]]:
+    """The positions behind the start of a gather up to where it is waited for, and the bytes of gloo's buffer there."""
+    position = {node: index for index, node in enumerate(calls)}
+    for start, node in enumerate(calls):
+        size = workspace_bytes(node)
+        waits = [position[user] for user in node.users if user in position] if size else []
+        for step in range(start + 1, max(waits, default=start) + 1):
+            yield step, size
 
 
 def simulate(
@@ -255,7 +283,7 @@ def _simulate(program: Program, measure: bool, forward_in_place: bool) -> Memory
     storages, refers = storages_of(program, forward_in_place=forward_in_place)
     _correct(storages, usage)
     temporaries = [item.temporary for item in usage]
-    for position, size in _copied_in(program, calls, refers):
+    for position, size in (*_copied_in(program, calls, refers), *_gathering(calls)):
         temporaries[position] += size
     alive, resident = alive_bytes(storages, temporaries)
     device = program.context.device

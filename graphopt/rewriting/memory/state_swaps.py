@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from graphopt.analysis.costs.cost import costs_of
+from graphopt.analysis.liveness import bytes_of_copy
 from graphopt.ir.node import Phase, info, set_value, value_of
 from graphopt.ir.ops import schema, swap
 from graphopt.ir.ops.collectives import ALL_GATHER, WAIT
@@ -126,10 +127,11 @@ def swap_state(
     """
     with elsewhere(program, inputs):
         memory = program.memory()
+    sizes = {node: bytes_of_copy(program, node) for node in inputs}
     if link.tier == RANKS:
-        decided = decided_by_first_rank(program, lambda: _decided(memory, inputs, link, cost))
+        decided = decided_by_first_rank(program, lambda: _decided(memory, sizes, link, cost))
     else:
-        decided = _decided(memory, inputs, link, cost)
+        decided = _decided(memory, sizes, link, cost)
     nodes = list(inputs)
     stays = [_Stay(nodes[number], visit) for number, visit in decided.visits]
     moved = _move_created(program, memory, link, origin, created)
@@ -147,12 +149,12 @@ class _Decided:
     waited: float
 
 
-def _decided(memory: MemoryTimeline, inputs: Iterable[fx.Node], link: Link, cost: str) -> _Decided:
+def _decided(memory: MemoryTimeline, sizes: Mapping[fx.Node, int], link: Link, cost: str) -> _Decided:
     with measuring() as measured:
         seconds = costs_of(memory, cost, progress=measured).seconds
     level = list(memory.bytes)
-    number = {node: index for index, node in enumerate(inputs)}
-    stays = _all_stays(memory, number, seconds, level, link)
+    number = {node: index for index, node in enumerate(sizes)}
+    stays = _all_stays(memory, sizes, seconds, level, link)
     visits = [stay.visit for stay in stays]
     windows = schedule_visits(seconds, level, visits, link.rate, link.ahead)
     waited = seconds_waited(seconds, visits, windows, link.rate)
@@ -182,7 +184,8 @@ def state_visits(
         level: bytes alive at each call.
         link: the way there.
     """
-    return [stay.visit for stay in _all_stays(memory, inputs, seconds, level, link)]
+    sizes = {node: storage_bytes(value_of(node)) for node in inputs}
+    return [stay.visit for stay in _all_stays(memory, sizes, seconds, level, link)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +197,14 @@ class _Stay:
 
 
 def _all_stays(
-    memory: MemoryTimeline, inputs: Iterable[fx.Node], seconds: Sequence[float], level: list[int], link: Link
+    memory: MemoryTimeline, sizes: Mapping[fx.Node, int], seconds: Sequence[float], level: list[int], link: Link
 ) -> list[_Stay]:
-    touching = _touching(memory, inputs)
-    return [stay for node in inputs for stay in _stays(memory, node, touching[node], seconds, level, link)]
+    touching = _touching(memory, sizes)
+    return [
+        stay
+        for node, size in sizes.items()
+        for stay in _stays(memory, node, size, touching[node], seconds, level, link)
+    ]
 
 
 def _touching(memory: MemoryTimeline, inputs: Iterable[fx.Node]) -> dict[fx.Node, list[int]]:
@@ -214,6 +221,7 @@ def _touching(memory: MemoryTimeline, inputs: Iterable[fx.Node]) -> dict[fx.Node
 def _stays(
     memory: MemoryTimeline,
     node: fx.Node,
+    size: int,
     touching: Sequence[int],
     seconds: Sequence[float],
     level: list[int],
@@ -224,7 +232,7 @@ def _stays(
     What is taken between two uses is added to ``level``.
     """
     touches, writes, joined = _touches(memory, node, touching)
-    size, highest = storage_bytes(value_of(node)), max(level)
+    highest = max(level)
     groups: list[list[int]] = []
     for step in touches:
         between = range(groups[-1][-1] + 1, step) if groups else range(0)
