@@ -46,7 +46,7 @@ def from_deepspeed(
     ``amp``, ``torch_autocast``               ``MixedPrecision``
     ``gradient_clipping``                     ``ClipGradients``
     ``gradient_accumulation_steps``           ``accumulate`` of the result, as what follows from the batch sizes
-    ``zero_optimization``                     ``DataParallel``; from stage 1 on ``ShardOptimizer``
+    ``zero_optimization``                     ``DataParallel``; from stage 1 on ``ShardOptimizer``, at 3 ``ShardParameters``
     ``communication_data_type``               ``CompressGradients``
     under ``activation_checkpointing``:
     ``partition_activations``                 ``PartitionCheckpoints``
@@ -154,15 +154,25 @@ def _exchange(config: Section, findings: Findings, ranks: int) -> list[Pass]:
         zero.problem("stage", f"expected a stage from 0 to {_STAGES}, found {stage}")
     if "reduce_bucket_size" in zero:
         options["bucket_mb"] = zero.use("reduce_bucket_size") * _BYTES / 2**20
-    if stage > 1:
-        zero.warn("stage", "optimizer state is sharded, as at stage 1; gradients and parameters are whole")
-    zero.note("stage", "is what shard-optimizer does" if stage else "is 0: nothing is sharded")
+    if stage == _STAGES - 1:
+        zero.warn("stage", "gradients are scattered as buckets are complete; those that are accumulated are whole")
+    zero.note("stage", "is what shard-optimizer and shard-parameters do" if stage else "is 0: nothing is sharded")
+    sharded = _sharding(zero, stage)
     elsewhere = _offload(zero, findings)
     zero.settle()
-    sharded = [make("shard-optimizer")] if stage else []
     compressed = _compressed(config, sharded=bool(sharded))
     needed = asked or compressed or ranks > 1
     return [*([make("data-parallel", **options)] if needed else []), *sharded, *elsewhere, *compressed]
+
+
+def _sharding(zero: Section, stage: int) -> list[Pass]:
+    """What each rank keeps a part of."""
+    if stage < _STAGES:
+        return [make("shard-optimizer")] if stage else []
+    if known.PERSISTENCE not in zero:
+        return [make("shard-parameters")]
+    elements = zero.use(known.PERSISTENCE)
+    return [make("shard-parameters", min_bytes=elements * _BYTES)]
 
 
 def _zero_section(config: Section, findings: Findings) -> Section:

@@ -19,7 +19,7 @@ __all__ = ["ACTIVATIONS", "AMP", "AUTOCAST", "BF16", "CONFIG", "DATA_TYPES", "FP
 _MASTERS = "what the optimizer updates and keeps stays float32"
 _LOADER = "the data loader is yours"
 _LOOKING = "graphopt memory, graphopt view and the log show what a step does"
-_STAGE3 = "it belongs to stage 3, and parameters stay whole on every rank"
+_STAGE3 = "shard-parameters gathers parameters as time and memory allow, and all ranks of the group have shards"
 _BUCKETS = "parameters are gathered in the buckets of data-parallel"
 _STATE = "offload-state copies state in for its update, which stays on the device, as time and memory allow"
 _CHECKPOINTS = "graphopt.checkpoint saves and loads"
@@ -89,9 +89,11 @@ OFFLOAD = {
     "convert_grad_on_cpu": Known(truth, True, _STATE),
     "cpuadam_cores_perc": Known(number(0), 0.8, _STATE),
 }
+PERSISTENCE = "stage3_param_persistence_threshold"
+"""Elements up to which parameters stay whole at stage 3."""
+
 _STAGE3_FIELDS = {
     "prefetch_bucket_size": whole(),
-    "param_persistence_threshold": whole(),
     "model_persistence_threshold": whole(),
     "max_live_parameters": whole(),
     "max_reuse_distance": whole(),
@@ -138,6 +140,7 @@ ZERO = {
     "save_muon_momentum_buffer_in_memory": Known(truth, False, _STAGE3),
     "leaf_module": Known(mapping, {}, _STAGE3),
     "zenflow": Known(mapping, {}, _STATE),
+    PERSISTENCE: Known(whole(), None),
     **{f"stage3_{name}": Known(read, None, _STAGE3) for name, read in _STAGE3_FIELDS.items()},
     **{name: Known(read, None, _STAGE3) for name, read in _STAGE3_FIELDS.items()},
 }

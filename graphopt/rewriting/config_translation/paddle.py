@@ -38,7 +38,7 @@ def from_paddle(config: Mapping[str, Any] | str | Path, *, ranks: int | None = N
     ``recompute``, ``recompute_configs``            ``Recompute``, with ``enable_offload`` also ``Offload``
     ``dgc``, ``dgc_configs``                        ``DeepGradientCompression``
     ``localsgd``, ``adaptive_localsgd``             ``LocalSGD``, ``AdaptiveLocalSGD``
-    ``sharding``, ``sharding_configs``              ``ShardOptimizer``, which is stage 1
+    ``sharding``, ``sharding_configs``              ``ShardOptimizer``; ``ShardParameters`` at stage 3
     ``fp16_allreduce``                              ``CompressGradients("fp16")``
     ``fuse_all_reduce_ops``, ``fuse_grad_size_in_MB`` ``DataParallel(bucket_mb=...)``
     ``gradient_merge``, ``gradient_merge_configs``  ``accumulate`` of the result
@@ -220,17 +220,17 @@ class _Parts:
             return []
         if section["stage"] > _STAGES:
             section.problem("stage", f"expected 1, 2 or {_STAGES}, found {section['stage']}")
-        elif section["stage"] > 1:
-            section.warn("stage", "optimizer state is sharded, as at stage 1; gradients and parameters are whole")
+        elif section["stage"] == _STAGES - 1:
+            section.warn("stage", "gradients are scattered as buckets are complete; those that are merged are whole")
         degree = section["sharding_degree"]
         if degree == self._ranks:
             section.note("sharding_degree", "is the number of ranks, over all of which state is sharded")
         section.warn("sharding_degree", f"state is sharded over all {self._ranks or ''} ranks".replace("  ", " "))
         if section["gradient_merge_acc_step"] > 1:
             self._merged["sharding_configs.gradient_merge_acc_step"] = section.use("gradient_merge_acc_step")
-        section.note("stage", "is what shard-optimizer does")
+        section.note("stage", "is what shard-optimizer and shard-parameters do")
         section.settle()
-        return self._made("sharding", "shard-optimizer")
+        return self._made("sharding", "shard-parameters" if section["stage"] == _STAGES else "shard-optimizer")
 
     def data_parallel(self, *, needed: bool) -> list[Pass]:
         """The exchange of gradients in buckets, where it is asked for, or others need it."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,6 +28,9 @@ __all__ = ["StateAction", "gather_link", "link_of", "link_to", "movable_state", 
 
 _LEAST = 65_536
 """Bytes below which state stays: a copy takes longer than its bytes are worth."""
+
+_bandwidths: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
+"""Of the groups whose links were measured in this process."""
 
 _SHARES = 8
 """In how many steps, from nothing to all of it, state is moved."""
@@ -82,9 +87,11 @@ def gather_link(program: Program, group: Group) -> Link:
     key = f"gathers over {group.name}/bytes per second"
     numbers = program.context.numbers
     if key not in numbers:
-        device = next(value_of(node).device for node, _ in program.inputs_of("parameter") if _is_tensor(node))
-        with talking():
-            numbers[key] = measure_link(group, device).bandwidth
+        if group.handle not in _bandwidths:
+            device = next(value_of(node).device for node, _ in program.inputs_of("parameter") if _is_tensor(node))
+            with talking():
+                _bandwidths[group.handle] = measure_link(group, device).bandwidth
+        numbers[key] = _bandwidths[group.handle]
     return Link(RANKS, numbers[key] * group.size / max(group.size - 1, 1))
 
 

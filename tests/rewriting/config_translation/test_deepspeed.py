@@ -24,6 +24,7 @@ from graphopt.passes import (
     Recompute,
     RecomputeEvenly,
     ShardOptimizer,
+    ShardParameters,
 )
 from graphopt.rewriting.config_translation import from_deepspeed
 
@@ -125,6 +126,10 @@ SLOW = {"consecutive_hysteresis": True}
         ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "nvme"}}}, [
             DataParallel(), OffloadState(tier="disk")
         ]),
+        ({"zero_optimization": {"stage": 3}}, [DataParallel(), ShardParameters()]),
+        ({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 1000}}, [
+            DataParallel(), ShardParameters(min_bytes=4000)
+        ]),
         ({"zero_optimization": {"stage": 1, "cpu_offload": True}}, [
             DataParallel(), ShardOptimizer(), OffloadState(tier="host")
         ]),
@@ -142,8 +147,9 @@ def test_sections_become_passes(
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage is not honoured: optimizer state is sharded"),
-        ({"zero_optimization": {"stage": 3}}, "gradients and parameters are whole"),
+        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage is not honoured: gradients are scattered"),
+        ({"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 10}},
+         "zero_optimization.stage3_max_live_parameters is not honoured: shard-parameters gathers parameters"),
         ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}},
          "zero_optimization.offload_param.device is not honoured: offload-state moves parameters of models on a CPU"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}},
