@@ -17,6 +17,7 @@ from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import format_bytes, storage_bytes
 from graphopt.ir.program import Program
+from graphopt.rewriting.distributed.sharded_parameters import sharded_inputs
 from graphopt.rewriting.memory.early_updates import ordered_updates
 from graphopt.rewriting.memory.free_memory import free_disk_bytes, free_host_bytes
 from graphopt.rewriting.memory.state_action import link_to, swapped_line
@@ -87,6 +88,7 @@ class OffloadState(TrainingPass):
         "local-sgd",
         "adaptive-local-sgd",
         "shard-optimizer",
+        "shard-parameters",
     )
 
     what: tuple[str, ...] = ("optimizer",)
@@ -164,7 +166,7 @@ class OffloadState(TrainingPass):
             if "parameters" in self.what or ("masters" in self.what and master and node in updated):
                 self._check_device(spec.target, value_of(node))
                 wanted[node] = spec.target
-        shared = _shared(program)
+        shared, sharded = _shared(program), sharded_inputs(program)
         found: dict[fx.Node, str] = {}
         left = ""
         for node, name in wanted.items():
@@ -172,6 +174,7 @@ class OffloadState(TrainingPass):
             if not isinstance(value, torch.Tensor) or storage_bytes(value) < self.min_bytes:
                 continue
             reason = obstacle(node) or ("it shares memory with another input" if node in shared else "")
+            reason = "each rank keeps a shard of it" if node in sharded else reason
             if reason:
                 left = left or f"{name} stays: {reason}"
             else:

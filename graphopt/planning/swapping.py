@@ -60,64 +60,75 @@ def schedule_visits(
         ahead: start each copy in when the one that many before it is needed, and wait for each copy back when the one
             that many behind it ends, instead of by time; what they take may raise the highest count.
     """
-    order = sorted(range(len(visits)), key=lambda index: visits[index].first)
-    begins = [0.0, *accumulate(seconds)]
-    level = list(alive)
-    highest = max(level, default=0)
-    fetched = [visit.first for visit in visits]
-    due = begins[-1]
-    for place in range(len(order) - 1, -1, -1):
-        visit = visits[order[place]]
-        if ahead is not None:
-            wanted = visits[order[place - ahead]].first if place >= ahead else 0
-            fetched[order[place]] = max(wanted, visit.earliest)
-            continue
-        due = min(begins[visit.first], due) - visit.bytes / rate * (1 + visit.writes)
-        fetched[order[place]] = min(max(bisect_right(begins, due) - 1, visit.earliest), visit.first)
-    for index in order:
-        visit = visits[index]
-        if ahead is None:
-            fetched[index] = _no_higher(level, highest - visit.bytes, fetched[index], visit.first)
-        for step in range(fetched[index], visit.first):
-            level[step] += visit.bytes
-    freed = _freed(begins, level, highest, visits, fetched, rate, ahead)
+    placing = _Placing(seconds, alive, visits, rate)
+    fetched = placing.starts() if ahead is None else placing.starts_ahead(ahead)
+    freed = placing.ends(fetched) if ahead is None else placing.ends_ahead(ahead)
     return [VisitWindow(*window) for window in zip(fetched, freed, strict=True)]
 
 
-def _no_higher(level: Sequence[int], most: int, start: int, end: int) -> int:
-    """The first step from ``start`` on from which the level stays within ``most`` up to ``end``."""
-    step = end
-    while step > start and level[step - 1] <= most:
-        step -= 1
-    return step
+class _Placing:
+    """Places copies one by one; what they take is added to the level of bytes."""
 
+    def __init__(self, seconds: Sequence[float], alive: Sequence[int], visits: Sequence[Visit], rate: float) -> None:
+        self._begins = [0.0, *accumulate(seconds)]
+        self._level = list(alive)
+        self._highest = max(alive, default=0)
+        self._visits = visits
+        self._rate = rate
+        self._order = sorted(range(len(visits)), key=lambda index: visits[index].first)
 
-def _freed(
-    begins: Sequence[float],
-    level: list[int],
-    highest: int,
-    visits: Sequence[Visit],
-    fetched: Sequence[int],
-    rate: float,
-    ahead: int | None,
-) -> list[int]:
-    """Before which step each copy back is waited for."""
-    last = sorted((index for index, visit in enumerate(visits) if visit.writes), key=lambda index: visits[index].last)
-    freed = [visit.last + 1 for visit in visits]
-    done = _done_by(begins, visits, fetched, rate)
-    end = len(begins) - 1
-    for place, index in enumerate(last):
-        visit = visits[index]
-        if ahead is not None:
+    def starts(self) -> list[int]:
+        """The step before which each copy in starts."""
+        wanted = [visit.first for visit in self._visits]
+        due = self._begins[-1]
+        for index in reversed(self._order):
+            visit = self._visits[index]
+            due = min(self._begins[visit.first], due) - visit.bytes / self._rate * (1 + visit.writes)
+            wanted[index] = min(max(bisect_right(self._begins, due) - 1, visit.earliest), visit.first)
+        for index in self._order:
+            visit = self._visits[index]
+            step = visit.first
+            while step > wanted[index] and self._level[step - 1] + visit.bytes <= self._highest:
+                step -= 1
+                self._level[step] += visit.bytes
+            wanted[index] = step
+        return wanted
+
+    def starts_ahead(self, ahead: int) -> list[int]:
+        """The same, for each copy when the one so many before it is needed."""
+        wanted = [0] * len(self._visits)
+        for place, index in enumerate(self._order):
+            before = self._visits[self._order[place - ahead]].first if place >= ahead else 0
+            wanted[index] = max(before, self._visits[index].earliest)
+        return wanted
+
+    def ends(self, fetched: Sequence[int]) -> list[int]:
+        """The step before which each copy back is waited for."""
+        freed = [visit.last + 1 for visit in self._visits]
+        done = _done_by(self._begins, self._visits, fetched, self._rate)
+        end = len(self._begins) - 1
+        for index in self._written():
+            visit, step = self._visits[index], freed[index]
+            while step < end and self._begins[step] < done[index] and self._level[step] + visit.bytes <= self._highest:
+                self._level[step] += visit.bytes
+                step += 1
+            freed[index] = step
+        return freed
+
+    def ends_ahead(self, ahead: int) -> list[int]:
+        """The same, for each copy when the one so many behind it ends."""
+        freed = [visit.last + 1 for visit in self._visits]
+        written = self._written()
+        for place, index in enumerate(written):
             behind = place + ahead
-            freed[index] = max(visits[last[behind]].last, visit.last + 1) if behind < len(last) else end
-            continue
-        step = visit.last + 1
-        while step < end and begins[step] < done[index] and level[step] + visit.bytes <= highest:
-            level[step] += visit.bytes
-            step += 1
-        freed[index] = step
-    return freed
+            last = self._visits[written[behind]].last if behind < len(written) else len(self._begins) - 1
+            freed[index] = max(last, freed[index])
+        return freed
+
+    def _written(self) -> list[int]:
+        """The visits that are copied back, in the order in which they end."""
+        written = [index for index, visit in enumerate(self._visits) if visit.writes]
+        return sorted(written, key=lambda index: self._visits[index].last)
 
 
 def _done_by(begins: Sequence[float], visits: Sequence[Visit], fetched: Sequence[int], rate: float) -> list[float]:

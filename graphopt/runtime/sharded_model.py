@@ -93,6 +93,17 @@ class ShardedModel:
         self._shards: dict[str, tuple[str, PassState]] = {}
         self._whole = 0
 
+    def refuse_step(self) -> None:
+        """Raise where parameters are whole for a while: a step would take their memory away.
+
+        Raises:
+            GraphoptError: saying so.
+        """
+        if self._whole and self._shards:
+            raise GraphoptError(
+                "a step inside of `with step.whole_parameters():`, where parameters are whole: call it outside"
+            )
+
     def take(self, states: Mapping[str, PassState]) -> None:
         """Let parameters be their shards from now on.
 

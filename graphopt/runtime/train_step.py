@@ -108,6 +108,7 @@ class TrainStep:
         if not torch.is_grad_enabled():
             return self._loss_alone(args, kwargs)
         self._leftovers.before(self._model)
+        self._programs.kept.sharded.refuse_step()
         with CAPTURE_LOCK, self._programs.kept.sharded.described():
             captured, batch = self._programs.find(args, kwargs)
             self._foreign.refuse(self._runner.changes)

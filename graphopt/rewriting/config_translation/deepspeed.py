@@ -46,7 +46,7 @@ def from_deepspeed(
     ``amp``, ``torch_autocast``               ``MixedPrecision``
     ``gradient_clipping``                     ``ClipGradients``
     ``gradient_accumulation_steps``           ``accumulate`` of the result, as what follows from the batch sizes
-    ``zero_optimization``                     ``DataParallel``; from stage 1 on ``ShardOptimizer``, at 3 ``ShardParameters``
+    ``zero_optimization``                     ``DataParallel``, ``ShardOptimizer``; at stage 3 ``ShardParameters``
     ``communication_data_type``               ``CompressGradients``
     under ``activation_checkpointing``:
     ``partition_activations``                 ``PartitionCheckpoints``

@@ -154,7 +154,7 @@ def _decided(memory: MemoryTimeline, sizes: Mapping[fx.Node, int], link: Link, c
         seconds = costs_of(memory, cost, progress=measured).seconds
     level = list(memory.bytes)
     number = {node: index for index, node in enumerate(sizes)}
-    stays = _all_stays(memory, sizes, seconds, level, link)
+    stays = _Uses(memory, seconds, level, link).stays(sizes)
     visits = [stay.visit for stay in stays]
     windows = schedule_visits(seconds, level, visits, link.rate, link.ahead)
     waited = seconds_waited(seconds, visits, windows, link.rate)
@@ -185,7 +185,7 @@ def state_visits(
         link: the way there.
     """
     sizes = {node: storage_bytes(value_of(node)) for node in inputs}
-    return [stay.visit for stay in _all_stays(memory, sizes, seconds, level, link)]
+    return [stay.visit for stay in _Uses(memory, seconds, level, link).stays(sizes)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,15 +196,47 @@ class _Stay:
     visit: Visit
 
 
-def _all_stays(
-    memory: MemoryTimeline, sizes: Mapping[fx.Node, int], seconds: Sequence[float], level: list[int], link: Link
-) -> list[_Stay]:
-    touching = _touching(memory, sizes)
-    return [
-        stay
-        for node, size in sizes.items()
-        for stay in _stays(memory, node, size, touching[node], seconds, level, link)
-    ]
+@dataclass(frozen=True, slots=True)
+class _Uses:
+    """How the calls of a program use inputs that reside elsewhere.
+
+    Attributes:
+        memory: of the program with these inputs elsewhere.
+        seconds: of each call.
+        level: bytes alive at each call; what is taken between two uses is added.
+        link: the way there.
+    """
+
+    memory: MemoryTimeline
+    seconds: Sequence[float]
+    level: list[int]
+    link: Link
+
+    def stays(self, sizes: Mapping[fx.Node, int]) -> list[_Stay]:
+        """The visits of inputs that take so many bytes each while they are there."""
+        found: list[_Stay] = []
+        for node, steps in _touching(self.memory, sizes).items():
+            found += self._stays(node, sizes[node], steps)
+        return found
+
+    def _stays(self, node: fx.Node, size: int, touching: Sequence[int]) -> list[_Stay]:
+        """The uses of one input, parted where a copy takes less time than lies between them, or memory lacks."""
+        touches, writes, joined = _touches(self.memory, node, touching)
+        highest, enough = max(self.level), size / self.link.rate + _LATENCY
+        groups: list[list[int]] = []
+        for step in touches:
+            between = slice(groups[-1][-1] + 1, step) if groups else slice(0)
+            fits = sum(self.seconds[between]) <= enough and max(self.level[between], default=0) + size <= highest
+            if groups and (step in joined or fits):
+                groups[-1].append(step)
+                self.level[between] = [count + size for count in self.level[between]]
+            else:
+                groups.append([step])
+        found: list[_Stay] = []
+        for group in groups:
+            earliest = found[-1].visit.last + 1 if found else 0
+            found.append(_Stay(node, Visit(size, group[0], group[-1], not writes.isdisjoint(group), earliest)))
+        return found
 
 
 def _touching(memory: MemoryTimeline, inputs: Iterable[fx.Node]) -> dict[fx.Node, list[int]]:
@@ -215,39 +247,6 @@ def _touching(memory: MemoryTimeline, inputs: Iterable[fx.Node]) -> dict[fx.Node
         sources = (s for source in call.all_input_nodes for s in memory.refers.get(source, ()))
         for node in {owner[id(storage)]: None for storage in sources if id(storage) in owner}:
             found[node].append(step)
-    return found
-
-
-def _stays(
-    memory: MemoryTimeline,
-    node: fx.Node,
-    size: int,
-    touching: Sequence[int],
-    seconds: Sequence[float],
-    level: list[int],
-    link: Link,
-) -> list[_Stay]:
-    """The visits of an input: its uses, parted where a copy takes less time than lies between them, or memory lacks.
-
-    What is taken between two uses is added to ``level``.
-    """
-    touches, writes, joined = _touches(memory, node, touching)
-    highest = max(level)
-    groups: list[list[int]] = []
-    for step in touches:
-        between = range(groups[-1][-1] + 1, step) if groups else range(0)
-        soon = sum(seconds[between.start : between.stop]) <= size / link.rate + _LATENCY
-        fits = soon and max(level[between.start : between.stop], default=0) + size <= highest
-        if groups and (step in joined or fits):
-            groups[-1].append(step)
-            for index in between:
-                level[index] += size
-        else:
-            groups.append([step])
-    found: list[_Stay] = []
-    for group in groups:
-        earliest = found[-1].visit.last + 1 if found else 0
-        found.append(_Stay(node, Visit(size, group[0], group[-1], not writes.isdisjoint(group), earliest)))
     return found
 
 
