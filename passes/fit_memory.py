@@ -13,7 +13,7 @@ from graphopt.analysis.costs.cost import check_cost, costs_of, profile_of_cost
 from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.node import Phase, info, value_of
-from graphopt.ir.ops.values import parse_bytes, storage_bytes
+from graphopt.ir.ops.values import format_bytes, parse_bytes, storage_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning.offloading import Lanes
@@ -30,6 +30,7 @@ from graphopt.rewriting.memory.budget import (
 )
 from graphopt.rewriting.memory.early_updates import EarlyUpdates, early_updates
 from graphopt.rewriting.memory.fit import Fitting, FittingOptions
+from graphopt.rewriting.memory.lifted_copies import Swaps, lift_gathers, lift_swaps, nodes_of
 from graphopt.rewriting.memory.named_plan import ACCUMULATION, NamedPlan, shared_calls
 from graphopt.rewriting.memory.other_sizes import Searches, written_sizes
 from graphopt.rewriting.memory.planned import Planned, plan_of
@@ -43,16 +44,7 @@ from graphopt.rewriting.memory.state_action import (
     state_to_move,
     swapped_line,
 )
-from graphopt.rewriting.memory.state_swaps import (
-    Swapped,
-    Swaps,
-    created_state,
-    elsewhere,
-    lift_gathers,
-    lift_swaps,
-    nodes_of,
-    swap_state,
-)
+from graphopt.rewriting.memory.state_swaps import Swapped, created_state, elsewhere, swap_state
 from graphopt.rewriting.memory.transfer_insertion import host_lanes
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 from graphopt.rewriting.progress import measuring, searching
@@ -162,15 +154,22 @@ class FitMemory(Pass):
             return Changed(reason="the program has been fitted already")
         lifted = [found for found in (lift_swaps(program), lift_gathers(program)) if found is not None]
         if lifted:
-            return self._fit_around(program, lifted)
-        if "state" in self.allow and program.stage == "step":
-            return self._fit_with_state(program)
-        return self._fit(program)
+            return self._without_state(self._fit_around(program, lifted), "offload-state says which state moves here")
+        if program.stage != "step":
+            return self._without_state(self._fit(program), "there is no update in this program")
+        return self._fit_with_state(program) if "state" in self.allow else self._fit(program)
+
+    def _without_state(self, done: Changed, reason: str) -> Changed:
+        """What was done, with the reason why state was left where it is, where it was allowed to move."""
+        if "state" not in self.allow:
+            return done
+        return replace(done, lines=(*done.lines, f"no optimizer state is moved by this pass: {reason}"))
 
     def _fit_around(self, program: Program, lifted: Sequence[Swaps]) -> Changed:
         """Fit a program some of whose inputs reside elsewhere; each plan is one around their copies."""
         with elsewhere(program, nodes_of(program, lifted)):
-            budget = program.context.room or self._bytes(program, program.memory(), None)
+            room = program.context.room
+            budget = self._bytes(program, program.memory(), None) if room is None else room
         return self._fit_and_swap(program, lifted, budget)[0]
 
     def _fit_and_swap(self, program: Program, lifted: Sequence[Swaps], budget: int) -> tuple[Changed, list[Swapped]]:
@@ -179,31 +178,35 @@ class FitMemory(Pass):
         Where the device's allocator keeps freed blocks, it may reserve more with the copies than without: then they are
         not ahead, and then a plan is taken that leaves them room.
         """
-        target = budget
+        target, least = budget, 2**63
         for _ in range(_ATTEMPTS):
             fitted = program.copy()
             with elsewhere(fitted, nodes_of(fitted, lifted)):
                 done = self._fit(fitted, target)
-            for ahead in (None, 0):
+            for at_once in (False, True):
                 trial = fitted.copy()
-                swapped = self._swap(trial, lifted, ahead)
-                memory = trial.memory()
-                reserved = reserved_where_cached(trial, memory)
-                taken = memory.peak_bytes if reserved is None else reserved.reserved_peak_bytes
-                if taken <= budget or (program.context.room is not None and ahead == 0):
+                swapped = self._swap(trial, lifted, at_once=at_once)
+                over = decided_by_first_rank(trial, lambda program=trial: _taken(program) - budget)  # type: ignore[misc]
+                if over <= 0 or (program.context.room is not None and at_once):
                     program.graph = trial.graph
                     return done, swapped
-            target -= taken - budget
-        raise BudgetError(f"no plan fits into {budget} bytes with the copies of what resides elsewhere", budget)
+                least = min(least, budget + over)
+            target -= over
+        raise BudgetError(
+            f"no plan fits into {format_bytes(budget)} ({budget} bytes): with the copies of what resides elsewhere the "
+            f"smallest peak found is {least} bytes ({format_bytes(least)})",
+            least,
+        )
 
-    def _swap(self, program: Program, lifted: Sequence[Swaps], ahead: int | None) -> list[Swapped]:
-        """Put in the copies of inputs that reside elsewhere."""
+    def _swap(self, program: Program, lifted: Sequence[Swaps], *, at_once: bool) -> list[Swapped]:
+        """Put in the copies of inputs that reside elsewhere, as far ahead as is wanted, or each at its call."""
         done = []
         for number, swaps in enumerate(lifted):
             nodes = swaps.nodes(program)
-            link = link_of(program, swaps, self.cost)
+            ahead = 0 if at_once else program.context.prefetch.get(swaps.origin)
+            link = replace(link_of(program, swaps, self.cost), ahead=ahead)
             with elsewhere(program, nodes_of(program, lifted[number + 1 :])):
-                done.append(swap_state(program, nodes, replace(link, ahead=ahead), self.cost, origin=swaps.origin))
+                done.append(swap_state(program, nodes, link, self.cost, origin=swaps.origin))
         return done
 
     def _fit_with_state(self, program: Program) -> Changed:
@@ -219,7 +222,9 @@ class FitMemory(Pass):
         budget = self._bytes(program, memory, None) if context.room is None else context.room
         if actions is None:
             state = movable_state(program)
-            if not state or within_already(memory, budget, reserved_where_cached(program, memory)):
+            if not state:
+                return self._without_state(self._fit(program), "the optimizer has none that is large, or runs as it is")
+            if within_already(memory, budget, reserved_where_cached(program, memory)):
                 return self._fit(program)
             actions = self._choose_state(program, memory, state, budget)
         for action in actions:
@@ -421,6 +426,13 @@ def _carry(program: Program, memory: MemoryTimeline, known: Planned, budget: int
     if fitted is None and not shared:
         return None
     return plan_of(fitting, fitted or fitting.smallest(), budget, known.costs)
+
+
+def _taken(program: Program) -> int:
+    """The bytes that a budget has to have: what is reserved, where an allocator keeps freed blocks, or the peak."""
+    memory = program.memory()
+    reserved = reserved_where_cached(program, memory)
+    return memory.peak_bytes if reserved is None else reserved.reserved_peak_bytes
 
 
 def _accumulates(program: Program, known: Planned) -> bool:

@@ -10,7 +10,7 @@ from typing import ClassVar, final
 from torch import fx
 
 from graphopt.analysis.costs.cost import cost_report, link_bandwidth
-from graphopt.errors import GraphoptError, did_you_mean, no_such_word
+from graphopt.errors import GraphoptError, no_such_word
 from graphopt.ir.node import Phase, Policy, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import format_bytes
@@ -19,14 +19,13 @@ from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning.copies import Copy, CopyOptions, Window, schedule_copies
 from graphopt.rewriting.memory.free_memory import free_disk_bytes, free_host_bytes
 from graphopt.rewriting.memory.planning_problem import PlanningProblem, planning_problem
-from graphopt.rewriting.memory.transfer_insertion import Move, movable, move
+from graphopt.rewriting.memory.transfer_insertion import Move, check_copies, movable, move
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 from graphopt.rewriting.progress import measuring
 
 __all__ = ["Offload"]
 
 _ORIGIN = "offload"
-_TIERS = ("host", "disk")
 
 
 @final
@@ -81,11 +80,7 @@ class Offload(Pass):
         given: object = self.tensors
         if isinstance(given, str):
             raise TypeError(f"tensors is a tuple of names, got the text {given!r}: write ({given!r},)")
-        if self.tier not in _TIERS:
-            raise GraphoptError(f"there is no tier {self.tier!r}; {did_you_mean(self.tier, _TIERS) or 'host or disk'}")
-        ahead = self.prefetch
-        if ahead != "auto" and (isinstance(ahead, (str, bool)) or ahead < 0):
-            raise GraphoptError(f"prefetch is auto or a number of tensors of at least 0, got {ahead!r}")
+        check_copies(self.tier, self.prefetch)
         if self.keep_last < 0 or self.min_bytes < 0:
             raise GraphoptError("keep_last and min_bytes are numbers of at least 0")
         if self.cost not in ("measured", "roofline"):

@@ -17,18 +17,18 @@ from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import format_bytes, storage_bytes
 from graphopt.ir.program import Program
-from graphopt.rewriting.distributed.sharded_parameters import sharded_inputs
+from graphopt.rewriting.distributed.sharded_parameters import sharded_inputs, sharing_inputs
 from graphopt.rewriting.memory.early_updates import ordered_updates
 from graphopt.rewriting.memory.free_memory import free_disk_bytes, free_host_bytes
 from graphopt.rewriting.memory.state_action import link_to, swapped_line
 from graphopt.rewriting.memory.state_swaps import Link, Swapped, created_state, obstacle, swap_state
+from graphopt.rewriting.memory.transfer_insertion import check_copies
 from graphopt.rewriting.pass_ import Changed, Numerics, PassStage
 from graphopt.rewriting.training_pass import TrainingPass
 
 __all__ = ["OffloadState"]
 
 _WHAT = ("optimizer", "masters", "parameters")
-_TIERS = ("host", "disk")
 
 
 @final
@@ -57,8 +57,8 @@ class OffloadState(TrainingPass):
 
     Args:
         what: of ``optimizer`` (its state), ``masters`` (parameters that only the update reads, since forward reads
-            copies in low precision), ``parameters`` (all of them; models on a CPU only).
-        tier: ``disk``, or ``host`` for what is on a CUDA device.
+            copies in low precision), ``parameters`` (all of them); the last two for models on a CPU only.
+        tier: ``disk``, or ``host`` for what is on a CUDA device; on a CPU the host's memory is the process's own.
         folder: where each finished step is kept, on a disk; empty for a temporary file without a name.
         prefetch: ``auto``, by time and memory; or how many tensors ahead copies start.
         min_bytes: smaller tensors stay where they are.
@@ -66,7 +66,7 @@ class OffloadState(TrainingPass):
 
     Raises:
         GraphoptError: where there is no room; for a folder with more than one rank; for parameters that are not on a
-            CPU.
+            CPU; with a compiler as the backend.
 
     Example:
         >>> passes = [OffloadState(("optimizer", "parameters"), min_bytes=1, cost="roofline")]
@@ -105,13 +105,9 @@ class OffloadState(TrainingPass):
             raise GraphoptError(
                 f"what={','.join(self.what) or 'nothing'} is not possible; {hint or 'it is of ' + ', '.join(_WHAT)}"
             )
-        if self.tier not in _TIERS:
-            raise GraphoptError(f"there is no tier {self.tier!r}; {did_you_mean(self.tier, _TIERS) or 'host or disk'}")
+        check_copies(self.tier, self.prefetch)
         if self.folder and self.tier != "disk":
             raise GraphoptError("folder= is for the tier disk: state on the host ends with the process")
-        ahead = self.prefetch
-        if ahead != "auto" and (isinstance(ahead, (str, bool)) or ahead < 0):
-            raise GraphoptError(f"prefetch is auto or a number of tensors of at least 0, got {ahead!r}")
         if self.min_bytes < 1:
             raise GraphoptError(f"min_bytes is a number of bytes of at least 1, got {self.min_bytes}")
         check_cost(self.cost)
@@ -137,7 +133,7 @@ class OffloadState(TrainingPass):
             return Changed(reason=left or f"none of it has {self.min_bytes} bytes")
         sizes = [storage_bytes(value_of(node)) for node in (*chosen, *(value for value, _ in created))]
         if program.context.device is None:
-            self._check_room(sum(sizes))
+            self._check_room(sum(sizes) + self._written_beside(program, chosen))
         chosen_names = {node.name: name for node, name in chosen.items()}
         was = program.memory()
         best: tuple[int, Program, Swapped] | None = None
@@ -153,7 +149,10 @@ class OffloadState(TrainingPass):
         assert best is not None
         peak, found, swapped = best
         program.graph, program.outputs = found.graph, found.outputs
-        return self._report(swapped, sum(sizes), was.peak_bytes, peak, left)
+        if link.ahead is not None:
+            program.context = replace(program.context, prefetch={**program.context.prefetch, self.name: link.ahead})
+        on_cpu = all(value_of(node).device.type == "cpu" for node in chosen)
+        return self._report(swapped, sum(sizes), (was.peak_bytes, peak), left, on_cpu=on_cpu)
 
     def _choose(self, program: Program) -> tuple[dict[fx.Node, str], str]:
         """The inputs that are to reside elsewhere by name, and what keeps others from it."""
@@ -166,7 +165,7 @@ class OffloadState(TrainingPass):
             if "parameters" in self.what or ("masters" in self.what and master and node in updated):
                 self._check_device(spec.target, value_of(node))
                 wanted[node] = spec.target
-        shared, sharded = _shared(program), sharded_inputs(program)
+        shared, sharded = sharing_inputs(program), sharded_inputs(program)
         found: dict[fx.Node, str] = {}
         left = ""
         for node, name in wanted.items():
@@ -205,28 +204,27 @@ class OffloadState(TrainingPass):
                 f"{'disk' if self.tier == 'host' else 'host'}"
             )
 
+    def _written_beside(self, program: Program, chosen: Mapping[fx.Node, str]) -> int:
+        """Bytes that a folder takes for what does not reside there."""
+        if not self.folder:
+            return 0
+        kept = (node for node, _ in program.inputs_of("parameter", "buffer", "state", "pass_state"))
+        return sum(storage_bytes(value_of(node)) for node in kept if node not in chosen)
+
     def _link(self, program: Program) -> Link:
         """The way to where the state resides."""
         ahead = None if self.prefetch == "auto" else int(self.prefetch)
         return replace(link_to(program, self.cost, self.tier), ahead=ahead)
 
-    def _report(self, swapped: Swapped, moved: int, before: int, after: int, left: str) -> Changed:
+    def _report(self, swapped: Swapped, moved: int, peaks: tuple[int, int], left: str, *, on_cpu: bool) -> Changed:
         count = len(swapped.inputs) + len(swapped.created)
         lines = [
             swapped_line(swapped, moved, self.tier),
-            f"the predicted peak: {format_bytes(before)} -> {format_bytes(after)}",
+            f"the predicted peak: {format_bytes(peaks[0])} -> {format_bytes(peaks[1])}",
         ]
+        if self.tier == "host" and on_cpu:
+            lines.append("on a CPU the host's memory is the process's own: only tier=disk takes less of it")
         if self.folder:
             lines.append(f"every finished step is kept in {self.folder}")
         counts: Mapping[str, int] = {"tensors offloaded": count, "copies in": swapped.visits}
         return Changed(counts, tensors=(*swapped.inputs, *swapped.created), lines=(*lines, *([left] if left else [])))
-
-
-def _shared(program: Program) -> set[fx.Node]:
-    """Inputs that share memory with another one."""
-    by_storage: dict[torch.UntypedStorage, list[fx.Node]] = {}
-    for node in program.placeholders:
-        value = value_of(node)
-        if isinstance(value, torch.Tensor):
-            by_storage.setdefault(value.untyped_storage(), []).append(node)
-    return {node for nodes in by_storage.values() if len(nodes) > 1 for node in nodes}

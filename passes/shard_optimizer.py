@@ -18,9 +18,10 @@ from graphopt.rewriting.distributed.sharded_update import (
     check_sharded_update,
     gather_parameters,
     scatter_gradients,
+    shards_of_rank,
 )
 from graphopt.rewriting.pass_ import Changed, Numerics, PassStage
-from graphopt.rewriting.shards import Shards, shard_of
+from graphopt.rewriting.shards import Shards
 from graphopt.rewriting.training_pass import TrainingPass
 
 __all__ = ["ShardOptimizer"]
@@ -78,10 +79,7 @@ class ShardOptimizer(TrainingPass):
 
     def shards(self, sizes: Mapping[str, int]) -> Shards | None:
         """An Nth of every parameter, one rank after the other."""
-        group = find_group(self.group)
-        if group.size == 1:
-            return None
-        return {name: shard_of(elements, group.rank, group.size) for name, elements in sizes.items()}
+        return shards_of_rank(self.group, sizes)
 
     def apply(self, program: Program) -> Changed:
         """See the class; rewrites a step program whose update is for this rank's shards."""

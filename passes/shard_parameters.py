@@ -27,11 +27,12 @@ from graphopt.rewriting.distributed.sharded_update import (
     check_sharded_update,
     gather_parameters,
     scatter_gradients,
+    shards_of_rank,
 )
 from graphopt.rewriting.memory.state_action import gather_link
 from graphopt.rewriting.memory.state_swaps import Swapped, swap_state
 from graphopt.rewriting.pass_ import Changed, Numerics, PassStage
-from graphopt.rewriting.shards import Shards, shard_of
+from graphopt.rewriting.shards import Shards
 from graphopt.rewriting.training_pass import TrainingPass
 
 __all__ = ["ShardParameters"]
@@ -97,10 +98,7 @@ class ShardParameters(TrainingPass):
 
     def shards(self, sizes: Mapping[str, int]) -> Shards | None:
         """An Nth of every parameter, one rank after the other."""
-        group = find_group(self.group)
-        if group.size == 1:
-            return None
-        return {name: shard_of(elements, group.rank, group.size) for name, elements in sizes.items()}
+        return shards_of_rank(self.group, sizes)
 
     def concerns(self, program: Program) -> bool:
         """A step program once, and the program of a batch that is accumulated."""

@@ -114,7 +114,7 @@ from graphopt._torch.partitioning import JointSplit as JointSplit
 from graphopt._torch.partitioning import as_partitioner as as_partitioner
 from graphopt._torch.partitioning import is_free_to_go as is_free_to_go
 from graphopt._torch.partitioning import is_fusible as is_fusible
-from graphopt._torch.refusing_parameters import call_plainly as call_plainly
+from graphopt._torch.plain_calls import call_plainly as call_plainly
 from graphopt._torch.second_derivatives import before_compiled_backward as before_compiled_backward
 from graphopt._torch.second_derivatives import explain_second_derivatives as explain_second_derivatives
 from graphopt._torch.symbolic_sizes import broken_guard as broken_guard

@@ -54,6 +54,8 @@ class Context:
         largest: the largest values of these symbols that have come up; a share of the peak is one of the peak there.
         elsewhere: the names of inputs that take memory during the calls alone that touch them, while it is planned how
             a program in which they reside elsewhere runs; the copies come in behind.
+        prefetch: how many copies ahead each one starts of those that a pass has put in, by the pass; where time and
+            memory decide, the pass is not there.
     """
 
     history: tuple[str, ...] = ()
@@ -67,6 +69,7 @@ class Context:
     part: bool = False
     device: Device | None = None
     elsewhere: frozenset[str] = frozenset()
+    prefetch: Mapping[str, int] = field(default_factory=dict)
 
     def after(self, spec: str) -> Context:
         """The context behind one more pass; a pass of several stages counts once."""

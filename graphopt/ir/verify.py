@@ -22,7 +22,8 @@ from graphopt.errors import VerifyError
 from graphopt.ir.node import value_of
 
 _AFTER_FORWARD = (Phase.BACKWARD, Phase.RECOMPUTE, Phase.UPDATE)
-_NEW_VALUES = {Phase.UPDATE: (Phase.UPDATE, Phase.SYNC, Phase.TRANSFER)}
+_NEW_VALUES = {Phase.UPDATE: (Phase.UPDATE, Phase.SYNC)}
+_COPIES_BACK = ("swap_out", "swap_out_wait", "move_out", "move_out_wait")
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +197,7 @@ def _fresh_reads(program: Program, _: Program | None) -> Iterator[str]:
             for reader in schema.readers(schema.storage_root(target)):
                 late = position[reader] > position[writer] and not schema.is_view(reader)
                 wanted = info(reader).phase in _NEW_VALUES.get(info(writer).phase, (Phase.UPDATE,))
+                wanted = wanted or schema.op_name(reader) in _COPIES_BACK
                 if late and not wanted and target not in schema.mutated_inputs(reader):
                     yield f"{_where(reader)} reads {target.name!r} after {_where(writer)} has overwritten it"
 

@@ -13,7 +13,7 @@ from torch import fx, nn
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import InputSpec, Phase
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.transfers import PagedFile, Tier, residents
+from graphopt.ir.ops.transfers import PagedFile, Tier, checked_tier, residents
 from graphopt.ir.program import Program
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.runtime.lasting_folder import LastingFolder
@@ -34,10 +34,7 @@ def resident_inputs(program: Program) -> list[tuple[InputSpec, Tier]]:
 
 
 def _tier(node: fx.Node) -> Tier:
-    found = next(user.args[1] for user in node.users if schema.op_name(user) == "swap_in")
-    if found not in ("host", "disk"):
-        raise GraphoptError(f"{node.name} is to reside on {found!r}, which is no tier")
-    return "host" if found == "host" else "disk"
+    return checked_tier(str(next(user.args[1] for user in node.users if schema.op_name(user) == "swap_in")))
 
 
 class KeptState:
@@ -70,7 +67,7 @@ class KeptState:
         self._wanted = next((found for each in pipeline.training if (found := each.lasting_folder())), "")
         self._lasting: LastingFolder | None = None
         self._cut_short = False
-        self._settled: tuple[int, Hashable] = (0, None)
+        self._settled: tuple[object, Hashable] = (None, None)
 
     # --- where tensors are -------------------------------------------------------------------------------------------
 
@@ -88,12 +85,12 @@ class KeptState:
         lasting = self._folder()
         if any(state.shard is not None for state in program.pass_state.values()):
             self.sharded.take(program.pass_state)
-        if not wanted or (version is not None and self._settled == (id(wanted), version)):
+        if not wanted or (version is not None and self._settled[0] is wanted and self._settled[1] == version):
             return
         with torch.no_grad():
             for spec, tier in wanted:
                 self._move(spec, tier, lasting.file if lasting is not None else None)
-        self._settled = (id(wanted), version)
+        self._settled = (wanted, version)
 
     def _move(self, spec: InputSpec, tier: Tier, file: PagedFile | None) -> None:
         tensor = self._tensor(spec)
@@ -154,11 +151,13 @@ class KeptState:
                 "the last step was cut short in the middle of its update, so that parameters and the optimizer's state "
                 f"are of two steps: graphopt.checkpoint.load({self._wanted!r}, step) goes back to the last whole one"
             )
+        lasting.complete(self._tensors())
         steps = self._progress.clock.steps
         try:
             yield
         except BaseException as error:
-            self._cut_short = reached(error, module, Phase.UPDATE) is not False
+            under_way = self._progress.clock.steps == steps
+            self._cut_short = under_way and reached(error, module, Phase.UPDATE) is not False
             raise
         if self._progress.clock.steps > steps:
             lasting.finish(pack(state(), digests=False), self._tensors(), self._progress.clock.steps)
@@ -167,4 +166,5 @@ class KeptState:
         """Note that all of the state was replaced by a whole one."""
         self._cut_short = False
         if self._lasting is not None:
+            self._lasting.complete(self._tensors())
             residents().roll_back(self._tensors())

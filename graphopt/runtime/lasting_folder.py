@@ -15,6 +15,7 @@ import os
 import re
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ class LastingFolder:
         self._name = f"state-{max(map(_number, path.iterdir()), default=0) + 1}.bin"
         self.file = PagedFile(path, self._name)
         self._own: dict[str, tuple[DiskSpace, DiskSpace]] = {}
+        self._written: _Written | None = None
 
     def finish(self, state: Packed, tensors: list[torch.Tensor], steps: int) -> None:
         """Let a finished step count.
@@ -87,7 +89,9 @@ class LastingFolder:
         Raises:
             GraphoptError: where the disk has no room, or cannot be written; what counted before still does.
         """
-        kept = {path: self._place(path, tensor) for path, tensor in state.tensors.items()}
+        self._written = None
+        own: dict[str, tuple[DiskSpace, DiskSpace]] = {}
+        kept = {path: self._place(path, tensor, own) for path, tensor in state.tensors.items()}
         record = {
             "version": _VERSION,
             "steps": steps,
@@ -98,20 +102,38 @@ class LastingFolder:
         unfinished = self.path / f"{_RECORD}.unfinished"
         try:
             unfinished.write_text(json.dumps(record), encoding="utf-8")
+            spaces = {(s.offset, s.nbytes) for s in (*kept.values(), *(s for pair in own.values() for s in pair))}
+            self._written = _Written(steps, own, spaces)
             unfinished.replace(self.path / _RECORD)
         except OSError as error:
             raise GraphoptError(f"offload-state: {str(self.path)!r} cannot be written: {error.strerror}") from error
+        self._count(tensors)
+
+    def complete(self, tensors: list[torch.Tensor]) -> None:
+        """Let a step count here that counts in the folder, where that was interrupted."""
+        if self._written is not None and _steps(self.path) == self._written.steps:
+            self._count(tensors)
+
+    def _count(self, tensors: list[torch.Tensor]) -> None:
+        """Take what the record names for what counts; may be begun again."""
+        assert self._written is not None
         residents().commit(tensors)
-        spaces = [*kept.values(), *(space for pair in self._own.values() for space in pair)]
-        self.file.keep({(space.offset, space.nbytes) for space in spaces})
+        self._own = self._written.own
+        self.file.keep(self._written.spaces)
         for old in self.path.iterdir():
             if _FILE.fullmatch(old.name) and old.name != self._name:
                 old.unlink(missing_ok=True)
+        self._written = None
 
-    def _place(self, path: str, tensor: torch.Tensor) -> DiskSpace:
-        """Where a tensor is in the file; one that does not reside there is written to its block that does not count."""
+    def _place(self, path: str, tensor: torch.Tensor, own: dict[str, tuple[DiskSpace, DiskSpace]]) -> DiskSpace:
+        """Where a tensor is in the file; one that does not reside there is written to its block that does not count.
+
+        Args:
+            path: of the tensor in the state.
+            tensor: its values.
+            own: gets the block that will count, and the other one.
+        """
         if residents().tier_of(tensor, self.file):
-            self._own.pop(path, None)
             space = residents().space_of(tensor)
             assert space is not None
             return space
@@ -120,10 +142,24 @@ class LastingFolder:
         counts, other = self._own.get(path) or (self.file.space(nbytes), self.file.space(nbytes))
         if other.nbytes < nbytes:
             counts, other = self.file.space(nbytes), self.file.space(nbytes)
-        self._own[path] = (other, counts)
+        own[path] = (other, counts)
         if data.numel():
             other.write(data.data_ptr(), nbytes)
         return other
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A step that is written: how many there are, the blocks that are not memory, and all that are to stay."""
+
+    steps: int
+    own: dict[str, tuple[DiskSpace, DiskSpace]]
+    spaces: set[tuple[int, int]]
+
+
+def _steps(path: Path) -> int:
+    """How many steps the record of a folder counts."""
+    return int(json.loads((path / _RECORD).read_text(encoding="utf-8"))["steps"])
 
 
 def _described(tensor: torch.Tensor, space: DiskSpace) -> list[Any]:
@@ -164,7 +200,7 @@ def finished_step(path: Path) -> Mapping[str, Any]:
         if not isinstance(structure, str):
             raise record["structure"].expected("text")
         found = unpack(structure, tensors)
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RuntimeError, RecursionError, OverflowError, TypeError, MemoryError) as error:
         raise GraphoptError(f"the finished step in {str(path)!r} cannot be read: {error}") from error
     if not isinstance(found, Mapping):
         raise GraphoptError(f"the finished step in {str(path)!r} is no state of a step")

@@ -118,7 +118,7 @@ class ShardedModel:
         with torch.no_grad():
             for name, (target, state) in self._shards.items():
                 parameter = self._model.get_parameter(name)
-                if parameter.untyped_storage().nbytes():
+                if type(parameter) is not ShardedParameter and parameter.untyped_storage().nbytes():
                     self._store[target].copy_(state.create(parameter))
                     self._free(name, parameter)
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import graphopt
 from graphopt import GraphoptError, Pass, PassError, PipelineError, Program, TrainStep
-from graphopt.ir.ops import transfers
+from graphopt.ir.ops import swap, transfers
 from graphopt.ir.ops.transfers import residents
 from graphopt.passes import ClipGradients, FitMemory, FuseUpdate, MixedPrecision, OffloadState, Recompute
 from tests.support.covering import covering
@@ -27,6 +27,7 @@ from tests.support.training import (
     Blocks,
     MakeOptimizer,
     assert_same,
+    identical,
     mean_square,
     next_token,
     train,
@@ -105,7 +106,7 @@ def test_skipped_updates_leave_state_as_it_is(level: str) -> None:
         found.append(
             [*losses, *step.model.parameters(), *(v for s in step.optimizer.state.values() for v in s.values())]
         )
-    assert all(torch.equal(one, two) or (one != one).any() for one, two in zip(*found, strict=True))
+    assert all(map(identical, *found))
 
 
 def test_masters_are_the_parameters_that_only_the_update_reads() -> None:
@@ -295,6 +296,30 @@ def test_fit_memory_plans_around_what_resides_elsewhere() -> None:
     assert graphopt.measure_peak(lambda: fitted(batch)).allocated_peak_bytes <= budget
 
 
+def test_a_number_of_copies_ahead_counts_beside_fit_memory_too() -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(256, 64)
+    programs = []
+    for prefetch in (0, 3):
+        step = stepping(offload(*ALL, prefetch=prefetch), FitMemory("90%", cost="roofline")).prepare(batch)
+        programs.append(step.program)
+    at_call, ahead = (
+        sum(node.next.target is not swap.swap_in_wait for node in program.nodes if node.target is swap.swap_in)
+        for program in programs
+    )
+    assert at_call < ahead
+
+
+def test_state_that_is_allowed_to_move_and_does_not_is_told() -> None:
+    allowed = FitMemory("90%", cost="roofline", allow=("recompute", "state"))
+    torch.manual_seed(0)
+    batch = torch.randn(256, 64)
+    beside = stepping(offload(), allowed).prepare(batch)
+    assert any("offload-state says which" in line for line in beside.records[-1].changed.lines)
+    drop_in = graphopt.optimize(wide(), [allowed], example_inputs=(batch,))
+    assert any("no update in this program" in line for line in drop_in.records[-1].changed.lines)
+
+
 @given(share=st.floats(0.4, 1.0))
 @examples(4, many=60)
 def test_fit_memory_moves_as_much_state_as_pays(share: float) -> None:
@@ -386,6 +411,22 @@ def test_a_disk_that_is_full_is_an_error_and_the_state_stays(tmp_path: Path) -> 
         gc.collect()
         transfers.configure()
     assert other(X).isfinite()
+
+
+def test_the_disk_is_not_exchanged_under_tensors_that_reside_on_it(tmp_path: Path) -> None:
+    gc.collect()
+    step = stepping(offload())
+    step(X)
+    with pytest.raises(GraphoptError, match="tensors of models and optimizers reside elsewhere"):
+        transfers.configure(disk_directory=tmp_path)
+    del step
+    transfers.configure(disk_directory=tmp_path)
+    transfers.configure()
+
+
+def test_the_host_of_a_cpu_is_told_to_be_no_relief() -> None:
+    step = stepping(offload(tier="host")).prepare(X)
+    assert any("only tier=disk" in line for line in step.records[0].changed.lines)
 
 
 # --- programs --------------------------------------------------------------------------------------------------------

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 import graphopt
-from graphopt import GraphoptError, PipelineError, Program, TrainStep
+from graphopt import GraphoptError, PipelineError, TrainStep
 from graphopt.passes import DataParallel, ShardParameters
-from graphopt.runtime.sharded_model import ShardedParameter
 from tests.support.ranks import run_ranks
 from tests.support.training import mean_square
 
@@ -120,13 +119,16 @@ parameters = sum(p.numel() * 4 for p in two.model.parameters())
 say([memory.resident_bytes - batch, (parameters + state) / world * 1.01 + small])
 say(memory.peak_bytes < plain.peak_bytes)
 peak = graphopt.measure_peak(lambda: one(X[rank::world])).allocated_peak_bytes
-say([peak, memory.allocated_peak_bytes])
+largest = max(parameter.numel() for parameter in two.model.parameters()) * 4
+say([peak, memory.allocated_peak_bytes, 3 * largest])
 """
-    for equal, (resident, allowed), lower, (measured, predicted) in run_ranks(PROLOGUE + script, 2, tmp_path / "store"):
+    for equal, (resident, allowed), lower, (measured, predicted, slack) in run_ranks(
+        PROLOGUE + script, 2, tmp_path / "store"
+    ):
         assert equal
         assert resident <= allowed
         assert lower
-        assert abs(predicted - measured) < 70_000  # two of gloo's buffers, which it gives back when it likes
+        assert abs(predicted - measured) < slack  # gloo gives back its buffers, as large as a parameter, when it likes
 
 
 def test_accumulation_and_sizes_that_change(tmp_path: Path) -> None:
@@ -139,9 +141,9 @@ one, two = stepping(sharded()), stepping(ShardOptimizer())
 rows = [8, 5, 6, 8]
 losses = [[step(X[:count] * (rank + 1)) for count in rows] for step in (one, two)]
 say(same(*losses))
-say([one.evaluate(X).item() == two.evaluate(X).item(), one.gradient_norm is None])
+say(one.evaluate(X).item() == two.evaluate(X).item())
 """
-    assert run(script, 2, tmp_path) == [True, True, [True, True]]
+    assert run(script, 2, tmp_path) == [True, True, True]
 
 
 def test_fit_memory_plans_around_gathers(tmp_path: Path) -> None:
@@ -224,8 +226,8 @@ for what in (lambda: model(X), lambda: model[0].weight + 1, lambda: model[0].wei
     except graphopt.GraphoptError as error:
         say("'0.weight'" in str(error) and "with step.whole_parameters()" in str(error))
 weight = model[0].weight
-say([list(weight.shape), str(weight.dtype), weight.requires_grad, weight.numel(), weight.untyped_storage().nbytes()
-     if False else 0, "0.weight" in repr(weight), isinstance(weight, torch.nn.Parameter)])
+say([list(weight.shape), str(weight.dtype), weight.requires_grad, weight.numel(), "0.weight" in repr(weight),
+     isinstance(weight, torch.nn.Parameter)])
 with step.whole_parameters():
     say(list(model(X).shape))
     try:
@@ -236,7 +238,7 @@ with step.whole_parameters():
 say(torch.equal(step(X[rank::world]).isfinite(), torch.tensor(True)))
 """
     said = run(script, 2, tmp_path)
-    assert said == [*[True] * 8, [[65, 32], "torch.float32", True, 2080, 0, True, True], [12, 31], True, True, True]
+    assert said == [*[True] * 8, [[65, 32], "torch.float32", True, 2080, True, True], [12, 31], True, True, True]
 
 
 def test_one_rank_changes_nothing(tmp_path: Path) -> None:
@@ -288,5 +290,3 @@ say(again.memory().resident_bytes == program.memory().resident_bytes)
 say(again.pass_state == program.pass_state)
 """
     assert run(script, 2, tmp_path) == [True, True, True]
-    assert issubclass(ShardedParameter, nn.Parameter)
-    assert Program is not None

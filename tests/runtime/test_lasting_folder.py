@@ -21,7 +21,7 @@ import graphopt
 from graphopt import GraphoptError, TrainStep
 from graphopt.ir.ops.transfers import residents
 from graphopt.passes import MixedPrecision, OffloadState
-from graphopt.runtime.lasting_folder import finished_step
+from graphopt.runtime.lasting_folder import LastingFolder, finished_step
 from tests.support.errors import attempt
 from tests.support.forking import start
 from tests.support.properties import examples
@@ -232,6 +232,64 @@ def test_a_step_that_fails_before_its_update_goes_on(tmp_path: Path, monkeypatch
     assert step.steps == steps_in(tmp_path) == 2
 
 
+def state_in(folder: Path) -> list[torch.Tensor]:
+    step = training()
+    graphopt.checkpoint.load(folder, step)
+    return contents(step)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_record_that_cannot_be_written_leaves_the_one_before_whole(
+    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    step = training(tmp_path, way)
+    for number in range(2):
+        step(batch(number))
+    generator = torch.get_rng_state()
+    counted = [tensor.clone() for tensor in contents(step)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", refused)
+        for number in (2, 3):
+            with pytest.raises(GraphoptError, match="cannot be written"):
+                step(batch(number))
+            after = torch.get_rng_state()
+            assert all(map(torch.equal, state_in(tmp_path), counted))
+            assert torch.equal(torch.get_rng_state(), generator)
+            torch.set_rng_state(after)
+    step(batch(4))
+    after = contents(step)
+    assert all(map(torch.equal, state_in(tmp_path), after))
+    assert same(step, plain(5))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_interrupt_between_the_record_and_the_tensors(
+    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Any, tensors: list[torch.Tensor]) -> None:
+        commit(self, tensors[: len(tensors) // 2])
+        raise KeyboardInterrupt
+
+    step, commit = training(tmp_path, way), type(residents()).commit
+    step(batch(0))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(residents()), "commit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step(batch(1))
+    assert steps_in(tmp_path) == 2
+    counted = state_in(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(LastingFolder, "finish", lambda *given: None)
+        step(batch(2))  # written, and the process is killed before it counts
+    assert all(map(torch.equal, state_in(tmp_path), counted))
+    step(batch(3))
+    after = contents(step)
+    assert all(map(torch.equal, state_in(tmp_path), after))
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -277,7 +335,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-VALUES = [None, True, 0, -1, 3, 2**80, 0.5, "", "../state-1.bin", "f32", [], [1], {}, {"tensor": "/x"}]
+VALUES = [None, True, 0, -1, 3, 2**80, 2**62, 0.5, "", "../state-1.bin", "f32", [], [1], {}, {"tensor": "/x"}]
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch.fx.node import has_side_effect
 
-from graphopt.errors import GraphoptError, did_you_mean
-from graphopt.ir.ops.transfers import TIERS, Tier, residents
+from graphopt.ir.ops.transfers import checked_tier, residents
 
 __all__ = ["move_out", "move_out_wait", "swap_in", "swap_in_wait", "swap_out", "swap_out_wait"]
 
@@ -37,19 +36,12 @@ _library.define("move_out(Tensor x, str tier) -> Tensor")
 _library.define("move_out_wait(Tensor(a) at, Tensor x) -> Tensor(a)")
 
 
-def _known_tier(name: str) -> Tier:
-    for tier in TIERS:
-        if name == tier:
-            return tier
-    raise GraphoptError(f"there is no tier {name!r}; {did_you_mean(name, TIERS) or 'host or disk'}")
-
-
 def _swap_in(at: torch.Tensor, tier: str, device: torch.device) -> torch.Tensor:
     return residents().fetch(at, device)
 
 
 def _swap_in_wait(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    residents().wait_fetched(x)
+    residents().wait_fetched(x, at)
     return x
 
 
@@ -62,7 +54,7 @@ def _swap_out_wait(at: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _move_out(x: torch.Tensor, tier: str) -> torch.Tensor:
-    return residents().move(x, _known_tier(tier))
+    return residents().move(x, checked_tier(tier))
 
 
 def _move_out_wait(at: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

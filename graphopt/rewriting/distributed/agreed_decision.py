@@ -26,7 +26,7 @@ def decided_by_first_rank(program: Program, decide: Callable[[], T]) -> T:
         decide: gives plain data.
 
     Raises:
-        GraphoptError: on every rank, where it does so on the first.
+        GraphoptError: on the others, with what the first rank raises.
     """
     name = next((state.group for state in program.pass_state.values() if state.shard is not None), None)
     if name is None:
@@ -36,7 +36,7 @@ def decided_by_first_rank(program: Program, decide: Callable[[], T]) -> T:
     if group.rank == 0:
         try:
             found[0] = decide()
-        except GraphoptError as error:
+        except Exception as error:  # whatever it is, the other ranks must not wait
             found[1] = error
     told = [found[0], None if found[1] is None else str(found[1])]
     with talking():

@@ -22,9 +22,10 @@ from graphopt.ir.ops.groups import Group
 from graphopt.ir.ops.values import is_dense, storage_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.state import PassState
+from graphopt.rewriting.distributed.sharded_update import is_flat_view
 from graphopt.rewriting.shards import piece_of, shard_of
 
-__all__ = ["SHARDS", "cast_where_read", "keep_shards", "sharded_inputs", "to_shard", "update_shards"]
+__all__ = ["SHARDS", "cast_where_read", "keep_shards", "sharded_inputs", "sharing_inputs", "to_shard", "update_shards"]
 
 aten = torch.ops.aten
 
@@ -39,19 +40,25 @@ def to_shard(program: Program, least: int) -> dict[str, fx.Node]:
         program: of stage joint or step.
         least: bytes below which a parameter stays whole.
     """
-    memory: dict[torch.UntypedStorage, int] = {}
-    for node in program.placeholders:
-        value = value_of(node)
-        if isinstance(value, torch.Tensor):
-            memory[value.untyped_storage()] = memory.get(value.untyped_storage(), 0) + 1
+    sharing = sharing_inputs(program)
     return {
         spec.target: node
         for node, spec in program.inputs_of("parameter")
         if storage_bytes(value_of(node)) >= least
         and is_dense(value_of(node))
-        and memory[value_of(node).untyped_storage()] == 1
+        and node not in sharing
         and not any(user.op == "output" for user in schema.readers(node) | set(node.users))
     }
+
+
+def sharing_inputs(program: Program) -> set[fx.Node]:
+    """The inputs of a program that share memory with another one."""
+    found: dict[torch.UntypedStorage, list[fx.Node]] = {}
+    for node in program.placeholders:
+        value = value_of(node)
+        if isinstance(value, torch.Tensor):
+            found.setdefault(value.untyped_storage(), []).append(node)
+    return {node for nodes in found.values() if len(nodes) > 1 for node in nodes}
 
 
 def keep_shards(program: Program, parameters: Mapping[str, fx.Node], group: Group) -> dict[str, fx.Node]:
@@ -101,7 +108,7 @@ def update_shards(program: Program, parameters: Mapping[str, fx.Node], shards: M
     """
     for name, node in parameters.items():
         length = program.pass_state[f"{SHARDS}{name}"].shard[1]  # type: ignore[index]
-        flats = [user for user in node.users if _is_flat(user, node)]
+        flats = [user for user in node.users if is_flat_view(user, node)]
         for taken in [user for flat in flats for user in list(flat.users)]:
             common: dict[str, Any] = {"before": taken, "phase": Phase.UPDATE, "origin": info(taken).origin}
             mine = program.insert(aten.slice.Tensor, (shards[name], 0, 0, length), like=taken, **common)
@@ -115,12 +122,6 @@ def update_shards(program: Program, parameters: Mapping[str, fx.Node], shards: M
                     f"{reader.name} ({info(reader).origin}) reads the whole parameter {name!r} in the update, of which "
                     "each rank keeps a shard: leave that pass or shard-parameters out, or use a fused optimizer"
                 )
-
-
-def _is_flat(user: fx.Node, node: fx.Node) -> bool:
-    """Whether this is how the update begins to read its part of a parameter: all elements, then a slice of them."""
-    flattened = user.target is aten.as_strided.default and bool(user.args[1] == [value_of(node).numel()])
-    return flattened and all(taken.target is aten.slice.Tensor for taken in user.users)
 
 
 def cast_where_read(program: Program, parameters: Iterable[str], origin: str) -> int:

@@ -25,15 +25,22 @@ from graphopt.errors import GraphoptError
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, WAIT
-from graphopt.ir.ops.groups import Group
+from graphopt.ir.ops.groups import Group, find_group
 from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.all_reduce import final_gradients
 from graphopt.rewriting.distributed.flat_exchange import flat, read_parts, start_exchange
 from graphopt.rewriting.distributed.parameter_average import behind_update
 from graphopt.rewriting.distributed.remove_all_reduce import Member, Reduction, one_group
-from graphopt.rewriting.shards import piece_of, shard_of
+from graphopt.rewriting.shards import Shards, piece_of, shard_of
 
-__all__ = ["agree_on_norms", "check_sharded_update", "gather_parameters", "scatter_gradients"]
+__all__ = [
+    "agree_on_norms",
+    "check_sharded_update",
+    "gather_parameters",
+    "is_flat_view",
+    "scatter_gradients",
+    "shards_of_rank",
+]
 
 aten = torch.ops.aten
 
@@ -101,6 +108,14 @@ def _has_shard(elements: int, readers: Mapping[fx.Node, None]) -> bool:
     return any(reader.target is aten.as_strided.default and reader.args[1] == [elements] for reader in readers)
 
 
+def shards_of_rank(group_name: str, sizes: Mapping[str, int]) -> Shards | None:
+    """This rank's part of tensors with so many elements, by name; None in a group of one process."""
+    group = find_group(group_name)
+    if group.size == 1:
+        return None
+    return {name: shard_of(elements, group.rank, group.size) for name, elements in sizes.items()}
+
+
 # --- gradients -------------------------------------------------------------------------------------------------------
 
 
@@ -165,7 +180,7 @@ def _sum_arriving(insert: _Inserter, sent: fx.Node, size: int, start: fx.Node, d
 
 def _check_readers(member: Member) -> None:
     for reader in member.part.users:
-        if _is_flat_view(reader, member.part) or reader.target is _NORM:
+        if is_flat_view(reader, member.part) or reader.target is _NORM:
             continue
         if schema.op_name(reader) not in _EACH_BY_ITSELF:
             raise GraphoptError(
@@ -174,8 +189,8 @@ def _check_readers(member: Member) -> None:
             )
 
 
-def _is_flat_view(reader: fx.Node, part: fx.Node) -> bool:
-    """Whether this is the beginning of how the update reads its shard: all elements, of which slices are taken."""
+def is_flat_view(reader: fx.Node, part: fx.Node) -> bool:
+    """Whether this is how the update begins to read its shard of a tensor: all elements, of which slices are taken."""
     flattened = reader.target is aten.as_strided.default and bool(reader.args[1] == [value_of(part).numel()])
     return flattened and all(user.target is aten.slice.Tensor for user in reader.users)
 
@@ -183,7 +198,7 @@ def _is_flat_view(reader: fx.Node, part: fx.Node) -> bool:
 def _redirect(insert: _Inserter, member: Member, mine: fx.Node) -> None:
     """Let what reads a gradient read this rank's shard: the update without what fills it up."""
     for reader in list(member.part.users):
-        if not _is_flat_view(reader, member.part):
+        if not is_flat_view(reader, member.part):
             reader.replace_input_with(member.part, mine)
             continue
         for taken in list(reader.users):

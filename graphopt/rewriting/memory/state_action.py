@@ -22,9 +22,19 @@ from graphopt.planning.swapping import schedule_visits, seconds_waited
 from graphopt.rewriting.distributed.prediction.measured_link import measure_link
 from graphopt.rewriting.memory.early_updates import ordered_updates
 from graphopt.rewriting.memory.fit import Fitting
-from graphopt.rewriting.memory.state_swaps import RANKS, Link, Swapped, Swaps, obstacle, state_visits, swap_state
+from graphopt.rewriting.memory.lifted_copies import Swaps
+from graphopt.rewriting.memory.state_swaps import RANKS, Link, Swapped, obstacle, state_visits, swap_state
 
-__all__ = ["StateAction", "gather_link", "link_of", "link_to", "movable_state", "state_to_move", "swapped_line"]
+__all__ = [
+    "StateAction",
+    "gather_link",
+    "link_of",
+    "link_to",
+    "movable_state",
+    "move_created_state",
+    "state_to_move",
+    "swapped_line",
+]
 
 _LEAST = 65_536
 """Bytes below which state stays: a copy takes longer than its bytes are worth."""

@@ -12,8 +12,10 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.analysis.costs.cost import DeviceProfile, link_bandwidth
+from graphopt.errors import GraphoptError
 from graphopt.ir.node import Phase, Policy, info, value_of
 from graphopt.ir.ops import schema, transfer
+from graphopt.ir.ops.transfers import checked_tier
 from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
 from graphopt.planning.offloading import Lanes
@@ -21,7 +23,18 @@ from graphopt.rewriting.memory.free_memory import free_host_bytes
 from graphopt.rewriting.memory.planning_problem import PlanningProblem
 from graphopt.rewriting.memory.recompute_plan import Again, recompute
 
-__all__ = ["Move", "host_lanes", "movable", "move"]
+__all__ = ["Move", "check_copies", "host_lanes", "movable", "move"]
+
+
+def check_copies(tier: str, prefetch: int | str) -> None:
+    """Refuse what says nothing about copies: to where, and how many tensors ahead they start.
+
+    Raises:
+        GraphoptError: with the near names, or what there may be.
+    """
+    checked_tier(tier)
+    if prefetch != "auto" and (isinstance(prefetch, (str, bool)) or prefetch < 0):
+        raise GraphoptError(f"prefetch is auto or a number of tensors of at least 0, got {prefetch!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,14 @@ temporary file without a name. Copies run beside computing: on a CPU in one thre
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 
 import torch
 
 from graphopt.errors import GraphoptError
-from graphopt.ir.ops.transfers.engine import TIERS, Engine, Statistics, Tier
+from graphopt.ir.ops.transfers.engine import TIERS, Engine, Statistics, Tier, checked_tier
 from graphopt.ir.ops.transfers.freelist import slab_bytes
 from graphopt.ir.ops.transfers.hostmemory import available_host_bytes
 from graphopt.ir.ops.transfers.paged_file import PagedFile
@@ -28,6 +29,7 @@ __all__ = [
     "StoredTensor",
     "Tier",
     "available_host_bytes",
+    "checked_tier",
     "configure",
     "engine",
     "reserve",
@@ -103,9 +105,21 @@ def configure(*, disk_directory: str | os.PathLike[str] | None = None, disk_limi
                     f"{stored} bytes of offloaded tensors are stored: configure transfers before the first step, or "
                     "after what refers to them (a loss with its graph) is gone"
                 )
+            _refuse_residents(_process.residents)
             _process.engine.close()
         _process.engine = _process.residents = None
         _process.disk_directory, _process.disk_limit = disk_directory, disk_limit
+
+
+def _refuse_residents(known: Residents | None) -> None:
+    """Raise where tensors reside in the file that is to be another one."""
+    if known is not None and known.count:
+        gc.collect()  # steps refer to themselves
+    if known is not None and known.count:
+        raise GraphoptError(
+            f"{known.count} tensors of models and optimizers reside elsewhere: configure transfers before the first "
+            "step, or after what refers to them is gone"
+        )
 
 
 def reserve(nbytes: int, *, device: str | torch.device = "cpu", ranks: int = 1, available: int | None = None) -> None:

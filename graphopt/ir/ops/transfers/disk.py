@@ -130,10 +130,6 @@ class DiskFile:
                 os.ftruncate(descriptor, space.offset + space.nbytes)
             return mmap.mmap(descriptor, space.nbytes, flags=mmap.MAP_SHARED, offset=space.offset)
 
-    def synchronize(self) -> None:
-        """Have the disk take what was written; returns when it has."""
-        os.fdatasync(self._open_descriptor())
-
     def release(self, offset: int, nbytes: int) -> None:
         """Take a block back; ``DiskSpace.free`` calls this."""
         with self._lock:

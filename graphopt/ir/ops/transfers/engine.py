@@ -23,7 +23,7 @@ from graphopt.ir.ops.transfers.slab import HostSlab
 from graphopt.ir.ops.transfers.stored_tensor import Layout, StoredTensor
 from graphopt.ir.ops.transfers.worker import Worker
 
-__all__ = ["TIERS", "Engine", "Statistics", "Tier"]
+__all__ = ["TIERS", "Engine", "Statistics", "Tier", "checked_tier"]
 
 Tier = Literal["host", "disk"]
 
@@ -125,7 +125,7 @@ class Engine:
         Raises:
             GraphoptError: for an unknown tier or device. Where there is no room, ``offload_wait`` raises.
         """
-        known = _checked_tier(tier)
+        known = checked_tier(tier)
         storage = x.untyped_storage()
         nbytes = storage.nbytes()
         with self._lock:
@@ -242,7 +242,7 @@ class Engine:
 
     def statistics(self, tier: str | None = None) -> Statistics:
         """What was moved since the last reset, to and from one tier, or both (None)."""
-        key = "" if tier is None else _checked_tier(tier)
+        key = "" if tier is None else checked_tier(tier)
         with self._lock:
             self._collect()
             host = sum(slab.capacity_bytes for slab in self._slabs.values())
@@ -346,7 +346,12 @@ class Engine:
         return self._lanes[device]
 
 
-def _checked_tier(name: str) -> Tier:
+def checked_tier(name: str) -> Tier:
+    """A tier by its name.
+
+    Raises:
+        GraphoptError: for another name, with the near ones.
+    """
     for tier in TIERS:
         if name == tier:
             return tier

@@ -34,7 +34,7 @@ class PagedFile:
         self._dead: deque[tuple[int, int]] = deque()
 
     def block(self, nbytes: int, when_gone: Callable[[int], None]) -> tuple[DiskSpace, torch.Tensor]:
-        """A new block of zeros, and its bytes: uint8, of shape [nbytes].
+        """A new block, and its bytes: uint8, of shape [nbytes].
 
         It is used again when nothing refers to that memory any more.
 
@@ -73,14 +73,6 @@ class PagedFile:
         """
         self._kept = spaces
         self._collect()
-
-    def synchronize(self) -> None:
-        """Have the disk take what was written; returns when it has."""
-        self._file.synchronize()
-
-    def close(self) -> None:
-        """Close the file; memory that is mapped stays valid."""
-        self._file.close()
 
     @property
     def used_bytes(self) -> int:

@@ -43,7 +43,6 @@ class _Resident:
     nbytes: int
     blocks: list[_Block]
     file: PagedFile | None
-    tensor: weakref.ref[torch.Tensor] | None = None
     written: bool = False
     outward: Transfer = field(default_factory=Settled)
 
@@ -68,6 +67,13 @@ class Residents:
         self._known: dict[int, _Resident] = {}
         self._under_way: dict[int, Transfer] = {}
         self._gone: deque[int] = deque()
+
+    @property
+    def count(self) -> int:
+        """How many tensors reside elsewhere."""
+        with self._lock:
+            self._forget_gone()
+            return len({id(resident) for resident in self._known.values()})
 
     @property
     def used_bytes(self) -> int:
@@ -107,8 +113,9 @@ class Residents:
         memory = blocks[0].memory
         assert memory is not None
         moved = memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), 0)
-        resident = _Resident(tier, nbytes, blocks, where, weakref.ref(moved))
+        resident = _Resident(tier, nbytes, blocks, where)
         with self._lock:
+            self._forget_gone()  # before: the memory may be where that of another tensor was
             for block in blocks:
                 self._known[block.address] = resident
         self._save(resident, blocks[0], _laid_out(tensor, moved))
@@ -165,11 +172,14 @@ class Residents:
 
     def _find(self, tensor: torch.Tensor) -> _Resident | None:
         with self._lock:
-            while self._gone:
-                resident = self._known.get(self._gone.popleft())
-                for block in resident.blocks if resident is not None else ():
-                    self._known.pop(block.address, None)
+            self._forget_gone()
             return self._known.get(tensor.untyped_storage().data_ptr())
+
+    def _forget_gone(self) -> None:
+        while self._gone:
+            resident = self._known.get(self._gone.popleft())
+            for block in resident.blocks if resident is not None else ():
+                self._known.pop(block.address, None)
 
     # --- copies ------------------------------------------------------------------------------------------------------
 
@@ -181,6 +191,8 @@ class Residents:
         result = torch.empty_strided(at.shape, at.stride(), dtype=at.dtype, device=device)
         found = self._find(at)
         if found is None:
+            with self._lock:
+                self._under_way.pop(result.data_ptr(), None)  # of a step that failed
             return result.copy_(at)
         transfer = self._engine.lane(result.device).restore(
             found.newest.space, result.untyped_storage(), found.nbytes, found.outward
@@ -190,7 +202,7 @@ class Residents:
         self._engine.count(found.tier, prefetches=1, prefetched_bytes=found.nbytes)
         return result
 
-    def wait_fetched(self, fetched: torch.Tensor) -> None:
+    def wait_fetched(self, fetched: torch.Tensor, at: torch.Tensor) -> None:
         """Wait until a copy that ``fetch`` has started is done; on CUDA and from the host, the current stream waits.
 
         Raises:
@@ -198,8 +210,9 @@ class Residents:
         """
         with self._lock:
             transfer = self._under_way.pop(fetched.untyped_storage().data_ptr(), None)
-        if transfer is not None:
-            self._engine.wait(transfer, "disk")
+        found = self._find(at)
+        if transfer is not None and found is not None:
+            self._engine.wait(transfer, found.tier)
 
     def put_back(self, at: torch.Tensor, values: torch.Tensor) -> None:
         """Start copying values to where a tensor resides; they must stay as they are until ``wait_put_back``."""
