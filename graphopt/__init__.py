@@ -50,6 +50,7 @@ if TYPE_CHECKING or not _prints_words_alone():
     from graphopt.runtime.dynamo_backend import CompiledGraph, compiled_graphs
     from graphopt.runtime.largest_batch import largest_batch
     from graphopt.runtime.load_step import load_step
+    from graphopt.runtime.materialize_shards import materialize_shards
     from graphopt.runtime.module import optimize
     from graphopt.runtime.random_streams import RandomStreams
     from graphopt.runtime.scaler import scaler
@@ -93,6 +94,7 @@ __all__ = [
     "fast_dtype",
     "largest_batch",
     "load_step",
+    "materialize_shards",
     "measure_peak",
     "name",
     "ops",

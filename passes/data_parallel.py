@@ -94,7 +94,10 @@ class DataParallel(TrainingPass):
             )
 
     def prepare(self, model: nn.Module) -> None:
-        """Give every rank of a group the parameters of the group's rank 0, and buffers likewise."""
+        """Give every rank of a group the parameters of the group's rank 0, and buffers likewise.
+
+        Parameters without memory, of which each rank has a shard, are equal already.
+        """
         parameters = dict(model.named_parameters())
         groups = self._groups(parameters)
         if not self.broadcast:
@@ -104,7 +107,7 @@ class DataParallel(TrainingPass):
                 *((parameters[name], group) for name, group in groups.items()),
                 *((buffer, find_group(self.group)) for buffer in model.buffers()),
             ):
-                if group.size > 1:
+                if group.size > 1 and tensor.untyped_storage().nbytes():
                     dist.broadcast(tensor.detach(), group_src=0, group=group.handle)
 
     def _groups(self, parameters: Mapping[str, Any]) -> dict[str, Group]:

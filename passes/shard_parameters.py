@@ -52,9 +52,12 @@ class ShardParameters(TrainingPass):
     ``min_bytes`` stay whole.
 
     Parameters are the same objects as before, and without memory between steps: whoever reads one then gets an error
-    with its name. ``with step.whole_parameters():`` makes them whole on every rank, for evaluation, saving and export,
-    and takes over what was changed; ``step.evaluate`` and ``graphopt.checkpoint`` do that by themselves, so all ranks
-    have to call them. Results are those of ``ShardOptimizer``, to the last bit.
+    with its name. ``with step.whole_parameters():`` makes them whole on every rank, for evaluation and export, and
+    takes over what was changed; ``step.evaluate`` does that by itself. ``step.full_state_dict()`` gives all of them on
+    the first rank's host, and ``graphopt.checkpoint`` saves each rank's shards; all ranks have to call these. A model
+    that no rank can hold is made under ``graphopt.without_data()``, and gets its values from
+    ``graphopt.materialize_shards``. What is cast to a smaller dtype wherever it is read (``MixedPrecision``) is cast
+    first and then gathered, in fewer bytes. Results are those of ``ShardOptimizer``, to the last bit.
 
     Rajbhandari, Rasley, Ruwase and He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020
     (arXiv 1910.02054).

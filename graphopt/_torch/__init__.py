@@ -38,11 +38,15 @@ from graphopt._torch.c10d import all_to_all_single as all_to_all_single
 from graphopt._torch.c10d import broadcast as broadcast
 from graphopt._torch.c10d import broadcast_ as broadcast_
 from graphopt._torch.c10d import default_store as default_store
+from graphopt._torch.c10d import is_gloo as is_gloo
 from graphopt._torch.c10d import is_tcp_store as is_tcp_store
 from graphopt._torch.c10d import process_groups as process_groups
 from graphopt._torch.c10d import ranks_without_network as ranks_without_network
 from graphopt._torch.c10d import reduce_scatter_tensor as reduce_scatter_tensor
+from graphopt._torch.c10d import start_receiving as start_receiving
+from graphopt._torch.c10d import start_sending as start_sending
 from graphopt._torch.c10d import wait_tensor as wait_tensor
+from graphopt._torch.c10d import wait_with as wait_with
 from graphopt._torch.change_detection import TensorsUnchanged as TensorsUnchanged
 from graphopt._torch.change_detection import dict_version as dict_version
 from graphopt._torch.change_detection import global_module_hooks as global_module_hooks
@@ -201,6 +205,7 @@ __all__ = [
     "is_composite",
     "is_free_to_go",
     "is_fusible",
+    "is_gloo",
     "is_known_zero",
     "is_registered",
     "is_tcp_store",
@@ -231,6 +236,8 @@ __all__ = [
     "stand_in_mode",
     "stand_in_of",
     "stands_for_real",
+    "start_receiving",
+    "start_sending",
     "storage_key",
     "symbolic_float",
     "symbolic_size",
@@ -239,6 +246,7 @@ __all__ = [
     "tracing_graph",
     "unwrapped_step",
     "wait_tensor",
+    "wait_with",
     "whole_function",
     "without_onednn",
     "without_regions",

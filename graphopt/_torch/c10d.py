@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from graphopt._torch.private_names import ABORT, FAKE_RANKS, GROUPS, require
+from graphopt._torch.private_names import ABORT, FAKE_RANKS, GROUPS, MESSAGES, require
 
 __all__ = [
     "abort_group",
@@ -25,11 +25,15 @@ __all__ = [
     "broadcast",
     "broadcast_",
     "default_store",
+    "is_gloo",
     "is_tcp_store",
     "process_groups",
     "ranks_without_network",
     "reduce_scatter_tensor",
+    "start_receiving",
+    "start_sending",
     "wait_tensor",
+    "wait_with",
 ]
 
 all_gather_into_tensor = torch.ops._c10d_functional.all_gather_into_tensor.default
@@ -75,6 +79,30 @@ def abort_group(group: Any) -> None:
     """
     require(ABORT)
     group.abort()
+
+
+def is_gloo(group: Any, device: torch.device) -> bool:
+    """Whether it is gloo that serves a process group's tensors on a device."""
+    require(MESSAGES)
+    return str(group._get_backend(device).name()) == "gloo"
+
+
+def start_sending(group: Any, tensor: torch.Tensor, rank: int, tag: int) -> Any:
+    """Begin to send a contiguous tensor to a rank of a process group; what ``wait_with`` waits for."""
+    return group.send([tensor], rank, tag)
+
+
+def start_receiving(group: Any, tensor: torch.Tensor, rank: int, tag: int) -> Any:
+    """Begin to receive a contiguous tensor from a rank of a process group; what ``wait_with`` waits for."""
+    return group.recv([tensor], rank, tag)
+
+
+def wait_with(tensor: torch.Tensor, work: Any) -> None:
+    """Let ``wait_tensor`` of a tensor wait for some work too."""
+    require(MESSAGES)
+    from torch._C._distributed_c10d import _register_work
+
+    _register_work(tensor, work)
 
 
 def is_tcp_store(store: Any) -> bool:

@@ -79,14 +79,14 @@ def allocator_events(profile: Any) -> list[tuple[int, str, int]]:
     to see a block at the same address, and with that block's size.
     """
     # Blocks are told apart with their sizes too: another thread may take an address before its release is reported.
-    held: Counter[tuple[str, int, int]] = Counter()
+    alive: Counter[tuple[str, int, int]] = Counter()
     events = []
     for when, where, address, count in _reported(profile):
         block = (where, address, abs(count))
         if count > 0:
-            held[block] += 1
-        elif held[block]:
-            held[block] -= 1
+            alive[block] += 1
+        elif alive[block]:
+            alive[block] -= 1
         else:
             continue
         events.append((when, where, count))

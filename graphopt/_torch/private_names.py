@@ -27,6 +27,7 @@ __all__ = [
     "INDUCTOR",
     "JOINT",
     "MEMORY",
+    "MESSAGES",
     "ON_IMPORT",
     "ON_USE",
     "PARTITIONER",
@@ -262,12 +263,17 @@ ABORT = Feature(
     {"torch._C._distributed_c10d": "ProcessGroup.abort"},
 )
 
+MESSAGES = Feature(
+    "exchanges over gloo from rank to rank",
+    {"torch._C._distributed_c10d": "ProcessGroup._get_backend ProcessGroup.recv ProcessGroup.send _register_work"},
+)
+
 FAKE_RANKS = Feature(
     "plans for several devices without their processes",
     {"torch.testing._internal.distributed.fake_pg": "FakeStore"},
 )
 
-ON_USE = (CHECKPOINTS, PARTS, COMPILED, PARTITIONER, INDUCTOR, AUTOCAST, MEMORY, GROUPS, ABORT, FAKE_RANKS)
+ON_USE = (CHECKPOINTS, PARTS, COMPILED, PARTITIONER, INDUCTOR, AUTOCAST, MEMORY, GROUPS, ABORT, MESSAGES, FAKE_RANKS)
 
 
 def require(feature: Feature) -> None:

@@ -18,7 +18,6 @@ from graphopt.analysis.device_timelines import alive_bytes, device_of, split_by_
 from graphopt.analysis.workspace import Usage, measured_usage
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.collectives import workspace_bytes
 from graphopt.ir.ops.values import storage_bytes, tensors_of
 from graphopt.ir.program import Program
 from graphopt.ir.reuse import reused_operands
@@ -232,8 +231,7 @@ def _copied_in(
 def bytes_of_copy(program: Program, node: fx.Node) -> int:
     """Bytes that an input which resides elsewhere takes while it is copied in.
 
-    A parameter that is gathered from shards takes what fills them up and, on a CPU, as much again: gloo gathers into a
-    buffer of its own.
+    A parameter that is gathered from shards takes what fills them up, too.
     """
     value = value_of(node)
     shapes = {state.source: state.shape for state in program.pass_state.values() if state.shard is not None}
@@ -242,18 +240,20 @@ def bytes_of_copy(program: Program, node: fx.Node) -> int:
     if name not in shapes:
         return _size(value)
     (piece,) = shapes[name]
-    gathered = int(-(-value.numel() // piece) * piece * value.element_size())
-    return gathered * (2 if _torch.device_kind(value) == "cpu" else 1)
+    return int(-(-value.numel() // piece) * piece * value.element_size())
 
 
-def _gathering(calls: Sequence[fx.Node]) -> Iterator[tuple[int, int]]:
-    """The positions behind the start of a gather up to where it is waited for, and the bytes of gloo's buffer there."""
+def _in_flight(calls: Sequence[fx.Node], refers: Mapping[fx.Node, list[Storage]]) -> Iterator[tuple[int, int]]:
+    """Where what an exchange sends stays behind its last use, up to where the exchange is waited for, and its bytes."""
     position = {node: index for index, node in enumerate(calls)}
-    for start, node in enumerate(calls):
-        size = workspace_bytes(node)
-        waits = [position[user] for user in node.users if user in position] if size else []
-        for step in range(start + 1, max(waits, default=start) + 1):
-            yield step, size
+    for node in calls:
+        if not schema.starts_exchange(node):
+            continue
+        waits = max((position[user] for user in node.users if user in position), default=position[node])
+        sent = {id(storage): storage for source in node.all_input_nodes for storage in refers[source]}
+        for storage in sent.values():
+            for step in range(storage.last + 1, waits + 1):
+                yield step, storage.bytes
 
 
 def simulate(
@@ -283,7 +283,7 @@ def _simulate(program: Program, measure: bool, forward_in_place: bool) -> Memory
     storages, refers = storages_of(program, forward_in_place=forward_in_place)
     _correct(storages, usage)
     temporaries = [item.temporary for item in usage]
-    for position, size in (*_copied_in(program, calls, refers), *_gathering(calls)):
+    for position, size in (*_copied_in(program, calls, refers), *_in_flight(calls, refers)):
         temporaries[position] += size
     alive, resident = alive_bytes(storages, temporaries)
     device = program.context.device

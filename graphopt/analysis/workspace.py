@@ -22,7 +22,6 @@ from graphopt.analysis.workspace_formulas import temporary_bytes
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.collectives import workspace_bytes
 from graphopt.ir.ops.opaque_update import opaque_update_
 from graphopt.ir.ops.values import is_dense, storage_bytes, tensors_of
 
@@ -71,7 +70,7 @@ def measured_usage(nodes: Iterable[fx.Node]) -> list[Usage]:
 
 def _by_formula(node: fx.Node, other: _torch.StandIn) -> Usage:
     if schema.is_collective(node):
-        return Usage(workspace_bytes(node))
+        return Usage()
     if node.target is opaque_update_:
         return Usage(int(node.args[4]))  # type: ignore[arg-type]
     return Usage(temporary_bytes(node, other.device.name, other.kind))
@@ -102,7 +101,7 @@ def _described(value: Any) -> Any:
 
 def _usage(key: str, node: fx.Node) -> Usage:
     if schema.is_collective(node):
-        return Usage(workspace_bytes(node))
+        return Usage()
     if node.target is opaque_update_:
         return Usage(int(node.args[4]))  # type: ignore[arg-type]
     found = _measured.get(key, Usage())

@@ -241,9 +241,9 @@ class _Watched:
         if isinstance(value, (list, set)):
             self.others.append(value)
             return
-        held: Any = value if isinstance(value, (dict, tuple, frozenset)) else getattr(value, "__dict__", None)
-        if isinstance(held, dict):
-            self.dictionaries.append(held)
-            held = list(held.values())
-        for item in held or ():
+        content: Any = value if isinstance(value, (dict, tuple, frozenset)) else getattr(value, "__dict__", None)
+        if isinstance(content, dict):
+            self.dictionaries.append(content)
+            content = list(content.values())
+        for item in content or ():
             self._attribute(item, depth + 1)

@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, held back while programs are made.
+"""Python's cyclic garbage collector, paused while programs are made.
 
 A capture makes hundreds of thousands of objects that stay. The collector looks at all that is there whenever a quarter
 has been added, and finds next to nothing: a quarter of the time of a first step.

@@ -120,7 +120,7 @@ def _by(copies: Sequence[Copy], step: CopyStep) -> list[int]:
 
 
 def _away(seconds: Sequence[float], level: list[int], copies: Sequence[Copy], options: CopyOptions) -> list[int]:
-    """Before which step each value is freed; what is held until then is added to ``level``, and does not raise it."""
+    """Before which step each value is freed; what is not freed yet is added to ``level``, and does not raise it."""
     highest = max(level, default=0)
     made, idle, due = _at_steps(copies, "made"), _at_steps(copies, "last"), _at_steps(copies, "needed")
     latest = options.boundary
@@ -132,7 +132,7 @@ def _away(seconds: Sequence[float], level: list[int], copies: Sequence[Copy], op
             lane.hold(index)
         lane.wait_for(due.get(step, ()))
         lane.free(step, highest - level[step])
-        level[step] += lane.held
+        level[step] += lane.unfreed
         lane.now += duration
         for index in made.get(step, ()):
             lane.start(index)
@@ -144,13 +144,13 @@ class _LaneAway:
 
     Attributes:
         now: seconds since the start of the computation.
-        held: bytes of the values that nothing needs any more, and that are not freed yet.
+        unfreed: bytes of the values that nothing needs any more, and that are not freed yet.
         freed: the step before which each value is freed; 0 as long as it is not.
     """
 
     def __init__(self, copies: Sequence[Copy], rate: float) -> None:
         self.now = 0.0
-        self.held = 0
+        self.unfreed = 0
         self.freed = [0] * len(copies)
         self._copies, self._rate = copies, rate
         self._busy_until = 0.0
@@ -165,7 +165,7 @@ class _LaneAway:
     def hold(self, index: int) -> None:
         """From now on a value is only there for its copy."""
         heappush(self._queue, (self._done[index], index))
-        self.held += self._copies[index].bytes
+        self.unfreed += self._copies[index].bytes
 
     def wait_for(self, due: Iterable[int]) -> None:
         """Wait for the copies of values that have to be freed now."""
@@ -173,11 +173,11 @@ class _LaneAway:
         self.now = max([self.now, *overdue])
 
     def free(self, step: int, room: int) -> None:
-        """Free what is copied; as long as more bytes are held than there is room for, wait for the next copy."""
-        while self._queue and (self._queue[0][0] <= self.now or self.held > room):
+        """Free what is copied; as long as more bytes are unfreed than there is room for, wait for the next copy."""
+        while self._queue and (self._queue[0][0] <= self.now or self.unfreed > room):
             end, index = heappop(self._queue)
             self.now = max(self.now, end)
-            self.held -= self._copies[index].bytes
+            self.unfreed -= self._copies[index].bytes
             self.freed[index] = step
 
 

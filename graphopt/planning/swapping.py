@@ -10,6 +10,10 @@ from itertools import accumulate
 __all__ = ["Visit", "VisitWindow", "schedule_visits", "seconds_waited"]
 
 
+_MARGIN = 3.0
+"""How many times as long as expected a copy in may take and still be done in time, where memory allows it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Visit:
     """A time for which a tensor is copied in.
@@ -48,8 +52,9 @@ def schedule_visits(
 ) -> list[VisitWindow]:
     """Place the starts of copies in and the ends of copies back, so that they raise no peak and hold up little.
 
-    A copy in starts early enough that it is done in time with those that come behind it on the link, as late as that
-    allows; later, where its bytes would raise the highest count of bytes. A copy back is waited for when it is expected
+    A copy in starts early enough that it is done in time with those that come behind it on the link, even where each
+    takes three times as long as is expected, and as late as that allows; later, where its bytes would raise the highest
+    count of bytes. A copy back is waited for when it is expected
     to be done, or where it would else raise that count.
 
     Args:
@@ -83,7 +88,7 @@ class _Placing:
         due = self._begins[-1]
         for index in reversed(self._order):
             visit = self._visits[index]
-            due = min(self._begins[visit.first], due) - visit.bytes / self._rate * (1 + visit.writes)
+            due = min(self._begins[visit.first], due) - _MARGIN * visit.bytes / self._rate * (1 + visit.writes)
             wanted[index] = min(max(bisect_right(self._begins, due) - 1, visit.earliest), visit.first)
         for index in self._order:
             visit = self._visits[index]

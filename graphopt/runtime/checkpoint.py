@@ -6,10 +6,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -22,7 +21,7 @@ from graphopt.runtime.lasting_folder import finished_step, is_lasting_folder
 from graphopt.runtime.packed_state import pack
 from graphopt.runtime.state_dict import place
 from graphopt.runtime.step_checkpoint import load_step_state, same_everywhere
-from graphopt.runtime.step_state import GENERATORS, STEP_PARTS, generator_states, state_of_step
+from graphopt.runtime.step_state import GENERATORS, generator_states, is_step_state
 from graphopt.runtime.train_step import TrainStep
 
 __all__ = ["load", "save"]
@@ -83,9 +82,8 @@ def save(
     write = _WRITERS[choice("format", format, tuple(_WRITERS))]
     keep = whole_number("keep", keep, least=1, of="checkpoints")
     parts, place_of_all = _parts(what), _folder(folder)
-    with _whole(parts):
-        state = together(lambda: pack(_state_of_all(parts)), "the checkpoint cannot be made")
-        return write_checkpoint(place_of_all, keep, lambda into: write(into, state))
+    state = together(lambda: pack(_state_of_all(parts)), "the checkpoint cannot be made")
+    return write_checkpoint(place_of_all, keep, lambda into: write(into, state))
 
 
 def load(folder: str | os.PathLike[str], what: TrainStep | Mapping[str, Any]) -> dict[str, Any]:
@@ -122,18 +120,8 @@ def load(folder: str | os.PathLike[str], what: TrainStep | Mapping[str, Any]) ->
     if is_lasting_folder(given):
         return _load(parts, [finished_step(given)])
     found = newest(given)
-    with _whole(parts):
-        return together(lambda: _load(parts, _read(found)), f"{str(found)!r} cannot be loaded")
-
-
-@contextlib.contextmanager
-def _whole(parts: Mapping[str, Any]) -> Iterator[None]:
-    """Let parameters of steps be whole that are in shards otherwise."""
-    with contextlib.ExitStack() as stack:
-        for part in parts.values():
-            if isinstance(part, TrainStep):
-                stack.enter_context(part.whole_parameters())
-        yield
+    states = together(lambda: _read(found), f"{str(found)!r} cannot be loaded")
+    return together(lambda: _load(parts, states), f"{str(found)!r} cannot be loaded")
 
 
 def _read(found: Path) -> list[Any]:
@@ -176,7 +164,7 @@ def _state_of_all(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _state_of(part: Any) -> Any:
     if isinstance(part, TrainStep):
-        return state_of_step(part.model, part.optimizer, part.state_dict())
+        return part.checkpoint_state()
     return part.state_dict() if isinstance(part, _Stateful) else part
 
 
@@ -187,7 +175,7 @@ def _check_names(parts: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         if name not in state:
             hint = did_you_mean(name, saved) or f"it holds {', '.join(saved) or 'nothing'}"
             raise GraphoptError(f"the checkpoint has no {name!r}; {hint}")
-    steps = [name for name in saved if isinstance(state[name], Mapping) and set(state[name]) == STEP_PARTS]
+    steps = [name for name in saved if is_step_state(state[name])]
     left = [name for name in steps if not isinstance(parts.get(name), TrainStep)]
     if left:
         raise GraphoptError(

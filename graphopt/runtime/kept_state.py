@@ -83,7 +83,7 @@ class KeptState:
             GraphoptError: where there is no room, or the folder cannot be used.
         """
         lasting = self._folder()
-        if any(state.shard is not None for state in program.pass_state.values()):
+        if self.sharded.waits or any(state.shard is not None for state in program.pass_state.values()):
             self.sharded.take(program.pass_state)
         if not wanted or (version is not None and self._settled[0] is wanted and self._settled[1] == version):
             return
@@ -116,8 +116,8 @@ class KeptState:
 
     def _tensors(self) -> list[torch.Tensor]:
         """Everything that may reside elsewhere."""
-        held = [value for kept in self._optimizer.state.values() for value in kept.values()]
-        return [*self._model.parameters(), *(v for v in held if isinstance(v, torch.Tensor)), *self._store.tensors()]
+        values = [value for kept in self._optimizer.state.values() for value in kept.values()]
+        return [*self._model.parameters(), *(v for v in values if isinstance(v, torch.Tensor)), *self._store.tensors()]
 
     # --- finished steps ----------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ __all__ = ["host_bytes", "reserve_host"]
 def host_bytes(program: Program) -> dict[str, int]:
     """Bytes of host memory that one run of a program needs at once, for each type of device that it moves from.
 
-    A block is held from the call that starts its copy away to the last call that reads its handle. What is moved to a
+    A block is in use from the call that starts its copy away to the last call that reads its handle. What is moved to a
     disk needs none.
     """
     position = {node: index for index, node in enumerate(program.graph.nodes)}

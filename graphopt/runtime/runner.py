@@ -122,8 +122,8 @@ class Runner(Generic[C]):
     ) -> tuple[C, list[torch.Tensor]]:
         """The capture that serves a call, made by ``maker`` where there is none, and the tensors of the call.
 
-        To be called, and the program's inputs to be gathered, with ``CAPTURE_LOCK`` held: while another thread
-        captures, the model's parameters are stand-ins without data.
+        To be called, and the program's inputs to be gathered, while the caller owns ``CAPTURE_LOCK``: while another
+        thread captures, the model's parameters are stand-ins without data.
         """
         return self.serving.find(model, args, kwargs, maker)
 

@@ -3,80 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from graphopt import _torch
 from graphopt.errors import GraphoptError
-from graphopt.ir.ops.groups import find_group
+from graphopt.ir.ops.groups import Group, find_group
 from graphopt.ir.state import PassState
+from graphopt.rewriting.distributed.rank_names import place
+from graphopt.rewriting.shards import shard_of
+from graphopt.runtime.sharded_parameter import (
+    WaitingShard,
+    become_plain,
+    become_sharded,
+    become_whole,
+    hide,
+    is_sharded,
+    take_waiting,
+    waiting_shard,
+)
 from graphopt.runtime.state_store import StateStore
 
-__all__ = ["ShardedModel", "ShardedParameter"]
-
-_WITHOUT_DATA = (
-    "shape", "dtype", "device", "layout", "requires_grad", "grad", "is_leaf", "grad_fn", "ndim", "is_cuda", "is_meta",
-    "is_sparse",
-)  # fmt: skip
-"""What may be asked of a parameter that has no memory: properties."""
-
-_FUNCTIONS = {
-    torch.Tensor.size, torch.Tensor.stride, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement,
-    torch.Tensor.element_size, torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.storage_offset,
-    torch.Tensor.is_contiguous, torch.Tensor.requires_grad_, torch.Tensor.__len__, torch.Tensor.__repr__,
-}  # fmt: skip
-_ALLOWED = _FUNCTIONS | {
-    accessor
-    for name in _WITHOUT_DATA
-    for accessor in (getattr(torch.Tensor, name).__get__, getattr(getattr(torch.Tensor, name), "__set__", None))
-    if accessor is not None
-}
-
-
-class ShardedParameter(nn.Parameter):
-    """What a parameter is while its values are in the shards of all ranks: who reads it is told so."""
-
-    graphopt_name: str
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Give what needs no values, and refuse everything else.
-
-        Raises:
-            GraphoptError: with the parameter's name, and what to write.
-        """
-        del types
-        if func is torch.Tensor.__repr__:
-            return f"<sharded parameter {args[0].graphopt_name!r}, without memory on this rank>"
-        if func not in _ALLOWED:
-            found = [item for item in _flat((args, kwargs)) if type(item) is ShardedParameter]
-            name = found[0].graphopt_name if found else "a parameter"
-            raise GraphoptError(
-                f"{getattr(func, '__name__', func)} reads {name!r}, of which each rank keeps a shard "
-                "(shard-parameters): do so inside of `with step.whole_parameters():`, on all ranks"
-            )
-        return _torch.call_plainly(func, args, kwargs or {})
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _flat(item)
-    elif isinstance(value, dict):
-        yield from _flat(list(value.values()))
-    else:
-        yield value
-
-
-def _become(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
-    """Let a parameter be of another class: the same object, to which torch's functions are applied in another way."""
-    parameter.__class__ = kind
+__all__ = ["OwnShard", "ShardedModel"]
 
 
 class ShardedModel:
@@ -91,7 +41,14 @@ class ShardedModel:
         self._model = model
         self._store = store
         self._shards: dict[str, tuple[str, PassState]] = {}
+        found = ((name, waiting_shard(parameter)) for name, parameter in model.named_parameters())
+        self._waiting = {name: shard.group for name, shard in found if shard is not None}
         self._whole = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether there are shards that no program has been asked for yet."""
+        return bool(self._waiting)
 
     def refuse_step(self) -> None:
         """Raise where parameters are whole for a while: a step would take their memory away.
@@ -99,7 +56,7 @@ class ShardedModel:
         Raises:
             GraphoptError: saying so.
         """
-        if self._whole and self._shards:
+        if self._whole and (self._shards or self._waiting):
             raise GraphoptError(
                 "a step inside of `with step.whole_parameters():`, where parameters are whole: call it outside"
             )
@@ -107,42 +64,45 @@ class ShardedModel:
     def take(self, states: Mapping[str, PassState]) -> None:
         """Let parameters be their shards from now on.
 
-        One that has memory, since it is new to this, or was replaced, gives its shard the values that it has.
+        One that has memory, since it is new to this, or was replaced, gives its shard the values that it has. One whose
+        shard has been waiting, and of which the program keeps none, becomes whole; all ranks come here together.
 
         Args:
             states: what the passes of a program keep, by name.
         """
-        for target, state in states.items():
-            if state.shard is not None:
-                self._shards[state.source] = target, state
+        self._shards |= {state.source: (target, state) for target, state in states.items() if state.shard is not None}
+        self._cut()
         with torch.no_grad():
-            for name, (target, state) in self._shards.items():
-                parameter = self._model.get_parameter(name)
-                if type(parameter) is not ShardedParameter and parameter.untyped_storage().nbytes():
-                    self._store[target].copy_(state.create(parameter))
-                    self._free(name, parameter)
+            for name in [name for name in self._waiting if name not in self._shards]:
+                self._gather(name)
+        self._waiting.clear()
 
-    def _free(self, name: str, parameter: nn.Parameter) -> None:
-        nothing = torch.empty_strided(
-            parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device
-        )
-        nothing.untyped_storage().resize_(0)
-        parameter.data = nothing
-        _become(parameter, ShardedParameter)
-        parameter.graphopt_name = name  # type: ignore[attr-defined]
+    def _cut(self) -> None:
+        """Let parameters that are whole be their shards again."""
+        with torch.no_grad():
+            for name in (*self._shards, *self._waiting):
+                parameter = self._model.get_parameter(name)
+                if is_sharded(parameter) or not parameter.untyped_storage().nbytes():
+                    continue
+                if name not in self._shards:
+                    become_sharded(name, parameter, WaitingShard.cut(parameter, self._waiting[name]))
+                    continue
+                target, state = self._shards[name]
+                self._store[target].copy_(state.create(parameter))
+                become_sharded(name, parameter)
 
     @contextlib.contextmanager
     def described(self) -> Iterator[None]:
         """Let parameters be plain ones, without memory, for who looks at their shapes and dtypes only."""
-        named = [(name, self._model.get_parameter(name)) for name in self._shards] if not self._whole else []
-        empty = [(name, parameter) for name, parameter in named if type(parameter) is ShardedParameter]
+        names = (*self._shards, *self._waiting) if not self._whole else ()
+        empty = [(name, found) for name in names if is_sharded(found := self._model.get_parameter(name))]
         for _, parameter in empty:
-            _become(parameter, nn.Parameter)
+            become_plain(parameter)
         try:
             yield
         finally:
             for _, parameter in empty:
-                _become(parameter, ShardedParameter)
+                hide(parameter)
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
@@ -150,23 +110,68 @@ class ShardedModel:
         self._whole += 1
         try:
             if self._whole == 1:
-                self._gather()
+                with torch.no_grad():
+                    for name in dict.fromkeys((*self._shards, *self._waiting)):
+                        self._gather(name)
             yield
         finally:
             self._whole -= 1
             if not self._whole:
-                self.take({})
+                self._cut()
 
-    def _gather(self) -> None:
-        with torch.no_grad():
-            for name, (target, state) in self._shards.items():
-                parameter = self._model.get_parameter(name)
-                if type(parameter) is not ShardedParameter:
-                    continue
-                _become(parameter, nn.Parameter)
-                group = find_group(state.group)
-                found = self._store[target].new_empty(group.size * state.shape[0])
-                dist.all_gather_into_tensor(found, self._store[target], group=group.handle)
-                parameter.data = found.as_strided(parameter.shape, parameter.stride(), 0).clone(
-                    memory_format=torch.preserve_format
-                )
+    def _gather(self, name: str) -> None:
+        parameter = self._model.get_parameter(name)
+        kept = self._shards.get(name)
+        waiting = take_waiting(parameter)
+        if kept is not None and is_sharded(parameter):
+            become_whole(parameter, self._store[kept[0]], kept[1].group)
+        elif waiting is not None:
+            become_whole(parameter, waiting.tensor, waiting.group)
+
+    # --- saving ------------------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        return self._model
+
+    @property
+    def over_all_ranks(self) -> bool:
+        """Whether parameters are divided over all processes, in the order of their ranks."""
+        groups = {state.group for _, state in self._shards.values()} | set(self._waiting.values())
+        return all((find_group(group).rank, find_group(group).size) == place() for group in groups)
+
+    def own_shards(self) -> dict[torch.Tensor, OwnShard]:
+        """What this rank has of each parameter that is without memory; to be called under ``described``."""
+        found: dict[torch.Tensor, OwnShard] = {}
+        for name in dict.fromkeys((*self._shards, *self._waiting)) if not self._whole else ():
+            parameter = self._model.get_parameter(name)
+            if parameter.untyped_storage().nbytes():
+                continue
+            waiting = waiting_shard(parameter)
+            tensor = waiting.tensor if waiting is not None else self._store[self._shards[name][0]]
+            group = find_group(waiting.group if waiting is not None else self._shards[name][1].group)
+            found[parameter] = OwnShard(tensor, group, *shard_of(parameter.numel(), group.rank, group.size))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class OwnShard:
+    """What a rank has of a parameter.
+
+    Attributes:
+        padded: of shape [ceil(elements / ranks)], zeros behind the elements.
+        group: over which the parameter is divided.
+        first: of the elements, in the order of memory.
+        length: how many elements.
+    """
+
+    padded: torch.Tensor
+    group: Group
+    first: int
+    length: int
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The elements alone; shares memory with ``padded``."""
+        return self.padded[: self.length]

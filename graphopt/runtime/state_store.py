@@ -8,6 +8,7 @@ import torch
 
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.state import PassState
+from graphopt.runtime.sharded_parameter import take_waiting, waiting_shard
 
 __all__ = ["StateStore"]
 
@@ -66,7 +67,8 @@ class StateStore:
             return elsewhere[target]
         loaded = self._loaded.pop(target, None)
         if loaded is None:
-            return spec.create(self._parameter(spec.source) if spec.source else None)
+            source = self._parameter(spec.source) if spec.source else None
+            return _waited(target, source, spec) if waiting_shard(source) is not None else spec.create(source)
         _check(target, loaded, spec)
         return loaded.to(spec.device)
 
@@ -165,6 +167,21 @@ class StateStore:
 def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Another one after every write, and for every other tensor."""
     return tensor.data_ptr(), tensor._version
+
+
+def _waited(target: str, source: torch.Tensor | None, spec: PassState) -> torch.Tensor:
+    """What the tensor of a pass starts from, of a parameter whose shard waits for it."""
+    waiting = waiting_shard(source)
+    assert waiting is not None
+    assert source is not None
+    if spec.shard is None or (waiting.group, tuple(waiting.tensor.shape)) != (spec.group, spec.shape):
+        raise GraphoptError(
+            f"{target!r} starts from the parameter {spec.source!r}, of which each rank of {waiting.group!r} "
+            "has a shard (graphopt.materialize_shards): give shard-parameters the same group, and leave out what "
+            "keeps whole copies"
+        )
+    take_waiting(source)
+    return waiting.tensor
 
 
 def _check(name: str, tensor: torch.Tensor, spec: PassState) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from graphopt.rewriting.distributed.named_shards import is_sharded
 from graphopt.rewriting.distributed.sharded_state import consolidate, split
 from graphopt.rewriting.training_pass import TrainingPass
 from graphopt.runtime.state_dict import redistribute
-from graphopt.runtime.step_state import STEP_PARTS
+from graphopt.runtime.step_state import is_step_state
 from graphopt.runtime.train_step import TrainStep
 
 __all__ = ["load_step_state", "same_everywhere"]
@@ -24,18 +24,31 @@ def load_step_state(step: TrainStep, states: Sequence[Mapping[str, Any]], rank: 
     Raises:
         GraphoptError: for what is no state of a step, or does not fit.
     """
-    if any(not isinstance(state, Mapping) or set(state) != STEP_PARTS for state in states):
+    if not all(is_step_state(state) for state in states):
         raise GraphoptError("this is no state of a step: save a checkpoint with the step under the same name")
     own = [state["step"] for state in states]
     mine = own[0] if len(own) == 1 and own[0]["ranks"] == ranks else redistribute(own, ranks)[rank]
-    model = same_everywhere([state["model"] for state in states], "model")
+    model, shards = _model_state(states, ranks)
     optimizer = _optimizer_state(step, states, rank, ranks)
     try:
-        step.model.load_state_dict(model)
+        step.load_model_state(model, shards)
         step.optimizer.load_state_dict(optimizer)
     except (RuntimeError, ValueError, KeyError) as error:
         raise GraphoptError(f"the checkpoint is of another model or optimizer: {error}") from error
     step.load_state_dict(mine)
+
+
+def _model_state(states: Sequence[Mapping[str, Any]], ranks: int) -> tuple[dict[str, Any], Collection[str]]:
+    """The model's state, and the names for which it has this rank's shard."""
+    shards = states[0].get("shards", {})
+    if len(states) == 1 and states[0]["step"]["ranks"] == ranks:
+        return states[0]["model"], shards
+    rest = [{name: value for name, value in state["model"].items() if name not in shards} for state in states]
+    whole = dict(same_everywhere(rest, "model"))
+    for name, (shape, stride) in shards.items():
+        flat = torch.cat([state["model"][name] for state in states])
+        whole[name] = flat.as_strided(shape, stride)
+    return whole, ()
 
 
 def _optimizer_state(step: TrainStep, states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Any]:

@@ -6,30 +6,41 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from graphopt.rewriting.distributed.named_shards import is_sharded, plain_shards
+from graphopt.runtime.sharded_model import ShardedModel
+from graphopt.runtime.sharded_model_state import model_state
 from graphopt.runtime.state_dict import plain_state
 
-__all__ = ["GENERATORS", "STEP_PARTS", "generator_states", "state_of_step"]
+__all__ = ["GENERATORS", "generator_states", "is_step_state", "state_of_step"]
 
 GENERATORS = "random generators"
 """Under which name the states of torch's generators are saved."""
 
-STEP_PARTS = frozenset({"model", "optimizer", "sharded", "step"})
-"""What the state of a step consists of."""
+_PARTS = frozenset({"model", "optimizer", "sharded", "step"})
 
 
-def state_of_step(model: nn.Module, optimizer: torch.optim.Optimizer, own: Mapping[str, Any]) -> dict[str, Any]:
+def is_step_state(state: object) -> bool:
+    """Whether something is what ``state_of_step`` returned, in this version or an earlier one."""
+    return isinstance(state, Mapping) and set(state) - {"shards"} == _PARTS
+
+
+def state_of_step(sharded: ShardedModel, optimizer: torch.optim.Optimizer, own: Mapping[str, Any]) -> dict[str, Any]:
     """What this rank saves of a step.
 
     Args:
-        model: that it trains.
+        sharded: the model that it trains.
         optimizer: of it.
         own: ``TrainStep.state_dict``.
+
+    Returns:
+        ``model``: its state, with flat shards in place of the parameters whose shapes and strides are in ``shards``;
+        ``optimizer``: its state, which is this rank's shard of it where ``sharded`` says so; and ``step``.
     """
+    model, shards = model_state(sharded)
     return {
-        "model": dict(model.state_dict()),
+        "model": model,
+        "shards": shards,
         "optimizer": plain_shards(optimizer.state_dict()),
         "sharded": is_sharded(optimizer),
         "step": plain_state(own),

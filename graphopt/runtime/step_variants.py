@@ -40,8 +40,8 @@ def stored_name(variant: Variant, optimizer: torch.optim.Optimizer, model: nn.Mo
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state = [
         f"{names.get(id(parameter))}/{key} {tuple(value.shape)} {value.dtype} {value.device}"
-        for parameter, held in optimizer.state.items()
-        for key, value in held.items()
+        for parameter, values in optimizer.state.items()
+        for key, value in values.items()
         if isinstance(value, torch.Tensor)
     ]
     known = state if variant.kind == "first update" else []

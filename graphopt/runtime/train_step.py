@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from graphopt.rewriting.gradient_norm import GRADIENT_NORM
 from graphopt.rewriting.pass_ import Records
 from graphopt.rewriting.pipeline import Passes, Pipeline
 from graphopt.rewriting.precision.scaling import scaling_of
+from graphopt.rewriting.training_pass import TrainingPass
 from graphopt.runtime.accumulate import add_gradients
 from graphopt.runtime.closures import evaluations
 from graphopt.runtime.compile.backend import Backend
@@ -32,6 +33,7 @@ from graphopt.runtime.leftovers import LoopLeftovers
 from graphopt.runtime.module import take_over
 from graphopt.runtime.rewrite import Verify
 from graphopt.runtime.runner import Options
+from graphopt.runtime.sharded_model_state import full_state, load_model_state
 from graphopt.runtime.skipped_steps import SkipWatch
 from graphopt.runtime.state_versions import ForeignGradients
 from graphopt.runtime.step_programs import StepPrograms
@@ -337,8 +339,47 @@ class TrainStep:
 
     def _whole_state(self) -> dict[str, Any]:
         """What ``graphopt.checkpoint.load`` reads."""
-        own = state_of_step(self._model, self._optimizer, self.state_dict())
-        return {"step": own, GENERATORS: generator_states()}
+        return {"step": self.checkpoint_state(), GENERATORS: generator_states()}
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """What this rank saves of model, optimizer and the step itself; ``graphopt.checkpoint`` writes it.
+
+        Parameters of which each rank keeps a shard are saved as that; all ranks have to call it.
+        """
+        sharded = self._programs.kept.sharded
+        with contextlib.nullcontext() if sharded.over_all_ranks else sharded.whole():
+            return state_of_step(sharded, self._optimizer, self.state_dict())
+
+    def load_model_state(self, state: Mapping[str, Any], shards: Collection[str] = ()) -> None:
+        """Take over the model's part of a checkpoint; all ranks have to call it.
+
+        Args:
+            state: tensors by the names of the model's ``state_dict``.
+            shards: the names for which it has this rank's shard, flat.
+
+        Raises:
+            GraphoptError: for names and shapes that are not the model's.
+        """
+        sharded = self._programs.kept.sharded
+        with contextlib.nullcontext() if sharded.over_all_ranks else sharded.whole():
+            load_model_state(sharded, state, shards)
+
+    @public
+    def full_state_dict(self) -> dict[str, Any]:
+        """Model and optimizer whole, on the host of the first rank, for export; all ranks have to call it.
+
+        Returns:
+            ``model`` and ``optimizer``, copies as ``state_dict`` of each names them, on rank 0; nothing on the others.
+            No rank has more than one tensor whole on its device at a time.
+
+        Example:
+            >>> step = graphopt.optimize_step(model, optimizer, loss=loss)
+            >>> sorted(step.full_state_dict())
+            ['model', 'optimizer']
+        """
+        dividing = [current for current in self._pipeline.training if type(current).shards is not TrainingPass.shards]
+        group = next((str(getattr(current, "group", "")) for current in dividing), "")
+        return full_state(self._programs.kept.sharded, self._optimizer, group)
 
     @public
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

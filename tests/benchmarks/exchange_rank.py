@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer
 
 import graphopt
@@ -32,6 +33,7 @@ from graphopt.passes import (
     DeepGradientCompression,
     LocalSGD,
     ShardOptimizer,
+    ShardParameters,
 )
 from graphopt.rewriting.distributed.prediction.compressed import LowRank, Sparse
 from graphopt.rewriting.distributed.prediction.link import Link
@@ -128,6 +130,16 @@ def post_local(period: int) -> Callable[[Setting], Step]:
     return make
 
 
+def fully_sharded(setting: Setting) -> Step:
+    """FSDP2 (``fully_shard``) around each block and the whole; its optimizer has no fused form for a CPU's DTensors."""
+    model, _ = setting.build()
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return _loop(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), setting)
+
+
 def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting) -> Step:
     x, y = setting.draw()
 
@@ -186,6 +198,7 @@ def all_modes() -> list[Mode]:
         Mode("CompressGradients powersgd", ours(CompressGradients("powersgd", start_step=2)), strategy=LowRank())
     )
     found.append(Mode("ShardOptimizer", ours(ShardOptimizer()), strategy=Sharded()))
+    found += [Mode("FSDP2", fully_sharded), Mode("ShardParameters", ours(ShardParameters()))]
     sparse = DeepGradientCompression(sparsity=(0.999,), momentum=0.9)
     found.append(Mode("DeepGradientCompression 99.9 %", ours(sparse, momentum=0.0), strategy=Sparse(0.001)))
     found += [Mode(f"LocalSGD k={k}", ours(LocalSGD(k_steps=k)), k, Local(k)) for k in (4, 8, 16)]

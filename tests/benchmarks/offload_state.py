@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from harness import parser
+from memory_limit import limited
 from torch import nn
 
 import graphopt
@@ -117,23 +118,10 @@ def in_process(passes: str, arguments: Sequence[str], limit: int) -> dict[str, A
         command = [sys.executable, __file__, "--way", passes.replace("FOLDER", folder), *arguments]
         # what is freed goes back to the system, so that memory is what is in use
         environment = {**os.environ, "GRAPHOPT_CACHE": folder, "MALLOC_MMAP_THRESHOLD_": "65536"}
-        if limit:
-            command = [sys.executable, "-c", _ENTER, str(limit), *command]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        done = subprocess.run(limited(command, limit), capture_output=True, text=True, env=environment)
     if done.returncode:
         return "killed" if done.returncode < 0 else done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
-
-
-_ENTER = """
-import os, pathlib, sys
-own = next(line.split(":")[2] for line in open("/proc/self/cgroup").read().splitlines() if ":memory:" in line)
-group = pathlib.Path("/sys/fs/cgroup/memory") / own.lstrip("/") / "graphopt-benchmark"
-group.mkdir(exist_ok=True)
-(group / "memory.limit_in_bytes").write_text(sys.argv[1])
-(group / "cgroup.procs").write_text(str(os.getpid()))
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,7 +17,7 @@ from torch import nn
 from graphopt import GraphoptError, PassError, Pipeline, PipelineError, Program
 from graphopt.ir.node import Phase, Policy, info, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.collectives import ALL_GATHER, workspace_bytes
+from graphopt.ir.ops.collectives import ALL_GATHER
 from graphopt.ir.ops.groups import Group
 from graphopt.passes import PartitionCheckpoints, Recompute
 from graphopt.passes.partition_checkpoints import _insert
@@ -227,9 +227,9 @@ def test_slices_lie_in_one_block(rank: dict[str, Any]) -> None:
     assert any(measured == predicted for predicted, measured in rank["contiguous measured"])
 
 
-def test_gloo_gathers_into_a_buffer_of_its_own(rank: dict[str, Any]) -> None:
-    """A slice of 4,000 bytes, the result of 8,000, and as much again."""
-    assert 20_000 in rank["workspace"]
+def test_a_gather_takes_what_it_is_given_and_its_result(rank: dict[str, Any]) -> None:
+    """A slice of 4,000 bytes, and the result of 8,000."""
+    assert set(rank["workspace"]) == {12_000}
 
 
 def test_a_rank_that_dies_is_an_error_on_the_others(said: dict[str, Any]) -> None:
@@ -294,7 +294,6 @@ def test_the_program(program: Program) -> None:
         (("net.1/part",), (2, "g")),
         (("net.0/part",), (2, "g")),
     ]
-    assert [workspace_bytes(node) for node in copy.nodes if workspace_bytes(node)] == [36 * 4] * 3
     assert {info(node).policy for node in copy.find("net.0/part", "net.1/part").values()} == {Policy.MUST_SAVE}
     assert {info(node).policy for node in copy.find("net.0", "net.1").values()} == {None}
     late = [n for n in copy.nodes if n.op == "call_function" and info(n).phase in (Phase.BACKWARD, Phase.RECOMPUTE)]

@@ -185,7 +185,10 @@ def test_gradients_are_scattered_beside_backward_and_parameters_gathered_behind_
     update = max(place[node] for node in program.phase_nodes(graphopt.Phase.UPDATE))
     assert [place[node] < backward for node in scatters] == [True, True, False]
     waits = [place[user] for node in scatters for user in node.users if user.target is WAIT]
-    assert all(backward < wait < update for wait in waits)
+    starts = [place[node] for node in scatters]
+    assert all(
+        start < wait < following for start, wait, following in zip(starts, waits, [*starts[1:], update], strict=True)
+    )
     assert min(place[node] for node in gathers) > update
     elements = sum(parameter.numel() for parameter in model.parameters())
     assert sum(value_of(node).numel() for node in scatters) == elements

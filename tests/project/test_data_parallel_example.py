@@ -24,7 +24,7 @@ PASSES = {
     "sharded": "ShardOptimizer",
 }
 MODES = list(PASSES)
-SWEPT = ("adaptive", "powersgd")
+SWEPT = ("adaptive", "powersgd", "bf16", "local")
 """What `make test` leaves to `make sweep`: what these modes do is tested with their passes."""
 SCRIPT = """
 import os, sys

@@ -110,7 +110,7 @@ def test_a_finished_step_is_read_without_a_step_of_the_same_passes(tmp_path: Pat
     graphopt.checkpoint.load(tmp_path, other)
     assert same(step, other)
     state = finished_step(tmp_path)
-    assert set(state["step"]) == {"model", "optimizer", "sharded", "step"}
+    assert set(state["step"]) == {"model", "optimizer", "sharded", "shards", "step"}
 
 
 def test_accumulated_batches_count_when_the_update_is_done(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """The op that starts an all-gather: ``all_gather_into_tensor``.
 
-It is torch's functional collective of this name, but for how gloo is called. Torch's goes by the path for lists of
-tensors, on which torch 2.13 corrupts the heap where two gathers are under way at a time: a process that has two or more
-in each step aborts (``malloc(): unaligned tcache chunk detected``) after some hundred to some ten thousand steps. The
-path for one tensor, which torch takes where the result is given, has no such fault.
+It is torch's functional collective of this name, but for how gloo is called: from rank to rank, in pieces
+(``point_to_point``). Torch's own way to call gloo's gather goes by the path for lists of tensors, on which torch 2.13
+corrupts the heap where two gathers are under way at a time (``malloc(): unaligned tcache chunk detected``). Other
+backends gather by the path for one tensor, which torch takes where the result is given.
 """
 
 from __future__ import annotations
@@ -12,13 +12,21 @@ import torch
 
 from graphopt import _torch
 from graphopt.ir.ops.define import define
+from graphopt.ir.ops.groups import find_group
+from graphopt.ir.ops.point_to_point import goes_point_to_point, start_exchange
 
 __all__ = ["all_gather_into_tensor"]
 
 
 def _all_gather(input: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
+    group, input = find_group(group_name), input.contiguous()
     result = _result(input, group_size, group_name)
-    _torch.all_gather_into_tensor_out(input.contiguous(), group_size, group_name, out=result)
+    if goes_point_to_point(input, group):
+        incoming = result.chunk(group_size)
+        incoming[group.rank].copy_(input)
+        start_exchange([input] * group_size, incoming, group, result)
+    else:
+        _torch.all_gather_into_tensor_out(input, group_size, group_name, out=result)
     return result
 
 

@@ -85,7 +85,7 @@ check_and_unscale_ = _register("check_and_unscale_", _check_and_unscale)
 """``check_and_unscale_(Tensor(a!)[] gradients, Tensor(b!) nonfinite, Tensor inverse) -> ()``.
 
 Multiply each gradient by ``inverse`` (float32, one element), and set ``nonfinite[i]`` (float32, one element for each
-gradient) to 1 where gradient ``i`` held an infinity or not-a-number before; other elements of it stay as they are. Each
+gradient) to 1 where gradient ``i`` had an infinity or not-a-number before; other elements of it stay as they are. Each
 is checked and multiplied as by torch's ``_amp_foreach_non_finite_check_and_unscale_``.
 """
 

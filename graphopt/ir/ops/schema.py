@@ -26,6 +26,7 @@ __all__ = [
     "op_name",
     "readers",
     "resides_elsewhere",
+    "starts_exchange",
     "storage_root",
 ]
 
@@ -54,7 +55,11 @@ _MOVE_AWAY = ("graphopt::offload", "graphopt::move_out")
 _SWAPS = ("graphopt::swap_in", "graphopt::swap_in_wait", "graphopt::swap_out", "graphopt::swap_out_wait")
 
 _COLLECTIVES = ("_c10d_functional", "c10d_functional", "_dtensor", "c10d")
-_OUR_COLLECTIVES = ("graphopt::all_gather_into_tensor", "graphopt::same_on_all_ranks")
+_OUR_COLLECTIVES = (
+    "graphopt::all_gather_into_tensor",
+    "graphopt::all_to_all_single",
+    "graphopt::same_on_all_ranks",
+)
 
 
 @cache
@@ -249,6 +254,11 @@ def is_collective(node: fx.Node) -> bool:
     if not isinstance(node.target, _torch.OpOverload):
         return False
     return node.target.namespace in _COLLECTIVES or node.target._schema.name in _OUR_COLLECTIVES
+
+
+def starts_exchange(node: fx.Node) -> bool:
+    """Whether a call begins an exchange with other ranks whose result is another tensor than what it is given."""
+    return is_collective(node) and not aliased_inputs(node)
 
 
 def has_effect(node: fx.Node) -> bool:

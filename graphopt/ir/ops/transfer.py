@@ -10,8 +10,8 @@ In a program they stand where passes put them::
     ...
     z = graphopt.prefetch_wait(y, away)             # equal to x, bit for bit
 
-A handle is an int64 tensor of shape [1] on the CPU, outside of torch's allocator. It owns what is held: when its
-storage is freed, with the last tensor or saved tensor that shares it, the held bytes are given up, whatever happened in
+A handle is an int64 tensor of shape [1] on the CPU, outside of torch's allocator. It owns the stored bytes: when its
+storage is freed, with the last tensor or saved tensor that shares it, they are given up, whatever happened in
 between. Until then it can be prefetched any number of times. Copies run in the order in which they are started.
 
 ``graphopt.ir.ops.transfers`` does the work; its docstring and ``configure``, ``reserve`` and ``statistics`` say how.

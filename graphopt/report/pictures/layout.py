@@ -2,7 +2,7 @@
 
 Every visit of forward to a module is a row, in the order of running; what belongs to the module elsewhere (backward,
 recomputation, transfers) stands in the same row. Rows are keyed by module path and columns never move, so one picture
-can be held against the next. Repeated blocks that do the same share their rows. The layout takes time linear in nodes
+can be laid over the next. Repeated blocks that do the same share their rows. The layout takes time linear in nodes
 and edges, and depends on nothing but the programs.
 """
 

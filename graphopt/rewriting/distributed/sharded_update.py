@@ -135,14 +135,25 @@ def scatter_gradients(program: Program, found: Sequence[Reduction], group: Group
         for member in reduction.members:
             _check_readers(member)
     insert = _Inserter(program, group, origin)
-    for reduction in found:
-        _scatter(insert, reduction)
+    next_bucket: fx.Node | None = None
+    for reduction in reversed(found):
+        next_bucket = _scatter(insert, reduction, next_bucket)
     program.erase_dead()
 
 
-def _scatter(insert: _Inserter, reduction: Reduction) -> None:
+def _scatter(insert: _Inserter, reduction: Reduction, next_bucket: fx.Node | None) -> fx.Node:
+    """Scatter the gradients of one all-reduce; returns the first call that is made for it.
+
+    The sums are made before the next bucket is filled, so that one bucket takes memory at a time.
+
+    Args:
+        insert: inserts calls.
+        reduction: the all-reduce.
+        next_bucket: the first call that is made for the next one; None behind the last.
+    """
     program, group, start = insert.program, insert.group, reduction.start
-    (done,) = start.users
+    (waiting,) = start.users
+    done, before = next_bucket or waiting, start.prev
     pieces = [piece_of(value_of(member.part).numel(), group.size) for member in reduction.members]
     rows = []
     for member, piece in zip(reduction.members, pieces, strict=True):
@@ -159,10 +170,11 @@ def _scatter(insert: _Inserter, reduction: Reduction) -> None:
         program.hand_over_name(f"{member.name}~", member.part, mine)
         _redirect(insert, member, mine)
         program.graph.erase_node(member.part)
-    shared = start.args[0]
+    shared, first = start.args[0], before.next
     assert isinstance(shared, fx.Node)
-    for node in (done, start, shared):
+    for node in (waiting, start, shared):
         program.graph.erase_node(node)
+    return first
 
 
 def _sum_arriving(insert: _Inserter, sent: fx.Node, size: int, start: fx.Node, due: fx.Node) -> fx.Node:
@@ -171,8 +183,7 @@ def _sum_arriving(insert: _Inserter, sent: fx.Node, size: int, start: fx.Node, d
     if _torch.device_kind(value_of(sent)) != "cpu":
         begun = insert.call(REDUCE_SCATTER, (sent, "sum", group.size, group.name), start, hint="reduce_scatter")
         return insert.call(WAIT, (begun,), due, hint="exchanged")
-    sizes = [size] * group.size
-    begun = insert.call(ALL_TO_ALL, (sent, sizes, sizes, group.name), start, hint="scatter")
+    begun = insert.call(ALL_TO_ALL, (sent, group.size, group.name), start, hint="scatter")
     done = insert.call(WAIT, (begun,), due, hint="exchanged")
     each = insert.call(aten.view.default, (done, [group.size, size]), due)
     return insert.call(aten.sum.dim_IntList, (each, [0]), due, hint="summed")

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from graphopt.ir.node import Phase, info
+from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import swap
 from graphopt.ir.ops.collectives import WAIT
 from graphopt.ir.program import Program
+from graphopt.rewriting.distributed.low_precision_gathers import cast_like
 from graphopt.rewriting.distributed.sharded_parameters import sharded_inputs
 from graphopt.rewriting.memory.state_swaps import RANKS
 
@@ -69,8 +70,12 @@ def lift_gathers(program: Program) -> Swaps | None:
         done = whole.args[0]
         if name in nodes and isinstance(done, fx.Node) and done.target is WAIT and info(whole).phase is Phase.SYNC:
             (begun,) = done.all_input_nodes
+            (shard,) = begun.all_input_nodes
             found[nodes[name].name], origin = name, who
-            whole.replace_all_uses_with(nodes[name])
-            for node in (whole, done, begun):
+            reader = next(iter(whole.users))
+            phase = info(reader).phase if reader.op != "output" else Phase.BACKWARD
+            read = cast_like(program, nodes[name], value_of(whole), whole, phase=phase, origin=name)
+            whole.replace_all_uses_with(read)
+            for node in (whole, done, begun, *([shard] if shard.op == "call_function" else [])):
                 program.graph.erase_node(node)
     return Swaps(found, RANKS, origin) if found else None

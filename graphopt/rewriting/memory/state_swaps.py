@@ -21,6 +21,7 @@ from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning.swapping import Visit, VisitWindow, schedule_visits, seconds_waited
 from graphopt.rewriting.distributed.agreed_decision import decided_by_first_rank
+from graphopt.rewriting.distributed.low_precision_gathers import cast_like, casts_as_inputs
 from graphopt.rewriting.distributed.sharded_parameters import SHARDS, sharded_inputs
 from graphopt.rewriting.memory.recompute_plan import Again, recompute
 from graphopt.rewriting.progress import measuring
@@ -121,6 +122,15 @@ def swap_state(
         origin: the pass that asks.
         created: what the state that moves is called.
     """
+    if link.tier != RANKS:
+        return _swap(program, inputs, link, cost, origin, created)
+    with casts_as_inputs(program, inputs) as gathered:
+        return _swap(program, gathered, link, cost, origin, created)
+
+
+def _swap(
+    program: Program, inputs: Mapping[fx.Node, str], link: Link, cost: str, origin: str, created: Collection[str]
+) -> Swapped:
     with elsewhere(program, inputs):
         memory = program.memory()
     sizes = {node: bytes_of_copy(program, node) for node in inputs}
@@ -325,6 +335,7 @@ class _Copies:
         name, shard = sharded_inputs(self.program)[node]
         group = find_group(self.program.pass_state[f"{SHARDS}{name}"].group)
         value, insert = value_of(node), self.program.insert
+        shard = cast_like(self.program, shard, value, begin, phase=common["phase"], origin=common["origin"], like=node)
         given = (shard, group.size, group.name)
         begun = insert(ALL_GATHER, given, before=begin, hint=f"{node.name}_gather", **common)
         done = insert(WAIT, (begun,), before=first, hint=f"{node.name}_gathered", **common)

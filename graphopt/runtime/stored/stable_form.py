@@ -172,11 +172,11 @@ class StableForms:
         cells = []
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
-                held = cell.cell_contents
+                content = cell.cell_contents
             except ValueError:  # not assigned yet
                 cells.append([name])
                 continue
-            cells.append([name, self._named(held, depth, f"{name!r}, which {value.__qualname__} uses")])
+            cells.append([name, self._named(content, depth, f"{name!r}, which {value.__qualname__} uses")])
         defaults = self._named([value.__defaults__, value.__kwdefaults__], depth, f"a default of {value.__qualname__}")
         return ["function", qualified_name(value), code_digest(value.__code__), defaults, cells]
 
@@ -192,11 +192,11 @@ class StableForms:
         if (attributes is None and not slots) or isinstance(value, (torch.Generator, BaseException)):
             raise NoStableFormError(f"an object of the class {qualified_name(cls)}, which cannot be compared")
         self._meet(cls)
-        held = {**(attributes or {}), **{name: getattr(value, name) for name in slots}}
+        contents = {**(attributes or {}), **{name: getattr(value, name) for name in slots}}
         return [
             "object",
             qualified_name(cls),
-            [[str(name), self._named(item, depth, f".{name}")] for name, item in held.items()],
+            [[str(name), self._named(item, depth, f".{name}")] for name, item in contents.items()],
         ]
 
     def _named(self, value: Any, depth: int, name: str) -> Form:

@@ -142,7 +142,7 @@ def reserve(nbytes: int, *, device: str | torch.device = "cpu", ranks: int = 1, 
 
 
 def trim() -> None:
-    """Give host memory and disk space in which nothing is held back to the system."""
+    """Give host memory and disk space in which nothing is stored back to the system."""
     engine().trim()
 
 

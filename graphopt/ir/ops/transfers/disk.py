@@ -190,7 +190,7 @@ class DiskFile:
 
     def _open_descriptor(self) -> int:
         if self._descriptor is None:
-            raise GraphoptError("the file that held offloaded tensors is closed")
+            raise GraphoptError("the file that stored offloaded tensors is closed")
         return self._descriptor
 
     def _failure(self, error: OSError, needed: int) -> GraphoptError:

@@ -176,7 +176,7 @@ class Engine:
         if wanted.nbytes > block.nbytes:
             raise GraphoptError(
                 f"graphopt::prefetch: {wanted.storage_size} elements of {wanted.dtype} are {wanted.nbytes} bytes, and "
-                f"{block.nbytes} are held; pass developer: give the storage size of the tensor that was offloaded"
+                f"{block.nbytes} are stored; pass developer: give the storage size of the tensor that was offloaded"
             )
         result = wanted.laid_out(block.layout).allocate()
         if wanted.nbytes:
@@ -233,7 +233,7 @@ class Engine:
             self._slab(kind).reserve(nbytes, ranks, available)
 
     def trim(self) -> None:
-        """Give host memory and disk space in which nothing is held back to the system."""
+        """Give host memory and disk space in which nothing is stored back to the system."""
         with self._lock:
             self._collect()
             for slab in self._slabs.values():

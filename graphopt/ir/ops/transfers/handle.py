@@ -1,4 +1,4 @@
-"""Handles: tensors that stand for bytes held elsewhere, and that give them up when they die."""
+"""Handles: tensors that stand for bytes stored elsewhere, and that give them up when they die."""
 
 from __future__ import annotations
 

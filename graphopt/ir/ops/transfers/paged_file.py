@@ -49,7 +49,7 @@ class PagedFile:
         space = self._file.allocate(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
         mapping = self._file.map(space)
         memory = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
-        # Finalizers run anywhere, also while a lock is held: they only take note.
+        # Finalizers run anywhere, also under a lock: they only take note.
         weakref.finalize(mapping, self._dead.append, (space.offset, space.nbytes)).atexit = False
         weakref.finalize(mapping, when_gone, memory.data_ptr()).atexit = False
         return space, memory

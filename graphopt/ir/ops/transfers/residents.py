@@ -37,7 +37,7 @@ class _Block:
 
 @dataclass(slots=True)
 class _Resident:
-    """One tensor: the block that counts comes first; the memory of that one is held by the tensor itself."""
+    """One tensor: the block that counts comes first; the memory of that one belongs to the tensor itself."""
 
     tier: Tier
     nbytes: int

@@ -180,7 +180,7 @@ class HostSlab:
             self._chunks.append(self._map(size, touch=True))
 
     def trim(self) -> None:
-        """Give mappings in which nothing is held back to the system."""
+        """Give mappings in which nothing is stored back to the system."""
         with self._lock:
             self._trim()
 

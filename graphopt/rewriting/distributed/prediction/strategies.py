@@ -139,8 +139,7 @@ class Sharded(Strategy):
         beside, late = buffer_messages(workload, ranks), []
         for group in self.buckets(workload.gradients):
             size, values = sum(g.bytes for g in group), sum(g.parameter_bytes for g in group)
-            scatter = volume.all_to_all if group[0].device.type == "cpu" else volume.reduce_scatter
-            beside.append(Message(scatter(size, ranks), ready_of(group), before=4 * size * copy))
+            beside.append(Message(volume.reduce_scatter(size, ranks), ready_of(group), before=4 * size * copy))
             late.append(Message(volume.all_gather(values / ranks, ranks), after=2 * values * copy))
         return Messages(tuple(beside), tuple(late), update=1.0 / ranks)
 

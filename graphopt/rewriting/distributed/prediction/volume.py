@@ -3,7 +3,7 @@
 The model, for N ranks and B bytes that each of them puts in:
 
 * all-reduce: 2 (N - 1) / N · B sent and received, as a reduce-scatter and an all-gather of the pieces;
-* reduce-scatter, all-to-all, and all-gather of pieces of B / N: half of that;
+* reduce-scatter, by all-to-all too, and all-gather of pieces of B / N: half of that;
 * all-gather of B bytes of each rank: (N - 1) · B sent and received. Every rank has to get what all others put in, and
   somebody sends each byte that somebody gets: it grows with N, whatever the algorithm;
 * broadcast of B bytes: B received, and B passed on.
@@ -30,7 +30,6 @@ __all__ = [
     "Volume",
     "all_gather",
     "all_reduce",
-    "all_to_all",
     "broadcast",
     "pays_sparse",
     "reduce_scatter",
@@ -90,7 +89,6 @@ class Volume:
         sent: bytes that leave the rank, those that it passes on included.
         received: bytes that come to it.
         halves: runs through all ranks: 1 for a gather, a scatter or a broadcast, 2 for an all-reduce.
-        alternating: of the bytes sent, those during which nothing is received, and the other way round.
     """
 
     messages: int = 0
@@ -98,7 +96,6 @@ class Volume:
     sent: float = 0.0
     received: float = 0.0
     halves: int = 0
-    alternating: float = 0.0
 
     def __add__(self, other: Volume) -> Volume:
         return Volume(
@@ -107,12 +104,11 @@ class Volume:
             sent=self.sent + other.sent,
             received=self.received + other.received,
             halves=self.halves + other.halves,
-            alternating=self.alternating + other.alternating,
         )
 
     def seconds(self, link: Link, ranks: int) -> float:
         """How long it takes by itself: the latency of every round, and the larger direction's bytes."""
-        moved = max(self.sent, self.received) + self.alternating
+        moved = max(self.sent, self.received)
         return self.halves * link.rounds(ranks) * link.latency + moved / link.bandwidth
 
 
@@ -123,15 +119,9 @@ def all_reduce(size: float, ranks: int) -> Volume:
 
 
 def reduce_scatter(size: float, ranks: int) -> Volume:
-    """The sum of ``size`` bytes of each rank, a piece of it on each."""
+    """The sum of ``size`` bytes of each rank, a piece of it on each; by an all-to-all too."""
     moved = (ranks - 1) / ranks * size
     return Volume(1, size, moved, moved, 1)
-
-
-def all_to_all(size: float, ranks: int) -> Volume:
-    """A piece of ``size`` bytes from each rank to every other, as gloo does it: one way first, then the other."""
-    moved = (ranks - 1) / ranks * size
-    return Volume(1, size, moved, moved, 1, moved)
 
 
 def all_gather(size: float, ranks: int) -> Volume:

@@ -367,8 +367,8 @@ def test_a_wait_for_a_tensor_that_nothing_is_copied_to() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"storage_size": 4}, "4 elements of torch.float32 are 16 bytes, and 12 are held"),
-        ({"dtype": torch.float64}, "3 elements of torch.float64 are 24 bytes, and 12 are held"),
+        ({"storage_size": 4}, "4 elements of torch.float32 are 16 bytes, and 12 are stored"),
+        ({"dtype": torch.float64}, "3 elements of torch.float64 are 24 bytes, and 12 are stored"),
         ({"size": [4]}, r"size \[4\], stride \[1\] and offset 0 reach over 4 elements, and the storage is to have 3"),
         ({"storage_offset": 1}, "reach over 4 elements"),
         ({"stride": [1, 1]}, "1 sizes and 2 strides"),
