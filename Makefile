@@ -78,6 +78,7 @@ bench: $(DEV) $(BROWSER) ## measure what tests/benchmarks/README.md says (an hou
 	$(BIN)/python tests/benchmarks/border.py
 	$(BIN)/python tests/benchmarks/lengths.py
 	$(BIN)/python tests/benchmarks/offload_state.py
+	$(BIN)/python tests/benchmarks/shard_parameters.py
 	$(BIN)/python tests/benchmarks/call_overhead.py
 	$(BIN)/python tests/benchmarks/first_step.py
 	$(BIN)/python tests/benchmarks/large_models.py

@@ -78,16 +78,18 @@ def train(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[grap
     batches = draw_batches(tokens, count=options.steps, seed=1 + rank, **sizes)
     step.prepare(*batches[0])
     for record in step.records:
-        say(f"{record.spec}: {record.changed}")
+        if not record.changed.reason:
+            say(f"{record.spec}: {record.changed}")
+    measured = 0
     for batch in batches[step.steps :]:
+        losses: list[torch.Tensor] = []
         started = time.perf_counter()
-        value = step(*batch)
-        dist.all_reduce(value)
+        peak = graphopt.measure_peak(lambda batch=batch, losses=losses: losses.append(step(*batch)))
+        milliseconds, measured = 1e3 * (time.perf_counter() - started), peak.allocated_peak_bytes
+        dist.all_reduce(losses[0])
         if step.steps % max(1, options.steps // 8) == 0:
-            milliseconds = 1e3 * (time.perf_counter() - started)
-            say(f"step {step.steps:4}: loss {value.item() / dist.get_world_size():.4f}, {milliseconds:.0f} ms")
+            say(f"step {step.steps:4}: loss {losses[0].item() / dist.get_world_size():.4f}, {milliseconds:.0f} ms")
     memory = step.program.memory()
-    measured = graphopt.measure_peak(lambda: step(*batches[-1])).allocated_peak_bytes
     total = sum(parameter.numel() * 4 for parameter in model.parameters())
     say(
         f"Each process keeps {memory.resident_bytes / 1e6:.1f} MB of {3 * total / 1e6:.1f} MB of parameters and states,"

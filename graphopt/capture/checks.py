@@ -20,6 +20,7 @@ from graphopt.ir.program import Program
 
 __all__ = [
     "refuse_coupling",
+    "refuse_distributed_arguments",
     "refuse_overlapping",
     "refuse_overlapping_writes",
     "refuse_varying_lstm",
@@ -68,6 +69,27 @@ def refuse_wrapped(model: object) -> None:
             if cls.__name__ in _WAY_OUT and cls.__module__.startswith("torch."):
                 where = f"its submodule {path!r}" if path else type(module).__name__
                 raise CaptureError(f"{where} cannot be captured: {_WAY_OUT[cls.__name__]}")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if _is_distributed(tensor):
+            raise CaptureError(
+                f"{type(model).__name__} cannot be captured: {name!r} is a DTensor, whose operations talk to other "
+                "ranks by themselves; leave parallelize_module, distribute_module and distribute_tensor out, and let "
+                "ShardParameters() divide parameters over the ranks"
+            )
+
+
+def refuse_distributed_arguments(model: nn.Module, arguments: Iterable[object]) -> None:
+    """Raise a ``CaptureError`` for a batch that is distributed over a mesh of devices."""
+    if any(_is_distributed(argument) for argument in arguments):
+        raise CaptureError(
+            f"{type(model).__name__} is given a DTensor, whose operations talk to other ranks by themselves: give this "
+            "rank's part of it (batch.to_local()), and DataParallel() exchanges gradients"
+        )
+
+
+def _is_distributed(value: object) -> bool:
+    kind = type(value)
+    return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed")
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from graphopt.errors import GraphoptError
+from graphopt.ir.ops.collectives import ALL_GATHER, WAIT
 from graphopt.ir.ops.groups import Group, find_group
 from graphopt.rewriting.distributed.named_shards import is_sharded, plain_shards
 from graphopt.rewriting.distributed.rank_names import place
@@ -130,8 +130,7 @@ def _gathered(shard: torch.Tensor, parameter: torch.Tensor, group: Group) -> tor
     """A whole tensor, laid out as a parameter is, of the shards of all ranks of a group."""
     padded = shard.new_zeros(piece_of(parameter.numel(), group.size))
     padded[: len(shard)].copy_(shard)
-    whole = padded.new_empty(group.size * len(padded))
-    dist.all_gather_into_tensor(whole, padded, group=group.handle)
+    whole: torch.Tensor = WAIT(ALL_GATHER(padded, group.size, group.name))
     return whole.as_strided(parameter.shape, parameter.stride(), 0)
 
 

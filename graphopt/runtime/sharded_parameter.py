@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from graphopt import _torch
 from graphopt.errors import GraphoptError
+from graphopt.ir.ops.collectives import ALL_GATHER, WAIT
 from graphopt.ir.ops.groups import find_group
 from graphopt.rewriting.shards import piece_of, shard_of
 
@@ -153,8 +153,7 @@ def become_whole(parameter: nn.Parameter, shard: torch.Tensor, group: str) -> No
     """
     become_plain(parameter)
     found = find_group(group)
-    whole = shard.new_empty(found.size * len(shard))
-    dist.all_gather_into_tensor(whole, shard, group=found.handle)
+    whole = WAIT(ALL_GATHER(shard, found.size, found.name))
     parameter.data = whole.as_strided(parameter.shape, parameter.stride(), 0).clone(memory_format=torch.preserve_format)
 
 

@@ -37,7 +37,6 @@ WAYS = {
     "FSDP2 (fully_shard)": FSDP2,
     "ShardParameters": "data-parallel,shard-parameters",
     "ShardParameters, made without data": WITHOUT_DATA + "data-parallel,shard-parameters",
-    "the same with FitMemory, 80 %": WITHOUT_DATA + "data-parallel,shard-parameters,fit-memory{budget=80%}",
     "the same with Recompute": WITHOUT_DATA + "data-parallel,shard-parameters,recompute{checkpoints=auto}",
 }
 COLUMNS = ("resident", "peak", "predicted", "measured", "anonymous")

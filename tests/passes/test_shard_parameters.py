@@ -165,6 +165,54 @@ except graphopt.GraphoptError as error:
     assert run(script, 2, tmp_path) == [True, [True, True], True, True]
 
 
+def test_what_is_cast_before_it_is_read_is_gathered_in_fewer_bytes(tmp_path: Path) -> None:
+    script = """
+torch.manual_seed(rank)
+batch = torch.randn(256, 32)
+for level in ("O1", "O2"):
+    cast = MixedPrecision("bfloat16", level=level)
+    other = stepping(ShardOptimizer(), cast, layers=4)
+    expected = [other(batch) for _ in range(3)]
+    for more in ([], [FitMemory("70%", cost="roofline")]):
+        step = stepping(sharded(), cast, *more, layers=4)
+        say(same([step(batch) for _ in range(3)], expected))
+        sent = {}
+        for node in step.program.graph.nodes:
+            if "all_gather" in str(node.target):
+                value = node.meta["val"]
+                sent[str(value.dtype)] = sent.get(str(value.dtype), 0) + value.numel()
+        say(sent["torch.bfloat16"] > 10 * sent["torch.float32"])
+"""
+    assert run(script, 2, tmp_path) == [True] * 8
+
+
+def test_no_rank_has_more_than_one_tensor_whole_where_all_are_saved_or_put_together(tmp_path: Path) -> None:
+    script = f"""
+step, other = stepping(sharded(min_bytes=1024), layers=20), stepping(ShardOptimizer(), layers=20)
+expected = trained(other, rank, world)
+trained(step, rank, world)
+parameters = sum(p.numel() * 4 for p in step.model.parameters())
+peak = graphopt.measure_peak(lambda: graphopt.checkpoint.save({str(tmp_path / "run")!r}, step)).allocated_peak_bytes
+say(peak < 0.6 * parameters)
+again = stepping(sharded(min_bytes=1024), layers=20)
+again(X[rank::world])
+graphopt.checkpoint.load({str(tmp_path / "run")!r}, again)
+say([type(p) is torch.nn.Parameter for p in again.model.parameters()].count(True))
+whole = step.full_state_dict()
+if rank == 0:
+    plain = torch.optim.AdamW([p for p in other.model.parameters() if p.requires_grad])
+    plain.load_state_dict(whole["optimizer"])
+    say(same(expected[3:], [whole["model"][name] for name in other.model.state_dict()]))
+    say(all(kept["exp_avg"].shape == p.shape for p, kept in plain.state.items()))
+else:
+    say(whole == {{}})
+    say(True)
+say(same(trained(step, rank, world, 1, 3), trained(again, rank, world, 1, 3)))
+"""
+    small = 5  # biases, and the norm
+    assert run(script, 2, tmp_path) == [True, small, True, True, True]
+
+
 def test_checkpoints_go_over_to_other_passes_and_other_numbers_of_ranks(tmp_path: Path) -> None:
     save = f"""
 step = stepping(sharded())

@@ -84,7 +84,7 @@ def what_would_help(program: Program, memory: MemoryTimeline, *, moves: bool) ->
         state = format_bytes(alive["optimizer state"])
         if "offload-state" not in done and "state" not in done:
             yield f"OffloadState(), or allow=('recompute', 'state'), lets {state} of optimizer state reside elsewhere"
-        if "shard-optimizer" not in done:
+        if "shard-optimizer" not in done and "shard-parameters" not in done:
             yield f"ShardOptimizer() on several ranks leaves each its share of the {state} of optimizer state"
 
 

@@ -1,0 +1,46 @@
+"""Models and batches that are distributed over a mesh of devices are refused by name, with the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.ranks import run_ranks
+
+SCRIPT = """
+import graphopt
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+mesh, x = dist.init_device_mesh("cpu", (world,)), torch.randn(4, 8)
+
+def made():
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+def step(model, batch=x):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return graphopt.optimize_step(model, optimizer, loss=lambda model, x: model(x).square().mean())(batch)
+
+def said(call):
+    try:
+        call()
+    except graphopt.CaptureError as error:
+        return str(error)
+    return "nothing"
+
+sharded, split = made(), parallelize_module(made(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+fully_shard(sharded, mesh=mesh)
+for call in (
+    lambda: step(sharded), lambda: graphopt.optimize(sharded), lambda: step(split), lambda: graphopt.optimize(split),
+    lambda: step(made(), distribute_tensor(x, mesh, [Replicate()])),
+):
+    say(said(call))
+"""
+
+
+def test_they_are_refused_by_name(tmp_path: Path) -> None:
+    for found in run_ranks(SCRIPT, 2, tmp_path / "store"):
+        assert all("pass the module before fully_shard" in message for message in found[:2])
+        assert all("'0.weight' is a DTensor" in message and "ShardParameters()" in message for message in found[2:4])
+        assert "batch.to_local()" in found[4]
