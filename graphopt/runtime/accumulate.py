@@ -12,18 +12,39 @@ from graphopt.errors import GraphoptError
 from graphopt.ir.names import identifier
 from graphopt.ir.node import InputSpec, OutputSpec, Phase, info, value_of
 from graphopt.ir.program import Program
+from graphopt.ir.state import PassState
 from graphopt.rewriting.memory.named_plan import ACCUMULATION
 
-__all__ = ["accumulate_gradients", "add_gradients", "scale_seed"]
+__all__ = ["WEIGHT", "accumulate_gradients", "add_gradients", "scale_seed", "weigh_seed"]
+
+WEIGHT = "join/weight"
+"""The name of the number by which the gradients of this rank count, where ranks end at different times."""
 
 
 def scale_seed(program: Program, batches: int) -> None:
     """Let the backward of a joint program start from ``1 / batches``, as ``(loss / batches).backward()`` does."""
+    seed = _seed(program)
+    shape, _ = seed.args
+    seed.args = (shape, 1.0 / batches)
+
+
+def weigh_seed(program: Program) -> None:
+    """Multiply what the backward of a joint program starts from by a number that is set before each run."""
+    seed = _seed(program)
+    value = value_of(seed)
+    weight = program.add_state(WEIGHT, PassState((), value.dtype, value.device, fill=1.0, saved=False))
+    common: dict[str, Any] = {"after": seed, "phase": Phase.BACKWARD, "like": seed, "origin": WEIGHT}
+    weighed = program.insert(torch.ops.aten.mul.Tensor, (seed, weight), **common)
+    for reader in [user for user in seed.users if user is not weighed]:
+        reader.replace_input_with(seed, weighed)
+
+
+def _seed(program: Program) -> fx.Node:
+    """What the backward of a joint program starts from."""
     seed = next((n for n in program.phase_nodes(Phase.BACKWARD) if info(n).names == ("loss~",)), None)
     if seed is None:
         raise GraphoptError("a program without a loss has no seed to scale; gradient accumulation needs a loss")
-    shape, _ = seed.args
-    seed.args = (shape, 1.0 / batches)
+    return seed
 
 
 def accumulate_gradients(program: Program, begun: Collection[str], *, last: bool) -> Program:

@@ -20,7 +20,7 @@ from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.named_shards import accept_named_shards, name_shards
 from graphopt.rewriting.precision.scaling import checked_gradients
 from graphopt.rewriting.shards import shard_state
-from graphopt.runtime.accumulate import accumulate_gradients, scale_seed
+from graphopt.runtime.accumulate import accumulate_gradients, scale_seed, weigh_seed
 from graphopt.runtime.binding import Binding
 from graphopt.runtime.closures import asks_again, evaluate
 from graphopt.runtime.compile.backend import compile_program
@@ -48,6 +48,7 @@ class StepPrograms:
         runner: the captures, by signature.
         progress: how far training is, which decides what a call has to do.
         kept: where model, optimizer and passes keep their tensors.
+        weighed: whether gradients of ranks weigh differently in the next call.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class StepPrograms:
         self.runner: Runner[CapturedStep] = Runner(options, "step", model.get_parameter, numbers)
         self.runner.serving.names = argument_names(model, loss)
         self.progress = StepProgress(options.pipeline, self.runner.store, self._rates, numbers)
+        self.weighed = False
         self.kept = KeptState(model, optimizer, self.runner.store, self.progress, options.pipeline)
 
     def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[CapturedStep, list[torch.Tensor]]:
@@ -171,14 +173,14 @@ class StepPrograms:
         """Which program the next call runs."""
         batches, divisor, waiting = self.progress.batches, self.progress.divisor, frozenset(self.progress.gradients)
         if batches < self.progress.every - 1:
-            return Variant("begin" if batches == 0 else "middle", divisor, waiting, ())
+            return Variant("begin" if batches == 0 else "middle", divisor, waiting, (), self.weighed)
         forms = {current.name: current.form(self.progress.clock) for current in self._options.pipeline.training}
         wanted = tuple((name, form) for name, form in forms.items() if form)
         if version is None or captured.looked_at != version:
             captured.has_state = self._has_state(captured.rewritten.state)
             captured.looked_at = version
         kind: Literal["update", "first update"] = "update" if captured.has_state else "first update"
-        return Variant(kind, divisor, waiting, wanted)
+        return Variant(kind, divisor, waiting, wanted, self.weighed)
 
     def _program(self, rewritten: Rewritten, wanted: Variant) -> Program:
         """The program of a variant, which may be kept beyond the process."""
@@ -190,12 +192,14 @@ class StepPrograms:
     def _make(self, rewritten: Rewritten, wanted: Variant) -> Program:
         first = wanted.kind == "first update"
         forms = dict(wanted.forms)
-        if wanted.every == 1 and wanted.kind != "evaluation":
+        if wanted.every == 1 and wanted.kind != "evaluation" and not wanted.weighed:
             plain = not first and not forms
             return rewritten.program if plain else rewritten.lower_joint(first=first, forms=forms)
         program = rewritten.stages["joint"].copy()
         if self.progress.divisor:
             scale_seed(program, self.progress.divisor)
+        if wanted.weighed:
+            weigh_seed(program)
         if wanted.kind in ("middle", "update", "first update"):
             program = accumulate_gradients(program, self.progress.gradients.keys(), last=wanted.kind != "middle")
         if wanted.kind in ("begin", "middle", "evaluation"):

@@ -23,16 +23,19 @@ __all__ = ["CapturedStep", "CompiledStep", "Variant", "stored_name"]
 class Variant(NamedTuple):
     """Which of a capture's programs: what it does, for how many batches, what waits for it, what passes want.
 
-    Of however many batches where ``every`` is 0, whose gradients are added up.
+    Of however many batches where ``every`` is 0, whose gradients are added up. Where ``weighed``, this rank's gradients
+    count by a number that is set before each run.
     """
 
     kind: Literal["begin", "middle", "update", "first update", "evaluation"]
     every: int
     waiting: frozenset[str]
     forms: tuple[tuple[str, str], ...]
+    weighed: bool = False
 
     def __str__(self) -> str:
-        return ", ".join([self.kind, *(f"{name}: {form}" for name, form in self.forms)])
+        weighed = ["weighed"] if self.weighed else []
+        return ", ".join([self.kind, *weighed, *(f"{name}: {form}" for name, form in self.forms)])
 
 
 def stored_name(variant: Variant, optimizer: torch.optim.Optimizer, model: nn.Module) -> str:
@@ -45,7 +48,7 @@ def stored_name(variant: Variant, optimizer: torch.optim.Optimizer, model: nn.Mo
         if isinstance(value, torch.Tensor)
     ]
     known = state if variant.kind == "first update" else []
-    return repr((variant.kind, variant.every, sorted(variant.waiting), variant.forms, sorted(known)))
+    return repr((variant.kind, variant.every, sorted(variant.waiting), variant.forms, variant.weighed, sorted(known)))
 
 
 @dataclass

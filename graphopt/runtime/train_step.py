@@ -43,6 +43,7 @@ from graphopt.runtime.stored.program_key import program_key
 from graphopt.runtime.stored.save_captures import save_captures
 from graphopt.runtime.stored.shipped_captures import Shipped
 from graphopt.runtime.stored.stable_form import NoStableFormError
+from graphopt.runtime.uneven_ends import UnevenEnds, joined_group
 
 __all__ = ["TrainStep", "optimize_step"]
 
@@ -87,6 +88,7 @@ class TrainStep:
         self._runner = self._programs.runner
         self._store = self._runner.store
         scaling = scaling_of(options.pipeline.passes)
+        self._ends: UnevenEnds | None = None
         self._skips = SkipWatch(self._store, scaling) if scaling is not None else None
 
     # --- running -----------------------------------------------------------------------------------------------------
@@ -109,6 +111,7 @@ class TrainStep:
         self._foreign.refuse(self._runner.changes)
         if not torch.is_grad_enabled():
             return self._loss_alone(args, kwargs)
+        self._programs.weighed = self._ends is not None and self._ends.announce((args, kwargs))
         self._leftovers.before(self._model)
         self._programs.kept.sharded.refuse_step()
         with CAPTURE_LOCK, self._programs.kept.sharded.described():
@@ -118,6 +121,8 @@ class TrainStep:
             compiled = self._programs.variant(captured, version)
             inputs = compiled.binding.gather(batch, version)
         with self._programs.kept.whole_step(compiled.module, self._whole_state):
+            if self._ends is not None:
+                self._ends.put_weight(compiled.program)
             with torch.no_grad(), plain_precision(), self._closure(captured, compiled, batch):
                 self._store.refresh()
                 results = compiled.run(inputs)
@@ -187,6 +192,48 @@ class TrainStep:
         """
         self._progress.accumulate(batches, mean)
         return self
+
+    @contextlib.contextmanager
+    def join(self, *, example: tuple[Any, ...] | None = None, by_rows: bool = False) -> Iterator[None]:
+        """Let ranks run out of batches at different times: the mean is taken over those that still have some.
+
+        All ranks enter it, and each leaves it behind its last batch; it then takes part in the steps of the others,
+        which its gradients do not change, until the last rank has left. With one process nothing happens. Behind an
+        exception of its own a rank does not wait for the others.
+
+        Args:
+            example: a batch of the shapes that others have, for a rank that may get none at all.
+            by_rows: weigh each rank's gradients by the rows of its batch (the first axis of its first tensor), so that
+                the mean is one over all rows; otherwise each rank that has a batch counts alike.
+
+        Raises:
+            GraphoptError: with passes that let ranks train by themselves, where a rank has had no batch and no example,
+                and inside of another ``join``.
+
+        Example:
+            >>> step = graphopt.optimize_step(model, optimizer, loss=loss)
+            >>> with step.join():
+            ...     for batch in (x, x):
+            ...         value = step(batch)
+        """
+        check_type("join's by_rows", by_rows, bool, "True or False")
+        group = joined_group(self._pipeline)
+        if self._ends is not None:
+            raise GraphoptError("join inside of another join: one around all batches is enough")
+        if group is None:
+            yield
+            return
+        batch = None if example is None else (example, dict[str, Any]())
+        self._ends = UnevenEnds(group, self._model, self._store, self._meeting, batch, by_rows)
+        try:
+            yield
+            self._ends.go_on(self)
+        finally:
+            self._ends, self._programs.weighed = None, False
+
+    def _meeting(self) -> contextlib.AbstractContextManager[None]:
+        """Around what ranks tell each other, so that it is known who is at fault where it fails."""
+        return self._runner.watch.meeting(self.program) if self.captured else contextlib.nullcontext()
 
     @property
     def accumulated(self) -> int:
