@@ -83,8 +83,10 @@ def abort_group(group: Any) -> None:
 
 def is_gloo(group: Any, device: torch.device) -> bool:
     """Whether it is gloo that serves a process group's tensors on a device."""
-    require(MESSAGES)
-    return str(group._get_backend(device).name()) == "gloo"
+    import torch.distributed as dist
+
+    served = dict(part.partition(":")[::2] for part in dist.get_backend_config(group).split(","))
+    return served.get(device.type) == "gloo"
 
 
 def start_sending(group: Any, tensor: torch.Tensor, rank: int, tag: int) -> Any:

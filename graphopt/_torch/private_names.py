@@ -265,7 +265,7 @@ ABORT = Feature(
 
 MESSAGES = Feature(
     "exchanges over gloo from rank to rank",
-    {"torch._C._distributed_c10d": "ProcessGroup._get_backend ProcessGroup.recv ProcessGroup.send _register_work"},
+    {"torch._C._distributed_c10d": "ProcessGroup.recv ProcessGroup.send _register_work"},
 )
 
 FAKE_RANKS = Feature(
