@@ -39,7 +39,7 @@ from graphopt.rewriting.distributed.prediction.compressed import LowRank, Sparse
 from graphopt.rewriting.distributed.prediction.link import Link
 from graphopt.rewriting.distributed.prediction.measured_link import measure_link
 from graphopt.rewriting.distributed.prediction.predict import predict_workload
-from graphopt.rewriting.distributed.prediction.strategies import Dense, Local, Sharded, Strategy
+from graphopt.rewriting.distributed.prediction.strategies import Dense, Local, Sharded, ShardedParameters, Strategy
 from graphopt.rewriting.distributed.prediction.workload import Workload, workload_of
 
 models = example_models()
@@ -198,7 +198,10 @@ def all_modes() -> list[Mode]:
         Mode("CompressGradients powersgd", ours(CompressGradients("powersgd", start_step=2)), strategy=LowRank())
     )
     found.append(Mode("ShardOptimizer", ours(ShardOptimizer()), strategy=Sharded()))
-    found += [Mode("FSDP2", fully_sharded), Mode("ShardParameters", ours(ShardParameters()))]
+    found += [
+        Mode("FSDP2", fully_sharded),
+        Mode("ShardParameters", ours(ShardParameters()), strategy=ShardedParameters()),
+    ]
     sparse = DeepGradientCompression(sparsity=(0.999,), momentum=0.9)
     found.append(Mode("DeepGradientCompression 99.9 %", ours(sparse, momentum=0.0), strategy=Sparse(0.001)))
     found += [Mode(f"LocalSGD k={k}", ours(LocalSGD(k_steps=k)), k, Local(k)) for k in (4, 8, 16)]

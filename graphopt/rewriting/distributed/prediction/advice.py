@@ -12,7 +12,7 @@ from graphopt.ir.ops.values import format_bytes, format_seconds
 from graphopt.rewriting.distributed.prediction.compressed import WARM_UP, LowRank, Sparse
 from graphopt.rewriting.distributed.prediction.link import Link
 from graphopt.rewriting.distributed.prediction.predict import Prediction, check_ranks, on_link, predict_workload
-from graphopt.rewriting.distributed.prediction.strategies import Dense, Local, Sharded, Strategy
+from graphopt.rewriting.distributed.prediction.strategies import Dense, Local, Sharded, ShardedParameters, Strategy
 from graphopt.rewriting.distributed.prediction.volume import pays_sparse
 from graphopt.rewriting.distributed.prediction.workload import Workload
 
@@ -108,7 +108,14 @@ def plan_exchange(
     final = Sparse(density)
     choices = [_FUSED, Dense(wire=torch.bfloat16), LowRank(), final, *map(Local, sorted(set(k_steps)))]
     warm_up = [Sparse(stage) for stage in WARM_UP if stage > density]
-    shown = [Dense(bucket_mb=0, first_bucket_mb=0), *choices[:3], Sharded(), *warm_up, *choices[3:]]
+    shown = [
+        Dense(bucket_mb=0, first_bucket_mb=0),
+        *choices[:3],
+        Sharded(),
+        ShardedParameters(),
+        *warm_up,
+        *choices[3:],
+    ]
     predictions = {strategy: predict_workload(workload, ranks, link, strategy) for strategy in shown}
     candidates = [predictions[strategy] for strategy in choices if strategy.drop_in or workload.stage == "step"]
     best = _choose(candidates)

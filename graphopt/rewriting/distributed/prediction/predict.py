@@ -11,7 +11,14 @@ from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.prediction.compressed import LowRank, Sparse
 from graphopt.rewriting.distributed.prediction.link import Link, parse_bandwidth, parse_latency
 from graphopt.rewriting.distributed.prediction.step_timeline import simulate
-from graphopt.rewriting.distributed.prediction.strategies import Dense, Local, Messages, Sharded, Strategy
+from graphopt.rewriting.distributed.prediction.strategies import (
+    Dense,
+    Local,
+    Messages,
+    Sharded,
+    ShardedParameters,
+    Strategy,
+)
 from graphopt.rewriting.distributed.prediction.volume import Gradient
 from graphopt.rewriting.distributed.prediction.workload import Workload, workload_of
 
@@ -24,6 +31,7 @@ STRATEGIES: dict[str, Strategy] = {
     "powersgd": LowRank(),
     "sparse": Sparse(),
     "sharded": Sharded(),
+    "sharded-parameters": ShardedParameters(),
     "local": Local(),
 }
 """Ways by name, as the passes have them by default."""

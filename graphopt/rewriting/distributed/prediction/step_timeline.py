@@ -2,8 +2,8 @@
 
 The computing lane runs forward, backward and the work around each exchange (copying into a bucket, selecting) in order.
 The network lane runs one message after the other, in the order in which they become ready. Computation waits for a
-message only at the end of backward, before the update reads it. All ranks do the same at the same time, so that one of
-them stands for any number.
+message where it is needed: at the end of backward, before the update reads it, or, for what is gathered, where a call
+reads it. All ranks do the same at the same time, so that one of them stands for any number.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ class Message:
         ready: seconds of the step's own computation before it can start; not read of what is sent after the update.
         before: seconds of work on the computing lane that make it: copies, selection.
         after: seconds of work on its result.
+        needed: seconds of the step's own computation before what waits for it; None for the end of backward.
     """
 
     volume: Volume
     ready: float = 0.0
     before: float = 0.0
     after: float = 0.0
+    needed: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +95,18 @@ def simulate(messages: Messages, link: Link, ranks: int, *, backward: float, upd
     """
     ordered = sorted(messages.beside, key=lambda message: message.ready)
     spans: list[tuple[float, float]] = []
-    shift = free = 0.0
+    shift = free = stalled = 0.0
+    due: list[tuple[float, float]] = []
     for message in ordered:
-        shift += message.before
+        stall = _stall(due, message.ready, shift)
+        shift, stalled = shift + stall + message.before, stalled + stall
         free = _send(message, max(message.ready + shift, free), link, ranks, spans)
+        if message.needed is not None:
+            due.append((message.needed, free))
+    stall = _stall(due, backward, shift)
+    shift, stalled = shift + stall, stalled + stall
     now, exposed = _wait(ordered, spans, backward + shift)
+    exposed += stalled
     for message in messages.second:
         now += message.before
         free = _send(message, max(now, free), link, ranks, spans)
@@ -115,6 +124,21 @@ def simulate(messages: Messages, link: Link, ranks: int, *, backward: float, upd
         exposed=exposed,
         spans=tuple(spans),
     )
+
+
+def _stall(due: list[tuple[float, float]], until: float, shift: float) -> float:
+    """For how long computation waits for messages that it needs before a time; these are taken out.
+
+    Args:
+        due: when each is needed, in seconds of the step's own computation, and when it has arrived.
+        until: the time, in the same seconds.
+        shift: for how long computation has been held up before.
+    """
+    stall = 0.0
+    for needed, arrived in sorted(item for item in due if item[0] <= until):
+        stall += max(arrived - (needed + shift + stall), 0.0)
+    due[:] = [item for item in due if item[0] > until]
+    return stall
 
 
 def _wait(messages: Sequence[Message], spans: Sequence[tuple[float, float]], now: float) -> tuple[float, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -16,7 +16,17 @@ from graphopt.rewriting.distributed.prediction.step_timeline import Message, Mes
 from graphopt.rewriting.distributed.prediction.volume import Gradient
 from graphopt.rewriting.distributed.prediction.workload import Workload
 
-__all__ = ["Dense", "Local", "Messages", "Sharded", "Strategy", "buffer_messages", "dense_message", "ready_of"]
+__all__ = [
+    "Dense",
+    "Local",
+    "Messages",
+    "Sharded",
+    "ShardedParameters",
+    "Strategy",
+    "buffer_messages",
+    "dense_message",
+    "ready_of",
+]
 
 _MIB = 2**20
 
@@ -141,7 +151,50 @@ class Sharded(Strategy):
             size, values = sum(g.bytes for g in group), sum(g.parameter_bytes for g in group)
             beside.append(Message(volume.reduce_scatter(size, ranks), ready_of(group), before=4 * size * copy))
             late.append(Message(volume.all_gather(values / ranks, ranks), after=2 * values * copy))
-        return Messages(tuple(beside), tuple(late), update=1.0 / ranks)
+        return Messages(tuple(beside), late=tuple(late), update=1.0 / ranks)
+
+
+@dataclass(frozen=True)
+class ShardedParameters(Sharded):
+    """The same where each rank keeps a piece of the parameters only, and gathers each in front of what reads it.
+
+    ``ShardParameters``: stage 3 of ZeRO, with each parameter gathered once in forward and once in backward, two ahead.
+    Frozen parameters are not counted.
+
+    Args:
+        min_bytes: parameters with fewer bytes stay whole, and are gathered behind the update.
+    """
+
+    min_bytes: int = 65_536
+
+    @property
+    def label(self) -> str:
+        """See the base class."""
+        return "sharded parameters"
+
+    @property
+    def by(self) -> str:
+        """See the base class."""
+        return "ShardParameters()"
+
+    @property
+    def effect(self) -> str:
+        """See the base class."""
+        return "every rank holds its piece of parameters and optimizer's state only; training is that of dense exchange"
+
+    def messages(self, workload: Workload, ranks: int) -> Messages:
+        """See the base class."""
+        found = super().messages(workload, ranks)
+        gathered = [g for g in workload.gradients if g.parameter_bytes >= self.min_bytes]
+        visits = sorted((read, g.parameter_bytes) for g in gathered for read in g.reads)
+        starts = [0.0, 0.0, *(read for read, _ in visits)]
+        gathers = [
+            Message(volume.all_gather(size / ranks, ranks), start, needed=read)
+            for (read, size), start in zip(visits, starts, strict=False)
+        ]
+        whole = sum(g.parameter_bytes for g in workload.gradients if g.parameter_bytes < self.min_bytes)
+        late = Message(volume.all_gather(whole / ranks, ranks), after=2 * whole * workload.rates.copy)
+        return replace(found, beside=(*found.beside, *gathers), late=(late,) if whole else ())
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,8 @@ class Gradient:
         ready: seconds of computation from the beginning of the step until then.
         parameter_bytes: that its parameter takes.
         order: of its parameter among the program's.
+        reads: seconds of computation until the first call of forward that reads its parameter, and until the first of
+            backward; fewer where none does.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Gradient:
     ready: float
     parameter_bytes: int
     order: int = 0
+    reads: tuple[float, ...] = ()
 
     @property
     def numel(self) -> int:

@@ -16,6 +16,7 @@ from graphopt.analysis.costs.timing import shortest_seconds
 from graphopt.errors import GraphoptError
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.node import Phase, info, value_of
+from graphopt.ir.ops import schema
 from graphopt.ir.ops.residual import accumulate_
 from graphopt.ir.ops.selection import select
 from graphopt.ir.ops.values import format_seconds, storage_bytes
@@ -112,7 +113,10 @@ class Workload:
             forward=self.forward * factor,
             backward=self.backward * factor,
             update=self.update * factor,
-            gradients=tuple(replace(gradient, ready=gradient.ready * factor) for gradient in self.gradients),
+            gradients=tuple(
+                replace(found, ready=found.ready * factor, reads=tuple(read * factor for read in found.reads))
+                for found in self.gradients
+            ),
             rates=Rates(self.rates.copy * factor, self.rates.select * factor),
             costs=f"{self.costs}\nscaled from {format_seconds(self.compute)} a step to {format_seconds(seconds)}",
         )
@@ -143,7 +147,7 @@ def workload_of(
     method: Method = "measured" if cost == "measured" and profile is None else "roofline"
     report = cost_report(calls, method=method, profile=profile, progress=progress)
     lane = _Lane(calls, report.seconds)
-    gradients = _gradients(program, found, lane.ends)
+    gradients = _gradients(program, found, lane)
     return Workload(
         title=program.title,
         stage=program.stage,
@@ -180,13 +184,15 @@ class _Lane:
     """When the calls of a program end on the computing lane, with the update after everything else.
 
     Attributes:
-        ends: of each call but the update's, in seconds.
+        starts: of each call but the update's, in seconds.
+        ends: of the same calls.
         forward: the end of forward.
         backward: the end of backward.
         update: seconds of the update.
     """
 
     def __init__(self, calls: Sequence[fx.Node], seconds: Sequence[float]) -> None:
+        self.starts: dict[fx.Node, float] = {}
         self.ends: dict[fx.Node, float] = {}
         self.update = now = 0.0
         forward: float | None = None
@@ -197,13 +203,21 @@ class _Lane:
             if phase is Phase.UPDATE:
                 self.update += taken
             else:
+                self.starts[node] = now
                 now += taken
                 self.ends[node] = now
         self.forward = now if forward is None else forward
         self.backward = now
 
+    def reads(self, parameter: fx.Node) -> tuple[float, ...]:
+        """When forward first reads a parameter, and when backward does."""
+        starts = [self.starts[call] for call in schema.readers(parameter) if call in self.starts]
+        in_forward = [start for start in starts if start < self.forward]
+        in_backward = [start for start in starts if start >= self.forward]
+        return tuple(min(part) for part in (in_forward, in_backward) if part)
 
-def _gradients(program: Program, found: Mapping[str, fx.Node], ends: Mapping[fx.Node, float]) -> tuple[Gradient, ...]:
+
+def _gradients(program: Program, found: Mapping[str, fx.Node], lane: _Lane) -> tuple[Gradient, ...]:
     places = {node: place for place, node in enumerate(program.graph.nodes)}
     parameters = {spec.target: node for node, spec in program.inputs_of("parameter")}
     gradients = []
@@ -215,9 +229,10 @@ def _gradients(program: Program, found: Mapping[str, fx.Node], ends: Mapping[fx.
             dtype=value.dtype,
             device=value.device,
             place=places[node],
-            ready=ends.get(node, 0.0),
+            ready=lane.ends.get(node, 0.0),
             parameter_bytes=storage_bytes(value_of(parameter)),
             order=places[parameter],
+            reads=lane.reads(parameter),
         )
         gradients.append(gradient)
     return tuple(sorted(gradients, key=lambda gradient: gradient.place))
