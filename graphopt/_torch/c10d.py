@@ -85,8 +85,7 @@ def is_gloo(group: Any, device: torch.device) -> bool:
     """Whether it is gloo that serves a process group's tensors on a device."""
     import torch.distributed as dist
 
-    served = dict(part.partition(":")[::2] for part in dist.get_backend_config(group).split(","))
-    return served.get(device.type) == "gloo"
+    return f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
 
 
 def start_sending(group: Any, tensor: torch.Tensor, rank: int, tag: int) -> Any:

@@ -65,8 +65,8 @@ def test_the_computation_waits_no_longer_than_for_one_copy_after_the_other(
 def test_with_room_and_time_nothing_waits() -> None:
     seconds, alive = [1.0] * STEPS, [100, *[0] * (STEPS - 1)]
     visits = [Visit(2, 5, 5, writes=True), Visit(2, 8, 8, writes=True)]
-    windows = schedule_visits(seconds, alive, visits, 2.0)
-    assert seconds_waited(seconds, visits, windows, 2.0) == 0
+    windows = schedule_visits(seconds, alive, visits, 6.0)
+    assert seconds_waited(seconds, visits, windows, 6.0) == 0
     assert [window.fetched < 5 for window in windows] == [True, False]
 
 
