@@ -16,6 +16,7 @@ from graphopt.errors import GraphoptError
 from graphopt.ir.ops.groups import Group, find_group, talking
 from graphopt.ir.program import Program
 from graphopt.rewriting.pipeline import Pipeline
+from graphopt.rewriting.training_pass import TrainingPass
 from graphopt.runtime.accumulate import WEIGHT
 from graphopt.runtime.state_store import StateStore
 
@@ -23,18 +24,14 @@ __all__ = ["UnevenEnds", "joined_group"]
 
 Batch = tuple[tuple[Any, ...], Mapping[str, Any]]
 
-_EACH_BY_ITSELF = ("local-sgd", "adaptive-local-sgd")
-"""Passes with which ranks train by themselves for a while, so that the mean is one of parameters."""
-
-
 def joined_group(pipeline: Pipeline) -> Group | None:
     """The group over which gradients are averaged; None with one process, or without a pass that does.
 
     Raises:
-        GraphoptError: for passes that average something else.
+        GraphoptError: for passes that let parameters differ between ranks for a while (``TrainingPass.settle``).
     """
-    names = [current.name for current in pipeline.passes]
-    wrong = next((name for name in names if name in _EACH_BY_ITSELF), None)
+    settling = (current.name for current in pipeline.training if type(current).settle is not TrainingPass.settle)
+    wrong = next(settling, None)
     if wrong is not None:
         raise GraphoptError(
             f"join takes the mean of gradients over the ranks that still have batches, and {wrong} lets ranks train by "
