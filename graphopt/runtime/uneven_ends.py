@@ -24,6 +24,7 @@ __all__ = ["UnevenEnds", "joined_group"]
 
 Batch = tuple[tuple[Any, ...], Mapping[str, Any]]
 
+
 def joined_group(pipeline: Pipeline) -> Group | None:
     """The group over which gradients are averaged; None with one process, or without a pass that does.
 

@@ -74,11 +74,21 @@ def ordered_updates(program: Program, origin: str) -> list[Program]:
     if _sharing(split):
         return [split]
     late = split.copy()
-    _Order(late, frozenset(node.name for node in late.phase_nodes(Phase.UPDATE))).act()
+    exchanged = _read_outside(late)
+    _Order(late, frozenset(n.name for n in late.phase_nodes(Phase.UPDATE) if n not in exchanged)).act()
     if _gathering(split):
         return [late]
     _Order(split, frozenset()).act()
     return [split, late]
+
+
+def _read_outside(program: Program) -> set[fx.Node]:
+    """The calls of the update that others need: norms of shards, say, which ranks tell each other."""
+    found: set[fx.Node] = set()
+    for node in reversed(program.graph.nodes):
+        if node in found or (node.op == "call_function" and info(node).phase is not Phase.UPDATE):
+            found |= {s for s in node.all_input_nodes if s.op == "call_function" and info(s).phase is Phase.UPDATE}
+    return found
 
 
 _ROUNDS = 4
