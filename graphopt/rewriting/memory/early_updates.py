@@ -63,7 +63,7 @@ def ordered_updates(program: Program, origin: str) -> list[Program]:
     """Copies of a step program in which each parameter is updated by itself, all calls for it together.
 
     The first has every update as early as its gradient allows, where each needs one gradient only; the last has them
-    behind backward.
+    behind backward. Where ranks exchange something behind the update's first call, its calls stay where they are.
 
     Args:
         program: is only read.
@@ -71,24 +71,21 @@ def ordered_updates(program: Program, origin: str) -> list[Program]:
     """
     split = program.copy()
     _split_lists(split, origin)
-    if _sharing(split):
+    if _sharing(split) or _exchanged_behind(split):
         return [split]
     late = split.copy()
-    exchanged = _read_outside(late)
-    _Order(late, frozenset(n.name for n in late.phase_nodes(Phase.UPDATE) if n not in exchanged)).act()
+    _Order(late, frozenset(node.name for node in late.phase_nodes(Phase.UPDATE))).act()
     if _gathering(split):
         return [late]
     _Order(split, frozenset()).act()
     return [split, late]
 
 
-def _read_outside(program: Program) -> set[fx.Node]:
-    """The calls of the update that others need: norms of shards, say, which ranks tell each other."""
-    found: set[fx.Node] = set()
-    for node in reversed(program.graph.nodes):
-        if node in found or (node.op == "call_function" and info(node).phase is not Phase.UPDATE):
-            found |= {s for s in node.all_input_nodes if s.op == "call_function" and info(s).phase is Phase.UPDATE}
-    return found
+def _exchanged_behind(program: Program) -> bool:
+    """Whether ranks exchange something behind the first call of the update: norms of shards, updated parameters."""
+    phases = [info(node).phase for node in program.graph.nodes if node.op == "call_function"]
+    first = phases.index(Phase.UPDATE) if Phase.UPDATE in phases else len(phases)
+    return Phase.SYNC in phases[first:]
 
 
 _ROUNDS = 4
