@@ -42,7 +42,7 @@ install: $(DEV) ## install graphopt from this folder, and everything for tests a
 demo: $(CORE) ## train a small GPT on real text within a third of the bytes that it takes (about a minute)
 	$(BIN)/python examples/fit_gpt.py
 
-test: $(DEV) $(BROWSER) ## run the tests (under ten minutes on two cores)
+test: $(DEV) $(BROWSER) ## run the tests (ten minutes on two fast cores, a quarter of an hour on slow ones)
 	$(PYTEST)
 
 # Each part ends with pytest's own line of how many passed; the next one runs whatever came of the one before.

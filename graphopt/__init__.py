@@ -52,10 +52,11 @@ if TYPE_CHECKING or not _prints_words_alone():
     from graphopt.runtime.load_step import load_step
     from graphopt.runtime.materialize_shards import materialize_shards
     from graphopt.runtime.module import optimize
+    from graphopt.runtime.optimize_step import optimize_step
     from graphopt.runtime.random_streams import RandomStreams
     from graphopt.runtime.scaler import scaler
     from graphopt.runtime.state_dict import redistribute
-    from graphopt.runtime.train_step import TrainStep, optimize_step
+    from graphopt.runtime.train_step import TrainStep
 
     register()
     _torch.offer_backend("graphopt", "graphopt.runtime.dynamo_backend:backend")

@@ -82,7 +82,12 @@ def abort_group(group: Any) -> None:
 
 
 def is_gloo(group: Any, device: torch.device) -> bool:
-    """Whether it is gloo that serves a process group's tensors on a device."""
+    """Whether gloo serves a process group's tensors on a device; to be asked before anything is sent from rank to rank.
+
+    Raises:
+        TorchVersionError: where the installed torch cannot send.
+    """
+    require(MESSAGES)
     import torch.distributed as dist
 
     return f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
@@ -100,7 +105,6 @@ def start_receiving(group: Any, tensor: torch.Tensor, rank: int, tag: int) -> An
 
 def wait_with(tensor: torch.Tensor, work: Any) -> None:
     """Let ``wait_tensor`` of a tensor wait for some work too."""
-    require(MESSAGES)
     from torch._C._distributed_c10d import _register_work
 
     _register_work(tensor, work)

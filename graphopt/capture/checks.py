@@ -21,6 +21,7 @@ from graphopt.ir.program import Program
 __all__ = [
     "refuse_coupling",
     "refuse_distributed_arguments",
+    "refuse_missing_data",
     "refuse_overlapping",
     "refuse_overlapping_writes",
     "refuse_varying_lstm",
@@ -84,6 +85,17 @@ def refuse_distributed_arguments(model: nn.Module, arguments: Iterable[object]) 
         raise CaptureError(
             f"{type(model).__name__} is given a DTensor, whose operations talk to other ranks by themselves: give this "
             "rank's part of it (batch.to_local()), and DataParallel() exchanges gradients"
+        )
+
+
+def refuse_missing_data(model: nn.Module, arguments: Iterable[object]) -> None:
+    """Raise a ``CaptureError`` for a model without data that gets a batch with data."""
+    missing = next((name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta), "")
+    if missing and any(isinstance(argument, torch.Tensor) and not argument.is_meta for argument in arguments):
+        raise CaptureError(
+            f"{type(model).__name__} has no data: {missing!r} is on the device meta, and the batch is not; give the "
+            "model its values (model.load_state_dict(state, assign=True), or graphopt.materialize_shards(model) on "
+            "several ranks), or plan it without running by graphopt.capture(..., device=)"
         )
 
 

@@ -20,7 +20,7 @@ from graphopt.capture.call_checks import (
     check_loss,
     check_optimizer,
 )
-from graphopt.capture.checks import refuse_distributed_arguments, refuse_wrapped
+from graphopt.capture.checks import refuse_distributed_arguments, refuse_missing_data, refuse_wrapped
 from graphopt.capture.flatten import Structure
 from graphopt.capture.for_device import stand_in, without_data_for
 from graphopt.capture.forward import ForwardCapture, capture_forward
@@ -112,7 +112,9 @@ class CaptureSession:
         keep: bool = False,
     ) -> None:
         refuse_wrapped(model)
-        refuse_distributed_arguments(model, _torch.pytree.tree_leaves((args, kwargs)))
+        leaves = _torch.pytree.tree_leaves((args, kwargs))
+        refuse_distributed_arguments(model, leaves)
+        refuse_missing_data(model, leaves)
         check_loss(loss, model)
         check_dynamic_shapes(dynamic_shapes)
         if optimizer is not None:

@@ -18,8 +18,9 @@ from graphopt.rewriting.pipeline import Passes, Pipeline
 from graphopt.rewriting.precision.scaling import GOOD, SCALE
 from graphopt.rewriting.registry import find_pass
 from graphopt.runtime.compile.backend import Backend
+from graphopt.runtime.optimize_step import optimize_step
 from graphopt.runtime.requirements import required
-from graphopt.runtime.train_step import TrainStep, optimize_step
+from graphopt.runtime.train_step import TrainStep
 
 __all__ = [
     "AcceleratedStep",

@@ -18,9 +18,10 @@ from graphopt.integrations.trainer_settings import is_scaled, passes_of, refuse_
 from graphopt.rewriting.pipeline import Passes
 from graphopt.runtime.compile.backend import Backend
 from graphopt.runtime.largest_batch import largest_batch
+from graphopt.runtime.optimize_step import optimize_step
 from graphopt.runtime.requirements import required
 from graphopt.runtime.rewrite import Verify
-from graphopt.runtime.train_step import TrainStep, optimize_step
+from graphopt.runtime.train_step import TrainStep
 
 if TYPE_CHECKING:
     from torch import nn

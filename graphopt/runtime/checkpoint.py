@@ -81,7 +81,7 @@ def save(
     """
     write = _WRITERS[choice("format", format, tuple(_WRITERS))]
     keep = whole_number("keep", keep, least=1, of="checkpoints")
-    parts, place_of_all = _parts(what), _folder(folder)
+    parts, place_of_all = _parts(what, "graphopt.checkpoint.save"), _folder(folder)
     state = together(lambda: pack(_state_of_all(parts)), "the checkpoint cannot be made")
     return write_checkpoint(place_of_all, keep, lambda into: write(into, state))
 
@@ -116,7 +116,7 @@ def load(folder: str | os.PathLike[str], what: TrainStep | Mapping[str, Any]) ->
         >>> torch.equal(step(x), expected)
         True
     """
-    parts, given = _parts(what), _folder(folder)
+    parts, given = _parts(what, "graphopt.checkpoint.load"), _folder(folder)
     if is_lasting_folder(given):
         return _load(parts, [finished_step(given)])
     found = newest(given)
@@ -148,12 +148,15 @@ def _folder(folder: str | os.PathLike[str]) -> Path:
     return Path(folder)
 
 
-def _parts(what: TrainStep | Mapping[str, Any]) -> Mapping[str, Any]:
+def _parts(what: TrainStep | Mapping[str, Any], called: str) -> Mapping[str, Any]:
     if isinstance(what, TrainStep):
-        return {"step": what}
+        return _parts({"step": what}, called)
     check_type("what", what, Mapping, "a step, or a mapping of names to what has a state")
     if GENERATORS in what:
         raise GraphoptError(f"{GENERATORS!r} is saved in any case: use another name")
+    for part in what.values():
+        if isinstance(part, TrainStep):
+            part.refuse_in_join(called)
     return what
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from graphopt.errors import GraphoptError
 from graphopt.ir.ops.groups import Group, find_group
+from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.state import PassState
 from graphopt.rewriting.distributed.rank_names import place
 from graphopt.rewriting.shards import shard_of
@@ -27,6 +29,8 @@ from graphopt.runtime.sharded_parameter import (
 from graphopt.runtime.state_store import StateStore
 
 __all__ = ["OwnShard", "ShardedModel"]
+
+logger = logging.getLogger(__name__)
 
 
 class ShardedModel:
@@ -46,6 +50,11 @@ class ShardedModel:
         self._whole = 0
 
     @property
+    def divides(self) -> bool:
+        """Whether there are parameters of which each rank has a shard."""
+        return bool(self._shards or self._waiting)
+
+    @property
     def waits(self) -> bool:
         """Whether there are shards that no program has been asked for yet."""
         return bool(self._waiting)
@@ -56,7 +65,7 @@ class ShardedModel:
         Raises:
             GraphoptError: saying so.
         """
-        if self._whole and (self._shards or self._waiting):
+        if self._whole and self.divides:
             raise GraphoptError(
                 "a step inside of `with step.whole_parameters():`, where parameters are whole: call it outside"
             )
@@ -72,8 +81,16 @@ class ShardedModel:
         """
         self._shards |= {state.source: (target, state) for target, state in states.items() if state.shard is not None}
         self._cut()
+        left = [name for name in self._waiting if name not in self._shards]
+        if left:
+            sizes = (parameter.numel() * parameter.element_size() for parameter in map(self._model.get_parameter, left))
+            logger.warning(
+                "%d parameters (%s first) that graphopt.materialize_shards had divided become whole on every rank, %s "
+                "in all: no pass keeps shards of them; give shard-parameters, with the same min_bytes",
+                len(left), left[0], format_bytes(sum(sizes)),
+            )  # fmt: skip
         with torch.no_grad():
-            for name in [name for name in self._waiting if name not in self._shards]:
+            for name in left:
                 self._gather(name)
         self._waiting.clear()
 

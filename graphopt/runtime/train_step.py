@@ -1,4 +1,4 @@
-"""`optimize_step`: forward, loss, backward and update as one program, called like a function."""
+"""`TrainStep`: forward, loss, backward and update as one program, called like a function."""
 
 from __future__ import annotations
 
@@ -23,15 +23,12 @@ from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.named_shards import accept_named_shards
 from graphopt.rewriting.gradient_norm import GRADIENT_NORM
 from graphopt.rewriting.pass_ import Records
-from graphopt.rewriting.pipeline import Passes, Pipeline
+from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.precision.scaling import scaling_of
 from graphopt.rewriting.training_pass import TrainingPass
 from graphopt.runtime.accumulate import add_gradients
 from graphopt.runtime.closures import evaluations
-from graphopt.runtime.compile.backend import Backend
 from graphopt.runtime.leftovers import LoopLeftovers
-from graphopt.runtime.module import take_over
-from graphopt.runtime.rewrite import Verify
 from graphopt.runtime.runner import Options
 from graphopt.runtime.sharded_model_state import full_state, load_model_state
 from graphopt.runtime.skipped_steps import SkipWatch
@@ -45,7 +42,7 @@ from graphopt.runtime.stored.shipped_captures import Shipped
 from graphopt.runtime.stored.stable_form import NoStableFormError
 from graphopt.runtime.uneven_ends import UnevenEnds, joined_group
 
-__all__ = ["TrainStep", "optimize_step"]
+__all__ = ["TrainStep"]
 
 
 class TrainStep:
@@ -161,6 +158,8 @@ class TrainStep:
             >>> with step.whole_parameters():
             ...     state = model.state_dict()
         """
+        if self._programs.kept.sharded.divides:
+            self.refuse_in_join("whole_parameters")
         with self._programs.kept.sharded.whole():
             yield
 
@@ -231,6 +230,20 @@ class TrainStep:
         finally:
             self._ends, self._programs.weighed = None, False
 
+    def refuse_in_join(self, what: str) -> None:
+        """Raise inside of ``join``, where other ranks may have ended, for what takes all of them.
+
+        Args:
+            what: is called.
+
+        Raises:
+            GraphoptError: saying so.
+        """
+        if self._ends is not None:
+            raise GraphoptError(
+                f"{what} takes all ranks, and inside of join some may have ended: call it behind the `with` block"
+            )
+
     def _meeting(self) -> contextlib.AbstractContextManager[None]:
         """Around what ranks tell each other, so that it is known who is at fault where it fails."""
         return self._runner.watch.meeting(self.program) if self.captured else contextlib.nullcontext()
@@ -265,6 +278,7 @@ class TrainStep:
         All ranks have to call it; to be called behind the last step, and before the model is saved by one rank for all.
         Returns the step itself.
         """
+        self.refuse_in_join("synchronize")
         program = self._latest().rewritten.program
         with self._runner.watch.meeting(program):
             for current in self._pipeline.training:
@@ -424,6 +438,7 @@ class TrainStep:
             >>> sorted(step.full_state_dict())
             ['model', 'optimizer']
         """
+        self.refuse_in_join("full_state_dict")
         dividing = [current for current in self._pipeline.training if type(current).shards is not TrainingPass.shards]
         group = next((str(getattr(current, "group", "")) for current in dividing), "")
         return full_state(self._programs.kept.sharded, self._optimizer, group)
@@ -477,50 +492,3 @@ class TrainStep:
 
     def __repr__(self) -> str:
         return f"<TrainStep of {type(self._model).__name__}, passes {str(self._pipeline) or 'none'}>"
-
-
-@public
-def optimize_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    passes: Passes = (),
-    *,
-    loss: Callable[..., torch.Tensor] | None = None,
-    example_inputs: tuple[Any, ...] | None = None,
-    dynamic_shapes: Any = "auto",
-    backend: Backend = "eager",
-    verify: Verify = "structure",
-) -> TrainStep:
-    """Make a function that runs a whole training step, captured as one program and rewritten by passes.
-
-    Args:
-        model: the bare module; updated in place. The passes of a result of ``optimize`` are taken over.
-        optimizer: a ``torch.optim`` object over its parameters; stays the source of truth.
-        passes: ``Pass`` objects or their text form, in a list in any order, or one alone; None for no passes.
-        loss: ``loss(model, *batch)`` returning a scalar; None where the model returns the loss or an object with
-            ``.loss``.
-        example_inputs: a batch to capture with right away; otherwise the first call captures.
-        dynamic_shapes: ``"auto"`` lets an axis vary from its second size on, so that few captures serve all sizes; None
-            captures each size by itself; or the sizes that may vary, as for ``torch.export.export``, for the arguments
-            of the step.
-        backend: ``"eager"`` (the generated code), ``"inductor"``, or ``callable(graph_module, inputs)``.
-        verify: ``"structure"`` (the invariant table after each pass), ``"numerics"`` (also compare with the unrewritten
-            program on the example inputs), or False.
-
-    Raises:
-        ArgumentError: for a loss, an optimizer or sizes of another form.
-        PipelineError: where the passes do not fit together.
-        CaptureError: where the model, loss or optimizer cannot be captured; the optimizer then works in drop-in mode.
-
-    Example:
-        >>> step = graphopt.optimize_step(model, optimizer, [Recompute("blocks.*")], loss=loss)
-        >>> for batch in (x, x):
-        ...     value = step(batch)
-        >>> value.shape, step.records[0].name
-        (torch.Size([]), 'recompute')
-    """
-    model, taken = take_over(model, passes)
-    step = TrainStep(model, optimizer, Options.checked(model, taken, dynamic_shapes, backend, verify), loss)
-    if example_inputs is not None:
-        step.prepare_example(example_inputs)
-    return step

@@ -124,8 +124,13 @@ say(step(TOKENS[:4]).isfinite().item())
     assert (biases, variances, finite) == (0, 16, True)
 
 
-def test_what_the_program_does_not_shard_becomes_whole(tmp_path: Path) -> None:
+def test_what_the_program_does_not_shard_becomes_whole_and_is_told(tmp_path: Path) -> None:
     script = """
+import logging
+told = []
+handler = logging.Handler()
+handler.emit = lambda record: told.append(record.getMessage())
+logging.getLogger("graphopt.runtime.sharded_model").addHandler(handler)
 from graphopt.passes import DataParallel, ShardParameters, ShardOptimizer
 found = []
 for passes in ([DataParallel(), ShardParameters(min_bytes=2000, cost="roofline")], [DataParallel(), ShardOptimizer()]):
@@ -135,8 +140,9 @@ for passes in ([DataParallel(), ShardParameters(min_bytes=2000, cost="roofline")
         found.append([step(TOKENS[rank::world]) for _ in range(2)])
         say(bytes_here(model) > 64 * 20)
 say([all(map(torch.equal, found[0], other)) for other in found[1:]])
+say(["become whole on every rank" in message and "min_bytes" in message for message in told])
 """
-    assert run(script, 2, tmp_path) == [*[True] * 4, [True] * 3]
+    assert run(script, 2, tmp_path) == [*[True] * 4, [True] * 3, [True] * 2]
 
 
 def test_a_state_saved_before_the_first_step_is_that_of_the_values(tmp_path: Path) -> None:

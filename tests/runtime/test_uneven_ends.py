@@ -153,6 +153,27 @@ except graphopt.GraphoptError as error:
     assert run(script, 2, tmp_path) == [["mine", True]] * 2
 
 
+def test_what_takes_all_ranks_is_refused_inside(tmp_path: Path) -> None:
+    script = f"""
+step = train([1, 1], ShardParameters(min_bytes=64, cost="roofline"))
+found = []
+with step.join():
+    for call in (lambda: step.evaluate(batch(0, 0)), step.full_state_dict, step.synchronize,
+                 lambda: graphopt.checkpoint.save({str(tmp_path / "run")!r}, step),
+                 lambda: graphopt.checkpoint.load({str(tmp_path / "run")!r}, {{"step": step}})):
+        try:
+            call()
+        except graphopt.GraphoptError as error:
+            found.append("some may have ended" in str(error))
+say(found)
+say(step.evaluate(batch(0, 0)).isfinite().item())
+plain = train([1, 1])
+with plain.join():
+    say(plain.evaluate(batch(0, 0)).isfinite().item())
+"""
+    assert run(script, 2, tmp_path) == [[[True] * 5, True, True]] * 2
+
+
 def test_one_process_trains_as_without() -> None:
     x, results = torch.randn(3, 4), []
     for joined in (False, True):

@@ -48,13 +48,11 @@ def casts_as_inputs(program: Program, inputs: Mapping[fx.Node, str]) -> Iterator
             program.graph.erase_node(cast)
         found[stands] = name
         added.append(stands)
-    try:
-        yield found
-    finally:
-        places = {node: index for index, node in enumerate(program.placeholders)}
-        for node in reversed(added):
-            del program.inputs[places[node]]
-            program.graph.erase_node(node)
+    yield found
+    places = {node: index for index, node in enumerate(program.placeholders)}
+    for node in reversed(added):
+        del program.inputs[places[node]]
+        program.graph.erase_node(node)
 
 
 def cast_like(program: Program, tensor: fx.Node, wanted: torch.Tensor, before: fx.Node, **common: Any) -> fx.Node:

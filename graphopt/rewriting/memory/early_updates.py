@@ -63,7 +63,7 @@ def ordered_updates(program: Program, origin: str) -> list[Program]:
     """Copies of a step program in which each parameter is updated by itself, all calls for it together.
 
     The first has every update as early as its gradient allows, where each needs one gradient only; the last has them
-    behind backward. Where ranks exchange something behind the update's first call, its calls stay where they are.
+    behind backward, as far as nothing else needs them.
 
     Args:
         program: is only read.
@@ -71,7 +71,7 @@ def ordered_updates(program: Program, origin: str) -> list[Program]:
     """
     split = program.copy()
     _split_lists(split, origin)
-    if _sharing(split) or _exchanged_behind(split):
+    if _sharing(split):
         return [split]
     late = split.copy()
     _Order(late, frozenset(node.name for node in late.phase_nodes(Phase.UPDATE))).act()
@@ -79,13 +79,6 @@ def ordered_updates(program: Program, origin: str) -> list[Program]:
         return [late]
     _Order(split, frozenset()).act()
     return [split, late]
-
-
-def _exchanged_behind(program: Program) -> bool:
-    """Whether ranks exchange something behind the first call of the update: norms of shards, updated parameters."""
-    phases = [info(node).phase for node in program.graph.nodes if node.op == "call_function"]
-    first = phases.index(Phase.UPDATE) if Phase.UPDATE in phases else len(phases)
-    return Phase.SYNC in phases[first:]
 
 
 _ROUNDS = 4
@@ -315,7 +308,8 @@ class _Order:
 
     Args:
         program: of stage step.
-        late: names of calls that stay behind backward, and with them what depends on them.
+        late: names of calls that stay behind backward, and with them what depends on them; but in front of what needs
+            them and is not of the update (exchanges of norms, or of parameters that were updated).
     """
 
     def __init__(self, program: Program, late: frozenset[str]) -> None:
@@ -329,7 +323,7 @@ class _Order:
         self._passed = 0
         self._before: dict[fx.Node, dict[fx.Node, None]] = {}
         self._followed: set[fx.Node] = set()
-        self._pinned: set[fx.Node] = set()
+        self._pinned: dict[fx.Node, int] = {}
         self._dependent: set[fx.Node] = {node for node, _ in program.inputs_of("gradient")}
         self._storages: dict[object, _Storage] = defaultdict(_Storage)
         self._late = late
@@ -358,7 +352,7 @@ class _Order:
     def _due(self, node: fx.Node) -> int:
         """The place of a call; nothing tells when one is due that needs no gradient and that no other call needs."""
         idle = all(node not in nodes for nodes in (self._dependent, self._followed, self._pinned))
-        return self._stands[node] if idle else self._place[node]
+        return self._stands[node] if idle else min(self._place[node], self._pinned.get(node, self._place[node]))
 
     def _waits(self, node: fx.Node) -> bool:
         """Whether a call runs when another one of the update needs it, instead of at a place of its own."""
@@ -399,7 +393,8 @@ class _Order:
             self._leave_update(node, reads, writes)
         else:
             self._passed += 1
-            self._pinned.update(before)
+            for other in before:
+                self._pinned.setdefault(other, self._place[node] - 1)
             self._leave(self._place[node], reads, writes)
 
     def _depend(self, node: fx.Node, before: dict[fx.Node, None], places: list[int]) -> None:
