@@ -133,7 +133,9 @@ from graphopt._torch.symbolic_sizes import size_symbols as size_symbols
 from graphopt._torch.symbolic_sizes import sizes_taken_as as sizes_taken_as
 from graphopt._torch.symbolic_sizes import symbolic_float as symbolic_float
 from graphopt._torch.symbolic_sizes import symbolic_size as symbolic_size
-from graphopt._torch.traced_tensors import is_known_zero as is_known_zero
+from graphopt._torch.traced_tensors import is_written as is_written
+from graphopt._torch.traced_tensors import known_value as known_value
+from graphopt._torch.traced_tensors import outside_of_tracing as outside_of_tracing
 from graphopt._torch.traced_tensors import traced_node as traced_node
 from graphopt._torch.traced_tensors import tracing_graph as tracing_graph
 
@@ -206,16 +208,18 @@ __all__ = [
     "is_free_to_go",
     "is_fusible",
     "is_gloo",
-    "is_known_zero",
     "is_registered",
     "is_tcp_store",
+    "is_written",
     "kernel_choices",
+    "known_value",
     "map_aggregate",
     "mark_optimizer_called",
     "mode_of",
     "number_hint",
     "number_places",
     "offer_backend",
+    "outside_of_tracing",
     "parts_of",
     "peaks_between_marks",
     "process_groups",

@@ -7,6 +7,8 @@ Reads the proxies that ``torch.fx.experimental.proxy_tensor`` attaches to tensor
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["is_known_zero", "traced_node", "tracing_graph"]
+__all__ = ["is_written", "known_value", "outside_of_tracing", "traced_node", "tracing_graph"]
 
 
 def tracing_graph() -> fx.Graph | None:
@@ -41,16 +43,21 @@ def traced_node(tensor: torch.Tensor) -> fx.Node | None:
     return proxy.node if isinstance(proxy, fx.Proxy) else None
 
 
-def is_known_zero(tensor: torch.Tensor) -> bool | None:
-    """Whether a tensor that is being traced holds zeros only; None where an input or a parameter reaches it."""
-    mode = get_proxy_mode()
-    slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
-    proxy = getattr(slot, "proxy", None)
-    if not isinstance(proxy, fx.Proxy):
-        return None
+@contextlib.contextmanager
+def outside_of_tracing() -> Iterator[None]:
+    """Compute with data in the middle of tracing: nothing of it becomes part of the graph."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
+
+
+def known_value(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What a tensor that is being traced holds; None where an input, a parameter, a size or a write reaches it."""
+    node = traced_node(tensor)
+    if node is None:
+        return None
+    with outside_of_tracing():
         try:
-            return not _evaluate(proxy.node, {}).any().item()
+            return _evaluate(node, {})
         except LookupError:
             return None
 
@@ -59,7 +66,7 @@ def _evaluate(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
     """The value of a node.
 
     Raises:
-        LookupError: where an input reaches it, or randomness.
+        LookupError: where an input reaches it, or randomness, or what it is made of is written to.
     """
 
     def value(argument: Any) -> Any:
@@ -68,6 +75,17 @@ def _evaluate(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
     if node not in known:
         if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded in node.target.tags:
             raise LookupError(f"{node} is not computed from constants")
+        if is_written(node):
+            raise LookupError(f"{node} is written to")
         args, kwargs = map_aggregate((node.args, node.kwargs), value)
         known[node] = node.target(*args, **kwargs)
     return known[node]
+
+
+def is_written(node: fx.Node) -> bool:
+    """Whether an op in the graph so far writes to a value, or to a view of it."""
+    ops = [(user, user.target._schema) for user in node.users if isinstance(user.target, OpOverload)]
+    return any(
+        schema.is_mutable or (any(result.alias_info for result in schema.returns) and is_written(user))
+        for user, schema in ops
+    )

@@ -40,6 +40,11 @@ BORDER = (
     Row("which arguments are the same tensor or share memory", "signature"),
     Row("`requires_grad` of arguments and parameters", "signature"),
     Row("arguments that are no tensors", "signature", "by value: types, signs of zero, what containers hold"),
+    Row(
+        "masks and positions that a model of `transformers` looks at",
+        "signature",
+        "by the answer: hides nothing, counts up; where ranks train together the mask stays, and a warning says so",
+    ),
     Row("parameters and buffers: presence, dtype, device, shape, strides, sharing", "signature"),
     Row("training flags of all modules", "signature"),
     Row("plain attributes of modules, configs and containers in them", "signature", "by value, six levels deep"),

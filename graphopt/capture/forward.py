@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from traceback import walk_tb
 from typing import Any, Literal
 
@@ -21,8 +22,8 @@ from graphopt.capture.call_checks import shapes_by_argument
 from graphopt.capture.flatten import Structure, flatten
 from graphopt.capture.graph_part import title_of
 from graphopt.capture.hidden_effects import seeding_refused
+from graphopt.capture.mask_questions import Question, Questions
 from graphopt.capture.nest_regions import nest_regions
-from graphopt.capture.position_questions import answered
 from graphopt.capture.regions import REGION_KEY, observe
 from graphopt.capture.same_inputs import read_in_one_place
 from graphopt.capture.source_lines import source_line, user_frame
@@ -45,12 +46,17 @@ _EXPORT_KINDS = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR"
 
 @dataclass
 class ForwardCapture:
-    """A forward program with the structures around it: how to flatten a call and how to rebuild its result."""
+    """A forward program with the structures around it: how to flatten a call and how to rebuild its result.
+
+    Attributes:
+        questions: what the model has asked of the values of the call's tensors, and the answers that the program serves.
+    """
 
     program: Program
     inputs: Structure
     outputs: Structure
     example_tensors: list[torch.Tensor]
+    questions: Mapping[Question, bool] = field(default_factory=dict)
 
 
 Path = Literal["compiled", "exported", "eager"]
@@ -77,23 +83,29 @@ class _Root(nn.Module):
     """Calls the user's model (or loss) on flat tensors and returns flat tensors, noting the result's structure."""
 
     def __init__(
-        self, model: nn.Module, call: Callable[..., Any], inputs: Structure, seen: list[Structure], path: Path
+        self,
+        model: nn.Module,
+        call: Callable[..., Any],
+        inputs: Structure,
+        questions: Questions,
+        seen: list[Structure],
+        path: Path,
     ) -> None:
         super().__init__()
         self.model = model
         self.training = model.training
         # Results are noted in a list: export undoes assignments to a module's attributes.
-        self._run = (call, inputs, seen.append, path)
+        self._run = (call, inputs, questions, seen.append, path)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        call, inputs, note, path = self._run
+        call, inputs, questions, note, path = self._run
         args, kwargs = inputs.restore(tensors)
         buffers = buffers_of(self.model)
         with contextlib.ExitStack() as stack:
             stack.enter_context(kept_as_checks())
             if path != "exported":
                 stack.enter_context(_torch.as_in_eager(compiling=path == "compiled"))
-                stack.enter_context(answered())
+            stack.enter_context(questions.answered(tensors))
             try:
                 flat, structure = flatten(call_under_trace(call, self.model, args, kwargs))
             except Exception as error:
@@ -135,10 +147,11 @@ def capture_forward(
     given, inputs = flatten((tuple(args), dict(kwargs)))
     tensors = _distinct(given)
     seen: list[Structure] = []
+    questions = Questions(tensors)
     shapes = _flat_shapes(dynamic_shapes, inputs, names)
 
     def export(path: Path) -> Any:
-        root = _Root(model, call, inputs, seen, path)
+        root = _Root(model, call, inputs, questions, seen, path)
         with (
             observe(model),
             plain_precision(),
@@ -167,7 +180,7 @@ def capture_forward(
     program = _to_program(exported, seen[-1], inputs, scalar_loss)
     program.title = title_of(model)
     read_in_one_place(program, given)
-    return ForwardCapture(program, inputs, seen[-1], tensors)
+    return ForwardCapture(program, inputs, seen[-1], tensors, questions.answers)
 
 
 _ASSIGNED = re.compile(r"The tensor attributes? (?P<names>.*?) (was|were) assigned during export")
@@ -298,6 +311,8 @@ def _to_program(exported: Any, returned: Structure, inputs: Structure, scalar_lo
             continue
         elif node.target is torch.ops.aten._assert_tensor_metadata.default:
             dead.add(node)
+        elif _is_whole_slice(node):
+            mapping[node] = mapping[node.args[0]]
         else:
             if node.op == "get_attr" and isinstance(node.target, str):
                 attributes[node.target] = getattr(module, node.target)
@@ -312,6 +327,16 @@ def _to_program(exported: Any, returned: Structure, inputs: Structure, scalar_lo
     if scalar_loss:
         outputs = [_check_loss(values, returned)]
     return Program(graph, "forward", specs, outputs, constants, attributes)
+
+
+def _is_whole_slice(node: fx.Node) -> bool:
+    """Whether a slice takes all of an axis whose size is open: where sizes are numbers, Python makes none of it."""
+    if node.target is not torch.ops.aten.slice.Tensor:
+        return False
+    tensor, given, rest = node.args[0], list(node.args[1:]), [0, None, None, 1]
+    dim, start, end, step = given + rest[len(given) :]
+    varies = isinstance(value_of(tensor).shape[dim], torch.SymInt)  # type: ignore[arg-type]
+    return bool(varies and start in (0, None) and end in (None, sys.maxsize) and step == 1)
 
 
 def _check_loss(values: list[Any], structure: Structure) -> OutputSpec:

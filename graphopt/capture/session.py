@@ -28,6 +28,7 @@ from graphopt.capture.garbage_collection import no_collection
 from graphopt.capture.graph_part import GraphPart, title_of
 from graphopt.capture.hidden_effects import capturing, refuse_backward_hooks, refuse_parameter_hooks
 from graphopt.capture.joint import JointCapture, capture_joint
+from graphopt.capture.mask_questions import Question
 from graphopt.capture.split_uses import split_uses
 from graphopt.capture.step import trace_optimizer
 from graphopt.errors import CaptureError, choice, public, wrong_argument
@@ -140,6 +141,7 @@ class CaptureSession:
         self._captures: dict[torch.dtype | None, ForwardCapture] = {}
         self._assigned: dict[str, None] = {}
         self._outputs: Structure | None = None
+        self._replayed: dict[Question, bool] = {}
 
     def forward(self, autocast: torch.dtype | None = None) -> Program:
         """The forward program, to be rewritten.
@@ -210,6 +212,17 @@ class CaptureSession:
     def outputs(self) -> Structure:
         """The structure of what the call returns."""
         return self.captured.outputs if self._outputs is None else self._outputs
+
+    @property
+    def questions(self) -> dict[Question, bool]:
+        """What the model has asked of the values of the call's tensors, with the answers that its programs are for."""
+        return self._replayed | {
+            question: yes for captured in self._captures.values() for question, yes in captured.questions.items()
+        }
+
+    def replay_questions(self, questions: Mapping[Question, bool]) -> None:
+        """Take what was asked in another process, where the programs come from there."""
+        self._replayed = dict(questions)
 
     def replay(self, joint: JointCapture, outputs: Structure) -> None:
         """Take a joint program that was captured before, with the structure of its results, as the one of this call."""

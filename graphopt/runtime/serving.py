@@ -16,6 +16,7 @@ from graphopt.capture import CaptureSession
 from graphopt.capture.fingerprint import ModelFingerprint
 from graphopt.capture.flatten import Structure, flatten, flatten_call
 from graphopt.capture.garbage_collection import no_collection
+from graphopt.capture.mask_questions import Question, answer
 from graphopt.capture.varying_axes import VaryingAxes
 from graphopt.errors import GraphoptError, RankError
 from graphopt.ir.program import Program
@@ -28,7 +29,7 @@ from graphopt.runtime.rewrite import Rewritten
 from graphopt.runtime.signature import signature
 from graphopt.runtime.size_plans import SizePlans, Target, targets
 from graphopt.runtime.size_rules import SizeRules, size_rules
-from graphopt.runtime.varying_sizes import Served, VaryingSizes
+from graphopt.runtime.varying_sizes import Key, Served, VaryingSizes
 
 __all__ = ["Capture", "Maker", "Serving", "lacks_bytes"]
 
@@ -76,6 +77,11 @@ class _Call:
     def signature(self, model_key: Hashable, *, sizes: bool) -> Hashable:
         return signature(model_key, self.structure, self.tensors, sizes=sizes)
 
+    def answers(self, questions: Mapping[Hashable, Sequence[Question]]) -> tuple[bool, ...]:
+        """What the tensors answer to what the model asks of them."""
+        asked = questions.get(self.structure.key)
+        return answer(asked, self.tensors) if asked else ()
+
 
 @dataclass
 class Serving(Generic[C]):
@@ -97,7 +103,8 @@ class Serving(Generic[C]):
     _plans: dict[int, SizePlans[C]] = field(default_factory=dict)
     _changing: ChangingSizes = field(default_factory=ChangingSizes)
     _values: ChangingValues = field(default_factory=ChangingValues)
-    _kind: Hashable = None
+    _questions: dict[Hashable, tuple[Question, ...]] = field(default_factory=dict)
+    _kind: Key | None = None
 
     @property
     def automatic(self) -> bool:
@@ -119,7 +126,7 @@ class Serving(Generic[C]):
     ) -> tuple[C, list[torch.Tensor]]:
         """What serves a call, made where there is nothing yet, and the tensors of the call."""
         call = _Call(model, args, kwargs, *flatten_call(args, kwargs))
-        key = call.signature(self._fingerprint(model), sizes=self.declared is None)
+        key = self._key_of(call)
         served = self._known(key, call)
         if served is None:
             with no_collection():
@@ -142,7 +149,7 @@ class Serving(Generic[C]):
 
     # --- what there is -----------------------------------------------------------------------------------------------
 
-    def _known(self, key: Hashable, call: _Call) -> Served[C] | None:
+    def _known(self, key: Key, call: _Call) -> Served[C] | None:
         """What serves a call."""
         if self.declared is not None:
             sizes = key, tuple(tensor.shape for tensor in call.tensors)
@@ -154,18 +161,25 @@ class Serving(Generic[C]):
             return Served(found, {})
         if not self.automatic:
             return None
-        return self._varying.remembered(key) or self._varying.find(key, self._kind_of(call), call.tensors)
+        return self._varying.remembered(key) or self._varying.find(key, self._key_of(call, sizes=False), call.tensors)
 
-    def _kind_of(self, call: _Call) -> Hashable:
-        return call.signature(self._fingerprint(call.model), sizes=False)
+    def _key_of(self, call: _Call, *, sizes: bool = True) -> Key:
+        known = call.signature(self._fingerprint(call.model), sizes=sizes and self.declared is None)
+        return known, call.answers(self._questions)
+
+    def _answered(self, key: Key, call: _Call, session: CaptureSession) -> Key:
+        """The key of a call that has been captured: the model may have asked something new of its tensors."""
+        known = self._questions.get(call.structure.key, ())
+        self._questions[call.structure.key] = tuple(dict.fromkeys((*known, *session.questions)))
+        return key[0], call.answers(self._questions)
 
     # --- captures ----------------------------------------------------------------------------------------------------
 
-    def _capture(self, key: Hashable, call: _Call, maker: Maker[C]) -> Served[C]:
+    def _capture(self, key: Key, call: _Call, maker: Maker[C]) -> Served[C]:
         """Capture a call, with the sizes open that have changed since those before it."""
         if not self.automatic:
             return self._capture_fixed(key, call, maker)
-        kind = self._kind_of(call)
+        kind = self._key_of(call, sizes=False)
         axes = self._varying.axes(kind, call.tensors)
         fixing = ", ".join(current.name for current in self.passes if current.fixed_sizes)
         if axes and fixing:
@@ -176,20 +190,23 @@ class Serving(Generic[C]):
             served = self._capture_fixed(key, call, maker)
             base = _as_captured(served.capture.rewritten)
             if base is not None:
-                self._varying.add_fixed(kind, call.tensors, base)
+                self._varying.add_fixed((kind[0], call.answers(self._questions)), call.tensors, base)
         return served
 
-    def _capture_fixed(self, key: Hashable, call: _Call, maker: Maker[C]) -> Served[C]:
+    def _capture_fixed(self, key: Key, call: _Call, maker: Maker[C]) -> Served[C]:
         """Capture a call with the sizes that it has, or with those open that the user has declared."""
         model = call.model
         parts, first = list(map(id, model.modules())), not self.captures.all()
         started = time.perf_counter()
-        found = self.captures.add(key, maker.compile(maker.session(self.declared), None))
+        session = maker.session(self.declared)
+        compiled = maker.compile(session, None)
+        key = self._answered(key, call, session)
+        found = self.captures.add(key, compiled)
         seconds = time.perf_counter() - started
         if self.dynamic_shapes is None:
             self._tell(model, self._changing.note(self.names, call.args, call.kwargs, seconds))
         self._tell(model, self._values.note(self.names, call.args, call.kwargs, seconds))
-        after = call.signature(self._fingerprint(model), sizes=self.declared is None)
+        after = self._key_of(call)
         # Where forward has set something while it was captured, or made modules, the next call is another one,
         # behind the first capture; behind others what is set there (a list) is not what makes a difference.
         if after != key and not first and parts == list(map(id, model.modules())):
@@ -197,7 +214,7 @@ class Serving(Generic[C]):
         return _served(found, call.tensors)
 
     def _capture_varying(
-        self, key: Hashable, kind: Hashable, call: _Call, maker: Maker[C], axes: VaryingAxes
+        self, key: Key, kind: Key, call: _Call, maker: Maker[C], axes: VaryingAxes
     ) -> Served[C] | None:
         """Capture a call with sizes open; None where that cannot be, which the user is told."""
         started = time.perf_counter()
@@ -215,9 +232,11 @@ class Serving(Generic[C]):
             return None
         finally:
             self._kind = None
+        key = self._answered(key, call, session)
+        self._varying.share(kind, (kind[0], key[1]))
+        self._varying.share(kind, self._key_of(call, sizes=False))
         self.captures.add((kind, "sizes vary"), capture)
         served, told = self._varying.add(key, kind, call.tensors, capture, axes, self._names(call))
-        self._varying.share(kind, self._kind_of(call))
         self._tell(call.model, told)
         seconds = time.perf_counter() - started
         self._tell(call.model, self._values.note(self.names, call.args, call.kwargs, seconds))
@@ -263,7 +282,7 @@ class Serving(Generic[C]):
             target = Target(values, {name: max(value, largest.get(name, 0)) for name, value in values.items()})
         return [*targets(rules, target.sizes, target)]
 
-    def _planned(self, key: Hashable, served: Served[C], call: _Call, maker: Maker[C]) -> C:
+    def _planned(self, key: Key, served: Served[C], call: _Call, maker: Maker[C]) -> C:
         """What serves a call within the bytes that there are, planned for its sizes where need be."""
         capture, values = served.capture, served.values
         plans = self._plans.get(id(capture))

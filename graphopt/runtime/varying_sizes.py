@@ -23,7 +23,7 @@ from graphopt.ir.program import Program
 from graphopt.runtime.captures import HasRules
 from graphopt.runtime.size_rules import SizeRules
 
-__all__ = ["OtherProgramError", "Served", "VaryingSizes"]
+__all__ = ["Key", "OtherProgramError", "Served", "VaryingSizes"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,9 @@ _TOLD_AT = 4
 
 _REMEMBERED = 4096
 """Sizes of calls for which it is remembered what serves them."""
+
+Key = tuple[Hashable, tuple[bool, ...]]
+"""The signature of a call, and what its tensors answer to the model's questions (``capture/mask_questions.py``)."""
 
 E = TypeVar("E", bound=HasRules)
 
@@ -77,14 +80,21 @@ class _Kind(Generic[E]):
 class VaryingSizes(Generic[E]):
     """The captures of one model or step whose sizes vary, by kind of call."""
 
-    _kinds: dict[Hashable, _Kind[E]] = field(default_factory=dict)
+    _kinds: dict[Key, _Kind[E]] = field(default_factory=dict)
     _served: dict[Hashable, Served[E]] = field(default_factory=dict)
+    _calls: dict[Hashable, list[list[torch.Tensor]]] = field(default_factory=dict)
+
+    def _kind(self, kind: Key) -> _Kind[E]:
+        """What is known of a kind of calls; their sizes count for all answers together."""
+        if kind not in self._kinds:
+            self._kinds[kind] = _Kind(calls=self._calls.setdefault(kind[0], []))
+        return self._kinds[kind]
 
     def remembered(self, key: Hashable) -> Served[E] | None:
         """What served a call with this signature, sizes included, before."""
         return self._served.get(key)
 
-    def find(self, key: Hashable, kind: Hashable, tensors: Sequence[torch.Tensor]) -> Served[E] | None:
+    def find(self, key: Key, kind: Key, tensors: Sequence[torch.Tensor]) -> Served[E] | None:
         """The capture that serves a call of sizes that are new; None where there is none.
 
         Args:
@@ -98,16 +108,16 @@ class VaryingSizes(Generic[E]):
                 return self.remember(key, Served(capture, values))
         return None
 
-    def axes(self, kind: Hashable, tensors: Sequence[torch.Tensor]) -> VaryingAxes:
+    def axes(self, kind: Key, tensors: Sequence[torch.Tensor]) -> VaryingAxes:
         """The axes that a capture for a call should keep open."""
-        known = self._kinds.setdefault(kind, _Kind())
+        known = self._kind(kind)
         shapes = [[tensor.shape for tensor in call] for call in (*known.calls, tensors)]
         found = VaryingAxes.between(shapes).where(shapes[-1], _LEAST)
         if known.refused is not None:
             found = found.without(known.refused)
         return found if len(known.captures) < _MOST else VaryingAxes(tuple(frozenset() for _ in tensors))
 
-    def add_fixed(self, kind: Hashable, tensors: Sequence[torch.Tensor], program: Program) -> None:
+    def add_fixed(self, kind: Key, tensors: Sequence[torch.Tensor], program: Program) -> None:
         """Note a capture with fixed sizes.
 
         Args:
@@ -115,15 +125,15 @@ class VaryingSizes(Generic[E]):
             tensors: of the call.
             program: of stage joint, as it was captured.
         """
-        known = self._kinds.setdefault(kind, _Kind())
+        known = self._kind(kind)
         known.calls.append(_without_data(tensors))
         if known.fixed is None:
             known.fixed = program, known.calls[-1]
 
     def add(
         self,
-        key: Hashable,
-        kind: Hashable,
+        key: Key,
+        kind: Key,
         tensors: Sequence[torch.Tensor],
         capture: E,
         asked: VaryingAxes,
@@ -156,7 +166,7 @@ class VaryingSizes(Generic[E]):
             )
         return self.remember(key, Served(capture, values)), told
 
-    def check(self, kind: Hashable, program: Program, rules: SizeRules) -> None:
+    def check(self, kind: Key, program: Program, rules: SizeRules) -> None:
         """Compare a program whose sizes vary, as it was captured, with the one for the first sizes of its kind.
 
         Raises:
@@ -171,7 +181,7 @@ class VaryingSizes(Generic[E]):
             raise OtherProgramError(f"with sizes that vary, torch traces {difference}")
 
     def refuse(
-        self, kind: Hashable, axes: VaryingAxes, tensors: Sequence[torch.Tensor], reason: str, names: Sequence[str]
+        self, kind: Key, axes: VaryingAxes, tensors: Sequence[torch.Tensor], reason: str, names: Sequence[str]
     ) -> str:
         """Capture sizes of these axes one by one from now on; what to tell the user, where it is new.
 
@@ -197,19 +207,19 @@ class VaryingSizes(Generic[E]):
             "dynamic_shapes=None"
         )
 
-    def largest(self, kind: Hashable, rules: SizeRules) -> dict[str, int]:
+    def largest(self, kind: Key | None, rules: SizeRules) -> dict[str, int]:
         """The largest values of a program's symbols among the calls of its kind that were captured."""
         found: dict[str, int] = {}
-        for call in self._kinds[kind].calls if kind in self._kinds else ():
+        for call in self._kinds[kind].calls if kind is not None and kind in self._kinds else ():
             for name, value in (rules.match(call) or {}).items():
                 found[name] = max(value, found.get(name, 0))
         return found
 
-    def _sizes(self, kind: Hashable, place: int, axis: int, tensors: Sequence[torch.Tensor]) -> list[int]:
+    def _sizes(self, kind: Key, place: int, axis: int, tensors: Sequence[torch.Tensor]) -> list[int]:
         calls = [*self._kinds[kind].calls, tensors]
         return list(dict.fromkeys(call[place].shape[axis] for call in calls))
 
-    def share(self, kind: Hashable, other: Hashable) -> None:
+    def share(self, kind: Key, other: Key) -> None:
         """Let calls of another kind, which forward has made of this one by setting attributes, share its captures."""
         self._kinds.setdefault(other, self._kinds[kind])
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, get_args, overload
 
+import torch
+
 from graphopt import _torch
+from graphopt.capture.mask_questions import PROPERTIES, Question, answer
 from graphopt.ir.checked_json import Field
 from graphopt.ir.node import Stage
 from graphopt.ir.ops import schema
@@ -16,8 +19,10 @@ from graphopt.rewriting.pass_ import Changed, Numerics, PassRecord
 __all__ = [
     "LazySnapshots",
     "LazyStages",
+    "read_questions",
     "read_records",
     "refuse_process_bound",
+    "write_questions",
     "write_records",
 ]
 
@@ -101,6 +106,32 @@ def read_records(field: Field) -> list[PassRecord]:
         numerics = item["numerics"].one_of({name: name for name in get_args(Numerics)})
         name, spec, seconds = item["name"].text(), item["spec"].text(100_000), item["seconds"].number()
         found.append(PassRecord(name, spec, stage, numerics, changed, seconds, nodes[0], nodes[1], peaks[0], peaks[1]))
+    return found
+
+
+def write_questions(questions: Mapping[Question, bool]) -> list[list[Any]]:
+    """What the model asked of a call's tensors, each with the answer that the programs are for."""
+    return [[question.place, question.asked, yes] for question, yes in questions.items()]
+
+
+def read_questions(field: Field, tensors: Sequence[torch.Tensor]) -> dict[Question, bool]:
+    """What the model asked in the process that captured.
+
+    Raises:
+        GraphoptError: where these tensors answer otherwise.
+    """
+    found = {}
+    for item in field.items(most=1_000):
+        parts = list(item.items(most=3))
+        if len(parts) != 3:
+            raise item.expected("a place, a question and an answer")
+        place, asked, yes = parts[0].whole(0), parts[1].one_of({name: name for name in PROPERTIES}), parts[2].value
+        if place >= len(tensors) or tensors[place].dim() == 0 or tensors[place].layout is not torch.strided:
+            raise parts[0].expected(f"the place of a mask or of positions among {len(tensors)} tensors")
+        question = Question(place, asked)
+        (found[question],) = answer([question], tensors)
+        if found[question] is not yes:
+            raise item.error(f"for calls of which tensor {place} {'' if yes else 'not '}{asked}, unlike in this one")
     return found
 
 

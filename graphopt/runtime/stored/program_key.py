@@ -27,6 +27,7 @@ from graphopt.analysis.costs.figures import device_name
 from graphopt.capture.fingerprint import global_flags, metadata, module_parts
 from graphopt.capture.flatten import flatten
 from graphopt.capture.graph_part import title_of
+from graphopt.capture.mask_questions import known_kind
 from graphopt.capture.step import NOTED, settings
 from graphopt.ir.autocast import autocast_state
 from graphopt.ir.checked_json import Field
@@ -140,7 +141,8 @@ def _call(subject: Subject, forms: StableForms) -> dict[str, Form]:
     leaves = [leaf for leaf, tensor in zip(structure.leaves, structure.is_tensor, strict=True) if not tensor]
     described, sharing = call_parts(tensors, sizes=True)
     found = {"structure": spec, "values": _form(forms, leaves, "the arguments of the call"), "sharing": str(sharing)}
-    return found | {f"tensor {index}": str(each) for index, each in enumerate(described)}
+    found |= {f"tensor {index}": str(each) for index, each in enumerate(described)}
+    return found | {f"tensor {index} is": kind for index, tensor in enumerate(tensors) if (kind := known_kind(tensor))}
 
 
 def differences(wanted: Sections, found: Sections, *, most: int = 5) -> list[str]:

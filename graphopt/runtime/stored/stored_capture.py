@@ -33,8 +33,10 @@ from graphopt.runtime.rewrite import Rewritten, Verify, rewrite
 from graphopt.runtime.stored.capture_content import (
     LazySnapshots,
     LazyStages,
+    read_questions,
     read_records,
     refuse_process_bound,
+    write_questions,
     write_records,
 )
 from graphopt.runtime.stored.live_inputs import check_inputs, live_constants
@@ -47,7 +49,7 @@ __all__ = ["StoredCapture", "not_kept", "read_capture", "variant_file", "write_c
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass
@@ -181,6 +183,7 @@ def header_of(key: Key, rewritten: Rewritten, said: list[tuple[str, str]], why: 
         "pass_state": {target: state.to_json() for target, state in program.pass_state.items()},
         "first": [] if joint is None else [[spec.role, spec.target] for spec in joint.inputs],
         "outputs": None if joint is None else write_structure(session.outputs),
+        "questions": write_questions(session.questions),
     }
 
 
@@ -201,6 +204,7 @@ def read_capture(
     if header["format"].whole(0) != _FORMAT:
         raise header["format"].expected(f"format {_FORMAT}")
     tensors = flatten(session.example, paths=False)[0]
+    session.replay_questions(read_questions(header["questions"], tensors))
     known: dict[str, Stage] = {"joint": "joint", "step": "step"}
     stages: list[Stage] = [stage.one_of(known) for stage in header["stages"].items(most=2)]
     if not stages:
