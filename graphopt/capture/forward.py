@@ -49,7 +49,7 @@ class ForwardCapture:
     """A forward program with the structures around it: how to flatten a call and how to rebuild its result.
 
     Attributes:
-        questions: what the model has asked of the values of the call's tensors, and the answers that the program serves.
+        questions: what the model has asked of the values of the call's tensors, with the answers it is for.
     """
 
     program: Program
