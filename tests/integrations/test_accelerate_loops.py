@@ -45,8 +45,10 @@ def overflowing(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return loss(model, x) * 1e35
 
 
-def train(way: str, folder: Path, *, precision: str = "no", scaled: bool = False, loss: Any = loss) -> list[Any]:
-    """Two epochs, the second one again from a saved state: losses, parameters, and the learning rate."""
+def train(
+    way: str, folder: Path, *, precision: str = "no", scaled: bool = False, loss: Any = loss, epochs: int = 1
+) -> list[Any]:
+    """Some epochs, the last one again from a saved state: losses, parameters, and the learning rate."""
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     accelerator = accelerate.Accelerator(gradient_accumulation_steps=4, cpu=True, mixed_precision=precision)
@@ -79,7 +81,8 @@ def train(way: str, folder: Path, *, precision: str = "no", scaled: bool = False
                 optimizer.zero_grad()
             losses.append(value.item())
 
-    epoch()
+    for _ in range(epochs):
+        epoch()
     accelerator.save_state(str(folder))
     epoch()
     parameters = [parameter.detach().clone() for parameter in model.parameters()]
@@ -98,6 +101,7 @@ WAYS = ("drop-in", "whole step")
     [
         *((way, {"precision": "bf16"}) for way in (*WAYS, "prepared before")),
         *(pytest.param(way, {}, marks=pytest.mark.sweep) for way in (*WAYS, "prepared before")),
+        *(pytest.param(way, {"epochs": 25}, marks=pytest.mark.sweep) for way in WAYS),  # of two updates each
         ("whole step", {"scaled": True, "loss": overflowing}),
         pytest.param("whole step", {"scaled": True}, marks=pytest.mark.sweep),
     ],

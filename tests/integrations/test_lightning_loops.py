@@ -79,6 +79,14 @@ def test_a_callback_trains_as_without_it_also_from_a_checkpoint(options: dict[st
     assert_same(resumed, expected)
 
 
+@pytest.mark.sweep
+def test_fifty_steps(tmp_path: Path) -> None:
+    plain, _, _ = fit(tmp_path, [], max_steps=50)
+    ours, trainer, _ = fit(tmp_path, [Optimize([Recompute("auto")])], max_steps=50)
+    assert trainer.global_step == 50
+    assert_same(ours, plain)
+
+
 def test_a_module_of_fabric_is_optimized_by_hand() -> None:
     def train(passes: list[Any] | None) -> list[torch.Tensor]:
         lightning.seed_everything(0, verbose=False)

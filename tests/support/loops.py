@@ -154,7 +154,12 @@ SIBLINGS = {
     "16 bits in evaluation": Case(arguments={"bf16_full_eval": True}),
     "tokens counted": Case(arguments={"include_num_input_tokens_seen": True}),
     "adapters, accumulated, resumed": Case(lora, {**_SAVE, "gradient_accumulation_steps": 2, "bf16": True}, resume=2),
-    "fifty steps": Case(arguments={"max_steps": 50, "gradient_accumulation_steps": 4, "logging_steps": 5}),
+    "fifty steps": Case(arguments={"max_steps": 50}),
+    "fifty steps, adapters": Case(lora, {"max_steps": 50}),
+    "fifty steps, accumulated": Case(arguments={"max_steps": 50, "gradient_accumulation_steps": 4}),
+    "fifty steps, resumed in the middle": Case(
+        llama, {"max_steps": 50, "save_strategy": "steps", "save_steps": 25}, resume=25
+    ),
 }
 """Many more like them."""
 
