@@ -129,6 +129,7 @@ def capture_forward(
     dynamic_shapes: Any = None,
     names: Sequence[str] = (),
     scalar_loss: bool = False,
+    by_values: bool = False,
 ) -> ForwardCapture:
     """Trace ``call(model, *args, **kwargs)`` into a forward program.
 
@@ -140,6 +141,7 @@ def capture_forward(
         dynamic_shapes: sizes that may vary, by position or by the names of the arguments.
         names: of the positional arguments, as far as they have names.
         scalar_loss: whether the result has to be one number.
+        by_values: whether the model is answered what it asks of the values of masks among the inputs.
 
     Raises:
         CaptureError: where the model's Python cannot be traced, naming the line of user code and what to do.
@@ -147,7 +149,7 @@ def capture_forward(
     given, inputs = flatten((tuple(args), dict(kwargs)))
     tensors = _distinct(given)
     seen: list[Structure] = []
-    questions = Questions(tensors)
+    questions = Questions(tensors if by_values else ())
     shapes = _flat_shapes(dynamic_shapes, inputs, names)
 
     def export(path: Path) -> Any:

@@ -86,7 +86,7 @@ class Questions:
     """Answers a model while its Python runs under export.
 
     Args:
-        example: the tensors of the call.
+        example: the tensors of the call; none where the program is to serve all values.
 
     Attributes:
         answers: to what was asked of the call's tensors so far.
@@ -128,7 +128,7 @@ class Questions:
         place = inputs.get(source)
         if place is None:
             return _is_by_construction(source, asked)
-        if _is_without_data(self.example[place]) or self._kept_for_ranks():
+        if not self.example or _is_without_data(self.example[place]) or self._kept_for_ranks():
             return False
         question = Question(place, asked)
         if question not in self.answers:

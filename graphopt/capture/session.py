@@ -89,6 +89,8 @@ class CaptureSession:
         optimizer: whose update ends the step program; needs a loss.
         dynamic_shapes: as in ``torch.export``, for the model's (or the loss's) arguments.
         keep: leave numbers and texts that forward sets in modules set, as behind a call in eager mode.
+        by_values: answer what the model asks of the values of the call's masks (``questions``); the programs are for calls
+            that answer alike, which the caller sees to. Otherwise they are for all values.
 
     Attributes:
         example: the positional and the keyword example inputs.
@@ -111,6 +113,7 @@ class CaptureSession:
         optimizer: torch.optim.Optimizer | None = None,
         dynamic_shapes: Any = None,
         keep: bool = False,
+        by_values: bool = False,
     ) -> None:
         refuse_wrapped(model)
         leaves = _torch.pytree.tree_leaves((args, kwargs))
@@ -137,6 +140,7 @@ class CaptureSession:
         self._scalar_loss = loss is not None
         self._dynamic_shapes = dynamic_shapes
         self._keep = keep
+        self._by_values = by_values
         self.repeated: list[str] = []
         self._captures: dict[torch.dtype | None, ForwardCapture] = {}
         self._assigned: dict[str, None] = {}
@@ -178,6 +182,7 @@ class CaptureSession:
                 dynamic_shapes=self._dynamic_shapes,
                 names=self._names,
                 scalar_loss=self._scalar_loss,
+                by_values=self._by_values,
             )
         program = captured.program
         stand_in(program, self.tensors().values())

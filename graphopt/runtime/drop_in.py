@@ -153,7 +153,9 @@ class _Maker:
             raise _ReplacedError
         plain, runner = self.owner.plain, self.owner.runner
         runner.serving.names = argument_names(plain, None)
-        return CaptureSession(plain, self.args, self.kwargs, dynamic_shapes=dynamic_shapes, keep=runner.is_first)
+        return CaptureSession(
+            plain, self.args, self.kwargs, dynamic_shapes=dynamic_shapes, keep=runner.is_first, by_values=True
+        )
 
     def compile(self, session: CaptureSession, target: Target | None) -> CompiledJoint:
         """See ``Maker``."""

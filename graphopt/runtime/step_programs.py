@@ -126,6 +126,7 @@ class StepPrograms:
             optimizer=self._optimizer,
             dynamic_shapes=dynamic_shapes,
             keep=self.runner.is_first,
+            by_values=True,
         )
 
     def capture(self, session: CaptureSession, target: Target | None) -> CapturedStep:

@@ -18,6 +18,7 @@ import graphopt
 from graphopt.capture.mask_questions import Question, Questions
 from graphopt.ir.checked_json import Field
 from graphopt.passes import FitMemory, Recompute
+from graphopt.runtime.binding import Binding
 from graphopt.runtime.stored.capture_content import read_questions, write_questions
 from tests.support.tiny_models import Batch
 from tests.support.training import Training, assert_same, train
@@ -137,6 +138,17 @@ def test_a_mask_that_hides_nothing_is_not_in_the_program(model: nn.Module) -> No
         texts.append(drop_in.program.to_text())
     hidden = [text.count("attn_mask") for text in texts]
     assert hidden[0] == 0 < hidden[1]
+
+
+def test_a_program_by_itself_serves_any_mask(model: nn.Module) -> None:
+    """Nobody looks again before it runs."""
+    program = graphopt.capture(model, (), whole(), loss=True)
+    batch = padded()
+    inputs = Binding(program, model).gather(list(batch.values()))
+    with torch.no_grad():
+        found = program.to_graph_module().forward(inputs)
+    named = dict(zip((spec.role for spec in program.outputs), found, strict=True))
+    assert torch.equal(named["loss"], own_loss(model, batch))
 
 
 class Written(nn.Module):
