@@ -89,8 +89,8 @@ class CaptureSession:
         optimizer: whose update ends the step program; needs a loss.
         dynamic_shapes: as in ``torch.export``, for the model's (or the loss's) arguments.
         keep: leave numbers and texts that forward sets in modules set, as behind a call in eager mode.
-        by_values: answer what the model asks of the values of the call's masks (``questions``); the programs are for calls
-            that answer alike, which the caller sees to. Otherwise they are for all values.
+        by_values: answer what the model asks of the values of the call's masks (``questions``); the programs are for
+            calls that answer alike, which the caller sees to. Otherwise they are for all values.
 
     Attributes:
         example: the positional and the keyword example inputs.
