@@ -103,7 +103,8 @@ class Questions:
         Args:
             traced: what stands for the tensors of the call.
         """
-        original = vars(sys.modules.get(_MODULE, sys))
+        module = sys.modules.get(_MODULE)
+        original = {} if module is None else vars(module)
         inputs = {_torch.traced_node(tensor): place for place, tensor in enumerate(traced)}
 
         def holds(tensor: torch.Tensor, asked: str) -> bool:
@@ -167,7 +168,8 @@ def _source(node: fx.Node | None, asked: str) -> fx.Node | None:
         op = node.target.overloadpacket
         same = (
             (op in _SAME and shape == shape_before)
-            or (op in _CASTS and (value.dtype in (value_before.dtype, torch.bool)) and asked != "is all ones")
+            or (op in _CASTS and value.dtype is value_before.dtype)
+            or (op in _CASTS and value.dtype is torch.bool and asked == "hides nothing")
             or (op in (_aten.unsqueeze, _aten.expand) and shape[-1:] == shape_before[-1:])
             or (op is _aten.add and asked == "counts up" and isinstance(node.args[1], int))
         )

@@ -135,7 +135,10 @@ def _compile(
 
         if part == "forward":
             return compiled(module)
-        run = run_pruned(module, missing.names, missing.missing, compiled) if missing.needed else compiled(module)
+        if missing.needed:
+            run = run_pruned(module, missing.names, missing.missing, compiled, takes_none=backend == "eager")
+        else:
+            run = compiled(module)
         return run if before_backward is None else _told_before(run, before_backward)
 
     tangents = [node.name for node, _ in program.inputs_of("tangent")]

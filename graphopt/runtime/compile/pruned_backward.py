@@ -30,6 +30,8 @@ def run_pruned(
     tangents: Sequence[str],
     missing: Callable[[], frozenset[str]],
     compiled: Callable[[fx.GraphModule], Boxed],
+    *,
+    takes_none: bool = False,
 ) -> Boxed:
     """What runs a backward half: as it is where all gradients come, else as ``pruned`` makes it.
 
@@ -38,15 +40,23 @@ def run_pruned(
         tangents: the names of its inputs that are tangents.
         missing: which of these are missing, asked at each run.
         compiled: compiles a half, which it may change; called once for each set of names.
+        takes_none: whether what is compiled takes None for an input that it does not read. The zeros which torch makes
+            for a missing gradient then go before it runs; other code has them until its end.
     """
     whole = copy_graph(backward.graph)
     known: dict[frozenset[str], Boxed] = {frozenset(): compiled(backward)}
+    unread: dict[frozenset[str], list[int]] = {frozenset(): []}
 
     def run(args: list[Any]) -> Any:
         names = missing()
         if names not in known:
             graph = pruned(whole, tangents, names)
+            inputs = graph.find_nodes(op="placeholder")
+            given = [place for place, node in enumerate(inputs) if node.name in names and not node.users]
+            unread[names] = given if takes_none else []
             known[names] = compiled(fx.GraphModule(backward, graph, class_name="GraphoptBackward"))
+        for place in unread[names]:
+            args[place] = None
         return known[names](args)
 
     run._boxed_call = True  # type: ignore[attr-defined]

@@ -235,3 +235,37 @@ def test_a_model_behind_another_one_is_told_of_its_own_backward() -> None:
     for wanted, found in zip(results[:5], results[5:], strict=True):
         pairs = list(zip(wanted, found, strict=True))
         assert all((a is None) == (b is None) and (a is None or torch.equal(a, b)) for a, b in pairs)  # type: ignore[arg-type]
+
+
+class WithLogits(nn.Module):
+    """Returns a loss beside the values that it is of, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(64, 64), nn.Linear(64, 256)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.body(x).tanh())
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_zeros_for_a_gradient_that_does_not_come_are_gone_before_backward_runs(keeps: bool) -> None:
+    model = graphopt.optimize(WithLogits())
+    x, labels = torch.randn(32, 64), torch.zeros(32, dtype=torch.long)
+
+    def run() -> object:
+        found = model(x, labels)
+        found["loss"].backward()
+        return found
+
+    def dropping() -> None:
+        model(x, labels)["loss"].backward()
+
+    call = run if keeps else dropping
+    call()
+    model.zero_grad()
+    measured = graphopt.measure_peak(call).allocated_peak_bytes
+    logits = 32 * 256 * 4
+    predicted = model.program.memory().allocated_peak_bytes
+    assert predicted - 2 * logits <= measured <= predicted
