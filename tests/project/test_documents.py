@@ -23,7 +23,7 @@ from tests.support.training import Blocks, captured, next_token, results
 PRINTED = {
     "README.md": [],
     "passes/README.md": [
-        r"^recompute\{checkpoints=layers\.\*\}: \d+ recomputed, 4 checkpoints, .*; peak .* -> ",
+        r"^recompute\{checkpoints=layers\.\*\}: \d+ recomputed, 2 checkpoints, .*; peak .* -> ",
         r"^\{'0.up': addmm, 'hidden': gelu, '0::add': add, ",
         r"^peak .* of .* allowed",
         r"^offload\{.*\}: [1-9]\d* offloaded; ",

@@ -19,7 +19,7 @@ from graphopt.runtime.rewrite import rewrite
 from tests.support.browser import Opened, opened
 from tests.support.training import Blocks, next_token
 
-LAYERS = 3
+LAYERS = 2
 WORDS = {"k": "kept", "r": "computed again", "o": "moved away"}
 
 
