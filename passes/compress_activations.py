@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 from torch import fx
 
 from graphopt.errors import GraphoptError, wrong_argument
-from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.quantize import dequantize, quantize, quantized_bytes, rounding_seed
-from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
 from graphopt.rewriting.memory.compressible_values import KeptValue, kept_values
-from graphopt.rewriting.memory.recompute_plan import Again, recompute
+from graphopt.rewriting.memory.compression import Compression, left_lines, name_of, waiting
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
 __all__ = ["CompressActivations"]
@@ -91,32 +86,25 @@ class CompressActivations(Pass):
 
     def apply(self, program: Program) -> Changed:
         """See the class; rewrites a joint program."""
-        if any(info(node).origin.startswith(f"{_ORIGIN}: ") for node in program.phase_nodes(Phase.FORWARD)):
+        how = Compression(self.bits, self.group, _ORIGIN)
+        if how.is_in(program):
             return Changed(reason="values of this program are compressed already")
         everything = list(kept_values(program))
         kept = [value for value in everything if value.bytes >= self.min_bytes]
         if self.tensors:
             chosen = self._named(program, kept)
         else:
-            chosen = [value for value in _waiting(program, everything) if value in kept and not value.obstacle]
-        chosen = [value for value in chosen if self._bytes(value) < value.bytes]
-        others = _left(value for value in kept if value not in chosen)
+            chosen = [value for value in waiting(program, everything) if value in kept and not value.obstacle]
+        chosen = [value for value in chosen if how.bytes(value) < value.bytes]
+        others = left_lines(value for value in kept if value not in chosen)
         if not chosen:
             return Changed(reason="; ".join(["nothing that waits for backward can be compressed", *others]))
-        self._insert(program, chosen)
-        before, after = (sum(sizes) for sizes in zip(*((v.bytes, self._bytes(v)) for v in chosen), strict=True))
-        line = (
-            f"{format_bytes(before)} wait for backward as {format_bytes(after)}; an element is off by less than "
-            f"1/{2**self.bits - 1} of the range of its {self.group}"
-        )
+        how.apply(program, chosen)
         return Changed(
             counts={"values": len(chosen), "bits": self.bits},
-            tensors=tuple(_name(value.node) for value in chosen),
-            lines=(line, *others),
+            tensors=tuple(name_of(value.node) for value in chosen),
+            lines=(how.line(chosen), *others),
         )
-
-    def _bytes(self, value: KeptValue) -> int:
-        return quantized_bytes(value_of(value.node).numel(), self.bits, self.group)
 
     def _named(self, program: Program, kept: list[KeptValue]) -> list[KeptValue]:
         """The values that names and globs stand for; what a glob matches and may not be compressed is left."""
@@ -136,54 +124,3 @@ class CompressActivations(Pass):
                 name, reason = next(iter(refused.items()))
                 raise GraphoptError(f"{name!r} cannot be compressed: {reason}")
         return list(found.values())
-
-    def _insert(self, program: Program, chosen: list[KeptValue]) -> None:
-        first = next(program.phase_nodes(Phase.FORWARD))
-        common = {"phase": Phase.FORWARD, "origin": f"{_ORIGIN}: seed"}
-        seed = program.insert(rounding_seed, (), before=first, hint="rounding_seed", **common)  # type: ignore[arg-type]
-        returned = [self._inserted(program, value, seed, key) for key, value in enumerate(chosen)]
-        recompute(program, returned)
-
-    def _inserted(self, program: Program, kept: KeptValue, seed: fx.Node, key: int) -> Again:
-        node, value = kept.node, value_of(kept.node)
-        origin = f"{_ORIGIN}: {_name(node)}"
-        packed = program.insert(
-            quantize,
-            (node, seed, key, self.bits, self.group, kept.zeros),
-            after=kept.after,
-            phase=Phase.FORWARD,
-            origin=origin,
-            like=node,
-            hint=f"{node.name}_codes",
-        )
-        layout = (list(value.shape), list(value.stride()), value.dtype)
-        made = program.insert(
-            dequantize,
-            (packed, self.bits, self.group, kept.zeros, *layout),
-            before=kept.before,
-            phase=Phase.BACKWARD,
-            origin=origin,
-            like=node,
-            hint=f"{node.name}_again",
-        )
-        return Again(node, kept.before, origin, made)
-
-
-def _name(node: fx.Node) -> str:
-    return next(iter(info(node).names), node.name)
-
-
-def _waiting(program: Program, kept: Sequence[KeptValue]) -> list[KeptValue]:
-    """The values while which others begin to wait: not the last one, with which backward begins."""
-    place = {node: index for index, node in enumerate(program.nodes)}
-    return [
-        value for value in kept if any(place[value.after] < place[other.node] < place[value.before] for other in kept)
-    ]
-
-
-def _left(values: Iterable[KeptValue]) -> list[str]:
-    """A line for each reason for which values stay as they are, with their bytes."""
-    bytes_: Counter[str] = Counter()
-    for value in values:
-        bytes_[value.obstacle or "nothing would be gained"] += value.bytes
-    return [f"{format_bytes(total)} stay as they are: {reason}" for reason, total in bytes_.most_common()]

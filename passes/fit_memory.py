@@ -28,10 +28,13 @@ from graphopt.rewriting.memory.budget import (
     refuse_hopeless,
     within_already,
 )
+from graphopt.rewriting.memory.compress_action import CompressAction, choose_values, values_of
+from graphopt.rewriting.memory.compression import Compression
+from graphopt.rewriting.memory.decision import Decision, carry, carry_out, taken_bytes
 from graphopt.rewriting.memory.early_updates import EarlyUpdates, early_updates
 from graphopt.rewriting.memory.fit import Fitting, FittingOptions
 from graphopt.rewriting.memory.lifted_copies import Swaps, lift_gathers, lift_swaps, nodes_of
-from graphopt.rewriting.memory.named_plan import ACCUMULATION, NamedPlan, shared_calls
+from graphopt.rewriting.memory.named_plan import shared_calls
 from graphopt.rewriting.memory.other_sizes import Searches, written_sizes
 from graphopt.rewriting.memory.planned import Planned, plan_of
 from graphopt.rewriting.memory.planning_problem import PlanningProblem
@@ -56,7 +59,8 @@ _STATE_ORIGIN = "state of fit-memory"
 _ATTEMPTS = 6
 """How often a smaller target is tried where copies have the allocator reserve more than a plan alone."""
 
-_WAYS = ("recompute", "offload", "state")
+_WAYS = ("recompute", "offload", "state", "compress")
+_COMPRESSION = Compression(8, 256, "compress of fit-memory")
 
 
 @final
@@ -93,7 +97,9 @@ class FitMemory(Pass):
             free there or, on a CPU, for nothing: there the host's memory is the device's.
         allow: what may be done: ``recompute``; ``offload`` (activations wait on the host); ``state`` (as much of the
             optimizer's state as pays resides on the host or, for a model on a CPU, on a disk, and is copied in for the
-            update, as ``OffloadState`` does it).
+            update, as ``OffloadState`` does it); ``compress`` (as many activations as pay are stored in 8 bits an
+            element, as ``CompressActivations`` does it: gradients get noise without bias, and random numbers of the
+            program are others, so that with it the pass ``changes`` results. Not in models that are captured in parts).
         time_limit: seconds that the search may take; what it has by then is used. Without a limit the effort depends on
             the program alone, and so do the plans.
         cost: where seconds come from: ``measured`` (each distinct call is run on this device, and the figures are kept
@@ -129,12 +135,15 @@ class FitMemory(Pass):
         check_budget(self.budget)
         unknown = [way for way in self.allow if way not in _WAYS]
         if unknown or not self.allow:
-            hint = did_you_mean(unknown[0], _WAYS) if unknown else "give some of recompute, offload and state"
+            hint = did_you_mean(unknown[0], _WAYS) if unknown else "give some of recompute, offload, state and compress"
             raise GraphoptError(f"allow={','.join(self.allow) or 'nothing'} is not possible; {hint}")
         check_cost(self.cost)
         if self.time_limit is not None and not 0 <= self.time_limit < math.inf:
             raise GraphoptError(f"time_limit is a number of seconds of at least 0, got {self.time_limit}")
         self._room()
+        if "compress" in self.allow:
+            for name, value in (("numerics", "changes"), ("draws", True), ("fixed_sizes", True)):
+                object.__setattr__(self, name, value)  # of this pass, in the place of the class's
 
     def _room(self) -> int | None:
         """The bytes that ``host_budget`` allows."""
@@ -152,12 +161,52 @@ class FitMemory(Pass):
         """See the class; rewrites the program that runs."""
         if any(info(node).origin.startswith(_ORIGIN) for node in program.phase_nodes(Phase.RECOMPUTE, Phase.FORWARD)):
             return Changed(reason="the program has been fitted already")
+        if "compress" not in self.allow:
+            return self._fit_uncompressed(program)
+        if program.context.room is None:
+            return self._fit_compressed(program)
+        done = self._fit_uncompressed(program)
+        return replace(done, lines=(*done.lines, "in models that are captured in parts no value is compressed"))
+
+    def _fit_uncompressed(self, program: Program) -> Changed:
+        """Fit a program whose values stay as they are."""
         lifted = [found for found in (lift_swaps(program), lift_gathers(program)) if found is not None]
         if lifted:
             return self._without_state(self._fit_around(program, lifted), "offload-state says which state moves here")
         if program.stage != "step":
             return self._without_state(self._fit(program), "there is no update in this program")
         return self._fit_with_state(program) if "state" in self.allow else self._fit(program)
+
+    def _fit_compressed(self, program: Program) -> Changed:
+        """Fit a program of whose activations as many are stored in 8 bits as pay."""
+        memory = program.memory()
+        if program.context.plans is None:
+            program.context = replace(program.context, plans={})
+        plans = program.context.plans
+        assert plans is not None
+        key = str(self), "compress"
+        budget = self._bytes(program, memory, None)
+        if key not in plans:
+            if within_already(memory, budget, reserved_where_cached(program, memory)):
+                return self._fit_uncompressed(program)
+            plans[key] = decided_by_first_rank(program, lambda: self._choose_values(program, budget))
+        action: CompressAction = plans[key]
+        chosen = values_of(program, _COMPRESSION, action.names)
+        if not chosen:
+            return self._fit_uncompressed(program)
+        _COMPRESSION.apply(program, chosen)
+        done = replace(self, budget=budget)._fit_uncompressed(program)
+        lines = (*done.lines, _COMPRESSION.line(chosen), action.line)
+        return replace(done, counts={**done.counts, "compressed": len(chosen)}, lines=lines)
+
+    def _choose_values(self, program: Program, budget: int) -> CompressAction:
+        """Which values are compressed where the step is the fastest."""
+
+        def seconds_of(trial: Program) -> float:
+            found = self._decide(trial, budget).found
+            return sum(costs_of(trial.memory(), self.cost).seconds) if found is None else found.seconds
+
+        return choose_values(program, _COMPRESSION, seconds_of)
 
     def _without_state(self, done: Changed, reason: str) -> Changed:
         """What was done, with the reason why state was left where it is, where it was allowed to move."""
@@ -186,7 +235,7 @@ class FitMemory(Pass):
             for at_once in (False, True):
                 trial = fitted.copy()
                 swapped = self._swap(trial, lifted, at_once=at_once)
-                over = decided_by_first_rank(trial, lambda program=trial: _taken(program) - budget)  # type: ignore[misc]
+                over = decided_by_first_rank(trial, lambda program=trial: taken_bytes(program) - budget)  # type: ignore[misc]
                 if over <= 0 or (program.context.room is not None and at_once):
                     program.graph = trial.graph
                     return done, swapped
@@ -285,7 +334,7 @@ class FitMemory(Pass):
             if decision.found is None:
                 moved = {"updates moved": len(decision.early.early)} if decision.early is not None else {}
                 return Changed(counts=moved, reason=decision.reason, lines=also)
-            return _done(program, decision.found, also)
+            return carry_out(program, decision.found, also, origin=_ORIGIN)
         told = decided_by_first_rank(program, lambda: self._decide(program.copy(), share).told)
         memory = program.memory()
         early = early_updates(program, memory, _ORIGIN) if told.moves_updates else None
@@ -297,7 +346,7 @@ class FitMemory(Pass):
         counts = {"run again": len(told.plan.again), "offloaded": len(told.plan.moves)}
         return Changed(counts, reason="nothing that is run again makes the peak smaller", lines=told.lines)
 
-    def _decide(self, program: Program, share: int | None) -> _Decision:
+    def _decide(self, program: Program, share: int | None) -> Decision:
         """What is to be done to a program; its updates are moved already."""
         memory = program.memory()
         room = program.context.room
@@ -309,17 +358,17 @@ class FitMemory(Pass):
         reason = within_already(memory, budget, reserved_where_cached(program, memory))
         if reason:
             sizes = written_sizes(program)
-            return _Decision(reason=f"{reason}, up to {sizes}" if sizes else reason)
+            return Decision(reason=f"{reason}, up to {sizes}" if sizes else reason)
         moved = None if program.context.compiled else early_updates(program, memory, _ORIGIN)
         early = moved if isinstance(moved, EarlyUpdates) else None
         if early is not None:
             program.graph = early.program.graph
             memory = program.memory()
             if room is None and within_already(memory, budget, reserved_where_cached(program, memory)):
-                return _Decision(early=early)
+                return Decision(early=early)
         shared = room is not None
         searches = None if plans is None or not wanted else plans.setdefault((str(self), calls), Searches())
-        found = None if carried is None else _carry(program, memory, carried, budget, shared=shared)
+        found = None if carried is None else carry(program, memory, carried, budget, shared=shared)
         if found is None and searches is not None:
             found = searches.plan_within(program, budget)
         if found is None:
@@ -328,7 +377,7 @@ class FitMemory(Pass):
                 searches.add(found)
         if plans is not None:
             plans.setdefault(key, found)
-        return _Decision(early=early, found=found)
+        return Decision(early=early, found=found)
 
     def _search(self, program: Program, memory: MemoryTimeline, budget: int, *, shared: bool) -> Planned:
         """Search for plans, and take the fastest one within the budget.
@@ -375,82 +424,3 @@ class FitMemory(Pass):
         room = self._room()
         profile = profile_of_cost(self.cost)
         return lambda planning: host_lanes(planning, room, rate=profile.host_bandwidth if profile else None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """A decision as plain data, for other ranks."""
-
-    reason: str
-    moves_updates: int
-    plan: NamedPlan | None
-    lines: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Decision:
-    """What is to be done to a program.
-
-    Attributes:
-        reason: why nothing is.
-        early: its updates, moved.
-        found: the plan.
-    """
-
-    reason: str = ""
-    early: EarlyUpdates | None = None
-    found: Planned | None = None
-
-    @property
-    def told(self) -> _Told:
-        """What other ranks need of it."""
-        lines = (*(self.found.lines if self.found else ()), *(self.early.lines if self.early else ()))
-        moved = len(self.early.early) if self.early else 0
-        return _Told(self.reason, moved, self.found.plan if self.found else None, lines)
-
-
-def _carry(program: Program, memory: MemoryTimeline, known: Planned, budget: int, *, shared: bool) -> Planned | None:
-    """A plan for a program out of the search for another one with the same calls; None where none of them fits.
-
-    Args:
-        program: is only read.
-        memory: its timeline.
-        known: what was planned for the other program: taken as it is where it fits, and only the update differs.
-        budget: in bytes.
-        shared: whether it is one part's share, which differs from that of the other program.
-    """
-    if not shared and not _accumulates(program, known) and known.plan.fits(program, budget):
-        return known
-    fitting = known.fitting.carried_to(program, memory)
-    fitted = fitting.within(budget)
-    if fitted is None and not shared:
-        return None
-    return plan_of(fitting, fitted or fitting.smallest(), budget, known.costs)
-
-
-def _taken(program: Program) -> int:
-    """The bytes that a budget has to have: what is reserved, where an allocator keeps freed blocks, or the peak."""
-    memory = program.memory()
-    reserved = reserved_where_cached(program, memory)
-    return memory.peak_bytes if reserved is None else reserved.reserved_peak_bytes
-
-
-def _accumulates(program: Program, known: Planned) -> bool:
-    """Whether a program is one of gradient accumulation, whose bytes differ from those of the one that was planned."""
-    calls = program.phase_nodes(Phase.BACKWARD)
-    return program.stage != known.fitting.program.stage or any(info(node).origin == ACCUMULATION for node in calls)
-
-
-def _done(program: Program, found: Planned, also: tuple[str, ...]) -> Changed:
-    """Do to a program what was planned for it, or for another one of the capture; ``also`` is what was done before."""
-    plan = found.plan
-    done = plan.apply(program, origin=_ORIGIN)
-    sizes = written_sizes(program)
-    lines = (*found.lines, *also, *([f"the plan holds up to {sizes}"] if sizes else ()))
-    return Changed(
-        counts={"run again": len(plan.again), "random ops replayed": len(done.replayed), "offloaded": len(plan.moves)},
-        tensors=tuple(name for node in done.clones for name in info(node).names[:1]),
-        reason="nothing that is run again or moved makes the peak smaller",
-        lines=lines,
-        details=found.details,
-    )

@@ -44,7 +44,8 @@ class Searches:
                     f"of the plans that were searched for {written_sizes(fitting.program)}, the fastest one within "
                     f"{format_bytes(budget)} runs {again} calls again"
                 )
-                return Planned(budget, fitting.named(found), fitting, planned.costs, (line,))
+                seconds = fitting.seconds + found.seconds
+                return Planned(budget, fitting.named(found), fitting, planned.costs, seconds, (line,))
         return None
 
 

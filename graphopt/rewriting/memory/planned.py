@@ -24,6 +24,7 @@ class Planned:
         plan: what is done.
         fitting: the search that it comes from.
         costs: the seconds that the search went by.
+        seconds: that the program is expected to take so.
         lines: what a user should read about it.
         details: what reports can ask for (``Changed.details``).
     """
@@ -32,6 +33,7 @@ class Planned:
     plan: NamedPlan
     fitting: Fitting
     costs: CostReport
+    seconds: float
     lines: tuple[str, ...] = ()
     details: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
 
@@ -48,4 +50,4 @@ def plan_of(fitting: Fitting, fitted: Fitted, budget: int, costs: CostReport) ->
     summary = summary_lines(fitting, fitted, budget, costs)
     lines = (*summary, *away_lines(fitting, fitted), *plan_lines(fitting, fitted.simulated))
     details = {"frontier": lambda: frontier_data(fitting, fitted, budget, costs)}
-    return Planned(budget, fitting.named(fitted), fitting, costs, lines, details)
+    return Planned(budget, fitting.named(fitted), fitting, costs, fitting.seconds + fitted.seconds, lines, details)

@@ -31,6 +31,10 @@ def can_recompute(node: fx.Node) -> bool:
     """Whether a forward node may run a second time: no collectives, no writes, no effects (random ops are replayed)."""
     if node.op != "call_function" or schema.is_collective(node) or schema.mutated_inputs(node):
         return False
+    if schema.is_random(node) and not node.all_input_nodes and node.kwargs.get("device") is None:
+        return False  # torch replays the generator of a device that it knows from the arguments
+    if schema.op_name(node) == "quantize":
+        return False  # what is stored in a few bits waits so until backward reads it
     if node.target is operator.getitem:
         return True
     return isinstance(node.target, _torch.OpOverload) and (schema.is_random(node) or not schema.has_effect(node))

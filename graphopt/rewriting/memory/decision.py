@@ -1,0 +1,96 @@
+"""What FitMemory decides about a program: nothing and why, updates that are moved, a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphopt.analysis.program_replay import reserved_where_cached
+from graphopt.ir.node import Phase, info
+from graphopt.ir.program import Program
+from graphopt.ir.timeline import MemoryTimeline
+from graphopt.rewriting.memory.early_updates import EarlyUpdates
+from graphopt.rewriting.memory.named_plan import ACCUMULATION, NamedPlan
+from graphopt.rewriting.memory.other_sizes import written_sizes
+from graphopt.rewriting.memory.planned import Planned, plan_of
+from graphopt.rewriting.pass_ import Changed
+
+__all__ = ["Decision", "Told", "carry", "carry_out", "taken_bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A decision as plain data, for other ranks."""
+
+    reason: str
+    moves_updates: int
+    plan: NamedPlan | None
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What is to be done to a program.
+
+    Attributes:
+        reason: why nothing is.
+        early: its updates, moved.
+        found: the plan.
+    """
+
+    reason: str = ""
+    early: EarlyUpdates | None = None
+    found: Planned | None = None
+
+    @property
+    def told(self) -> Told:
+        """What other ranks need of it."""
+        lines = (*(self.found.lines if self.found else ()), *(self.early.lines if self.early else ()))
+        moved = len(self.early.early) if self.early else 0
+        return Told(self.reason, moved, self.found.plan if self.found else None, lines)
+
+
+def carry(program: Program, memory: MemoryTimeline, known: Planned, budget: int, *, shared: bool) -> Planned | None:
+    """A plan for a program out of the search for another one with the same calls; None where none of them fits.
+
+    Args:
+        program: is only read.
+        memory: its timeline.
+        known: what was planned for the other program: taken as it is where it fits, and only the update differs.
+        budget: in bytes.
+        shared: whether it is one part's share, which differs from that of the other program.
+    """
+    if not shared and not _accumulates(program, known) and known.plan.fits(program, budget):
+        return known
+    fitting = known.fitting.carried_to(program, memory)
+    fitted = fitting.within(budget)
+    if fitted is None and not shared:
+        return None
+    return plan_of(fitting, fitted or fitting.smallest(), budget, known.costs)
+
+
+def taken_bytes(program: Program) -> int:
+    """The bytes that a budget has to have: what is reserved, where an allocator keeps freed blocks, or the peak."""
+    memory = program.memory()
+    reserved = reserved_where_cached(program, memory)
+    return memory.peak_bytes if reserved is None else reserved.reserved_peak_bytes
+
+
+def _accumulates(program: Program, known: Planned) -> bool:
+    """Whether a program is one of gradient accumulation, whose bytes differ from those of the one that was planned."""
+    calls = program.phase_nodes(Phase.BACKWARD)
+    return program.stage != known.fitting.program.stage or any(info(node).origin == ACCUMULATION for node in calls)
+
+
+def carry_out(program: Program, found: Planned, also: tuple[str, ...], *, origin: str) -> Changed:
+    """Do to a program what was planned for it, or for another one of the capture; ``also`` is what was done before."""
+    plan = found.plan
+    done = plan.apply(program, origin=origin)
+    sizes = written_sizes(program)
+    lines = (*found.lines, *also, *([f"the plan holds up to {sizes}"] if sizes else ()))
+    return Changed(
+        counts={"run again": len(plan.again), "random ops replayed": len(done.replayed), "offloaded": len(plan.moves)},
+        tensors=tuple(name for node in done.clones for name in info(node).names[:1]),
+        reason="nothing that is run again or moved makes the peak smaller",
+        lines=lines,
+        details=found.details,
+    )
