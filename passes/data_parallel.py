@@ -54,7 +54,8 @@ class DataParallel(TrainingPass):
     Args:
         bucket_mb: a bucket is closed by the gradient that takes it to so many MiB; 0 exchanges each on its own.
         first_bucket_mb: the same of the first bucket, which begins the exchange early.
-        group: name of the process group (``group.group_name``); empty for the default group.
+        group: name of the process group (``group.group_name``), or of a dimension of a ``DeviceMesh``; empty for the
+            default group.
         groups: parameters that another group exchanges, as ``GLOB=GROUP`` (``experts.**=7``); of several that match a
             parameter the last one counts.
         buffers: what becomes of buffers that forward updates (BatchNorm's statistics): ``broadcast`` gives every rank

@@ -45,7 +45,8 @@ class PartitionCheckpoints(Pass):
     (arXiv 1910.02054), partitioned activation checkpointing.
 
     Args:
-        group: name of the process group (``group.group_name``); empty for the default group.
+        group: name of the process group (``group.group_name``), or of a dimension of a ``DeviceMesh``; empty for the
+            default group.
         min_bytes: smaller checkpoints are kept whole.
         check: compare a digest of each checkpoint among the ranks at the first run of the program; every rank raises
             where they differ. Without it, ranks that hold other values train to nonsense, and nothing says so.

@@ -16,6 +16,7 @@ from graphopt.rewriting.distributed.remove_all_reduce import agree_on_skipping, 
 from graphopt.rewriting.distributed.sharded_update import (
     agree_on_norms,
     check_sharded_update,
+    find_replicas,
     gather_parameters,
     scatter_gradients,
     shards_of_rank,
@@ -52,7 +53,11 @@ class ShardOptimizer(TrainingPass):
     (arXiv 1910.02054).
 
     Args:
-        group: name of the process group, that of ``DataParallel``; empty for the default group.
+        group: name of the process group, that of ``DataParallel``, or of a dimension of a ``DeviceMesh``; empty for the
+            default group.
+        replicas: name of the process group of the ranks that have the same shard, where ``group`` is a part of that of
+            ``DataParallel`` (hybrid sharding): gradients are scattered over ``group``, and the shards summed up over
+            ``replicas``. Both may be dimensions of one ``DeviceMesh``, which together have all ranks.
 
     Raises:
         GraphoptError: for an optimizer that does not work element by element, parameters that do not fill their memory,
@@ -76,6 +81,7 @@ class ShardOptimizer(TrainingPass):
     )
 
     group: str = ""
+    replicas: str = ""
 
     def shards(self, sizes: Mapping[str, int]) -> Shards | None:
         """An Nth of every parameter, one rank after the other."""
@@ -89,10 +95,11 @@ class ShardOptimizer(TrainingPass):
         if group.size == 1:
             return Changed(reason=f"the group {group.name!r} has one process")
         found = reductions(program)
-        check_sharded_update(program, found, group, self.name)
+        replicas = find_replicas(self.replicas)
+        check_sharded_update(program, found, group, self.name, replicas)
         buckets = [[member.name for member in reduction.members] for reduction in found]
         sent = sum(storage_bytes(value_of(reduction.start)) for reduction in found)
-        scatter_gradients(program, found, group, self.name)
+        scatter_gradients(program, found, group, self.name, replicas)
         agree_on_norms(program, group, self.name)
         agree_on_skipping(program, group, self.name)
         gather_parameters(program, buckets, group, self.name)

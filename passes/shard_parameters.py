@@ -25,6 +25,7 @@ from graphopt.rewriting.distributed.sharded_parameters import (
 from graphopt.rewriting.distributed.sharded_update import (
     agree_on_norms,
     check_sharded_update,
+    find_replicas,
     gather_parameters,
     scatter_gradients,
     shards_of_rank,
@@ -63,9 +64,13 @@ class ShardParameters(TrainingPass):
     (arXiv 1910.02054).
 
     Args:
-        group: name of the process group, that of ``DataParallel``; empty for the default group.
+        group: name of the process group, that of ``DataParallel``, or of a dimension of a ``DeviceMesh``; empty for the
+            default group.
         min_bytes: parameters with fewer bytes stay whole on every rank.
         cost: where seconds of calls come from, as for ``FitMemory``.
+        replicas: name of the process group of the ranks that have the same shard, where ``group`` is a part of that of
+            ``DataParallel`` (hybrid sharding): gradients are scattered over ``group``, and the shards summed up over
+            ``replicas``. Both may be dimensions of one ``DeviceMesh``, which together have all ranks.
 
     Raises:
         GraphoptError: as for ``ShardOptimizer``; where the update reads whole parameters; in a drop-in model.
@@ -93,6 +98,7 @@ class ShardParameters(TrainingPass):
     group: str = ""
     min_bytes: int = 65_536
     cost: str = "measured"
+    replicas: str = ""
 
     def __post_init__(self) -> None:
         if self.min_bytes < 0:
@@ -133,9 +139,10 @@ class ShardParameters(TrainingPass):
     def _shard_update(self, program: Program, parameters: Mapping[str, fx.Node], group: Group) -> int:
         """Scatter gradients, update shards, and gather what stays whole behind the update; how many buckets."""
         found = reductions(program)
-        check_sharded_update(program, found, group, self.name)
+        replicas = find_replicas(self.replicas)
+        check_sharded_update(program, found, group, self.name, replicas)
         buckets = [[member.name for member in reduction.members] for reduction in found]
-        scatter_gradients(program, found, group, self.name)
+        scatter_gradients(program, found, group, self.name, replicas)
         agree_on_norms(program, group, self.name)
         agree_on_skipping(program, group, self.name)
         whole = [[name for name in names if name not in parameters] for names in buckets]

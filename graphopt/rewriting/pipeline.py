@@ -101,6 +101,12 @@ class Pipeline:
             raise PipelineError(f"{' and '.join(wanted)} both shard the update: give one of them")
         return next(iter(wanted.values()), None)
 
+    @property
+    def shard_group(self) -> str | None:
+        """The process group over whose ranks a pass divides the update; None without such a pass."""
+        dividing = (current for current in self.training if type(current).shards is not TrainingPass.shards)
+        return next((str(getattr(current, "group", "")) for current in dividing), None)
+
     def due(self, stage: Stage, *, last: bool) -> list[Pass]:
         """The passes for a program of a stage, in order; ``last`` says whether it is the one that runs."""
         return self.of(stage) + (self.of("last") if last else [])

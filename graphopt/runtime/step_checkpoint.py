@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from graphopt.errors import GraphoptError
-from graphopt.rewriting.distributed.named_shards import is_sharded
+from graphopt.ir.ops.groups import find_group
+from graphopt.rewriting.distributed.named_shards import is_sharded, shard_place
 from graphopt.rewriting.distributed.sharded_state import consolidate, split
-from graphopt.rewriting.training_pass import TrainingPass
 from graphopt.runtime.state_dict import redistribute
 from graphopt.runtime.step_state import is_step_state
 from graphopt.runtime.train_step import TrainStep
@@ -54,20 +54,39 @@ def _model_state(states: Sequence[Mapping[str, Any]], ranks: int) -> tuple[dict[
 def _optimizer_state(step: TrainStep, states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Any]:
     """The optimizer's state as this rank keeps it."""
     saved = [state["optimizer"] for state in states]
-    wanted = any(type(current).shards is not TrainingPass.shards for current in step.pipeline.training)
+    group = step.pipeline.shard_group
     if states[0]["sharded"]:
-        if wanted and len(states) == 1:
-            return dict(saved[0])
+        whose = [tuple(state.get("shard") or _place(states, number, rank)) for number, state in enumerate(states)]
         if len(states) == 1 and states[0]["step"]["ranks"] > 1:
-            raise GraphoptError(
-                "the optimizer's state is sharded over the ranks, and this step has no shard-optimizer: load it with "
-                "that pass, or make a whole state with graphopt.sharded_state.consolidate"
-            )
+            _check_own(whose[0], group)
+            return dict(saved[0])
         parameters = [p for group in step.optimizer.param_groups for p in group["params"]]
-        whole = consolidate(saved, parameters)
+        whole = consolidate([each for _, each in sorted(dict(zip(whose, saved, strict=True)).items())], parameters)
     else:
         whole = same_everywhere(saved, "optimizer")
-    return split(whole, rank, ranks) if is_sharded(step.optimizer) else whole
+    return split(whole, *shard_place(step.optimizer)) if is_sharded(step.optimizer) else whole
+
+
+def _place(states: Sequence[Mapping[str, Any]], number: int, rank: int) -> tuple[int, int]:
+    """Whose a state is that does not say so: one of all ranks."""
+    alone = len(states) == 1
+    return rank if alone else number, states[0]["step"]["ranks"] if alone else len(states)
+
+
+def _check_own(whose: tuple[int, ...], group: str | None) -> None:
+    """Refuse a shard of another division than that of this step."""
+    if group is None:
+        raise GraphoptError(
+            "the optimizer's state is sharded over the ranks, and this step has no shard-optimizer: load it with that "
+            "pass, or make a whole state with graphopt.sharded_state.consolidate"
+        )
+    mine = find_group(group)
+    if whose != (mine.rank, mine.size):
+        raise GraphoptError(
+            f"the optimizer's state on this rank is shard {whose[0]} of {whose[1]}, and this step's passes divide it "
+            f"into {mine.size}: load it with the group= and replicas= that it was saved with, or in another number of "
+            "ranks"
+        )
 
 
 def same_everywhere(states: Sequence[Any], name: str) -> Any:

@@ -15,6 +15,7 @@ from graphopt.capture.call_checks import argument_names
 from graphopt.capture.garbage_collection import no_collection
 from graphopt.capture.step import settings
 from graphopt.errors import GraphoptError
+from graphopt.ir.ops.groups import find_group
 from graphopt.ir.ops.opaque_update import Evaluate
 from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.named_shards import accept_named_shards, name_shards
@@ -134,10 +135,12 @@ class StepPrograms:
         runner = self.runner
         capture = runner.rewrite(session, target=target)
         rewritten, shards = capture.rewritten, capture.rewritten.shards
+        if shards is not None:
+            group = find_group(runner.options.pipeline.shard_group or "")
+            name_shards(self._optimizer, group.rank, group.size)
         accept_named_shards(self._optimizer)
         if shards is not None:
             shard_state(self._optimizer, {name: self._model.get_parameter(name) for name in shards}, shards)
-            name_shards(self._optimizer)
         resumed = self.progress.clock.steps  # a resumed run goes on with what each rank has loaded
         if not runner.captures.all() and not resumed:
             runner.prepare(rewritten, self._model)

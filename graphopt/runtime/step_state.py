@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphopt.rewriting.distributed.named_shards import is_sharded, plain_shards
+from graphopt.rewriting.distributed.named_shards import is_sharded, plain_shards, shard_place
 from graphopt.runtime.sharded_model import ShardedModel
 from graphopt.runtime.sharded_model_state import model_state
 from graphopt.runtime.state_dict import plain_state
@@ -22,7 +22,7 @@ _PARTS = frozenset({"model", "optimizer", "sharded", "step"})
 
 def is_step_state(state: object) -> bool:
     """Whether something is what ``state_of_step`` returned, in this version or an earlier one."""
-    return isinstance(state, Mapping) and set(state) - {"shards"} == _PARTS
+    return isinstance(state, Mapping) and set(state) - {"shards", "shard"} == _PARTS
 
 
 def state_of_step(sharded: ShardedModel, optimizer: torch.optim.Optimizer, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,7 +35,8 @@ def state_of_step(sharded: ShardedModel, optimizer: torch.optim.Optimizer, own: 
 
     Returns:
         ``model``: its state, with flat shards in place of the parameters whose shapes and strides are in ``shards``;
-        ``optimizer``: its state, which is this rank's shard of it where ``sharded`` says so; and ``step``.
+        ``optimizer``: its state, which is this rank's shard of it where ``sharded`` says so, and which one ``shard``
+        says; and ``step``.
     """
     model, shards = model_state(sharded)
     return {
@@ -44,6 +45,7 @@ def state_of_step(sharded: ShardedModel, optimizer: torch.optim.Optimizer, own: 
         "optimizer": plain_shards(optimizer.state_dict()),
         "sharded": is_sharded(optimizer),
         "step": plain_state(own),
+        **({"shard": list(shard_place(optimizer))} if is_sharded(optimizer) else {}),
     }
 
 

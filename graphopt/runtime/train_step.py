@@ -25,7 +25,6 @@ from graphopt.rewriting.gradient_norm import GRADIENT_NORM
 from graphopt.rewriting.pass_ import Records
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.precision.scaling import scaling_of
-from graphopt.rewriting.training_pass import TrainingPass
 from graphopt.runtime.accumulate import add_gradients
 from graphopt.runtime.closures import evaluations
 from graphopt.runtime.leftovers import LoopLeftovers
@@ -439,9 +438,7 @@ class TrainStep:
             ['model', 'optimizer']
         """
         self.refuse_in_join("full_state_dict")
-        dividing = [current for current in self._pipeline.training if type(current).shards is not TrainingPass.shards]
-        group = next((str(getattr(current, "group", "")) for current in dividing), "")
-        return full_state(self._programs.kept.sharded, self._optimizer, group)
+        return full_state(self._programs.kept.sharded, self._optimizer, self._pipeline.shard_group or "")
 
     @public
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

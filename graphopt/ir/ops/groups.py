@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from graphopt import _torch
 from graphopt.errors import GraphoptError, did_you_mean
 
-__all__ = ["Group", "find_group", "is_talking", "talking"]
+__all__ = ["Group", "check_grid", "find_group", "is_talking", "talking"]
 
 _talks = 0
 
@@ -49,6 +49,11 @@ class Group:
     size: int
     handle: Any
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The processes of the group, as the default group numbers them."""
+        return tuple(dist.get_process_group_ranks(self.handle))
+
     def agree(self, plan: Sequence[str], what: str) -> None:
         """Compare a plan with that of every other rank, so that they do not wait for each other later.
 
@@ -79,8 +84,12 @@ class Group:
 def find_group(name: str) -> Group:
     """The process group of a name; ``""`` is the default group.
 
+    A dimension of a ``DeviceMesh`` is one too, by its name: which of its groups this process belongs to differs from
+    rank to rank, and the name does not.
+
     Raises:
-        GraphoptError: where torch.distributed is not initialised, and for an unknown name, with the nearest ones.
+        GraphoptError: where torch.distributed is not initialised, for an unknown name, with the nearest ones, and for a
+            dimension that several meshes have, with other ranks.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise GraphoptError(
@@ -89,10 +98,64 @@ def find_group(name: str) -> Group:
         )
     groups = _torch.process_groups()
     wanted = name or next(key for key, group in groups.items() if group is dist.group.WORLD)
-    handle = groups.get(wanted)
-    if handle is None:
-        hint = did_you_mean(name, groups) or f"its groups are {', '.join(sorted(groups))}"
-        raise GraphoptError(
-            f"this process belongs to no process group called {name!r}; {hint} (group.group_name is how it is called)"
-        )
+    if wanted not in groups:
+        wanted = _of_dimension(name, groups)
+    handle = groups[wanted]
     return Group(wanted, dist.get_rank(handle), dist.get_world_size(handle), handle)
+
+
+_DIMENSION = "mesh_"
+"""How torch begins the description of a group of a dimension of a mesh; the dimension's name follows."""
+
+
+def _of_dimension(name: str, groups: Mapping[str, Any]) -> str:
+    """The name of this process's group in the dimension of a mesh."""
+    dimensions: dict[str, dict[tuple[int, ...], str]] = {}
+    for key, group in groups.items():
+        description = str(group.group_desc)
+        if description.startswith(_DIMENSION):
+            ranks = tuple(dist.get_process_group_ranks(group))
+            dimensions.setdefault(description.removeprefix(_DIMENSION), {}).setdefault(ranks, key)
+    found = dimensions.get(name, {})
+    if len(found) > 1:
+        shown = " and ".join(str(list(ranks)) for ranks in found)
+        raise GraphoptError(
+            f"several meshes have a dimension {name!r}, in which this process is with the ranks {shown}: give the "
+            "dimensions names of their own, or mesh[...].get_group().group_name"
+        )
+    if found:
+        return next(iter(found.values()))
+    hint = did_you_mean(name, [*groups, *dimensions]) or f"its groups are {', '.join(sorted(groups))}"
+    also = f", its meshes' dimensions {', '.join(sorted(dimensions))}" if dimensions else ""
+    raise GraphoptError(
+        f"this process belongs to no process group called {name!r}; {hint}{also} (group.group_name is how it is "
+        "called; a dimension of a DeviceMesh is one by its name, and one that has all ranks is the default group, "
+        "without a name)"
+    )
+
+
+def check_grid(whole: Group, rows: Group, columns: Group, what: str) -> None:
+    """Raise unless a group is a grid of two others: each rank in one row and one column, which share it alone.
+
+    Every rank of the groups has to call this.
+
+    Args:
+        whole: the group.
+        rows: that of this process along one dimension.
+        columns: that along the other one; its ranks have the same places in their rows.
+        what: who asks, for the message.
+    """
+    me = dist.get_rank()
+    with talking():
+        found: list[Any] = [None] * rows.size
+        dist.all_gather_object(found, columns.ranks, group=rows.handle)
+        places: list[Any] = [None] * columns.size
+        dist.all_gather_object(places, rows.rank, group=columns.handle)
+    everyone = [rank for column in found for rank in column]
+    right = set(rows.ranks) & set(columns.ranks) == {me} and len({len(column) for column in found}) == 1
+    if not right or sorted(everyone) != sorted(whole.ranks) or len(set(places)) > 1:
+        raise GraphoptError(
+            f"{what}: the {whole.size} ranks of {whole.name!r} are no grid of {rows.name!r} (here the ranks "
+            f"{list(rows.ranks)}) and {columns.name!r} ({list(columns.ranks)}): take two dimensions of one DeviceMesh "
+            "that has all of them"
+        )

@@ -24,8 +24,8 @@ from graphopt import _torch
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, WAIT
-from graphopt.ir.ops.groups import Group, find_group
+from graphopt.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WAIT
+from graphopt.ir.ops.groups import Group, check_grid, find_group
 from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.all_reduce import final_gradients
 from graphopt.rewriting.distributed.flat_exchange import flat, read_parts, start_exchange
@@ -36,6 +36,7 @@ from graphopt.rewriting.shards import Shards, piece_of, shard_of
 __all__ = [
     "agree_on_norms",
     "check_sharded_update",
+    "find_replicas",
     "gather_parameters",
     "is_flat_view",
     "scatter_gradients",
@@ -57,9 +58,10 @@ _NORM = aten._foreach_norm.Scalar
 class _Inserter:
     """Inserts calls of one origin."""
 
-    def __init__(self, program: Program, group: Group, origin: str) -> None:
+    def __init__(self, program: Program, group: Group, origin: str, replicas: Group | None = None) -> None:
         self.program = program
         self.group = group
+        self.replicas = replicas
         self.common: dict[str, Any] = {"phase": Phase.SYNC, "origin": origin}
 
     def call(self, target: Any, args: tuple[Any, ...], before: fx.Node, **more: Any) -> fx.Node:
@@ -72,7 +74,9 @@ class _Inserter:
         return self.call(aten.constant_pad_nd.default, (node, [0, missing]), before) if missing else node
 
 
-def check_sharded_update(program: Program, found: Sequence[Reduction], group: Group, origin: str) -> None:
+def check_sharded_update(
+    program: Program, found: Sequence[Reduction], group: Group, origin: str, replicas: Group | None = None
+) -> None:
     """Refuse a program whose update cannot be one of shards.
 
     Args:
@@ -80,14 +84,19 @@ def check_sharded_update(program: Program, found: Sequence[Reduction], group: Gr
         found: the all-reduces of its gradients.
         group: over which the update is to be sharded.
         origin: the pass that asks.
+        replicas: the ranks that have the same shard as this one, where there are several.
 
     Raises:
         GraphoptError: saying what does not fit.
     """
-    if found and one_group(found, origin).name != group.name:
+    exchanged_over = one_group(found, origin) if found else group
+    if replicas is not None:
+        check_grid(exchanged_over, group, replicas, origin)
+    elif exchanged_over.name != group.name and exchanged_over.ranks != group.ranks:
         raise GraphoptError(
-            f"gradients are exchanged over the group {found[0].group.name!r}, and the update is sharded over "
-            f"{group.name!r}: give data-parallel and {origin} the same group="
+            f"gradients are exchanged over the group {exchanged_over.name!r}, and the update is sharded over "
+            f"{group.name!r}: give data-parallel and {origin} the same group=, or {origin} replicas=, the dimension of "
+            "a DeviceMesh along which ranks have the same shards"
         )
     exchanged = {member.name for reduction in found for member in reduction.members}
     alone = [name for name in final_gradients(program) if name not in exchanged]
@@ -116,10 +125,18 @@ def shards_of_rank(group_name: str, sizes: Mapping[str, int]) -> Shards | None:
     return {name: shard_of(elements, group.rank, group.size) for name, elements in sizes.items()}
 
 
+def find_replicas(group_name: str) -> Group | None:
+    """The group of the ranks that have the same shard; None without a name, and where it has one process."""
+    group = find_group(group_name) if group_name else None
+    return None if group is None or group.size == 1 else group
+
+
 # --- gradients -------------------------------------------------------------------------------------------------------
 
 
-def scatter_gradients(program: Program, found: Sequence[Reduction], group: Group, origin: str) -> None:
+def scatter_gradients(
+    program: Program, found: Sequence[Reduction], group: Group, origin: str, replicas: Group | None = None
+) -> None:
     """Let each rank get its shard of the mean of every gradient in place of all of it.
 
     Args:
@@ -127,6 +144,7 @@ def scatter_gradients(program: Program, found: Sequence[Reduction], group: Group
         found: the all-reduces of all its gradients.
         group: at least two ranks.
         origin: the pass that asks.
+        replicas: the ranks that have the same shard as this one, which sum theirs up then; None where it has it alone.
 
     Raises:
         GraphoptError: where something but the update reads a gradient whose elements it does not take one by one.
@@ -134,7 +152,7 @@ def scatter_gradients(program: Program, found: Sequence[Reduction], group: Group
     for reduction in found:
         for member in reduction.members:
             _check_readers(member)
-    insert = _Inserter(program, group, origin)
+    insert = _Inserter(program, group, origin, replicas)
     next_bucket: fx.Node | None = None
     for reduction in reversed(found):
         next_bucket = _scatter(insert, reduction, next_bucket)
@@ -160,9 +178,14 @@ def _scatter(insert: _Inserter, reduction: Reduction, next_bucket: fx.Node | Non
         elements = insert.padded(flat(program, member.gradient, start, insert.common), group.size * piece, start)
         rows.append(insert.call(aten.view.default, (elements, [group.size, piece]), start))
     joined = insert.call(aten.cat.default, (rows, 1), start, hint="bucket")
-    joined = insert.call(aten.mul_.Scalar, (joined, 1.0 / group.size), start)
+    ranks = group.size * (insert.replicas.size if insert.replicas else 1)
+    joined = insert.call(aten.mul_.Scalar, (joined, 1.0 / ranks), start)
     sent = insert.call(aten.view.default, (joined, [group.size * sum(pieces)]), start)
     arrived = _sum_arriving(insert, sent, sum(pieces), start, done)
+    if insert.replicas is not None:
+        begun = insert.call(ALL_REDUCE, (arrived, "sum", insert.replicas.name), done, hint="all_reduce")
+        done = waiting  # while the next buckets are filled and scattered
+        arrived = insert.call(WAIT, (begun,), done, hint="exchanged")
     offset = 0
     for member, piece in zip(reduction.members, pieces, strict=True):
         mine = insert.call(aten.slice.Tensor, (arrived, 0, offset, offset + piece), done, like=member.part)

@@ -62,20 +62,13 @@ def what_would_help(program: Program, memory: MemoryTimeline, *, moves: bool) ->
             f"ChunkLoss() computes logits and loss in chunks of tokens: up to {format_bytes(logits)} less (in a whole "
             "step, with loss=)"
         )
-    if (samples := _samples(program, done)) > 1:
-        most = kept * (samples - 1) // samples
+    samples = _samples(program, done)
+    if samples > 1 and (most := kept * (samples - 1) // samples) > memory.peak_bytes // 100:
         yield (
             f"Microbatch() computes some of the {samples} samples at a time, forward and backward: up to "
             f"{format_bytes(most)} less"
         )
-    single = _single_precision(memory)
-    if "mixed-precision" not in done and single:
-        yield f"MixedPrecision() keeps activations in two bytes an element: up to {format_bytes(single // 2)} less"
-    if "compress" not in done and single:
-        yield (
-            "CompressActivations(), or allow=('recompute', 'compress'), keeps activations in 8 bits an element, with "
-            f"noise in gradients: up to {format_bytes(single * 3 // 4)} less"
-        )
+    yield from _fewer_bits(memory, done)
     if gradients and program.stage == "joint":
         yield (
             "graphopt.optimize_step with FuseUpdate() in the place of graphopt.optimize updates a parameter when its "
@@ -92,6 +85,20 @@ def what_would_help(program: Program, memory: MemoryTimeline, *, moves: bool) ->
             yield f"OffloadState(), or allow=('recompute', 'state'), lets {state} of optimizer state reside elsewhere"
         if "shard-optimizer" not in done and "shard-parameters" not in done:
             yield f"ShardOptimizer() on several ranks leaves each its share of the {state} of optimizer state"
+
+
+def _fewer_bits(memory: MemoryTimeline, done: str) -> Iterator[str]:
+    """A line for each pass that keeps activations in fewer bits an element."""
+    single = _single_precision(memory)
+    if single < memory.peak_bytes // 100:
+        return
+    if "mixed-precision" not in done:
+        yield f"MixedPrecision() keeps activations in two bytes an element: up to {format_bytes(single // 2)} less"
+    if "compress" not in done:
+        yield (
+            "CompressActivations(), or allow=('recompute', 'compress'), keeps activations in 8 bits an element, with "
+            f"noise in gradients: up to {format_bytes(single * 3 // 4)} less"
+        )
 
 
 def _samples(program: Program, done: str) -> int:
