@@ -1,13 +1,14 @@
 """Custom autograd functions, kept as one call so that their own backward is what gets differentiated.
 
-``torch.autograd.Function.apply`` is replaced while a model is traced, and a ``torch._ops.HigherOrderOperator`` stands
-for the call in the graph: torch has no public hook for either.
+``torch.autograd.Function.apply`` is replaced while a model is traced, and so is what it calls in its base class, since
+a model may have taken the method before (``relu = MyReLU.apply``). A ``torch._ops.HigherOrderOperator`` stands for the
+call in the graph. torch has no public hook for any of these.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +25,22 @@ _OF_GRAPHS = "AutogradFunctionApply."
 """Part of the name of the functions that stand for a user's in the graphs of Dynamo."""
 
 _ORIGINAL_APPLY = torch.autograd.Function.__dict__["apply"]
+_BASE: Any = torch.autograd.Function.__mro__[1]
+"""The class in which ``apply`` goes on, ``_SingleLevelFunction``; it inherits that from torch's C++."""
+
+
+_passing: list[type] = []
+"""Classes whose ``apply`` is on its way to the base class, where it is not to be recorded."""
+
+
+def _plainly(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """``cls.apply`` as torch has it."""
+    depth = len(_passing)
+    _passing.append(cls)
+    try:
+        return _ORIGINAL_APPLY.__get__(None, cls)(*args, **kwargs)
+    finally:
+        del _passing[depth:]
 
 
 class _CustomFunction(HigherOrderOperator):
@@ -42,7 +59,7 @@ class _CustomFunction(HigherOrderOperator):
             raise GraphoptError(
                 f"the autograd function {key!r:.100} is not known in this process: capture the program here"
             )
-        return _ORIGINAL_APPLY.__get__(None, self.registry[key])(*args)
+        return _plainly(self.registry[key], args, {})
 
 
 def apply_function(cls: type[torch.autograd.Function], *args: Any) -> Any:
@@ -71,18 +88,30 @@ def intercept_custom_functions(check: Callable[[type, tuple[Any, ...]], None]) -
     ``check`` sees the class and the arguments first and may raise.
     """
 
+    def is_own(cls: type) -> bool:
+        return cls.__module__.split(".")[0] == "torch" and _OF_GRAPHS not in cls.__qualname__
+
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        internal = cls.__module__.split(".")[0] == "torch" and _OF_GRAPHS not in cls.__qualname__
-        if internal or kwargs or not _any_traced(args):
-            return _ORIGINAL_APPLY.__get__(None, cls)(*args, **kwargs)
+        if is_own(cls) or kwargs or not _any_traced(args):
+            return _plainly(cls, args, kwargs)
         check(cls, args)
         return custom_function(_registered(cls), *args)
 
+    def apply_in_base(cls: type, *args: Any) -> Any:
+        if _passing and _passing[-1] is cls:
+            _passing[-1] = object  # what its forward applies is not on its way
+        elif not is_own(cls) and _any_traced(args):
+            check(cls, args)
+            return custom_function(_registered(cls), *args)
+        return super(_BASE, cls).apply(*args)  # type: ignore[misc]
+
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+    _BASE.apply = classmethod(apply_in_base)
     try:
         yield
     finally:
         torch.autograd.Function.apply = _ORIGINAL_APPLY  # type: ignore[method-assign]
+        del _BASE.apply
 
 
 def _any_traced(args: tuple[Any, ...]) -> bool:

@@ -149,7 +149,28 @@ class Split(torch.autograd.Function):
         return gradient * scale * mask, (gradient * x).sum(0) * 7 if ctx.needs_input_grad[1] else None
 
 
+class Outer(torch.autograd.Function):
+    """Its forward applies another one, and has a default."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
+        return rounded(x * factor, 1.0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.saved_tensors[0].cos(), None
+
+
+rounded, split, outer = Rounded.apply, Split.apply, Outer.apply
+"""The methods themselves, as many take them once for a file."""
+
 FUNCTIONS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "taken before": lambda model, x: rounded(split(x.sin(), model.scale)[0], 3.0),
+    "taken before, one inside of another": lambda model, x: outer(outer(x) + Outer.apply(x * 0.5)),
     "straight through": lambda model, x: Rounded.apply(x, 3.0),
     "two results": lambda model, x: torch.where(*reversed(Split.apply(x.sin(), model.scale)), x),
     "one inside of another's argument": lambda model, x: Rounded.apply(Split.apply(x, model.scale)[0], 0.5),
