@@ -70,6 +70,12 @@ def _classify_input(desc: Any) -> AotInput:
         return AotInput("input", desc.idx)
     if kind == "TangentAOTInput":
         return AotInput("tangent", _tangent_target(desc.output))
+    if "Token" in kind:
+        raise CaptureError(
+            "it calls an op whose order torch keeps by tokens, such as a collective that writes into its argument "
+            "(dist.all_reduce(x)): use the form that returns its result (all_reduce and wait_tensor of "
+            "torch.distributed._functional_collectives, or torch.distributed.nn.functional.all_reduce)"
+        )
     raise CaptureError(f"torch made a joint graph with an input of a kind that graphopt does not know: {desc!r}")
 
 

@@ -109,6 +109,10 @@ def _without_stand_ins(model: nn.Module) -> Iterator[None]:
     )
 
 
+_SEED = 0x6A09E667F3BCC908
+"""What the generator is seeded with meanwhile, so that a seed which it has had before is noticed too."""
+
+
 @contextlib.contextmanager
 def seeding_refused() -> Iterator[None]:
     """Refuse code that seeds a random generator or sets its state; tracing itself draws nothing from it.
@@ -117,8 +121,14 @@ def seeding_refused() -> Iterator[None]:
         CaptureError: behind the block.
     """
     before = torch.get_rng_state()
-    yield
-    if not torch.equal(before, torch.get_rng_state()):
+    torch.random.default_generator.manual_seed(_SEED)
+    marked = torch.get_rng_state()
+    try:
+        yield
+        changed = not torch.equal(marked, torch.get_rng_state())
+    finally:
+        torch.random.default_generator.set_state(before)
+    if changed:
         raise CaptureError(
             "forward seeds the random generator, or sets its state, which would act at the capture and at no later "
             "call\n  what to do: take it out of forward; a seed set before the call acts as in eager mode"

@@ -72,6 +72,25 @@ def test_what_a_program_would_lose_is_refused_with_its_line(
     assert (torch.Tensor.register_hook, torch.manual_seed) == original
 
 
+seed_taken_before = torch.manual_seed
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_seed_by_a_function_that_was_taken_before_is_refused(same: bool) -> None:
+    """Also where the generator has had that very seed; its state stays what it was."""
+
+    def seeds(y: torch.Tensor) -> torch.Tensor:
+        seed_taken_before(5)
+        return y * torch.rand_like(y)
+
+    model = graphopt.optimize(Calls(seeds))
+    torch.manual_seed(5 if same else 6)
+    state = torch.get_rng_state()
+    with pytest.raises(CaptureError, match="forward seeds the random generator, or sets its state"):
+        model(X)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 HOOKS: dict[str, Callable[[nn.Module], object]] = {
     "full backward": lambda m: m.linear.register_full_backward_hook(lambda module, gi, go: (gi[0] * 3,)),
     "full backward pre": lambda m: m.linear.register_full_backward_pre_hook(lambda module, go: (go[0] * 3,)),
