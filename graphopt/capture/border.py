@@ -59,7 +59,7 @@ BORDER = (
     Row("what an optimizer reads or keeps in Python", "honoured", "its update runs as it is, and a warning says so"),
     Row("saved-tensor hooks of the caller", "honoured", "for what the program keeps; a capture runs without them"),
     Row(
-        "`no_grad`, `inference_mode`",
+        "`no_grad`, `inference_mode` around the call",
         "honoured",
         "a drop-in model runs plainly, a step gives the loss and trains nothing",
     ),
@@ -74,6 +74,12 @@ BORDER = (
     Row("anomaly mode", "signature"),
     Row("random numbers inside of forward", "traced", "and the generator ends where eager mode leaves it"),
     Row("seeds, and states of random generators, set inside of forward", "refused"),
+    Row(
+        "numbers that forward draws from Python's `random` or NumPy's",
+        "refused",
+        "a drop-in model is captured in parts",
+    ),
+    Row("`inference_mode` inside of forward", "refused", "a drop-in model is captured in parts"),
     Row("attributes that forward sets", "told", "numbers and texts that the first call sets stay set"),
     Row("checks of values inside of ops, such as `torch.linalg.inv`'s", "traced", "they raise as in eager mode"),
     Row("`print` and other effects of forward outside of torch", "at the capture", "none where it was stored before"),

@@ -21,7 +21,7 @@ from graphopt.capture.assigned_buffers import IN_PARTS, buffers_of, write_assign
 from graphopt.capture.call_checks import shapes_by_argument
 from graphopt.capture.flatten import Structure, flatten
 from graphopt.capture.graph_part import title_of
-from graphopt.capture.hidden_effects import seeding_refused
+from graphopt.capture.hidden_effects import drawing_refused, seeding_refused
 from graphopt.capture.mask_questions import Question, Questions
 from graphopt.capture.nest_regions import nest_regions
 from graphopt.capture.regions import REGION_KEY, observe
@@ -107,7 +107,9 @@ class _Root(nn.Module):
                 stack.enter_context(_torch.as_in_eager(compiling=path == "compiled"))
             stack.enter_context(questions.answered(tensors))
             try:
-                flat, structure = flatten(call_under_trace(call, self.model, args, kwargs))
+                with drawing_refused():
+                    result = call_under_trace(call, self.model, args, kwargs)
+                flat, structure = flatten(result)
             except Exception as error:
                 raise _UserCodeError(error) from error
         write_assigned(buffers)
@@ -357,6 +359,12 @@ def _placeholder(
     graph: fx.Graph, node: fx.Node, spec: Any, exported: Any, constants: dict[str, torch.Tensor], paths: Any
 ) -> tuple[fx.Node, InputSpec]:
     role = _EXPORT_KINDS.get(spec.kind.name)
+    if role is None and isinstance(exported.constants.get(spec.target), torch.Generator):
+        raise CaptureError(
+            "forward draws from a torch.Generator of its own, whose state a program does not move\n"
+            "  what to do: draw from torch's own generator there, inside of a stream of graphopt.RandomStreams where its "
+            "numbers are to be apart from others"
+        )
     if role is None:
         raise CaptureError(
             f"the model holds {spec.target or spec.arg.name!r}, a {spec.kind.name}, which is not a tensor"

@@ -150,6 +150,9 @@ _CHECKPOINT = "tag_activation_checkpoint"
 _KNOWN = ("autograd_function_apply", _CHECKPOINT)
 """Dynamo's own ops that can be captured."""
 
+_INFERENCE = "_enter_inference_mode"
+"""What Dynamo has in a graph for ``torch.inference_mode``, whose tensors autograd knows nothing of."""
+
 
 def as_it_is(graph: fx.GraphModule) -> Callable[..., Any]:
     """What computes a graph without a program, with eager mode's gradients.
@@ -165,6 +168,7 @@ def _refuse_unknown(graph: fx.GraphModule, title: str) -> None:
     """Raise a ``CaptureError`` for calls that do more than compute: Dynamo has ops of its own for hooks and others."""
     for node in graph.graph.nodes:
         own = isinstance(node.target, _torch.HigherOrderOperator) and str(node.target) not in _KNOWN
+        own = own or getattr(node.target, "__name__", "") == _INFERENCE
         if own or (node.op == "call_method" and str(node.target).startswith("register_")):
             raise CaptureError(f"a part of {title} uses {getattr(node.target, '__name__', node.target)}")
 

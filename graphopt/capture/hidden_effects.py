@@ -8,21 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from graphopt import _torch
 from graphopt.capture.autocast_of_others import autocast_of_others
 from graphopt.capture.source_lines import user_frame
-from graphopt.errors import CaptureError
+from graphopt.errors import CaptureError, GraphBreakError
 from graphopt.ir.ops.recurrent import AS_IN_EAGER
 
-__all__ = ["CAPTURE_LOCK", "capturing", "refuse_backward_hooks", "refuse_parameter_hooks", "seeding_refused"]
+__all__ = [
+    "CAPTURE_LOCK",
+    "capturing",
+    "drawing_refused",
+    "refuse_backward_hooks",
+    "refuse_parameter_hooks",
+    "seeding_refused",
+]
 
 CAPTURE_LOCK = threading.RLock()
 """Held while a model is captured, which works on state of the whole process, and while a call finds its program."""
@@ -65,6 +74,7 @@ def capturing(model: nn.Module, *, keep: bool = False) -> Iterator[list[str]]:
             stack.enter_context(_torch.without_onednn())
         for owner, name, what in _REFUSED:
             stack.enter_context(_refusing(owner, name, what))
+        stack.enter_context(_inference_refused())
         stack.enter_context(_noting_assignments(assigned))
         yield names
     for (_, name), (module, value) in assigned.items():
@@ -121,18 +131,74 @@ def seeding_refused() -> Iterator[None]:
         CaptureError: behind the block.
     """
     before = torch.get_rng_state()
-    torch.random.default_generator.manual_seed(_SEED)
+    torch.default_generator.manual_seed(_SEED)
     marked = torch.get_rng_state()
     try:
         yield
         changed = not torch.equal(marked, torch.get_rng_state())
     finally:
-        torch.random.default_generator.set_state(before)
+        torch.default_generator.set_state(before)
     if changed:
         raise CaptureError(
             "forward seeds the random generator, or sets its state, which would act at the capture and at no later "
             "call\n  what to do: take it out of forward; a seed set before the call acts as in eager mode"
         )
+
+
+@contextlib.contextmanager
+def drawing_refused() -> Iterator[None]:
+    """Refuse code that draws from Python's random numbers or NumPy's, which a program would have once for all calls.
+
+    Raises:
+        GraphBreakError: behind the block; the generators are where they were before.
+    """
+    before = _other_generators()
+    yield
+    after = _other_generators()
+    for whose, (state, restore) in before.items():
+        if state != after[whose][0]:
+            restore()
+            raise GraphBreakError(
+                f"forward draws from {whose}, and the program would have the number of the capture at every call\n"
+                "  what to do: draw with torch (torch.rand), or before the call, and give the number as a tensor"
+            )
+
+
+def _other_generators() -> dict[str, tuple[Any, Callable[[], None]]]:
+    """The state of each generator that is not torch's, and what takes it back there."""
+    python = random.getstate()
+    numpy = np.random.get_state(legacy=True)
+    return {
+        "Python's random": (python, lambda: random.setstate(python)),
+        "numpy.random": (
+            (numpy[1].tobytes(), *numpy[2:]),  # type: ignore[index]
+            lambda: np.random.set_state(numpy),
+        ),
+    }
+
+
+@contextlib.contextmanager
+def _inference_refused() -> Iterator[None]:
+    """Refuse forward to enter ``torch.inference_mode``, which a program would go through with gradients.
+
+    Raises:
+        GraphBreakError: inside of the block, where it does so.
+    """
+    original = torch.inference_mode.__enter__
+
+    def enter(self: torch.inference_mode) -> None:
+        if self.mode and not sys._getframe(1).f_code.co_filename.startswith(_torch.FOLDER):
+            raise GraphBreakError(
+                f"forward uses torch.inference_mode, whose tensors autograd knows nothing of\n  where: {user_frame()}\n"
+                "  what to do: use torch.no_grad there, which a program has too"
+            )
+        original(self)
+
+    torch.inference_mode.__enter__ = enter  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.inference_mode.__enter__ = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
 import threading
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -89,6 +91,73 @@ def test_a_seed_by_a_function_that_was_taken_before_is_refused(same: bool) -> No
     with pytest.raises(CaptureError, match="forward seeds the random generator, or sets its state"):
         model(X)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def with_pythons_numbers(y: torch.Tensor) -> torch.Tensor:
+    return y.sin() if random.random() < 0.5 else y.cos()
+
+
+def with_numpys_numbers(y: torch.Tensor) -> torch.Tensor:
+    return y * float(np.random.rand())
+
+
+def in_inference_mode(y: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        z = y.sin()
+    return y * z.clone()
+
+
+OUTSIDE = {
+    with_pythons_numbers: "forward draws from Python's random",
+    with_numpys_numbers: r"forward draws from numpy\.random",
+    in_inference_mode: r"forward uses torch\.inference_mode[\s\S]*test_hidden_effects\.py:\d+ in in_inference_mode",
+}
+
+
+@pytest.mark.parametrize("function", OUTSIDE)
+def test_what_a_program_cannot_do_again_is_refused_and_a_drop_in_model_does_it(
+    function: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    def trained(around: Callable[[nn.Module], nn.Module]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        plain = Calls(function)
+        model = around(plain)
+        random.seed(1)
+        np.random.seed(1)
+        losses = []
+        for _ in range(5):
+            loss = model(X).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        return [*losses, *(p.grad for p in plain.parameters() if p.grad is not None), torch.tensor(random.random())]
+
+    expected, found = trained(lambda model: model), trained(graphopt.optimize)
+    assert len(found) == len(expected)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    model = Calls(function)
+    step = graphopt.optimize_step(model, sgd(model.parameters()), loss=lambda model, x: model(x).sum())
+    states = random.getstate(), np.random.get_state()[1].tobytes()  # type: ignore[index]
+    with pytest.raises(CaptureError, match=OUTSIDE[function]):
+        step(X)
+    assert states == (random.getstate(), np.random.get_state()[1].tobytes())  # type: ignore[index]
+
+
+def test_a_part_in_inference_mode_runs_as_it_is_behind_torch_compile() -> None:
+    plain, model = Calls(in_inference_mode), Calls(in_inference_mode)
+    model.load_state_dict(plain.state_dict())
+    for module in (plain, torch.compile(model, backend="graphopt")):
+        module(X).sum().backward()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_a_generator_of_the_models_own_is_refused_with_the_way_out() -> None:
+    generator = torch.Generator().manual_seed(0)
+    model = Calls(lambda y: y * torch.rand(y.shape, generator=generator))
+    with pytest.raises(CaptureError, match=r"draws from a torch\.Generator of its own[\s\S]*RandomStreams"):
+        graphopt.optimize(model)(X)
 
 
 HOOKS: dict[str, Callable[[nn.Module], object]] = {
