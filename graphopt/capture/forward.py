@@ -362,8 +362,8 @@ def _placeholder(
     if role is None and isinstance(exported.constants.get(spec.target), torch.Generator):
         raise CaptureError(
             "forward draws from a torch.Generator of its own, whose state a program does not move\n"
-            "  what to do: draw from torch's own generator there, inside of a stream of graphopt.RandomStreams where its "
-            "numbers are to be apart from others"
+            "  what to do: draw from torch's own generator there, inside of a stream of graphopt.RandomStreams where "
+            "its numbers are to be apart from others"
         )
     if role is None:
         raise CaptureError(
