@@ -20,6 +20,7 @@ from torch import nn
 
 from graphopt import _torch
 from graphopt.capture.autocast_of_others import autocast_of_others
+from graphopt.capture.changed_containers import containers_noted, globals_set
 from graphopt.capture.source_lines import user_frame
 from graphopt.errors import CaptureError, GraphBreakError
 from graphopt.ir.ops.recurrent import AS_IN_EAGER
@@ -54,7 +55,8 @@ _REFUSED: list[tuple[Any, str, str]] = [
 def capturing(model: nn.Module, *, keep: bool = False) -> Iterator[list[str]]:
     """While a model is captured: one capture at a time, without the caller's saved-tensor hooks, nothing hidden.
 
-    Gives a list that holds, behind the block, the attributes that forward has set, as ``path.name``.
+    Gives a list that holds, behind the block, the attributes that forward has set, as ``path.name``, the containers
+    that it has changed, and the global variables that it sets.
 
     Args:
         model: that is captured.
@@ -76,12 +78,14 @@ def capturing(model: nn.Module, *, keep: bool = False) -> Iterator[list[str]]:
             stack.enter_context(_refusing(owner, name, what))
         stack.enter_context(_inference_refused())
         stack.enter_context(_noting_assignments(assigned))
+        changed = stack.enter_context(containers_noted(model))
         yield names
     for (_, name), (module, value) in assigned.items():
         if keep and isinstance(value, _KEPT):
             vars(module)[name] = value
     paths = {id(module): path for path, module in model.named_modules()}
     names += [f"{paths[number]}.{name}".lstrip(".") for number, name in assigned if number in paths]
+    names += [*changed, *globals_set(model)]
 
 
 _KEPT = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -166,15 +170,18 @@ def drawing_refused() -> Iterator[None]:
 
 def _other_generators() -> dict[str, tuple[Any, Callable[[], None]]]:
     """The state of each generator that is not torch's, and what takes it back there."""
-    python = random.getstate()
-    numpy = np.random.get_state(legacy=True)
+    python, numpy = random.getstate(), np.random.get_state(legacy=False)
     return {
         "Python's random": (python, lambda: random.setstate(python)),
-        "numpy.random": (
-            (numpy[1].tobytes(), *numpy[2:]),  # type: ignore[index]
-            lambda: np.random.set_state(numpy),
-        ),
+        "numpy.random": (_plain(numpy), lambda: np.random.set_state(numpy)),
     }
+
+
+def _plain(state: Any) -> Any:
+    """A state of NumPy's that can be compared."""
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
 @contextlib.contextmanager
