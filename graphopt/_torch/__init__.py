@@ -37,6 +37,7 @@ from graphopt._torch.c10d import all_reduce_ as all_reduce_
 from graphopt._torch.c10d import all_to_all_single as all_to_all_single
 from graphopt._torch.c10d import broadcast as broadcast
 from graphopt._torch.c10d import broadcast_ as broadcast_
+from graphopt._torch.c10d import collectives_draw_apart as collectives_draw_apart
 from graphopt._torch.c10d import default_store as default_store
 from graphopt._torch.c10d import is_gloo as is_gloo
 from graphopt._torch.c10d import is_tcp_store as is_tcp_store
@@ -176,6 +177,7 @@ __all__ = [
     "broadcast",
     "broadcast_",
     "broken_guard",
+    "collectives_draw_apart",
     "compile_with_inductor",
     "compiled_call",
     "compiled_with",

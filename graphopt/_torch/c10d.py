@@ -8,6 +8,8 @@ Groups by name and the default store are in ``torch.distributed.distributed_c10d
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +26,7 @@ __all__ = [
     "all_to_all_single",
     "broadcast",
     "broadcast_",
+    "collectives_draw_apart",
     "default_store",
     "is_gloo",
     "is_tcp_store",
@@ -53,6 +56,30 @@ def process_groups() -> dict[str, Any]:
     from torch.distributed.distributed_c10d import _world
 
     return {name: group for group, name in _world.pg_names.items()}
+
+
+@contextlib.contextmanager
+def collectives_draw_apart() -> Iterator[None]:
+    """Leave Python's random numbers where they are, of which torch's stand-ins for collectives take one each."""
+    module: Any = sys.modules.get("torch.distributed._meta_registrations")
+    original = getattr(module, "generate_unique_id", None)
+    if original is None:
+        yield
+        return
+
+    def number() -> int:
+        state = random.getstate()
+        try:
+            found: int = original()
+        finally:
+            random.setstate(state)
+        return found
+
+    module.generate_unique_id = number
+    try:
+        yield
+    finally:
+        module.generate_unique_id = original
 
 
 def default_store() -> Any:

@@ -157,7 +157,8 @@ def drawing_refused() -> Iterator[None]:
         GraphBreakError: behind the block; the generators are where they were before.
     """
     before = _other_generators()
-    yield
+    with _torch.collectives_draw_apart():
+        yield
     after = _other_generators()
     for whose, (state, restore) in before.items():
         if state != after[whose][0]:
