@@ -25,9 +25,8 @@ _OF_GRAPHS = "AutogradFunctionApply."
 """Part of the name of the functions that stand for a user's in the graphs of Dynamo."""
 
 _ORIGINAL_APPLY = torch.autograd.Function.__dict__["apply"]
-_BASE: Any = torch.autograd.Function.__mro__[1]
-"""The class in which ``apply`` goes on, ``_SingleLevelFunction``; it inherits that from torch's C++."""
-
+_BASE: Any = torch.autograd.function._SingleLevelFunction
+"""The class in which ``apply`` goes on; it inherits that from torch's C++."""
 
 _passing: list[type] = []
 """Classes whose ``apply`` is on its way to the base class, where it is not to be recorded."""
@@ -92,7 +91,9 @@ def intercept_custom_functions(check: Callable[[type, tuple[Any, ...]], None]) -
         return cls.__module__.split(".")[0] == "torch" and _OF_GRAPHS not in cls.__qualname__
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if is_own(cls) or kwargs or not _any_traced(args):
+        if kwargs and not is_own(cls):  # recorded in the base class, where all arguments are positional
+            return _ORIGINAL_APPLY.__get__(None, cls)(*args, **kwargs)
+        if is_own(cls) or not _any_traced(args):
             return _plainly(cls, args, kwargs)
         check(cls, args)
         return custom_function(_registered(cls), *args)

@@ -84,6 +84,7 @@ TRACING = Feature(
         "torch._decomp": "decomposition_table",
         "torch._prims_common": "suggest_memory_format",
         "torch._ops": "HigherOrderOperator.py_impl OpOverload OpOverloadPacket",
+        "torch.autograd.function": "_SingleLevelFunction",
         "torch._subclasses.fake_impls": "op_implementations_checks",
         "torch._subclasses.fake_tensor": "FakeTensorMode.cache_clear",
         "torch._subclasses.functional_tensor": "FunctionalTensor",

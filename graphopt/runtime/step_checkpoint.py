@@ -29,7 +29,7 @@ def load_step_state(step: TrainStep, states: Sequence[Mapping[str, Any]], rank: 
     own = [state["step"] for state in states]
     mine = own[0] if len(own) == 1 and own[0]["ranks"] == ranks else redistribute(own, ranks)[rank]
     model, shards = _model_state(states, ranks)
-    optimizer = _optimizer_state(step, states, rank, ranks)
+    optimizer = _optimizer_state(step, states, rank)
     try:
         step.load_model_state(model, shards)
         step.optimizer.load_state_dict(optimizer)
@@ -51,7 +51,7 @@ def _model_state(states: Sequence[Mapping[str, Any]], ranks: int) -> tuple[dict[
     return whole, ()
 
 
-def _optimizer_state(step: TrainStep, states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Any]:
+def _optimizer_state(step: TrainStep, states: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
     """The optimizer's state as this rank keeps it."""
     saved = [state["optimizer"] for state in states]
     group = step.pipeline.shard_group
@@ -60,7 +60,7 @@ def _optimizer_state(step: TrainStep, states: Sequence[Mapping[str, Any]], rank:
         if len(states) == 1 and states[0]["step"]["ranks"] > 1:
             _check_own(whose[0], group)
             return dict(saved[0])
-        parameters = [p for group in step.optimizer.param_groups for p in group["params"]]
+        parameters = [p for each in step.optimizer.param_groups for p in each["params"]]
         whole = consolidate([each for _, each in sorted(dict(zip(whose, saved, strict=True)).items())], parameters)
     else:
         whole = same_everywhere(saved, "optimizer")

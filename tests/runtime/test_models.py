@@ -171,6 +171,7 @@ rounded, split, outer = Rounded.apply, Split.apply, Outer.apply
 FUNCTIONS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "taken before": lambda model, x: rounded(split(x.sin(), model.scale)[0], 3.0),
     "taken before, one inside of another": lambda model, x: outer(outer(x) + Outer.apply(x * 0.5)),
+    "arguments by name": lambda model, x: outer(x, factor=3.0) + Outer.apply(x=x.sin(), factor=0.5),
     "straight through": lambda model, x: Rounded.apply(x, 3.0),
     "two results": lambda model, x: torch.where(*reversed(Split.apply(x.sin(), model.scale)), x),
     "one inside of another's argument": lambda model, x: Rounded.apply(Split.apply(x, model.scale)[0], 0.5),

@@ -90,7 +90,7 @@ def check_sharded_update(
         GraphoptError: saying what does not fit.
     """
     exchanged_over = one_group(found, origin) if found else group
-    if replicas is not None:
+    if replicas is not None and found:
         check_grid(exchanged_over, group, replicas, origin)
     elif exchanged_over.name != group.name and exchanged_over.ranks != group.ranks:
         raise GraphoptError(
