@@ -185,12 +185,12 @@ class FitMemory(Pass):
         plans = program.context.plans
         assert plans is not None
         key = str(self), "compress"
-        budget = self._bytes(program, memory, None)
         if key not in plans:
+            budget = self._bytes(program, memory, None)
             if within_already(memory, budget, reserved_where_cached(program, memory)):
                 return self._fit_uncompressed(program)
-            plans[key] = decided_by_first_rank(program, lambda: self._choose_values(program, budget))
-        action: CompressAction = plans[key]
+            plans[key] = budget, decided_by_first_rank(program, lambda: self._choose_values(program, budget))
+        budget, action = plans[key]  # of the program that was planned, in all programs of a step
         chosen = values_of(program, _COMPRESSION, action.names)
         if not chosen:
             return self._fit_uncompressed(program)
