@@ -26,6 +26,9 @@ FILES := tests/sweeps/test_hostile_inputs.py
 FAULTS := tests/runtime/ranks tests/sweeps/test_faults.py
 SOAK := tests/runtime/test_soak.py tests/rewriting/distributed/test_convergence.py
 
+# Each of the processes that tests start would otherwise compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 GPU_FOUND := gpu-found
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Generator, Iterator
-from fnmatch import fnmatchcase
 
 import pytest
 import torch
 from hypothesis import settings
 
 from tests.support.properties import examples
-from tests.support.swept import SWEPT, UNMATCHED
+from tests.support.swept import SWEPT, UNMATCHED, swept_by
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, the notebooks' kernels among them
 
@@ -21,12 +21,15 @@ settings.load_profile("graphopt")
 
 gc.disable()  # until everything is imported
 
+# pytest gives a handler to each logger that does not propagate, and with one torch formats a traceback per record.
+logging.getLogger("torch.__trace").propagate = True
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     found: set[str] = set()
     for item in items:
-        patterns = [pattern for pattern in SWEPT if fnmatchcase(item.nodeid.removeprefix("tests/"), pattern)]
+        patterns = swept_by(item.nodeid)
         found.update(patterns)
         if patterns or item.path.suffix == ".ipynb":
             item.add_marker(pytest.mark.sweep)

@@ -28,6 +28,9 @@ _EXACT = 30
 _PROOF_SECONDS = 10.0
 """Up to how many operations ``plan`` asks the integer program too, and for how long."""
 
+_WORK, _WORK_ALIKE = 7_200_000, 1_800_000
+"""Steps that are simulated for problems of 61 to 2,000 operations, and for those of identical blocks."""
+
 _DEEP = 400
 _BLOCKS = 4
 """From how many operations, and how many identical blocks, on blocks are decided about together."""
@@ -91,7 +94,7 @@ def _effort(problem: Problem, roles: Roles) -> Effort:
     if count >= _DEEP and roles.repeats >= _BLOCKS:
         return Effort(targets=12, rounds=8, work=3_200 * count, width=4, everywhere=False, grouped=True)
     alike = roles.repeats >= _BLOCKS
-    work = max(1_800_000 if alike else 7_200_000, 1.8 * count**2)
+    work = max(_WORK_ALIKE if alike else _WORK, 1.8 * count**2)
     width = 12 if count < (_STRUCTURED if alike else _WIDE) else 5
     return Effort(targets=12, rounds=20, work=int(work), width=width, everywhere=False)
 

@@ -72,7 +72,7 @@ def two(folder: Path, request: pytest.FixtureRequest) -> Said:
         + SKIPPED
         + RESUME
         + SAVE
-        + MEASURED
+        + (MEASURED if swept else "")
         + EXACT
         + SAY
     )
@@ -201,6 +201,7 @@ def test_without_loss_scaling_a_gradient_that_is_not_finite_is_left_out(said: Sa
         assert all("left 1 gradients of this rank out up to step 4" in line for line in warned)
 
 
+@pytest.mark.sweep
 def test_a_link_is_measured_by_all_ranks_together(two: Said) -> None:
     """They get the same figures, and move no more than 8 MiB on the way to a size and five times 8 MiB."""
     bandwidth, latency, algorithm, moved = two[0]["link"]
@@ -211,6 +212,7 @@ def test_a_link_is_measured_by_all_ranks_together(two: Said) -> None:
     assert two[1]["link"] == two[0]["link"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("case", "sparse"), [("measured", None), ("one rank selects slowly", 0), ("all select fast", 2)]
 )

@@ -24,7 +24,7 @@ PASSES = {
     "sharded": "ShardOptimizer",
 }
 MODES = list(PASSES)
-SWEPT = ("adaptive", "powersgd", "bf16", "local")
+SWEPT = ("sparse", "adaptive", "powersgd", "bf16", "local", "sharded")
 """What `make test` leaves to `make sweep`: what these modes do is tested with their passes."""
 SCRIPT = """
 import os, sys
@@ -79,6 +79,7 @@ def test_all_modes_start_with_the_same_loss(printed: dict[str, str]) -> None:
     assert len({re.search(r"^step    1: loss ([\d.]+),", text, re.MULTILINE)[1] for text in printed.values()}) == 1  # type: ignore[index]
 
 
+@pytest.mark.sweep
 def test_the_sparse_mode_sends_few_entries(printed: dict[str, str]) -> None:
     assert "4 of 17 gradients are exchanged sparsely over the 2 ranks" in printed["sparse"]
 

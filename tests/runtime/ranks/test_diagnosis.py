@@ -234,7 +234,7 @@ def killed(folder: Path, phase: str) -> tuple[Outcome, Outcome]:
     return outcome, run_tasks({phase: resumed(task)})[phase]
 
 
-LONG = ("dies early", "measured", "hangs early", "four", "fewer")
+LONG = ("dies early", "measured", "hangs early", "four", "fewer", "drop-in")
 """Tasks whose tests are left to `make sweep`."""
 
 
@@ -335,6 +335,7 @@ def test_a_rank_killed_while_ranks_agree_on_what_to_rewrite_is_named(ended: dict
     assert "onnection" in found["cause"]
 
 
+@pytest.mark.sweep
 def test_a_rank_killed_in_a_drop_in_backward_is_named(ended: dict[str, Outcome]) -> None:
     found = ended["drop-in"].found[0]
     assert ended["drop-in"].codes == [0, -9]

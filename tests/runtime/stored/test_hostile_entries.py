@@ -113,7 +113,7 @@ def _change_everywhere(stored: tuple[Training, list[Path]], number: int, run: Ca
 
 
 def test_entries_whose_data_is_changed_anywhere(stored: tuple[Training, list[Path]]) -> None:
-    for number in range(25):
+    for number in range(12):
         _change_everywhere(stored, number, lambda: step_run(network(), sgd, BATCHES)[0])
 
 
@@ -121,13 +121,13 @@ def test_entries_of_drop_in_models_whose_data_is_changed_anywhere(folder: Path) 
     expected, _ = drop_in_run(network(), sgd, BATCHES)
     (entry,) = entries(folder)
     stored = expected, sorted(entry.folder.iterdir())
-    for number in range(10):
+    for number in range(5):
         _change_everywhere(stored, number, lambda: drop_in_run(network(), sgd, BATCHES)[0])
 
 
 @pytest.mark.sweep
 def test_many_entries_whose_data_is_changed(stored: tuple[Training, list[Path]]) -> None:
-    for number in range(100, 700):
+    for number in range(700):
         _change_everywhere(stored, number, lambda: step_run(network(), sgd, BATCHES)[0])
 
 
