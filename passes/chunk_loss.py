@@ -13,7 +13,7 @@ from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
 from graphopt.rewriting.memory.chunk_rows import chunked
-from graphopt.rewriting.memory.row_regions import RowRegion, row_region
+from graphopt.rewriting.memory.row_regions import RowRegion, row_region, sizes_that_vary
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
 __all__ = ["ChunkLoss"]
@@ -128,9 +128,10 @@ class ChunkLoss(Pass):
 
 def _largest(program: Program) -> RowRegion | str:
     """The region of the largest matrix behind which a loss is computed by rows; or why there is none."""
-    products = [node for node in program.phase_nodes(Phase.FORWARD) if _makes_logits(node)]
+    varying = sizes_that_vary(program)
+    products = [] if varying else [node for node in program.phase_nodes(Phase.FORWARD) if _makes_logits(node)]
     products.sort(key=lambda node: value_of(node).numel(), reverse=True)
-    found: RowRegion | str = "no loss is computed from the rows of a matrix product"
+    found: RowRegion | str = varying or "no loss is computed from the rows of a matrix product"
     for node in reversed(products):
         region = row_region(program, node)
         found = found if isinstance(found, RowRegion) and isinstance(region, str) else region

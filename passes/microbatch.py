@@ -14,7 +14,7 @@ from graphopt.ir.ops.values import format_bytes, tensors_of
 from graphopt.ir.program import Program
 from graphopt.rewriting.memory.batch_region import batch_inputs, batch_region
 from graphopt.rewriting.memory.chunk_rows import chunked
-from graphopt.rewriting.memory.row_regions import RowRegion
+from graphopt.rewriting.memory.row_regions import RowRegion, sizes_that_vary
 from graphopt.rewriting.memory.token_rows import Rows
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
@@ -119,7 +119,7 @@ class Microbatch(Pass):
         return found
 
     def _region(self, program: Program) -> RowRegion:
-        region = batch_region(program, self._batch(program))
+        region = sizes_that_vary(program) or batch_region(program, self._batch(program))
         if isinstance(region, str):
             raise GraphoptError(f"microbatch cannot cut the batch into slices: {region}")
         if self.slices != "auto" and self.slices > region.rows:

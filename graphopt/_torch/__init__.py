@@ -96,6 +96,8 @@ from graphopt._torch.generator_states import run_with_rng_state as run_with_rng_
 from graphopt._torch.inductor_code import InductorCode as InductorCode
 from graphopt._torch.inductor_code import compile_with_inductor as compile_with_inductor
 from graphopt._torch.inductor_code import generated_function as generated_function
+from graphopt._torch.inner_gradients import inner_gradients as inner_gradients
+from graphopt._torch.inner_gradients import intercept_inner_gradients as intercept_inner_gradients
 from graphopt._torch.interception import as_in_eager as as_in_eager
 from graphopt._torch.interception import intercept_checkpoint as intercept_checkpoint
 from graphopt._torch.memory_profile import allocator_events as allocator_events
@@ -203,9 +205,11 @@ __all__ = [
     "higher_order_ops",
     "hooks_added",
     "in_function_transform",
+    "inner_gradients",
     "input_sources",
     "intercept_checkpoint",
     "intercept_custom_functions",
+    "intercept_inner_gradients",
     "is_composite",
     "is_free_to_go",
     "is_fusible",

@@ -112,6 +112,7 @@ JOINT = Feature(
             "MemoryFormatMeta OutputAliasInfo PlainTensorMeta ViewAndMutationMeta.bw_donated_idxs"
         ),
         "torch._functorch.config": "donated_buffer patch",
+        "torch.autograd": "_engine_run_backward",
         "torch.fx.graph": "CodeGen.gen_fn_def",
     },
 )

@@ -69,6 +69,12 @@ BORDER = (
         "a drop-in model runs in eager mode there",
     ),
     Row("second derivatives", "refused", "of a drop-in model; first ones may be taken with `create_graph=True`"),
+    Row(
+        "`torch.autograd.grad` inside of forward or of a loss",
+        "honoured",
+        "part of the program, differentiated with the rest; `backward()` there is refused, and so is an argument to "
+        "which only forward gives `requires_grad`",
+    ),
     Row("autocast around the call", "signature", "and its casts are traced"),
     Row("deterministic algorithms, default dtype, matmul precision, kernels for attention, oneDNN", "signature"),
     Row("anomaly mode", "signature"),

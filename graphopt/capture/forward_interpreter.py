@@ -14,6 +14,7 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.capture.device_kernels import on_device
+from graphopt.capture.inner_gradients import differentiated_by
 from graphopt.ir.node import info
 from graphopt.ir.ops.product import prod_backward
 from graphopt.ir.ops.values import is_dense
@@ -47,13 +48,15 @@ _LARGER_THAN = {_aten.maximum.default: (torch.lt, torch.gt), _aten.minimum.defau
 class Interpreter(fx.Interpreter):
     """Runs a forward program, and notes on each joint node under construction which forward values it holds.
 
-    Custom autograd functions run as themselves, with their own backward.
+    Custom autograd functions run as themselves, with their own backward, and gradients that the model takes inside of
+    forward are taken by autograd.
     """
 
     def __init__(self, module: fx.GraphModule, prefix: str = "") -> None:
         super().__init__(module)
         self._prefix = prefix
         self._bodies = {id(child): name for name, child in module.named_children()}
+        self._differentiated_by = differentiated_by(module)
 
     def _inside(self, body: fx.GraphModule) -> Interpreter:
         return Interpreter(body, f"{self._prefix}{self._bodies[id(body)]}/")
@@ -66,6 +69,8 @@ class Interpreter(fx.Interpreter):
             if not hasattr(error, PLACE) and n.op == "call_function":
                 setattr(error, PLACE, info(n).source)
             raise
+        if n in self._differentiated_by and not result.requires_grad:
+            result = (result.detach() if n.op == "placeholder" else result).requires_grad_()
         if isinstance(result, torch.Tensor):
             node = _torch.traced_node(result)
             if node is not None:
@@ -76,6 +81,8 @@ class Interpreter(fx.Interpreter):
         """Call an op so that what is traced is what eager mode runs."""
         if target is _torch.custom_function:
             return _torch.custom_function.original(*args)
+        if target is _torch.inner_gradients:
+            return _torch.inner_gradients.original(*args)
         if target in (_AUTOCAST, _SET_GRAD):
             return self._region(target, args)
         if target in _DROPOUTS and (args[1] in (0, 1) or not args[2]):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphopt.errors import CaptureError
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.program import Program
 
@@ -18,13 +19,22 @@ __all__ = ["match_layouts", "own_gradients"]
 
 
 def match_layouts(program: Program) -> None:
-    """Give each gradient its parameter's strides. Fused kernels walk parameter, gradient and state by address."""
+    """Give each gradient its parameter's strides. Fused kernels walk parameter, gradient and state by address.
+
+    Raises:
+        CaptureError: for a gradient that is sparse, which has no strides.
+    """
     parameters = {spec.target: node for node, spec in program.inputs_of("parameter")}
     values = list(program.output_values)
     for index, (value, spec) in enumerate(zip(values, program.outputs, strict=True)):
         if spec.role != "gradient" or spec.target not in parameters or not isinstance(value, fx.Node):
             continue
         wanted = value_of(parameters[spec.target])
+        if value_of(value).layout is not torch.strided:
+            raise CaptureError(
+                f"{program.title}: the gradient of {spec.target} is sparse, and programs have dense tensors only\n"
+                "  what to do: make the embedding without sparse=True, or leave this model without graphopt"
+            )
         if value_of(value).stride() != wanted.stride():
             values[index] = _copied_like(program, value, wanted)
             program.hand_over_name(f"{spec.target}~", value, values[index])

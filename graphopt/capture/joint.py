@@ -29,6 +29,7 @@ from graphopt.capture.finish_joint import (
 )
 from graphopt.capture.forward_interpreter import HOLDS, PLACE, Interpreter
 from graphopt.capture.gradient_layouts import match_layouts, own_gradients
+from graphopt.capture.inner_gradients import refuse_arguments_without_gradients
 from graphopt.capture.replace_ops import use_own_ops
 from graphopt.capture.source_lines import user_frame
 from graphopt.errors import CaptureError, GraphBreakError
@@ -134,6 +135,7 @@ def capture_joint(forward: Program, tensors: dict[str, torch.Tensor], examples: 
         args = [value_of(node) for node, _ in forward.inputs_of("input")]
         for fake, real in zip(args, examples, strict=True):
             fake.requires_grad_(real.requires_grad)
+    refuse_arguments_without_gradients(forward, tensors, examples)
     refuse_varying_lstm(forward.graph)
     refuse_overlapping_writes(forward.title, (node for _, node in _marked(forward.graph, forward.attributes)))
     try:

@@ -1,4 +1,4 @@
-"""What a model does for itself while it is captured: names, checkpointed regions, custom autograd functions."""
+"""What a model does for itself while it is captured: names, checkpointed regions, autograd functions, gradients."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from graphopt import _torch
+from graphopt.capture.inner_gradients import refused_inside
 from graphopt.capture.source_lines import user_frame
 from graphopt.errors import CaptureError, GraphBreakError
 from graphopt.ir.names import add_name
@@ -32,6 +33,7 @@ def observe(model: nn.Module) -> Iterator[None]:
         stack.enter_context(_module_names(model))
         stack.enter_context(_torch.intercept_checkpoint(_checkpoint_regions()))
         stack.enter_context(_torch.intercept_custom_functions(_check_function))
+        stack.enter_context(_torch.intercept_inner_gradients(refused_inside))
         yield
 
 

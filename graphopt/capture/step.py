@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _not_traced: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
 _opaque: weakref.WeakKeyDictionary[torch.optim.Optimizer, OpaqueUpdate] = weakref.WeakKeyDictionary()
+_told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers whose implementation was chosen here, and that this was told of."""
 
 NOTED = (
     "state",
@@ -131,6 +133,7 @@ def trace_optimizer(
         else:
             if shards is not None:
                 refuse_coupling(optimizer, found.graph)
+            tracer.tell_choice()
             return found
     if shards is not None:
         raise GraphoptError(
@@ -327,6 +330,18 @@ class _Tracer:
         if usable and not self._skips_elements(group):
             return {"fused": True}
         return {"foreach": True} if "foreach" in group else {}
+
+    def tell_choice(self) -> None:
+        """Log, once for an optimizer, that its fused kernel was chosen where that rounds otherwise than the default."""
+        chosen = any(self._implementation(group).get("fused") for group in self._optimizer.param_groups)
+        if not chosen or isinstance(self._optimizer, torch.optim.SGD) or self._optimizer in _told:
+            return
+        _told.add(self._optimizer)
+        logger.info(
+            "%s by its fused kernel, since no implementation was asked for: last bits differ from those of the loop "
+            "before; for equal bits, give the optimizer fused=True in both, or foreach=False",
+            type(self._optimizer).__name__,
+        )
 
 
 class _ChangingNumberError(Exception):

@@ -24,6 +24,7 @@ HIGHER_ORDER = {
     "run_and_save_rng_state": _torch.run_and_save_rng_state,
     "run_with_rng_state": _torch.run_with_rng_state,
     "graphopt_custom_function": _torch.custom_function,
+    "graphopt_inner_gradients": _torch.inner_gradients,
 }
 
 

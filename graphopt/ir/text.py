@@ -317,6 +317,11 @@ class Writer:
         name = str(target)
         if target is _torch.custom_function:
             return f"{_NUMBERED_CLASS.sub('', str(args[0]))}.apply(", arguments[1:], ")"
+        if target is _torch.inner_gradients and len(args) > 3:
+            count, (again, unused), tensors = args[0], arguments[1:3], arguments[3:]
+            outputs, gradients, inputs = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
+            lists = [f"[{', '.join(each)}]" for each in (outputs, inputs, gradients)]
+            return "torch.autograd.grad(", [*lists, f"create_graph={again}", f"allow_unused={unused}"], ")"
         if name == "wrap_with_autocast" and len(args) > 4:
             device, dtype, enabled, cache, function, *rest = arguments
             options = f"{device}, {dtype}, enabled={enabled}, cache_enabled={cache}"

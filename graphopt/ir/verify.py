@@ -262,7 +262,7 @@ def _stale_values(program: Program, before: Program | None) -> Iterator[str]:
             continue
         if before is None or known.get(node.name) == (node.target, str(node.args), str(node.kwargs)):
             continue
-        if schema.mutated_inputs(node) or _subgraph(node):
+        if schema.mutated_inputs(node) or _subgraph(node) or node.target is _torch.inner_gradients:
             continue
         old, new = value_of(node), program.propagate(node)
         if _metadata(old) != _metadata(new):

@@ -294,8 +294,13 @@ class Serving(Generic[C]):
         if found is not None:
             return found
         try:
-            target = plans.target(values)
-            return plans.add(values, maker.compile(capture.rewritten.session, target))
+            planned = maker.compile(capture.rewritten.session, plans.target(values))
+            if planned.rules and planned.rules.match(call.tensors) is not None:
+                return plans.add(values, planned)
+            logger.warning(
+                "%s: a pass has fixed a size that varies, so that what was planned for %s does not serve it: these "
+                "sizes are captured by themselves", type(call.model).__name__, capture.rules.describe(values),
+            )  # fmt: skip
         except GraphoptError as error:
             found = plans.find(values, near=False)
             if found is not None and lacks_bytes(error):

@@ -169,3 +169,10 @@ def test_what_torch_adds_behind_backward_is_backward(function: Function) -> None
     assert torch.equal(model.weight.grad, optimized.weight.grad)  # type: ignore[arg-type]
     phases = [str(graphopt.ir.node.info(node).phase) for node in optimized.program.nodes if node.op == "call_function"]  # type: ignore[union-attr,operator]
     assert phases == sorted(phases, reverse=True)  # forward, then backward
+
+
+def test_a_sparse_gradient_is_refused_with_the_way_out(capfd: pytest.CaptureFixture[str]) -> None:
+    model = graphopt.optimize(nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)))
+    with pytest.raises(CaptureError, match=r"the gradient of 0.weight is sparse(?s:.*)without sparse=True"):
+        model(torch.tensor([1, 2]))
+    assert "Traceback" not in capfd.readouterr().err

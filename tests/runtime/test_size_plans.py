@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import random
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import graphopt
-from graphopt import GraphoptError
-from graphopt.passes import FitMemory
+from graphopt import Changed, GraphoptError, Pass, Program
+from graphopt.ir.node import value_of
+from graphopt.passes import Chunk, ChunkLoss, FitMemory, Microbatch
 from tests.support.changing_lengths import (
     LONGEST,
     Lengths,
@@ -101,3 +106,85 @@ def test_sizes_for_which_there_is_no_plan_are_refused_and_smaller_ones_go_on() -
         step(*long)
     step(*other)
     assert len(step._runner.captures.all()) == 2
+
+
+# --- sizes stay open -------------------------------------------------------------------------------------------------
+
+
+class Weighted(nn.Module):
+    """A network that multiplies by a tensor which it makes as long as the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, 4))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = torch.ones(()).expand(x.shape[0], 4) * 1.5
+        found: torch.Tensor = self.head(self.net(x) * (self.net(x).detach() * weights).softmax(-1))
+        return found
+
+
+def mean_of_squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = model(x).square().mean()
+    return found
+
+
+def rows(*counts: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(count, 4, generator=generator) for count in counts]
+
+
+def losses(passes: list[Any] | None, batches: list[torch.Tensor]) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = Weighted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+    if passes is not None:
+        step = graphopt.optimize_step(model, optimizer, passes, loss=mean_of_squares)
+        return [step(batch) for batch in batches]
+    found = []
+    for batch in batches:
+        loss = mean_of_squares(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return found
+
+
+def test_what_is_advised_where_no_plan_fits_fixes_no_size() -> None:
+    """The next step above a size has no plan, which asks what would lower the peak; the size itself has one."""
+    batches = rows(8, 5, 7, 3, 12, 1, 5)
+    assert all(map(torch.equal, losses([fit("99%")], batches), losses(None, batches)))
+
+
+@dataclass(frozen=True)
+class Asking(Pass):
+    """A pass that takes a size that varies for a number, from 12 rows on."""
+
+    name = "asking"
+    stage = "joint"
+    numerics = "bitwise"
+
+    def apply(self, program: Program) -> Changed:
+        if max(program.context.sizes.values(), default=0) >= 12:
+            int(value_of(program.inputs_of("input")[0][0]).shape[0])
+        return Changed(counts={"asked": 1})
+
+
+def test_a_pass_that_fixes_a_size_is_told_and_does_no_harm(caplog: pytest.LogCaptureFixture) -> None:
+    batches = rows(8, 5, 7, 3, 12, 13, 5)
+    with caplog.at_level(logging.WARNING, "graphopt"):
+        found = losses([Asking(), fit("99%")], batches)
+    assert all(map(torch.equal, found, losses(None, batches)))
+    assert "a pass has fixed a size that varies" in caplog.text
+
+
+@pytest.mark.parametrize("current", [ChunkLoss(2), Chunk("net", chunks=2), Microbatch(2)], ids=lambda one: one.name)
+def test_passes_that_divide_rows_refuse_declared_sizes_by_name(current: Pass) -> None:
+    model = Weighted()
+    shapes = ({0: torch.export.Dim("count", min=2, max=64)},)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = graphopt.optimize_step(model, optimizer, [current], loss=mean_of_squares, dynamic_shapes=shapes)
+    with pytest.raises(GraphoptError, match=r"its sizes vary .*, and rows are divided once.*dynamic_shapes"):
+        step(*rows(8))

@@ -91,6 +91,26 @@ def test_optimizers_update_as_in_eager_mode(kind: str, named: bool) -> None:
     assert step.records[0].changed
 
 
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda p: torch.optim.AdamW(p), 1),
+        (lambda p: torch.optim.AdamW(p, fused=True), 0),
+        (lambda p: torch.optim.SGD(p), 0),
+    ],
+    ids=["AdamW", "fused", "SGD"],
+)
+def test_a_kernel_that_nobody_asked_for_is_told_once(
+    make: Callable[..., torch.optim.Optimizer], told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = network()
+    step = graphopt.optimize_step(model, make(model.parameters()), loss=mean_square)
+    with caplog.at_level("INFO", "graphopt"):
+        for count in (8, 8, 4):
+            step(rows(count))
+    assert sum("since no implementation was asked for" in line for line in caplog.messages) == told
+
+
 def test_other_mistakes_with_optimizers() -> None:
     model = network()
     with pytest.raises(GraphoptError, match=r"optimizer is a torch\.optim optimizer over .*, got 3"):

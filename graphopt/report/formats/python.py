@@ -158,6 +158,11 @@ class _Body(Writer):
                     "it at the top level of a module, under a name of its own"
                 )
             return f"pkgutil.resolve_name({key!r}).apply(", arguments[1:], ")"
+        if target is _torch.inner_gradients:
+            raise GraphoptError(
+                "gradients that forward takes by itself have no Python of their own while the program is not "
+                "differentiated: write the joint stage (graphopt.capture(...), without stage='forward')"
+            )
         return f"{self.target(target)}(", arguments, ")"
 
     def target(self, target: Any) -> str:

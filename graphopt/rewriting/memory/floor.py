@@ -103,7 +103,11 @@ def _fewer_bits(memory: MemoryTimeline, done: str) -> Iterator[str]:
 
 def _samples(program: Program, done: str) -> int:
     """How many samples a step could be computed in slices of; 0 where it cannot be."""
-    if program.stage != "step" or any(name in done for name in ("microbatch", "chunk", "compress-activations")):
+    if (
+        program.stage != "step"
+        or program.symbols
+        or any(name in done for name in ("microbatch", "chunk", "compress-activations"))
+    ):
         return 0
     batch = batch_inputs(program)
     region = batch_region(program, batch) if batch and any(program.outputs_of("loss")) else ""

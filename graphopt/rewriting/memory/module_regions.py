@@ -12,7 +12,7 @@ from torch import fx
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.program import Program
 from graphopt.rewriting.memory.product_rules import PRODUCTS, product_of_rows
-from graphopt.rewriting.memory.row_regions import RowRegion, is_large, large_steps, obstacle
+from graphopt.rewriting.memory.row_regions import RowRegion, is_large, large_steps, obstacle, sizes_that_vary
 from graphopt.rewriting.memory.row_rules import MADE_OF_ONE_NUMBER, step_of
 from graphopt.rewriting.memory.token_rows import Rows, Step
 from graphopt.rewriting.memory.view_rules import JOINS
@@ -51,6 +51,9 @@ def module_regions(program: Program, module: str, axis: int) -> list[RowRegion] 
     Returns:
         One region or two, or why there is none.
     """
+    varying = sizes_that_vary(program)
+    if varying:
+        return varying
     matrix = _largest_product(program, module)
     if matrix is None:
         return "there is no matrix product in it"

@@ -17,7 +17,7 @@ from graphopt.rewriting.memory.product_rules import PRODUCTS, product_of_rows
 from graphopt.rewriting.memory.row_rules import MADE_OF_ONE_NUMBER, step_of
 from graphopt.rewriting.memory.token_rows import Choice, Rows, Step, Sum
 
-__all__ = ["RowRegion", "is_large", "large_steps", "obstacle", "row_region"]
+__all__ = ["RowRegion", "is_large", "large_steps", "obstacle", "row_region", "sizes_that_vary"]
 
 
 @dataclass
@@ -54,6 +54,19 @@ class RowRegion:
     def replaced(self) -> list[fx.Node]:
         """The calls in whose place chunks are."""
         return [node for node in self.steps if node not in self.again]
+
+
+def sizes_that_vary(program: Program) -> str:
+    """Why a program has no rows that could be counted: which of its sizes vary; empty where none does.
+
+    Whoever asks whether a size that varies is equal to another fixes it, for all programs of the same capture.
+    """
+    if not program.symbols:
+        return ""
+    return (
+        f"its sizes vary ({', '.join(program.symbols)}), and rows are divided once and for all: leave dynamic_shapes "
+        "out, or give dynamic_shapes=None"
+    )
 
 
 def row_region(program: Program, projection: fx.Node) -> RowRegion | str:

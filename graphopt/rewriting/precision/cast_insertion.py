@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from graphopt import _torch
+from graphopt.errors import GraphoptError
 from graphopt.ir.node import Phase, info, set_info, set_value, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import DTYPE_NAMES
@@ -126,6 +127,9 @@ class Rewriter:
             self._visit_own_autocast(program, node)
         elif node.target is _torch.custom_function:
             return self._visit_custom(program, node)
+        elif node.target is _torch.inner_gradients:
+            self._refuse_cast_inputs(node)
+            return self._as_before(program, node)
         else:
             return self._as_before(program, node)
         return node
@@ -160,6 +164,17 @@ class Rewriter:
         touched = self._cast_arguments(program, node, casts_to(node, dtype))
         self._refresh(program, node, touched or choice is not None)
         return node
+
+    def _refuse_cast_inputs(self, node: fx.Node) -> None:
+        """Refuse gradients that forward takes by a tensor which is another one in mixed precision."""
+        count, _, _, *tensors = node.args
+        for source in _torch.inner_gradients.inputs(count, *tensors):
+            if _dtypes(source) != (self._plain.get(source) or _dtypes(source)):
+                raise GraphoptError(
+                    f"mixed precision: forward takes gradients by torch.autograd.grad at {info(node).source}, by "
+                    f"{source.name}, which would be cast\n"
+                    "  what to do: put torch.autocast around layers inside of forward, or train under torch.autocast"
+                )
 
     def _as_before(self, program: Program, node: fx.Node) -> fx.Node:
         """Give a call that cannot be put into mixed precision what it got when it was captured."""
