@@ -28,6 +28,8 @@ from graphopt._torch.aot_autograd import AotInput as AotInput
 from graphopt._torch.aot_autograd import AotOutput as AotOutput
 from graphopt._torch.aot_autograd import GradientRoutes as GradientRoutes
 from graphopt._torch.aot_autograd import JointTrace as JointTrace
+from graphopt._torch.autograd_engine import inner_gradients as inner_gradients
+from graphopt._torch.autograd_engine import intercept_inner_gradients as intercept_inner_gradients
 from graphopt._torch.boxed_code import BoxedCodeGen as BoxedCodeGen
 from graphopt._torch.c10d import abort_group as abort_group
 from graphopt._torch.c10d import all_gather_into_tensor as all_gather_into_tensor
@@ -96,8 +98,6 @@ from graphopt._torch.generator_states import run_with_rng_state as run_with_rng_
 from graphopt._torch.inductor_code import InductorCode as InductorCode
 from graphopt._torch.inductor_code import compile_with_inductor as compile_with_inductor
 from graphopt._torch.inductor_code import generated_function as generated_function
-from graphopt._torch.inner_gradients import inner_gradients as inner_gradients
-from graphopt._torch.inner_gradients import intercept_inner_gradients as intercept_inner_gradients
 from graphopt._torch.interception import as_in_eager as as_in_eager
 from graphopt._torch.interception import intercept_checkpoint as intercept_checkpoint
 from graphopt._torch.memory_profile import allocator_events as allocator_events
