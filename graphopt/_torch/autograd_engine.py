@@ -79,20 +79,22 @@ def intercept_inner_gradients(refuse: Callable[[str], Exception]) -> Iterator[No
         accumulate_grad: bool = False,
     ) -> Any:
         tensors = (*outputs, *gradients, *inputs)
-        if in_function_transform() or not any(map(_is_traced, tensors)):
+        untouched = in_function_transform() or not any(map(_is_traced, tensors))
+        if untouched or any(gradient is None for gradient in gradients):  # without one autograd raises
             options = {"allow_unreachable": allow_unreachable, "accumulate_grad": accumulate_grad}
-            return _RUN(outputs, gradients, retain_graph, create_graph, inputs, **options)
+            return before(outputs, gradients, retain_graph, create_graph, inputs, **options)
         if accumulate_grad:
             raise refuse("backward()")
         if not all(isinstance(each, torch.Tensor) and traced_node(each) is not None for each in tensors):
             raise refuse("torch.autograd.grad of what are no tensors of its own, such as edges of the graph,")
         return inner_gradients(len(outputs), create_graph, allow_unreachable, *tensors)
 
+    before: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     torch.autograd._engine_run_backward = run  # type: ignore[assignment,attr-defined]
     try:
         yield
     finally:
-        torch.autograd._engine_run_backward = _RUN  # type: ignore[attr-defined]
+        torch.autograd._engine_run_backward = before  # type: ignore[attr-defined]
 
 
 def _is_traced(tensor: Any) -> bool:

@@ -30,8 +30,8 @@ __all__ = ["CompiledJoint", "compile_joint"]
 
 _TWICE = (
     "{0} is differentiated a second time (create_graph=True, as for gradient penalties or Hessians), and its program "
-    "has one backward only: for that, call the model that was given to graphopt.optimize; the two share all parameters. "
-    "Or put the loss with the penalty into graphopt.optimize_step, which captures torch.autograd.grad inside of it"
+    "has one backward only: for that, call the model that was given to graphopt.optimize; the two share all "
+    "parameters. Or put the loss with the penalty into graphopt.optimize_step, which captures torch.autograd.grad in it"
 )
 
 

@@ -260,6 +260,15 @@ def test_other_ways_to_gradients_are_refused_by_name(loss: Callable[..., torch.T
         graphopt.capture(network(3, 2), (torch.ones(4, 3),), loss=loss)
 
 
+def test_autograds_own_errors_stay() -> None:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        probe = x.detach().requires_grad_()
+        return torch.autograd.grad(model(probe).sum().detach(), probe)[0].sum()
+
+    with pytest.raises(GraphBreakError, match="does not require grad"):
+        graphopt.capture(network(3, 2), (torch.ones(4, 3),), loss=loss)
+
+
 def test_a_forward_program_with_them_is_not_written_as_python() -> None:
     with pytest.raises(GraphoptError, match="write the joint stage"):
         graphopt.capture(Forces(), (torch.ones(8, 3),), stage="forward").to("python")
