@@ -180,6 +180,23 @@ def test_a_pass_that_fixes_a_size_is_told_and_does_no_harm(caplog: pytest.LogCap
     assert "a pass has fixed a size that varies" in caplog.text
 
 
+KEPT_OPEN = (
+    "recompute{checkpoints=net}", "recompute{checkpoints=net},contiguous-checkpoints", "offload", "offload-state",
+    "fit-memory{budget=95% cost=roofline}", "compress-activations", "mixed-precision", "mixed-precision{level=O2}",
+    "scale-loss", "clip-gradients{max-norm=1.0}", "fuse-update", "checkpoint-boundaries", "chunk-loss",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("passes", KEPT_OPEN)
+def test_no_pass_fixes_a_size(passes: str) -> None:
+    shapes = ({0: torch.export.Dim("count", min=2, max=64)},)
+    model = Weighted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+    step = graphopt.optimize_step(model, optimizer, passes, loss=mean_of_squares, dynamic_shapes=shapes)
+    step.prepare(*rows(8))
+    assert list(step.program.symbols.values()) == [8]
+
+
 @pytest.mark.parametrize("current", [ChunkLoss(2), Chunk("net", chunks=2), Microbatch(2)], ids=lambda one: one.name)
 def test_passes_that_divide_rows_refuse_declared_sizes_by_name(current: Pass) -> None:
     model = Weighted()
