@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,9 +18,16 @@ import graphopt
 from graphopt.ir.node import Phase
 from graphopt.passes import CompressActivations, FitMemory
 from tests.support.properties import examples
+from tests.support.searching import short_search
 from tests.support.training import Blocks, mean_square, next_token, ops
 
 TOKENS = torch.randint(11, (16, 32), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def _short_search() -> Iterator[None]:
+    with short_search():
+        yield
 
 
 def model() -> nn.Module:
@@ -40,7 +48,7 @@ def step_of(passes: Any, made: nn.Module | None = None) -> tuple[graphopt.TrainS
 
 
 def fit(budget: int | str, *allow: str) -> FitMemory:
-    return FitMemory(budget, allow=allow, cost="roofline", time_limit=1.0)
+    return FitMemory(budget, allow=allow, cost="roofline")
 
 
 def peak_of(step: graphopt.TrainStep) -> tuple[int, int]:
