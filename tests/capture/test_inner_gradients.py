@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.autograd import grad  # a name of its own, as models have it
+from torch.utils.checkpoint import checkpoint
 
 import graphopt
 from graphopt import CaptureError, GraphoptError
@@ -92,6 +93,53 @@ class Regions(nn.Module):
         return y + low.float() * plain
 
 
+class Pairs(nn.Module):
+    """Forces and stress of particles that act on each other, from one energy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network(1)
+
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = positions.detach().requires_grad_()
+        strain = torch.zeros(3, 3, requires_grad=True)
+        moved = positions @ (torch.eye(3) + strain)
+        one, other = torch.triu_indices(len(positions), len(positions), 1)
+        distances = (moved[one] - moved[other]).square().sum(1, keepdim=True).add(1e-6).sqrt()
+        energy = torch.zeros(len(positions)).index_add(0, one, self.net(distances)[:, 0]).sum()
+        forces, stress = torch.autograd.grad(energy, [positions, strain], create_graph=True)
+        return energy + stress.square().sum(), -forces
+
+
+class Square(torch.autograd.Function):
+    """A square whose backward is written by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        found: torch.Tensor = 2 * ctx.saved_tensors[0] * gradient
+        return found
+
+
+class Checkpointed(nn.Module):
+    """Forces through a checkpointed layer with dropout, an autograd function and batch normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Dropout(0.2))
+        self.norm, self.last = nn.BatchNorm1d(16), nn.Linear(16, 1)
+
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = positions.detach().requires_grad_()
+        hidden = checkpoint(self.first, positions, use_reentrant=False)
+        energy = self.last(Square.apply(self.norm(hidden))).sum()
+        return energy, -torch.autograd.grad(energy, positions, create_graph=True)[0]
+
+
 class Jacobian(nn.Module):
     """A network whose Jacobian is kept small."""
 
@@ -146,6 +194,8 @@ INSIDE: dict[str, Case] = {
     "attribution": (Attribution, of_square, ((8, 4),)),
     "regions": (Regions, of_square, ((8, 4),)),
     "jacobian": (Jacobian, of_square, ((3,),)),
+    "pairs": (Pairs, of_forces, ((8, 3),)),
+    "checkpointed": (Checkpointed, of_forces, ((8, 3),)),
 }
 IN_LOSSES: dict[str, Case] = {
     "penalty": (network, penalty, ((8, 3),)),
@@ -182,7 +232,7 @@ def trained(case: Case, passes: list[Any] | None, *, whole_step: bool) -> list[t
         optimizer.step()
         optimizer.zero_grad()
         losses.append(value.detach())
-    return [*losses, *(p.detach() for p in model.parameters()), torch.rand(1)]
+    return [*losses, *(tensor.detach() for tensor in model.state_dict().values()), torch.rand(1)]
 
 
 @pytest.mark.parametrize("passes", PASSES)
