@@ -297,10 +297,9 @@ class Serving(Generic[C]):
             planned = maker.compile(capture.rewritten.session, plans.target(values))
             if planned.rules and planned.rules.match(call.tensors) is not None:
                 return plans.add(values, planned)
-            logger.warning(
-                "%s: a pass has fixed a size that varies, so that what was planned for %s does not serve it: these "
-                "sizes are captured by themselves", type(call.model).__name__, capture.rules.describe(values),
-            )  # fmt: skip
+            sizes = [f"{rule.place} = {call.tensors[rule.input].shape[rule.dim]}" for rule in capture.rules.axes]
+            reason = "a pass has fixed a size that varies, so that no other one is planned for: captured by itself is"
+            self._tell(call.model, f"{reason} {', '.join(sizes)}")
         except GraphoptError as error:
             found = plans.find(values, near=False)
             if found is not None and lacks_bytes(error):

@@ -178,6 +178,7 @@ def test_a_pass_that_fixes_a_size_is_told_and_does_no_harm(caplog: pytest.LogCap
         found = losses([Asking(), fit("99%")], batches)
     assert all(map(torch.equal, found, losses(None, batches)))
     assert "a pass has fixed a size that varies" in caplog.text
+    assert "dimension 0 of args[0] = 12" in caplog.text
 
 
 KEPT_OPEN = (
