@@ -18,7 +18,8 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, disable_p
 
 from graphopt._torch.change_detection import in_function_transform
 from graphopt._torch.fake_tensors import has_no_data
-from graphopt._torch.traced_tensors import traced_node
+from graphopt._torch.traced_tensors import traced_node, tracing_graph
+from graphopt.errors import GraphoptError
 
 __all__ = ["inner_gradients", "intercept_inner_gradients"]
 
@@ -36,6 +37,11 @@ class _InnerGradients(HigherOrderOperator):
         super().__init__("graphopt_inner_gradients")
 
     def __call__(self, count: int, create_graph: bool, allow_unused: bool, *tensors: Any) -> Any:
+        if tracing_graph() is None:
+            raise GraphoptError(
+                "gradients that forward takes by itself are there only when the program is differentiated: run the "
+                "joint stage (graphopt.capture(...), without stage='forward'), or the model"
+            )
         return super().__call__(count, create_graph, allow_unused, *tensors)
 
     def original(self, count: int, create_graph: bool, allow_unused: bool, *tensors: torch.Tensor) -> Any:

@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 from torch._ops import HigherOrderOperator
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, disable_proxy_modes_tracing, track_tensor_tree
 
-from graphopt._torch.traced_tensors import traced_node
+from graphopt._torch.traced_tensors import traced_node, tracing_graph
 from graphopt.errors import GraphoptError
 
 __all__ = ["apply_function", "custom_function", "intercept_custom_functions"]
@@ -50,7 +50,7 @@ class _CustomFunction(HigherOrderOperator):
         self.registry: dict[str, type[torch.autograd.Function]] = {}
 
     def __call__(self, key: str, *args: Any) -> Any:
-        return super().__call__(key, *args)
+        return self.original(key, *args) if tracing_graph() is None else super().__call__(key, *args)
 
     def original(self, key: str, *args: Any) -> Any:
         """Run the user's function as autograd would, with its own forward and backward."""

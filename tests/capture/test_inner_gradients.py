@@ -319,9 +319,24 @@ def test_autograds_own_errors_stay() -> None:
         graphopt.capture(network(3, 2), (torch.ones(4, 3),), loss=loss)
 
 
-def test_a_forward_program_with_them_is_not_written_as_python() -> None:
+def test_a_forward_program_with_them_is_neither_written_as_python_nor_run() -> None:
+    model, x = Forces(), torch.ones(8, 3)
+    program = graphopt.capture(model, (x,), stage="forward")
     with pytest.raises(GraphoptError, match="write the joint stage"):
-        graphopt.capture(Forces(), (torch.ones(8, 3),), stage="forward").to("python")
+        program.to("python")
+    with pytest.raises(GraphoptError, match="run the joint stage"):
+        program.to_graph_module()([*model.parameters(), x])
+
+
+def test_a_forward_program_with_an_autograd_function_runs() -> None:
+    class Squares(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = Square.apply(x)
+            return found
+
+    x = torch.arange(3.0)
+    module = graphopt.capture(Squares(), (x.clone().requires_grad_(),), stage="forward").to_graph_module()
+    assert torch.equal(module([x])[0], x * x)
 
 
 class Hidden(nn.Module):
