@@ -1,4 +1,4 @@
-"""Settings for every test: one thread, a fixed seed, no dump directory from outside, a cache of figures of its own."""
+"""Settings for every test: one thread, a fixed seed, no dump directory from outside, the figures of one machine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.support.fixed_figures import keep_figures
 from tests.support.properties import examples
 from tests.support.swept import SWEPT, UNMATCHED, swept_by
 
@@ -70,4 +71,6 @@ def _figures_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRAPHOPT_CACHE", str(tmp_path_factory.mktemp("figures")))
         patch.setenv("GRAPHOPT_CACHE_PROGRAMS", "0")  # every test captures what it looks at
+        torch.set_num_threads(1)  # which the figures are for
+        keep_figures()
         yield
