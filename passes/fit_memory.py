@@ -227,11 +227,17 @@ class FitMemory(Pass):
         Where the device's allocator keeps freed blocks, it may reserve more with the copies than without: then they are
         not ahead, and then a plan is taken that leaves them room.
         """
-        target, least = budget, 2**63
+        target, least, refused = budget, 2**63, None
         for _ in range(_ATTEMPTS):
             fitted = program.copy()
-            with elsewhere(fitted, nodes_of(fitted, lifted)):
-                done = self._fit(fitted, target)
+            try:
+                with elsewhere(fitted, nodes_of(fitted, lifted)):
+                    done = self._fit(fitted, target, refused.smallest if refused else None)
+            except BudgetError as error:
+                if refused is not None or not error.searched:
+                    raise
+                refused, target = error, error.smallest_bytes  # what the smallest plan takes with the copies
+                continue
             for at_once in (False, True):
                 trial = fitted.copy()
                 swapped = self._swap(trial, lifted, at_once=at_once)
@@ -240,12 +246,17 @@ class FitMemory(Pass):
                     program.graph = trial.graph
                     return done, swapped
                 least = min(least, budget + over)
+            if refused is not None:
+                break
             target -= over
-        raise BudgetError(
+        error = BudgetError(
             f"no plan fits into {format_bytes(budget)} ({budget} bytes): with the copies of what resides elsewhere the "
             f"smallest peak found is {least} bytes ({format_bytes(least)})",
             least,
         )
+        for note in getattr(refused, "__notes__", ()):
+            error.add_note(note)
+        raise error
 
     def _swap(self, program: Program, lifted: Sequence[Swaps], *, at_once: bool) -> list[Swapped]:
         """Put in the copies of inputs that reside elsewhere, as far ahead as is wanted, or each at its call."""
@@ -321,15 +332,16 @@ class FitMemory(Pass):
             link = link_to(trial, self.cost)
             return state_to_move(fitting, without, costs.seconds, largest_first, budget, link)
 
-    def _fit(self, program: Program, share: int | None = None) -> Changed:
+    def _fit(self, program: Program, share: int | None = None, known: Planned | None = None) -> Changed:
         """Fit a program as it is; where ranks keep shards of its parameters, as the first of them decides.
 
         Args:
             program: rewritten in place.
             share: the budget in bytes, where it is known already.
+            known: a plan that was found for this program before.
         """
         if not sharded_inputs(program):
-            decision = self._decide(program, share)
+            decision = self._decide(program, share, known)
             also = () if decision.early is None else decision.early.lines
             if decision.found is None:
                 moved = {"updates moved": len(decision.early.early)} if decision.early is not None else {}
@@ -346,14 +358,14 @@ class FitMemory(Pass):
         counts = {"run again": len(told.plan.again), "offloaded": len(told.plan.moves)}
         return Changed(counts, reason="nothing that is run again makes the peak smaller", lines=told.lines)
 
-    def _decide(self, program: Program, share: int | None) -> Decision:
+    def _decide(self, program: Program, share: int | None, known: Planned | None = None) -> Decision:
         """What is to be done to a program; its updates are moved already."""
         memory = program.memory()
         room = program.context.room
         plans, wanted = program.context.plans, tuple(sorted(program.context.sizes.items()))
         calls = shared_calls(program)
         key = str(self), calls, wanted
-        carried = plans.get(key) if plans is not None else None
+        carried = known or (plans.get(key) if plans is not None else None)
         budget = room if room is not None else share or self._bytes(program, memory, carried)
         reason = within_already(memory, budget, reserved_where_cached(program, memory))
         if reason:
@@ -398,7 +410,9 @@ class FitMemory(Pass):
             fitting = Fitting(program, memory, costs.seconds, options)
         fitted = fitting.within(budget)
         if fitted is None and not shared:
-            raise infeasible(fitting, budget)
+            error = infeasible(fitting, budget)
+            error.smallest = plan_of(fitting, fitting.smallest(), error.smallest_bytes, costs)
+            raise error
         return plan_of(fitting, fitted or fitting.smallest(), budget, costs)
 
     def _bytes(self, program: Program, memory: MemoryTimeline, carried: Planned | None) -> int:

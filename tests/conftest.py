@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.support import searching
 from tests.support.fixed_figures import keep_figures
 from tests.support.properties import examples
 from tests.support.swept import SWEPT, UNMATCHED, swept_by
@@ -73,4 +74,17 @@ def _figures_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("GRAPHOPT_CACHE_PROGRAMS", "0")  # every test captures what it looks at
         torch.set_num_threads(1)  # which the figures are for
         keep_figures()
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _searched_shortly() -> Iterator[None]:
+    with searching.short_search():
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole_search() -> Iterator[None]:
+    """Plans are searched as for users."""
+    with searching.whole_search():
         yield

@@ -28,12 +28,17 @@ _EXACT = 30
 _PROOF_SECONDS = 10.0
 """Up to how many operations ``plan`` asks the integer program too, and for how long."""
 
-_WORK, _WORK_ALIKE = 7_200_000, 1_800_000
-"""Steps that are simulated for problems of 61 to 2,000 operations, and for those of identical blocks."""
+_SMALL = 60
+_WORK_SMALL, _WORK, _WORK_ALIKE = 300_000, 7_200_000, 1_800_000
+"""Steps that are simulated for problems of up to 60 operations, of 61 to 2,000, and for those of identical blocks."""
 
 _DEEP = 400
 _BLOCKS = 4
-"""From how many operations, and how many identical blocks, on blocks are decided about together."""
+_WORK_DEEP = 3_200
+"""From how many operations, and how many identical blocks, on blocks are decided about together.
+
+Then so many steps are simulated for each operation.
+"""
 
 _STRUCTURED, _WIDE = 400, 1500
 """From how many operations on fewer values are tried at each peak: with identical blocks, and without."""
@@ -41,6 +46,9 @@ _STRUCTURED, _WIDE = 400, 1500
 _NARROW = 0.8
 _WIDEST = 4
 """The share of the work after which twice as many values are tried at each peak, and how many times as many at most."""
+
+_SHAKES = 50
+"""How many decisions at random that found nothing, one after the other, end the search of a small problem."""
 
 _FIRST_PRICE = 10.0
 """The price that cuts begin with; see ``priced_cuts``."""
@@ -89,10 +97,10 @@ class Effort:
 def _effort(problem: Problem, roles: Roles) -> Effort:
     """How much work a problem is worth, by its size."""
     count = len(problem.operations)
-    if count <= 60:
-        return Effort(targets=8, rounds=16, work=300_000, width=12, everywhere=True)
+    if count <= _SMALL:
+        return Effort(targets=8, rounds=16, work=_WORK_SMALL, width=12, everywhere=True)
     if count >= _DEEP and roles.repeats >= _BLOCKS:
-        return Effort(targets=12, rounds=8, work=3_200 * count, width=4, everywhere=False, grouped=True)
+        return Effort(targets=12, rounds=8, work=_WORK_DEEP * count, width=4, everywhere=False, grouped=True)
     alike = roles.repeats >= _BLOCKS
     work = max(_WORK_ALIKE if alike else _WORK, 1.8 * count**2)
     width = 12 if count < (_STRUCTURED if alike else _WIDE) else 5
@@ -298,11 +306,13 @@ class _Search:
             self.report(max(0.65, min(1.0, self.explorer.work / self.effort.work)))
 
     def _shake(self) -> None:
-        """With nothing left to explore: decisions at random, the same ones every time, as long as work is left."""
-        chance = Random(0)
-        while self.effort.everywhere and self.explorer.work < self.effort.work and not self.late():
+        """With nothing left to explore: decisions at random, the same ones every time, while they find something."""
+        chance, idle = Random(0), 0
+        while self.effort.everywhere and idle < _SHAKES and self.explorer.work < self.effort.work and not self.late():
             self.explorer.shake(chance.choice(list(self.frontier)), chance)
-            for point in [point for point in self.frontier if not point.explored]:
+            found = [point for point in self.frontier if not point.explored]
+            idle = 0 if found else idle + 1
+            for point in found:
                 if self.explorer.work < self.effort.work:
                     self.explorer.explore(point)
 

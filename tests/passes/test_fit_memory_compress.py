@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,16 +17,9 @@ import graphopt
 from graphopt.ir.node import Phase
 from graphopt.passes import CompressActivations, FitMemory
 from tests.support.properties import examples
-from tests.support.searching import short_search
 from tests.support.training import Blocks, mean_square, next_token, ops
 
 TOKENS = torch.randint(11, (16, 32), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(autouse=True)
-def _short_search() -> Iterator[None]:
-    with short_search():
-        yield
 
 
 def model() -> nn.Module:

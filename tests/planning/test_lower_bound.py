@@ -23,6 +23,8 @@ from tests.support.planning_graphs import (
 )
 from tests.support.properties import examples
 
+pytestmark = pytest.mark.usefixtures("whole_search")
+
 
 def bound(problem: Problem, budget: int) -> float:
     return fewest_seconds_again(problem, Scheduler(problem).evaluate(frozenset()), budget)

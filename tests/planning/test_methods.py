@@ -33,6 +33,8 @@ from tests.support.planning_graphs import (
 )
 from tests.support.properties import examples
 
+pytestmark = pytest.mark.usefixtures("whole_search")
+
 Method = Callable[[Scheduler, int], Iterator[Drops]]
 
 METHODS: dict[str, Method] = {

@@ -18,7 +18,6 @@ from graphopt.cli import main as cli
 from graphopt.errors import GraphoptError
 from tests.support.documents import DOCUMENTS, anchors, blocks, commands, links, run_blocks, text_of
 from tests.support.paths import ROOT
-from tests.support.searching import short_search
 from tests.support.training import Blocks, captured, next_token, results
 
 PRINTED = {
@@ -48,8 +47,7 @@ def test_python_blocks_run_one_after_the_other(
     document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with short_search():
-        run_blocks(document, monkeypatch)
+    run_blocks(document, monkeypatch)
     printed = capsys.readouterr().out
     assert [pattern for pattern in PRINTED[document] if not re.search(pattern, printed, re.MULTILINE)] == []
 

@@ -21,7 +21,6 @@ import graphopt
 from graphopt.cli.target import load_target
 from graphopt.rewriting.precision.devices import fast_dtype
 from tests.support.paths import EXAMPLES
-from tests.support.searching import short_search
 
 GPT = ["--steps", "3", "--batch", "2", "--context", "16", "--layers", "2", "--d", "16", "--heads", "2"]
 SIZES = {
@@ -112,8 +111,7 @@ def fit(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("fitted") / "new" / "folder"
     with loading() as load, redirect_stdout(io.StringIO()) as printed, pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "80")
-        with short_search():
-            status = load("fit_gpt").main([*FITTED, "--budget", "2MB", "--out", str(folder)])
+        status = load("fit_gpt").main([*FITTED, "--budget", "2MB", "--out", str(folder)])
     return Run("fit_gpt", status, printed.getvalue(), folder)
 
 

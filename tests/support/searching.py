@@ -9,13 +9,29 @@ import pytest
 
 from graphopt.planning import planner
 
-__all__ = ["short_search"]
+__all__ = ["short_search", "whole_search"]
+
+_WHOLE = {name: getattr(planner, name) for name in ("_WORK_SMALL", "_WORK", "_WORK_ALIKE", "_WORK_DEEP")}
+_SHORT = {"_WORK_SMALL": 60_000, "_WORK": 400_000, "_WORK_ALIKE": 400_000, "_WORK_DEEP": 800}
 
 
 @contextmanager
 def short_search() -> Iterator[None]:
-    """Within it, programs of more than 60 operations are planned with a part of the usual effort."""
+    """Within it, plans are searched with a part of the usual effort, as in all tests."""
+    with _effort(_SHORT):
+        yield
+
+
+@contextmanager
+def whole_search() -> Iterator[None]:
+    """Within it, plans are searched as for users, which the fixture of this name does for a file of tests."""
+    with _effort(_WHOLE):
+        yield
+
+
+@contextmanager
+def _effort(work: dict[str, int]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "_WORK", 400_000)
-        patch.setattr(planner, "_WORK_ALIKE", 400_000)
+        for name, count in work.items():
+            patch.setattr(planner, name, count)
         yield

@@ -18,6 +18,7 @@ from graphopt.ir.timeline import MemoryTimeline
 from graphopt.rewriting.memory.fit import Fitting
 from graphopt.rewriting.memory.floor import always_alive, least_bytes, what_would_help
 from graphopt.rewriting.memory.free_memory import free_bytes
+from graphopt.rewriting.memory.planned import Planned
 
 __all__ = [
     "BudgetError",
@@ -37,7 +38,12 @@ class BudgetError(GraphoptError):
         message: for people.
         smallest_bytes: the smallest peak that was found; where nothing was searched, bytes that every plan takes.
         searched: whether plans were searched; they are not where the budget is below what every plan takes.
+
+    Attributes:
+        smallest: the plan with that peak, where it is known; not on ranks that another one decides for.
     """
+
+    smallest: Planned | None = None
 
     def __init__(self, message: str, smallest_bytes: int, *, searched: bool = True) -> None:
         super().__init__(message)

@@ -17,7 +17,6 @@ from graphopt.ir.ops.values import format_bytes
 from graphopt.report.page import Story, page_of_story, story_of_snapshots
 from graphopt.runtime.rewrite import rewrite
 from tests.support.browser import Opened, opened
-from tests.support.searching import short_search
 from tests.support.training import Blocks, next_token
 
 LAYERS = 2
@@ -31,8 +30,7 @@ def story() -> Story:
     model = Blocks(LAYERS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     session = CaptureSession(model, (torch.randint(0, 11, (8, 32)),), None, loss=next_token, optimizer=optimizer)
-    with short_search():
-        result = rewrite(session, Pipeline("fit-memory{budget=70% cost=roofline host-budget=1GB}"), until="step")
+    result = rewrite(session, Pipeline("fit-memory{budget=70% cost=roofline host-budget=1GB}"), until="step")
     return story_of_snapshots(result.snapshots, result.records)
 
 

@@ -14,7 +14,6 @@ from graphopt.planning.problem import lifetimes
 from graphopt.rewriting.memory.fit import Fitted, Fitting, FittingOptions
 from graphopt.rewriting.memory.frontier_data import AGAIN, AWAY, KEPT, MOST_PLANS, frontier_data
 from graphopt.rewriting.memory.transfer_insertion import host_lanes
-from tests.support.searching import short_search
 from tests.support.training import Blocks, captured, next_token
 
 
@@ -27,8 +26,7 @@ def program() -> Program:
 def fitting(program: Program) -> Fitting:
     memory = program.memory()
     options = FittingOptions(lanes=lambda planning: host_lanes(planning, 10**9, rate=1e12))
-    with short_search():
-        return Fitting(program, memory, costs_of(memory, "roofline").seconds, options)
+    return Fitting(program, memory, costs_of(memory, "roofline").seconds, options)
 
 
 @pytest.fixture(scope="module")
