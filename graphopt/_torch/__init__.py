@@ -122,6 +122,7 @@ from graphopt._torch.partitioning import as_partitioner as as_partitioner
 from graphopt._torch.partitioning import is_free_to_go as is_free_to_go
 from graphopt._torch.partitioning import is_fusible as is_fusible
 from graphopt._torch.plain_calls import call_plainly as call_plainly
+from graphopt._torch.real_writes import RealWrites as RealWrites
 from graphopt._torch.second_derivatives import before_compiled_backward as before_compiled_backward
 from graphopt._torch.second_derivatives import explain_second_derivatives as explain_second_derivatives
 from graphopt._torch.symbolic_sizes import broken_guard as broken_guard
@@ -163,6 +164,7 @@ __all__ = [
     "JointTrace",
     "OpOverload",
     "OpOverloadPacket",
+    "RealWrites",
     "StandIn",
     "TensorsUnchanged",
     "all_gather_into_tensor",

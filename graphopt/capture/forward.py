@@ -156,6 +156,7 @@ def capture_forward(
 
     def export(path: Path) -> Any:
         root = _Root(model, call, inputs, questions, seen, path)
+        writes = _torch.RealWrites()
         with (
             observe(model),
             plain_precision(),
@@ -163,12 +164,15 @@ def capture_forward(
             _torch.without_regions(),
             warnings.catch_warnings(record=True) as caught,
             _torch.refusals_expected(),
+            writes,
         ):
             warnings.simplefilter("always")
             try:
                 exported = torch.export.export(root, tuple(tensors), strict=False, dynamic_shapes=shapes)
             except _UserCodeError as failed:
                 raise failed.error from None
+            finally:
+                writes.undo()
         _pass_on(caught)
         return exported
 

@@ -1,0 +1,52 @@
+"""Writes into real tensors while a model is traced.
+
+Tracing runs an op whose arguments are all real: a tensor that is neither parameter nor buffer (an attribute, an element
+of a list) is written there once more than the model was called. Seen with a mode of ``torch.utils._python_dispatch``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+__all__ = ["RealWrites"]
+
+
+class RealWrites(TorchDispatchMode):
+    """While it is active, keeps what real tensors hold before an op writes into them; ``undo`` puts it back."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            for place, argument in enumerate(schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    value = args[place] if place < len(args) else given.get(argument.name)
+                    for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                        self._keep(tensor)
+        return func(*args, **given)
+
+    def _keep(self, tensor: Any) -> None:
+        if not isinstance(tensor, torch.Tensor) or isinstance(tensor, (FakeTensor, FunctionalTensor)):
+            return
+        if tensor.device.type == "meta" or id(tensor) in self._kept:
+            return
+        with _disable_current_modes(), torch.no_grad():
+            self._kept[id(tensor)] = tensor, tensor.detach().clone()
+
+    def undo(self) -> None:
+        """Write back what was there, the last first: views of one tensor may have been kept one after the other."""
+        with _disable_current_modes(), torch.no_grad():
+            for tensor, kept in reversed(self._kept.values()):
+                tensor.detach().copy_(kept)
+        self._kept.clear()
