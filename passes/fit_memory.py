@@ -249,14 +249,14 @@ class FitMemory(Pass):
             if refused is not None:
                 break
             target -= over
-        error = BudgetError(
+        nothing = BudgetError(
             f"no plan fits into {format_bytes(budget)} ({budget} bytes): with the copies of what resides elsewhere the "
             f"smallest peak found is {least} bytes ({format_bytes(least)})",
             least,
         )
         for note in getattr(refused, "__notes__", ()):
-            error.add_note(note)
-        raise error
+            nothing.add_note(note)
+        raise nothing
 
     def _swap(self, program: Program, lifted: Sequence[Swaps], *, at_once: bool) -> list[Swapped]:
         """Put in the copies of inputs that reside elsewhere, as far ahead as is wanted, or each at its call."""

@@ -21,6 +21,16 @@ class RealWrites(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Say that what is traced does not depend on it."""
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch compile below it, as it does for the bodies of ``torch.cond``."""
+        return True
+
     def __init__(self) -> None:
         super().__init__()
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -142,6 +142,11 @@ class _Maker:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
+    @property
+    def runs(self) -> Callable[..., Any]:
+        """See ``Maker``."""
+        return what_runs(self.model)
+
     def session(self, dynamic_shapes: Any) -> CaptureSession:
         """See ``Maker``."""
         if any(

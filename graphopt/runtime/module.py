@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import fx, nn
@@ -23,27 +22,55 @@ from graphopt.runtime.compile.backend import Backend
 from graphopt.runtime.drop_in import DropIn
 from graphopt.runtime.rewrite import Verify
 from graphopt.runtime.runner import Options
-from graphopt.runtime.set_forward import entry, is_entry, of_any_model, what_runs
+from graphopt.runtime.set_forward import entry, of_any_model, what_runs
 
 __all__ = ["Optimized", "optimize", "take_over"]
 
 M = TypeVar("M", bound=nn.Module)
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Where torch keeps the hooks of a module: an optimized model has its own, which act around the program."""
+"""Where torch keeps the hooks of a module: those of an optimized model act around the program."""
 
-_OWN = ("_graphopt", "forward")
-"""What an optimized model has in its dictionary in place of what the model had that it was made from."""
+
+class _Forward:
+    """The ``forward`` of an optimized model: what was set on it, or on the model that it was made from, or the class's.
+
+    A data descriptor, since the dictionary that the two models share may hold a ``forward`` for the other one.
+    """
+
+    def __init__(self, of_class: Callable[..., Any]) -> None:
+        self._of_class = entry(of_class, _start)
+
+    def __get__(self, model: Optimized | None, _: type | None = None) -> Any:
+        if model is None:
+            return self._of_class
+        own = model._own_forward
+        if own is None and "forward" in model.__dict__:
+            given = model.__dict__["forward"]
+            if model._other_forward[0] is not given:
+                model._other_forward = given, entry(of_any_model(model, given), _start)
+            own = model._other_forward[1]
+        return MethodType(own or self._of_class, model)
+
+    def __set__(self, model: Optimized, value: Any) -> None:
+        of_class = getattr(value, "__func__", None) is self._of_class
+        model._own_forward = None if of_class else entry(of_any_model(model, value), _start)
+
+    def __delete__(self, model: Optimized) -> None:
+        model._own_forward = None
 
 
 class Optimized(nn.Module):
     """What ``graphopt.optimize`` returns: the given model's class with a ``forward`` that runs a rewritten program.
 
-    It shares parameters, buffers and submodules with the model it was made from. Training calls with gradients on run
-    the program; calls in eval mode or without gradients run the plain ``forward``.
+    It shares all attributes with the model it was made from: what is set on one of them is set on the other, but for
+    ``forward``. Training calls with gradients on run the program; calls in eval mode or without gradients run the plain
+    ``forward``.
     """
 
     _graphopt: DropIn
+    _own_forward: Callable[..., Any] | None
+    _other_forward: tuple[Any, Callable[..., Any] | None]
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
@@ -91,10 +118,8 @@ class Optimized(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """A ``forward`` that is set on the model is what its program computes from then on."""
-        if name == "forward" and getattr(value, "__func__", None) is type(self).forward:
-            self.__dict__.pop(name, None)
-        elif name == "forward" and not is_entry(value):
-            self.__dict__[name] = MethodType(entry(of_any_model(self, value), _start), self)
+        if name == "forward":
+            object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
 
@@ -103,10 +128,10 @@ class Optimized(nn.Module):
     def _plain_model(self) -> nn.Module:
         """This module as an object of the class it was made from, sharing everything, without the root's hooks."""
         plain = object.__new__(self._graphopt.original)
-        plain.__dict__.update({name: value for name, value in self.__dict__.items() if name not in _OWN})
+        plain.__dict__.update(self.__dict__)
         for hooks in _HOOKS:
             plain.__dict__[hooks] = OrderedDict()
-        if "forward" in self.__dict__:
+        if getattr(self.forward, "__func__", None) is not type(self).forward:
             plain.__dict__["forward"] = MethodType(what_runs(self), plain)
         return plain
 
@@ -186,7 +211,8 @@ def _start(given: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs:
 def _optimized_class(cls: type[nn.Module]) -> type[Optimized]:
     """A subclass of a model's class under the same name, whose training calls run programs."""
     body = {
-        "forward": entry(cls.forward, _start),
+        "__slots__": ("_graphopt", "_other_forward", "_own_forward"),
+        "forward": _Forward(cls.forward),
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
@@ -211,7 +237,7 @@ def optimize(
     ``no_grad`` run the plain forward. So do calls inside of transforms of ``torch.func``, with a warning.
 
     Args:
-        model: the bare module. It is not changed, and shares everything with the result.
+        model: the bare module. It is not changed, and shares everything with the result, attributes set later too.
         passes: ``Pass`` objects or their text form (``"recompute{checkpoints=blocks.*}"``), in a list in any order, or
             one alone; None for no passes.
         example_inputs: positional inputs to capture with right away.
@@ -241,17 +267,15 @@ def optimize(
     if isinstance(model, Optimized):
         raise CaptureError("the model is optimized already: give all passes to one call of graphopt.optimize")
     _refuse_update(options.pipeline)
-    result = object.__new__(_optimized_class(type(model)))  # type: ignore[arg-type]
-    result.__dict__.update(model.__dict__)
-    for hooks in _HOOKS:
-        result.__dict__[hooks] = copy.copy(model.__dict__[hooks])
+    result: Any = object.__new__(_optimized_class(type(model)))  # type: ignore[arg-type]
+    object.__setattr__(result, "__dict__", model.__dict__)
     drop_in = DropIn(type(model), options, result.get_parameter, result._plain_model)
-    result.__dict__["_graphopt"] = drop_in
-    if "forward" in model.__dict__:
-        result.__dict__["forward"] = MethodType(entry(of_any_model(model, model.__dict__["forward"]), _start), result)
+    own = {"_graphopt": drop_in, "_own_forward": None, "_other_forward": (None, None)}
+    for name, value in own.items():
+        object.__setattr__(result, name, value)
     if example_inputs is not None:
         drop_in.prepare(result, example_inputs)
-    return result  # type: ignore[return-value]
+    return cast(M, result)
 
 
 def _refuse_update(pipeline: Pipeline) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -53,7 +53,16 @@ C_co = TypeVar("C_co", bound=Capture, covariant=True)
 
 
 class Maker(Protocol[C_co]):
-    """Captures a call."""
+    """Captures a call.
+
+    Attributes:
+        runs: the function that is captured, where it may change from call to call while the model stays as it is.
+    """
+
+    @property
+    def runs(self) -> Callable[..., Any] | None:
+        """See above."""
+        ...
 
     def session(self, dynamic_shapes: Any) -> CaptureSession:
         """What traces the call's model, with these sizes that vary."""
@@ -71,11 +80,12 @@ class _Call:
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    runs: Callable[..., Any] | None
     tensors: list[torch.Tensor]
     structure: Structure
 
     def signature(self, model_key: Hashable, *, sizes: bool) -> Hashable:
-        return signature(model_key, self.structure, self.tensors, sizes=sizes)
+        return signature((model_key, self.runs), self.structure, self.tensors, sizes=sizes)
 
     def answers(self, questions: Mapping[Hashable, Sequence[Question]]) -> tuple[bool, ...]:
         """What the tensors answer to what the model asks of them."""
@@ -125,7 +135,7 @@ class Serving(Generic[C]):
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], maker: Maker[C]
     ) -> tuple[C, list[torch.Tensor]]:
         """What serves a call, made where there is nothing yet, and the tensors of the call."""
-        call = _Call(model, args, kwargs, *flatten_call(args, kwargs))
+        call = _Call(model, args, kwargs, maker.runs, *flatten_call(args, kwargs))
         key = self._key_of(call)
         served = self._known(key, call)
         if served is None:

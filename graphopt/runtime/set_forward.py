@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["entry", "is_entry", "of_any_model", "what_runs"]
+__all__ = ["entry", "of_any_model", "what_runs"]
 
 Forward = Callable[..., Any]
 _RUNS = "_graphopt_runs"
@@ -45,25 +45,22 @@ def _given(forward: object) -> Forward | None:
     return given if itself is function else None
 
 
-def is_entry(forward: object) -> bool:
-    """Whether a ``forward``, bound or not, is one that ``entry`` has made."""
-    return _given(forward) is not None
-
-
 def what_runs(model: nn.Module) -> Forward:
     """What calls of an optimized model run, as a function of a model: set on the object, or of its class."""
-    forward = vars(model).get("forward", type(model).forward)
-    return _given(forward) or forward
+    given = _given(model.forward)
+    assert given is not None, "the forward of an optimized model is an entry"
+    return given
 
 
 def of_any_model(model: nn.Module, own: Forward) -> Forward:
     """A ``forward`` that was set on a model as a function of a model.
 
-    One that is bound to this model is bound to what it is called with instead, whose training flag counts.
+    One that is bound to this model, or to one that shares all attributes with it, is bound to what it is called with
+    instead, whose training flag counts.
     """
-    if isinstance(own, MethodType) and own.__self__ is model:
+    if isinstance(own, MethodType) and _is_the_same(own.__self__, model):
         return own.__func__
-    bound_first = isinstance(own, functools.partial) and bool(own.args) and own.args[0] is model
+    bound_first = isinstance(own, functools.partial) and bool(own.args) and _is_the_same(own.args[0], model)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if isinstance(own, functools.partial) and bound_first:
@@ -75,3 +72,7 @@ def of_any_model(model: nn.Module, own: Forward) -> Forward:
     known = inspect.signature(own)
     forward.__signature__ = known.replace(parameters=[first, *known.parameters.values()])  # type: ignore[attr-defined]
     return forward
+
+
+def _is_the_same(one: object, model: nn.Module) -> bool:
+    return isinstance(one, nn.Module) and vars(one) is vars(model)

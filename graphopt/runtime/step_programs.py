@@ -230,6 +230,10 @@ class _Maker:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
+    @property
+    def runs(self) -> None:
+        """See ``Maker``."""
+
     def session(self, dynamic_shapes: Any) -> CaptureSession:
         """See ``Maker``."""
         return self.programs.session(self.args, self.kwargs, dynamic_shapes)

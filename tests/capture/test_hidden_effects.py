@@ -372,7 +372,7 @@ class NotesSizes(nn.Module):
 
 def test_sizes_that_forward_notes_cost_one_capture_each() -> None:
     model = NotesSizes()
-    optimized = graphopt.optimize(model)
+    optimized = graphopt.optimize(copy.deepcopy(model))
     for rows in (2, 3, 4, 2, 3, 4, 3, 2):
         x = torch.ones(rows, 4)
         assert torch.equal(optimized(x), model(x))
@@ -383,6 +383,53 @@ def test_capture_changes_nothing() -> None:
     model = WarmsItself()
     graphopt.capture(model, (X,))
     assert model.warm is False
+
+
+class WritesInto(nn.Module):
+    """Writes into tensors that are neither parameters nor buffers."""
+
+    def __init__(self, write: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.a, self.write = nn.Linear(4, 4), write
+        self.kept = [torch.ones(4), torch.ones(3, 4)]
+        self.mean = self.kept[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.a(x)
+        self.write(self, y)
+        return y * self.mean + self.kept[1].sum(0)
+
+
+WRITES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "an attribute": lambda model, y: model.mean.add_(1),
+    "of results": lambda model, y: model.mean.lerp_(y.detach().mean(0), 0.1),
+    "a row": lambda model, y: model.kept[1][1].mul_(2),
+    "an item": lambda model, y: model.kept[1].__setitem__((0, 1), 5.0),
+    "out=": lambda model, y: torch.mul(model.kept[0], 2, out=model.kept[0]),
+    "random": lambda model, y: model.mean.uniform_(),
+    "twice": lambda model, y: (model.mean.add_(1), model.kept[1].sub_(model.mean)),
+}
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("kind", WRITES)
+def test_a_capture_writes_into_no_tensor_of_the_model(kind: str, whole: bool) -> None:
+    plain, x = WritesInto(WRITES[kind]), torch.ones(2, 4)
+    model = copy.deepcopy(plain)
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x).sum()
+        return loss
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    step = graphopt.optimize_step(model, optimizer, loss=loss_of) if whole else None
+    call: Any = step or (lambda x, optimized=graphopt.optimize(model): loss_of(optimized, x))
+    for number in range(3):
+        torch.manual_seed(number)
+        expected = loss_of(plain, x)
+        torch.manual_seed(number)
+        assert torch.equal(call(x), expected), number
+        assert all(map(torch.equal, model.kept, plain.kept)), number
 
 
 # --- containers and global variables ---------------------------------------------------------------------------------

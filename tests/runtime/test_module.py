@@ -295,3 +295,46 @@ def test_hooks_of_the_model_run_once_per_call() -> None:
         calls.clear()
         assert same(gradients(optimized, x), expected)
         assert calls == ["before", "after", "backward"]
+
+
+class Scaled(nn.Module):
+    """Reads plain attributes of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale, self.weights = nn.Linear(4, 4), 2.0, torch.ones(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.linear(x) * self.scale * self.weights
+        return result if self.training else result * 10
+
+
+def test_what_is_set_on_one_of_the_two_models_is_set_on_the_other() -> None:
+    model = Scaled()
+    optimized = graphopt.optimize(model, [Recompute("auto")])
+    changes: list[Callable[[nn.Module], object]] = [
+        lambda model: setattr(model, "scale", 3.0),
+        lambda model: setattr(model, "weights", torch.arange(4.0)),
+        lambda model: setattr(model, "linear", nn.Linear(4, 4, bias=False)),
+        lambda model: model.eval(),
+        lambda model: model.train(),
+        lambda model: model.register_forward_hook(lambda module, args, result: result + 1),
+    ]
+    for number, change in enumerate(changes):
+        change((model, optimized)[number % 2])
+        assert model.training == optimized.training
+        expected = gradients(copy.deepcopy(model), rows(3)[:, :4])
+        assert same(gradients(optimized, rows(3)[:, :4]), expected), number
+    model._forward_hooks.clear()
+    for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # the given model is as it was
+        assert type(one) is Scaled
+        assert one.scale == 3.0
+
+
+def test_a_forward_that_is_set_on_the_optimized_model_is_its_own() -> None:
+    model = Scaled()
+    x, before = rows(3)[:, :4], model(rows(3)[:, :4])
+    optimized = graphopt.optimize(model)
+    optimized.forward = lambda x: Scaled.forward(optimized, x) * 2
+    assert torch.equal(optimized(x), before * 2)
+    assert torch.equal(model(x), before)
