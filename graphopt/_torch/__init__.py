@@ -100,6 +100,8 @@ from graphopt._torch.inductor_code import compile_with_inductor as compile_with_
 from graphopt._torch.inductor_code import generated_function as generated_function
 from graphopt._torch.interception import as_in_eager as as_in_eager
 from graphopt._torch.interception import intercept_checkpoint as intercept_checkpoint
+from graphopt._torch.interception import parametrizations_are_cached as parametrizations_are_cached
+from graphopt._torch.interception import parametrized_apart as parametrized_apart
 from graphopt._torch.memory_profile import allocator_events as allocator_events
 from graphopt._torch.memory_profile import peaks_between_marks as peaks_between_marks
 from graphopt._torch.memory_profile import profile_memory as profile_memory
@@ -228,6 +230,8 @@ __all__ = [
     "number_places",
     "offer_backend",
     "outside_of_tracing",
+    "parametrizations_are_cached",
+    "parametrized_apart",
     "parts_of",
     "peaks_between_marks",
     "process_groups",

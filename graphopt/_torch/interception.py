@@ -1,7 +1,7 @@
 """What a model's own Python meets while it is traced: checkpointed regions that run once, and no sign of an export.
 
-Replaces two internals of ``torch.utils.checkpoint``, and a flag of ``torch.compiler``, for as long as a model runs:
-neither module offers a hook.
+Replaces two internals of ``torch.utils.checkpoint``, a flag of ``torch.compiler``, and the cache of
+``torch.nn.utils.parametrize``, for as long as a model runs: none of the modules offers a hook.
 """
 
 from __future__ import annotations
@@ -13,11 +13,28 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 
 from graphopt._torch.private_names import CHECKPOINTS, require
 from graphopt._torch.versions import checkpoint_generator, has_flag
 
-__all__ = ["as_in_eager", "intercept_checkpoint"]
+__all__ = ["as_in_eager", "intercept_checkpoint", "parametrizations_are_cached", "parametrized_apart"]
+
+
+def parametrizations_are_cached() -> bool:
+    """Whether ``torch.nn.utils.parametrize.cached()`` is at work: what is parametrized is computed once within it."""
+    return parametrize._cache_enabled > 0
+
+
+@contextlib.contextmanager
+def parametrized_apart() -> Iterator[None]:
+    """While a model is traced, keep its parametrized tensors, which have no data, out of the caller's cache."""
+    saved: Any = parametrize._cache_enabled, parametrize._cache
+    parametrize._cache = {}
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled, parametrize._cache = saved
 
 
 @contextlib.contextmanager

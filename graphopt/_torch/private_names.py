@@ -128,6 +128,7 @@ CHANGES = Feature(
         "torch.nn.modules.module": (
             "_global_backward_hooks _global_backward_pre_hooks _global_forward_hooks _global_forward_pre_hooks"
         ),
+        "torch.nn.utils.parametrize": "_cache _cache_enabled",
         "torch.utils.hooks": "RemovableHandle.next_id",
     },
 )

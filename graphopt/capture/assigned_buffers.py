@@ -1,14 +1,17 @@
-"""Buffers that forward replaces (``self.ema = ...``): a program can write into a buffer, and do no more."""
+"""Buffers that forward replaces (``self.ema = ...``) or resizes: a program can write into a buffer, and do no more."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from graphopt.errors import GraphBreakError, shown
+from graphopt.errors import CaptureError, GraphBreakError, shown
+from graphopt.ir.node import value_of
+from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import type_text
+from graphopt.ir.program import Program
 
-__all__ = ["IN_PARTS", "Buffers", "buffers_of", "write_assigned"]
+__all__ = ["IN_PARTS", "Buffers", "buffers_of", "refuse_empty", "write_assigned"]
 
 Buffers = list[tuple[str, nn.Module, str, torch.Tensor]]
 """Path, module, name in the module, and tensor of each buffer."""
@@ -49,3 +52,20 @@ def write_assigned(buffers: Buffers) -> None:
         with torch.no_grad():
             before.copy_(after)
         setattr(module, name, before)
+
+
+def refuse_empty(program: Program) -> None:
+    """Refuse a program that writes into a buffer without elements, as observers of quantization do: kernels resize it.
+
+    Raises:
+        CaptureError: with the buffer, and what to do.
+    """
+    empty = {node: spec.target for node, spec in program.inputs_of("buffer") if value_of(node).numel() == 0}
+    for node in program.nodes if empty else ():
+        for written in schema.mutated_inputs(node) if node.op == "call_function" else ():
+            if written in empty:
+                raise CaptureError(
+                    f"forward writes into the buffer {empty[written]}, which has no elements yet: "
+                    f"{schema.op_name(node)} gives it a size in its first call, and a program's buffers keep theirs\n"
+                    "  what to do: call the model once before graphopt does, under torch.no_grad()"
+                )

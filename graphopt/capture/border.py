@@ -76,6 +76,11 @@ BORDER = (
         "told",
         "a drop-in model runs in eager mode there",
     ),
+    Row(
+        "`torch.nn.utils.parametrize.cached()` around calls",
+        "told",
+        "a drop-in model runs in eager mode there; a step keeps parametrized tensors for its own call",
+    ),
     Row("second derivatives", "refused", "of a drop-in model; first ones may be taken with `create_graph=True`"),
     Row(
         "`torch.autograd.grad` inside of forward or of a loss",

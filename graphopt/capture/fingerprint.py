@@ -48,6 +48,7 @@ def global_flags() -> tuple[Hashable, ...]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.is_anomaly_enabled(),
+        _torch.parametrizations_are_cached(),
         _torch.global_module_hooks(),
         *_torch.kernel_choices(),
     )

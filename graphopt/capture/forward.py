@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from graphopt import _torch
-from graphopt.capture.assigned_buffers import IN_PARTS, buffers_of, write_assigned
+from graphopt.capture.assigned_buffers import IN_PARTS, buffers_of, refuse_empty, write_assigned
 from graphopt.capture.call_checks import shapes_by_argument
 from graphopt.capture.flatten import Structure, flatten
 from graphopt.capture.graph_part import title_of
@@ -187,6 +187,7 @@ def capture_forward(
         raise explained from None if _depends_on_data(error) else as_cause(error)
     program = _to_program(exported, seen[-1], inputs, scalar_loss)
     program.title = title_of(model)
+    refuse_empty(program)
     read_in_one_place(program, given)
     return ForwardCapture(program, inputs, seen[-1], tensors, questions.answers)
 

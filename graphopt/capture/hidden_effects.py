@@ -77,6 +77,7 @@ def capturing(model: nn.Module, *, keep: bool = False) -> Iterator[list[str]]:
         for owner, name, what in _REFUSED:
             stack.enter_context(_refusing(owner, name, what))
         stack.enter_context(_inference_refused())
+        stack.enter_context(_torch.parametrized_apart())
         stack.enter_context(_noting_assignments(assigned))
         changed = stack.enter_context(containers_noted(model))
         yield names

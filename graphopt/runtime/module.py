@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import fx, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from graphopt import _torch
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
@@ -198,6 +199,9 @@ def _start(given: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs:
         return given(model, *args, **kwargs)
     if _torch.in_function_transform():
         return model._graphopt.run_as_it_is(given, model, args, kwargs, "a transform of torch.func is at work")
+    if _torch.parametrizations_are_cached() and any(map(is_parametrized, model.modules())):
+        why = "torch.nn.utils.parametrize.cached() is at work, and what it keeps is shared between calls"
+        return model._graphopt.run_as_it_is(given, model, args, kwargs, why)
     if given is not what_runs(model):
         why = "a forward is called that another one has replaced (model.forward = ...)"
         return model._graphopt.run_as_it_is(given, model, args, kwargs, why)

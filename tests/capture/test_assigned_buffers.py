@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.ao.nn.qat as qat
 from torch import nn
+from torch.ao.quantization import get_default_qat_qconfig
 
 import graphopt
-from graphopt.errors import GraphBreakError
+from graphopt.errors import CaptureError, GraphBreakError
 from tests.support.training import mean_square
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
@@ -90,3 +92,16 @@ def test_what_fits_is_written_into_the_buffer() -> None:
     assert buffer is not None
     assert model.seen is buffer
     assert buffer.tolist() == [3.0] * 3
+
+
+def test_an_observer_that_has_seen_nothing_is_refused_and_trained_as_in_eager_mode_behind_one_call() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), qat.Linear(8, 4, qconfig=get_default_qat_qconfig("fbgemm")))
+    with pytest.raises(CaptureError, match=r"the buffer 1\.weight_fake_quant\.\S+, which has no elements(.|\n)*once"):
+        graphopt.optimize(model)(X)
+    with torch.no_grad():
+        model(X)
+    eager, optimized = copy.deepcopy(model), graphopt.optimize(model)
+    for _ in range(2):
+        assert torch.equal(optimized(X), eager(X))
+    assert all(map(torch.equal, model.buffers(), eager.buffers()))

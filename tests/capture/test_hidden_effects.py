@@ -422,13 +422,13 @@ def test_a_capture_writes_into_no_tensor_of_the_model(kind: str, whole: bool) ->
         return loss
 
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    step = graphopt.optimize_step(model, optimizer, loss=loss_of) if whole else None
-    call: Any = step or (lambda x, optimized=graphopt.optimize(model): loss_of(optimized, x))
+    optimized = graphopt.optimize(model)
+    step = graphopt.optimize_step(model, optimizer, loss=loss_of)
     for number in range(3):
         torch.manual_seed(number)
         expected = loss_of(plain, x)
         torch.manual_seed(number)
-        assert torch.equal(call(x), expected), number
+        assert torch.equal(step(x) if whole else loss_of(optimized, x), expected), number
         assert all(map(torch.equal, model.kept, plain.kept)), number
 
 
