@@ -27,10 +27,16 @@ __all__ = ["AotInput", "AotOutput", "GradientRoutes", "JointTrace"]
 
 @dataclass(frozen=True, slots=True)
 class AotInput:
-    """What one placeholder of a joint graph is: ``kind`` is parameter, buffer, input or tangent."""
+    """What one placeholder of a joint graph is: ``kind`` is parameter, buffer, input or tangent.
+
+    Attributes:
+        of_parameter: whether it is the tangent of a parameter that forward has changed; it is always zero, since no
+            gradient goes through the change of a leaf.
+    """
 
     kind: str
     target: str | int
+    of_parameter: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +75,7 @@ def _classify_input(desc: Any) -> AotInput:
     if kind == "PlainAOTInput":
         return AotInput("input", desc.idx)
     if kind == "TangentAOTInput":
-        return AotInput("tangent", _tangent_target(desc.output))
+        return _tangent_of(desc.output)
     if "Token" in kind:
         raise CaptureError(
             "it calls an op whose order torch keeps by tokens, such as a collective that writes into its argument "
@@ -79,10 +85,13 @@ def _classify_input(desc: Any) -> AotInput:
     raise CaptureError(f"torch made a joint graph with an input of a kind that graphopt does not know: {desc!r}")
 
 
-def _tangent_target(desc: Any) -> str | int:
-    """The number of the output that a tangent belongs to, or its description where it is none of the module's own."""
+def _tangent_of(desc: Any) -> AotInput:
+    """A tangent, by the number of its output, or by a description where that is none of the module's own."""
     output = _classify_output(desc)
-    return output.index if output.kind == "output" and output.index is not None else str(desc)
+    if output.kind == "output" and output.index is not None:
+        return AotInput("tangent", output.index)
+    changed = output.of is not None and output.kind == "mutation" and output.of.kind == "parameter"
+    return AotInput("tangent", str(desc), of_parameter=changed)
 
 
 def _classify_output(desc: Any) -> AotOutput:

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from graphopt import _torch
+from graphopt.errors import CaptureError
 
-__all__ = ["ModelFingerprint", "ModuleParts", "by_value", "global_flags", "metadata", "module_parts"]
+__all__ = ["ModelFingerprint", "ModuleParts", "by_value", "global_flags", "metadata", "module_parts", "refuse_lazy"]
 
 _DEEPEST = 6
 _MOST_ITEMS = 2_000
@@ -153,6 +155,7 @@ def model_key(model: nn.Module) -> Hashable:
 
 def _module_key(module: nn.Module, seen: dict[int, int], known: dict[int, Hashable]) -> Hashable:
     attributes = vars(module)
+    refuse_lazy(module)
     plain = tuple((name, by_value(value, known)) for name, value in attributes.items() if _is_plain(name))
     tensors = tuple(
         (name, None if tensor is None else (seen.setdefault(id(tensor), len(seen)), metadata(tensor)))
@@ -162,6 +165,21 @@ def _module_key(module: nn.Module, seen: dict[int, int], known: dict[int, Hashab
     hooks = tuple((kind, tuple(map(id, attributes[kind].values()))) for kind in _HOOKS if attributes.get(kind))
     children = tuple((name, id(child)) for name, child in attributes["_modules"].items())
     return type(module), module.training, plain, tensors, hooks, children
+
+
+def refuse_lazy(module: nn.Module) -> None:
+    """Refuse parameters and buffers that get their sizes from the first batch.
+
+    Raises:
+        CaptureError: with their names, and what to do.
+    """
+    own = vars(module)
+    lazy = [name for kind in ("_parameters", "_buffers") for name, tensor in own[kind].items() if is_lazy(tensor)]
+    if lazy:
+        raise CaptureError(
+            f"{type(module).__name__} has no sizes yet ({', '.join(lazy)}): it gets them from the first batch\n"
+            "  what to do: call the model on one, under torch.no_grad(), before graphopt gets it"
+        )
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch import fx, nn
 from graphopt import _torch
 from graphopt.capture.assigned_buffers import IN_PARTS, buffers_of, refuse_empty, write_assigned
 from graphopt.capture.call_checks import shapes_by_argument
+from graphopt.capture.fingerprint import refuse_lazy
 from graphopt.capture.flatten import Structure, flatten
 from graphopt.capture.graph_part import title_of
 from graphopt.capture.hidden_effects import drawing_refused, seeding_refused
@@ -148,6 +149,8 @@ def capture_forward(
     Raises:
         CaptureError: where the model's Python cannot be traced, naming the line of user code and what to do.
     """
+    for module in model.modules():
+        refuse_lazy(module)
     given, inputs = flatten((tuple(args), dict(kwargs)))
     tensors = _distinct(given)
     seen: list[Structure] = []

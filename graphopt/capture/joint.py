@@ -14,6 +14,7 @@ from torch.fx import traceback
 
 from graphopt import _torch
 from graphopt.capture.assigned_buffers import IN_PARTS
+from graphopt.capture.changed_parameters import finish_changed_parameters
 from graphopt.capture.checks import (
     refuse_overlapping,
     refuse_overlapping_writes,
@@ -174,6 +175,11 @@ def _explain(error: Exception, title: str) -> CaptureError:
             "the op's result, or its size, depends on values (.item(), nonzero, an index by a mask): use torch.where "
             "or a product with the mask, or move it outside of the model" + IN_PARTS
         )
+    elif "modified by an inplace operation" in str(error):
+        advice = (
+            "forward changes a tensor when backward needs it as it was; through .data, eager mode trains on the "
+            "changed values without a word: change it before its first use in forward, or behind the step"
+        )
     kind = GraphBreakError if isinstance(error, _torch.NEEDS_VALUES) else CaptureError
     return kind(
         f"{title} cannot be differentiated as one program: {_first_line(error)}\n  where: {where}\n"
@@ -200,6 +206,7 @@ class _Builder:
         self._specs: list[InputSpec] = []
         self._constants: dict[str, torch.Tensor] = {}
         self._in_backward = False
+        self._zeros: list[fx.Node] = []
         self._input_names = [(node.name, spec) for node, spec in forward.inputs_of("input")]
 
     def build(self) -> Program:
@@ -212,7 +219,8 @@ class _Builder:
         program = Program(self._graph, "joint", self._specs, outputs, self._constants, {}, title, context=context)
         use_own_ops(program)
         self._name_values(program)
-        if any(spec.role == "loss" for spec in outputs):
+        finish_changed_parameters(program, self._zeros)
+        if any(spec.role == "loss" for spec in program.outputs):
             seed_backward(program)
         forget_statistics(program)
         settle_mutations(program)
@@ -241,6 +249,8 @@ class _Builder:
         set_info(new, NodeInfo(phase, names=names, origin=spec.role))
         if spec.role == "constant":
             self._constants[new.name] = self._forward.constants[name]
+        if role.of_parameter:
+            self._zeros.append(new)
         self._specs.append(spec)
         self._map[node] = new
 

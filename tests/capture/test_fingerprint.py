@@ -18,7 +18,9 @@ from torch import nn
 
 import graphopt
 from graphopt.capture.fingerprint import ModelFingerprint, by_value
+from graphopt.errors import CaptureError
 from tests.support.properties import examples
+from tests.support.training import mean_square
 
 X = torch.linspace(-1, 1, 16).reshape(4, 4)
 
@@ -264,3 +266,22 @@ def test_a_key_that_is_made_again_is_the_same_object_where_nothing_has_changed()
     assert fingerprint(model) != first
     model.train()
     assert fingerprint(model) == first
+
+
+@pytest.mark.parametrize("way", ["drop-in", "whole step", "captured"])
+def test_a_model_without_sizes_is_refused_by_name_and_trained_behind_its_first_batch(way: str) -> None:
+    model, x = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d()), torch.linspace(-1, 1, 8).view(4, 2)
+
+    def call() -> object:
+        if way == "captured":
+            return graphopt.capture(model, (x,))
+        if way == "drop-in":
+            return graphopt.optimize(model)(x)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=True)
+        return graphopt.optimize_step(model, optimizer, loss=mean_square)(x)
+
+    with pytest.raises(CaptureError, match=r"LazyLinear has no sizes yet \(weight, bias\)(.|\n)*under torch\.no_grad"):
+        call()
+    with torch.no_grad():
+        model(x)
+    assert call() is not None
