@@ -51,12 +51,15 @@ from graphopt._torch.c10d import start_sending as start_sending
 from graphopt._torch.c10d import wait_tensor as wait_tensor
 from graphopt._torch.c10d import wait_with as wait_with
 from graphopt._torch.change_detection import TensorsUnchanged as TensorsUnchanged
+from graphopt._torch.change_detection import callers_modes as callers_modes
+from graphopt._torch.change_detection import default_device as default_device
 from graphopt._torch.change_detection import dict_version as dict_version
 from graphopt._torch.change_detection import global_module_hooks as global_module_hooks
 from graphopt._torch.change_detection import has_global_backward_hooks as has_global_backward_hooks
 from graphopt._torch.change_detection import hooks_added as hooks_added
 from graphopt._torch.change_detection import in_function_transform as in_function_transform
 from graphopt._torch.change_detection import kernel_choices as kernel_choices
+from graphopt._torch.change_detection import without_dispatch_modes as without_dispatch_modes
 from graphopt._torch.compiled_calls import CompiledCall as CompiledCall
 from graphopt._torch.compiled_calls import compiled_call as compiled_call
 from graphopt._torch.compiled_calls import compiled_with as compiled_with
@@ -183,12 +186,14 @@ __all__ = [
     "broadcast",
     "broadcast_",
     "broken_guard",
+    "callers_modes",
     "collectives_draw_apart",
     "compile_with_inductor",
     "compiled_call",
     "compiled_with",
     "cpu_computes_in",
     "custom_function",
+    "default_device",
     "default_store",
     "device_kind",
     "dict_version",
@@ -264,6 +269,7 @@ __all__ = [
     "wait_tensor",
     "wait_with",
     "whole_function",
+    "without_dispatch_modes",
     "without_onednn",
     "without_regions",
 ]

@@ -1,27 +1,35 @@
 """Noticing cheaply that something changed: versions of dictionaries, metadata of many tensors, hooks that were added.
 
 From ``torch._C._dynamo.guards``: ``dict_version``, a number that changes with every assignment to a dictionary, and
-``TensorGuards``, which compares dtype, device, sizes, strides and ``requires_grad`` of many tensors in one call.
+``TensorGuards``, which compares dtype, device, sizes, strides and ``requires_grad`` of many tensors in one call. From
+``torch.overrides`` and ``torch.utils._python_dispatch``: the modes that are at work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._C._dynamo import guards
 from torch.nn.modules import module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "TensorsUnchanged",
+    "callers_modes",
+    "default_device",
     "dict_version",
     "global_module_hooks",
     "has_global_backward_hooks",
     "hooks_added",
     "in_function_transform",
     "kernel_choices",
+    "without_dispatch_modes",
 ]
 
 dict_version = guards.dict_version
@@ -57,6 +65,33 @@ def has_global_backward_hooks() -> bool:
 def in_function_transform() -> bool:
     """Whether a transform of ``torch.func`` (``grad``, ``vjp``, ``jvp``, ``vmap``, …) is at work."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]  # pyright: ignore
+
+
+def callers_modes() -> tuple[str, str]:
+    """What sees each call of torch, by class: the innermost function mode that is at work, and the dispatch mode.
+
+    Empty where there is none. The default device, which is a mode too, is left out.
+    """
+    functions = dispatches = ""
+    if torch._C._len_torch_function_stack():
+        for mode in _get_current_function_mode_stack():
+            if not isinstance(mode, DeviceContext):
+                functions = type(mode).__name__
+    if torch._C._len_torch_dispatch_stack():
+        dispatches = type(_get_current_dispatch_mode_stack()[-1]).__name__
+    return functions, dispatches
+
+
+@contextlib.contextmanager
+def without_dispatch_modes() -> Iterator[None]:
+    """Capture apart from the dispatch modes that are at work, whose results would become part of a program."""
+    with _disable_current_modes():
+        yield
+
+
+def default_device() -> torch.device | None:
+    """Where tensors are made; None where nobody has said."""
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else None
 
 
 def kernel_choices() -> tuple[bool, ...]:

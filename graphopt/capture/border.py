@@ -89,7 +89,10 @@ BORDER = (
         "which only forward gives `requires_grad`",
     ),
     Row("autocast around the call", "signature", "and its casts are traced"),
-    Row("deterministic algorithms, default dtype, matmul precision, kernels for attention, oneDNN", "signature"),
+    Row(
+        "deterministic algorithms, default dtype and device, matmul precision, kernels for attention, oneDNN",
+        "signature",
+    ),
     Row("anomaly mode", "signature"),
     Row("random numbers inside of forward", "traced", "and the generator ends where eager mode leaves it"),
     Row("seeds, and states of random generators, set inside of forward", "refused"),
@@ -99,6 +102,11 @@ BORDER = (
         "a drop-in model is captured in parts",
     ),
     Row("`inference_mode` inside of forward", "refused", "a drop-in model is captured in parts"),
+    Row(
+        "changes of parameters inside of forward (`.data`, `.detach()`, `no_grad`, `max_norm`)",
+        "traced",
+        "refused where backward needs the parameter as it was",
+    ),
     Row("writes of forward into tensors that are no buffers", "traced", "the capture itself leaves them as they are"),
     Row("attributes that forward sets", "told", "numbers and texts that the first call sets stay set"),
     Row("checks of values inside of ops, such as `torch.linalg.inv`'s", "traced", "they raise as in eager mode"),

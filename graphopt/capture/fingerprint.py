@@ -46,6 +46,7 @@ def global_flags() -> tuple[Hashable, ...]:
     """The settings of torch, beside autocast, that decide which ops a call consists of and what they compute."""
     return (
         torch.get_default_dtype(),
+        _torch.default_device(),
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

@@ -1,4 +1,4 @@
-"""What stays of a loop when a whole step takes its place: lines that act on nothing any more, told to the user."""
+"""What is around a whole step in the place of a loop: lines and modes that act on nothing any more, told or refused."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphopt.errors import GraphoptError
+from graphopt import _torch
+from graphopt.errors import CaptureError, GraphoptError
 from graphopt.ir.ops.opaque_update import is_updating
 
-__all__ = ["LoopLeftovers"]
+__all__ = ["LoopLeftovers", "refuse_modes"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,11 @@ class LoopLeftovers:
 
     def before(self, model: nn.Module) -> None:
         """To be called before a step trains ``model``."""
+        if mode := _torch.callers_modes()[1]:
+            self._say(
+                f"{mode} (a TorchDispatchMode) sees the ops of the program in this step, in place and into memory that "
+                "is there already: what it changes of the ops that the model calls in eager mode is not changed here"
+            )
         if not model.training:
             self._say(
                 f"{type(model).__name__} is in eval mode, and this step trains it all the same, with dropout off and "
@@ -60,3 +66,17 @@ class LoopLeftovers:
 def _refuse_backward(*args: Any, **kwargs: Any) -> None:
     """What ``backward`` of a step's loss is."""
     raise GraphoptError(f"this loss comes from a whole step, which has run backward and the update already: {_ADVICE}")
+
+
+def refuse_modes() -> None:
+    """Refuse a step under a mode that sees the model's calls of torch in eager mode, and no call of a program.
+
+    Raises:
+        CaptureError: with the mode, and what to do.
+    """
+    functions, _ = _torch.callers_modes()
+    if functions:
+        raise CaptureError(
+            f"{functions} (a TorchFunctionMode) is at work, which the calls of a whole step do not meet\n"
+            "  what to do: leave it around the step, or use graphopt.optimize, whose models run in eager mode under it"
+        )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from graphopt import _torch
 from graphopt.capture import CaptureSession
 from graphopt.capture.call_checks import argument_names
 from graphopt.capture.garbage_collection import no_collection
@@ -72,7 +74,8 @@ class StepPrograms:
 
     def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[CapturedStep, list[torch.Tensor]]:
         """The capture that serves a call, and the tensors of the call."""
-        return self.runner.find(self._model, args, kwargs, _Maker(self, args, kwargs))
+        with _torch.without_dispatch_modes() if _torch.callers_modes()[1] else nullcontext():
+            return self.runner.find(self._model, args, kwargs, _Maker(self, args, kwargs))
 
     def find_example(self, example_inputs: Any) -> CapturedStep:
         """The capture for ``example_inputs=``."""

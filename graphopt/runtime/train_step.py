@@ -27,7 +27,7 @@ from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.precision.scaling import scaling_of
 from graphopt.runtime.accumulate import add_gradients
 from graphopt.runtime.closures import evaluations
-from graphopt.runtime.leftovers import LoopLeftovers
+from graphopt.runtime.leftovers import LoopLeftovers, refuse_modes
 from graphopt.runtime.runner import Options
 from graphopt.runtime.sharded_model_state import full_state, load_model_state
 from graphopt.runtime.skipped_steps import SkipWatch
@@ -107,6 +107,7 @@ class TrainStep:
         self._foreign.refuse(self._runner.changes)
         if not torch.is_grad_enabled():
             return self._loss_alone(args, kwargs)
+        refuse_modes()
         self._programs.weighed = self._ends is not None and self._ends.announce((args, kwargs))
         self._leftovers.before(self._model)
         self._programs.kept.sharded.refuse_step()
