@@ -52,6 +52,12 @@ BORDER = (
         "signature",
         "by value, six levels deep; set on the given model or on the optimized one, they are one",
     ),
+    Row(
+        "variables that the code of the model or the loss reads: global ones, closures, defaults, class attributes, "
+        "objects of methods, the environment",
+        "signature",
+        "by value, in functions of the user's own files; not what an installed library's code reads",
+    ),
     Row("modules replaced, added, removed", "signature"),
     Row("forward hooks and pre-hooks of submodules, and of all modules", "traced", "with them in the signature"),
     Row(

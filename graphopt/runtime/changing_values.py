@@ -26,20 +26,31 @@ class ChangingValues:
         self._seconds = 0.0
         self._captures = 0
         self._told: set[str] = set()
+        self._variables: set[str] = set()
 
-    def note(self, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], seconds: float) -> str:
+    def note(
+        self,
+        names: Sequence[str],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        variables: Mapping[str, object],
+        seconds: float,
+    ) -> str:
         """Note a capture; what to tell the user at the third value of an argument, and nothing otherwise.
 
         Args:
             names: of the positional arguments, as far as they have names.
             args: positional arguments of the call.
             kwargs: those given by keyword.
+            variables: that the code reads beside them.
             seconds: that the capture took.
         """
         self._seconds += seconds
         self._captures += 1
         called = [*names[: len(args)], *(f"argument {place}" for place in range(len(names), len(args)))]
-        for place, value in _values({**dict(zip(called, args, strict=True)), **kwargs}):
+        self._variables.update(variables)
+        given = {**dict(zip(called, args, strict=True)), **kwargs}
+        for place, value in (*_values(given), *variables.items()):
             self._seen.setdefault(place, {}).setdefault(_written(value), value)
         changing = [
             place for place, values in self._seen.items() if len(values) >= _TOLD_AT and place not in self._told
@@ -64,6 +75,8 @@ class ChangingValues:
         if not numbers:
             return "keep to a few values, or take what depends on them out of the call"
         place = numbers[0]
+        if place in self._variables:
+            return f"hand {place} over in the call, as a tensor, whose values one program serves, and compute with it"
         return f"give {place} as a tensor (torch.tensor({place})), whose values one program serves, and compute with it"
 
 

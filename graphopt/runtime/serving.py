@@ -17,6 +17,7 @@ from graphopt.capture.fingerprint import ModelFingerprint
 from graphopt.capture.flatten import Structure, flatten, flatten_call
 from graphopt.capture.garbage_collection import no_collection
 from graphopt.capture.mask_questions import Question, answer
+from graphopt.capture.variables_read import VariablesRead
 from graphopt.capture.varying_axes import VaryingAxes
 from graphopt.errors import GraphoptError, RankError
 from graphopt.ir.program import Program
@@ -109,6 +110,7 @@ class Serving(Generic[C]):
     captures: Captures[C] = field(default_factory=lambda: Captures())
     names: Sequence[str] = ()
     _fingerprint: ModelFingerprint = field(default_factory=ModelFingerprint)
+    _variables: VariablesRead = field(default_factory=VariablesRead)
     _varying: VaryingSizes[C] = field(default_factory=lambda: VaryingSizes())
     _plans: dict[int, SizePlans[C]] = field(default_factory=dict)
     _changing: ChangingSizes = field(default_factory=ChangingSizes)
@@ -174,7 +176,9 @@ class Serving(Generic[C]):
         return self._varying.remembered(key) or self._varying.find(key, self._key_of(call, sizes=False), call.tensors)
 
     def _key_of(self, call: _Call, *, sizes: bool = True) -> Key:
-        known = call.signature(self._fingerprint(call.model), sizes=sizes and self.declared is None)
+        model = self._fingerprint(call.model)
+        variables = self._variables(call.model, call.runs, self._fingerprint.changes)
+        known = call.signature((model, variables), sizes=sizes and self.declared is None)
         return known, call.answers(self._questions)
 
     def _answered(self, key: Key, call: _Call, session: CaptureSession) -> Key:
@@ -215,7 +219,7 @@ class Serving(Generic[C]):
         seconds = time.perf_counter() - started
         if self.dynamic_shapes is None:
             self._tell(model, self._changing.note(self.names, call.args, call.kwargs, seconds))
-        self._tell(model, self._values.note(self.names, call.args, call.kwargs, seconds))
+        self._tell(model, self._values.note(self.names, call.args, call.kwargs, self._variables.values, seconds))
         after = self._key_of(call)
         # Where forward has set something while it was captured, or made modules, the next call is another one,
         # behind the first capture; behind others what is set there (a list) is not what makes a difference.
@@ -249,7 +253,7 @@ class Serving(Generic[C]):
         served, told = self._varying.add(key, kind, call.tensors, capture, axes, self._names(call))
         self._tell(call.model, told)
         seconds = time.perf_counter() - started
-        self._tell(call.model, self._values.note(self.names, call.args, call.kwargs, seconds))
+        self._tell(call.model, self._values.note(self.names, call.args, call.kwargs, self._variables.values, seconds))
         return served
 
     def _names(self, call: _Call) -> list[str]:

@@ -234,8 +234,9 @@ class _Maker:
     kwargs: Mapping[str, Any]
 
     @property
-    def runs(self) -> None:
+    def runs(self) -> Callable[..., Any] | None:
         """See ``Maker``."""
+        return self.programs._loss
 
     def session(self, dynamic_shapes: Any) -> CaptureSession:
         """See ``Maker``."""

@@ -6,6 +6,7 @@ that what is left is to decide whether the capture fits the call, and to hand th
 
 from __future__ import annotations
 
+import copy
 import statistics
 import sys
 import time
@@ -78,7 +79,7 @@ def microseconds(actions: Sequence[Callable[[], Any]], rounds: int) -> list[floa
 def measure(modules: int, rounds: int) -> dict[str, Any]:
     """Microseconds per call for a model of about so many modules."""
     model, x = Many(modules), torch.randn(4, 2)
-    ours, theirs = microseconds([border(model, x), guards(model, x)], rounds)
+    ours, theirs = microseconds([border(model, x), guards(copy.deepcopy(model), x)], rounds)
     count = sum(1 for _ in model.modules())
     return {"modules": count, "graphopt_us": ours, "torch_compile_us": theirs}
 

@@ -11,21 +11,16 @@ import functools
 import hashlib
 import os
 import sys
-import sysconfig
 import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from graphopt import _torch
+from graphopt.capture.variables_read import LIBRARIES, is_covered_file
 from graphopt.runtime.stored.stable_form import NoStableFormError, StableForms, code_digest, digest, qualified_name
 
 __all__ = ["CodeForms"]
 
-_OWN = str(Path(__file__).resolve().parents[3] / "graphopt") + os.sep
-_OWN_PASSES = str(Path(__file__).resolve().parents[3] / "passes") + os.sep
-_PYTHON = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib"))
-_LIBRARIES = ("site-packages", "dist-packages")
 _MOST = 50_000
 """Functions and classes that are followed."""
 
@@ -167,9 +162,9 @@ class CodeForms:
 
     def _module(self, module: types.ModuleType, names: set[str]) -> None:
         file = getattr(module, "__file__", None)
-        if file is None or _is_covered_file(file):
+        if file is None or is_covered_file(file):
             return
-        if any(part in file for part in _LIBRARIES):
+        if any(part in file for part in LIBRARIES):
             self._note(f"file of {module.__name__}", _file_digest(file))
             return
         for name in sorted(names & set(vars(module))):
@@ -204,19 +199,13 @@ def _is_covered(value: Any) -> bool:
     """Whether a version says all of a function or a class: it is of torch, of graphopt or of Python."""
     if isinstance(value, type) and value.__module__ in ("builtins", "typing", "abc"):
         return True
-    return _is_covered_file(_file_of(value))
-
-
-def _is_covered_file(file: str) -> bool:
-    if file.startswith((_torch.FOLDER + os.sep, _OWN, _OWN_PASSES, "<frozen ", "<eval_with_key>")):
-        return True
-    return file.startswith(_PYTHON) and not any(part in file for part in _LIBRARIES)
+    return is_covered_file(_file_of(value))
 
 
 def _library_file(value: Any) -> str | None:
     """The file of a function or a class of an installed library; None for what is followed."""
     file = _file_of(value)
-    return file if any(part in Path(file).parts for part in _LIBRARIES) and Path(file).is_file() else None
+    return file if any(part in Path(file).parts for part in LIBRARIES) and Path(file).is_file() else None
 
 
 @functools.lru_cache(maxsize=10_000)

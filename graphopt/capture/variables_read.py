@@ -1,0 +1,387 @@
+"""What the user's Python reads beside arguments and modules: variables around functions, attributes of classes.
+
+A coefficient in a global variable, in a closure, or on the object whose method is the loss is a number of the program.
+Here the code of functions is read, not run: which names it loads, and which attributes of these. Functions of the
+user's files are followed; those of torch, Python and installed libraries are not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import dis
+import functools
+import os
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphopt import _torch
+from graphopt.capture.fingerprint import ModelFingerprint, by_value
+
+__all__ = ["LIBRARIES", "VariablesRead", "is_covered_file"]
+
+LIBRARIES = ("site-packages", "dist-packages")
+"""Folders of installed libraries."""
+
+_OWN = tuple(str(Path(__file__).resolve().parents[2] / folder) + os.sep for folder in ("graphopt", "passes"))
+_PYTHON = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib"))
+_MOST = 2_000
+"""Functions that are followed."""
+
+_STARTS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FROM_DICT_OR_DEREF", "LOAD_FAST")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+_WRITES = ("STORE_GLOBAL", "STORE_NAME", "STORE_DEREF")
+_CHANGES = frozenset(
+    ("add", "append", "appendleft", "clear", "discard", "extend", "insert", "remove", "setdefault", "update")
+)
+"""Methods of containers behind whose call nothing of the container is known."""
+
+_OF_ENVIRONMENT = frozenset(("environ", "getenv", "environb"))
+
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_CONTAINERS = (list, tuple, set, frozenset, Mapping)
+_MISSING = object()
+
+Chain = tuple[str, ...]
+"""How a value is reached: ``("global", "config", "beta")``, ``("cell", "beta")``, ``("self", "beta")``."""
+
+
+def is_covered_file(file: str) -> bool:
+    """Whether versions say all of a file: it is torch's, graphopt's or Python's."""
+    if file.startswith((_torch.FOLDER + os.sep, *_OWN, "<frozen ", "<eval_with_key>")):
+        return True
+    return file.startswith(_PYTHON) and not any(part in file for part in LIBRARIES)
+
+
+def _is_followed(function: object) -> bool:
+    """Whether a function is the user's own."""
+    if not isinstance(function, types.FunctionType):
+        return False
+    file = function.__code__.co_filename
+    return not is_covered_file(file) and not any(part in file for part in LIBRARIES)
+
+
+@functools.lru_cache(maxsize=10_000)
+def _chains(code: types.CodeType) -> tuple[Chain, ...]:
+    """What a function's code reads, those inside of it included; but for variables that it sets itself."""
+    found: dict[Chain, None] = {}
+    written: set[str] = set()
+    own = code.co_varnames[0] if code.co_argcount else ""
+    pending = [code]
+    while pending:
+        current = pending.pop()
+        pending += [constant for constant in current.co_consts if isinstance(constant, types.CodeType)]
+        chain: Chain = ()
+        for instruction in dis.get_instructions(current):
+            if instruction.opname in _ATTRIBUTES and chain:
+                chain = (*chain, str(instruction.argval))
+                continue
+            found[chain] = None
+            chain = ()
+            if instruction.opname in _WRITES:
+                written.add(str(instruction.argval))
+            elif instruction.opname.startswith(_STARTS):
+                value = instruction.argval
+                name = str(value[-1] if isinstance(value, tuple) else value)
+                if name == own and not instruction.opname.startswith("LOAD_GLOBAL"):
+                    chain = ("self",)
+                elif instruction.opname in ("LOAD_DEREF", "LOAD_FROM_DICT_OR_DEREF"):
+                    chain = ("cell", name)
+                elif instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                    chain = ("global", name)
+        found[chain] = None
+    return tuple(chain for chain in found if chain and not (len(chain) > 1 and chain[1] in written))
+
+
+class _Cell:
+    """The variable of a closure, looked up as in a dictionary."""
+
+    def __init__(self, cell: types.CellType) -> None:
+        self.cell = cell
+
+    def get(self, _name: str, missing: object) -> object:
+        try:
+            return self.cell.cell_contents
+        except ValueError:
+            return missing
+
+
+class _Defaults:
+    """The defaults of a function, likewise."""
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self.function = function
+
+    def get(self, _name: str, _missing: object) -> object:
+        return self.function.__defaults__, self.function.__kwdefaults__
+
+
+class _Environment:
+    """The variables of the process, likewise: equal texts are one object."""
+
+    def get(self, name: str, _missing: object) -> object:
+        value = os.environ.get(name)
+        return None if value is None else sys.intern(value)
+
+
+_ENVIRONMENT = _Environment()
+
+
+class _Found:
+    """What is read, where it is kept, and what it is now.
+
+    Attributes:
+        values: keys of what is there, by names for people.
+        places: where to look, the name there, and the object that was found.
+        contents: containers whose items count.
+        modules: that are called and are not the model's.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values: dict[str, Hashable] = {}
+        self.plain: dict[str, object] = {}
+        self.places: list[tuple[Any, str, object]] = []
+        self.contents: list[object] = []
+        self.modules: list[nn.Module] = []
+        self._of_model = {id(vars(module)) for module in model.modules()}
+        self._seen: set[tuple[int, str]] = set()
+        self._met: set[Hashable] = set()
+        self._waiting: list[tuple[types.FunctionType, object]] = []
+
+    def follow(self) -> None:
+        """Read the code of everything that was met."""
+        while self._waiting and len(self._met) < _MOST:
+            function, owner = self._waiting.pop()
+            name = function.__qualname__
+            if function.__defaults__ or function.__kwdefaults__:
+                self._defaults(function)
+            if not _OF_ENVIRONMENT.isdisjoint(function.__code__.co_names):
+                for text in function.__code__.co_consts:
+                    if isinstance(text, str):
+                        self._look(_ENVIRONMENT, [text], "environment variable ")
+            for root, *path in _chains(function.__code__):
+                if root == "global":
+                    self._look(function.__globals__, path, "")
+                elif root == "cell" and path[0] in function.__code__.co_freevars:
+                    cell = (function.__closure__ or ())[function.__code__.co_freevars.index(path[0])]
+                    self._look(_Cell(cell), path, f"{name}: ")
+                elif root == "self" and path and owner is not None:
+                    self._attribute(owner, path, f"{type(owner).__name__}.")
+
+    def call(self, value: object) -> None:
+        """Meet what is called: a function, a method, a partial, an object with ``__call__``."""
+        if isinstance(value, types.MethodType):
+            self._method(value.__func__, value.__self__)
+        elif isinstance(value, functools.partial):
+            self._content(value.args, "the arguments of a partial")
+            self._content(value.keywords, "the keywords of a partial")
+            self.call(value.func)
+        elif isinstance(value, types.FunctionType):
+            self._method(value, None)
+        elif isinstance(value, nn.Module):
+            self._module(value)
+        else:
+            self._attribute(value, ["__call__"], f"{type(value).__name__}.")
+
+    def module(self, module: nn.Module) -> None:
+        """Meet the code of a module, whose own attributes are read elsewhere."""
+        self._attribute(module, ["forward"], f"{type(module).__name__}.")
+        own = vars(module)
+        for value in own.values():
+            if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+                self.call(value)
+        for kind in ("_forward_hooks", "_forward_pre_hooks"):
+            for hook in own.get(kind, {}).values():
+                self.call(hook)
+
+    def _method(self, function: object, owner: object) -> None:
+        """Meet a function as one of an object; behind a decorator of a library, what it decorates."""
+        while not _is_followed(function) and hasattr(function, "__wrapped__"):
+            function = getattr(function, "__wrapped__", None)
+        if isinstance(function, types.MethodType):
+            owner = function.__self__
+            function = function.__func__
+        key = id(function), type(owner) if isinstance(owner, nn.Module) else id(owner)
+        if key not in self._met and _is_followed(function):
+            assert isinstance(function, types.FunctionType)
+            self._met.add(key)
+            self._waiting.append((function, owner))
+
+    def _module(self, module: nn.Module) -> None:
+        if id(vars(module)) not in self._of_model:
+            self._of_model.update(id(vars(inner)) for inner in module.modules())
+            self.modules.append(module)
+            for inner in module.modules():
+                self.module(inner)
+
+    def _defaults(self, function: types.FunctionType) -> None:
+        place = _Defaults(function)
+        value = place.get("", None)
+        if (id(function), "defaults") not in self._seen:
+            self._seen.add((id(function), "defaults"))
+            self._content(value, f"the defaults of {function.__qualname__}")
+
+    def _look(self, place: Any, path: list[str], where: str) -> None:
+        """Go along a chain from where its first name is kept."""
+        name, *rest = path
+        value = place.get(name, _MISSING)
+        if value is _MISSING or (isinstance(value, (types.ModuleType, type)) and _is_of_a_library(value)):
+            return
+        where = f"{where}{name}"
+        identity = id(place.cell) if isinstance(place, _Cell) else id(place)
+        if (identity, name) not in self._seen:
+            self._seen.add((identity, name))
+            self.places.append((place, name, value))
+        self._value(value, rest, where)
+
+    def _value(self, value: object, rest: list[str], where: str) -> None:
+        """What a chain has come to, with the names that follow."""
+        if isinstance(value, types.ModuleType):
+            if rest:
+                self._look(vars(value), rest, f"{where}.")
+        elif isinstance(value, type):
+            self._of_class(value, rest, f"{where}.")
+        elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial, nn.Module)):
+            self.values[where] = id(getattr(value, "__func__", value))
+            self.call(value)
+        elif isinstance(value, _CONTAINERS):
+            if not (rest and rest[0] in _CHANGES):
+                self._content(value, where)
+        else:
+            self._object(value, rest, where)
+
+    def _object(self, value: object, rest: list[str], where: str) -> None:
+        if isinstance(value, _NUMBERS):
+            self.values[where] = by_value(value)
+            self.plain[where] = value
+        elif isinstance(value, torch.Tensor):
+            self.values[where] = id(value)
+        elif rest:
+            self._attribute(value, rest, f"{where}.")
+        elif dataclasses.is_dataclass(value) or isinstance(value, types.SimpleNamespace):
+            self._content(value, where)
+        else:
+            self.values[where] = id(value)
+
+    def _of_class(self, cls: type, path: list[str], where: str) -> None:
+        """An attribute of a class that is used as a name for variables."""
+        for base in cls.__mro__ if path else ():
+            if path[0] in vars(base) and not is_covered_file(_file_of(base)):
+                self._look(vars(base), path, where)
+                return
+
+    def _attribute(self, owner: object, path: list[str], where: str) -> None:
+        """An attribute of an object: its own, or its class's."""
+        own = getattr(owner, "__dict__", None)
+        if isinstance(own, dict) and path[0] in own:
+            if not isinstance(owner, nn.Module) or id(own) not in self._of_model:
+                self._look(own, path, where)
+            return
+        bases = [base for base in type(owner).__mro__ if path[0] in vars(base)]
+        for base in bases:
+            if not self._of_base(base, owner, path, where):
+                return
+        if not bases and isinstance(owner, Mapping):
+            self._content(owner, where.rstrip("."))
+
+    def _of_base(self, base: type, owner: object, path: list[str], where: str) -> bool:
+        """What one class gives an object; says whether that is a method, behind which others are met by ``super()``."""
+        name = path[0]
+        value = vars(base)[name]
+        if isinstance(value, property):
+            self._method(value.fget, owner)
+        elif isinstance(value, (staticmethod, classmethod)):
+            self._method(value.__func__, owner)
+        elif isinstance(value, types.FunctionType):
+            if not is_covered_file(_file_of(base)) and not any(part in _file_of(base) for part in LIBRARIES):
+                self.places.append((vars(base), name, value))
+                self.values[f"{where}{name} of {base.__name__}"] = id(value)
+            self._method(value, owner)
+            return True
+        elif hasattr(type(value), "__get__"):
+            return True
+        elif not is_covered_file(_file_of(base)) and not callable(value):
+            self._look(vars(base), path, where)
+        return False
+
+    def _content(self, value: object, where: str) -> None:
+        self.values[where] = by_value(value)
+        self.contents.append(value)
+
+
+def _file_of(value: Any) -> str:
+    module = sys.modules.get(value.__module__) if isinstance(getattr(value, "__module__", None), str) else None
+    return getattr(module, "__file__", None) or ""
+
+
+def _is_of_a_library(value: types.ModuleType | type) -> bool:
+    """Whether a module or class is no user's; those of a notebook have no file."""
+    name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+    if str(name).partition(".")[0] in sys.stdlib_module_names:
+        return True
+    file = (getattr(value, "__file__", None) or "") if isinstance(value, types.ModuleType) else _file_of(value)
+    return is_covered_file(file) or any(part in file for part in LIBRARIES)
+
+
+class VariablesRead:
+    """The variables that a model's code and a loss read, as a key, computed again only where one has changed."""
+
+    def __init__(self) -> None:
+        self._unchanged: Callable[[nn.Module, object, int], bool] = lambda model, called, changes: False
+        self._key: Hashable = None
+        self.values: dict[str, object] = {}
+
+    def __call__(self, model: nn.Module, called: object, changes: int) -> Hashable:
+        """The key as it is now.
+
+        Args:
+            model: that is captured.
+            called: a function that is captured around it, a loss for instance; None for the model alone.
+            changes: how often the model itself was found changed (``ModelFingerprint.changes``).
+        """
+        if not self._unchanged(model, called, changes):
+            self._read(model, called, changes)
+        return self._key
+
+    def _read(self, model: nn.Module, called: object, changes: int) -> None:
+        found = _Found(model)
+        for module in _one_of_each(model):
+            found.module(module)
+        if called is not None:
+            found.call(called)
+        found.follow()
+        prints = [(module, ModelFingerprint()) for module in found.modules]
+        keys: list[Hashable] = [fingerprint(module) for module, fingerprint in prints]
+        places = found.places
+        contents = [by_value(value) for value in found.contents]
+        self.values = found.plain
+        self._key = (*found.values.items(), *keys)
+
+        def unchanged(current: nn.Module, now: object, count: int) -> bool:
+            if current is not model or now is not called or count != changes:
+                return False
+            for place, name, value in places:
+                if place.get(name, _MISSING) is not value:
+                    return False
+            return (not contents or [by_value(value) for value in found.contents] == contents) and all(
+                fingerprint(module) is key for (module, fingerprint), key in zip(prints, keys, strict=True)
+            )
+
+        self._unchanged = unchanged
+
+
+def _one_of_each(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules whose code or hooks are the user's; one of each class that has nothing of its own."""
+    classes: set[type] = set()
+    for module in model.modules():
+        own = vars(module)
+        special = own["_forward_hooks"] or own["_forward_pre_hooks"] or any(map(callable, own.values()))
+        if special or type(module) not in classes:
+            classes.add(type(module))
+            yield module

@@ -1,0 +1,224 @@
+"""Variables that the code of a model or a loss reads: a call after one has changed trains as eager mode does."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import os
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphopt
+from tests.support.training import mean_square
+
+X = torch.linspace(-1, 1, 24).view(4, 6)
+
+weight = 1.0
+settings = types.SimpleNamespace(weight=1.0, table={"weights": [1.0, 2.0]})
+called = types.ModuleType("called")
+called.weight = 1.0  # type: ignore[attr-defined]
+history: list[float] = []
+
+
+@dataclass
+class Options:
+    weight: float = 1.0
+    seen: list[float] = field(default_factory=list)
+
+
+class Constants:
+    weight = 1.0
+
+
+def helper(y: torch.Tensor) -> torch.Tensor:
+    return y.square().mean() * weight
+
+
+class Net(nn.Module):
+    factor = 1.0
+
+    def __init__(self, then: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.then = nn.Linear(6, 6), then
+
+    def around(self, y: torch.Tensor) -> torch.Tensor:
+        return y * self.factor
+
+    @property
+    def share(self) -> float:
+        return Constants.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.around(self.layer(x)) * self.share
+        return y if self.then is None else self.then(y)
+
+
+class Trainer:
+    """Its method is the loss."""
+
+    def __init__(self) -> None:
+        self.weight, self.steps, self.teacher = 1.0, 0, nn.Linear(6, 6)
+        self.options = Options()
+
+    def loss(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        self.options.seen.append(0.0)
+        return (model(x) - self.teacher(x)).square().mean() * self.weight * self.options.weight
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for owner, name in ((globals(), "weight"), (os.environ, "GRAPHOPT_TEST_WEIGHT")):
+        if name in owner:
+            monkeypatch.setitem(owner, name, owner[name])  # type: ignore[arg-type]
+    for other, name in ((Constants, "weight"), (Net, "factor"), (Net, "around"), (called, "weight")):
+        monkeypatch.setattr(other, name, getattr(other, name))
+    monkeypatch.setitem(globals(), "settings", copy.deepcopy(settings))
+    yield
+    os.environ.pop("GRAPHOPT_TEST_WEIGHT", None)
+
+
+def set_global(value: float) -> None:
+    globals()["weight"] = value
+
+
+def closure() -> tuple[Any, Any]:
+    share = 1.0
+
+    def change(value: float) -> None:
+        nonlocal share
+        share = value
+
+    return lambda model, x: model(x).square().mean() * share, change
+
+
+def of_default() -> tuple[Any, Any]:
+    def loss(model: nn.Module, x: torch.Tensor, shares: list[float] = [1.0]) -> torch.Tensor:  # noqa: B006
+        result: torch.Tensor = model(x).square().mean() * shares[0]
+        return result
+
+    return loss, lambda value: loss.__defaults__[0].__setitem__(0, value)  # type: ignore[index]
+
+
+def of_partial() -> tuple[Any, Any]:
+    shares = {"first": 1.0}
+    loss = functools.partial(lambda model, x, shares: model(x).square().mean() * shares["first"], shares=shares)
+    return loss, lambda value: shares.update(first=value)
+
+
+def of_trainer(change: Callable[[Trainer, float], Any]) -> tuple[Any, Any]:
+    trainer = Trainer()
+    return trainer.loss, lambda value: change(trainer, value)
+
+
+def of_criterion() -> tuple[Any, Any]:
+    criterion = nn.HuberLoss()
+    return lambda model, x: criterion(model(x), x), lambda value: setattr(criterion, "delta", 0.1 * value)
+
+
+LOSSES: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "global": lambda: (lambda model, x: model(x).square().mean() * weight, set_global),
+    "of a helper": lambda: (lambda model, x: helper(model(x)), set_global),
+    "attribute of a namespace": lambda: (
+        lambda model, x: model(x).square().mean() * settings.weight,
+        lambda value: setattr(settings, "weight", value),
+    ),
+    "item in a namespace": lambda: (
+        lambda model, x: model(x).square().mean() * settings.table["weights"][1],
+        lambda value: settings.table["weights"].__setitem__(1, value),
+    ),
+    "of a module": lambda: (
+        lambda model, x: model(x).square().mean() * called.weight,
+        lambda value: setattr(called, "weight", value),
+    ),
+    "of a class": lambda: (
+        lambda model, x: model(x).square().mean() * Constants.weight,
+        lambda value: setattr(Constants, "weight", value),
+    ),
+    "closure": closure,
+    "default": of_default,
+    "partial": of_partial,
+    "object": lambda: of_trainer(lambda trainer, value: setattr(trainer, "weight", value)),
+    "object in an object": lambda: of_trainer(lambda trainer, value: setattr(trainer.options, "weight", value)),
+    "teacher": lambda: of_trainer(lambda trainer, value: setattr(trainer, "teacher", nn.Linear(6, 6))),
+    "criterion": of_criterion,
+    "environment": lambda: (
+        lambda model, x: model(x).square().mean() * float(os.environ.get("GRAPHOPT_TEST_WEIGHT", "1")),
+        lambda value: os.environ.__setitem__("GRAPHOPT_TEST_WEIGHT", str(value)),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_loss_reads_what_has_changed(kind: str) -> None:
+    loss, change = LOSSES[kind]()
+    model = Net()
+    step = graphopt.optimize_step(model, torch.optim.SGD(model.parameters(), 0.0), loss=loss)
+    for value in (1.0, 3.0, 3.0, 1.0):
+        change(value)
+        assert torch.equal(step(X), loss(model, X)), value
+    captures = len(step._programs.runner.captures.all())
+    assert captures == (4 if kind == "teacher" else 2)
+
+
+def patched(value: float) -> None:
+    Net.around = (lambda self, y: y * value) if value != 1.0 else Net.around  # type: ignore[method-assign]
+
+
+def from_closure() -> tuple[nn.Module, Any]:
+    shares = {"k": 1.0}
+    return Net(lambda y: y * shares["k"]), lambda value: shares.update(k=value)
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "class attribute": lambda: (Net(), lambda value: setattr(Net, "factor", value)),
+    "method": lambda: (Net(), patched),
+    "property": lambda: (Net(), lambda value: setattr(Constants, "weight", value)),
+    "global of a function": lambda: (Net(helper), set_global),
+    "closure of a function": from_closure,
+}
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_reads_what_has_changed(kind: str, whole: bool) -> None:
+    model, change = MODELS[kind]()
+    plain = copy.deepcopy(model)
+    step = graphopt.optimize_step(model, torch.optim.SGD(model.parameters(), 0.0), loss=mean_square)
+    optimized = graphopt.optimize(copy.deepcopy(model))
+    for value in (1.0, 3.0):
+        change(value)
+        found = step(X) if whole else mean_square(optimized, X)
+        assert torch.equal(found, mean_square(plain, X)), value
+
+
+def test_what_is_not_read_costs_nothing() -> None:
+    trainer = Trainer()
+    model = Net()
+    step = graphopt.optimize_step(model, torch.optim.SGD(model.parameters(), 0.1, foreach=True), loss=trainer.loss)
+    for number in range(6):
+        trainer.steps = number
+        trainer.options.seen.append(1.0)
+        history.append(1.0)
+        step(X)
+    assert len(step._programs.runner.captures.all()) == 1
+
+
+def test_a_value_that_changes_at_each_call_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    loss, change = LOSSES["object"]()
+    model = Net()
+    step = graphopt.optimize_step(model, torch.optim.SGD(model.parameters(), 0.1, foreach=True), loss=loss)
+    with caplog.at_level(logging.WARNING, "graphopt"):
+        for number in range(4):
+            change(float(number))
+            step(X)
+    (text,) = [record.getMessage() for record in caplog.records if "values of Python" in record.getMessage()]
+    assert "Trainer.weight was 0.0, 1.0, 2.0;" in text
+    assert "hand Trainer.weight over in the call, as a tensor" in text
