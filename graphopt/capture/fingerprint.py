@@ -19,7 +19,16 @@ from torch.nn.parameter import is_lazy
 from graphopt import _torch
 from graphopt.errors import CaptureError
 
-__all__ = ["ModelFingerprint", "ModuleParts", "by_value", "global_flags", "metadata", "module_parts", "refuse_lazy"]
+__all__ = [
+    "ModelFingerprint",
+    "ModuleParts",
+    "Same",
+    "by_value",
+    "global_flags",
+    "metadata",
+    "module_parts",
+    "refuse_lazy",
+]
 
 _DEEPEST = 6
 _MOST_ITEMS = 2_000
@@ -57,6 +66,21 @@ def global_flags() -> tuple[Hashable, ...]:
     )
 
 
+class Same:
+    """An object by its identity, which lives as long as a key with it: another one at its address is not equal."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.value is other.value
+
+
 def by_value(value: Any, known: dict[int, Hashable] | None = None, depth: int = 0) -> Hashable:
     """A key that is equal for equal values: numbers with their type and the sign of zero, containers by what they hold.
 
@@ -73,12 +97,12 @@ def by_value(value: Any, known: dict[int, Hashable] | None = None, depth: int = 
     if isinstance(value, (float, complex)):
         return type(value), repr(value)
     if isinstance(value, torch.Tensor):
-        return id(value), metadata(value)
+        return Same(value), metadata(value)
     if isinstance(value, (*_BY_IDENTITY, nn.Module)) or depth >= _DEEPEST:
-        return type(value), id(value)
+        return type(value), Same(value)
     known = {} if known is None else known
     if id(value) not in known:
-        known[id(value)] = (type(value), id(value))  # for what refers to itself
+        known[id(value)] = (type(value), Same(value))  # for what refers to itself
         known[id(value)] = _container(value, known, depth)
     return known[id(value)]
 
@@ -86,7 +110,7 @@ def by_value(value: Any, known: dict[int, Hashable] | None = None, depth: int = 
 def _container(value: Any, known: dict[int, Hashable], depth: int) -> Hashable:
     if isinstance(value, (list, tuple, set, frozenset, Mapping)):
         if len(value) > _MOST_ITEMS:
-            return type(value), id(value), len(value)
+            return type(value), Same(value), len(value)
         if isinstance(value, Mapping):
             pairs = ((by_value(key, known, depth + 1), by_value(item, known, depth + 1)) for key, item in value.items())
             return type(value), tuple(pairs)
@@ -94,8 +118,8 @@ def _container(value: Any, known: dict[int, Hashable], depth: int) -> Hashable:
         return type(value), frozenset(items) if isinstance(value, (set, frozenset)) else tuple(items)
     attributes = getattr(value, "__dict__", None)
     if not isinstance(attributes, dict):
-        return type(value), id(value)
-    return type(value), id(value), _container(attributes, known, depth + 1)
+        return type(value), Same(value)
+    return type(value), Same(value), _container(attributes, known, depth + 1)
 
 
 def metadata(tensor: torch.Tensor) -> Hashable:
@@ -163,7 +187,7 @@ def _module_key(module: nn.Module, seen: dict[int, int], known: dict[int, Hashab
         for kind in ("_parameters", "_buffers")
         for name, tensor in attributes[kind].items()
     )
-    hooks = tuple((kind, tuple(map(id, attributes[kind].values()))) for kind in _HOOKS if attributes.get(kind))
+    hooks = tuple((kind, tuple(map(Same, attributes[kind].values()))) for kind in _HOOKS if attributes.get(kind))
     children = tuple((name, id(child)) for name, child in attributes["_modules"].items())
     return type(module), module.training, plain, tensors, hooks, children
 

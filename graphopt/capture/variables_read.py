@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from graphopt import _torch
-from graphopt.capture.fingerprint import ModelFingerprint, by_value
+from graphopt.capture.fingerprint import ModelFingerprint, Same, by_value
 
 __all__ = ["LIBRARIES", "VariablesRead", "is_covered_file"]
 
@@ -112,14 +112,14 @@ class _Cell:
             return missing
 
 
-class _Defaults:
-    """The defaults of a function, likewise."""
+class _Shown:
+    """A tensor as it is shown to people, without keeping it."""
 
-    def __init__(self, function: types.FunctionType) -> None:
-        self.function = function
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._text = f"a tensor at {id(tensor):#x}"
 
-    def get(self, _name: str, _missing: object) -> object:
-        return self.function.__defaults__, self.function.__kwdefaults__
+    def __repr__(self) -> str:
+        return self._text
 
 
 class _Environment:
@@ -144,7 +144,7 @@ class _Found:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.values: dict[str, Hashable] = {}
+        self.values: list[tuple[str, Hashable]] = []
         self.plain: dict[str, object] = {}
         self.places: list[tuple[Any, str, object]] = []
         self.contents: list[object] = []
@@ -160,7 +160,7 @@ class _Found:
             function, owner = self._waiting.pop()
             name = function.__qualname__
             if function.__defaults__ or function.__kwdefaults__:
-                self._defaults(function)
+                self._content((function.__defaults__, function.__kwdefaults__), f"the defaults of {name}")
             if not _OF_ENVIRONMENT.isdisjoint(function.__code__.co_names):
                 for text in function.__code__.co_consts:
                     if isinstance(text, str):
@@ -177,13 +177,13 @@ class _Found:
     def call(self, value: object) -> None:
         """Meet what is called: a function, a method, a partial, an object with ``__call__``."""
         if isinstance(value, types.MethodType):
-            self._method(value.__func__, value.__self__)
+            self.method(value.__func__, value.__self__)
         elif isinstance(value, functools.partial):
             self._content(value.args, "the arguments of a partial")
             self._content(value.keywords, "the keywords of a partial")
             self.call(value.func)
         elif isinstance(value, types.FunctionType):
-            self._method(value, None)
+            self.method(value, None)
         elif isinstance(value, nn.Module):
             self._module(value)
         else:
@@ -200,7 +200,7 @@ class _Found:
             for hook in own.get(kind, {}).values():
                 self.call(hook)
 
-    def _method(self, function: object, owner: object) -> None:
+    def method(self, function: object, owner: object) -> None:
         """Meet a function as one of an object; behind a decorator of a library, what it decorates."""
         while not _is_followed(function) and hasattr(function, "__wrapped__"):
             function = getattr(function, "__wrapped__", None)
@@ -219,13 +219,6 @@ class _Found:
             self.modules.append(module)
             for inner in module.modules():
                 self.module(inner)
-
-    def _defaults(self, function: types.FunctionType) -> None:
-        place = _Defaults(function)
-        value = place.get("", None)
-        if (id(function), "defaults") not in self._seen:
-            self._seen.add((id(function), "defaults"))
-            self._content(value, f"the defaults of {function.__qualname__}")
 
     def _look(self, place: Any, path: list[str], where: str) -> None:
         """Go along a chain from where its first name is kept."""
@@ -248,7 +241,7 @@ class _Found:
         elif isinstance(value, type):
             self._of_class(value, rest, f"{where}.")
         elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial, nn.Module)):
-            self.values[where] = id(getattr(value, "__func__", value))
+            self.values.append((where, Same(getattr(value, "__func__", value))))
             self.call(value)
         elif isinstance(value, _CONTAINERS):
             if not (rest and rest[0] in _CHANGES):
@@ -258,16 +251,17 @@ class _Found:
 
     def _object(self, value: object, rest: list[str], where: str) -> None:
         if isinstance(value, _NUMBERS):
-            self.values[where] = by_value(value)
+            self.values.append((where, by_value(value)))
             self.plain[where] = value
         elif isinstance(value, torch.Tensor):
-            self.values[where] = id(value)
+            self.values.append((where, Same(value)))
+            self.plain[where] = _Shown(value)
         elif rest:
             self._attribute(value, rest, f"{where}.")
         elif dataclasses.is_dataclass(value) or isinstance(value, types.SimpleNamespace):
             self._content(value, where)
         else:
-            self.values[where] = id(value)
+            self.values.append((where, Same(value)))
 
     def _of_class(self, cls: type, path: list[str], where: str) -> None:
         """An attribute of a class that is used as a name for variables."""
@@ -295,14 +289,14 @@ class _Found:
         name = path[0]
         value = vars(base)[name]
         if isinstance(value, property):
-            self._method(value.fget, owner)
+            self.method(value.fget, owner)
         elif isinstance(value, (staticmethod, classmethod)):
-            self._method(value.__func__, owner)
+            self.method(value.__func__, owner)
         elif isinstance(value, types.FunctionType):
             if not is_covered_file(_file_of(base)) and not any(part in _file_of(base) for part in LIBRARIES):
                 self.places.append((vars(base), name, value))
-                self.values[f"{where}{name} of {base.__name__}"] = id(value)
-            self._method(value, owner)
+                self.values.append((f"{where}{name} of {base.__name__}", Same(value)))
+            self.method(value, owner)
             return True
         elif hasattr(type(value), "__get__"):
             return True
@@ -311,7 +305,7 @@ class _Found:
         return False
 
     def _content(self, value: object, where: str) -> None:
-        self.values[where] = by_value(value)
+        self.values.append((where, by_value(value)))
         self.contents.append(value)
 
 
@@ -353,7 +347,9 @@ class VariablesRead:
         found = _Found(model)
         for module in _one_of_each(model):
             found.module(module)
-        if called is not None:
+        if isinstance(called, types.FunctionType):
+            found.method(called, model)  # its first argument
+        elif called is not None:
             found.call(called)
         found.follow()
         prints = [(module, ModelFingerprint()) for module in found.modules]
@@ -361,7 +357,7 @@ class VariablesRead:
         places = found.places
         contents = [by_value(value) for value in found.contents]
         self.values = found.plain
-        self._key = (*found.values.items(), *keys)
+        self._key = (*found.values, *keys)
 
         def unchanged(current: nn.Module, now: object, count: int) -> bool:
             if current is not model or now is not called or count != changes:

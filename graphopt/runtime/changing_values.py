@@ -71,12 +71,14 @@ class ChangingValues:
 
     def _advice(self, changing: Sequence[str]) -> str:
         """A tensor in the place of a number; of other values there have to be few."""
+        variables = [place for place in changing if place in self._variables]
+        if variables:
+            where = variables[0]
+            return f"hand {where} over in the call, as a tensor, whose values one program serves, and compute with it"
         numbers = [place for place in changing if all(_is_number(value) for value in self._seen[place].values())]
         if not numbers:
             return "keep to a few values, or take what depends on them out of the call"
         place = numbers[0]
-        if place in self._variables:
-            return f"hand {place} over in the call, as a tensor, whose values one program serves, and compute with it"
         return f"give {place} as a tensor (torch.tensor({place})), whose values one program serves, and compute with it"
 
 

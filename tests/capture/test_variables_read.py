@@ -222,3 +222,45 @@ def test_a_value_that_changes_at_each_call_is_told(caplog: pytest.LogCaptureFixt
     (text,) = [record.getMessage() for record in caplog.records if "values of Python" in record.getMessage()]
     assert "Trainer.weight was 0.0, 1.0, 2.0;" in text
     assert "hand Trainer.weight over in the call, as a tensor" in text
+
+
+def test_a_tensor_that_is_another_one_at_each_call_is_read_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    target = torch.zeros(4, 6)
+    model = Net()
+    step = graphopt.optimize_step(
+        model, torch.optim.SGD(model.parameters(), 0.0), loss=lambda model, x: (model(x) - target).square().mean()
+    )
+    with caplog.at_level(logging.WARNING, "graphopt"):
+        for number in range(4):
+            target = torch.full((4, 6), float(number))
+            assert torch.equal(step(X), (model(X) - target).square().mean())
+    (text,) = [record.getMessage() for record in caplog.records if "values of Python" in record.getMessage()]
+    assert "target was a tensor at 0x" in text
+
+
+def reader(name: str) -> tuple[Callable[[torch.Tensor], torch.Tensor], dict[str, Any]]:
+    """A function of another file, with a global variable of the same name as that of others."""
+    variables: dict[str, Any] = {"share": 1.0}
+    exec(compile("def read(y):\n    return y * share", f"{name}.py", "exec"), variables)
+    return variables["read"], variables
+
+
+def test_variables_of_one_name_are_told_apart() -> None:
+    (first, of_first), (second, of_second) = reader("first"), reader("second")
+    model = Net()
+    step = graphopt.optimize_step(
+        model,
+        torch.optim.SGD(model.parameters(), 0.0),
+        loss=lambda model, x: (first(model(x)) + second(model(x)).square()).mean(),
+    )
+    for variables in (of_first, of_second, of_first):
+        variables["share"] += 1
+        assert torch.equal(step(X), (first(model(X)) + second(model(X)).square()).mean())
+
+
+def test_a_function_in_the_place_of_another_one_is_never_taken_for_it() -> None:
+    model = Net()
+    optimized = graphopt.optimize(model)
+    for number in range(6):  # of which each may lie where the one before the last was
+        model.then = eval(f"lambda y: y * {number}")
+        assert torch.equal(optimized(X), Net.forward(model, X)), number
