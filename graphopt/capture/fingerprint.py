@@ -20,6 +20,8 @@ from graphopt import _torch
 from graphopt.errors import CaptureError
 
 __all__ = [
+    "DEEPEST",
+    "MOST_ITEMS",
     "ModelFingerprint",
     "ModuleParts",
     "Same",
@@ -30,8 +32,10 @@ __all__ = [
     "refuse_lazy",
 ]
 
-_DEEPEST = 6
-_MOST_ITEMS = 2_000
+DEEPEST = 6
+"""How deep containers in containers are compared."""
+
+MOST_ITEMS = 2_000
 """Items of a container that are compared one by one; a larger one counts by its identity and length."""
 
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -98,7 +102,7 @@ def by_value(value: Any, known: dict[int, Hashable] | None = None, depth: int = 
         return type(value), repr(value)
     if isinstance(value, torch.Tensor):
         return Same(value), metadata(value)
-    if isinstance(value, (*_BY_IDENTITY, nn.Module)) or depth >= _DEEPEST:
+    if isinstance(value, (*_BY_IDENTITY, nn.Module)) or depth >= DEEPEST:
         return type(value), Same(value)
     known = {} if known is None else known
     if id(value) not in known:
@@ -109,7 +113,7 @@ def by_value(value: Any, known: dict[int, Hashable] | None = None, depth: int = 
 
 def _container(value: Any, known: dict[int, Hashable], depth: int) -> Hashable:
     if isinstance(value, (list, tuple, set, frozenset, Mapping)):
-        if len(value) > _MOST_ITEMS:
+        if len(value) > MOST_ITEMS:
             return type(value), Same(value), len(value)
         if isinstance(value, Mapping):
             pairs = ((by_value(key, known, depth + 1), by_value(item, known, depth + 1)) for key, item in value.items())
@@ -279,7 +283,7 @@ class _Watched:
 
     def _attribute(self, value: Any, depth: int) -> None:
         plain = (*_BY_IDENTITY, nn.Module, torch.Tensor, str, bytes, int, float, bool, type(None))
-        if depth >= _DEEPEST or isinstance(value, plain) or id(value) in self._seen:
+        if depth >= DEEPEST or isinstance(value, plain) or id(value) in self._seen:
             return
         self._seen.add(id(value))
         if isinstance(value, (list, set)):

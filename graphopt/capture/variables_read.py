@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import dis
 import functools
+import operator
 import os
 import sys
 import sysconfig
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 
 from graphopt import _torch
-from graphopt.capture.fingerprint import ModelFingerprint, Same, by_value
+from graphopt.capture.fingerprint import DEEPEST, MOST_ITEMS, ModelFingerprint, Same, by_value
 
 __all__ = ["LIBRARIES", "VariablesRead", "is_covered_file"]
 
@@ -133,6 +134,49 @@ class _Environment:
 _ENVIRONMENT = _Environment()
 
 
+class _Contents:
+    """Containers whose items count, and the containers in them, as far as ``by_value`` looks."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Any, Any]] = []
+        self._seen: set[int] = set()
+
+    def add(self, value: object, depth: int = 0) -> None:
+        """Remember what a container holds, and what the containers in it hold."""
+        own = getattr(value, "__dict__", None)
+        if depth >= DEEPEST or id(value) in self._seen or isinstance(value, (*_NUMBERS, torch.Tensor, nn.Module, type)):
+            return
+        self._seen.add(id(value))
+        if not isinstance(value, _CONTAINERS):
+            if isinstance(own, dict) and not callable(value):
+                self.add(own, depth + 1)
+            return
+        self._kept.append((value, self._state(value)))
+        if len(value) <= MOST_ITEMS:
+            for item in list(value.values()) if isinstance(value, Mapping) else list(value):
+                self.add(item, depth + 1)
+
+    @staticmethod
+    def _state(value: Any) -> Any:
+        """What tells whether a container holds the same objects."""
+        if type(value) is dict:
+            return _torch.dict_version(value)
+        if len(value) > MOST_ITEMS:
+            return len(value)
+        return (*value.keys(), *value.values()) if isinstance(value, Mapping) else tuple(value)
+
+    def unchanged(self) -> bool:
+        """Whether every container holds what it held."""
+        for value, state in self._kept:
+            now = self._state(value)
+            if isinstance(now, tuple):
+                if len(now) != len(state) or not all(map(operator.is_, now, state)):
+                    return False
+            elif now != state:
+                return False
+        return True
+
+
 class _Found:
     """What is read, where it is kept, and what it is now.
 
@@ -147,7 +191,7 @@ class _Found:
         self.values: list[tuple[str, Hashable]] = []
         self.plain: dict[str, object] = {}
         self.places: list[tuple[Any, str, object]] = []
-        self.contents: list[object] = []
+        self.contents = _Contents()
         self.modules: list[nn.Module] = []
         self._of_model = {id(vars(module)) for module in model.modules()}
         self._seen: set[tuple[int, str]] = set()
@@ -306,7 +350,7 @@ class _Found:
 
     def _content(self, value: object, where: str) -> None:
         self.values.append((where, by_value(value)))
-        self.contents.append(value)
+        self.contents.add(value)
 
 
 def _file_of(value: Any) -> str:
@@ -355,7 +399,6 @@ class VariablesRead:
         prints = [(module, ModelFingerprint()) for module in found.modules]
         keys: list[Hashable] = [fingerprint(module) for module, fingerprint in prints]
         places = found.places
-        contents = [by_value(value) for value in found.contents]
         self.values = found.plain
         self._key = (*found.values, *keys)
 
@@ -365,7 +408,7 @@ class VariablesRead:
             for place, name, value in places:
                 if place.get(name, _MISSING) is not value:
                     return False
-            return (not contents or [by_value(value) for value in found.contents] == contents) and all(
+            return found.contents.unchanged() and all(
                 fingerprint(module) is key for (module, fingerprint), key in zip(prints, keys, strict=True)
             )
 

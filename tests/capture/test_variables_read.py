@@ -13,9 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import graphopt
+from graphopt.capture.fingerprint import by_value
+from graphopt.capture.variables_read import VariablesRead
+from tests.support.properties import examples
 from tests.support.training import mean_square
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
@@ -264,3 +269,53 @@ def test_a_function_in_the_place_of_another_one_is_never_taken_for_it() -> None:
     for number in range(6):  # of which each may lie where the one before the last was
         model.then = eval(f"lambda y: y * {number}")
         assert torch.equal(optimized(X), Net.forward(model, X)), number
+
+
+CONTAINERS = st.recursive(
+    st.integers(0, 3),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+        st.tuples(inner, inner),
+        st.sets(st.integers(0, 3), max_size=3),
+        st.builds(lambda weight: Options(weight), inner),
+    ),
+    max_leaves=8,
+)
+
+
+def containers_in(value: Any) -> Iterator[Any]:
+    if isinstance(value, Options):
+        yield value
+        yield from containers_in(value.weight)
+    elif isinstance(value, (list, dict, tuple, set)):
+        yield value
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from containers_in(item)
+
+
+def change(container: Any, value: int) -> None:
+    """Put a number into a container; where it is there already, nothing has changed."""
+    if isinstance(container, Options):
+        container.weight = value
+    elif isinstance(container, list):
+        container[:1] = [value]
+    elif isinstance(container, dict):
+        container["a"] = value
+    else:
+        container.add(value)
+
+
+@given(kept=CONTAINERS, data=st.data())
+@examples(60, many=2000)
+def test_a_key_changes_where_what_a_container_holds_does(kept: Any, data: st.DataObject) -> None:
+    def loss(model: nn.Module, x: torch.Tensor) -> Any:
+        return kept
+
+    variables, model = VariablesRead(), nn.Linear(2, 2)
+    before, value = variables(model, loss, 1), by_value(kept)
+    assert variables(model, loss, 1) == before
+    places = [container for container in containers_in(kept) if not isinstance(container, tuple)]
+    for container in data.draw(st.lists(st.sampled_from(places), max_size=3)) if places else ():
+        change(container, data.draw(st.integers(0, 3)))
+    assert (variables(model, loss, 1) == before) == (by_value(kept) == value)
