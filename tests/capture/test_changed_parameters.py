@@ -21,7 +21,7 @@ from tests.support.properties import examples
 from tests.support.training import mean_square
 
 X = torch.linspace(-1, 1, 48).reshape(8, 6)
-TOKENS = torch.arange(24).reshape(8, 3) % 7
+TOKENS = torch.arange(192).reshape(64, 3) % 7
 
 
 class Changes(nn.Module):
@@ -68,7 +68,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
     **{name: (lambda change=change: Changes(change), X) for name, change in CHANGES.items()},
     "two": (lambda: Changes(CHANGES["clamp"], CHANGES["rows"]), X),
     "no_grad": (lambda: Changes(torch.no_grad()(lambda w: w.clamp_(-1, 1))), X),
-    "max_norm": (lambda: nn.Sequential(nn.Embedding(7, 6, max_norm=0.5), nn.Linear(6, 4)), TOKENS),
+    "max_norm": (
+        lambda: nn.Sequential(nn.Embedding(7, 6, max_norm=0.5), nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 4)),
+        TOKENS,
+    ),
     "codebook": (Codebook, X),
 }
 PASSES: dict[str, list[Any]] = {
@@ -81,7 +84,7 @@ PASSES: dict[str, list[Any]] = {
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     """One that changes a parameter whose gradient is zero, and leaves one alone that has none."""
-    return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5, foreach=True)
+    return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5, fused=True)
 
 
 def trained(model: nn.Module, x: torch.Tensor, call: Any) -> list[torch.Tensor]:
