@@ -37,7 +37,7 @@ _MOST = 2_000
 
 _STARTS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FROM_DICT_OR_DEREF", "LOAD_FAST")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
-_WRITES = ("STORE_GLOBAL", "STORE_NAME", "STORE_DEREF")
+_WRITES = ("STORE_GLOBAL", "STORE_NAME")
 _CHANGES = frozenset(
     ("add", "append", "appendleft", "clear", "discard", "extend", "insert", "remove", "setdefault", "update")
 )
@@ -70,7 +70,7 @@ def _is_followed(function: object) -> bool:
 
 @functools.lru_cache(maxsize=10_000)
 def _chains(code: types.CodeType) -> tuple[Chain, ...]:
-    """What a function's code reads, those inside of it included; but for variables that it sets itself."""
+    """What a function's code reads, with those inside of it; but for global variables that it sets, which are told."""
     found: dict[Chain, None] = {}
     written: set[str] = set()
     own = code.co_varnames[0] if code.co_argcount else ""
@@ -121,6 +121,12 @@ class _Shown:
 
     def __repr__(self) -> str:
         return self._text
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Shown) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
 
 
 class _Environment:
@@ -181,7 +187,8 @@ class _Found:
     """What is read, where it is kept, and what it is now.
 
     Attributes:
-        values: keys of what is there, by names for people.
+        values: keys of what is there, with names for people.
+        plain: the numbers, texts and tensors among it, by these names.
         places: where to look, the name there, and the object that was found.
         contents: containers whose items count.
         modules: that are called and are not the model's.
@@ -202,21 +209,31 @@ class _Found:
         """Read the code of everything that was met."""
         while self._waiting and len(self._met) < _MOST:
             function, owner = self._waiting.pop()
-            name = function.__qualname__
+            code, name = function.__code__, function.__qualname__
             if function.__defaults__ or function.__kwdefaults__:
                 self._content((function.__defaults__, function.__kwdefaults__), f"the defaults of {name}")
-            if not _OF_ENVIRONMENT.isdisjoint(function.__code__.co_names):
-                for text in function.__code__.co_consts:
+            if not _OF_ENVIRONMENT.isdisjoint(code.co_names):
+                for text in code.co_consts:
                     if isinstance(text, str):
                         self._look(_ENVIRONMENT, [text], "environment variable ")
-            for root, *path in _chains(function.__code__):
+            for root, *path in _chains(code):
                 if root == "global":
                     self._look(function.__globals__, path, "")
-                elif root == "cell" and path[0] in function.__code__.co_freevars:
-                    cell = (function.__closure__ or ())[function.__code__.co_freevars.index(path[0])]
+                elif root == "cell" and path[0] in code.co_freevars:
+                    cell = (function.__closure__ or ())[code.co_freevars.index(path[0])]
                     self._look(_Cell(cell), path, f"{name}: ")
-                elif root == "self" and path and owner is not None:
-                    self._attribute(owner, path, f"{type(owner).__name__}.")
+            if owner is not None:
+                self._of_owner(code, owner)
+
+    def _of_owner(self, code: types.CodeType, owner: object) -> None:
+        """What a method reads of its object, and which other methods it may call, by ``super()`` too."""
+        where = f"{type(owner).__name__}."
+        for root, *path in _chains(code):
+            if root == "self" and path:
+                self._attribute(owner, path, where)
+        for name in code.co_names if "super" in code.co_names else ():
+            if any(isinstance(vars(base).get(name), types.FunctionType) for base in type(owner).__mro__):
+                self._attribute(owner, [name], where)
 
     def call(self, value: object) -> None:
         """Meet what is called: a function, a method, a partial, an object with ``__call__``."""
@@ -368,7 +385,11 @@ def _is_of_a_library(value: types.ModuleType | type) -> bool:
 
 
 class VariablesRead:
-    """The variables that a model's code and a loss read, as a key, computed again only where one has changed."""
+    """The variables that a model's code and a loss read, as a key, computed again only where one has changed.
+
+    Attributes:
+        values: the numbers, texts and tensors among them, by names for people.
+    """
 
     def __init__(self) -> None:
         self._unchanged: Callable[[nn.Module, object, int], bool] = lambda model, called, changes: False

@@ -319,3 +319,38 @@ def test_a_key_changes_where_what_a_container_holds_does(kept: Any, data: st.Dat
     for container in data.draw(st.lists(st.sampled_from(places), max_size=3)) if places else ():
         change(container, data.draw(st.integers(0, 3)))
     assert (variables(model, loss, 1) == before) == (by_value(kept) == value)
+
+
+def test_what_a_loss_sets_and_reads_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    count, model = 0, Net()
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        result: torch.Tensor = model(x).sum() * count
+        return result
+
+    step = graphopt.optimize_step(model, torch.optim.SGD(model.parameters(), 0.1, foreach=True), loss=loss)
+    with caplog.at_level(logging.WARNING, "graphopt"):
+        for _ in range(4):
+            step(X)
+    assert caplog.text.count("count, which it reads") == 1
+
+
+class Base(Net):
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layer(x) * weight
+        return result
+
+
+class Derived(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().encode(x)
+
+
+def test_methods_behind_super_are_followed() -> None:
+    model = Derived()
+    optimized = graphopt.optimize(model)
+    for value in (1.0, 2.0):
+        set_global(value)
+        assert torch.equal(optimized(X), Derived.forward(model, X))
