@@ -30,6 +30,11 @@ def say(value):
 
 """
 
+EPILOGUE = """
+if dist.is_initialized():
+    dist.barrier()  # who ends while another one connects to a group would make that one fail
+"""
+
 
 def run_ranks(script: str, world: int, store: Path, *, codes: Sequence[int] | None = None) -> list[list[Any]]:
     """Run a script in ``world`` processes of one gloo group; what each of them gave to ``say``.
@@ -43,7 +48,8 @@ def run_ranks(script: str, world: int, store: Path, *, codes: Sequence[int] | No
     with tempfile.TemporaryDirectory() as folder:
         files = [(Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")) for rank in range(world)]
         arguments = [["-c", str(rank), str(world), str(store)] for rank in range(world)]
-        found = end(start(_run, [(script, *given) for given in zip(arguments, files, strict=True)]))
+        whole = script if codes else script + EPILOGUE
+        found = end(start(_run, [(whole, *given) for given in zip(arguments, files, strict=True)]))
         texts = [[file.read_text(encoding="utf-8") for file in pair] for pair in files]
     assert found == list(codes or [0] * world), "\n".join(error[-3000:] for _, error in texts)
     return [[json.loads(line) for line in text.splitlines()] for text, _ in texts]
