@@ -27,6 +27,13 @@ from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.precision.scaling import scaling_of
 from graphopt.runtime.accumulate import add_gradients
 from graphopt.runtime.closures import evaluations
+from graphopt.runtime.dtensor_state import (
+    check_dtensor_model,
+    check_parts,
+    dtensor_state,
+    load_dtensor_model,
+    plain_optimizer_state,
+)
 from graphopt.runtime.leftovers import LoopLeftovers, refuse_modes
 from graphopt.runtime.runner import Options
 from graphopt.runtime.sharded_model_state import full_state, load_model_state
@@ -440,6 +447,50 @@ class TrainStep:
         """
         self.refuse_in_join("full_state_dict")
         return full_state(self._programs.kept.sharded, self._optimizer, self._pipeline.shard_group or "")
+
+    @public
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Model, optimizer and the step itself for ``torch.distributed.checkpoint``, with shards as DTensors.
+
+        To be called behind ``prepare`` or a first step, by all ranks. ``dcp.load`` reads into what it returns, in
+        whatever number of ranks, before ``load_sharded_state_dict`` takes it over.
+
+        Returns:
+            ``model``, ``optimizer`` by the names of parameters, and ``step``. What each rank has a shard of is a
+            DTensor of one dimension, the elements in the order of memory, which shares memory with the shard.
+
+        Raises:
+            GraphoptError: before the first capture, when the optimizer has no state that could be loaded into.
+
+        Example:
+            >>> step = graphopt.optimize_step(model, optimizer, loss=loss)
+            >>> sorted(step.prepare(x).sharded_state_dict())
+            ['model', 'optimizer', 'step']
+        """
+        self.refuse_in_join("sharded_state_dict")
+        sharded, program = self._programs.kept.sharded, self._latest().rewritten.program
+        return dtensor_state(sharded, self._optimizer, self._pipeline.shard_group, program, self.state_dict())
+
+    @public
+    def load_sharded_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where ``sharded_state_dict`` was taken; all ranks have to call it.
+
+        Args:
+            state: what it returned, as it is or after ``torch.distributed.checkpoint`` loaded into it.
+
+        Raises:
+            ArgumentError: for what is no state.
+            GraphoptError: for a state of another model, optimizer or passes, naming what differs.
+        """
+        parts, sharded, group = check_parts(state), self._programs.kept.sharded, self._pipeline.shard_group
+        optimizer = plain_optimizer_state(
+            sharded, self._optimizer, group, parts["optimizer"], parts["step"].get("steps", 0)
+        )
+        check_dtensor_model(sharded, parts["model"])
+        self.load_state_dict(parts["step"])
+        load_dtensor_model(sharded, parts["model"])
+        self._optimizer.load_state_dict(optimizer)
+        self._programs.kept.loaded()
 
     @public
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
