@@ -71,6 +71,11 @@ BORDER = (
     Row("hooks on parameters, post-accumulate hooks", "honoured", "with `optimize`; a whole step refuses them"),
     Row("hooks of the optimizer", "honoured", "in a whole step its update then runs as it is"),
     Row("what an optimizer reads or keeps in Python", "honoured", "its update runs as it is, and a warning says so"),
+    Row(
+        "parameters that require gradients and that the optimizer does not hold",
+        "told",
+        "a whole step computes no gradients for them",
+    ),
     Row("saved-tensor hooks of the caller", "honoured", "for what the program keeps; a capture runs without them"),
     Row(
         "`no_grad`, `inference_mode` around the call",

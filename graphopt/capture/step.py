@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 _not_traced: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
 _opaque: weakref.WeakKeyDictionary[torch.optim.Optimizer, OpaqueUpdate] = weakref.WeakKeyDictionary()
 _told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_told_of_others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers whose implementation was chosen here, and that this was told of."""
 
 NOTED = (
@@ -120,6 +121,7 @@ def trace_optimizer(
             "or moved? make it from model.parameters()"
         )
     order = [n for n, p in trained.items() if id(p) in owned]
+    _tell_of_others(optimizer, [name for name, parameter in trained.items() if id(parameter) not in owned])
     for name in order if shards is not None else ():
         check_dense(name, trained[name])
     tracer = _Tracer(optimizer, order, trained, names, mode, shards)
@@ -142,6 +144,17 @@ def trace_optimizer(
         )
     _not_traced[optimizer] = reason
     return tracer.opaque(first, reason)
+
+
+def _tell_of_others(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> None:
+    """Warn, once for an optimizer, of parameters to which eager mode would give gradients."""
+    if names and optimizer not in _told_of_others:
+        _told_of_others.add(optimizer)
+        logger.warning(
+            "%d parameters (%s first) require gradients, and the optimizer does not hold them: the step computes none "
+            "for them, where eager mode adds them up in .grad; give them to the optimizer, or requires_grad_(False)",
+            len(names), names[0],
+        )  # fmt: skip
 
 
 def _takes_closure(optimizer: torch.optim.Optimizer) -> str:

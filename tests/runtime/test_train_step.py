@@ -111,6 +111,19 @@ def test_a_kernel_that_nobody_asked_for_is_told_once(
     assert sum("since no implementation was asked for" in line for line in caplog.messages) == told
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_that_get_gradients_in_eager_mode_only_are_told_once(
+    frozen: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(not frozen), nn.Linear(8, 4))
+    step = graphopt.optimize_step(model, sgd([*model[0].parameters(), *model[2].parameters()]), loss=mean_square)
+    for count in (8, 8, 4):
+        step(rows(count))
+    told = [line for line in caplog.messages if "the optimizer does not hold them" in line]
+    assert len(told) == (not frozen)
+    assert all(line.startswith("2 parameters (1.weight first) require gradients") for line in told)
+
+
 def test_other_mistakes_with_optimizers() -> None:
     model = network()
     with pytest.raises(GraphoptError, match=r"optimizer is a torch\.optim optimizer over .*, got 3"):
