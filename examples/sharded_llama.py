@@ -8,6 +8,8 @@ hold each process's shards; started again, also with another number of processes
     torchrun --nproc-per-node 4 examples/sharded_llama.py --folder runs/llama --steps 20
     torchrun --nproc-per-node 2 examples/sharded_llama.py --folder runs/llama --steps 40
 
+With ``--page ranks.html`` the first process writes a page that shows what each process holds, and when it waits.
+
 At the end the first process puts the model together and computes a loss with it, which is that of the shards.
 """
 
@@ -40,6 +42,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4, help="decoder layers (default: 4)")
     parser.add_argument("--features", type=int, default=256, help="features (default: 256)")
     parser.add_argument("--folder", type=Path, help="where checkpoints are, to go on from and to add to")
+    parser.add_argument("--page", type=Path, help="write what each process holds, and when it waits, as HTML")
     options = parser.parse_args(argv)
     if "RANK" not in os.environ:
         parser.error("start one process for each rank: torchrun --nproc-per-node 4 examples/sharded_llama.py")
@@ -97,6 +100,8 @@ def train(options: argparse.Namespace, say: Callable[[str], None]) -> tuple[grap
     say(
         f"and its step takes {memory.allocated_peak_bytes / 1e6:.1f} MB beside them ({measured / 1e6:.1f} MB measured)."
     )
+    if options.page is not None and rank == 0:
+        options.page.write_text(step.program.to("ranks"), encoding="utf-8")
     if options.folder is not None:
         say(f"Saved as {graphopt.checkpoint.save(options.folder, step)}.")
     return step, draw_batches(held_out, count=1, seed=0, **sizes)[0]

@@ -27,7 +27,7 @@ __all__ = ["GROUP", "OWN", "Format", "available_formats", "find_format", "format
 GROUP = "graphopt.formats"
 """The entry point group of formats."""
 
-OWN = ("text", "python", "dot", "svg", "json", "html", "perfetto", "model-explorer")
+OWN = ("text", "python", "dot", "svg", "json", "html", "perfetto", "ranks", "model-explorer")
 """The formats that graphopt brings along (``graphopt.report.register`` has them)."""
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")

@@ -26,6 +26,7 @@ from graphopt.report.formats.dot import to_dot
 from graphopt.report.formats.model_explorer import to_model_explorer
 from graphopt.report.formats.perfetto import to_perfetto
 from graphopt.report.formats.python import to_python
+from graphopt.report.formats.ranks import to_ranks
 from graphopt.report.notebook import program_html, records_html, rewritten_html, show_page, timeline_html
 from graphopt.report.notebook_progress import NotebookProgress
 from graphopt.report.page import page_of_program, page_of_snapshots
@@ -48,6 +49,7 @@ FORMATS = (
     Format("json", ".json", to_json, "everything, to load again with Program.from_json"),
     Format("html", ".html", page_of_program, "the interactive page"),
     Format("perfetto", ".perfetto.json", to_perfetto, "one run as predicted, for ui.perfetto.dev"),
+    Format("ranks", ".ranks.html", to_ranks, "what each rank holds, and when it waits, as a page"),
     Format("model-explorer", ".model-explorer.json", to_model_explorer, "the graph for Model Explorer"),
 )
 """The formats that graphopt brings along."""

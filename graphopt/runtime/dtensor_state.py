@@ -6,7 +6,7 @@ is therefore a DTensor of one dimension, with ``Shard(0)`` over the ranks of its
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -265,13 +265,13 @@ def _listed(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for each in optimizer.param_groups for parameter in each["params"]]
 
 
-def _grouped(names: Sequence[str], optimizer: torch.optim.Optimizer) -> list[list[str]]:
+def _grouped(names: list[str], optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """The names of each of the optimizer's groups."""
     found = iter(names)
     return [[next(found) for _ in each["params"]] for each in optimizer.param_groups]
 
 
-def _names(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> Sequence[str]:
+def _names(sharded: ShardedModel, optimizer: torch.optim.Optimizer) -> list[str]:
     """The names of the optimizer's parameters, in its order; the number of one that the model does not have."""
     names = {id(parameter): name for name, parameter in sharded.model.named_parameters()}
     return [names.get(id(parameter), str(index)) for index, parameter in enumerate(_listed(optimizer))]

@@ -127,7 +127,7 @@ def test_a_format_that_is_wrong_is_an_error_that_names_it(refusals: str, name: s
 @pytest.mark.sweep
 def test_a_wrong_format_takes_nothing_from_the_others(run: Run) -> None:
     done = run("-c", "import graphopt; print(list(graphopt.available_formats()))")
-    own = ["text", "python", "dot", "svg", "json", "html", "perfetto", "model-explorer"]
+    own = ["text", "python", "dot", "svg", "json", "html", "perfetto", "ranks", "model-explorer"]
     assert done.stdout.strip() == str([*own, "mermaid"])
     for name in ("absent", "named-otherwise", "no-format", "svg"):
         assert f"'{name}'" in done.stderr

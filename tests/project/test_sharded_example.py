@@ -33,8 +33,11 @@ def run(ranks: int, *arguments: str) -> str:
 
 
 def test_two_processes_train_and_one_goes_on(tmp_path: Path) -> None:
-    first = run(2, "--folder", str(tmp_path / "run"), "--steps", "2", "--budget", "100%")
+    first = run(
+        2, "--folder", str(tmp_path / "run"), "--steps", "2", "--budget", "100%", "--page", str(tmp_path / "page.html")
+    )
     assert re.search(r"shard-parameters: [1-9]\d* parameters sharded, [1-9]\d* gathers", first)
+    assert "what each of 2 ranks holds, and when it waits" in (tmp_path / "page.html").read_text(encoding="ascii")
     kept, whole = map(float, re.findall(r"keeps ([\d.]+) MB of ([\d.]+) MB", first)[0])
     assert whole / 2 <= kept < 0.6 * whole
     assert "equal with the model that is put together" in first

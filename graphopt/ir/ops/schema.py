@@ -22,6 +22,7 @@ __all__ = [
     "is_view",
     "maker",
     "mutated_inputs",
+    "named_arguments",
     "nodes_in",
     "op_name",
     "readers",
@@ -230,17 +231,18 @@ def _drops_nothing(node: fx.Node) -> bool:
     """
     name = op_name(node)
     if name in _RECURRENT:
-        given = _arguments(node)
+        given = named_arguments(node)
         return given["dropout"] == 0 or given["train"] is False or given["num_layers"] == 1
     if "attention" not in name:
         return False
-    dropout = next((value for key, value in _arguments(node).items() if key in _DROPOUT_ARGUMENT), None)
+    dropout = next((value for key, value in named_arguments(node).items() if key in _DROPOUT_ARGUMENT), None)
     return isinstance(dropout, (int, float)) and dropout == 0
 
 
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a call of an op by name, with the defaults of those that are not given."""
-    assert isinstance(node.target, _torch.OpOverload)
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call by name, with the defaults of those that are not given; none of what is no single op."""
+    if not isinstance(node.target, _torch.OpOverload):
+        return {}
     return {
         argument.name: node.args[index]
         if index < len(node.args)

@@ -20,17 +20,12 @@ from graphopt.ir.program import Program
 from graphopt.ir.text import Writer
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.ir.version import VERSION
+from graphopt.report.formats.lanes import COMPUTE, LANES, Slice, schedule
 from graphopt.report.text.memory_bands import bytes_by_category
 
 __all__ = ["to_perfetto"]
 
-COMPUTE, NETWORK, AWAY, BACK = "compute", "network", "host link, away", "host link, back"
-LANES = (COMPUTE, NETWORK, AWAY, BACK)
-"""The lanes of a trace, from the top. Copies away and back share nothing: links carry both ways at once."""
-
 _PROCESS = 1
-_STARTS = {"graphopt::offload": AWAY, "graphopt::prefetch": BACK}
-_WAITS = ("graphopt::offload_wait", "graphopt::prefetch_wait")
 
 
 def to_perfetto(program: Program, *, cost: str = "roofline", costs: CostReport | None = None) -> dict[str, Any]:
@@ -87,57 +82,36 @@ def _about(what: str, lane: int, **args: Any) -> dict[str, Any]:
 
 
 class _Run:
-    """One run of a program on its lanes; times are seconds from its beginning."""
+    """The events of one run."""
 
     def __init__(self, memory: MemoryTimeline, seconds: Sequence[float]) -> None:
         self._memory, self._seconds = memory, seconds
         self._categories = bytes_by_category(memory)
-        self._free: dict[str, float] = dict.fromkeys(LANES, 0.0)
-        self._done: dict[fx.Node, float] = {}
         self._flows: dict[fx.Node, int] = {}
         self._counted: dict[str, int] | None = None
         self._writer = Writer()
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Everything that happens, in the order of the program."""
-        for position, (node, seconds) in enumerate(zip(self._memory.nodes, self._seconds, strict=True)):
-            yield from self._counters(position)
-            lane = _lane(node)
-            started = _awaited(node) if lane == COMPUTE else None
-            if lane != COMPUTE:
-                yield from self._beside(node, lane, seconds)
-            elif started in self._done:
-                yield from self._wait(node, started, seconds)
-            else:
-                yield self._slice(node, COMPUTE, self._free[COMPUTE], seconds)
-                self._free[COMPUTE] += seconds
+        for found in schedule(self._memory, self._seconds):
+            yield from self._counters(found.position, found.now)
+            yield self._slice(found)
+            if found.lane != COMPUTE:
+                self._flows[found.node] = len(self._flows) + 1
+                yield self._flow(found.node, "s", found.lane, found.start)
+            elif found.awaited is not None:
+                yield self._flow(found.awaited, "f", COMPUTE, found.start)
 
-    def _beside(self, node: fx.Node, lane: str, seconds: float) -> Iterator[dict[str, Any]]:
-        """Something started now that runs on its own."""
-        start = max(self._free[lane], self._free[COMPUTE])
-        yield self._slice(node, lane, start, seconds)
-        self._free[lane] = self._done[node] = start + seconds
-        self._flows[node] = len(self._flows) + 1
-        yield self._flow(node, "s", lane, start)
-
-    def _wait(self, node: fx.Node, started: fx.Node, seconds: float) -> Iterator[dict[str, Any]]:
-        """The computation goes on when what was started is done."""
-        start = self._free[COMPUTE]
-        waiting = max(self._done[started] - start, 0.0)
-        yield self._slice(node, COMPUTE, start, waiting + seconds)
-        self._free[COMPUTE] = start + waiting + seconds
-        yield self._flow(started, "f", COMPUTE, start)
-
-    def _slice(self, node: fx.Node, lane: str, start: float, seconds: float) -> dict[str, Any]:
+    def _slice(self, found: Slice) -> dict[str, Any]:
         return {
             "ph": "X",
-            "name": schema.op_name(node),
-            "cat": info(node).phase.value,
+            "name": schema.op_name(found.node),
+            "cat": info(found.node).phase.value,
             "pid": _PROCESS,
-            "tid": LANES.index(lane) + 1,
-            "ts": _microseconds(start),
-            "dur": _microseconds(seconds),
-            "args": self._details(node),
+            "tid": LANES.index(found.lane) + 1,
+            "ts": _microseconds(found.start),
+            "dur": _microseconds(found.seconds),
+            "args": self._details(found.node),
         }
 
     def _details(self, node: fx.Node) -> dict[str, str]:
@@ -168,35 +142,14 @@ class _Run:
         }
         return {**event, "bp": "e"} if which == "f" else event
 
-    def _counters(self, position: int) -> Iterator[dict[str, Any]]:
+    def _counters(self, position: int, at: float) -> Iterator[dict[str, Any]]:
         """The bytes by category, where they are not what they were."""
         now = {name: sizes[position] for name, sizes in self._categories.items()}
         if now and now != self._counted:
             self._counted = now
-            at = _microseconds(self._free[COMPUTE])
-            yield {"ph": "C", "name": "memory (bytes)", "pid": _PROCESS, "tid": 0, "ts": at, "args": now}
+            when = _microseconds(at)
+            yield {"ph": "C", "name": "memory (bytes)", "pid": _PROCESS, "tid": 0, "ts": when, "args": now}
 
 
 def _microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 3)
-
-
-def _op(node: fx.Node) -> str:
-    found = getattr(node.target, "_schema", None)
-    return str(found.name) if found is not None else ""
-
-
-def _lane(node: fx.Node) -> str:
-    """Where a call runs; waits stand on the lane of computation."""
-    if schema.is_collective(node) and not schema.hands_on(node):
-        return NETWORK
-    return _STARTS.get(_op(node), COMPUTE)
-
-
-def _awaited(node: fx.Node) -> fx.Node | None:
-    """What a call waits for, seen through elements of tuples; None for one that does not wait."""
-    waits = _op(node) in _WAITS or (schema.is_collective(node) and schema.hands_on(node))
-    if not waits or not node.args:
-        return None
-    source = node.args[0]
-    return schema.maker(source) if isinstance(source, fx.Node) else None
