@@ -26,7 +26,7 @@ from graphopt.report.formats.dot import to_dot
 from graphopt.report.formats.model_explorer import to_model_explorer
 from graphopt.report.formats.perfetto import to_perfetto
 from graphopt.report.formats.python import to_python
-from graphopt.report.formats.ranks import to_ranks
+from graphopt.report.formats.ranks_page import to_ranks
 from graphopt.report.notebook import program_html, records_html, rewritten_html, show_page, timeline_html
 from graphopt.report.notebook_progress import NotebookProgress
 from graphopt.report.page import page_of_program, page_of_snapshots

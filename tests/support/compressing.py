@@ -67,6 +67,7 @@ def held(step, what):
 
 said = {}
 few = world > 2
+less = False  # the first case of each kind only
 PICKED = ()  # of the ways below; all where there is none
 """
 
@@ -121,6 +122,8 @@ for name, options in {
     "momentum": dict(momentum=0.9),
     "nesterov": dict(momentum=0.8, weight_decay=0.01, nesterov=True),
 }.items() if not few else ():
+    if less and name != "momentum":
+        continue
     whole, half = build(), build()
     theirs = sgd(whole, **options)
     plain = made(whole, theirs)
@@ -213,7 +216,7 @@ def error(one, other):
 CASES = {
     "masking": dict(clip_norm=0.3, weight_decay=0.01), "no masking": dict(masking=False, nesterov=True),
 }
-for name, options in list(CASES.items())[: 1 if few else None]:
+for name, options in list(CASES.items())[: 1 if few or less else None]:
     ours, theirs = build(F64), build(F64)
     step = run(ours, 12, DeepGradientCompression(**options, **RAMP))
     reference = Published(theirs, options)
@@ -235,6 +238,8 @@ for name, options in {
     "momentum": dict(masking=False), "nesterov, float16 wire": dict(masking=False, nesterov=True, wire="float16"),
     "feedback, bfloat16 wire": dict(correction="feedback", wire="bfloat16"),
 }.items() if not few else ():
+    if less and name != "momentum":
+        continue
     model = build(F64)
     always = dict(sparsity=(0.9,), rampup_step=1, min_elements=1)
     step = made(model, sgd(model, lr=LR), DeepGradientCompression(**always, **options))
@@ -270,6 +275,8 @@ for name, options, dense in (
     ("no masking", dict(masking=False, nesterov=True), dict(momentum=0.9, nesterov=True)),
     ("masking", {}, {}),
 ) if not few else ():
+    if less and name != "no masking":
+        continue
     ours, theirs = build(F64), build(F64)
     run(ours, 20, DeepGradientCompression(**ALL, **options))
     run(theirs, 20, optimizer=lambda model, lr: sgd(model, lr=lr, **dense))
@@ -301,6 +308,8 @@ for name, passes in {
     "float16": [MixedPrecision("float16", init_scale=1024.0)],
     "float32, checked": [ScaleLoss(init_scale=1.0, dynamic=False)],
 }.items() if not few else ():
+    if less and name != "float16":
+        continue
     found, warned, same = poisoned(DeepGradientCompression(**options), *passes)
     kept = all(torch.equal(found["after"][1][key], value) for key, value in found["before"][1].items())
     nothing = torch.equal(found["before"][0], found["after"][0])

@@ -20,7 +20,7 @@ from graphopt.ir.program import Program
 from graphopt.ir.text import Writer
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.ir.version import VERSION
-from graphopt.report.formats.lanes import COMPUTE, LANES, Slice, schedule
+from graphopt.report.formats.run_schedule import COMPUTE, LANES, Slice, schedule
 from graphopt.report.text.memory_bands import bytes_by_category
 
 __all__ = ["to_perfetto"]

@@ -21,8 +21,8 @@ from graphopt.ir.formats import find_format
 from graphopt.ir.node import info
 from graphopt.ir.ops import schema
 from graphopt.passes import DataParallel, Recompute
-from graphopt.report.formats.lanes import LANES
 from graphopt.report.formats.perfetto import to_perfetto
+from graphopt.report.formats.run_schedule import LANES
 from tests.support.hostile import ATTACK, LONG, TURNED, hostile
 from tests.support.offloading import ROWS, layers, off
 from tests.support.training import captured, mean_square

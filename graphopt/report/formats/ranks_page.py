@@ -23,7 +23,7 @@ from graphopt.ir.ops.values import format_bytes, format_seconds, storage_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.report.console.escape import safe
-from graphopt.report.formats.lanes import NETWORK, Slice, schedule
+from graphopt.report.formats.run_schedule import NETWORK, Slice, schedule
 from graphopt.rewriting.distributed.prediction.collective import group_size, moved
 from graphopt.rewriting.distributed.prediction.link import Link, parse_bandwidth
 from graphopt.rewriting.shards import piece_of
