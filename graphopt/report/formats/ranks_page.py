@@ -73,7 +73,8 @@ def to_ranks(program: Program, *, link: str | Link = "10Gbit", cost: str = "roof
     if not exchanges:
         raise GraphoptError(
             "this program exchanges nothing with other ranks: give the program of a step with data-parallel, "
-            "shard-optimizer or shard-parameters, made in a process group"
+            "shard-optimizer or shard-parameters, made in a process group, or for several devices (graphopt dump "
+            "--devices)"
         )
     report = costs_of(memory, cost)
     pairs = zip(memory.nodes, report.seconds, strict=True)
