@@ -27,8 +27,10 @@ logger = logging.getLogger(__name__)
 _not_traced: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
 _opaque: weakref.WeakKeyDictionary[torch.optim.Optimizer, OpaqueUpdate] = weakref.WeakKeyDictionary()
 _told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-_told_of_others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers whose implementation was chosen here, and that this was told of."""
+
+_told_of_others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers that do not hold all that gets a gradient, and that this was told of."""
 
 NOTED = (
     "state",

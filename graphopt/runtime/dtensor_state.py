@@ -6,7 +6,7 @@ is therefore a DTensor of one dimension, with ``Shard(0)`` over the ranks of its
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -22,7 +22,7 @@ from graphopt.runtime.sharded_model import ShardedModel
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["check_dtensor_model", "check_parts", "dtensor_state", "load_dtensor_model", "plain_optimizer_state"]
+__all__ = ["dtensor_state", "load_dtensor_state"]
 
 _PARTS = ("model", "optimizer", "step")
 
@@ -93,7 +93,7 @@ def _distributed(shard: torch.Tensor, group: Group, elements: int) -> DTensor:
 # --- loading ---------------------------------------------------------------------------------------------------------
 
 
-def check_parts(state: object) -> Mapping[str, Any]:
+def _checked(state: object) -> Mapping[str, Any]:
     """The state, where it is one of ``sharded_state_dict``.
 
     Raises:
@@ -110,10 +110,40 @@ def check_parts(state: object) -> Mapping[str, Any]:
     for part in ("state", "param_groups"):
         if part not in state["optimizer"]:
             raise GraphoptError(f"the state's 'optimizer' has no {part!r}: give {expected}")
+    for name, entries in state["optimizer"]["state"].items():
+        check_type(f"the state of {name!r}", entries, Mapping, "a dict")
     return state
 
 
-def check_dtensor_model(sharded: ShardedModel, state: Mapping[str, Any]) -> None:
+def load_dtensor_state(
+    sharded: ShardedModel,
+    optimizer: torch.optim.Optimizer,
+    group: str | None,
+    state: object,
+    load_own: Callable[[Mapping[str, Any]], None],
+) -> None:
+    """Take over a whole state; all ranks come here together.
+
+    Args:
+        sharded: the model, whose parameters may be whole or in shards.
+        optimizer: of it.
+        group: name of the process group over which the passes of the step divide its state; None where none does.
+        state: what ``dtensor_state`` returned.
+        load_own: ``TrainStep.load_state_dict``, which changes nothing where it raises.
+
+    Raises:
+        ArgumentError: for what is no state.
+        GraphoptError: for names and shapes that are not those of model, optimizer and passes; nothing is changed then.
+    """
+    parts = _checked(state)
+    kept = _optimizer_state_here(sharded, optimizer, group, parts["optimizer"], parts["step"].get("steps", 0))
+    _check_model(sharded, parts["model"])
+    load_own(parts["step"])
+    _load_model(sharded, parts["model"])
+    optimizer.load_state_dict(kept)
+
+
+def _check_model(sharded: ShardedModel, state: Mapping[str, Any]) -> None:
     """Look whether a state is the model's.
 
     Args:
@@ -132,7 +162,7 @@ def check_dtensor_model(sharded: ShardedModel, state: Mapping[str, Any]) -> None
                 _check_shape(name, state[name], torch.Size([here.numel()]) if flat else here.shape)
 
 
-def load_dtensor_model(sharded: ShardedModel, state: Mapping[str, Any]) -> None:
+def _load_model(sharded: ShardedModel, state: Mapping[str, Any]) -> None:
     """Take over the model's part; all ranks come here together.
 
     Args:
@@ -154,7 +184,7 @@ def load_dtensor_model(sharded: ShardedModel, state: Mapping[str, Any]) -> None:
         sharded.model.load_state_dict(plain, strict=False)
 
 
-def plain_optimizer_state(
+def _optimizer_state_here(
     sharded: ShardedModel, optimizer: torch.optim.Optimizer, group: str | None, state: Mapping[str, Any], steps: int
 ) -> dict[str, Any]:
     """The optimizer's part as ``load_state_dict`` takes it on this rank; all ranks come here together.
@@ -182,7 +212,7 @@ def plain_optimizer_state(
             key: _entry(f"{name}/{key}", value, parameter, divided) for key, value in entries.items()
         }
     grouped = _grouped(names, optimizer)
-    if [each["params"] for each in state["param_groups"]] != grouped:
+    if [each.get("params") for each in state["param_groups"]] != grouped:
         raise GraphoptError(
             "the state is of other groups of parameters than the optimizer's: make it of the same parameters in the "
             "same order"

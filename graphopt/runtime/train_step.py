@@ -27,13 +27,7 @@ from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.precision.scaling import scaling_of
 from graphopt.runtime.accumulate import add_gradients
 from graphopt.runtime.closures import evaluations
-from graphopt.runtime.dtensor_state import (
-    check_dtensor_model,
-    check_parts,
-    dtensor_state,
-    load_dtensor_model,
-    plain_optimizer_state,
-)
+from graphopt.runtime.dtensor_state import dtensor_state, load_dtensor_state
 from graphopt.runtime.leftovers import LoopLeftovers, refuse_modes
 from graphopt.runtime.runner import Options
 from graphopt.runtime.sharded_model_state import full_state, load_model_state
@@ -482,15 +476,9 @@ class TrainStep:
             ArgumentError: for what is no state.
             GraphoptError: for a state of another model, optimizer or passes, naming what differs.
         """
-        parts, sharded, group = check_parts(state), self._programs.kept.sharded, self._pipeline.shard_group
-        optimizer = plain_optimizer_state(
-            sharded, self._optimizer, group, parts["optimizer"], parts["step"].get("steps", 0)
-        )
-        check_dtensor_model(sharded, parts["model"])
-        self.load_state_dict(parts["step"])
-        load_dtensor_model(sharded, parts["model"])
-        self._optimizer.load_state_dict(optimizer)
-        self._programs.kept.loaded()
+        kept = self._programs.kept
+        load_dtensor_state(kept.sharded, self._optimizer, self._pipeline.shard_group, state, self.load_state_dict)
+        kept.loaded()
 
     @public
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -58,7 +58,7 @@ for name, make, folder in kinds():
     trained(step, rank, world, 3)
     state = step.sharded_state_dict()
     flat = [value for value in state["model"].values() if isinstance(value, DTensor)]
-    held = [v for kept in state["optimizer"]["state"].values() for v in kept.values() if isinstance(v, DTensor)]
+    states = [v for kept in state["optimizer"]["state"].values() for v in kept.values() if isinstance(v, DTensor)]
     dcp.save(state, checkpoint_id=folder)
     before = whole(step)
     if rank == 0:
@@ -69,7 +69,7 @@ for name, make, folder in kinds():
     into = other.sharded_state_dict()
     dcp.load(into, checkpoint_id=folder)
     other.load_sharded_state_dict(into)
-    say([name, len(flat) > 0, len(held) > 0, same(trained(other, rank, world, 3, first=3), expected)])
+    say([name, len(flat) > 0, len(states) > 0, same(trained(other, rank, world, 3, first=3), expected)])
 """
 )
 

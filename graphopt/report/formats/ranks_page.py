@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from graphopt.analysis.costs.cost import check_cost, costs_of
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, check_type
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.groups import find_group
@@ -26,7 +26,7 @@ from graphopt.report.console.escape import safe
 from graphopt.report.formats.run_schedule import NETWORK, Slice, schedule
 from graphopt.rewriting.distributed.prediction.collective import group_size, moved
 from graphopt.rewriting.distributed.prediction.link import Link, parse_bandwidth
-from graphopt.rewriting.shards import piece_of
+from graphopt.rewriting.shards import shard_of
 
 __all__ = ["to_ranks"]
 
@@ -67,6 +67,7 @@ def to_ranks(program: Program, *, link: str | Link = "10Gbit", cost: str = "roof
             group is not known: the program is another process's.
     """
     check_cost(cost)
+    check_type("link", link, (str, Link), "a bandwidth such as '10Gbit', or a Link")
     joined = Link(parse_bandwidth(link)) if isinstance(link, str) else link
     memory = program.memory()
     exchanges = {node: group_size(node) for node in memory.nodes if _is_exchange(node)}
@@ -125,11 +126,11 @@ class _Holding:
 
 @dataclass(frozen=True, slots=True)
 class _Divided:
-    """A parameter, or its optimizer's state, of which each rank has so many elements, one after the other."""
+    """A parameter, or its optimizer's state, of whose elements each rank has some, and the bytes of this rank's."""
 
     name: str
     bytes: int
-    piece: int
+    elements: int
     ranks: int
 
 
@@ -169,18 +170,16 @@ def _divided(program: Program, exchanges: Mapping[fx.Node, int]) -> Iterator[_Di
     gathers = [size for node, size in exchanges.items() if schema.op_name(node) == "all_gather_into_tensor"]
     shards = {state.source: state for state in program.pass_state.values() if state.shard is not None}
     for name, state in shards.items():
-        piece = state.shape[0]
-        yield _Divided(name, piece * state.dtype.itemsize, piece, find_group(state.group).size)
+        size = state.shape[0] * state.dtype.itemsize
+        yield _Divided(name, size, elements[name], find_group(state.group).size)
     for node, spec in program.inputs_of("state"):
         value, name = value_of(node), spec.target.rpartition("/")[0]
-        if value.dim() != 1:
+        if value.dim() != 1 or name not in elements:
             continue
         if name in shards:
-            yield _Divided(
-                spec.target, storage_bytes(value), shards[name].shape[0], find_group(shards[name].group).size
-            )
-        elif value.numel() < elements.get(name, 0) and gathers:
-            yield _Divided(spec.target, storage_bytes(value), piece_of(elements[name], gathers[0]), gathers[0])
+            yield _Divided(spec.target, storage_bytes(value), elements[name], find_group(shards[name].group).size)
+        elif value.numel() < elements[name] and gathers:
+            yield _Divided(spec.target, storage_bytes(value), elements[name], gathers[0])
 
 
 def _holdings_table(holdings: Sequence[_Holding]) -> Iterator[str]:
@@ -198,17 +197,17 @@ def _divided_table(divided: Sequence[_Divided]) -> Iterator[str]:
     shown = min(most, _SHOWN_RANKS)
     rows = []
     for found in divided:
-        cells = [
-            f"{rank * found.piece}–{(rank + 1) * found.piece - 1}" if rank < found.ranks else ""
-            for rank in range(shown)
-        ]
+        cells = [_elements(found, rank) for rank in range(shown)]
         rows.append((found.name, format_bytes(found.bytes), *cells))
     yield from _table(("tensor", "a rank", *(f"rank {rank}" for rank in range(shown))), rows)
     more = f" Ranks {shown} to {most - 1} have what follows." if most > shown else ""
-    yield (
-        f'<p class="dim">Elements in the order of memory; the last ranks have fewer where they do not divide evenly.'
-        f"{more}</p>"
-    )
+    yield (f'<p class="dim">Elements in the order of memory.{more}</p>')
+
+
+def _elements(found: _Divided, rank: int) -> str:
+    """The first and the last element of a rank's part."""
+    first, length = shard_of(found.elements, rank, found.ranks) if rank < found.ranks else (0, 0)
+    return f"{first}–{first + length - 1}" if length else "none"
 
 
 # --- when it waits ---------------------------------------------------------------------------------------------------

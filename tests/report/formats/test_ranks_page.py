@@ -84,6 +84,7 @@ def test_a_rank_holds_its_share_and_waits_longer_for_a_slower_link(tmp_path: Pat
     assert holds["stage 1"]["shards of optimizer state"] == ["2.6 kB", "5.2 kB", "50%"]
     assert divided["stage 1"]["0.weight/exp_avg"] == ["768 B", "0–191", "192–383"]
     assert divided["stage 3"]["0.weight"] == ["768 B", "0–191", "192–383"]
+    assert divided["stage 1"]["3.bias/exp_avg"] == ["16 B", "0–3", "4–7"]
     assert divided["stage 3"]["3.weight"] == ["384 B", "0–95", "96–191"]
     assert holds["stage 3"]["parameters, whole"] == ["320 B", "320 B", "100%"]  # those below min_bytes
     assert holds["stage 3"]["shards of parameters"] == ["1.2 kB", "2.3 kB", "50%"]
@@ -118,4 +119,6 @@ def test_a_program_that_exchanges_nothing_is_refused() -> None:
         program.to("ranks")
     with pytest.raises(GraphoptError, match="'12 parsec' is not a bandwidth"):
         program.to("ranks", link="12 parsec")
+    with pytest.raises(GraphoptError, match="link is a bandwidth such as '10Gbit', or a Link, got 10"):
+        program.to("ranks", link=10)
     assert find_format("ranks").suffix == ".ranks.html"

@@ -42,7 +42,7 @@ def moved(node: fx.Node) -> Volume:
     Args:
         node: that starts a collective.
     """
-    given = node.all_input_nodes[:1]  # what is written to follows
+    given = schema.nodes_in(node.args[:1])  # what is written to follows
     size = float(sum(storage_bytes(tensor) for source in given for tensor in tensors_of(value_of(source))))
     known = _VOLUMES.get(schema.op_name(node))
     return known(size, group_size(node)) if known is not None else Volume(1, size, size, size, 1)
