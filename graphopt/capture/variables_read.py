@@ -30,7 +30,8 @@ __all__ = ["LIBRARIES", "VariablesRead", "is_covered_file"]
 LIBRARIES = ("site-packages", "dist-packages")
 """Folders of installed libraries."""
 
-_OWN = tuple(str(Path(__file__).resolve().parents[2] / folder) + os.sep for folder in ("graphopt", "passes"))
+_ROOTS = {Path(__file__).parents[2], Path(__file__).resolve().parents[2]}  # the first may lead through a link
+_OWN = tuple(f"{root / folder}{os.sep}" for root in _ROOTS for folder in ("graphopt", "passes"))
 _PYTHON = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib"))
 _MOST = 2_000
 """Functions that are followed."""

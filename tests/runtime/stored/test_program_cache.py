@@ -198,11 +198,14 @@ print(step.snapshots[-1][0], losses, model.head.weight.sum().item(), torch.rand(
 
 
 def test_a_second_process_reads_what_the_first_captured(folder: Path, tmp_path: Path) -> None:
+    """Also where it imports graphopt through a link to its folder."""
+    link = tmp_path / "link"
+    link.symlink_to(ROOT)
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT.format(root=str(ROOT)))
     found = []
-    for seed in ("1", "2"):
-        settings = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"}
+    for seed, place in (("1", ROOT), ("2", link)):
+        settings = {**os.environ, "PYTHONPATH": str(place), "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"}
         done = subprocess.run([sys.executable, str(script)], env=settings, capture_output=True, text=True, check=True)
         found.append(done.stdout.strip().split("|"))
     assert not found[0][0].endswith("loaded from the cache")
