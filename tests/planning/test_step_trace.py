@@ -31,7 +31,7 @@ def decisions(problem: Problem) -> st.SearchStrategy[Drops]:
 
 
 @given(st.data())
-@examples(150, many=3000)
+@examples(75, many=3000)
 def test_derived_runs_are_those_from_the_start(data: st.DataObject) -> None:
     problem = data.draw(problems())
     stops = Stops(problem)
@@ -83,7 +83,7 @@ def test_decisions_that_differ_in_much_are_not_derived() -> None:
 
 
 @given(st.data())
-@examples(60, many=1000)
+@examples(30, many=1000)
 def test_lists_and_arrays_give_the_bytes_of_the_simulator(data: st.DataObject) -> None:
     problem = data.draw(problems())
     if data.draw(st.booleans()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import shutil
 import subprocess
@@ -25,9 +26,14 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *command], cwd=cwd, capture_output=True, text=True, check=False)
 
 
+@functools.cache
+def _nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def imports(path: Path) -> Iterator[tuple[str, int]]:
     """Every module that a file imports, also inside of functions, with the names taken from it."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, node.lineno
@@ -39,7 +45,7 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
 
 def attributes(path: Path) -> Iterator[tuple[str, int]]:
     """Every dotted name that a file reads."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in _nodes(path):
         parts, current = [], node
         while isinstance(current, ast.Attribute):
             parts.append(current.attr)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -49,47 +50,71 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return python
 
 
-def graphopt_commands(run: Run, *commands: str) -> list[str]:
-    """What commands write, run one after the other in one process."""
-    mark = "=" * 20
-    code = (
-        f"from graphopt.cli.main import main\nfor words in {[command.split() for command in commands]}:\n"
-        f"    assert main(words) == 0\n    print({mark!r})"
-    )
-    done = run("-c", code)
+DUMP = "dump target.py:factory --format mermaid"
+COMMANDS = {
+    "passes": "passes",
+    "one": "passes fold-negations",
+    "formats": "formats --json",
+    "plain": DUMP,
+    "folded": f"{DUMP} --passes fold-negations",
+    "each": f"{DUMP} --passes fold-negations --after-each",
+}
+WRONG = ("absent", "named-otherwise", "no-format", "mermiad")
+
+CODE = f"""
+import contextlib, io, json
+import torch, graphopt, target
+from graphopt.cli.main import main
+from graphopt.ir.formats import find_format
+
+def written(words):
+    with contextlib.redirect_stdout(io.StringIO()) as found:
+        assert main(words.split()) == 0
+    return found.getvalue()
+
+def refused(name):
+    try:
+        find_format(name)
+    except graphopt.GraphoptError as error:
+        return str(error)
+
+said = {{name: written(words) for name, words in {COMMANDS}.items()}}
+said.update({{name: refused(name) for name in {WRONG}}})
+model, inputs = target.factory()
+optimized = graphopt.optimize(model, "fold-negations", example_inputs=inputs)
+page = optimized.program.to_html()
+said["program"] = [optimized.program.to("mermaid").splitlines()[0], str(optimized.records[0].changed)]
+said["page"] = [word in page for word in ("fold-negations", "a flowchart in Mermaid")]
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def said(run: Run) -> dict[str, Any]:
+    """What commands write, what looking for wrong formats says, and a program and its page, in one process."""
+    done = run("-c", CODE)
     assert done.returncode == 0, done.stderr
-    return done.stdout.split(mark + "\n")[:-1]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
-def test_its_pass_and_its_format_are_listed(run: Run) -> None:
-    passes, one, formats = graphopt_commands(run, "passes", "passes fold-negations", "formats --json")
-    assert "fold-negations" in passes
-    assert "Replace the negation of a negation" in one
-    found = json.loads(formats)["formats"]
+def test_its_pass_and_its_format_are_listed(said: dict[str, Any]) -> None:
+    assert "fold-negations" in said["passes"]
+    assert "Replace the negation of a negation" in said["one"]
+    found = json.loads(said["formats"])["formats"]
     assert {"name": "mermaid", "suffix": ".mmd", "help": "a flowchart in Mermaid's language"} in found
 
 
-def test_the_command_line_runs_the_one_and_writes_the_other(run: Run) -> None:
-    target = "dump target.py:factory --format mermaid"
-    with_pass = f"{target} --passes fold-negations"
-    plain, folded, each = graphopt_commands(run, target, with_pass, f"{with_pass} --after-each")
-    assert plain.startswith("flowchart TD\n")
-    assert plain.count("neg") > folded.count("neg") == 0
-    assert each.count("flowchart TD") == 3
-    assert "%% " in each
+def test_the_command_line_runs_the_one_and_writes_the_other(said: dict[str, Any]) -> None:
+    assert said["plain"].startswith("flowchart TD\n")
+    assert said["plain"].count("neg") > said["folded"].count("neg") == 0
+    assert said["each"].count("flowchart TD") == 3
+    assert "%% " in said["each"]
 
 
-def test_programs_write_it_and_the_page_lists_both(run: Run) -> None:
-    code = (
-        "import torch, graphopt, target\n"
-        "model, inputs = target.factory()\n"
-        "optimized = graphopt.optimize(model, 'fold-negations', example_inputs=inputs)\n"
-        "print(optimized.program.to('mermaid').splitlines()[0])\n"
-        "print(optimized.records[0].changed)\n"
-        "page = optimized.program.to_html()\n"
-        "print('fold-negations' in page, 'a flowchart in Mermaid' in page)\n"
-    )
-    assert run("-c", code).stdout.splitlines() == ["flowchart TD", "2 replaced", "True True"]
+def test_programs_write_it_and_the_page_lists_both(said: dict[str, Any]) -> None:
+    assert said["program"] == ["flowchart TD", "2 replaced"]
+    assert said["page"] == [True, True]
 
 
 @pytest.mark.sweep
@@ -97,17 +122,6 @@ def test_its_pass_is_verified_like_any_other(run: Run) -> None:
     done = run("-m", "graphopt", "dump", "target.py:factory", "--passes", "break-order")
     assert done.returncode == 1
     assert "'break-order', left a program that is not valid" in done.stderr
-
-
-@pytest.fixture(scope="module")
-def refusals(run: Run) -> str:
-    """What looking for formats that are wrong says, one line each."""
-    code = (
-        "import graphopt\nfrom graphopt.ir.formats import find_format\n"
-        "for name in ('absent', 'named-otherwise', 'no-format', 'mermiad'):\n"
-        "    try:\n        find_format(name)\n    except graphopt.GraphoptError as error:\n        print(error)"
-    )
-    return run("-c", code).stdout
 
 
 @pytest.mark.parametrize(
@@ -119,9 +133,8 @@ def refusals(run: Run) -> str:
         ("mermiad", "no format called 'mermiad'; did you mean 'mermaid'"),
     ],
 )
-def test_a_format_that_is_wrong_is_an_error_that_names_it(refusals: str, name: str, message: str) -> None:
-    (line,) = [line for line in refusals.splitlines() if name in line]
-    assert message in line
+def test_a_format_that_is_wrong_is_an_error_that_names_it(said: dict[str, Any], name: str, message: str) -> None:
+    assert message in said[name]
 
 
 @pytest.mark.sweep
