@@ -7,9 +7,12 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from pathlib import Path
 
 import pytest
 
+from tests.support.forking import end, start
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import free_address
 
@@ -26,15 +29,18 @@ PASSES = {
 MODES = list(PASSES)
 SWEPT = ("sparse", "adaptive", "powersgd", "bf16", "local", "sharded")
 """What `make test` leaves to `make sweep`: what these modes do is tested with their passes."""
-SCRIPT = """
-import os, sys
-import data_parallel
 
-for mode, port in zip(sys.argv[1].split(","), sys.argv[2].split(","), strict=True):
-    os.environ["MASTER_PORT"] = port
-    print("mode", mode, flush=True)
-    assert data_parallel.main(["--mode", mode, *sys.argv[3:]]) == 0
-"""
+
+def run_rank(rank: int, modes: list[str], ports: list[str], file: Path) -> None:
+    """Be one of two ranks, for one mode after the other; what it prints goes to a file."""
+    os.environ.update({**environment(), "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"})
+    sys.path.insert(0, str(EXAMPLES))
+    data_parallel = importlib.import_module("data_parallel")
+    with file.open("w", encoding="utf-8") as opened, redirect_stdout(opened):
+        for mode, port in zip(modes, ports, strict=True):
+            os.environ["MASTER_PORT"] = port
+            print("mode", mode)
+            assert data_parallel.main(["--mode", mode, *SIZES]) == 0
 
 
 def environment() -> dict[str, str]:
@@ -43,23 +49,16 @@ def environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def printed(request: pytest.FixtureRequest) -> dict[str, str]:
+def printed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What the first of two ranks prints, by mode; without the modes that are swept where nothing of them is asked."""
     swept = any(item.get_closest_marker("sweep") and item.path == request.path for item in request.session.items)
     modes = [mode for mode in MODES if swept or mode not in SWEPT]
-    ports = ",".join(free_address().split(":")[1] for _ in modes)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, ",".join(modes), ports, *SIZES],
-            env={**environment(), "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    texts = [process.communicate(timeout=240) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(error[-3000:] for _, error in texts)
-    assert texts[1][0].split() == [word for mode in modes for word in ("mode", mode)]
-    parts = re.split(r"^mode (\w+)\n", texts[0][0], flags=re.MULTILINE)[1:]
+    ports = [free_address().split(":")[1] for _ in modes]
+    files = [tmp_path_factory.mktemp("printed") / f"{rank}.txt" for rank in range(2)]
+    assert end(start(run_rank, [(rank, modes, ports, file) for rank, file in enumerate(files)])) == [0, 0]
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    assert texts[1].split() == [word for mode in modes for word in ("mode", mode)]
+    parts = re.split(r"^mode (\w+)\n", texts[0], flags=re.MULTILINE)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
