@@ -57,7 +57,9 @@ from graphopt._torch.change_detection import dict_version as dict_version
 from graphopt._torch.change_detection import global_module_hooks as global_module_hooks
 from graphopt._torch.change_detection import has_global_backward_hooks as has_global_backward_hooks
 from graphopt._torch.change_detection import hooks_added as hooks_added
+from graphopt._torch.change_detection import in_forward_mode as in_forward_mode
 from graphopt._torch.change_detection import in_function_transform as in_function_transform
+from graphopt._torch.change_detection import is_batched as is_batched
 from graphopt._torch.change_detection import kernel_choices as kernel_choices
 from graphopt._torch.change_detection import without_dispatch_modes as without_dispatch_modes
 from graphopt._torch.compiled_calls import CompiledCall as CompiledCall
@@ -129,6 +131,7 @@ from graphopt._torch.partitioning import is_fusible as is_fusible
 from graphopt._torch.plain_calls import call_plainly as call_plainly
 from graphopt._torch.real_writes import RealWrites as RealWrites
 from graphopt._torch.second_derivatives import before_compiled_backward as before_compiled_backward
+from graphopt._torch.second_derivatives import connect_second_derivatives as connect_second_derivatives
 from graphopt._torch.second_derivatives import explain_second_derivatives as explain_second_derivatives
 from graphopt._torch.symbolic_sizes import broken_guard as broken_guard
 from graphopt._torch.symbolic_sizes import evaluate_number as evaluate_number
@@ -191,6 +194,7 @@ __all__ = [
     "compile_with_inductor",
     "compiled_call",
     "compiled_with",
+    "connect_second_derivatives",
     "cpu_computes_in",
     "custom_function",
     "default_device",
@@ -213,12 +217,14 @@ __all__ = [
     "has_no_data",
     "higher_order_ops",
     "hooks_added",
+    "in_forward_mode",
     "in_function_transform",
     "inner_gradients",
     "input_sources",
     "intercept_checkpoint",
     "intercept_custom_functions",
     "intercept_inner_gradients",
+    "is_batched",
     "is_composite",
     "is_free_to_go",
     "is_fusible",

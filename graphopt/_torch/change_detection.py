@@ -2,7 +2,8 @@
 
 From ``torch._C._dynamo.guards``: ``dict_version``, a number that changes with every assignment to a dictionary, and
 ``TensorGuards``, which compares dtype, device, sizes, strides and ``requires_grad`` of many tensors in one call. From
-``torch.overrides`` and ``torch.utils._python_dispatch``: the modes that are at work.
+``torch.overrides`` and ``torch.utils._python_dispatch``: the modes that are at work. From
+``torch.autograd.forward_ad``: the level of forward-mode differentiation.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch._C._dynamo import guards
+from torch.autograd import forward_ad
 from torch.nn.modules import module
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -27,7 +29,9 @@ __all__ = [
     "global_module_hooks",
     "has_global_backward_hooks",
     "hooks_added",
+    "in_forward_mode",
     "in_function_transform",
+    "is_batched",
     "kernel_choices",
     "without_dispatch_modes",
 ]
@@ -65,6 +69,20 @@ def has_global_backward_hooks() -> bool:
 def in_function_transform() -> bool:
     """Whether a transform of ``torch.func`` (``grad``, ``vjp``, ``jvp``, ``vmap``, …) is at work."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]  # pyright: ignore
+
+
+def is_batched(value: object) -> bool:
+    """Whether a tensor stands for several that ``torch.autograd.grad(is_grads_batched=True)`` takes at once."""
+    functorch: Any = torch._C._functorch
+    return isinstance(value, torch.Tensor) and (
+        functorch.is_legacy_batchedtensor(value) or functorch.is_batchedtensor(value)
+    )
+
+
+def in_forward_mode() -> bool:
+    """Whether tensors may have tangents here (``torch.autograd.forward_ad.dual_level``)."""
+    level: int = forward_ad._current_level
+    return level >= 0
 
 
 def callers_modes() -> tuple[str, str]:

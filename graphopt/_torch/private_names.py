@@ -121,13 +121,15 @@ CHANGES = Feature(
     "noticing that something changed since a program was captured",
     {
         "torch._C": (
-            "_dynamo.guards.TensorGuards.check _dynamo.guards.dict_version _functorch.peek_interpreter_stack "
+            "_dynamo.guards.TensorGuards.check _dynamo.guards.dict_version _functorch.is_batchedtensor "
+            "_functorch.is_legacy_batchedtensor _functorch.peek_interpreter_stack "
             "_get_cudnn_sdp_enabled _len_torch_dispatch_stack _len_torch_function_stack "
             "_get_flash_sdp_enabled _get_math_sdp_enabled _get_mem_efficient_sdp_enabled _get_mkldnn_enabled"
         ),
         "torch.nn.modules.module": (
             "_global_backward_hooks _global_backward_pre_hooks _global_forward_hooks _global_forward_pre_hooks"
         ),
+        "torch.autograd.forward_ad": "_current_level",
         "torch.nn.utils.parametrize": "_cache _cache_enabled",
         "torch.overrides": "_get_current_function_mode_stack",
         "torch.utils._device": "DeviceContext",

@@ -1,8 +1,13 @@
-"""The backward of a compiled callable: what is told before it, and second derivatives, which torch refuses."""
+"""The backward of a compiled callable: what is told before it, and second derivatives, which torch refuses.
+
+torch connects first derivatives to its error by a tensor of its own, and to none of the callable's arguments. Where
+somebody asks for the second derivative by one of these and allows for none (``allow_unused=True``, as
+``torch.autograd.functional.hessian`` does), it comes out as zero. So they are connected to the arguments here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,26 +15,56 @@ import torch
 from graphopt._torch.custom_functions import apply_function
 from graphopt.errors import CaptureError
 
-__all__ = ["before_compiled_backward", "explain_second_derivatives"]
+__all__ = ["before_compiled_backward", "connect_second_derivatives", "explain_second_derivatives"]
 
 _HOOK = "_double_backward"
 """The method of torch's autograd functions around compiled callables that connects first derivatives to an error."""
+
+_ARGUMENTS = "_graphopt_arguments"
+"""Where a node of autograd's graph keeps what second derivatives are connected to."""
 
 _DEEPEST = 4
 """How many views may lie between a result and the callable that made it."""
 
 
 class _Refused(torch.autograd.Function):
-    """The identity, without a derivative."""
+    """The identity of the first tensors, without a derivative by any."""
 
     @staticmethod
-    def forward(ctx: Any, message: str, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, message: str, gradients: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.message = message
-        return tuple(gradient.view_as(gradient) for gradient in gradients)
+        return tuple(gradient.view_as(gradient) for gradient in tensors[:gradients])
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise CaptureError(ctx.message)
+
+
+class _Behind(torch.autograd.Function):
+    """An empty tensor that is behind others in autograd's graph and keeps none of their memory."""
+
+    @staticmethod
+    def forward(ctx: Any, first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        return first.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise AssertionError("behind a tensor whose derivative is refused")
+
+
+def connect_second_derivatives(results: Iterable[Any], resident: Sequence[Any], given: Sequence[Any]) -> None:
+    """Let second derivatives of results of a compiled callable depend on the callable's arguments.
+
+    Args:
+        results: of one call.
+        resident: arguments that are kept in memory anyway.
+        given: the others, of which nothing is kept.
+    """
+    node = _compiled_node(results)
+    if node is not None:
+        made = [tensor for tensor in given if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
+        behind = [apply_function(_Behind, *made)] if made else []
+        setattr(node, _ARGUMENTS, (*resident, *behind))
 
 
 def explain_second_derivatives(results: Iterable[Any], message: str) -> None:
@@ -47,7 +82,8 @@ def explain_second_derivatives(results: Iterable[Any], message: str) -> None:
     def connected(ctx: Any, run: Any, arguments: list[Any]) -> Any:
         gradients = connect(ctx, run, arguments)
         places = [place for place, gradient in enumerate(gradients) if isinstance(gradient, torch.Tensor)]
-        refused = apply_function(_Refused, message, *(gradients[place] for place in places))
+        known = [each for each in getattr(ctx, _ARGUMENTS, ()) if isinstance(each, torch.Tensor) and each.requires_grad]
+        refused = apply_function(_Refused, message, len(places), *(gradients[place] for place in places), *known)
         found = list(gradients)
         for place, gradient in zip(places, refused, strict=True):
             found[place] = gradient

@@ -83,7 +83,7 @@ BORDER = (
         "a drop-in model runs plainly, a step gives the loss and trains nothing",
     ),
     Row(
-        "transforms of `torch.func`, `functional_call` with other parameters",
+        "transforms of `torch.func`, forward-mode differentiation, `functional_call` with other parameters",
         "told",
         "a drop-in model runs in eager mode there",
     ),
@@ -93,6 +93,7 @@ BORDER = (
         "a drop-in model runs in eager mode there; a step keeps parametrized tensors for its own call",
     ),
     Row("second derivatives", "refused", "of a drop-in model; first ones may be taken with `create_graph=True`"),
+    Row("several gradients at once (`is_grads_batched=True`)", "refused", "of a drop-in model"),
     Row(
         "`torch.autograd.grad` inside of forward or of a loss",
         "honoured",

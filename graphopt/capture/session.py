@@ -21,7 +21,7 @@ from graphopt.capture.call_checks import (
     check_optimizer,
 )
 from graphopt.capture.checks import refuse_distributed_arguments, refuse_missing_data, refuse_wrapped
-from graphopt.capture.flatten import Structure
+from graphopt.capture.flatten import Structure, flatten
 from graphopt.capture.for_device import stand_in, without_data_for
 from graphopt.capture.forward import ForwardCapture, capture_forward
 from graphopt.capture.garbage_collection import no_collection
@@ -31,6 +31,7 @@ from graphopt.capture.joint import JointCapture, capture_joint
 from graphopt.capture.mask_questions import Question
 from graphopt.capture.split_uses import split_uses
 from graphopt.capture.step import trace_optimizer
+from graphopt.capture.without_memory import without_memory
 from graphopt.errors import CaptureError, choice, public, wrong_argument
 from graphopt.ir.autocast import mark_around, plain_precision, under_autocast
 from graphopt.ir.memory_shortage import shortage_named
@@ -224,6 +225,20 @@ class CaptureSession:
         return self._replayed | {
             question: yes for captured in self._captures.values() for question, yes in captured.questions.items()
         }
+
+    def release(self) -> None:
+        """Let go of the memory of the call's tensors: what is lowered later needs their metadata only.
+
+        They stay where some of them share memory, which is part of what the capture is for.
+        """
+        tensors, structure = flatten(self.example)
+        alone = {id(tensor): tensor for tensor in tensors}
+        places = {_torch.storage_key(tensor) for tensor in alone.values() if tensor.layout is torch.strided}
+        if len(alone) < len(tensors) or len(places) < len(alone):
+            return
+        self.example = structure.restore(map(without_memory, tensors))
+        for captured in self._captures.values():
+            captured.example_tensors = [without_memory(tensor) for tensor in captured.example_tensors]
 
     def replay_questions(self, questions: Mapping[Question, bool]) -> None:
         """Take what was asked in another process, where the programs come from there."""

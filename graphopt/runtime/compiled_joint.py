@@ -15,6 +15,7 @@ from graphopt.capture import CaptureSession
 from graphopt.capture.flatten import Structure
 from graphopt.capture.garbage_collection import no_collection
 from graphopt.capture.joint import JointCapture
+from graphopt.errors import CaptureError
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.node import InputSpec
 from graphopt.ir.program import Program
@@ -32,6 +33,11 @@ _TWICE = (
     "{0} is differentiated a second time (create_graph=True, as for gradient penalties or Hessians), and its program "
     "has one backward only: for that, call the model that was given to graphopt.optimize; the two share all "
     "parameters. Or put the loss with the penalty into graphopt.optimize_step, which captures torch.autograd.grad in it"
+)
+_BATCHED = (
+    "{0} is differentiated for several gradients at once (is_grads_batched=True, vectorize=True), which its backward "
+    "cannot be: take one gradient after the other, or call the model that was given to graphopt.optimize; the two "
+    "share all parameters"
 )
 
 
@@ -67,17 +73,19 @@ class CompiledJoint(Capture):
         """What the model returns."""
         if not self.tangents.needed:
             with plain_precision():
-                return self.outputs.restore(self._run(arguments))
+                return self.outputs.restore(self._run(arguments, arguments))
         reached, given = self.tangents.before(arguments)
         with plain_precision():
-            flat = self._run(given)
+            flat = self._run(given, arguments)
         return self.outputs.restore(self.tangents.after(reached, flat, given, arguments))
 
-    def _run(self, arguments: list[torch.Tensor]) -> Any:
+    def _run(self, arguments: list[torch.Tensor], original: list[torch.Tensor]) -> Any:
         results = self.function(*arguments)
         if not self.explained:
             self.explained = True
             _torch.explain_second_derivatives(results, _TWICE.format(self.rewritten.program.title))
+        resident = len(self.inputs)
+        _torch.connect_second_derivatives(results, original[:resident], original[resident:])
         return results
 
 
@@ -140,7 +148,7 @@ def _compile(
             run = run_pruned(module, missing.names, missing.missing, compiled, takes_none=backend == "eager")
         else:
             run = compiled(module)
-        return run if before_backward is None else _told_before(run, before_backward)
+        return _before_backward(run, before_backward, program.title, len(tangents))
 
     tangents = [node.name for node, _ in program.inputs_of("tangent")]
     function = joint.trace.compile(
@@ -152,9 +160,14 @@ def _compile(
     return forward, backward, function
 
 
-def _told_before(run: Boxed, tell: Callable[[], None]) -> Boxed:
+def _before_backward(run: Boxed, tell: Callable[[], None] | None, title: str, tangents: int) -> Boxed:
+    """Backward, whose last arguments are gradients, with what is told before it; each of these has to be one tensor."""
+
     def call(args: list[Any]) -> Any:
-        tell()
+        if tell is not None:
+            tell()
+        if any(map(_torch.is_batched, args[len(args) - tangents :])):
+            raise CaptureError(_BATCHED.format(title))
         return run(args)
 
     call._boxed_call = True  # type: ignore[attr-defined]

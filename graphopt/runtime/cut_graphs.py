@@ -16,6 +16,7 @@ from torch import fx, nn
 from graphopt import _torch
 from graphopt.capture import CaptureSession
 from graphopt.capture.graph_part import GraphPart, as_it_is
+from graphopt.capture.without_memory import parameter_without_memory, without_memory
 from graphopt.errors import CaptureError, GraphBreakError
 from graphopt.rewriting.pass_ import PassRecord
 from graphopt.runtime.compiled_joint import CompiledJoint, compile_joint
@@ -236,13 +237,13 @@ class CutGraphs:
         """What a graph is captured with: parameters as they are would live as long as torch keeps the graph."""
         if self._resident or self._numerics or part_signature(arguments)[0]:
             return arguments
-        return tuple(_stand_in_parameter(a) if isinstance(a, nn.Parameter) else a for a in arguments)
+        return tuple(parameter_without_memory(a) if isinstance(a, nn.Parameter) else a for a in arguments)
 
     def _examples(self, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """What a graph is captured with: activations as they are would stay alive with its capture."""
         if self._numerics or part_signature(tuple(inputs))[0]:
             return tuple(inputs)
-        return tuple(map(_stand_in, inputs))
+        return tuple(map(without_memory, inputs))
 
     def _use(self, graph: CutGraph, capture: Capture) -> None:
         """Let a graph run what passes made of it."""
@@ -323,23 +324,6 @@ _WANTED: tuple[Callable[[torch.Tensor], bool], ...] = (lambda _: True, lambda te
 
 def _requires_grad(argument: Any) -> bool:
     return isinstance(argument, torch.Tensor) and argument.requires_grad
-
-
-def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor like another one, without memory of its own."""
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
-        return tensor
-    with torch.no_grad():
-        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        like.untyped_storage().resize_(0)
-    return like.requires_grad_(tensor.requires_grad)
-
-
-def _stand_in_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter like another one, without memory of its own."""
-    if type(parameter) is not nn.Parameter:
-        return parameter
-    return nn.Parameter(_stand_in(parameter.detach()), parameter.requires_grad)
 
 
 def _argument(place: int) -> Callable[[tuple[Any, ...]], Any]:

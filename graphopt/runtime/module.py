@@ -199,6 +199,8 @@ def _start(given: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs:
         return given(model, *args, **kwargs)
     if _torch.in_function_transform():
         return model._graphopt.run_as_it_is(given, model, args, kwargs, "a transform of torch.func is at work")
+    if _torch.in_forward_mode():
+        return model._graphopt.run_as_it_is(given, model, args, kwargs, "forward-mode differentiation is at work")
     if mode := " and ".join(filter(None, _torch.callers_modes())):
         return model._graphopt.run_as_it_is(given, model, args, kwargs, f"{mode} sees each call of torch")
     if _torch.parametrizations_are_cached() and any(map(is_parametrized, model.modules())):

@@ -108,7 +108,9 @@ class Runner(Generic[C]):
         numbers: dict[str, float] | None = None,
     ) -> None:
         self.options = options
-        self.serving: Serving[C] = Serving(options.dynamic_shapes, options.pipeline.passes)
+        self.serving: Serving[C] = Serving(
+            options.dynamic_shapes, options.pipeline.passes, examples_stay=options.verify == "numerics"
+        )
         self.store = StateStore(parameter)
         self.watch = StepWatch()
         self._until: Stage = until

@@ -103,10 +103,12 @@ class Serving(Generic[C]):
         passes: that rewrite programs.
         captures: by signature.
         names: of the positional arguments of a call, as far as they have names.
+        examples_stay: whether the tensors of captured calls are kept, for what compares values later.
     """
 
     dynamic_shapes: Any
     passes: Sequence[Pass]
+    examples_stay: bool = False
     captures: Captures[C] = field(default_factory=lambda: Captures())
     names: Sequence[str] = ()
     _fingerprint: ModelFingerprint = field(default_factory=ModelFingerprint)
@@ -144,6 +146,8 @@ class Serving(Generic[C]):
         if served is None:
             with no_collection():
                 served = self._capture(key, call, maker)
+                if not self.examples_stay:
+                    served.capture.rewritten.session.release()
         found = served.capture
         if served.values and self.limited:
             found = self._planned(key, served, call, maker)

@@ -46,7 +46,8 @@ def part_signature(arguments: tuple[Any, ...]) -> tuple[Hashable, Hashable]:
 
 
 def _metadata(tensor: torch.Tensor, sizes: bool) -> Hashable:
-    known = tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)
+    lazily = tensor.is_conj(), tensor.is_neg()  # views that stand for the conjugate, or the negative, of their elements
+    known = tensor.dtype, tensor.device, tensor.requires_grad, type(tensor), lazily
     if tensor.layout is not torch.strided:
         return *known, tensor.layout, tuple(tensor.shape)
     if sizes:
@@ -70,6 +71,5 @@ def _sharing(tensors: list[torch.Tensor]) -> Hashable:
 
 def _memory(tensor: torch.Tensor) -> int:
     """Where a tensor lies; its own number where it takes no memory."""
-    if tensor.layout is torch.strided and tensor.numel():
-        return tensor.untyped_storage().data_ptr()
-    return -id(tensor)
+    place = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and tensor.numel() else 0
+    return place or -id(tensor)

@@ -124,6 +124,29 @@ def test_arguments_count_by_value_and_tensors_by_strides(case: str) -> None:
     assert len(optimized._graphopt.runner.captures.all()) == 2
 
 
+class Conjugates(nn.Module):
+    """Does something else for a view that stands for the conjugate of its elements, or their negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4, dtype=torch.complex64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x if x.is_complex() else torch.complex(x, x))
+        return (y * 2 if x.is_conj() or x.is_neg() else y).abs()
+
+
+@pytest.mark.parametrize("views", [lambda x: (x, x.conj()), lambda x: (x.imag, x.conj().imag)], ids=["conj", "neg"])
+def test_views_that_stand_for_other_values_are_other_arguments(views: Callable[[torch.Tensor], Any]) -> None:
+    model = Conjugates()
+    optimized = graphopt.optimize(model)
+    plain, view = views(torch.randn(4, 4, dtype=torch.complex64))
+    for x in (plain, view, plain, view):
+        assert_same(model, optimized, x)
+    assert len(optimized._graphopt.runner.captures.all()) == 2
+
+
 def test_a_hook_that_is_removed_acts_no_more() -> None:
     model = Reads()
     handle = model.linear.register_forward_hook(lambda module, args, y: y * 3)

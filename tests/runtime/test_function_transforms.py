@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, strategies
 from torch import nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jvp, vjp, vmap
 
 import graphopt
 from graphopt import CaptureError
+from tests.support.properties import examples
 
 
 @pytest.fixture
@@ -51,6 +54,21 @@ def test_transforms_run_in_eager_mode_and_are_told_once(
     assert caplog.text.count("Sequential runs in eager mode where a transform of torch.func is at work") == 1
 
 
+def forward_mode(model: nn.Module) -> torch.Tensor:
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(X, X + 1))).tangent
+        return tangent.detach().clone()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own call
+def test_forward_mode_runs_in_eager_mode_and_is_told(
+    models: tuple[nn.Module, nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, optimized = models
+    assert torch.equal(forward_mode(plain), forward_mode(optimized))
+    assert "Sequential runs in eager mode where forward-mode differentiation is at work" in caplog.text
+
+
 def test_other_parameters_get_their_gradients(
     models: tuple[nn.Module, nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -79,3 +97,55 @@ def test_a_second_derivative_is_refused_by_name(models: tuple[nn.Module, nn.Modu
     plain(X).sum().backward()
     for one, other in zip(optimized.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+
+
+def network(width: int, outputs: int, *, through: bool) -> nn.Module:
+    """One with one or several outputs, the last of which may be an input."""
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, width), nn.Linear(width, 1)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            hidden = torch.tanh(self.first(x))
+            return (self.last(hidden), *(hidden * n for n in range(1, outputs)), *((x * 2,) if through else ()))
+
+    torch.manual_seed(0)
+    return Network()
+
+
+@examples(8, many=300)
+@given(
+    width=strategies.integers(1, 8),
+    outputs=strategies.integers(1, 3),
+    through=strategies.booleans(),
+    by=strategies.sampled_from(["leaf", "view", "result", "parameter"]),
+    passes=strategies.sampled_from(["", "recompute{checkpoints=*}"]),
+)
+def test_second_derivatives_are_never_zero_instead(
+    width: int, outputs: int, through: bool, by: str, passes: str
+) -> None:
+    """By whatever they are taken, and although the caller allows for none."""
+    optimized = graphopt.optimize(network(width, outputs, through=through), passes)
+    leaf = X.clone().requires_grad_()
+    given_to = {"view": leaf.view_as(leaf), "result": leaf * 1}.get(by, leaf)
+    target = optimized.get_parameter("first.weight") if by == "parameter" else leaf
+    (first,) = torch.autograd.grad(optimized(given_to)[0].sum(), given_to, create_graph=True)
+    with pytest.raises(CaptureError, match="is differentiated a second time"):
+        torch.autograd.grad(first.sum(), target, allow_unused=True)
+
+
+def test_a_hessian_is_refused(models: tuple[nn.Module, nn.Module]) -> None:
+    with pytest.raises(CaptureError, match="is differentiated a second time"):
+        torch.autograd.functional.hessian(lambda x: models[1](x).sum(), X)  # type: ignore[no-untyped-call]
+
+
+def test_several_gradients_at_once_are_refused(models: tuple[nn.Module, nn.Module]) -> None:
+    optimized = models[1]
+    x = X.clone().requires_grad_()
+    with pytest.raises(CaptureError, match=r"for several gradients at once .*the model that was given"):
+        torch.autograd.grad(optimized(x), x, torch.ones(2, 3, 1), is_grads_batched=True)
+    with pytest.raises(CaptureError, match="for several gradients at once"):
+        torch.autograd.functional.jacobian(optimized, X, vectorize=True)  # type: ignore[no-untyped-call]
+    optimized(x).sum().backward()  # goes on afterwards

@@ -1,0 +1,28 @@
+"""Stand-ins for tensors that a capture was made with: they look the same to a trace, and take no memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+__all__ = ["parameter_without_memory", "without_memory"]
+
+
+def without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like another one, without memory of its own; itself where that cannot be.
+
+    Its values cannot be read, and torch says so where that is tried.
+    """
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return tensor
+    with torch.no_grad():
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        like.untyped_storage().resize_(0)
+    return like.requires_grad_(tensor.requires_grad)
+
+
+def parameter_without_memory(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter like another one, without memory of its own."""
+    if type(parameter) is not nn.Parameter:
+        return parameter
+    return nn.Parameter(without_memory(parameter.detach()), parameter.requires_grad)
