@@ -10,8 +10,10 @@ import torch
 from torch import fx, nn
 
 from graphopt import _torch
+from graphopt.capture.assigned_buffers import IN_PARTS
 from graphopt.capture.call_checks import check_model
-from graphopt.errors import CaptureError, GraphoptError
+from graphopt.capture.source_lines import source_line
+from graphopt.errors import CaptureError, GraphBreakError, GraphoptError
 from graphopt.ir.gradients import base_of
 from graphopt.ir.node import info, value_of
 from graphopt.ir.ops import schema
@@ -19,8 +21,10 @@ from graphopt.ir.ops.values import tensors_of
 from graphopt.ir.program import Program
 
 __all__ = [
+    "refuse_compressed_arguments",
     "refuse_coupling",
     "refuse_distributed_arguments",
+    "refuse_loops",
     "refuse_missing_data",
     "refuse_overlapping",
     "refuse_overlapping_writes",
@@ -45,6 +49,8 @@ _WAY_OUT = {
     "fully_shard",
     "ScriptModule": "it is a TorchScript module, which has no Python to trace; pass the module it was made from",
 }
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 _EACH_BY_ITSELF = (
     "zeros_like",
@@ -87,6 +93,28 @@ def refuse_distributed_arguments(model: nn.Module, arguments: Iterable[object]) 
             f"{type(model).__name__} is given a DTensor, whose operations talk to other ranks by themselves: give this "
             "rank's part of it (batch.to_local()), and DataParallel() exchanges gradients"
         )
+
+
+def refuse_compressed_arguments(model: nn.Module, arguments: Iterable[object]) -> None:
+    """Raise a ``GraphBreakError`` for sparse arguments in compressed rows or columns, which torch cannot trace."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor) and argument.layout in _COMPRESSED:
+            raise GraphBreakError(
+                f"{type(model).__name__} is given a sparse tensor in the layout {argument.layout}, which torch cannot "
+                f"trace\n  what to do: give it as coordinates (batch.to_sparse_coo()) or as dense{IN_PARTS}"
+            )
+
+
+def refuse_loops(program: Program) -> None:
+    """Raise a ``GraphBreakError`` for loops with an open number of rounds, which torch cannot trace any further."""
+    for node in program.graph.nodes:
+        if getattr(node.target, "__name__", "") == "while_loop":
+            where = source_line(node.stack_trace) or "forward"
+            raise GraphBreakError(
+                f"{program.title} runs a while_loop, whose number of rounds is open, and a program that is "
+                f"differentiated has none\n  where: {where}\n  what to do: a for loop whose "
+                f"length is known, or do it outside of the model{IN_PARTS}"
+            )
 
 
 def refuse_missing_data(model: nn.Module, arguments: Iterable[object]) -> None:

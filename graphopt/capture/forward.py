@@ -181,7 +181,7 @@ def capture_forward(
 
     try:
         with seeding_refused():
-            exported = _as_eager_first(export, type(model).__name__)
+            exported = _as_eager_first(export, title_of(model))
     except (CaptureError, TorchVersionError):
         raise
     except Exception as error:
@@ -287,7 +287,7 @@ def _depends_on_data(error: Exception) -> bool:
 def _explain(error: Exception, model: nn.Module) -> GraphBreakError:
     where = user_frame(error.__traceback__)
     text = str(error).strip().split("\n")[0] or type(error).__name__
-    name = type(model).__name__
+    name = title_of(model)
     if _depends_on_data(error):
         advice = (
             "control flow depends on a tensor's values, and a program has one path: use torch.where, "

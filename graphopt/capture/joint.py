@@ -16,6 +16,7 @@ from graphopt import _torch
 from graphopt.capture.assigned_buffers import IN_PARTS
 from graphopt.capture.changed_parameters import finish_changed_parameters
 from graphopt.capture.checks import (
+    refuse_loops,
     refuse_overlapping,
     refuse_overlapping_writes,
     refuse_varying_lstm,
@@ -127,6 +128,7 @@ def capture_joint(forward: Program, tensors: dict[str, torch.Tensor], examples: 
     Raises:
         CaptureError: where nothing requires a gradient, or autograd refuses what the model does.
     """
+    refuse_loops(forward)
     runner = _Runner(forward, tensors)
     dynamic = any(
         isinstance(size, torch.SymInt) for node, _ in forward.inputs_of("input") for size in value_of(node).shape

@@ -20,7 +20,12 @@ from graphopt.capture.call_checks import (
     check_loss,
     check_optimizer,
 )
-from graphopt.capture.checks import refuse_distributed_arguments, refuse_missing_data, refuse_wrapped
+from graphopt.capture.checks import (
+    refuse_compressed_arguments,
+    refuse_distributed_arguments,
+    refuse_missing_data,
+    refuse_wrapped,
+)
 from graphopt.capture.flatten import Structure, flatten
 from graphopt.capture.for_device import stand_in, without_data_for
 from graphopt.capture.forward import ForwardCapture, capture_forward
@@ -119,6 +124,7 @@ class CaptureSession:
         refuse_wrapped(model)
         leaves = _torch.pytree.tree_leaves((args, kwargs))
         refuse_distributed_arguments(model, leaves)
+        refuse_compressed_arguments(model, leaves)
         refuse_missing_data(model, leaves)
         check_loss(loss, model)
         check_dynamic_shapes(dynamic_shapes)

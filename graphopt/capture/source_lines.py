@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sysconfig
 import traceback
 from pathlib import Path
 from types import TracebackType
@@ -13,11 +15,18 @@ __all__ = ["source_line", "user_frame"]
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parents[1])
+_PYTHON = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
+_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
+_SYMBOLS = tuple(f"{folder}sympy{os.sep}" for folder in _INSTALLED)
+"""Where torch's numbers for open sizes are computed with."""
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n(?:\s*(?P<code>.+))?')
 
 
 def _foreign(file: str) -> bool:
-    return not file.startswith((_TORCH, _OWN)) and not file.startswith("<")
+    """Whether a file is neither of torch, with what it computes sizes with, nor of graphopt, nor of Python."""
+    if file.startswith((_TORCH, _OWN, "<", *_SYMBOLS)):
+        return False
+    return not file.startswith(_PYTHON) or file.startswith(_INSTALLED)
 
 
 def user_frame(trace: TracebackType | None = None, *, also: tuple[str, ...] = ()) -> str:

@@ -139,7 +139,8 @@ class Parts:
         named = [*model.named_parameters(), *model.named_buffers()]
         self._names = {id(tensor): name for name, tensor in named}
         given = [leaf for leaf in _torch.pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (*(t for _, t in named), *given)}
+        dense = (part for tensor in (*(t for _, t in named), *given) for part in _dense_parts(tensor))
+        storages = {_torch.storage_key(part): part.untyped_storage().nbytes() for part in dense}
         self._resident = sum(storages.values())
 
     def _count(self) -> None:
@@ -210,3 +211,14 @@ class Parts:
 def _first_lines(reason: GraphBreakError) -> str:
     """What cannot be captured, and where."""
     return "; ".join(line.strip() for line in str(reason).splitlines()[:2])
+
+
+def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What a sparse tensor consists of; the tensor itself where it is none."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]

@@ -25,7 +25,7 @@ def start(run: Callable[..., None], arguments: Iterable[tuple[Any, ...]]) -> lis
 
 
 def end(
-    processes: Sequence[ForkServerProcess], *, alive: Sequence[bool] = (), seconds: float = 240
+    processes: Sequence[ForkServerProcess], *, alive: Sequence[bool] = (), seconds: float = 480
 ) -> list[int | None]:
     """Wait for processes to end, and kill what is left.
 
