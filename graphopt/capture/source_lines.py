@@ -16,17 +16,16 @@ __all__ = ["source_line", "user_frame"]
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parents[1])
 _PYTHON = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
-_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
-_SYMBOLS = tuple(f"{folder}sympy{os.sep}" for folder in _INSTALLED)
-"""Where torch's numbers for open sizes are computed with."""
+_INSTALLED = re.compile(r"(site|dist)-packages[/\\](?P<library>\w+)")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n(?:\s*(?P<code>.+))?')
 
 
 def _foreign(file: str) -> bool:
     """Whether a file is neither of torch, with what it computes sizes with, nor of graphopt, nor of Python."""
-    if file.startswith((_TORCH, _OWN, "<", *_SYMBOLS)):
+    if file.startswith((_TORCH, _OWN, "<")):
         return False
-    return not file.startswith(_PYTHON) or file.startswith(_INSTALLED)
+    installed = _INSTALLED.search(file)
+    return installed["library"] != "sympy" if installed else not file.startswith(_PYTHON)
 
 
 def user_frame(trace: TracebackType | None = None, *, also: tuple[str, ...] = ()) -> str:
