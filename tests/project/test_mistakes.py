@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import subprocess
@@ -55,8 +56,16 @@ NET = Net(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
 OTHER = Net(nn.Linear(4, 4))
 SGD = torch.optim.SGD(NET.parameters(), lr=0.1)
 DECAY = torch.optim.lr_scheduler.ConstantLR(SGD)
-PROGRAM = capture(NET, X)
-TOKENS = capture(Blocks(layers=2), (torch.zeros(1, 4, dtype=torch.long),))
+
+
+@functools.cache
+def program() -> Program:
+    return capture(NET, X)
+
+
+@functools.cache
+def program_of_tokens() -> Program:
+    return capture(Blocks(layers=2), (torch.zeros(1, 4, dtype=torch.long),))
 
 
 def squared(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -100,8 +109,8 @@ API: list[Case] = [
     ("a name of another type", lambda: graphopt.name(X, 3), ("name of a tensor", "3 (int)", "res2a")),  # type: ignore[arg-type]
     ("name without a tensor", lambda: graphopt.name("res2a", X), ("a tensor", "name(tensor")),  # type: ignore[arg-type]
     ("a name with a star", lambda: graphopt.name(X, "a*"), ("'a*'", "glob characters")),
-    ("a number as a pattern", lambda: PROGRAM.find(3), ("name of a tensor is text", "3 (int)")),  # type: ignore[arg-type]
-    ("a format that there is not", lambda: PROGRAM.to("jsn"), ("jsn", "json")),
+    ("a number as a pattern", lambda: program().find(3), ("name of a tensor is text", "3 (int)")),  # type: ignore[arg-type]
+    ("a format that there is not", lambda: program().to("jsn"), ("jsn", "json")),
     ("a function that is none", lambda: FxPass(3), ("FxPass", "3")),  # type: ignore[arg-type]
 ]  # fmt: skip
 
@@ -250,19 +259,19 @@ PROGRAMS: list[Case] = [
     ("a call that has run", lambda: graphopt.measure_peak(3), ("3 (int)", "measure_peak(lambda: ...)")),  # type: ignore[arg-type]
     ("a device", lambda: graphopt.measure_peak(print, device="gpu"), ("'gpu'", "did you mean 'cuda'")),
     ("a device's number", lambda: graphopt.fast_dtype(0), ("a device", "write 'cuda:0'")),  # type: ignore[arg-type]
-    ("a role", lambda: PROGRAM.inputs_of("params"), ("role='params'", "did you mean 'parameter'")),
-    ("a role of outputs", lambda: PROGRAM.outputs_of("gradients"), ("did you mean 'gradient'",)),
-    ("a phase", lambda: list(PROGRAM.phase_nodes("backwards")), ("did you mean 'backward'",)),  # type: ignore[arg-type]
-    ("a diff with None", lambda: PROGRAM.diff(None), ("another graphopt.Program", "None")),  # type: ignore[arg-type]
-    ("a format's number", lambda: PROGRAM.to(3), ("the name of one", "known formats: text")),  # type: ignore[arg-type]
-    ("a device without its bytes", lambda: PROGRAM.to_perfetto(cost="A100"), ("'A100'", "a100-40gb", "a100-80gb")),
-    ("outputs", lambda: PROGRAM.copy().set_outputs(3, []), ("set_outputs", "3 (int)")),  # type: ignore[arg-type]
-    ("descriptions", lambda: PROGRAM.copy().set_outputs([1], ["loss"]), ("OutputSpec(role, target)", "'loss'")),  # type: ignore[list-item]
-    ("one too few", lambda: PROGRAM.copy().set_outputs([], [OutputSpec("loss", "x")]), ("0 output values and 1",)),
-    ("an input", lambda: PROGRAM.copy().add_input("x", X, "input"), ("InputSpec(role, target)",)),  # type: ignore[arg-type]
-    ("an op", lambda: PROGRAM.insert("add", (), phase=Phase.FORWARD, origin="me"), ("torch.ops.aten.add",)),  # type: ignore[arg-type]
-    ("a policy", lambda: PROGRAM.set_policy([], "keep"), ("graphopt.Policy", "'keep'")),  # type: ignore[arg-type]
-    ("a node alone", lambda: PROGRAM.set_policy(PROGRAM.nodes[0], graphopt.Policy.MUST_SAVE), ("[node]",)),  # type: ignore[arg-type]
+    ("a role", lambda: program().inputs_of("params"), ("role='params'", "did you mean 'parameter'")),
+    ("a role of outputs", lambda: program().outputs_of("gradients"), ("did you mean 'gradient'",)),
+    ("a phase", lambda: list(program().phase_nodes("backwards")), ("did you mean 'backward'",)),  # type: ignore[arg-type]
+    ("a diff with None", lambda: program().diff(None), ("another graphopt.Program", "None")),  # type: ignore[arg-type]
+    ("a format's number", lambda: program().to(3), ("the name of one", "known formats: text")),  # type: ignore[arg-type]
+    ("a device without its bytes", lambda: program().to_perfetto(cost="A100"), ("'A100'", "a100-40gb", "a100-80gb")),
+    ("outputs", lambda: program().copy().set_outputs(3, []), ("set_outputs", "3 (int)")),  # type: ignore[arg-type]
+    ("descriptions", lambda: program().copy().set_outputs([1], ["loss"]), ("OutputSpec(role, target)", "'loss'")),  # type: ignore[list-item]
+    ("one too few", lambda: program().copy().set_outputs([], [OutputSpec("loss", "x")]), ("0 output values and 1",)),
+    ("an input", lambda: program().copy().add_input("x", X, "input"), ("InputSpec(role, target)",)),  # type: ignore[arg-type]
+    ("an op", lambda: program().insert("add", (), phase=Phase.FORWARD, origin="me"), ("torch.ops.aten.add",)),  # type: ignore[arg-type]
+    ("a policy", lambda: program().set_policy([], "keep"), ("graphopt.Policy", "'keep'")),  # type: ignore[arg-type]
+    ("a node alone", lambda: program().set_policy(program().nodes[0], graphopt.Policy.MUST_SAVE), ("[node]",)),  # type: ignore[arg-type]
     ("no program to run on", lambda: Pipeline("offload").run(NET), ("a graphopt.Program", "capture(model, args)")),  # type: ignore[arg-type]
     ("a stage of a function", lambda: FxPass(print, stage="forwards"), ("did you mean 'forward'",)),  # type: ignore[arg-type]
     ("numerics of a function", lambda: FxPass(print, numerics="exact"), ("'bitwise'", "'tolerant'")),  # type: ignore[arg-type]
@@ -318,7 +327,7 @@ def test_a_mistake_in_text_is_an_error_that_helps(text: str, parts: tuple[str, .
 @pytest.mark.parametrize(("pattern", "parts"), NAMES, ids=[pattern for pattern, _ in NAMES])
 def test_a_name_of_no_tensor_gets_the_near_ones(pattern: str, parts: tuple[str, ...]) -> None:
     with pytest.raises(GraphoptError) as caught:
-        TOKENS.find(pattern)
+        program_of_tokens().find(pattern)
     assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
 
 
