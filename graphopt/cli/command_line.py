@@ -9,6 +9,7 @@ from graphopt.cli.cache_arguments import cache_arguments
 from graphopt.cli.command_parser import CommandParser
 from graphopt.cli.compare_arguments import compare_arguments
 from graphopt.cli.completion import SHELLS
+from graphopt.cli.exchange_arguments import link_arguments, link_problem
 from graphopt.cli.memory_arguments import memory_arguments
 from graphopt.cli.plan_arguments import plan_arguments
 from graphopt.cli.profile_arguments import profile_arguments
@@ -114,6 +115,7 @@ def _dump_arguments(parser: argparse.ArgumentParser) -> None:
         help=("print the program after capture and after each pass (html holds them in any case)"),
     )
     output_arguments(parser, format_names())
+    link_arguments(parser)
     parser.set_defaults(problem=_dump_problem)
 
 
@@ -121,7 +123,7 @@ def _dump_problem(options: argparse.Namespace) -> str:
     form = format_of(options)
     if options.after_each and form not in _WHOLE and not find_format(form).comment:
         return f"one {form} holds one program: give --after-each with another format"
-    return two_formats(options)
+    return two_formats(options) or link_problem(options)
 
 
 def _diff_arguments(parser: argparse.ArgumentParser) -> None:

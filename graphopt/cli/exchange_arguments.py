@@ -1,4 +1,4 @@
-"""The arguments of ``graphopt plan`` that describe a network, for the exchange of gradients."""
+"""The arguments that describe a network: for the exchange of gradients, and for when ranks wait for each other."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from graphopt.cli.arguments import format_of
 from graphopt.errors import GraphoptError
 from graphopt.rewriting.distributed.prediction.link import Algorithm, parse_bandwidth, parse_latency
 
-__all__ = ["exchange_arguments", "exchange_problem"]
+__all__ = ["exchange_arguments", "exchange_problem", "link_arguments", "link_problem"]
 
 _BANDWIDTH_HELP = (
     "of one rank's link, in each direction: 10Mbit, 1Gbit, 100Gbps (bits per second), 25GB/s (bytes per second)"
 )
-_LATENCY_HELP = "of each round of a collective: 50us, 1ms (default 50us)"
+_LATENCY_HELP = "of each round of a collective: 50us, 1ms (default {})"
 _ALGORITHM_HELP = (
     "how collectives are made of rounds: in a ring of all ranks (default; gloo, and NCCL with large messages), or "
     "in a tree, which takes fewer rounds with many ranks"
@@ -33,12 +33,30 @@ def exchange_arguments(parser: argparse.ArgumentParser) -> None:
         "seconds of each way to do it, which one to use, and where one overtakes another. No process group is needed",
     )
     group.add_argument("--world-size", type=_ranks, metavar="N", help="ranks, each with a batch like the target's")
-    group.add_argument("--bandwidth", type=_checked(parse_bandwidth), metavar="B", help=_BANDWIDTH_HELP)
-    group.add_argument("--latency", type=_checked(parse_latency), metavar="T", help=_LATENCY_HELP)
+    _add_link(group, "50us")
     group.add_argument("--algorithm", choices=get_args(Algorithm), help=_ALGORITHM_HELP)
     group.add_argument("--density", type=_density, metavar="D", help=_DENSITY_HELP)
     group.add_argument("--k-steps", type=_steps, metavar="K,K", help="intervals of local SGD (default 4,8,16)")
     group.add_argument("--step-time", type=_checked(_parse_step_time), metavar="T", help=_STEP_TIME_HELP)
+
+
+def link_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that describe the link of a page of ranks."""
+    group = parser.add_argument_group("what joins ranks", "with --format ranks, which shows when they wait for it")
+    _add_link(group, "none")
+
+
+def link_problem(options: argparse.Namespace) -> str:
+    """What is wrong with the arguments of ``link_arguments``; empty where nothing is."""
+    if format_of(options) == "ranks":
+        return ""
+    given = [f"--{name}" for name in ("bandwidth", "latency") if getattr(options, name) is not None]
+    return f"{given[0]} is for --format ranks, which shows when ranks wait for each other" if given else ""
+
+
+def _add_link(group: Any, latency: str) -> None:
+    group.add_argument("--bandwidth", type=_checked(parse_bandwidth), metavar="B", help=_BANDWIDTH_HELP)
+    group.add_argument("--latency", type=_checked(parse_latency), metavar="T", help=_LATENCY_HELP.format(latency))
 
 
 def _ranks(text: str) -> int:

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 
+from graphopt import _torch
 from graphopt.cli.arguments import format_of
 from graphopt.cli.output import (
     check_output,
@@ -27,9 +28,13 @@ from graphopt.report.page import page_of_rewritten
 from graphopt.report.text import pass_table
 from graphopt.report.text.after_each_pass import after_each_lines
 from graphopt.report.text.snapshots import records_json, snapshots_json, snapshots_text
+from graphopt.rewriting.distributed.prediction.link import Link, parse_bandwidth
 from graphopt.rewriting.registry import available_passes, find_pass
 
 __all__ = ["diff", "dump", "formats", "passes"]
+
+_BANDWIDTH = "10Gbit"
+"""What joins ranks where nothing is said, as in ``program.to("ranks")``."""
 
 
 def passes(options: argparse.Namespace) -> None:
@@ -60,9 +65,18 @@ def dump(options: argparse.Namespace) -> None:
         return
     elif options.after_each:
         text = snapshots_text(rewritten, find_format(form).text, find_format(form).comment)
+    elif form == "ranks":
+        with _torch.ranks_without_network(options.devices):  # the ones that passes have rewritten the program for
+            text = rewritten.program.to(form, link=_link(options))
     else:
         text = find_format(form).text(rewritten.program)
     write_output(options, text)
+
+
+def _link(options: argparse.Namespace) -> Link:
+    """What joins ranks, as ``--bandwidth`` and ``--latency`` say."""
+    bandwidth = parse_bandwidth(_BANDWIDTH) if options.bandwidth is None else options.bandwidth
+    return Link(bandwidth, options.latency or 0.0)
 
 
 def diff(options: argparse.Namespace) -> None:

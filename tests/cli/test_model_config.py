@@ -73,6 +73,24 @@ def test_several_devices_share_the_optimizer_without_their_processes(run: Comman
     assert not torch.distributed.is_initialized()
 
 
+def test_a_page_shows_when_they_wait_for_a_link(run: Command) -> None:
+    options = ("--device", "h100-80gb", "--devices", 4, "-p", "data-parallel, shard-optimizer", "--format", "ranks")
+    pages = {
+        link: run("dump", target("step"), *options, *link).out
+        for link in [(), ("--bandwidth", "1Mbit"), ("--bandwidth", "25GB/s", "--latency", "1ms")]
+    }
+    assert "over a link of 10 Gbit/s per rank, 0 us per round" in pages[()]
+    assert "over a link of 1 Mbit/s per rank, 0 us per round" in pages["--bandwidth", "1Mbit"]
+    assert "over a link of 200 Gbit/s per rank, 1000 us per round" in pages["--bandwidth", "25GB/s", "--latency", "1ms"]
+    assert "what each of 4 ranks holds" in pages[()]
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_link_is_for_a_page_of_ranks(run: Command) -> None:
+    done = run("dump", target("step"), "--latency", "1ms")
+    assert (done.code, "--latency is for --format ranks" in done.err) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
