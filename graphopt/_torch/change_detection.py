@@ -73,7 +73,7 @@ def in_function_transform() -> bool:
 
 def is_batched(value: object) -> bool:
     """Whether a tensor stands for several that ``torch.autograd.grad(is_grads_batched=True)`` takes at once."""
-    functorch: Any = torch._C._functorch
+    functorch: Any = torch._C._functorch  # pyright: ignore
     return isinstance(value, torch.Tensor) and (
         functorch.is_legacy_batchedtensor(value) or functorch.is_batchedtensor(value)
     )
