@@ -33,7 +33,7 @@ class Row:
 
 BORDER = (
     Row(
-        "shapes, dtypes, devices, strides of arguments",
+        "shapes, dtypes, devices, strides of arguments, and whether they are conjugate or negative views",
         "signature",
         "sizes that vary share a program, from the second size on",
     ),
@@ -128,6 +128,11 @@ BORDER = (
         "other control flow that depends on values, tensors kept in attributes",
         "honoured",
         "a drop-in model is captured in parts, with eager code between them; a whole step refuses it",
+    ),
+    Row(
+        "sparse arguments in compressed rows or columns, `while_loop`",
+        "refused",
+        "a drop-in model runs in eager mode",
     ),
     Row("outputs that the caller keeps", "honoured", "their bytes are counted until backward ends"),
     Row(

@@ -105,13 +105,18 @@ def refuse_compressed_arguments(model: nn.Module, arguments: Iterable[object]) -
             )
 
 
-def refuse_loops(program: Program) -> None:
-    """Raise a ``GraphBreakError`` for loops with an open number of rounds, which torch cannot trace any further."""
-    for node in program.graph.nodes:
+def refuse_loops(title: str, nodes: Iterable[fx.Node]) -> None:
+    """Raise a ``GraphBreakError`` for loops with an open number of rounds, which torch cannot trace any further.
+
+    Args:
+        title: of the program.
+        nodes: of it and of its sub-graphs.
+    """
+    for node in nodes:
         if getattr(node.target, "__name__", "") == "while_loop":
             where = source_line(node.stack_trace) or "forward"
             raise GraphBreakError(
-                f"{program.title} runs a while_loop, whose number of rounds is open, and a program that is "
+                f"{title} runs a while_loop, whose number of rounds is open, and a program that is "
                 f"differentiated has none\n  where: {where}\n  what to do: a for loop whose "
                 f"length is known, or do it outside of the model{IN_PARTS}"
             )

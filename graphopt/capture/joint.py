@@ -128,7 +128,7 @@ def capture_joint(forward: Program, tensors: dict[str, torch.Tensor], examples: 
     Raises:
         CaptureError: where nothing requires a gradient, or autograd refuses what the model does.
     """
-    refuse_loops(forward)
+    refuse_loops(forward.title, (node for _, node in _marked(forward.graph, forward.attributes)))
     runner = _Runner(forward, tensors)
     dynamic = any(
         isinstance(size, torch.SymInt) for node, _ in forward.inputs_of("input") for size in value_of(node).shape

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import fx
 
 from graphopt import _torch
+from graphopt.capture.without_memory import has_memory
 
 __all__ = ["PROPERTIES", "Question", "Questions", "answer", "known_kind"]
 
@@ -78,7 +79,7 @@ def known_kind(tensor: torch.Tensor) -> str:
 
 
 def _is_without_data(tensor: torch.Tensor) -> bool:
-    return tensor.is_meta or _torch.has_no_data(tensor)
+    return tensor.is_meta or _torch.has_no_data(tensor) or not has_memory(tensor)
 
 
 @dataclass

@@ -233,18 +233,19 @@ class CaptureSession:
         }
 
     def release(self) -> None:
-        """Let go of the memory of the call's tensors: what is lowered later needs their metadata only.
+        """Let go of the memory of the call's floating-point tensors: what comes later needs their metadata only.
 
-        They stay where some of them share memory, which is part of what the capture is for.
+        Others stay, since a program may be for their values (masks, positions); and all do where some share memory,
+        which is part of what the program is for.
         """
-        tensors, structure = flatten(self.example)
+        tensors, structure = flatten(self.example, paths=False)
         alone = {id(tensor): tensor for tensor in tensors}
         places = {_torch.storage_key(tensor) for tensor in alone.values() if tensor.layout is torch.strided}
         if len(alone) < len(tensors) or len(places) < len(alone):
             return
-        self.example = structure.restore(map(without_memory, tensors))
+        self.example = structure.restore(map(_without_values, tensors))
         for captured in self._captures.values():
-            captured.example_tensors = [without_memory(tensor) for tensor in captured.example_tensors]
+            captured.example_tensors = list(map(_without_values, captured.example_tensors))
 
     def replay_questions(self, questions: Mapping[Question, bool]) -> None:
         """Take what was asked in another process, where the programs come from there."""
@@ -299,6 +300,10 @@ class CaptureSession:
                 self.optimizer, self.trained(program), first=first, mode=program.fake_mode, shards=shards
             )
             return append_update(program, trace)
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    return without_memory(tensor) if tensor.is_floating_point() or tensor.is_complex() else tensor
 
 
 @public

@@ -24,6 +24,7 @@ from graphopt.cli.view import view_command
 from graphopt.ir.columns import aligned, filled
 from graphopt.ir.formats import available_formats, find_format
 from graphopt.report.console import terminal
+from graphopt.report.formats.ranks_page import LINK
 from graphopt.report.page import page_of_rewritten
 from graphopt.report.text import pass_table
 from graphopt.report.text.after_each_pass import after_each_lines
@@ -32,9 +33,6 @@ from graphopt.rewriting.distributed.prediction.link import Link, parse_bandwidth
 from graphopt.rewriting.registry import available_passes, find_pass
 
 __all__ = ["diff", "dump", "formats", "passes"]
-
-_BANDWIDTH = "10Gbit"
-"""What joins ranks where nothing is said, as in ``program.to("ranks")``."""
 
 
 def passes(options: argparse.Namespace) -> None:
@@ -75,7 +73,7 @@ def dump(options: argparse.Namespace) -> None:
 
 def _link(options: argparse.Namespace) -> Link:
     """What joins ranks, as ``--bandwidth`` and ``--latency`` say."""
-    bandwidth = parse_bandwidth(_BANDWIDTH) if options.bandwidth is None else options.bandwidth
+    bandwidth = parse_bandwidth(LINK) if options.bandwidth is None else options.bandwidth
     return Link(bandwidth, options.latency or 0.0)
 
 

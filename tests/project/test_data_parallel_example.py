@@ -31,12 +31,12 @@ SWEPT = ("sparse", "adaptive", "powersgd", "bf16", "local", "sharded")
 """What `make test` leaves to `make sweep`: what these modes do is tested with their passes."""
 
 
-def run_rank(rank: int, modes: list[str], ports: list[str], file: Path) -> None:
+def run_rank(rank: int, modes: list[str], ports: list[str], folder: Path) -> None:
     """Be one of two ranks, for one mode after the other; what it prints goes to a file."""
     os.environ.update({**environment(), "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"})
     sys.path.insert(0, str(EXAMPLES))
     data_parallel = importlib.import_module("data_parallel")
-    with file.open("w", encoding="utf-8") as opened, redirect_stdout(opened):
+    with (folder / f"{rank}.txt").open("w", encoding="utf-8") as opened, redirect_stdout(opened):
         for mode, port in zip(modes, ports, strict=True):
             os.environ["MASTER_PORT"] = port
             print("mode", mode)
@@ -54,9 +54,9 @@ def printed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     swept = any(item.get_closest_marker("sweep") and item.path == request.path for item in request.session.items)
     modes = [mode for mode in MODES if swept or mode not in SWEPT]
     ports = [free_address().split(":")[1] for _ in modes]
-    files = [tmp_path_factory.mktemp("printed") / f"{rank}.txt" for rank in range(2)]
-    assert end(start(run_rank, [(rank, modes, ports, file) for rank, file in enumerate(files)])) == [0, 0]
-    texts = [file.read_text(encoding="utf-8") for file in files]
+    folder = tmp_path_factory.mktemp("printed")
+    assert end(start(run_rank, [(rank, modes, ports, folder) for rank in range(2)])) == [0, 0]
+    texts = [(folder / f"{rank}.txt").read_text(encoding="utf-8") for rank in range(2)]
     assert texts[1].split() == [word for mode in modes for word in ("mode", mode)]
     parts = re.split(r"^mode (\w+)\n", texts[0], flags=re.MULTILINE)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))

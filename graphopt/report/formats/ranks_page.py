@@ -28,7 +28,10 @@ from graphopt.rewriting.distributed.prediction.collective import group_size, mov
 from graphopt.rewriting.distributed.prediction.link import Link, parse_bandwidth
 from graphopt.rewriting.shards import shard_of
 
-__all__ = ["to_ranks"]
+__all__ = ["LINK", "to_ranks"]
+
+LINK = "10Gbit"
+"""What joins ranks where nothing is said of it."""
 
 _SHOWN_RANKS = 8
 _SHOWN_WAITS = 40
@@ -54,7 +57,7 @@ th:first-child,td:first-child{text-align:left}td.text,th.text{text-align:left}
 """
 
 
-def to_ranks(program: Program, *, link: str | Link = "10Gbit", cost: str = "roofline") -> str:
+def to_ranks(program: Program, *, link: str | Link = LINK, cost: str = "roofline") -> str:
     """The page: one HTML file in ASCII that needs no network and runs nothing.
 
     Args:
