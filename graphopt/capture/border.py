@@ -121,6 +121,19 @@ BORDER = (
     ),
     Row("writes of forward into tensors that are no buffers", "traced", "the capture itself leaves them as they are"),
     Row("attributes that forward sets", "told", "numbers and texts that the first call sets stay set"),
+    Row(
+        "numbers and texts that forward or a loss puts into containers, objects and variables outside of the model, "
+        "and entries that it takes from its arguments",
+        "told",
+        "in functions of the user's own files",
+    ),
+    Row(
+        "tensors that forward or a loss puts there, into its arguments, or into a result of a class of its own",
+        "honoured",
+        "a drop-in model is captured in parts; a whole step refuses it, and leaves there what was there",
+    ),
+    Row("a `__call__` of the model's class", "honoured", "it acts around the program; a whole step traces it"),
+    Row("attributes of modules in `__slots__`", "refused"),
     Row("checks of values inside of ops, such as `torch.linalg.inv`'s", "traced", "they raise as in eager mode"),
     Row("`print` and other effects of forward outside of torch", "at the capture", "none where it was stored before"),
     Row("`assert` and `if …: raise` on values", "traced", "as ops that raise the same, with the source line"),

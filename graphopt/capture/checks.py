@@ -72,10 +72,15 @@ def refuse_wrapped(model: object) -> None:
     check_model(model)
     assert isinstance(model, nn.Module)
     for path, module in model.named_modules():
+        where = f"its submodule {path!r}" if path else type(module).__name__
         for cls in type(module).__mro__:
             if cls.__name__ in _WAY_OUT and cls.__module__.startswith("torch."):
-                where = f"its submodule {path!r}" if path else type(module).__name__
                 raise CaptureError(f"{where} cannot be captured: {_WAY_OUT[cls.__name__]}")
+            if slots := _slots(cls):
+                raise CaptureError(
+                    f"{where} cannot be captured: its class {cls.__name__} keeps {', '.join(map(repr, slots))} in "
+                    "__slots__, where changes between calls are not seen; leave __slots__ out"
+                )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if _is_distributed(tensor):
             raise CaptureError(
@@ -84,6 +89,13 @@ def refuse_wrapped(model: object) -> None:
                 "ShardParameters() divide parameters over the ranks, or give each rank layers of its own part, with "
                 "the collectives in autograd functions (passes/README.md, Tensor parallelism)"
             )
+
+
+def _slots(cls: type) -> list[str]:
+    """The attributes that a class keeps outside of ``__dict__``; graphopt's own classes of optimized models aside."""
+    slots = cls.__dict__.get("__slots__", ())
+    names = [slots] if isinstance(slots, str) else list(slots)
+    return [] if "_graphopt" in names else [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def refuse_distributed_arguments(model: nn.Module, arguments: Iterable[object]) -> None:

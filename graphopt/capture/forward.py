@@ -8,7 +8,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from traceback import walk_tb
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from torch import fx, nn
 from graphopt import _torch
 from graphopt.capture.assigned_buffers import IN_PARTS, buffers_of, refuse_empty, write_assigned
 from graphopt.capture.call_checks import shapes_by_argument
+from graphopt.capture.changed_state import arguments_noted, is_traced
 from graphopt.capture.fingerprint import refuse_lazy
 from graphopt.capture.flatten import Structure, flatten
 from graphopt.capture.graph_part import title_of
@@ -51,6 +52,7 @@ class ForwardCapture:
 
     Attributes:
         questions: what the model has asked of the values of the call's tensors, with the answers it is for.
+        changed: the arguments that the user's code changes, for people.
     """
 
     program: Program
@@ -58,6 +60,7 @@ class ForwardCapture:
     outputs: Structure
     example_tensors: list[torch.Tensor]
     questions: Mapping[Question, bool] = field(default_factory=dict)
+    changed: Sequence[str] = ()
 
 
 Path = Literal["compiled", "exported", "eager"]
@@ -89,17 +92,18 @@ class _Root(nn.Module):
         call: Callable[..., Any],
         inputs: Structure,
         questions: Questions,
-        seen: list[Structure],
+        names: Sequence[str],
+        seen: list[tuple[Structure, list[str]]],
         path: Path,
     ) -> None:
         super().__init__()
         self.model = model
         self.training = model.training
         # Results are noted in a list: export undoes assignments to a module's attributes.
-        self._run = (call, inputs, questions, seen.append, path)
+        self._run = (call, inputs, questions, names, seen.append, path)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        call, inputs, questions, note, path = self._run
+        call, inputs, questions, names, note, path = self._run
         args, kwargs = inputs.restore(tensors)
         buffers = buffers_of(self.model)
         with contextlib.ExitStack() as stack:
@@ -108,14 +112,25 @@ class _Root(nn.Module):
                 stack.enter_context(_torch.as_in_eager(compiling=path == "compiled"))
             stack.enter_context(questions.answered(tensors))
             try:
-                with drawing_refused():
+                with drawing_refused(), arguments_noted(names, args, kwargs) as changed:
                     result = call_under_trace(call, self.model, args, kwargs)
                 flat, structure = flatten(result)
+                _refuse_hidden(result)
             except Exception as error:
                 raise _UserCodeError(error) from error
         write_assigned(buffers)
-        note(structure)
+        note((structure, changed))
         return tuple(flat)
+
+
+def _refuse_hidden(result: Any) -> None:
+    """Raise a ``GraphBreakError`` for results with tensors in what a call cannot build again."""
+    for leaf in _torch.pytree.tree_leaves(result):
+        if not isinstance(leaf, torch.Tensor) and (is_traced(leaf) or isinstance(leaf, Iterator)):
+            raise GraphBreakError(
+                f"the result holds tensors in an object of {type(leaf).__name__}, which a program cannot make: return "
+                f"them in a tuple, a dictionary, a named tuple or a dataclass{IN_PARTS}"
+            )
 
 
 def call_under_trace(call: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -153,12 +168,12 @@ def capture_forward(
         refuse_lazy(module)
     given, inputs = flatten((tuple(args), dict(kwargs)))
     tensors = _distinct(given)
-    seen: list[Structure] = []
+    seen: list[tuple[Structure, list[str]]] = []
     questions = Questions(tensors if by_values else ())
     shapes = _flat_shapes(dynamic_shapes, inputs, names)
 
     def export(path: Path) -> Any:
-        root = _Root(model, call, inputs, questions, seen, path)
+        root = _Root(model, call, inputs, questions, names, seen, path)
         writes = _torch.RealWrites()
         with (
             observe(model),
@@ -188,11 +203,12 @@ def capture_forward(
         refuse_shortage(error, title_of(model))
         explained = _explain(error, model)
         raise explained from None if _depends_on_data(error) else as_cause(error)
-    program = _to_program(exported, seen[-1], inputs, scalar_loss)
+    outputs, changed = seen[-1]
+    program = _to_program(exported, outputs, inputs, scalar_loss)
     program.title = title_of(model)
     refuse_empty(program)
     read_in_one_place(program, given)
-    return ForwardCapture(program, inputs, seen[-1], tensors, questions.answers)
+    return ForwardCapture(program, inputs, outputs, tensors, questions.answers, changed)
 
 
 _ASSIGNED = re.compile(r"The tensor attributes? (?P<names>.*?) (was|were) assigned during export")
@@ -280,6 +296,10 @@ def _shapes_by_place(value: Any, shape: Any) -> dict[int, Any]:
     return found
 
 
+_OF_PYTHON = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, TypeError)
+"""What Python raises, in eager mode too for most reasons."""
+
+
 def _depends_on_data(error: Exception) -> bool:
     return isinstance(error, _torch.GuardOnDataDependentSymNode) or "data-dependent" in str(error)
 
@@ -287,6 +307,8 @@ def _depends_on_data(error: Exception) -> bool:
 def _explain(error: Exception, model: nn.Module) -> GraphBreakError:
     where = user_frame(error.__traceback__)
     text = str(error).strip().split("\n")[0] or type(error).__name__
+    if isinstance(error, _OF_PYTHON):
+        text = f"{type(error).__name__}: {text}"
     name = title_of(model)
     if _depends_on_data(error):
         advice = (
@@ -300,6 +322,8 @@ def _explain(error: Exception, model: nn.Module) -> GraphBreakError:
             "the model must run on tensors without data (torch.export, non-strict): keep NumPy, .tolist(), printing of "
             "values and file access out of forward"
         )
+    if isinstance(error, _OF_PYTHON):
+        advice = f"call the model once without graphopt: where that fails alike, mend the line; otherwise {advice}"
     return GraphBreakError(f"{name} cannot be captured: {text}\n  where: {where}\n  what to do: {advice}{IN_PARTS}")
 
 

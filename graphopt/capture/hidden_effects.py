@@ -20,7 +20,7 @@ from torch import nn
 
 from graphopt import _torch
 from graphopt.capture.autocast_of_others import autocast_of_others
-from graphopt.capture.changed_containers import containers_noted, globals_set
+from graphopt.capture.changed_state import changes_noted
 from graphopt.capture.source_lines import user_frame
 from graphopt.errors import CaptureError, GraphBreakError
 from graphopt.ir.ops.recurrent import AS_IN_EAGER
@@ -52,14 +52,15 @@ _REFUSED: list[tuple[Any, str, str]] = [
 
 
 @contextlib.contextmanager
-def capturing(model: nn.Module, *, keep: bool = False) -> Iterator[list[str]]:
+def capturing(model: nn.Module, called: object = None, *, keep: bool = False) -> Iterator[list[str]]:
     """While a model is captured: one capture at a time, without the caller's saved-tensor hooks, nothing hidden.
 
-    Gives a list that holds, behind the block, the attributes that forward has set, as ``path.name``, the containers
-    that it has changed, and the global variables that it sets.
+    Gives a list that holds, behind the block, the attributes that forward has set, as ``path.name``, and what else the
+    user's code has changed in Python.
 
     Args:
         model: that is captured.
+        called: a loss that is captured around it.
         keep: leave numbers and texts set, as behind a call in eager mode; torch takes back what forward sets.
 
     Raises:
@@ -79,14 +80,14 @@ def capturing(model: nn.Module, *, keep: bool = False) -> Iterator[list[str]]:
         stack.enter_context(_inference_refused())
         stack.enter_context(_torch.parametrized_apart())
         stack.enter_context(_noting_assignments(assigned))
-        changed = stack.enter_context(containers_noted(model))
+        changed = stack.enter_context(changes_noted(model, called))
         yield names
     for (_, name), (module, value) in assigned.items():
         if keep and isinstance(value, _KEPT):
             vars(module)[name] = value
     paths = {id(module): path for path, module in model.named_modules()}
     names += [f"{paths[number]}.{name}".lstrip(".") for number, name in assigned if number in paths]
-    names += [*changed, *globals_set(model)]
+    names += [name for name in changed if name not in names]
 
 
 _KEPT = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)

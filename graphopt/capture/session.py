@@ -180,7 +180,8 @@ class CaptureSession:
                 for device in devices:
                     stack.enter_context(torch.autocast(device, dtype=autocast))
                 call = under_autocast(call)
-        with shortage_named(self.title), capturing(self.model, keep=self._keep) as assigned:
+        loss = None if isinstance(self.loss, bool) else self.loss
+        with shortage_named(self.title), capturing(self.model, loss, keep=self._keep) as assigned:
             captured = capture_forward(
                 self.model,
                 args,
@@ -194,7 +195,7 @@ class CaptureSession:
         program = captured.program
         stand_in(program, self.tensors().values())
         mark_around(program.graph, program.attributes, len(devices))
-        self._assigned |= dict.fromkeys(assigned)
+        self._assigned |= dict.fromkeys((*assigned, *captured.changed))
         if isinstance(self.model, GraphPart) and self.model.shared:
             captured, self.repeated = split_uses(captured, self.tensors())
         return captured

@@ -25,7 +25,16 @@ from torch import nn
 from graphopt import _torch
 from graphopt.capture.fingerprint import DEEPEST, MOST_ITEMS, ModelFingerprint, Same, by_value
 
-__all__ = ["LIBRARIES", "VariablesRead", "is_covered_file"]
+__all__ = [
+    "LIBRARIES",
+    "Variable",
+    "VariablesRead",
+    "is_covered_file",
+    "is_of_user",
+    "is_of_users",
+    "reached_by",
+    "variables_set",
+]
 
 LIBRARIES = ("site-packages", "dist-packages")
 """Folders of installed libraries."""
@@ -101,6 +110,21 @@ def _chains(code: types.CodeType) -> tuple[Chain, ...]:
     return tuple(chain for chain in found if chain and not (len(chain) > 1 and chain[1] in written))
 
 
+@functools.lru_cache(maxsize=10_000)
+def variables_set(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The global variables and those of closures that a function's code sets, with the functions inside of it."""
+    found: dict[str, dict[str, None]] = {"STORE_GLOBAL": {}, "STORE_DEREF": {}}
+    pending = [code]
+    while pending:
+        current = pending.pop()
+        pending += [constant for constant in current.co_consts if isinstance(constant, types.CodeType)]
+        for instruction in dis.get_instructions(current):
+            if instruction.opname in found:
+                found[instruction.opname][str(instruction.argval)] = None
+    own = tuple(name for name in found["STORE_DEREF"] if name in code.co_freevars)
+    return tuple(found["STORE_GLOBAL"]), own
+
+
 class _Cell:
     """The variable of a closure, looked up as in a dictionary."""
 
@@ -112,6 +136,9 @@ class _Cell:
             return self.cell.cell_contents
         except ValueError:
             return missing
+
+    def __setitem__(self, _name: str, value: object) -> None:
+        self.cell.cell_contents = value
 
 
 class _Shown:
@@ -137,8 +164,45 @@ class _Environment:
         value = os.environ.get(name)
         return None if value is None else sys.intern(value)
 
+    def __setitem__(self, name: str, value: str | None) -> None:
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
 
 _ENVIRONMENT = _Environment()
+
+
+@dataclasses.dataclass(frozen=True)
+class Variable:
+    """A variable that code reads or sets.
+
+    Attributes:
+        name: for people.
+        place: the variables of a module, the attributes of an object, the cell of a closure, or the environment.
+        key: its name there.
+    """
+
+    name: str
+    place: dict[str, Any] | _Cell | _Environment
+    key: str
+
+    @property
+    def identity(self) -> tuple[int, str]:
+        """What tells it from all others."""
+        return id(self.place.cell if isinstance(self.place, _Cell) else self.place), self.key
+
+    def get(self) -> object:
+        """What it is now; an object of its own where it is not set."""
+        return self.place.get(self.key, _MISSING)
+
+    def set(self, value: Any) -> None:
+        """Set it to what ``get`` gave."""
+        if value is not _MISSING:
+            self.place[self.key] = value
+        elif isinstance(self.place, dict):
+            self.place.pop(self.key, None)
 
 
 class _Contents:
@@ -193,6 +257,8 @@ class _Found:
         places: where to look, the name there, and the object that was found.
         contents: containers whose items count.
         modules: that are called and are not the model's.
+        reached: containers, objects, classes and other modules that code may change, by names for people.
+        variables: that code sets or reads.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -201,6 +267,8 @@ class _Found:
         self.places: list[tuple[Any, str, object]] = []
         self.contents = _Contents()
         self.modules: list[nn.Module] = []
+        self.reached: list[tuple[str, object]] = []
+        self.variables: list[Variable] = []
         self._of_model = {id(vars(module)) for module in model.modules()}
         self._seen: set[tuple[int, str]] = set()
         self._met: set[Hashable] = set()
@@ -211,6 +279,7 @@ class _Found:
         while self._waiting and len(self._met) < _MOST:
             function, owner = self._waiting.pop()
             code, name = function.__code__, function.__qualname__
+            self._sets(function)
             if function.__defaults__ or function.__kwdefaults__:
                 self._content((function.__defaults__, function.__kwdefaults__), f"the defaults of {name}")
             if not _OF_ENVIRONMENT.isdisjoint(code.co_names):
@@ -225,6 +294,14 @@ class _Found:
                     self._look(_Cell(cell), path, f"{name}: ")
             if owner is not None:
                 self._of_owner(code, owner)
+
+    def _sets(self, function: types.FunctionType) -> None:
+        """Note the variables that a function sets."""
+        in_module, in_closures = variables_set(function.__code__)
+        self.variables += [Variable(f"the global variable {key}", function.__globals__, key) for key in in_module]
+        for key in in_closures:
+            cell = (function.__closure__ or ())[function.__code__.co_freevars.index(key)]
+            self.variables.append(Variable(f"the variable {key} of {function.__qualname__}", _Cell(cell), key))
 
     def _of_owner(self, code: types.CodeType, owner: object) -> None:
         """What a method reads of its object, and which other methods it may call, by ``super()`` too."""
@@ -274,12 +351,15 @@ class _Found:
             assert isinstance(function, types.FunctionType)
             self._met.add(key)
             self._waiting.append((function, owner))
+            if is_of_user(owner):
+                self.reached.append((type(owner).__name__, owner))
 
     def _module(self, module: nn.Module) -> None:
         if id(vars(module)) not in self._of_model:
             self._of_model.update(id(vars(inner)) for inner in module.modules())
             self.modules.append(module)
-            for inner in module.modules():
+            for path, inner in module.named_modules():
+                self.reached.append((f"{type(module).__name__}.{path}".rstrip("."), inner))
                 self.module(inner)
 
     def _look(self, place: Any, path: list[str], where: str) -> None:
@@ -293,14 +373,19 @@ class _Found:
         if (identity, name) not in self._seen:
             self._seen.add((identity, name))
             self.places.append((place, name, value))
+            if isinstance(place, (dict, _Cell, _Environment)):
+                self.variables.append(Variable(where, place, name))
         self._value(value, rest, where)
 
     def _value(self, value: object, rest: list[str], where: str) -> None:
         """What a chain has come to, with the names that follow."""
+        if isinstance(value, _CONTAINERS) or is_of_user(value):
+            self.reached.append((where, value))
         if isinstance(value, types.ModuleType):
             if rest:
                 self._look(vars(value), rest, f"{where}.")
         elif isinstance(value, type):
+            self.reached.append((where, value))
             self._of_class(value, rest, f"{where}.")
         elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial, nn.Module)):
             self.values.append((where, Same(getattr(value, "__func__", value))))
@@ -367,6 +452,7 @@ class _Found:
         return False
 
     def _content(self, value: object, where: str) -> None:
+        self.reached.append((where, value))
         self.values.append((where, by_value(value)))
         self.contents.add(value)
 
@@ -383,6 +469,45 @@ def _is_of_a_library(value: types.ModuleType | type) -> bool:
         return True
     file = (getattr(value, "__file__", None) or "") if isinstance(value, types.ModuleType) else _file_of(value)
     return is_covered_file(file) or any(part in file for part in LIBRARIES)
+
+
+def is_of_users(cls: type) -> bool:
+    """Whether a class is no library's."""
+    return not _is_of_a_library(cls)
+
+
+def is_of_user(value: object) -> bool:
+    """Whether a value is an object with attributes, of a class of the user's; no module, class or function."""
+    others = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial)
+    own = getattr(value, "__dict__", None)
+    return isinstance(own, dict) and not isinstance(value, others) and is_of_users(type(value))
+
+
+def _found_by(model: nn.Module, called: object) -> _Found:
+    """What the code of a model, and of a function that is captured around it, reads."""
+    found = _Found(model)
+    for module in _one_of_each(model):
+        found.module(module)
+    if isinstance(called, types.FunctionType):
+        found.method(called, model)  # its first argument
+    elif called is not None:
+        found.call(called)
+    found.follow()
+    return found
+
+
+def reached_by(model: nn.Module, called: object) -> tuple[list[tuple[str, object]], list[Variable]]:
+    """What code may change in Python outside of the model's modules, by names for people.
+
+    Args:
+        model: that is captured.
+        called: a function that is captured around it, a loss for instance; None for the model alone.
+
+    Returns:
+        Containers, objects, classes and modules; and the variables that functions set or read.
+    """
+    found = _found_by(model, called)
+    return found.reached, found.variables
 
 
 class VariablesRead:
@@ -410,14 +535,7 @@ class VariablesRead:
         return self._key
 
     def _read(self, model: nn.Module, called: object, changes: int) -> None:
-        found = _Found(model)
-        for module in _one_of_each(model):
-            found.module(module)
-        if isinstance(called, types.FunctionType):
-            found.method(called, model)  # its first argument
-        elif called is not None:
-            found.call(called)
-        found.follow()
+        found = _found_by(model, called)
         prints = [(module, ModelFingerprint()) for module in found.modules]
         keys: list[Hashable] = [fingerprint(module) for module, fingerprint in prints]
         places = found.places

@@ -127,20 +127,23 @@ class Optimized(nn.Module):
     # --- copying -----------------------------------------------------------------------------------------------------
 
     def _plain_model(self) -> nn.Module:
-        """This module as an object of the class it was made from, sharing everything, without the root's hooks."""
-        plain = object.__new__(self._graphopt.original)
-        plain.__dict__.update(self.__dict__)
+        """What the program of a call computes: the model without what runs around ``forward`` at each call.
+
+        That is an object of the class it was made from, sharing everything, without the root's hooks, and without a
+        ``__call__`` of its class.
+        """
+        plain = self._original_model()
+        plain.__class__ = _called_as_usual(type(plain))  # type: ignore[arg-type]
         for hooks in _HOOKS:
             plain.__dict__[hooks] = OrderedDict()
-        if getattr(self.forward, "__func__", None) is not type(self).forward:
-            plain.__dict__["forward"] = MethodType(what_runs(self), plain)
         return plain
 
     def _original_model(self) -> nn.Module:
-        """The same with the root's hooks: what was given to ``optimize``."""
-        plain = self._plain_model()
-        for hooks in _HOOKS:
-            plain.__dict__[hooks] = self.__dict__[hooks]
+        """What was given to ``optimize``: an object of the class it was made from, sharing everything."""
+        plain: nn.Module = object.__new__(self._graphopt.original)
+        plain.__dict__.update(self.__dict__)
+        if getattr(self.forward, "__func__", None) is not type(self).forward:
+            plain.__dict__["forward"] = MethodType(what_runs(self), plain)
         return plain
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -213,6 +216,15 @@ def _start(given: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs:
         return model._graphopt.call(model, args, kwargs)
     except GraphoptError as error:
         raise short_traceback(error) from error.__cause__
+
+
+@functools.cache
+def _called_as_usual(cls: type[nn.Module]) -> type[nn.Module]:
+    """A model's class, or a subclass under the same name for one that has a ``__call__`` of its own."""
+    calls = {name: getattr(nn.Module, name) for name in ("__call__", "_wrapped_call_impl", "_call_impl")}
+    if all(getattr(cls, name) is usual for name, usual in calls.items()):
+        return cls
+    return type(cls.__name__, (cls,), {**calls, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
 @functools.cache

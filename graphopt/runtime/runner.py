@@ -149,7 +149,8 @@ class Runner(Generic[C]):
         self._told.update(names)
         if names:
             logger.warning(
-                "forward of %s sets %s: a program computes tensors only, and does not set them at later calls",
+                "%sforward of %s sets %s: a program computes tensors only, and does not set them at later calls",
+                "the loss or " if callable(session.loss) else "",
                 type(session.model).__name__,
                 ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else ""),
             )

@@ -113,7 +113,6 @@ class Serving(Generic[C]):
     names: Sequence[str] = ()
     _fingerprint: ModelFingerprint = field(default_factory=ModelFingerprint)
     _variables: VariablesRead = field(default_factory=VariablesRead)
-    _set: set[str] = field(default_factory=set)
     _varying: VaryingSizes[C] = field(default_factory=lambda: VaryingSizes())
     _plans: dict[int, SizePlans[C]] = field(default_factory=dict)
     _changing: ChangingSizes = field(default_factory=ChangingSizes)
@@ -217,7 +216,6 @@ class Serving(Generic[C]):
         model = call.model
         parts, first = list(map(id, model.modules())), not self.captures.all()
         started = time.perf_counter()
-        before = self._variables.values
         session = maker.session(self.declared)
         compiled = maker.compile(session, None)
         key = self._answered(key, call, session)
@@ -227,25 +225,11 @@ class Serving(Generic[C]):
             self._tell(model, self._changing.note(self.names, call.args, call.kwargs, seconds))
         self._tell(model, self._values.note(self.names, call.args, call.kwargs, self._variables.values, seconds))
         after = self._key_of(call)
-        self._tell(model, self._set_by_itself(before))
         # Where forward has set something while it was captured, or made modules, the next call is another one,
         # behind the first capture; behind others what is set there (a list) is not what makes a difference.
         if after != key and not first and parts == list(map(id, model.modules())):
             self.captures.add(after, found)
         return _served(found, call.tensors)
-
-    def _set_by_itself(self, before: Mapping[str, object]) -> str:
-        """What to tell the user of variables that have changed while a call was captured, each once."""
-        after = self._variables.values
-        names = [name for name, value in before.items() if name in after and after[name] != value]
-        new = [name for name in names if name not in self._set]
-        self._set.update(new)
-        if not new:
-            return ""
-        return (
-            f"what is captured sets {', '.join(new)}, which it reads: a program computes tensors only, and neither "
-            "sets nor reads them at later calls"
-        )
 
     def _capture_varying(
         self, key: Key, kind: Key, call: _Call, maker: Maker[C], axes: VaryingAxes

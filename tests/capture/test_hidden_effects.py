@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import random
 import threading
@@ -430,66 +429,3 @@ def test_a_capture_writes_into_no_tensor_of_the_model(kind: str, whole: bool) ->
         torch.manual_seed(number)
         assert torch.equal(step(x) if whole else loss_of(optimized, x), expected), number
         assert all(map(torch.equal, model.kept, plain.kept)), number
-
-
-# --- containers and global variables ---------------------------------------------------------------------------------
-
-
-class Keeps(nn.Module):
-    """Keeps something in a container that it has made."""
-
-    def __init__(self, kept: Any, keep: Callable[[Any, torch.Tensor], None]) -> None:
-        super().__init__()
-        self.linear, self.kept, self.keep = nn.Linear(4, 4), kept, keep
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x)
-        self.keep(self.kept, y)
-        return y.sin()
-
-
-def cache(kept: dict[str, torch.Tensor], y: torch.Tensor) -> None:
-    if "table" not in kept:
-        kept["table"] = torch.arange(4.0).sin()
-    y += kept["table"]
-
-
-KEEPING: dict[str, tuple[Callable[[], Any], Callable[[Any, torch.Tensor], None]]] = {
-    "dictionary": (dict, cache),
-    "list": (list, lambda kept, y: kept.append(y)),
-    "deque": (lambda: collections.deque(maxlen=2), lambda kept, y: kept.append(y)),
-}
-
-
-@pytest.mark.parametrize("kind", KEEPING)
-def test_nothing_of_a_trace_stays_in_containers(kind: str) -> None:
-    made, keep = KEEPING[kind]
-    plain = Keeps(made(), keep)
-    model = copy.deepcopy(plain)
-    step = graphopt.optimize_step(model, sgd(model.parameters()), loss=lambda model, x: model(x).sum())
-    with pytest.raises(CaptureError):
-        step(X)
-    assert model.kept == made()
-    drop_in = graphopt.optimize(model)
-    for _ in range(3):
-        assert torch.equal(drop_in(X), plain(X))
-    assert len(model.kept) == len(plain.kept)
-
-
-def test_containers_and_global_variables_that_change_are_told_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Keeps([], lambda kept, y: kept.append(len(kept)))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            global CALLS
-            CALLS += 1
-            return self.inner(x)
-
-    graphopt.optimize(Counts())(X)
-    (told,) = [record.getMessage() for record in caplog.records if "does not set them" in record.getMessage()]
-    assert "sets inner.kept, the global variable CALLS: " in told
-
-
-CALLS = 0

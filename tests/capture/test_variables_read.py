@@ -334,7 +334,7 @@ def test_what_a_loss_sets_and_reads_is_told_once(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING, "graphopt"):
         for _ in range(4):
             step(X)
-    assert caplog.text.count("count, which it reads") == 1
+    assert caplog.text.count("sets the variable count of ") == 1
 
 
 class Base(Net):

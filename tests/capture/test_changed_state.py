@@ -1,0 +1,385 @@
+"""What forward and a loss leave in Python: containers, objects, variables; nothing of a trace, and no change untold."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import graphopt
+from graphopt.errors import CaptureError, GraphBreakError
+from tests.support.training import OPTIMIZERS
+
+X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+
+
+# --- containers in modules -------------------------------------------------------------------------------------------
+
+
+class Keeps(nn.Module):
+    """Keeps something in a container that it has made."""
+
+    def __init__(self, kept: Any, keep: Callable[[Any, torch.Tensor], None]) -> None:
+        super().__init__()
+        self.linear, self.kept, self.keep = nn.Linear(4, 4), kept, keep
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.keep(self.kept, y)
+        return y.sin()
+
+
+def cache(kept: dict[str, torch.Tensor], y: torch.Tensor) -> None:
+    if "table" not in kept:
+        kept["table"] = torch.arange(4.0).sin()
+    y += kept["table"]
+
+
+KEEPING: dict[str, tuple[Callable[[], Any], Callable[[Any, torch.Tensor], None]]] = {
+    "dictionary": (dict, cache),
+    "list": (list, lambda kept, y: kept.append(y)),
+    "deque": (lambda: collections.deque(maxlen=2), lambda kept, y: kept.append(y)),
+}
+
+
+@pytest.mark.parametrize("kind", KEEPING)
+def test_nothing_of_a_trace_stays_in_containers(kind: str) -> None:
+    made, keep = KEEPING[kind]
+    plain = Keeps(made(), keep)
+    model = copy.deepcopy(plain)
+    step = graphopt.optimize_step(model, OPTIMIZERS["sgd"](model.parameters()), loss=lambda model, x: model(x).sum())
+    with pytest.raises(CaptureError):
+        step(X)
+    assert model.kept == made()
+    drop_in = graphopt.optimize(model)
+    for _ in range(3):
+        assert torch.equal(drop_in(X), plain(X))
+    assert len(model.kept) == len(plain.kept)
+
+
+def test_containers_and_global_variables_that_change_are_told_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Keeps([], lambda kept, y: kept.append(len(kept)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            global CALLS
+            CALLS += 1
+            return self.inner(x)
+
+    graphopt.optimize(Counts())(X)
+    (told,) = [record.getMessage() for record in caplog.records if "does not set them" in record.getMessage()]
+    assert "sets inner.kept, the global variable CALLS: " in told
+
+
+CALLS = 0
+
+
+# --- what functions reach --------------------------------------------------------------------------------------------
+
+
+class Meter:
+    """As loops have it."""
+
+    total: Any = 0
+
+    def __init__(self) -> None:
+        self.sum: Any = 0
+        self.count = 0
+
+    def update(self, value: Any) -> None:
+        self.sum = self.sum + value
+        self.count += 1
+
+
+class Held(nn.Module):
+    """A module that is not the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Any = None
+        self.seen: list[Any] = []
+
+    def forward(self, value: Any) -> None:
+        self.last = value
+        self.seen.append(value)
+
+
+LOG: list[Any] = []
+STATS: dict[str, Any] = {"all": [], "each": {}}
+METER = Meter()
+HELD = Held()
+PLACE = argparse.Namespace(value=None)
+LATEST: Any = None
+
+
+def set_latest(value: Any) -> None:
+    global LATEST
+    LATEST = value
+
+
+def closure() -> tuple[Callable[[Any], None], Callable[[], Any]]:
+    """A function that sets a variable around it, and what reads that."""
+    kept: Any = None
+
+    def keep(value: Any) -> None:
+        nonlocal kept
+        kept = value
+
+    return keep, lambda: kept
+
+
+KEEP, KEPT = closure()
+
+
+def by_default(value: Any, into: list[Any] = []) -> None:  # noqa: B006
+    into.append(value)
+
+
+WAYS: dict[str, tuple[Callable[[Any], Any], Callable[[], Any], str]] = {
+    "list": (lambda value: LOG.append(value), lambda: list(LOG), "LOG"),
+    "dictionary": (lambda value: STATS.update(last=value), lambda: STATS.get("last"), "STATS"),
+    "list in a dictionary": (lambda value: STATS["all"].append(value), lambda: list(STATS["all"]), "STATS"),
+    "entry": (lambda value: STATS["each"].__setitem__(len(STATS["each"]), value), lambda: dict(STATS["each"]), "STATS"),
+    "object": (lambda value: METER.update(value), lambda: (METER.sum, METER.count), "METER.sum"),
+    "class": (lambda value: setattr(Meter, "total", value), lambda: Meter.total, "Meter.total"),
+    "namespace": (lambda value: setattr(PLACE, "value", PLACE.value or value), lambda: PLACE.value, "PLACE.value"),
+    "another module": (lambda value: HELD(value), lambda: (HELD.last, list(HELD.seen)), "Held"),
+    "global variable": (set_latest, lambda: LATEST, "the global variable LATEST"),
+    "closure": (KEEP, lambda: KEPT(), "the variable kept of"),
+    "default": (by_default, lambda: list((by_default.__defaults__ or ())[0]), "the defaults of by_default"),
+}
+
+
+def reset() -> None:
+    """Leave nothing of what was kept."""
+    LOG.clear()
+    STATS.clear()
+    STATS.update({"all": [], "each": {}})
+    METER.__init__()  # type: ignore[misc]
+    Meter.total, HELD.last, PLACE.value = 0, None, None
+    HELD.seen.clear()
+    set_latest(None)
+    KEEP(None)
+    (by_default.__defaults__ or ())[0].clear()
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> None:
+    """Each test begins with nothing kept."""
+    reset()
+
+
+class Notes(nn.Module):
+    """Hands what it computes, or a number, to a function."""
+
+    def __init__(self, note: Callable[[Any], Any], *, numbers: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.note, self.numbers = nn.Linear(4, 4), note, numbers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x).sin()
+        self.note(len(x) if self.numbers else y.detach().mean())
+        return y
+
+
+def plain(value: Any) -> Any:
+    """Tensors as numbers."""
+    if isinstance(value, torch.Tensor):
+        assert type(value) is torch.Tensor
+        return value.item()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return type(value)(map(plain, value)) if isinstance(value, (list, tuple)) else value
+
+
+def trained(model: nn.Module) -> list[float]:
+    found = []
+    for number in range(3):
+        loss = model(X + number).square().mean()
+        loss.backward()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tensors_that_a_model_keeps_elsewhere_are_there_as_in_eager_mode(way: str) -> None:
+    note, read, _ = WAYS[way]
+    eager = trained(Notes(note)), plain(read())
+    reset()
+    assert (trained(graphopt.optimize(Notes(note))), plain(read())) == eager
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tensors_that_a_loss_keeps_elsewhere_are_refused_by_name_and_taken_back(way: str) -> None:
+    note, read, name = WAYS[way]
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        value = F.mse_loss(model(x), x)
+        note(value.detach())
+        return value
+
+    model, before = nn.Linear(4, 4), plain(read())
+    step = graphopt.optimize_step(model, OPTIMIZERS["sgd"](model.parameters()), loss=loss)
+    with pytest.raises(GraphBreakError, match=rf"forward or the loss keeps tensors in {name}.*; or keep your loop"):
+        step(X)
+    assert plain(read()) == before
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_numbers_that_are_kept_elsewhere_are_told_by_name(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    note, read, name = WAYS[way]
+    graphopt.optimize(Notes(note, numbers=True))(X)
+    (told,) = [record.getMessage() for record in caplog.records if "does not set them" in record.getMessage()]
+    assert told.startswith("forward of Notes sets ")
+    assert name in told
+    assert read() is not None
+
+
+def test_variables_of_the_environment_are_told_too(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CALLS_OF_THE_LOSS", "0")
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        os.environ["CALLS_OF_THE_LOSS"] = str(int(os.environ["CALLS_OF_THE_LOSS"]) + 1)
+        return F.mse_loss(model(x), x)
+
+    model = nn.Linear(4, 4)
+    with caplog.at_level(logging.WARNING):
+        graphopt.optimize_step(model, OPTIMIZERS["sgd"](model.parameters()), loss=loss)(X)
+    assert "the loss or forward of Linear sets environment variable CALLS_OF_THE_LOSS: " in caplog.text
+
+
+def test_a_capture_that_fails_leaves_what_was_there() -> None:
+    """Eager mode, which runs the call instead, finds it as it was."""
+    count = 0
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            nonlocal count
+            count += 1
+            LOG.append(count)
+            y: torch.Tensor = self.linear(x)
+            return y.sin() if y.sum() > 0 else y.cos()
+
+    model = graphopt.optimize(Counts())
+    for _ in range(3):
+        model(X)
+    assert (count, LOG) == (3, [1, 2, 3])
+
+
+# --- arguments and results -------------------------------------------------------------------------------------------
+
+
+class Box:
+    """An object with attributes, as a batch or a result."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+class Puts(nn.Module):
+    """Puts what it computes into its argument."""
+
+    def __init__(self, put: Callable[[Any, torch.Tensor], Any], get: Callable[[Any], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.put, self.get = nn.Linear(4, 4), put, get
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        y: torch.Tensor = self.linear(self.get(batch)).sin()
+        self.put(batch, y)
+        return y
+
+
+PUTTING: dict[str, tuple[Callable[..., Any], ...]] = {
+    "dictionary": (
+        lambda x: {"x": x}, lambda batch: batch["x"], lambda batch, y: batch.update(y=y), lambda batch: batch["y"]
+    ),
+    "list": (lambda x: [x], lambda batch: batch[0], lambda batch, y: batch.append(y), lambda batch: batch[1]),
+    "object": (Box, lambda batch: batch.x, lambda batch, y: setattr(batch, "y", y), lambda batch: batch.y),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PUTTING)
+def test_tensors_put_into_an_argument_are_there_as_in_eager_mode(kind: str) -> None:
+    make, get, put, read = PUTTING[kind]
+    model = Puts(put, get)
+    drop_in = graphopt.optimize(copy.deepcopy(model))
+    for number in range(3):
+        batch, expected = make(X + number), make(X + number)
+        assert torch.equal(drop_in(batch), model(expected))
+        assert torch.equal(read(batch), read(expected))
+        (read(batch).sum() + read(expected).sum()).backward()
+        assert torch.equal(drop_in.linear.weight.grad, model.linear.weight.grad)
+
+
+@pytest.mark.parametrize("kind", PUTTING)
+def test_whole_steps_refuse_to_put_tensors_into_an_argument(kind: str) -> None:
+    make, get, put, _ = PUTTING[kind]
+    model, batch = Puts(put, get), make(X)
+    step = graphopt.optimize_step(
+        model, OPTIMIZERS["sgd"](model.parameters()), loss=lambda model, batch: model(batch).sum()
+    )
+    before = copy.copy(batch if isinstance(batch, (dict, list)) else vars(batch))
+    with pytest.raises(GraphBreakError, match=r"tensors are put into argument batch.*: return them"):
+        step(batch)
+    assert (batch if isinstance(batch, (dict, list)) else vars(batch)) == before
+
+
+def test_an_entry_taken_from_an_argument_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(4, 4)
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        target = batch.pop("target")
+        return F.mse_loss(model(**batch), target)
+
+    step = graphopt.optimize_step(model, OPTIMIZERS["sgd"](model.parameters()), loss=loss)
+    for _ in range(2):
+        step({"input": X, "target": X})
+    assert caplog.text.count("the loss or forward of Linear sets its argument batch: ") == 1
+
+
+@pytest.mark.parametrize("make", [Box, lambda y: iter([y]), lambda y: (y, [Box({"y": y})])])
+def test_results_that_hide_tensors(make: Callable[[torch.Tensor], Any]) -> None:
+    class Hides(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return make(super().forward(x))
+
+    def tensor(result: Any) -> torch.Tensor:
+        if isinstance(result, tuple):
+            return result[1][0].x["y"]
+        return result.x if isinstance(result, Box) else next(result)
+
+    torch.manual_seed(0)
+    model = Hides(4, 4)
+    drop_in = graphopt.optimize(copy.deepcopy(model))
+    for _ in range(2):
+        assert torch.equal(tensor(drop_in(X)), tensor(model(X)))
+    with pytest.raises(GraphBreakError, match="the result holds tensors in an object of "):
+        graphopt.capture(model, (X,))
+
+
+def test_an_error_of_python_is_named_with_its_kind() -> None:
+    model = nn.Linear(4, 4)
+    step = graphopt.optimize_step(
+        model, OPTIMIZERS["sgd"](model.parameters()), loss=lambda model, batch: model(batch["x"]).sum()
+    )
+    with pytest.raises(GraphBreakError, match=r"KeyError: 'x'(.|\n)*call the model once without graphopt"):
+        step({"y": X})
