@@ -84,6 +84,9 @@ class GraphBreakError(CaptureError):
     Raised by ``capture`` and by a whole step. What to do: compute with tensors in place of ``if`` and ``.item()``, or
     use ``graphopt.optimize``, which captures such a model in parts.
 
+    Attributes:
+        in_parts: False where a drop-in model runs in eager mode as a whole, since its parts would not do as it does.
+
     Example:
         >>> class Branching(nn.Module):
         ...     def forward(self, x):
@@ -93,6 +96,8 @@ class GraphBreakError(CaptureError):
             ...
         graphopt.errors.GraphBreakError: ...
     """
+
+    in_parts = True
 
 
 class PipelineError(GraphoptError):

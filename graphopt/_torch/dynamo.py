@@ -40,7 +40,7 @@ _ROOT = re.compile(r"^[LG]\['\w+'\]\.?|^L__self___?")
 
 @contextlib.contextmanager
 def cut_as_in_eager(limited: bool = True) -> Iterator[None]:
-    """While functions are cut: hooks of modules are looked at in every call.
+    """While functions are cut: hooks of modules are looked at in every call, and NumPy runs as it is.
 
     Args:
         limited: let a function of more than ``MOST_GRAPHS`` graphs run without being cut.
@@ -54,6 +54,7 @@ def cut_as_in_eager(limited: bool = True) -> Iterator[None]:
         "accumulated_recompile_limit": sys.maxsize,  # counts the graphs of all models of a class
         "rewrite_assert_with_torch_assert": False,  # which would raise a RuntimeError
         "suppress_errors": True,  # code that Dynamo cannot read runs as it is
+        "trace_numpy": False,  # NumPy's own results, and its own random numbers
     }
     _CUT_HINTS.addFilter(_is_no_hint)
     try:

@@ -201,7 +201,7 @@ PARTS = Feature(
     {
         "torch._dynamo.config": (
             "accumulated_recompile_limit patch recompile_limit "
-            "rewrite_assert_with_torch_assert skip_nnmodule_hook_guards suppress_errors"
+            "rewrite_assert_with_torch_assert skip_nnmodule_hook_guards suppress_errors trace_numpy"
         ),
         "torch._guards": "CompileContext.current_compile_id",
     },

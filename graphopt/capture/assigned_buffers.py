@@ -10,6 +10,7 @@ from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import type_text
 from graphopt.ir.program import Program
+from graphopt.ir.region_effects import mutated_inputs
 
 __all__ = ["IN_PARTS", "Buffers", "buffers_of", "refuse_empty", "write_assigned"]
 
@@ -62,7 +63,7 @@ def refuse_empty(program: Program) -> None:
     """
     empty = {node: spec.target for node, spec in program.inputs_of("buffer") if value_of(node).numel() == 0}
     for node in program.nodes if empty else ():
-        for written in schema.mutated_inputs(node) if node.op == "call_function" else ():
+        for written in mutated_inputs(node, program.attributes) if node.op == "call_function" else ():
             if written in empty:
                 raise CaptureError(
                     f"forward writes into the buffer {empty[written]}, which has no elements yet: "

@@ -109,9 +109,9 @@ BORDER = (
     Row("random numbers inside of forward", "traced", "and the generator ends where eager mode leaves it"),
     Row("seeds, and states of random generators, set inside of forward", "refused"),
     Row(
-        "numbers that forward draws from Python's `random` or NumPy's",
+        "numbers that forward draws from Python's `random` or NumPy's, or from such generators of the user's own",
         "refused",
-        "a drop-in model is captured in parts",
+        "a drop-in model is captured in parts, and runs in eager mode where it keeps a `random.Random`",
     ),
     Row("`inference_mode` inside of forward", "refused", "a drop-in model is captured in parts"),
     Row(

@@ -19,11 +19,12 @@ from torch import fx, nn
 from graphopt import _torch
 from graphopt.capture.assigned_buffers import IN_PARTS, buffers_of, refuse_empty, write_assigned
 from graphopt.capture.call_checks import shapes_by_argument
-from graphopt.capture.changed_state import arguments_noted, is_traced
+from graphopt.capture.changed_state import arguments_noted
 from graphopt.capture.fingerprint import refuse_lazy
 from graphopt.capture.flatten import Structure, flatten
 from graphopt.capture.graph_part import title_of
 from graphopt.capture.hidden_effects import drawing_refused, seeding_refused
+from graphopt.capture.kept_places import is_traced
 from graphopt.capture.mask_questions import Question, Questions
 from graphopt.capture.nest_regions import nest_regions
 from graphopt.capture.regions import REGION_KEY, observe

@@ -21,6 +21,7 @@ from torch import nn
 from graphopt import _torch
 from graphopt.capture.autocast_of_others import autocast_of_others
 from graphopt.capture.changed_state import changes_noted
+from graphopt.capture.kept_places import comparable
 from graphopt.capture.source_lines import user_frame
 from graphopt.errors import CaptureError, GraphBreakError
 from graphopt.ir.ops.recurrent import AS_IN_EAGER
@@ -176,15 +177,8 @@ def _other_generators() -> dict[str, tuple[Any, Callable[[], None]]]:
     python, numpy = random.getstate(), np.random.get_state(legacy=False)
     return {
         "Python's random": (python, lambda: random.setstate(python)),
-        "numpy.random": (_plain(numpy), lambda: np.random.set_state(numpy)),
+        "numpy.random": (comparable(numpy), lambda: np.random.set_state(numpy)),
     }
-
-
-def _plain(state: Any) -> Any:
-    """A state of NumPy's that can be compared."""
-    if isinstance(state, dict):
-        return {key: _plain(value) for key, value in state.items()}
-    return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
 @contextlib.contextmanager

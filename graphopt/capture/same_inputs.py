@@ -12,8 +12,8 @@ import torch
 
 from graphopt.ir.gradients import base_of
 from graphopt.ir.node import value_of
-from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
+from graphopt.ir.region_effects import mutated_inputs
 
 __all__ = ["read_in_one_place"]
 
@@ -28,7 +28,7 @@ def read_in_one_place(program: Program, given: Sequence[torch.Tensor]) -> None:
         given: the tensors of the call, in the order of the program's inputs.
     """
     nodes = [node for node, _ in program.inputs_of("input")]
-    written = {base_of(node) for call in program.graph.nodes for node in schema.mutated_inputs(call)}
+    written = {base_of(node) for call in program.graph.nodes for node in mutated_inputs(call, program.attributes)}
     first: dict[int, int] = {}
     for place, tensor in enumerate(given):
         earlier = first.setdefault(id(tensor), place)

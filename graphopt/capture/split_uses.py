@@ -20,6 +20,7 @@ from graphopt.ir.names import identifier
 from graphopt.ir.node import InputSpec, info, set_info, set_value, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
+from graphopt.ir.region_effects import mutated_inputs
 
 __all__ = ["split_uses"]
 
@@ -40,7 +41,7 @@ def split_uses(captured: ForwardCapture, tensors: dict[str, torch.Tensor]) -> tu
     graph = program.graph
     examples = list(captured.example_tensors)
     given = dict(zip((spec.target for _, spec in program.inputs_of("input")), examples, strict=True))
-    written = {base_of(node) for call in graph.nodes for node in schema.mutated_inputs(call)}
+    written = {base_of(node) for call in graph.nodes for node in mutated_inputs(call, program.attributes)}
     repeated: list[str] = []
     for node, spec in program.inputs_of("parameter", "input"):
         example = tensors.get(spec.target) if spec.role == "parameter" else given[spec.target]

@@ -12,6 +12,7 @@ import dis
 import functools
 import operator
 import os
+import random
 import sys
 import sysconfig
 import types
@@ -19,6 +20,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -56,6 +58,9 @@ _CHANGES = frozenset(
 _OF_ENVIRONMENT = frozenset(("environ", "getenv", "environb"))
 
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+"""Random generators that are no tensors' ones."""
+
 _CONTAINERS = (list, tuple, set, frozenset, Mapping)
 _MISSING = object()
 
@@ -379,7 +384,7 @@ class _Found:
 
     def _value(self, value: object, rest: list[str], where: str) -> None:
         """What a chain has come to, with the names that follow."""
-        if isinstance(value, _CONTAINERS) or is_of_user(value):
+        if isinstance(value, (*_CONTAINERS, *GENERATORS)) or is_of_user(value):
             self.reached.append((where, value))
         if isinstance(value, types.ModuleType):
             if rest:

@@ -33,7 +33,6 @@ from graphopt.ir.node import (
     set_value,
     value_of,
 )
-from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import tensors_of
 from graphopt.ir.program_arguments import (
     check_outputs,
@@ -43,6 +42,7 @@ from graphopt.ir.program_arguments import (
     check_spec,
     check_target,
 )
+from graphopt.ir.region_effects import has_effect
 from graphopt.ir.reserved_memory import ReservedMemory
 from graphopt.ir.state import PassState
 from graphopt.ir.timeline import MemoryTimeline
@@ -326,7 +326,7 @@ class Program:
         """Remove calls whose results nothing uses and that have no effect; returns how many."""
         erased = 0
         for node in reversed(self.graph.nodes):
-            if node.op in ("call_function", "get_attr") and not node.users and not schema.has_effect(node):
+            if node.op in ("call_function", "get_attr") and not node.users and not has_effect(node, self.attributes):
                 self.graph.erase_node(node)
                 erased += 1
         return erased

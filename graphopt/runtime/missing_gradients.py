@@ -16,6 +16,8 @@ import torch
 from torch import fx
 
 from graphopt import _torch
+from graphopt.ir.gradients import base_of
+from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
 
 __all__ = ["MissingGradients"]
@@ -38,6 +40,13 @@ class _Drop(torch.autograd.Function):
         kept = [g if needs & reached else None for g, needs in zip(gradients, sources, strict=True)]
         reached.clear()  # another backward of the same call notes anew
         return None, None, *kept
+
+
+def _written(program: Program) -> set[str]:
+    """The parameters and inputs that a program writes to, of which there can be no views."""
+    specs = dict(program.inputs_of("parameter", "input"))
+    bases = {base_of(target) for node in program.graph.nodes for target in schema.mutated_inputs(node)}
+    return {specs[base].target for base in bases if base in specs}
 
 
 class MissingGradients:
@@ -68,10 +77,11 @@ class MissingGradients:
         self._changed = routes.changed
         self._running = threading.local()
         self.names = tuple(node.name for node in tangents)
+        written = _written(program)
         self._sources = {
             place: gradients[name]
             for place, name in enumerate(names)
-            if name in gradients and place not in routes.changed.values()
+            if name in gradients and place not in routes.changed.values() and name not in written
         }
         self._notes: dict[int, int] = {output: number for number, of in enumerate(routes.tangents) for output in of}
         for output, place in routes.views.items():  # whose gradients come by themselves, past every tangent

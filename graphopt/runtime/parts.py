@@ -61,7 +61,7 @@ class Parts:
             raise GraphBreakError(f"{reason}\n  in parts: {what} cannot be applied to the parts of a model") from reason
         self._reason = reason
         self.given = given
-        self._function = _torch.cut(given, self._cut)
+        self._function = _torch.cut(given, self._cut) if reason.in_parts else given
         self._graphs = CutGraphs(self, runner, original.__name__)
         self._parts: list[CutGraph] = []
         self._names: dict[int, str] = {}
@@ -187,12 +187,12 @@ class Parts:
 
     def _tell(self) -> None:
         """Say once that the model is not one program; and before, that it has no part with a program so far."""
-        self._told = bool(self._parts)
+        self._told = bool(self._parts) or not self._reason.in_parts
         how = f"in parts, {len(self._parts)} so far, with {_BETWEEN}"
         logger.warning(
             "%s runs %s, since it cannot be captured whole: %s",
             self._title,
-            how if self._parts else "as it is in this call",
+            how if self._parts else f"as it is in {'this call' if self._reason.in_parts else 'each call'}",
             _first_lines(self._reason),
         )
 

@@ -7,9 +7,11 @@ import collections
 import copy
 import logging
 import os
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -383,3 +385,68 @@ def test_an_error_of_python_is_named_with_its_kind() -> None:
     )
     with pytest.raises(GraphBreakError, match=r"KeyError: 'x'(.|\n)*call the model once without graphopt"):
         step({"y": X})
+
+
+# --- random generators ----------------------------------------------------------------------------------------------
+
+
+DRAWN = random.Random(1)
+
+GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "random.Random": (lambda: random.Random(3), lambda generator: generator.random()),
+    "RandomState": (lambda: np.random.RandomState(3), lambda generator: float(generator.rand())),
+    "Generator": (lambda: np.random.default_rng(3), lambda generator: float(generator.random())),
+    "numpy.random": (lambda: np.random, lambda generator: float(generator.rand())),
+    "array": (lambda: np.random, lambda generator: torch.from_numpy(generator.rand(4).astype("float32"))),
+    "global": (lambda: None, lambda generator: DRAWN.random()),
+}
+
+
+class Draws(nn.Module):
+    """Computes with a number that no tensor holds."""
+
+    def __init__(self, generator: Any, draw: Callable[[Any], float], *, looks: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.generators, self.draw, self.looks = nn.Linear(4, 4), [generator], draw, looks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        if self.looks and y.sum() > 1e9:
+            return y
+        return y * self.draw(self.generators[0])
+
+
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_drop_in_models_draw_from_other_generators_as_eager_mode_does(kind: str, looks: bool) -> None:
+    make, draw = GENERATORS[kind]
+
+    def run(around: Callable[[nn.Module], nn.Module]) -> list[float]:
+        np.random.seed(2)
+        DRAWN.seed(2)
+        generator = make()
+        model = around(Draws(generator, draw, looks=looks))
+        losses = trained(model)
+        return [*losses, float(torch.as_tensor(draw(generator)).sum())]
+
+    assert run(graphopt.optimize) == run(lambda model: model)
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_whole_steps_refuse_to_draw_from_other_generators(kind: str) -> None:
+    make, draw = GENERATORS[kind]
+    generator = make()
+    model = Draws(generator, draw, looks=False)
+    step = graphopt.optimize_step(
+        model, OPTIMIZERS["sgd"](model.parameters()), loss=lambda model, x: model(x).square().mean()
+    )
+    np.random.seed(2)
+    DRAWN.seed(2)
+    twin = make()
+    with pytest.raises(GraphBreakError, match="forward draws from "):
+        step(X)
+    drawn = draw(generator)
+    np.random.seed(2)
+    DRAWN.seed(2)
+    assert torch.equal(torch.as_tensor(drawn), torch.as_tensor(draw(twin)))

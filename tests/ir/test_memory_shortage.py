@@ -28,11 +28,10 @@ class Short:
     """Raises one error, in the first call that comes by."""
 
     def __init__(self, error: Exception) -> None:
-        self.error: Exception | None = error
+        self._errors = iter([error])  # a capture that fails takes back what attributes it has set
 
     def meet(self) -> None:
-        error, self.error = self.error, None
-        if error is not None:
+        for error in self._errors:
             raise error
 
 

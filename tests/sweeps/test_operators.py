@@ -15,8 +15,6 @@ from tests.support.operator_trials import OPERATORS, Verdict
 pytestmark = pytest.mark.sweep
 
 REFUSED = {
-    "sparse_mm_reduce": "FakeTensors",
-    "sparse_sampled_addmm": "FakeTensors",
     **dict.fromkeys((f"polygamma_polygamma_n_{n}" for n in range(5)), "aten::polygamma_"),
 }
 """By op what the message about it says, for some of its arguments at least."""

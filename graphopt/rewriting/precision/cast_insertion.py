@@ -18,10 +18,11 @@ from graphopt.ir.node import Phase, info, set_info, set_value, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import DTYPE_NAMES
 from graphopt.ir.program import Program
+from graphopt.ir.region_effects import is_written
 from graphopt.rewriting.precision import autocast_regions as regions
-from graphopt.rewriting.precision.autocast_rules import Autocast, tensor_leaves, treated
+from graphopt.rewriting.precision.autocast_rules import Autocast, Treatment, tensor_leaves, treated
 from graphopt.rewriting.precision.casts import ORIGIN, cast_of, insert_cast, is_cast
-from graphopt.rewriting.precision.levels import Policy, casts_to, tensor_nodes
+from graphopt.rewriting.precision.levels import Decision, Policy, casts_to, tensor_nodes
 from graphopt.rewriting.precision.op_selection import Selection
 
 __all__ = ["Rewriter"]
@@ -84,7 +85,8 @@ class Rewriter:
             GraphoptError: as ``run``.
         """
         for node, spec in self.program.inputs_of("parameter", "input"):
-            if spec.role == "parameter" or value_of(node).requires_grad:
+            shared = spec.role == "parameter" or value_of(node).requires_grad
+            if shared and not (self.early and is_written(node, self.program.attributes)):  # a cast is as of its place
                 self._shared[node] = None
         self._walk(self.program, nodes)
 
@@ -134,9 +136,15 @@ class Rewriter:
             return self._as_before(program, node)
         return node
 
+    def _leaves_body(self, program: Program, node: fx.Node) -> bool:
+        """Whether a region hands a value on, which may be written outside."""
+        return program is not self.program and any(user.op == "output" for user in node.users)
+
     def _visit_op(self, program: Program, node: fx.Node) -> fx.Node:
         choice = self.selection.choice(node)
         decision = self.policy.decide(node, choice)
+        if schema.is_view(node) and (self._leaves_body(program, node) or is_written(node, program.attributes)):
+            decision = Decision(Treatment())  # a view of a cast tensor would be written in its place
         treatment = decision.treatment
         if treatment.inside:
             return self._take_apart(program, node)

@@ -85,8 +85,8 @@ class Policy:
 
     def decide(self, node: fx.Node, choice: Choice | None) -> Decision:
         """How a call is to be made; its arguments are as decided about earlier calls."""
-        if schema.mutated_inputs(node):
-            return Decision(Treatment())
+        if written := schema.mutated_inputs(node):
+            return Decision(_into(node, written))
         if _SETS_DTYPE.match(schema.op_name(node)):
             return Decision(Treatment(), explicit=True)
         if choice is not None:
@@ -148,6 +148,19 @@ def casts_to(node: fx.Node, dtype: torch.dtype) -> tuple[torch.dtype | None, ...
 
 def _to(value: torch.Tensor, dtype: torch.dtype) -> torch.dtype | None:
     return dtype if value.dtype in ELIGIBLE and value.dtype != dtype else None
+
+
+def _into(node: fx.Node, written: list[fx.Node]) -> Treatment:
+    """Casts of what a call writes into a tensor, to the dtype of that, where the op does not take any dtype.
+
+    Under eager autocast such a call (``index_put_``, ``index_add_``) fails.
+    """
+    dtypes = {value_of(target).dtype for target in written}
+    takes_any = torch.Tag.pointwise in node.target.tags or schema.op_name(node) == "copy_"  # type: ignore[union-attr]
+    if takes_any or len(dtypes) > 1 or not dtypes.issubset(ELIGIBLE):
+        return Treatment()
+    (dtype,) = dtypes
+    return Treatment(casts=tuple(_to(value_of(source), dtype) for source in tensor_nodes(node)))
 
 
 def _one_dtype(node: fx.Node, casts: tuple[torch.dtype | None, ...]) -> bool:

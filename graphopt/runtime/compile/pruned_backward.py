@@ -68,7 +68,7 @@ def pruned(backward: fx.Graph, tangents: Collection[str], missing: Collection[st
 
     A call that gets none of the gradients it is computed from is left out; in a sum of gradients, those that are there
     stay. Where an op needs all of them, and where others are told of a value (exchanges between ranks), a missing one
-    is zeros, and so is the gradient of an input that no other gradient reaches.
+    is zeros. An input that no gradient reaches has none.
 
     Args:
         backward: with the placeholders that it keeps, read or not; is not changed.
@@ -149,13 +149,13 @@ class _Pruning:
         return made
 
     def _answer(self, output: fx.Node) -> None:
-        """Answer with zeros where a gradient is missing, and with a tensor of its own for each input."""
+        """Answer with nothing where a gradient is missing, and with a tensor of its own for each input."""
         given: set[fx.Node] = set()
         answers: list[Any] = []
         for value in output.args[0]:  # type: ignore[union-attr]
             answer: Any = value
             if isinstance(value, fx.Node) and value in self._missing:
-                answer = self._zeros(value, output)
+                answer = None
             if isinstance(answer, fx.Node) and (answer in given or answer.op == "placeholder"):
                 with self.graph.inserting_before(output):
                     copied = self.graph.call_function(_aten.clone.default, (answer,))

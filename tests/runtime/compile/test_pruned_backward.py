@@ -269,3 +269,39 @@ def test_zeros_for_a_gradient_that_does_not_come_are_gone_before_backward_runs(k
     logits = 32 * 256 * 4
     predicted = model.program.memory().allocated_peak_bytes
     assert predicted - 2 * logits <= measured <= predicted
+
+
+class Clamped(nn.Module):
+    """Changes parameters in front of reading them."""
+
+    def __init__(self, changed: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.changed = nn.ModuleList(nn.Linear(6, 6) for _ in range(2)), changed
+        self.embedding = nn.Embedding(9, 6, max_norm=0.5)
+
+    def forward(self, tokens: torch.Tensor) -> list[torch.Tensor]:
+        with torch.no_grad():
+            for layer in self.layers[: self.changed]:
+                layer.weight.clamp_(-0.1, 0.1)
+        return [layer(self.embedding(tokens)) for layer in self.layers]
+
+
+@pytest.mark.parametrize("read", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_parameters_that_forward_changes_have_no_gradient_where_eager_mode_has_none(
+    changed: int, read: tuple[int, ...]
+) -> None:
+    def trained(around: Callable[[nn.Module], nn.Module]) -> list[torch.Tensor | None]:
+        model = around(Clamped(changed))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=True)
+        found: list[torch.Tensor | None] = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            outputs = model(torch.arange(4))
+            sum(outputs[place].sum() for place in read).backward()  # type: ignore[union-attr]
+            found += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+            optimizer.step()
+        return [*found, *(p.detach() for p in model.parameters())]
+
+    assert same(trained(graphopt.optimize), trained(lambda model: model))

@@ -1,0 +1,178 @@
+"""Places in Python where a trace could leave something, with what was there before it."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from graphopt import _torch
+from graphopt.capture.fingerprint import DEEPEST, MOST_ITEMS
+from graphopt.capture.variables_read import Variable, is_of_user
+
+__all__ = ["CONTAINERS", "OF_MODULES", "Drawn", "Kept", "Named", "Place", "comparable", "is_traced"]
+
+CONTAINERS = (list, dict, set, collections.deque, tuple)
+OF_MODULES = frozenset(vars(nn.Module()))
+"""The attributes that every module has, which torch changes itself."""
+
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+@dataclass
+class Kept:
+    """A container, or an object with attributes, and what it held."""
+
+    name: str
+    value: Any
+
+    def __post_init__(self) -> None:
+        self.was = _items(self.value)
+
+    def changes(self) -> list[str]:
+        """The names of what is other than it was."""
+        now = _items(self.value)
+        if isinstance(self.value, CONTAINERS):
+            return [] if _same(now, self.was) else [self.name]
+        then = dict(self.was)
+        new = [key for key, item in now if key not in then or item is not then[key]]
+        gone = [key for key in then if key not in dict(now)]
+        return [f"{self.name}.{key}" for key in (*new, *gone)]
+
+    def traced(self) -> str:
+        """Where it holds something of the trace; empty where it does not."""
+        known = {id(item) for _, item in self.was}
+        for key, item in _items(self.value):
+            if id(item) not in known and is_traced(item):
+                return self.name if isinstance(self.value, CONTAINERS) else f"{self.name}.{key}"
+        return ""
+
+    def restore(self) -> None:
+        """Put everything back."""
+        if _same(_items(self.value), self.was):
+            return
+        items = [item for _, item in self.was]
+        if isinstance(self.value, (dict, set, list, collections.deque)):
+            self.value.clear()
+        if isinstance(self.value, dict):
+            self.value.update(self.was)
+        elif isinstance(self.value, set):
+            self.value.update(items)
+        elif isinstance(self.value, (list, collections.deque)):
+            self.value.extend(items)
+        else:
+            self._restore_attributes()
+
+    def _restore_attributes(self) -> None:
+        before, now = dict(self.was), dict(_items(self.value))
+        owner = type if isinstance(self.value, type) else object  # a module's own __setattr__ would register
+        for key in now.keys() - before.keys():
+            owner.__delattr__(self.value, key)
+        for key, item in before.items():
+            if key not in now or now[key] is not item:
+                owner.__setattr__(self.value, key, item)
+
+
+@dataclass
+class Named:
+    """A variable, and what it was."""
+
+    name: str
+    variable: Variable
+
+    def __post_init__(self) -> None:
+        self.was = self.variable.get()
+
+    def changes(self) -> list[str]:
+        """Its name, where it is other than it was."""
+        return [] if self.variable.get() is self.was else [self.name]
+
+    def traced(self) -> str:
+        """Its name, where it is something of the trace."""
+        return self.name if is_traced(self.variable.get()) else ""
+
+    def restore(self) -> None:
+        """Set it back."""
+        self.variable.set(self.was)
+
+
+@dataclass
+class Drawn:
+    """A random generator, and the state that it had."""
+
+    name: str
+    value: Any
+
+    def __post_init__(self) -> None:
+        self.was = copy.deepcopy(self._state())
+
+    def _state(self) -> Any:
+        if isinstance(self.value, random.Random):
+            return self.value.getstate()
+        if isinstance(self.value, np.random.Generator):
+            return self.value.bit_generator.state
+        return self.value.get_state(legacy=False)
+
+    def changes(self) -> list[str]:
+        """Its name, where it was drawn from."""
+        return [] if comparable(self._state()) == comparable(self.was) else [self.name]
+
+    def traced(self) -> str:
+        """Nothing of a trace is in it."""
+        return ""
+
+    def restore(self) -> None:
+        """Take it back."""
+        if isinstance(self.value, random.Random):
+            self.value.setstate(self.was)
+        elif isinstance(self.value, np.random.Generator):
+            self.value.bit_generator.state = self.was
+        else:
+            self.value.set_state(self.was)
+
+
+Place = Kept | Named | Drawn
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    """What a container or an object holds, each with its key, which no one changes in place."""
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, CONTAINERS):
+        return [(id(item), item) for item in value] if isinstance(value, set) else list(enumerate(value))
+    own = vars(value)
+    return [(key, own[key]) for key in own if not (isinstance(value, nn.Module) and key in OF_MODULES)]
+
+
+def _same(one: list[tuple[Any, Any]], other: list[tuple[Any, Any]]) -> bool:
+    """Whether the same objects are there."""
+    return len(one) == len(other) and all(
+        value is was and (key is before or key == before)
+        for (key, value), (before, was) in zip(one, other, strict=True)
+    )
+
+
+def is_traced(value: Any, depth: int = 0) -> bool:
+    """Whether something is, or holds, a tensor or a number of the trace."""
+    if isinstance(value, torch.Tensor):
+        return _torch.has_no_data(value)
+    if depth >= DEEPEST or isinstance(value, _SYMBOLS):
+        return isinstance(value, _SYMBOLS)
+    if is_of_user(value):
+        value = vars(value)
+    if not isinstance(value, CONTAINERS) or len(value) > MOST_ITEMS:
+        return False
+    return any(is_traced(item, depth + 1) for item in (value.values() if isinstance(value, dict) else value))
+
+
+def comparable(state: Any) -> Any:
+    """A state of a random generator, NumPy's arrays in it as bytes."""
+    if isinstance(state, dict):
+        return {key: comparable(value) for key, value in state.items()}
+    return state.tobytes() if isinstance(state, np.ndarray) else state
