@@ -132,6 +132,7 @@ BORDER = (
         "honoured",
         "a drop-in model is captured in parts; a whole step refuses it, and leaves there what was there",
     ),
+    Row("caches of keys and values in the result of a model of `transformers`", "told", "None in their place"),
     Row("a `__call__` of the model's class", "honoured", "it acts around the program; a whole step traces it"),
     Row("attributes of modules in `__slots__`", "refused"),
     Row("checks of values inside of ops, such as `torch.linalg.inv`'s", "traced", "they raise as in eager mode"),

@@ -13,13 +13,25 @@ from graphopt import _torch
 from graphopt.capture.assigned_buffers import IN_PARTS
 from graphopt.capture.fingerprint import DEEPEST, MOST_ITEMS
 from graphopt.capture.kept_places import CONTAINERS, OF_MODULES, Drawn, Kept, Named, Place
-from graphopt.capture.variables_read import GENERATORS, Variable, is_of_user, is_of_users, reached_by, variables_set
+from graphopt.capture.variables_read import (
+    GENERATORS,
+    Variable,
+    has_attributes,
+    is_covered_class,
+    is_of_user,
+    is_of_users,
+    reached_by,
+    variables_set,
+)
 from graphopt.errors import GraphBreakError
 
 __all__ = ["arguments_noted", "changes_noted"]
 
 _MOST = 100_000
 """Items of a container that is looked at."""
+
+_MOST_PLACES = 20_000
+"""Containers and objects that are looked at."""
 
 
 @contextlib.contextmanager
@@ -49,7 +61,7 @@ def changes_noted(model: nn.Module, called: object) -> Iterator[list[str]]:
         yield names
         _refuse_draws(places)
         changed = [place for place in places if place.changes()]
-        for place in changed:
+        for place in places:
             if name := place.traced():
                 who = "forward" if called is None else "forward or the loss"
                 raise GraphBreakError(
@@ -134,29 +146,32 @@ def _named(variables: Iterable[Variable], kept: Iterable[Place]) -> list[Named]:
 
 
 def _kept(objects: Sequence[tuple[str, Any]]) -> list[Kept | Drawn]:
-    """Containers, objects and generators, and the containers and generators in them."""
+    """Containers, objects and generators, and those in them."""
     found: list[Kept | Drawn] = []
     met: set[int] = set()
-    waiting = [(name, value, 0) for name, value in reversed(objects)]
-    while waiting:
-        name, value, depth = waiting.pop()
+    waiting = [(name, value, 0, True) for name, value in reversed(objects)]
+    while waiting and len(found) < _MOST_PLACES:
+        name, value, depth, of_user = waiting.pop()
         if id(value) in met or depth >= DEEPEST or (isinstance(value, CONTAINERS) and len(value) > _MOST):
             continue
         met.add(id(value))
         if isinstance(value, GENERATORS):
             found.append(Drawn(name, value))
             continue
-        kept = Kept(name, value)
+        of_user = of_user and (is_of_user(value) or isinstance(value, (*CONTAINERS, nn.Module, type)))
+        kept = Kept(name, value, of_user)
         found.append(kept)
         items = kept.was if len(kept.was) <= MOST_ITEMS else []
         names = [name if isinstance(value, CONTAINERS) else f"{name}.{key}" for key, _ in items]
-        inner = [(path, item, depth + 1) for path, (_, item) in zip(names, items, strict=True)]
-        waiting += [entry for entry in reversed(inner) if isinstance(entry[1], (*CONTAINERS, *GENERATORS))]
+        inner = [(path, item, depth + 1, of_user) for path, (_, item) in zip(names, items, strict=True)]
+        waiting += [entry for entry in reversed(inner) if _is_looked_at(entry[1])]
     return found
 
 
 def _is_looked_at(value: object) -> bool:
-    return isinstance(value, (*CONTAINERS, *GENERATORS)) or is_of_user(value)
+    if isinstance(value, (*CONTAINERS, *GENERATORS)) or is_of_user(value):
+        return True
+    return has_attributes(value) and not is_covered_class(type(value))
 
 
 def _in_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -54,6 +54,7 @@ class ForwardCapture:
     Attributes:
         questions: what the model has asked of the values of the call's tensors, with the answers it is for.
         changed: the arguments that the user's code changes, for people.
+        left_out: the places in the result where None stands for a cache, likewise.
     """
 
     program: Program
@@ -62,6 +63,7 @@ class ForwardCapture:
     example_tensors: list[torch.Tensor]
     questions: Mapping[Question, bool] = field(default_factory=dict)
     changed: Sequence[str] = ()
+    left_out: Sequence[str] = ()
 
 
 Path = Literal["compiled", "exported", "eager"]
@@ -94,7 +96,7 @@ class _Root(nn.Module):
         inputs: Structure,
         questions: Questions,
         names: Sequence[str],
-        seen: list[tuple[Structure, list[str]]],
+        seen: list[tuple[Structure, list[str], list[str]]],
         path: Path,
     ) -> None:
         super().__init__()
@@ -115,23 +117,41 @@ class _Root(nn.Module):
             try:
                 with drawing_refused(), arguments_noted(names, args, kwargs) as changed:
                     result = call_under_trace(call, self.model, args, kwargs)
+                flatten(result)  # which makes dataclasses known
+                result, left_out = _returnable(result)
                 flat, structure = flatten(result)
-                _refuse_hidden(result)
             except Exception as error:
                 raise _UserCodeError(error) from error
         write_assigned(buffers)
-        note((structure, changed))
+        note((structure, changed, left_out))
         return tuple(flat)
 
 
-def _refuse_hidden(result: Any) -> None:
-    """Raise a ``GraphBreakError`` for results with tensors in what a call cannot build again."""
-    for leaf in _torch.pytree.tree_leaves(result):
-        if not isinstance(leaf, torch.Tensor) and (is_traced(leaf) or isinstance(leaf, Iterator)):
+def _returnable(result: Any) -> tuple[Any, list[str]]:
+    """A result without caches of keys and values, which are for generating text, and where it had some.
+
+    Raises:
+        GraphBreakError: for tensors in what a call cannot build again.
+    """
+    places, spec = _torch.pytree.tree_flatten_with_path(result)
+    leaves, left_out = [], []
+    for place, leaf in places:
+        hidden = not isinstance(leaf, torch.Tensor) and (is_traced(leaf) or isinstance(leaf, Iterator))
+        if hidden and _is_cache(leaf):
+            left_out.append(re.sub(r"^\.|^\['(\w+)'\]", r"\1", _torch.pytree.keystr(place)))
+        elif hidden:
             raise GraphBreakError(
                 f"the result holds tensors in an object of {type(leaf).__name__}, which a program cannot make: return "
                 f"them in a tuple, a dictionary, a named tuple or a dataclass{IN_PARTS}"
             )
+        leaves.append(None if hidden else leaf)
+    return (_torch.pytree.tree_unflatten(leaves, spec) if left_out else result), left_out
+
+
+def _is_cache(value: object) -> bool:
+    """Whether a value is a cache of ``transformers``, as models return where their ``config.use_cache`` is set."""
+    kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(value).__mro__]
+    return any(package == "transformers" and name.endswith("Cache") for package, name in kinds)
 
 
 def call_under_trace(call: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -169,7 +189,7 @@ def capture_forward(
         refuse_lazy(module)
     given, inputs = flatten((tuple(args), dict(kwargs)))
     tensors = _distinct(given)
-    seen: list[tuple[Structure, list[str]]] = []
+    seen: list[tuple[Structure, list[str], list[str]]] = []
     questions = Questions(tensors if by_values else ())
     shapes = _flat_shapes(dynamic_shapes, inputs, names)
 
@@ -204,12 +224,12 @@ def capture_forward(
         refuse_shortage(error, title_of(model))
         explained = _explain(error, model)
         raise explained from None if _depends_on_data(error) else as_cause(error)
-    outputs, changed = seen[-1]
+    outputs, changed, left_out = seen[-1]
     program = _to_program(exported, outputs, inputs, scalar_loss)
     program.title = title_of(model)
     refuse_empty(program)
     read_in_one_place(program, given)
-    return ForwardCapture(program, inputs, outputs, tensors, questions.answers, changed)
+    return ForwardCapture(program, inputs, outputs, tensors, questions.answers, changed, left_out)
 
 
 _ASSIGNED = re.compile(r"The tensor attributes? (?P<names>.*?) (was|were) assigned during export")

@@ -14,7 +14,7 @@ from torch import nn
 
 from graphopt import _torch
 from graphopt.capture.fingerprint import DEEPEST, MOST_ITEMS
-from graphopt.capture.variables_read import Variable, is_of_user
+from graphopt.capture.variables_read import Variable, has_attributes
 
 __all__ = ["CONTAINERS", "OF_MODULES", "Drawn", "Kept", "Named", "Place", "comparable", "is_traced"]
 
@@ -27,16 +27,23 @@ _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 @dataclass
 class Kept:
-    """A container, or an object with attributes, and what it held."""
+    """A container, or an object with attributes, and what it held.
+
+    Attributes:
+        of_user: False for an object of a library's, in which only what is of the trace counts.
+    """
 
     name: str
     value: Any
+    of_user: bool = True
 
     def __post_init__(self) -> None:
         self.was = _items(self.value)
 
     def changes(self) -> list[str]:
         """The names of what is other than it was."""
+        if not self.of_user:
+            return []
         now = _items(self.value)
         if isinstance(self.value, CONTAINERS):
             return [] if _same(now, self.was) else [self.name]
@@ -164,7 +171,7 @@ def is_traced(value: Any, depth: int = 0) -> bool:
         return _torch.has_no_data(value)
     if depth >= DEEPEST or isinstance(value, _SYMBOLS):
         return isinstance(value, _SYMBOLS)
-    if is_of_user(value):
+    if has_attributes(value):
         value = vars(value)
     if not isinstance(value, CONTAINERS) or len(value) > MOST_ITEMS:
         return False

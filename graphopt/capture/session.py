@@ -151,6 +151,7 @@ class CaptureSession:
         self.repeated: list[str] = []
         self._captures: dict[torch.dtype | None, ForwardCapture] = {}
         self._assigned: dict[str, None] = {}
+        self._left_out: dict[str, None] = {}
         self._outputs: Structure | None = None
         self._replayed: dict[Question, bool] = {}
 
@@ -196,6 +197,7 @@ class CaptureSession:
         stand_in(program, self.tensors().values())
         mark_around(program.graph, program.attributes, len(devices))
         self._assigned |= dict.fromkeys((*assigned, *captured.changed))
+        self._left_out |= dict.fromkeys(captured.left_out)
         if isinstance(self.model, GraphPart) and self.model.shared:
             captured, self.repeated = split_uses(captured, self.tensors())
         return captured
@@ -260,6 +262,11 @@ class CaptureSession:
     def assigned(self) -> tuple[str, ...]:
         """The attributes of modules that forward has set in the captures so far, as ``path.name``."""
         return tuple(self._assigned)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The places in the result of the captures so far where None stands for a cache of keys and values."""
+        return tuple(self._left_out)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The model's parameters and buffers by every name they have."""

@@ -7,6 +7,7 @@ user's files are followed; those of torch, Python and installed libraries are no
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import dis
 import functools
@@ -481,11 +482,24 @@ def is_of_users(cls: type) -> bool:
     return not _is_of_a_library(cls)
 
 
+_NO_OBJECTS = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial)
+
+
+def is_covered_class(cls: type) -> bool:
+    """Whether a class is torch's, graphopt's or Python's."""
+    return cls.__module__.partition(".")[0] in sys.stdlib_module_names or is_covered_file(_file_of(cls))
+
+
+def has_attributes(value: object) -> bool:
+    """Whether a value is an object that keeps attributes; modules, tensors, classes and functions are none."""
+    return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, _NO_OBJECTS)
+
+
 def is_of_user(value: object) -> bool:
-    """Whether a value is an object with attributes, of a class of the user's; no module, class or function."""
-    others = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial)
-    own = getattr(value, "__dict__", None)
-    return isinstance(own, dict) and not isinstance(value, others) and is_of_users(type(value))
+    """Whether a value is an object with attributes, of a class of the user's; or a namespace."""
+    if isinstance(value, (types.SimpleNamespace, argparse.Namespace)):
+        return True
+    return has_attributes(value) and is_of_users(type(value))
 
 
 def _found_by(model: nn.Module, called: object) -> _Found:

@@ -155,6 +155,17 @@ class Runner(Generic[C]):
                 ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else ""),
             )
 
+    def _tell_left_out(self, session: CaptureSession) -> None:
+        names = [name for name in session.left_out if name not in self._told]
+        self._told.update(names)
+        if names:
+            logger.warning(
+                "%s: %s of its result is None, since a program returns no cache of keys and values, which is for "
+                "generating text; with config.use_cache = False there is none in eager mode either",
+                type(session.model).__name__,
+                ", ".join(names),
+            )
+
     def find_example(self, model: nn.Module, inputs: Any, maker: Callable[[tuple[Any, ...]], Maker[C]]) -> C:
         """The capture for ``example_inputs=``, the positional arguments of a call.
 
@@ -199,6 +210,7 @@ class Runner(Generic[C]):
             wanted = self.serving.targets(session, target) if room is None else [None]
             rewritten = self._rewrite_for(session, wanted, room, plans)
         self._tell_assignments(session)
+        self._tell_left_out(session)
         if options.verify == "numerics":
             check_numerics(rewritten)
         if lookup is not None:

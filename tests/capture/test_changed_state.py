@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 import graphopt
 from graphopt.errors import CaptureError, GraphBreakError
@@ -87,6 +88,29 @@ def test_containers_and_global_variables_that_change_are_told_by_name(caplog: py
 CALLS = 0
 
 
+class KeepsInLibrary(nn.Module):
+    """Keeps tensors in an object of an installed library, two objects deep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.cache = nn.Linear(4, 4), DynamicCache()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)[None, None]
+        keys, _ = self.cache.update(y.detach(), y.detach(), 0)
+        return y.sin() + keys.sum()
+
+
+def test_tensors_that_are_kept_in_an_object_of_a_library() -> None:
+    eager, model = KeepsInLibrary(), graphopt.optimize(KeepsInLibrary())
+    for _ in range(3):
+        assert torch.equal(model(X), eager(X))
+    assert torch.equal(model.cache.layers[0].keys, eager.cache.layers[0].keys)
+    with pytest.raises(GraphBreakError, match=r"forward keeps tensors in cache\.layers"):
+        graphopt.capture(KeepsInLibrary(), (X,))
+
+
 # --- what functions reach --------------------------------------------------------------------------------------------
 
 
@@ -121,6 +145,7 @@ LOG: list[Any] = []
 STATS: dict[str, Any] = {"all": [], "each": {}}
 METER = Meter()
 HELD = Held()
+METERS = {"each": Meter()}
 PLACE = argparse.Namespace(value=None)
 LATEST: Any = None
 
@@ -156,6 +181,16 @@ WAYS: dict[str, tuple[Callable[[Any], Any], Callable[[], Any], str]] = {
     "object": (lambda value: METER.update(value), lambda: (METER.sum, METER.count), "METER.sum"),
     "class": (lambda value: setattr(Meter, "total", value), lambda: Meter.total, "Meter.total"),
     "namespace": (lambda value: setattr(PLACE, "value", PLACE.value or value), lambda: PLACE.value, "PLACE.value"),
+    "object in a dictionary": (
+        lambda value: METERS["each"].update(value),
+        lambda: (METERS["each"].sum, METERS["each"].count),
+        "METERS.sum",
+    ),
+    "last of a namespace": (
+        lambda value: setattr(PLACE, "last", value),
+        lambda: getattr(PLACE, "last", None),
+        "PLACE.last",
+    ),
     "another module": (lambda value: HELD(value), lambda: (HELD.last, list(HELD.seen)), "Held"),
     "global variable": (set_latest, lambda: LATEST, "the global variable LATEST"),
     "closure": (KEEP, lambda: KEPT(), "the variable kept of"),
@@ -169,6 +204,8 @@ def reset() -> None:
     STATS.clear()
     STATS.update({"all": [], "each": {}})
     METER.__init__()  # type: ignore[misc]
+    METERS["each"].__init__()  # type: ignore[misc]
+    vars(PLACE).pop("last", None)
     Meter.total, HELD.last, PLACE.value = 0, None, None
     HELD.seen.clear()
     set_latest(None)
@@ -376,6 +413,23 @@ def test_results_that_hide_tensors(make: Callable[[torch.Tensor], Any]) -> None:
         assert torch.equal(tensor(drop_in(X)), tensor(model(X)))
     with pytest.raises(GraphBreakError, match="the result holds tensors in an object of "):
         graphopt.capture(model, (X,))
+
+
+def test_a_cache_for_generating_text_is_left_out_of_a_result_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    config = LlamaConfig(
+        vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).train()
+    optimized, tokens = graphopt.optimize(copy.deepcopy(model)), torch.arange(12).reshape(2, 6)
+    for _ in range(2):
+        found, expected = optimized(tokens, labels=tokens), model(tokens, labels=tokens)
+        assert torch.equal(found.loss, expected.loss)
+        assert torch.equal(found.logits, expected.logits)
+        assert found.past_key_values is None
+    assert len(optimized.programs) == 1
+    assert "LlamaForCausalLM: cache of" in caplog.text or "LlamaForCausalLM: past_key_values of" in caplog.text
+    assert caplog.text.count(" of its result is None, since a program returns no cache of keys and values") == 1
 
 
 def test_an_error_of_python_is_named_with_its_kind() -> None:
