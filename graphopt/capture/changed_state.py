@@ -91,7 +91,7 @@ def arguments_noted(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[s
     by_name = {names[number] if number < len(names) else str(number): value for number, value in enumerate(args)}
     given = [(f"its argument {name}", value) for name, value in {**by_name, **kwargs}.items()]
     parts = [(name, part) for name, value in given for part in (value, *_torch.pytree.tree_leaves(value))]
-    places = _kept([(name, part) for name, part in parts if _is_looked_at(part)])
+    places = _kept([(name, part) for name, part in parts if not isinstance(part, (nn.Module, type))])
     changed: list[str] = []
     with _as_before(places):
         yield changed
@@ -152,7 +152,7 @@ def _kept(objects: Sequence[tuple[str, Any]]) -> list[Kept | Drawn]:
     waiting = [(name, value, 0, True) for name, value in reversed(objects)]
     while waiting and len(found) < _MOST_PLACES:
         name, value, depth, of_user = waiting.pop()
-        if id(value) in met or depth >= DEEPEST or (isinstance(value, CONTAINERS) and len(value) > _MOST):
+        if id(value) in met or depth >= DEEPEST or not _is_looked_at(value, inside=depth > 0):
             continue
         met.add(id(value))
         if isinstance(value, GENERATORS):
@@ -164,13 +164,20 @@ def _kept(objects: Sequence[tuple[str, Any]]) -> list[Kept | Drawn]:
         items = kept.was if len(kept.was) <= MOST_ITEMS else []
         names = [name if isinstance(value, CONTAINERS) else f"{name}.{key}" for key, _ in items]
         inner = [(path, item, depth + 1, of_user) for path, (_, item) in zip(names, items, strict=True)]
-        waiting += [entry for entry in reversed(inner) if _is_looked_at(entry[1])]
+        waiting += reversed(inner)
     return found
 
 
-def _is_looked_at(value: object) -> bool:
-    if isinstance(value, (*CONTAINERS, *GENERATORS)) or is_of_user(value):
-        return True
+def _is_looked_at(value: object, *, inside: bool = True) -> bool:
+    """Whether a value may be changed: a container, an object, a generator; not inside of one, a module or a class."""
+    if isinstance(value, CONTAINERS):
+        return len(value) <= _MOST
+    if isinstance(value, (nn.Module, type)):
+        return not inside
+    return isinstance(value, GENERATORS) or is_of_user(value) or _is_of_library(value)
+
+
+def _is_of_library(value: object) -> bool:
     return has_attributes(value) and not is_covered_class(type(value))
 
 

@@ -65,14 +65,18 @@ class Kept:
         if _same(_items(self.value), self.was):
             return
         items = [item for _, item in self.was]
-        if isinstance(self.value, (dict, set, list, collections.deque)):
-            self.value.clear()
         if isinstance(self.value, dict):
-            self.value.update(self.was)
+            kind = collections.OrderedDict if isinstance(self.value, collections.OrderedDict) else dict
+            kind.clear(self.value)
+            kind.update(self.value, self.was)
         elif isinstance(self.value, set):
-            self.value.update(items)
-        elif isinstance(self.value, (list, collections.deque)):
-            self.value.extend(items)
+            set.clear(self.value)
+            set.update(self.value, items)
+        elif isinstance(self.value, list):
+            list.__setitem__(self.value, slice(None), items)
+        elif isinstance(self.value, collections.deque):
+            collections.deque.clear(self.value)
+            collections.deque.extend(self.value, items)
         else:
             self._restore_attributes()
 
@@ -148,11 +152,17 @@ Place = Kept | Named | Drawn
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
-    """What a container or an object holds, each with its key, which no one changes in place."""
+    """What a container or an object holds, each with its key; without code of its own, which may load what is lazy."""
     if isinstance(value, dict):
-        return list(value.items())
-    if isinstance(value, CONTAINERS):
-        return [(id(item), item) for item in value] if isinstance(value, set) else list(enumerate(value))
+        return list(dict.items(value))
+    if isinstance(value, set):
+        return [(id(item), item) for item in set.__iter__(value)]
+    if isinstance(value, list):
+        return list(enumerate(list.__iter__(value)))
+    if isinstance(value, tuple):
+        return list(enumerate(tuple.__iter__(value)))
+    if isinstance(value, collections.deque):
+        return list(enumerate(collections.deque.__iter__(value)))
     own = vars(value)
     return [(key, own[key]) for key in own if not (isinstance(value, nn.Module) and key in OF_MODULES)]
 
@@ -173,9 +183,10 @@ def is_traced(value: Any, depth: int = 0) -> bool:
         return isinstance(value, _SYMBOLS)
     if has_attributes(value):
         value = vars(value)
-    if not isinstance(value, CONTAINERS) or len(value) > MOST_ITEMS:
+    if not isinstance(value, CONTAINERS):
         return False
-    return any(is_traced(item, depth + 1) for item in (value.values() if isinstance(value, dict) else value))
+    items = _items(value)
+    return len(items) <= MOST_ITEMS and any(is_traced(item, depth + 1) for _, item in items)
 
 
 def comparable(state: Any) -> Any:

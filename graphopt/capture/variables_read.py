@@ -487,7 +487,7 @@ _NO_OBJECTS = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionTy
 
 def is_covered_class(cls: type) -> bool:
     """Whether a class is torch's, graphopt's or Python's."""
-    return cls.__module__.partition(".")[0] in sys.stdlib_module_names or is_covered_file(_file_of(cls))
+    return str(cls.__module__).partition(".")[0] in sys.stdlib_module_names or is_covered_file(_file_of(cls))
 
 
 def has_attributes(value: object) -> bool:

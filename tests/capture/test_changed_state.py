@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import collections
 import copy
+import enum
 import logging
 import os
+import pathlib
 import random
+import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -299,6 +303,39 @@ def test_variables_of_the_environment_are_told_too(
     with caplog.at_level(logging.WARNING):
         graphopt.optimize_step(model, OPTIMIZERS["sgd"](model.parameters()), loss=loss)(X)
     assert "the loss or forward of Linear sets environment variable CALLS_OF_THE_LOSS: " in caplog.text
+
+
+FIXED = {
+    "frozenset": frozenset((1, 2)),
+    "proxy": types.MappingProxyType({"a": 1}),
+    "enumeration": enum.Enum("Kinds", "FIRST SECOND"),
+    "named tuple": collections.namedtuple("Pair", "a b")(1, [2]),
+    "range": range(3),
+    "counter": collections.Counter("abc"),
+    "environment": os.environ,
+    "slots": type("Slots", (), {"__slots__": ("a",)})(),
+    "generator": (number for number in range(3)),
+    "lock": threading.Lock(),
+    "path": pathlib.Path(),
+}
+
+
+@pytest.mark.parametrize("kind", FIXED)
+def test_whatever_code_reads_a_capture_does_without_a_word(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    def read(_: Any) -> object:
+        return FIXED[kind], SOME, NAMES, PROXY, Kinds
+
+    SOME.append(FIXED[kind])
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert graphopt.optimize(Notes(read))(X).shape == X.shape
+    finally:
+        SOME.clear()
+    assert caplog.text == ""
+
+
+SOME: list[Any] = []
+NAMES, PROXY, Kinds = frozenset(("a", "b")), types.MappingProxyType({"a": 1}), enum.Enum("Kinds", "FIRST SECOND")
 
 
 def test_a_capture_that_fails_leaves_what_was_there() -> None:
