@@ -66,7 +66,7 @@ class Kept:
             return
         items = [item for _, item in self.was]
         if isinstance(self.value, dict):
-            kind = collections.OrderedDict if isinstance(self.value, collections.OrderedDict) else dict
+            kind: Any = collections.OrderedDict if isinstance(self.value, collections.OrderedDict) else dict
             kind.clear(self.value)
             kind.update(self.value, self.was)
         elif isinstance(self.value, set):
