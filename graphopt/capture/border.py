@@ -125,7 +125,7 @@ BORDER = (
         "numbers and texts that forward or a loss puts into containers, objects and variables outside of the model, "
         "and entries that it takes from its arguments",
         "told",
-        "in functions of the user's own files",
+        "in functions of the user's own files, up to 20,000 containers and objects",
     ),
     Row(
         "tensors that forward or a loss puts there, into its arguments, or into a result of a class of its own",

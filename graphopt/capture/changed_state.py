@@ -13,16 +13,9 @@ from graphopt import _torch
 from graphopt.capture.assigned_buffers import IN_PARTS
 from graphopt.capture.fingerprint import DEEPEST, MOST_ITEMS
 from graphopt.capture.kept_places import CONTAINERS, OF_MODULES, Drawn, Kept, Named, Place
-from graphopt.capture.variables_read import (
-    GENERATORS,
-    Variable,
-    has_attributes,
-    is_covered_class,
-    is_of_user,
-    is_of_users,
-    reached_by,
-    variables_set,
-)
+from graphopt.capture.variables import Variable, variables_set
+from graphopt.capture.variables_read import GENERATORS, reached_by
+from graphopt.capture.whose_code import has_attributes, is_covered_class, is_of_user, is_of_users
 from graphopt.errors import GraphBreakError
 
 __all__ = ["arguments_noted", "changes_noted"]

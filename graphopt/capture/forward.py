@@ -8,7 +8,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from traceback import walk_tb
 from typing import Any, Literal
@@ -24,10 +24,10 @@ from graphopt.capture.fingerprint import refuse_lazy
 from graphopt.capture.flatten import Structure, flatten
 from graphopt.capture.graph_part import title_of
 from graphopt.capture.hidden_effects import drawing_refused, seeding_refused
-from graphopt.capture.kept_places import is_traced
 from graphopt.capture.mask_questions import Question, Questions
 from graphopt.capture.nest_regions import nest_regions
 from graphopt.capture.regions import REGION_KEY, observe
+from graphopt.capture.returnable import returnable
 from graphopt.capture.same_inputs import read_in_one_place
 from graphopt.capture.source_lines import source_line, user_frame
 from graphopt.capture.value_checks import kept_as_checks
@@ -118,40 +118,13 @@ class _Root(nn.Module):
                 with drawing_refused(), arguments_noted(names, args, kwargs) as changed:
                     result = call_under_trace(call, self.model, args, kwargs)
                 flatten(result)  # which makes dataclasses known
-                result, left_out = _returnable(result)
+                result, left_out = returnable(result)
                 flat, structure = flatten(result)
             except Exception as error:
                 raise _UserCodeError(error) from error
         write_assigned(buffers)
         note((structure, changed, left_out))
         return tuple(flat)
-
-
-def _returnable(result: Any) -> tuple[Any, list[str]]:
-    """A result without caches of keys and values, which are for generating text, and where it had some.
-
-    Raises:
-        GraphBreakError: for tensors in what a call cannot build again.
-    """
-    places, spec = _torch.pytree.tree_flatten_with_path(result)
-    leaves, left_out = [], []
-    for place, leaf in places:
-        hidden = not isinstance(leaf, torch.Tensor) and (is_traced(leaf) or isinstance(leaf, Iterator))
-        if hidden and _is_cache(leaf):
-            left_out.append(re.sub(r"^\.|^\['(\w+)'\]", r"\1", _torch.pytree.keystr(place)))
-        elif hidden:
-            raise GraphBreakError(
-                f"the result holds tensors in an object of {type(leaf).__name__}, which a program cannot make: return "
-                f"them in a tuple, a dictionary, a named tuple or a dataclass{IN_PARTS}"
-            )
-        leaves.append(None if hidden else leaf)
-    return (_torch.pytree.tree_unflatten(leaves, spec) if left_out else result), left_out
-
-
-def _is_cache(value: object) -> bool:
-    """Whether a value is a cache of ``transformers``, as models return where their ``config.use_cache`` is set."""
-    kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(value).__mro__]
-    return any(package == "transformers" and name.endswith("Cache") for package, name in kinds)
 
 
 def call_under_trace(call: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any) -> Any:

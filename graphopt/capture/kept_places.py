@@ -14,7 +14,8 @@ from torch import nn
 
 from graphopt import _torch
 from graphopt.capture.fingerprint import DEEPEST, MOST_ITEMS
-from graphopt.capture.variables_read import Variable, has_attributes
+from graphopt.capture.variables import Variable
+from graphopt.capture.whose_code import has_attributes
 
 __all__ = ["CONTAINERS", "OF_MODULES", "Drawn", "Kept", "Named", "Place", "comparable", "is_traced"]
 
@@ -106,7 +107,7 @@ class Named:
 
     def traced(self) -> str:
         """Its name, where it is something of the trace."""
-        return self.name if is_traced(self.variable.get()) else ""
+        return self.name if self.changes() and is_traced(self.variable.get()) else ""
 
     def restore(self) -> None:
         """Set it back."""

@@ -7,18 +7,13 @@ user's files are followed; those of torch, Python and installed libraries are no
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import dis
 import functools
 import operator
-import os
 import random
-import sys
-import sysconfig
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,24 +22,11 @@ from torch import nn
 
 from graphopt import _torch
 from graphopt.capture.fingerprint import DEEPEST, MOST_ITEMS, ModelFingerprint, Same, by_value
+from graphopt.capture.variables import ENVIRONMENT, MISSING, Cell, Environment, Variable, variables_set
+from graphopt.capture.whose_code import LIBRARIES, file_of, is_covered_file, is_followed, is_of_library, is_of_user
 
-__all__ = [
-    "LIBRARIES",
-    "Variable",
-    "VariablesRead",
-    "is_covered_file",
-    "is_of_user",
-    "is_of_users",
-    "reached_by",
-    "variables_set",
-]
+__all__ = ["GENERATORS", "VariablesRead", "reached_by"]
 
-LIBRARIES = ("site-packages", "dist-packages")
-"""Folders of installed libraries."""
-
-_ROOTS = {Path(__file__).parents[2], Path(__file__).resolve().parents[2]}  # the first may lead through a link
-_OWN = tuple(f"{root / folder}{os.sep}" for root in _ROOTS for folder in ("graphopt", "passes"))
-_PYTHON = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib"))
 _MOST = 2_000
 """Functions that are followed."""
 
@@ -63,25 +45,9 @@ GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 """Random generators that are no tensors' ones."""
 
 _CONTAINERS = (list, tuple, set, frozenset, Mapping)
-_MISSING = object()
 
 Chain = tuple[str, ...]
 """How a value is reached: ``("global", "config", "beta")``, ``("cell", "beta")``, ``("self", "beta")``."""
-
-
-def is_covered_file(file: str) -> bool:
-    """Whether versions say all of a file: it is torch's, graphopt's or Python's."""
-    if file.startswith((_torch.FOLDER + os.sep, *_OWN, "<frozen ", "<eval_with_key>")):
-        return True
-    return file.startswith(_PYTHON) and not any(part in file for part in LIBRARIES)
-
-
-def _is_followed(function: object) -> bool:
-    """Whether a function is the user's own."""
-    if not isinstance(function, types.FunctionType):
-        return False
-    file = function.__code__.co_filename
-    return not is_covered_file(file) and not any(part in file for part in LIBRARIES)
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -116,37 +82,6 @@ def _chains(code: types.CodeType) -> tuple[Chain, ...]:
     return tuple(chain for chain in found if chain and not (len(chain) > 1 and chain[1] in written))
 
 
-@functools.lru_cache(maxsize=10_000)
-def variables_set(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The global variables and those of closures that a function's code sets, with the functions inside of it."""
-    found: dict[str, dict[str, None]] = {"STORE_GLOBAL": {}, "STORE_DEREF": {}}
-    pending = [code]
-    while pending:
-        current = pending.pop()
-        pending += [constant for constant in current.co_consts if isinstance(constant, types.CodeType)]
-        for instruction in dis.get_instructions(current):
-            if instruction.opname in found:
-                found[instruction.opname][str(instruction.argval)] = None
-    own = tuple(name for name in found["STORE_DEREF"] if name in code.co_freevars)
-    return tuple(found["STORE_GLOBAL"]), own
-
-
-class _Cell:
-    """The variable of a closure, looked up as in a dictionary."""
-
-    def __init__(self, cell: types.CellType) -> None:
-        self.cell = cell
-
-    def get(self, _name: str, missing: object) -> object:
-        try:
-            return self.cell.cell_contents
-        except ValueError:
-            return missing
-
-    def __setitem__(self, _name: str, value: object) -> None:
-        self.cell.cell_contents = value
-
-
 class _Shown:
     """A tensor as it is shown to people, without keeping it."""
 
@@ -161,54 +96,6 @@ class _Shown:
 
     def __hash__(self) -> int:
         return hash(self._text)
-
-
-class _Environment:
-    """The variables of the process, likewise: equal texts are one object."""
-
-    def get(self, name: str, _missing: object) -> object:
-        value = os.environ.get(name)
-        return None if value is None else sys.intern(value)
-
-    def __setitem__(self, name: str, value: str | None) -> None:
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
-_ENVIRONMENT = _Environment()
-
-
-@dataclasses.dataclass(frozen=True)
-class Variable:
-    """A variable that code reads or sets.
-
-    Attributes:
-        name: for people.
-        place: the variables of a module, the attributes of an object, the cell of a closure, or the environment.
-        key: its name there.
-    """
-
-    name: str
-    place: dict[str, Any] | _Cell | _Environment
-    key: str
-
-    @property
-    def identity(self) -> tuple[int, str]:
-        """What tells it from all others."""
-        return id(self.place.cell if isinstance(self.place, _Cell) else self.place), self.key
-
-    def get(self) -> object:
-        """What it is now; an object of its own where it is not set."""
-        return self.place.get(self.key, _MISSING)
-
-    def set(self, value: Any) -> None:
-        """Set it to what ``get`` gave."""
-        if value is not _MISSING:
-            self.place[self.key] = value
-        elif isinstance(self.place, dict):
-            self.place.pop(self.key, None)
 
 
 class _Contents:
@@ -291,13 +178,13 @@ class _Found:
             if not _OF_ENVIRONMENT.isdisjoint(code.co_names):
                 for text in code.co_consts:
                     if isinstance(text, str):
-                        self._look(_ENVIRONMENT, [text], "environment variable ")
+                        self._look(ENVIRONMENT, [text], "environment variable ")
             for root, *path in _chains(code):
                 if root == "global":
                     self._look(function.__globals__, path, "")
                 elif root == "cell" and path[0] in code.co_freevars:
                     cell = (function.__closure__ or ())[code.co_freevars.index(path[0])]
-                    self._look(_Cell(cell), path, f"{name}: ")
+                    self._look(Cell(cell), path, f"{name}: ")
             if owner is not None:
                 self._of_owner(code, owner)
 
@@ -307,7 +194,7 @@ class _Found:
         self.variables += [Variable(f"the global variable {key}", function.__globals__, key) for key in in_module]
         for key in in_closures:
             cell = (function.__closure__ or ())[function.__code__.co_freevars.index(key)]
-            self.variables.append(Variable(f"the variable {key} of {function.__qualname__}", _Cell(cell), key))
+            self.variables.append(Variable(f"the variable {key} of {function.__qualname__}", Cell(cell), key))
 
     def _of_owner(self, code: types.CodeType, owner: object) -> None:
         """What a method reads of its object, and which other methods it may call, by ``super()`` too."""
@@ -347,13 +234,13 @@ class _Found:
 
     def method(self, function: object, owner: object) -> None:
         """Meet a function as one of an object; behind a decorator of a library, what it decorates."""
-        while not _is_followed(function) and hasattr(function, "__wrapped__"):
+        while not is_followed(function) and hasattr(function, "__wrapped__"):
             function = getattr(function, "__wrapped__", None)
         if isinstance(function, types.MethodType):
             owner = function.__self__
             function = function.__func__
         key = id(function), type(owner) if isinstance(owner, nn.Module) else id(owner)
-        if key not in self._met and _is_followed(function):
+        if key not in self._met and is_followed(function):
             assert isinstance(function, types.FunctionType)
             self._met.add(key)
             self._waiting.append((function, owner))
@@ -371,15 +258,15 @@ class _Found:
     def _look(self, place: Any, path: list[str], where: str) -> None:
         """Go along a chain from where its first name is kept."""
         name, *rest = path
-        value = place.get(name, _MISSING)
-        if value is _MISSING or (isinstance(value, (types.ModuleType, type)) and _is_of_a_library(value)):
+        value = place.get(name, MISSING)
+        if value is MISSING or (isinstance(value, (types.ModuleType, type)) and is_of_library(value)):
             return
         where = f"{where}{name}"
-        identity = id(place.cell) if isinstance(place, _Cell) else id(place)
+        identity = id(place.cell) if isinstance(place, Cell) else id(place)
         if (identity, name) not in self._seen:
             self._seen.add((identity, name))
             self.places.append((place, name, value))
-            if isinstance(place, (dict, _Cell, _Environment)):
+            if isinstance(place, (dict, Cell, Environment)):
                 self.variables.append(Variable(where, place, name))
         self._value(value, rest, where)
 
@@ -419,7 +306,7 @@ class _Found:
     def _of_class(self, cls: type, path: list[str], where: str) -> None:
         """An attribute of a class that is used as a name for variables."""
         for base in cls.__mro__ if path else ():
-            if path[0] in vars(base) and not is_covered_file(_file_of(base)):
+            if path[0] in vars(base) and not is_covered_file(file_of(base)):
                 self._look(vars(base), path, where)
                 return
 
@@ -446,14 +333,14 @@ class _Found:
         elif isinstance(value, (staticmethod, classmethod)):
             self.method(value.__func__, owner)
         elif isinstance(value, types.FunctionType):
-            if not is_covered_file(_file_of(base)) and not any(part in _file_of(base) for part in LIBRARIES):
+            if not is_covered_file(file_of(base)) and not any(part in file_of(base) for part in LIBRARIES):
                 self.places.append((vars(base), name, value))
                 self.values.append((f"{where}{name} of {base.__name__}", Same(value)))
             self.method(value, owner)
             return True
         elif hasattr(type(value), "__get__"):
             return True
-        elif not is_covered_file(_file_of(base)) and not callable(value):
+        elif not is_covered_file(file_of(base)) and not callable(value):
             self._look(vars(base), path, where)
         return False
 
@@ -461,45 +348,6 @@ class _Found:
         self.reached.append((where, value))
         self.values.append((where, by_value(value)))
         self.contents.add(value)
-
-
-def _file_of(value: Any) -> str:
-    module = sys.modules.get(value.__module__) if isinstance(getattr(value, "__module__", None), str) else None
-    return getattr(module, "__file__", None) or ""
-
-
-def _is_of_a_library(value: types.ModuleType | type) -> bool:
-    """Whether a module or class is no user's; those of a notebook have no file."""
-    name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
-    if str(name).partition(".")[0] in sys.stdlib_module_names:
-        return True
-    file = (getattr(value, "__file__", None) or "") if isinstance(value, types.ModuleType) else _file_of(value)
-    return is_covered_file(file) or any(part in file for part in LIBRARIES)
-
-
-def is_of_users(cls: type) -> bool:
-    """Whether a class is no library's."""
-    return not _is_of_a_library(cls)
-
-
-_NO_OBJECTS = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial)
-
-
-def is_covered_class(cls: type) -> bool:
-    """Whether a class is torch's, graphopt's or Python's."""
-    return str(cls.__module__).partition(".")[0] in sys.stdlib_module_names or is_covered_file(_file_of(cls))
-
-
-def has_attributes(value: object) -> bool:
-    """Whether a value is an object that keeps attributes; modules, tensors, classes and functions are none."""
-    return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, _NO_OBJECTS)
-
-
-def is_of_user(value: object) -> bool:
-    """Whether a value is an object with attributes, of a class of the user's; or a namespace."""
-    if isinstance(value, (types.SimpleNamespace, argparse.Namespace)):
-        return True
-    return has_attributes(value) and is_of_users(type(value))
 
 
 def _found_by(model: nn.Module, called: object) -> _Found:
@@ -565,7 +413,7 @@ class VariablesRead:
             if current is not model or now is not called or count != changes:
                 return False
             for place, name, value in places:
-                if place.get(name, _MISSING) is not value:
+                if place.get(name, MISSING) is not value:
                     return False
             return found.contents.unchanged() and all(
                 fingerprint(module) is key for (module, fingerprint), key in zip(prints, keys, strict=True)

@@ -55,7 +55,11 @@ class Parts:
         reason: GraphBreakError,
     ) -> None:
         pipeline = runner.options.pipeline
-        others = [each.name for each in pipeline.passes if not each.in_parts or each in pipeline.training]
+        others = [
+            each.name
+            for each in pipeline.passes
+            if not each.in_parts or each in pipeline.training or (each.has_limit and not reason.in_parts)
+        ]
         if others or runner.serving.declared is not None:
             what = ", ".join(others) or "dynamic_shapes"
             raise GraphBreakError(f"{reason}\n  in parts: {what} cannot be applied to the parts of a model") from reason

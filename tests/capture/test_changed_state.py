@@ -20,10 +20,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 import graphopt
 from graphopt.errors import CaptureError, GraphBreakError
+from graphopt.passes import FitMemory
 from tests.support.training import OPTIMIZERS
 
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
@@ -334,6 +336,17 @@ def test_whatever_code_reads_a_capture_does_without_a_word(kind: str, caplog: py
     assert caplog.text == ""
 
 
+def test_a_tensor_without_data_that_was_there_before_is_none_of_the_trace() -> None:
+    with FakeTensorMode():
+        before = torch.ones(4)
+
+    class Reads(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * len(before)
+
+    assert graphopt.optimize(Reads(4, 4))(X).shape == X.shape
+
+
 SOME: list[Any] = []
 NAMES, PROXY, Kinds = frozenset(("a", "b")), types.MappingProxyType({"a": 1}), enum.Enum("Kinds", "FIRST SECOND")
 
@@ -481,7 +494,7 @@ def test_an_error_of_python_is_named_with_its_kind() -> None:
 # --- random generators ----------------------------------------------------------------------------------------------
 
 
-DRAWN = random.Random(1)
+DRAWN, BUDGET = random.Random(1), FitMemory("100%", cost="roofline")
 
 GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
     "random.Random": (lambda: random.Random(3), lambda generator: generator.random()),
@@ -522,6 +535,12 @@ def test_drop_in_models_draw_from_other_generators_as_eager_mode_does(kind: str,
         return [*losses, float(torch.as_tensor(draw(generator)).sum())]
 
     assert run(graphopt.optimize) == run(lambda model: model)
+
+
+def test_a_budget_is_refused_for_a_model_that_runs_in_eager_mode() -> None:
+    model = graphopt.optimize(Draws(random.Random(3), lambda generator: generator.random(), looks=False), [BUDGET])
+    with pytest.raises(GraphBreakError, match="in parts: fit-memory cannot be applied"):
+        model(X)
 
 
 @pytest.mark.parametrize("kind", GENERATORS)

@@ -92,8 +92,8 @@ def run(
     return found.end(model, optimizer)
 
 
-def eager_run(model: nn.Module) -> Training:
-    """``run`` without graphopt."""
+def run_plainly(model: nn.Module, watch: Watch | None = None) -> Training:
+    """``run`` with the loop that everyone writes, on a model that may have been optimized."""
     optimizer = OPTIMIZERS["adamw"](model.parameters())
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
@@ -103,14 +103,13 @@ def eager_run(model: nn.Module) -> Training:
         optimizer.step()
         return loss
 
-    return run(model, optimizer, step, lambda tokens: next_token(model, tokens))
+    return run(model, optimizer, step, lambda tokens: next_token(model, tokens), watch)
 
 
 @pytest.fixture(scope="module")
 def eager() -> Training:
     """What eager mode leaves of the model of these tests."""
-    torch.manual_seed(0)
-    return eager_run(Blocks(2))
+    return run_plainly(new_model())
 
 
 def new_model() -> Blocks:
@@ -134,18 +133,8 @@ def test_whole_steps_stay_equal_to_eager_and_hold_no_more(passes: Passes, eager:
 
 
 def test_a_drop_in_model_stays_equal_to_eager_and_holds_no_more(eager: Training) -> None:
-    model, watch = new_model(), Watch()
-    optimized = graphopt.optimize(model, [Recompute("blocks.*")])
-    optimizer = OPTIMIZERS["adamw"](optimized.parameters())
-
-    def step(tokens: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = next_token(optimized, tokens)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    found = run(optimized, optimizer, step, lambda tokens: next_token(optimized, tokens), watch)
+    watch = Watch()
+    found = run_plainly(graphopt.optimize(new_model(), [Recompute("blocks.*")]), watch)
     assert_same(eager, found, "drop-in")
     watch.assert_steady()
 

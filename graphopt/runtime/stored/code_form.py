@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from graphopt.capture.variables_read import LIBRARIES, is_covered_file
+from graphopt.capture.whose_code import LIBRARIES, is_covered_file
 from graphopt.runtime.stored.stable_form import NoStableFormError, StableForms, code_digest, digest, qualified_name
 
 __all__ = ["CodeForms"]

@@ -118,7 +118,10 @@ def test_what_is_written_is_in_the_buffer(write: Callable[[torch.Tensor, torch.T
         expected, found = eager(X), model(X)
         found.float().sum().backward()
         assert torch.equal(model.queue, eager.queue)
-        assert torch.allclose(found.float(), expected, atol=0.5, rtol=0.05)
+        if way in ("plain", "recompute", "parts", "recompute in parts"):
+            assert torch.equal(found, expected)
+        else:
+            assert torch.allclose(found.float(), expected, atol=0.5, rtol=0.05)
     assert eager.queue.count_nonzero() > 0
 
 
