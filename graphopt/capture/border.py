@@ -113,6 +113,11 @@ BORDER = (
         "refused",
         "a drop-in model is captured in parts, and runs in eager mode where it keeps a `random.Random`",
     ),
+    Row(
+        "iterators that forward or a loss takes from, kept or given as an argument",
+        "refused",
+        "before an item is gone; a drop-in model is captured in parts",
+    ),
     Row("`inference_mode` inside of forward", "refused", "a drop-in model is captured in parts"),
     Row(
         "changes of parameters inside of forward (`.data`, `.detach()`, `no_grad`, `max_norm`)",

@@ -15,7 +15,7 @@ from graphopt.capture.fingerprint import DEEPEST, MOST_ITEMS
 from graphopt.capture.kept_places import CONTAINERS, OF_MODULES, Drawn, Kept, Named, Place
 from graphopt.capture.variables import Variable, variables_set
 from graphopt.capture.variables_read import GENERATORS, reached_by
-from graphopt.capture.whose_code import has_attributes, is_covered_class, is_of_user, is_of_users
+from graphopt.capture.whose_code import has_attributes, is_covered_class, is_iterator, is_of_user, is_of_users
 from graphopt.errors import GraphBreakError
 
 __all__ = ["arguments_noted", "changes_noted"]
@@ -43,12 +43,13 @@ def changes_noted(model: nn.Module, called: object) -> Iterator[list[str]]:
         called: a loss around it, or None.
 
     Raises:
-        GraphBreakError: behind the block, for tensors that are kept outside of the model, and random generators of
-            Python or NumPy that are drawn from.
+        GraphBreakError: before the block, for iterators that the code takes from; behind it, for tensors that are kept
+            outside of the model, and random generators of Python or NumPy that are drawn from.
     """
-    objects, variables = reached_by(model, called)
-    kept = _kept([*_in_modules(model), *objects])
-    places: list[Place] = [*kept, *_named(variables, kept)]
+    reached = reached_by(model, called)
+    _refuse_iterators(reached.iterators)
+    kept = _kept([*_in_modules(model), *reached.objects])
+    places: list[Place] = [*kept, *_named(reached.variables, kept)]
     names: list[str] = []
     with _as_before(places):
         yield names
@@ -78,12 +79,13 @@ def arguments_noted(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[s
         kwargs: those given by keyword.
 
     Raises:
-        GraphBreakError: behind the block, for tensors that are kept in an argument, and generators among them that are
-            drawn from.
+        GraphBreakError: before the block, for iterators; behind it, for tensors that are kept in an argument, and
+            random generators among them that are drawn from.
     """
     by_name = {names[number] if number < len(names) else str(number): value for number, value in enumerate(args)}
     given = [(f"its argument {name}", value) for name, value in {**by_name, **kwargs}.items()]
     parts = [(name, part) for name, value in given for part in (value, *_torch.pytree.tree_leaves(value))]
+    _refuse_iterators([name.removeprefix("its ") for name, part in parts if is_iterator(part)])
     places = _kept([(name, part) for name, part in parts if not isinstance(part, (nn.Module, type))])
     changed: list[str] = []
     with _as_before(places):
@@ -99,6 +101,15 @@ def arguments_noted(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[s
 
 
 # --- what is looked at -----------------------------------------------------------------------------------------------
+
+
+def _refuse_iterators(names: Sequence[str]) -> None:
+    """Raise a ``GraphBreakError`` for the first one, before an item of it is gone."""
+    if names:
+        raise GraphBreakError(
+            f"{names[0]} is an iterator, which each call takes from, and the program would have the item of the capture"
+            f" at every call: take the item before the call, and give it as an argument{IN_PARTS}"
+        )
 
 
 def _refuse_draws(places: Sequence[Place]) -> None:

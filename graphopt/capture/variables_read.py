@@ -14,7 +14,7 @@ import operator
 import random
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,15 @@ from torch import nn
 from graphopt import _torch
 from graphopt.capture.fingerprint import DEEPEST, MOST_ITEMS, ModelFingerprint, Same, by_value
 from graphopt.capture.variables import ENVIRONMENT, MISSING, Cell, Environment, Variable, variables_set
-from graphopt.capture.whose_code import LIBRARIES, file_of, is_covered_file, is_followed, is_of_library, is_of_user
+from graphopt.capture.whose_code import (
+    LIBRARIES,
+    file_of,
+    is_covered_file,
+    is_followed,
+    is_iterator,
+    is_of_library,
+    is_of_user,
+)
 
 __all__ = ["GENERATORS", "VariablesRead", "reached_by"]
 
@@ -151,6 +159,7 @@ class _Found:
         contents: containers whose items count.
         modules: that are called and are not the model's.
         reached: containers, objects, classes and other modules that code may change, by names for people.
+        iterators: that code may take from, by names for people.
         variables: that code sets or reads.
     """
 
@@ -161,6 +170,7 @@ class _Found:
         self.contents = _Contents()
         self.modules: list[nn.Module] = []
         self.reached: list[tuple[str, object]] = []
+        self.iterators: list[str] = []
         self.variables: list[Variable] = []
         self._of_model = {id(vars(module)) for module in model.modules()}
         self._seen: set[tuple[int, str]] = set()
@@ -272,6 +282,7 @@ class _Found:
 
     def _value(self, value: object, rest: list[str], where: str) -> None:
         """What a chain has come to, with the names that follow."""
+        self._takes(value, rest, where)
         if isinstance(value, (*_CONTAINERS, *GENERATORS)) or is_of_user(value):
             self.reached.append((where, value))
         if isinstance(value, types.ModuleType):
@@ -288,6 +299,13 @@ class _Found:
                 self._content(value, where)
         else:
             self._object(value, rest, where)
+
+    def _takes(self, value: object, rest: list[str], where: str) -> None:
+        """Note an iterator, or a container of some; of a user's one, other methods than ``__next__`` are read."""
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        reads = bool(rest) and rest[0] != "__next__" and is_of_user(value)
+        if not reads and len(inner) <= MOST_ITEMS and any(map(is_iterator, (value, *inner))):
+            self.iterators.append(where)
 
     def _object(self, value: object, rest: list[str], where: str) -> None:
         if isinstance(value, _NUMBERS):
@@ -316,6 +334,8 @@ class _Found:
         if isinstance(own, dict) and path[0] in own:
             if not isinstance(owner, nn.Module) or id(own) not in self._of_model:
                 self._look(own, path, where)
+            else:
+                self._takes(own[path[0]], path[1:], f"{where}{path[0]}")
             return
         bases = [base for base in type(owner).__mro__ if path[0] in vars(base)]
         for base in bases:
@@ -350,6 +370,20 @@ class _Found:
         self.contents.add(value)
 
 
+class Reached(NamedTuple):
+    """What code may change in Python.
+
+    Attributes:
+        objects: containers, objects, classes and modules, by names for people.
+        variables: that functions set or read.
+        iterators: names of those that functions may take from.
+    """
+
+    objects: list[tuple[str, object]]
+    variables: list[Variable]
+    iterators: list[str]
+
+
 def _found_by(model: nn.Module, called: object) -> _Found:
     """What the code of a model, and of a function that is captured around it, reads."""
     found = _Found(model)
@@ -363,18 +397,15 @@ def _found_by(model: nn.Module, called: object) -> _Found:
     return found
 
 
-def reached_by(model: nn.Module, called: object) -> tuple[list[tuple[str, object]], list[Variable]]:
+def reached_by(model: nn.Module, called: object) -> Reached:
     """What code may change in Python outside of the model's modules, by names for people.
 
     Args:
         model: that is captured.
         called: a function that is captured around it, a loss for instance; None for the model alone.
-
-    Returns:
-        Containers, objects, classes and modules; and the variables that functions set or read.
     """
     found = _found_by(model, called)
-    return found.reached, found.variables
+    return Reached(found.reached, found.variables, found.iterators)
 
 
 class VariablesRead:

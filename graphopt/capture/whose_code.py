@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import io
 import os
 import sys
 import sysconfig
@@ -23,6 +24,7 @@ __all__ = [
     "is_covered_class",
     "is_covered_file",
     "is_followed",
+    "is_iterator",
     "is_of_library",
     "is_of_user",
     "is_of_users",
@@ -89,3 +91,12 @@ def is_of_user(value: object) -> bool:
     if isinstance(value, (types.SimpleNamespace, argparse.Namespace)):
         return True
     return has_attributes(value) and is_of_users(type(value))
+
+
+def is_iterator(value: object) -> bool:
+    """Whether a value is taken from by ``next``, so that it is another one after each call; a file is written as well.
+
+    >>> is_iterator(iter([1])), is_iterator([1])
+    (True, False)
+    """
+    return hasattr(type(value), "__next__") and not isinstance(value, (io.IOBase, *_NO_OBJECTS))

@@ -316,7 +316,6 @@ FIXED = {
     "counter": collections.Counter("abc"),
     "environment": os.environ,
     "slots": type("Slots", (), {"__slots__": ("a",)})(),
-    "generator": (number for number in range(3)),
     "lock": threading.Lock(),
     "path": pathlib.Path(),
 }
