@@ -1,5 +1,5 @@
-// A CUDA that is there and does nothing: torch built for CPUs alone then holds tensors without data on "cuda",
-// records no events, and has two devices, each with one stream.
+// A CUDA that is there and does nothing: torch then holds tensors without data on "cuda", records no events, and has
+// two devices, each with one stream. Where torch was built with CUDA, this stands before what it has of its own.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -36,11 +36,13 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<kind> {
 
 const Guard guard;
 
-__attribute__((constructor)) void install() {
+}  // namespace
+
+// To be called once torch is there, whose own guard would replace one from before.
+extern "C" void install_guard() {
   c10::impl::device_guard_impl_registry[static_cast<size_t>(kind)].store(&guard);
 }
 
-}  // namespace
 
 namespace at {
 
@@ -56,6 +58,6 @@ struct HooksWithoutDevice : CUDAHooksInterface {
   DeviceIndex deviceCount() const override { return devices; }
 };
 
-C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, HooksWithoutDevice)
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, HooksWithoutDevice)
 
 }  // namespace at

@@ -25,8 +25,9 @@ _BEFORE = """
 import ctypes, json, os, sys, warnings
 for name in ("libc10.so", "libtorch_cpu.so"):
     ctypes.CDLL(os.path.join({libraries!r}, name), ctypes.RTLD_GLOBAL)
-ctypes.CDLL({library!r}, ctypes.RTLD_GLOBAL)  # before torch looks for a device
+library = ctypes.CDLL({library!r}, ctypes.RTLD_GLOBAL)  # before torch looks for a device
 import torch
+library.install_guard()
 import torch.cuda.amp.common
 torch.cuda.is_available = torch.cuda.is_initialized = lambda: True
 torch.cuda._lazy_init = lambda: None
