@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from graphopt._torch.fake_tensors import device_kind
+from graphopt._torch.odd_strides import lays_out_anew, odd_strides, with_new_strides
 
 __all__ = ["eager_layouts"]
 
@@ -76,48 +77,83 @@ _IN_FORMAT_OF = {
 }
 """By op, the position of the argument in whose memory format (contiguous, or channels last) the first result is."""
 
+_DECOMPOSED_POINTWISE = ("_prelu_kernel.default", "threshold_backward.default")
+"""Pointwise ops that torch computes in smaller ones on tensors without data, before it comes to any rule."""
+
+
+class _Kernels:
+    """What torch makes of ops without data, in the layout of their kernels.
+
+    Attributes:
+        rules: see ``_formatted``.
+        busy: ops that torch is computing its own way now, and the smaller ones that they may consist of.
+    """
+
+    def __init__(self) -> None:
+        self.rules = dict(_formatted())
+        self.busy: list[Any] = []
+
+    @contextlib.contextmanager
+    def _left_to_torch(self, op: Any) -> Iterator[None]:
+        self.busy.append(op)
+        try:
+            yield
+        finally:
+            self.busy.pop()
+
+    def laid_out(self, mode: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """The result of an op that lays it out by a memory format."""
+        place, several = self.rules[op]
+        with self._left_to_torch(op), mode:
+            return _formatted_result(op(*args, **kwargs), place, several, args)
+
+    def pointwise(self, mode: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """The result for tensors with odd strides, or for 16-bit ones of which some are expanded."""
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        odd, halves = any(map(odd_strides, tensors)), _has_expanded_half(tensors)
+        if not odd and not halves:
+            return NotImplemented
+        anew = odd and lays_out_anew(op, args, kwargs)
+        with self._left_to_torch(op), mode:
+            result = op(*args, **kwargs)
+            if anew or not halves:
+                return with_new_strides(result) if anew else result
+            like = op(*pytree.tree_map_only(torch.Tensor, _as_float32, args), **kwargs)
+            if not isinstance(result, torch.Tensor) or like.shape != result.shape:
+                return result
+            return torch.empty_strided(result.shape, like.stride(), dtype=result.dtype)
+
+    def as_a_whole(self, op: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:
+        """A decomposition of a pointwise op, in which the smaller ops go torch's way."""
+
+        @functools.wraps(theirs)
+        def decomposed(*args: Any, **kwargs: Any) -> Any:
+            with self._left_to_torch(op):
+                result = theirs(*args, **kwargs)
+            return with_new_strides(result) if lays_out_anew(op, args, kwargs) else result
+
+        return decomposed
+
 
 @contextlib.contextmanager
 def eager_layouts() -> Iterator[None]:
     """While the block runs, the results of these ops have the strides that kernels give them."""
     saved: dict[Any, Any] = {}
-    rules, busy = dict(_formatted()), list[Any]()
-
-    def laid_out(mode: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        """What torch makes of an op without data, in its kernel's layout."""
-        place, several = rules[op]
-        busy.append(op)  # so that torch goes its way now
-        try:
-            with mode:
-                return _formatted_result(op(*args, **kwargs), place, several, args)
-        finally:
-            busy.pop()
-
-    def halves(mode: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        """What torch makes of 16-bit tensors one of which is expanded, laid out as it would be in float32."""
-        if not _has_expanded_half((args, kwargs)):
-            return NotImplemented
-        busy.append(op)
-        try:
-            with mode:
-                result, like = op(*args, **kwargs), op(*pytree.tree_map_only(torch.Tensor, _as_float32, args), **kwargs)
-        finally:
-            busy.pop()
-        if not isinstance(result, torch.Tensor) or like.shape != result.shape:
-            return result
-        with mode:
-            return torch.empty_strided(result.shape, like.stride(), dtype=result.dtype)
-
+    kernels = _Kernels()
+    for op in map(_overload, _DECOMPOSED_POINTWISE):
+        if op in decomposition_table:
+            saved[op] = decomposition_table[op]
+            decomposition_table[op] = kernels.as_a_whole(op, saved[op])
     for op, place in _overloads():
         saved[op] = decomposition_table[op]
         decomposition_table[op] = _laid_out(saved[op], place)
-    for op in rules.keys() & decomposition_table.keys():
+    for op in kernels.rules.keys() & decomposition_table.keys():
         saved[op] = decomposition_table[op]
-        decomposition_table[op] = _formatted_decomposition(saved[op], *rules[op])
+        decomposition_table[op] = _formatted_decomposition(saved[op], *kernels.rules[op])
     ours = [
         (_UNDECOMPOSED.__contains__, _without_data),
-        (lambda op: op in rules and not busy, laid_out),
-        (lambda op: _is_pointwise(op) and not busy, halves),
+        (lambda op: op in kernels.rules and not kernels.busy, kernels.laid_out),
+        (lambda op: _is_pointwise(op) and not kernels.busy, kernels.pointwise),
     ]
     op_implementations_checks[:0] = ours
     FakeTensorMode.cache_clear()  # it has results of before
@@ -173,18 +209,23 @@ def _formatted_result(result: Any, place: int, several: bool, args: tuple[Any, .
     return (like, *result[1:]) if several else like
 
 
+_ALSO_POINTWISE = frozenset(("aten::threshold_backward",))
+"""Ops that compute each element by itself, though torch does not say so of them."""
+
+
 @functools.cache
 def _is_pointwise(op: Any) -> bool:
-    return torch.Tag.pointwise in getattr(op, "tags", ()) and not op._schema.is_mutable
+    if getattr(op, "_schema", None) is None or op._schema.is_mutable:
+        return False
+    return torch.Tag.pointwise in op.tags or op.name() in _ALSO_POINTWISE
 
 
-def _has_expanded_half(given: Any) -> bool:
+def _has_expanded_half(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether tensors on a CPU are of one 16-bit dtype, and some of them repeat elements, and others do not.
 
     Without data torch converts each of them to float32 first, which lays out what is expanded anew. Kernels do so only
     where dtypes differ.
     """
-    tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
     if len(tensors) < 2 or {tensor.dtype for tensor in tensors} not in ({torch.float16}, {torch.bfloat16}):
         return False
     expanded = [tensor.dim() > 1 and 0 in tensor.stride() for tensor in tensors]
