@@ -182,8 +182,12 @@ def _recording(cls: Any, forward: Any, check: Callable[[type, tuple[Any, ...]], 
         if kwargs:
             given = inspect.signature(forward).bind(*args, **kwargs).args[contexts:]
         check(cls, given)
+        depth = len(_begun)
         _begun.append(lambda *values: _apart(forward(*context, *values), values, context))
-        return custom_function(_registered(cls), *given)
+        try:
+            return custom_function(_registered(cls), *given)
+        finally:
+            del _begun[depth:]  # where it failed before it came to that
 
     return recorded
 

@@ -8,7 +8,6 @@ user's files are followed; those of torch, Python and installed libraries are no
 from __future__ import annotations
 
 import dataclasses
-import dis
 import functools
 import operator
 import random
@@ -22,6 +21,7 @@ from torch import nn
 
 from graphopt import _torch
 from graphopt.capture.fingerprint import DEEPEST, MOST_ITEMS, ModelFingerprint, Same, by_value
+from graphopt.capture.names_loaded import chains_of
 from graphopt.capture.variables import ENVIRONMENT, MISSING, Cell, Environment, Variable, variables_set
 from graphopt.capture.whose_code import (
     LIBRARIES,
@@ -38,9 +38,6 @@ __all__ = ["GENERATORS", "VariablesRead", "reached_by"]
 _MOST = 2_000
 """Functions that are followed."""
 
-_STARTS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FROM_DICT_OR_DEREF", "LOAD_FAST")
-_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
-_WRITES = ("STORE_GLOBAL", "STORE_NAME")
 _CHANGES = frozenset(
     ("add", "append", "appendleft", "clear", "discard", "extend", "insert", "remove", "setdefault", "update")
 )
@@ -53,41 +50,6 @@ GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 """Random generators that are no tensors' ones."""
 
 _CONTAINERS = (list, tuple, set, frozenset, Mapping)
-
-Chain = tuple[str, ...]
-"""How a value is reached: ``("global", "config", "beta")``, ``("cell", "beta")``, ``("self", "beta")``."""
-
-
-@functools.lru_cache(maxsize=10_000)
-def _chains(code: types.CodeType) -> tuple[Chain, ...]:
-    """What a function's code reads, with those inside of it; but for global variables that it sets, which are told."""
-    found: dict[Chain, None] = {}
-    written: set[str] = set()
-    own = code.co_varnames[0] if code.co_argcount else ""
-    pending = [code]
-    while pending:
-        current = pending.pop()
-        pending += [constant for constant in current.co_consts if isinstance(constant, types.CodeType)]
-        chain: Chain = ()
-        for instruction in dis.get_instructions(current):
-            if instruction.opname in _ATTRIBUTES and chain:
-                chain = (*chain, str(instruction.argval))
-                continue
-            found[chain] = None
-            chain = ()
-            if instruction.opname in _WRITES:
-                written.add(str(instruction.argval))
-            elif instruction.opname.startswith(_STARTS):
-                value = instruction.argval
-                name = str(value[-1] if isinstance(value, tuple) else value)
-                if name == own and not instruction.opname.startswith("LOAD_GLOBAL"):
-                    chain = ("self",)
-                elif instruction.opname in ("LOAD_DEREF", "LOAD_FROM_DICT_OR_DEREF"):
-                    chain = ("cell", name)
-                elif instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                    chain = ("global", name)
-        found[chain] = None
-    return tuple(chain for chain in found if chain and not (len(chain) > 1 and chain[1] in written))
 
 
 class _Shown:
@@ -189,7 +151,7 @@ class _Found:
                 for text in code.co_consts:
                     if isinstance(text, str):
                         self._look(ENVIRONMENT, [text], "environment variable ")
-            for root, *path in _chains(code):
+            for root, *path in chains_of(code):
                 if root == "global":
                     self._look(function.__globals__, path, "")
                 elif root == "cell" and path[0] in code.co_freevars:
@@ -209,7 +171,7 @@ class _Found:
     def _of_owner(self, code: types.CodeType, owner: object) -> None:
         """What a method reads of its object, and which other methods it may call, by ``super()`` too."""
         where = f"{type(owner).__name__}."
-        for root, *path in _chains(code):
+        for root, *path in chains_of(code):
             if root == "self" and path:
                 self._attribute(owner, path, where)
         for name in code.co_names if "super" in code.co_names else ():

@@ -1,4 +1,4 @@
-"""Tensors with dimensions of size 1 have, without data, the strides there that kernels give them."""
+"""Results of pointwise ops have, without data, the strides that kernels give them where sizes are 1."""
 
 import itertools
 from collections.abc import Callable

@@ -1,0 +1,48 @@
+"""Which names the code of a function loads, and which attributes of these: its bytecode is read, not run."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+
+__all__ = ["chains_of"]
+
+_STARTS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FROM_DICT_OR_DEREF", "LOAD_FAST")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+_WRITES = ("STORE_GLOBAL", "STORE_NAME")
+
+Chain = tuple[str, ...]
+"""How a value is reached: ``("global", "config", "beta")``, ``("cell", "beta")``, ``("self", "beta")``."""
+
+
+@functools.lru_cache(maxsize=10_000)
+def chains_of(code: types.CodeType) -> tuple[Chain, ...]:
+    """What a function's code reads, with those inside of it; but for global variables that it sets, which are told."""
+    found: dict[Chain, None] = {}
+    written: set[str] = set()
+    own = code.co_varnames[0] if code.co_argcount else ""
+    pending = [code]
+    while pending:
+        current = pending.pop()
+        pending += [constant for constant in current.co_consts if isinstance(constant, types.CodeType)]
+        chain: Chain = ()
+        for instruction in dis.get_instructions(current):
+            if instruction.opname in _ATTRIBUTES and chain:
+                chain = (*chain, str(instruction.argval))
+                continue
+            found[chain] = None
+            chain = ()
+            if instruction.opname in _WRITES:
+                written.add(str(instruction.argval))
+            elif instruction.opname.startswith(_STARTS):
+                value = instruction.argval
+                name = str(value[-1] if isinstance(value, tuple) else value)
+                if name == own and not instruction.opname.startswith("LOAD_GLOBAL"):
+                    chain = ("self",)
+                elif instruction.opname in ("LOAD_DEREF", "LOAD_FROM_DICT_OR_DEREF"):
+                    chain = ("cell", name)
+                elif instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                    chain = ("global", name)
+        found[chain] = None
+    return tuple(chain for chain in found if chain and not (len(chain) > 1 and chain[1] in written))
