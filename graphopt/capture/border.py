@@ -48,17 +48,19 @@ BORDER = (
     Row("parameters and buffers: presence, dtype, device, shape, strides, sharing", "signature"),
     Row("training flags of all modules", "signature"),
     Row(
-        "plain attributes of modules, configs and containers in them",
+        "plain attributes of modules, and what is in them: containers, configs, arrays of NumPy, objects with "
+        "`__slots__`, weak references, attributes of classes and functions of the user's",
         "signature",
-        "by value, six levels deep; set on the given model or on the optimized one, they are one",
+        "by value, objects six levels deep; set on the given model or on the optimized one, they are one; lists above "
+        "100,000 items and arrays above 4 MB are told, since changes inside of them are not noticed",
     ),
     Row(
         "variables that the code of the model or the loss reads: global ones, closures, defaults, class attributes, "
-        "objects of methods, the environment",
+        "objects of methods, the environment, the context (`contextvars`); functions put in the place of a library's",
         "signature",
         "by value, in functions of the user's own files; not what an installed library's code reads",
     ),
-    Row("modules replaced, added, removed", "signature"),
+    Row("modules replaced, added, removed, of another class; modules kept in plain containers", "signature"),
     Row("forward hooks and pre-hooks of submodules, and of all modules", "traced", "with them in the signature"),
     Row(
         "hooks of the model itself",
@@ -107,11 +109,27 @@ BORDER = (
     ),
     Row("anomaly mode", "signature"),
     Row("random numbers inside of forward", "traced", "and the generator ends where eager mode leaves it"),
-    Row("seeds, and states of random generators, set inside of forward", "refused"),
+    Row("seeds inside of forward, and states of random generators that it sets", "refused"),
     Row(
         "numbers that forward draws from Python's `random` or NumPy's, or from such generators of the user's own",
         "refused",
         "a drop-in model is captured in parts, and runs in eager mode where it keeps a `random.Random`",
+    ),
+    Row(
+        "random bytes of the operating system inside of forward (`os.urandom`, `uuid`, `secrets`)",
+        "refused",
+        "a drop-in model is captured in parts",
+    ),
+    Row(
+        "gradients (`.grad`) of parameters or arguments that forward or a loss reads, and counts of writes to them",
+        "refused",
+        "a drop-in model is captured in parts, and runs in eager mode for counts",
+    ),
+    Row(
+        "the clock, `torch.compiler.is_compiling()`, comparisons of `type(...)` with a class of tensors",
+        "told",
+        "in functions of the user's own files: a program has the time of its capture; while it is captured the answer "
+        "is true, as under `torch.compile`, and tensors are of other classes",
     ),
     Row(
         "iterators that forward or a loss takes from, kept or given as an argument",

@@ -11,14 +11,14 @@ from torch import nn
 
 from graphopt import _torch
 from graphopt.capture.assigned_buffers import IN_PARTS
-from graphopt.capture.fingerprint import DEEPEST, MOST_ITEMS
+from graphopt.capture.contents import DEEPEST, MOST_ITEMS
 from graphopt.capture.kept_places import CONTAINERS, OF_MODULES, Drawn, Kept, Named, Place
 from graphopt.capture.variables import Variable, variables_set
 from graphopt.capture.variables_read import GENERATORS, reached_by
 from graphopt.capture.whose_code import has_attributes, is_covered_class, is_iterator, is_of_user, is_of_users
 from graphopt.errors import GraphBreakError
 
-__all__ = ["arguments_noted", "changes_noted"]
+__all__ = ["arguments_noted", "attributes_kept", "changes_noted"]
 
 _MOST = 100_000
 """Items of a container that is looked at."""
@@ -34,7 +34,8 @@ def changes_noted(model: nn.Module, called: object) -> Iterator[list[str]]:
     That is: containers and objects in attributes of modules, and what functions reach by global variables, closures,
     and the object whose method they are. Attributes of the model's modules are noted by who sets them.
 
-    Gives a list that holds behind the block what has changed: ``path.name``, ``log``, ``meter.sum``, and the global
+    Containers in attributes of modules hold behind the block what they held before, so that a later call finds the
+    capture. Gives a list that holds then what has changed: ``path.name``, ``log``, ``meter.sum``, and the global
     variables that ``forward`` of a module sets. Where something of the trace was put there, everything has what it had
     before, and so has it where the block fails.
 
@@ -48,7 +49,9 @@ def changes_noted(model: nn.Module, called: object) -> Iterator[list[str]]:
     """
     reached = reached_by(model, called)
     _refuse_iterators(reached.iterators)
-    kept = _kept([*_in_modules(model), *reached.objects])
+    met: set[int] = set()
+    inside = _kept([*_in_modules(model)], met)
+    kept = [*inside, *_kept(reached.objects, met)]
     places: list[Place] = [*kept, *_named(reached.variables, kept)]
     names: list[str] = []
     with _as_before(places):
@@ -63,7 +66,27 @@ def changes_noted(model: nn.Module, called: object) -> Iterator[list[str]]:
                     f"them as buffers of a fixed shape{IN_PARTS}"
                 )
     names += dict.fromkeys(name for place in changed for name in place.changes())
+    for place in inside:
+        if isinstance(place.value, CONTAINERS):
+            place.restore()
     names += [name for name in _globals_set(model) if name not in names]
+
+
+@contextlib.contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Leave plain attributes of modules the objects that they are: torch.export puts copies of containers there.
+
+    Others may refer to these: a list that two modules share, or that the user's loop appends to.
+    """
+    before = [
+        (vars(module), {name: value for name, value in vars(module).items() if name not in OF_MODULES})
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for own, attributes in before:
+            own.update({name: value for name, value in attributes.items() if own.get(name) is not value})
 
 
 @contextlib.contextmanager
@@ -86,7 +109,7 @@ def arguments_noted(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[s
     given = [(f"its argument {name}", value) for name, value in {**by_name, **kwargs}.items()]
     parts = [(name, part) for name, value in given for part in (value, *_torch.pytree.tree_leaves(value))]
     _refuse_iterators([name.removeprefix("its ") for name, part in parts if is_iterator(part)])
-    places = _kept([(name, part) for name, part in parts if not isinstance(part, (nn.Module, type))])
+    places = _kept([(name, part) for name, part in parts if not isinstance(part, (nn.Module, type))], set())
     changed: list[str] = []
     with _as_before(places):
         yield changed
@@ -149,10 +172,9 @@ def _named(variables: Iterable[Variable], kept: Iterable[Place]) -> list[Named]:
     return [Named(variable.name, variable) for variable in reversed(each.values()) if id(variable.place) not in whole]
 
 
-def _kept(objects: Sequence[tuple[str, Any]]) -> list[Kept | Drawn]:
-    """Containers, objects and generators, and those in them."""
+def _kept(objects: Sequence[tuple[str, Any]], met: set[int]) -> list[Kept | Drawn]:
+    """Containers, objects and generators, and those in them; ``met`` are those that are known, by their ids."""
     found: list[Kept | Drawn] = []
-    met: set[int] = set()
     waiting = [(name, value, 0, True) for name, value in reversed(objects)]
     while waiting and len(found) < _MOST_PLACES:
         name, value, depth, of_user = waiting.pop()

@@ -6,22 +6,37 @@ by value, parameters and buffers (presence, dtype, device, shape, strides, ``req
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import logging
+import marshal
 import types
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from graphopt import _torch
+from graphopt.capture.contents import (
+    DEEPEST,
+    MOST_ITEMS,
+    PLAIN,
+    Contents,
+    attributes_of,
+    deeper,
+    is_container,
+    items_of,
+    raw_bytes,
+    users,
+)
 from graphopt.errors import CaptureError
 
 __all__ = [
-    "DEEPEST",
-    "MOST_ITEMS",
     "ModelFingerprint",
     "ModuleParts",
     "Same",
@@ -32,11 +47,7 @@ __all__ = [
     "refuse_lazy",
 ]
 
-DEEPEST = 6
-"""How deep containers in containers are compared."""
-
-MOST_ITEMS = 2_000
-"""Items of a container that are compared one by one; a larger one counts by its identity and length."""
+logger = logging.getLogger("graphopt")
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 """What every module has: read apart from its plain attributes."""
@@ -51,8 +62,7 @@ _HOOKS = (
     "_forward_hooks_always_called",
 )
 
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-_BY_IDENTITY = (*_FUNCTIONS, types.ModuleType, type, torch.Generator)
+_BY_IDENTITY = (types.BuiltinFunctionType, types.MethodType, types.ModuleType, torch.Generator, nn.Module)
 
 
 def global_flags() -> tuple[Hashable, ...]:
@@ -85,45 +95,80 @@ class Same:
         return isinstance(other, Same) and self.value is other.value
 
 
-def by_value(value: Any, known: dict[int, Hashable] | None = None, depth: int = 0) -> Hashable:
+def by_value(value: Any) -> Hashable:
     """A key that is equal for equal values: numbers with their type and the sign of zero, containers by what they hold.
 
-    Functions, classes and modules count by identity, other objects by their class, identity and attributes, tensors by
-    identity and metadata.
-
-    Args:
-        value: anything.
-        known: the keys of objects and containers met before, by their ids, so that a shared one is read once.
-        depth: of ``value`` in what the first call was given.
+    Functions, classes and modules count by identity, other objects and arrays by their class, identity and what they
+    hold (attributes, those of a class of the user's among them, and numbers), tensors by identity and metadata.
     """
-    if value is None or isinstance(value, (bool, int, str, bytes, torch.dtype, torch.device, torch.Size)):
-        return type(value), value
-    if isinstance(value, (float, complex)):
-        return type(value), repr(value)
-    if isinstance(value, torch.Tensor):
-        return Same(value), metadata(value)
-    if isinstance(value, (*_BY_IDENTITY, nn.Module)) or depth >= DEEPEST:
-        return type(value), Same(value)
-    known = {} if known is None else known
-    if id(value) not in known:
-        known[id(value)] = (type(value), Same(value))  # for what refers to itself
-        known[id(value)] = _container(value, known, depth)
-    return known[id(value)]
+    return _Keys().of(value)
 
 
-def _container(value: Any, known: dict[int, Hashable], depth: int) -> Hashable:
-    if isinstance(value, (list, tuple, set, frozenset, Mapping)):
-        if len(value) > MOST_ITEMS:
-            return type(value), Same(value), len(value)
-        if isinstance(value, Mapping):
-            pairs = ((by_value(key, known, depth + 1), by_value(item, known, depth + 1)) for key, item in value.items())
-            return type(value), tuple(pairs)
-        items = (by_value(item, known, depth + 1) for item in value)
-        return type(value), frozenset(items) if isinstance(value, (set, frozenset)) else tuple(items)
-    attributes = getattr(value, "__dict__", None)
-    if not isinstance(attributes, dict):
-        return type(value), Same(value)
-    return type(value), Same(value), _container(attributes, known, depth + 1)
+class _Keys:
+    """Keys of values that belong together, each of which is read once.
+
+    Attributes:
+        modules: the modules of torch met so far.
+    """
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self._known: dict[int, Hashable] = {}
+        self._kept: list[Any] = []  # ids are those of living objects
+
+    def of(self, value: Any, depth: float = 0) -> Hashable:
+        """The key of a value.
+
+        Args:
+            value: anything.
+            depth: of ``value`` in what the first call was given.
+        """
+        if isinstance(value, (float, complex)) and not isinstance(value, np.generic):
+            return type(value), repr(value)
+        if isinstance(value, PLAIN):
+            return type(value), value.tobytes() if isinstance(value, np.generic) else value
+        if isinstance(value, torch.Tensor):
+            return Same(value), metadata(value)
+        if isinstance(value, nn.Module):
+            self.modules.append(value)
+        if isinstance(value, _BY_IDENTITY) or depth >= DEEPEST:
+            return type(value), Same(value)
+        if id(value) not in self._known:
+            self._kept.append(value)
+            self._known[id(value)] = (type(value), Same(value))  # for what refers to itself
+            self._known[id(value)] = self._whole(value, depth)
+        return self._known[id(value)]
+
+    def _whole(self, value: Any, depth: float) -> Hashable:
+        attributes = tuple((name, self.of(item, depth + 1)) for name, item in attributes_of(value).items())
+        raw = raw_bytes(value)
+        if raw is not None:
+            shape, dtype = getattr(value, "shape", len(value)), str(getattr(value, "dtype", ""))
+            return type(value), Same(value), shape, dtype, _digest(raw), attributes
+        if is_container(value) or isinstance(value, functools.partial):
+            return type(value), self._items(value, depth), *attributes
+        items = tuple(self.of(item, depth + 1) for item in items_of(value))
+        of_class = tuple(self.of(base, depth + 1) for base in users(type(value)))
+        return type(value), Same(value), items, attributes, of_class
+
+    def _items(self, value: Any, depth: float) -> Hashable:
+        items = items_of(value)
+        if len(items) > 2 * MOST_ITEMS:
+            return len(items), _digest_of_all(items)
+        keys = tuple(self.of(item, deeper(depth, value, item)) for item in items)
+        return frozenset(keys) if isinstance(value, (set, frozenset)) else keys
+
+
+def _digest(raw: bytes) -> bytes:
+    return raw if len(raw) <= 32 else hashlib.sha256(raw).digest()
+
+
+def _digest_of_all(items: tuple[Any, ...]) -> Hashable:
+    """One for numbers, texts and containers of these; for anything else, the identity of each."""
+    try:
+        return hashlib.sha256(marshal.dumps(items, 2)).digest()
+    except ValueError:
+        return tuple(map(Same, items))
 
 
 def metadata(tensor: torch.Tensor) -> Hashable:
@@ -154,46 +199,81 @@ class ModelFingerprint:
 
     A call costs a version number for each dictionary of each module, and one comparison of all tensors' metadata.
 
+    Args:
+        lasting: see ``model_key``.
+
     Attributes:
         changes: how often something had changed, the first call among them. As long as it stays, each parameter and
             buffer is the same object.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, lasting: bool = False) -> None:
         self._unchanged: Callable[[nn.Module], bool] = lambda model: False
         self._key: Hashable = None
+        self._lasting = lasting
+        self._told: set[str] = set()
         self.changes = 0
 
     def __call__(self, model: nn.Module) -> Hashable:
         """The key of ``model`` as it is now."""
         if not self._unchanged(model):
             self.changes += 1
-            key = _Key(model_key(model))
+            key = _Key(model_key(model, lasting=self._lasting))
             if key != self._key:  # else the same object stays, which is equal to itself at once
                 self._key = key
-            self._unchanged = _watch(model)
+            self._unchanged, too_large = _watch(model)
+            self._tell([name for name in too_large if name not in self._told])
         return self._key
 
+    def _tell(self, names: list[str]) -> None:
+        self._told.update(names)
+        if names:
+            logger.warning(
+                "%s: what is changed inside of %s later on is not noticed, since it is too large to be looked at on "
+                "each call; a program has what is there at its capture. Set another object in its place, or register a "
+                "tensor as a buffer",
+                names[0].partition(".")[0],
+                ", ".join(names),
+            )
 
-def model_key(model: nn.Module) -> Hashable:
-    """The key of a model as it is now."""
+
+def model_key(model: nn.Module, *, lasting: bool = False) -> Hashable:
+    """The key of a model as it is now, with the modules that it keeps in plain containers and objects.
+
+    Args:
+        model: any module.
+        lasting: whether programs hold its tensors, and do not get them at each call; so they do those of modules in
+            plain containers.
+    """
     seen: dict[int, int] = {}
-    known: dict[int, Hashable] = {}
-    return tuple(_module_key(module, seen, known) for module in model.modules())
+    keys = _Keys()
+    found = [_module_key(module, None if lasting else seen, keys) for module in model.modules()]
+    known = {id(module) for module in model.modules()}
+    for kept in keys.modules:  # grows meanwhile
+        for module in kept.modules():
+            if id(module) not in known:
+                known.add(id(module))
+                found.append(_module_key(module, None, keys))
+    return tuple(found)
 
 
-def _module_key(module: nn.Module, seen: dict[int, int], known: dict[int, Hashable]) -> Hashable:
+def _module_key(module: nn.Module, seen: dict[int, int] | None, keys: _Keys) -> Hashable:
+    """The key of one module; without ``seen``, which numbers tensors, these count by identity."""
     attributes = vars(module)
     refuse_lazy(module)
-    plain = tuple((name, by_value(value, known)) for name, value in attributes.items() if _is_plain(name))
+    plain = tuple((name, keys.of(value)) for name, value in attributes.items() if _is_plain(name))
     tensors = tuple(
-        (name, None if tensor is None else (seen.setdefault(id(tensor), len(seen)), metadata(tensor)))
+        (name, None if tensor is None else (_number(tensor, seen), metadata(tensor)))
         for kind in ("_parameters", "_buffers")
         for name, tensor in attributes[kind].items()
     )
     hooks = tuple((kind, tuple(map(Same, attributes[kind].values()))) for kind in _HOOKS if attributes.get(kind))
     children = tuple((name, id(child)) for name, child in attributes["_modules"].items())
     return type(module), module.training, plain, tensors, hooks, children
+
+
+def _number(tensor: torch.Tensor, seen: dict[int, int] | None) -> Hashable:
+    return Same(tensor) if seen is None else seen.setdefault(id(tensor), len(seen))
 
 
 def refuse_lazy(module: nn.Module) -> None:
@@ -240,58 +320,44 @@ def _is_plain(name: str) -> bool:
     return name not in _OF_MODULES and not name.startswith("_graphopt")
 
 
-def _watch(model: nn.Module) -> Callable[[nn.Module], bool]:
-    """A function that says, at little cost, whether everything that the key was made of is as it is now."""
-    found = _Watched()
-    for module in model.modules():
-        found.add(module)
-    same_tensors = _torch.TensorsUnchanged(found.tensors)
-    versions, contents = list(map(_torch.dict_version, found.dictionaries)), [by_value(item) for item in found.others]
-    hooks = _torch.hooks_added()
+def _watch(model: nn.Module) -> tuple[Callable[[nn.Module], bool], list[str]]:
+    """A function that says, at little cost, whether everything that the key was made of is as it is now.
+
+    With the names of what it does not look at, since that is too large.
+    """
+    modules, tensors, contents = list(model.modules()), list[torch.Tensor](), Contents()
+    known = set(map(id, modules))
+    for module in modules:  # grows meanwhile
+        tensors += _watch_module(module, contents)
+        new = [inner for kept in contents.modules for inner in kept.modules() if id(inner) not in known]
+        modules += {id(inner): inner for inner in new}.values()
+        known.update(map(id, new))
+        contents.modules.clear()
+    same_tensors = _torch.TensorsUnchanged(tensors)
+    hooks, classes = _torch.hooks_added(), list(map(type, modules))
 
     def unchanged(current: nn.Module) -> bool:
         return (
             current is model
             and _torch.hooks_added() == hooks
-            and list(map(_torch.dict_version, found.dictionaries)) == versions
+            and list(map(type, modules)) == classes
             and same_tensors()
-            and (not contents or [by_value(item) for item in found.others] == contents)
+            and contents.unchanged()
         )
 
-    return unchanged
+    return unchanged, list(contents.too_large)
 
 
-class _Watched:
-    """What a model consists of: its dictionaries, tensors, and the lists and sets in plain attributes."""
-
-    def __init__(self) -> None:
-        self.dictionaries: list[dict[Any, Any]] = []
-        self.tensors: list[torch.Tensor] = []
-        self.others: list[Any] = []
-        self._seen: set[int] = set()
-
-    def add(self, module: nn.Module) -> None:
-        """Everything of one module but its children."""
-        attributes = vars(module)
-        self.dictionaries += [attributes, attributes["_parameters"], attributes["_buffers"], attributes["_modules"]]
-        self.dictionaries += [attributes[kind] for kind in _HOOKS if attributes.get(kind)]
-        tensors = chain(attributes["_parameters"].values(), attributes["_buffers"].values())
-        self.tensors += [tensor for tensor in tensors if tensor is not None]
-        for name, value in attributes.items():
-            if _is_plain(name):
-                self._attribute(value, 0)
-
-    def _attribute(self, value: Any, depth: int) -> None:
-        plain = (*_BY_IDENTITY, nn.Module, torch.Tensor, str, bytes, int, float, bool, type(None))
-        if depth >= DEEPEST or isinstance(value, plain) or id(value) in self._seen:
-            return
-        self._seen.add(id(value))
-        if isinstance(value, (list, set)):
-            self.others.append(value)
-            return
-        content: Any = value if isinstance(value, (dict, tuple, frozenset)) else getattr(value, "__dict__", None)
-        if isinstance(content, dict):
-            self.dictionaries.append(content)
-            content = list(content.values())
-        for item in content or ():
-            self._attribute(item, depth + 1)
+def _watch_module(module: nn.Module, contents: Contents) -> list[torch.Tensor]:
+    """Note everything of one module but its children; gives its tensors."""
+    attributes = vars(module)
+    for entries in (attributes, attributes["_parameters"], attributes["_buffers"], attributes["_modules"]):
+        contents.dictionary(entries)
+    for kind in _HOOKS:
+        if attributes.get(kind):
+            contents.dictionary(attributes[kind])
+    for name, value in attributes.items():
+        if _is_plain(name):
+            contents.add(value, f"{type(module).__name__}.{name}")
+    tensors = chain(attributes["_parameters"].values(), attributes["_buffers"].values())
+    return [tensor for tensor in tensors if tensor is not None]

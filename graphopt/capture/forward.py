@@ -19,9 +19,10 @@ from torch import fx, nn
 from graphopt import _torch
 from graphopt.capture.assigned_buffers import IN_PARTS, buffers_of, refuse_empty, write_assigned
 from graphopt.capture.call_checks import shapes_by_argument
-from graphopt.capture.changed_state import arguments_noted
+from graphopt.capture.changed_state import arguments_noted, attributes_kept
 from graphopt.capture.fingerprint import refuse_lazy
 from graphopt.capture.flatten import Structure, flatten
+from graphopt.capture.gradients_read import gradients_read_refused
 from graphopt.capture.graph_part import title_of
 from graphopt.capture.hidden_effects import drawing_refused, seeding_refused
 from graphopt.capture.mask_questions import Question, Questions
@@ -115,7 +116,7 @@ class _Root(nn.Module):
                 stack.enter_context(_torch.as_in_eager(compiling=path == "compiled"))
             stack.enter_context(questions.answered(tensors))
             try:
-                with drawing_refused(), arguments_noted(names, args, kwargs) as changed:
+                with drawing_refused(), gradients_read_refused(), arguments_noted(names, args, kwargs) as changed:
                     result = call_under_trace(call, self.model, args, kwargs)
                 flatten(result)  # which makes dataclasses known
                 result, left_out = returnable(result)
@@ -171,6 +172,7 @@ def capture_forward(
         writes = _torch.RealWrites()
         with (
             observe(model),
+            attributes_kept(model),
             plain_precision(),
             torch.enable_grad(),
             _torch.without_regions(),

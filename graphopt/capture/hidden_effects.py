@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import random
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +25,7 @@ from graphopt.capture.autocast_of_others import autocast_of_others
 from graphopt.capture.changed_state import changes_noted
 from graphopt.capture.kept_places import comparable
 from graphopt.capture.source_lines import user_frame
+from graphopt.capture.whose_code import is_covered_file
 from graphopt.errors import CaptureError, GraphBreakError
 from graphopt.ir.ops.recurrent import AS_IN_EAGER
 
@@ -44,8 +47,8 @@ _REFUSED: list[tuple[Any, str, str]] = [
     *(
         (owner, name, f"torch.{name} inside of forward, which would act at the capture and at no later call")
         for owner, names in (
-            (torch, ("manual_seed", "seed", "set_rng_state")),
-            (torch.random, ("manual_seed", "seed", "set_rng_state", "fork_rng")),
+            (torch, ("manual_seed", "seed", "initial_seed", "set_rng_state")),
+            (torch.random, ("manual_seed", "seed", "initial_seed", "set_rng_state", "fork_rng")),
         )
         for name in names
     ),
@@ -160,16 +163,50 @@ def drawing_refused() -> Iterator[None]:
         GraphBreakError: behind the block; the generators are where they were before.
     """
     before = _other_generators()
-    with _torch.collectives_draw_apart():
+    with _torch.collectives_draw_apart(), _system_draws_noted() as drawn:
         yield
     after = _other_generators()
+    if drawn:
+        raise _drawn_from("the operating system's random numbers (os.urandom, uuid, secrets)")
     for whose, (state, restore) in before.items():
         if state != after[whose][0]:
             restore()
-            raise GraphBreakError(
-                f"forward draws from {whose}, and the program would have the number of the capture at every call\n"
-                "  what to do: draw with torch (torch.rand), or before the call, and give the number as a tensor"
-            )
+            raise _drawn_from(whose)
+
+
+def _drawn_from(whose: str) -> GraphBreakError:
+    return GraphBreakError(
+        f"forward draws from {whose}, and the program would have the number of the capture at every call\n"
+        "  what to do: draw with torch (torch.rand), or before the call, and give the number as a tensor"
+    )
+
+
+def _is_of_torch(frame: types.FrameType | None) -> bool:
+    """Whether torch makes a call, by itself or through Python's library."""
+    while frame is not None and is_covered_file(frame.f_code.co_filename):
+        if frame.f_code.co_filename.startswith(_torch.FOLDER):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextlib.contextmanager
+def _system_draws_noted() -> Iterator[list[int]]:
+    """Note each time that this thread takes random bytes of the operating system."""
+    thread, drawn = threading.get_ident(), list[int]()
+    original = os.urandom
+
+    def noting(size: int, /) -> bytes:
+        if threading.get_ident() == thread and not _is_of_torch(sys._getframe(1)):
+            drawn.append(size)
+        return original(size)
+
+    with contextlib.ExitStack() as stack:
+        for module, name in ((os, "urandom"), (random, "_urandom")):
+            if getattr(module, name, None) is original:
+                setattr(module, name, noting)
+                stack.callback(setattr, module, name, original)
+        yield drawn
 
 
 def _other_generators() -> dict[str, tuple[Any, Callable[[], None]]]:

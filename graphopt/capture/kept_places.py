@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from graphopt import _torch
-from graphopt.capture.fingerprint import DEEPEST, MOST_ITEMS
+from graphopt.capture.contents import DEEPEST, MOST_ITEMS
 from graphopt.capture.variables import Variable
 from graphopt.capture.whose_code import has_attributes
 

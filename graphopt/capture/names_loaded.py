@@ -6,7 +6,7 @@ import dis
 import functools
 import types
 
-__all__ = ["chains_of"]
+__all__ = ["chains_of", "compares_types"]
 
 _STARTS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FROM_DICT_OR_DEREF", "LOAD_FAST")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
@@ -46,3 +46,29 @@ def chains_of(code: types.CodeType) -> tuple[Chain, ...]:
                     chain = ("global", name)
         found[chain] = None
     return tuple(chain for chain in found if chain and not (len(chain) > 1 and chain[1] in written))
+
+
+_TENSORS = ("Tensor", "Parameter", "Buffer")
+_COMPARES = ("IS_OP", "COMPARE_OP", "CONTAINS_OP")
+
+
+@functools.lru_cache(maxsize=10_000)
+def compares_types(code: types.CodeType) -> bool:
+    """Whether a function's code, or one inside of it, compares ``type(...)`` with a class of tensors."""
+    if any(isinstance(constant, types.CodeType) and compares_types(constant) for constant in code.co_consts):
+        return True
+    called = False
+    since: set[str] = set()
+    for instruction in dis.get_instructions(code):
+        name = str(instruction.argval)
+        if instruction.opname == "LOAD_GLOBAL" and name == "type":
+            called, since = True, set()
+        elif instruction.opname.startswith("STORE_"):
+            called = False
+        elif instruction.opname in _COMPARES and called:
+            if not since.isdisjoint(_TENSORS):
+                return True
+            called = False
+        elif instruction.opname.startswith(("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_NAME", "LOAD_DEREF")):
+            since.add(name)
+    return False

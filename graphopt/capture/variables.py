@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import dis
 import functools
@@ -10,7 +11,7 @@ import sys
 import types
 from typing import Any
 
-__all__ = ["ENVIRONMENT", "MISSING", "Cell", "Environment", "Variable", "variables_set"]
+__all__ = ["ENVIRONMENT", "MISSING", "Cell", "Environment", "InContext", "Variable", "in_context", "variables_set"]
 
 MISSING = object()
 """What a variable is that is not set."""
@@ -64,6 +65,25 @@ class Environment:
 
 
 ENVIRONMENT = Environment()
+
+
+class InContext:
+    """A variable of the context that code runs in, likewise."""
+
+    def __init__(self, variable: contextvars.ContextVar[Any]) -> None:
+        self.variable = variable
+
+    def get(self, _name: str, missing: object) -> object:
+        """What the variable is here, or ``missing``."""
+        return next(iter(in_context(self.variable)), missing)
+
+
+def in_context(variable: contextvars.ContextVar[Any]) -> tuple[Any, ...]:
+    """What a variable of the context is, its default included; empty where it has none."""
+    try:
+        return (variable.get(),)
+    except LookupError:
+        return ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,9 +7,10 @@ user's files are followed; those of torch, Python and installed libraries are no
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
-import operator
+import logging
 import random
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -19,10 +20,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from graphopt import _torch
-from graphopt.capture.fingerprint import DEEPEST, MOST_ITEMS, ModelFingerprint, Same, by_value
-from graphopt.capture.names_loaded import chains_of
-from graphopt.capture.variables import ENVIRONMENT, MISSING, Cell, Environment, Variable, variables_set
+from graphopt.capture.contents import CONTAINERS, MOST_ITEMS, PLAIN, Contents
+from graphopt.capture.fingerprint import ModelFingerprint, Same, by_value
+from graphopt.capture.names_loaded import chains_of, compares_types
+from graphopt.capture.told_calls import TYPES_COMPARED, told_call
+from graphopt.capture.variables import ENVIRONMENT, MISSING, Cell, Environment, InContext, Variable, variables_set
 from graphopt.capture.whose_code import (
     LIBRARIES,
     file_of,
@@ -35,6 +37,8 @@ from graphopt.capture.whose_code import (
 
 __all__ = ["GENERATORS", "VariablesRead", "reached_by"]
 
+logger = logging.getLogger("graphopt")
+
 _MOST = 2_000
 """Functions that are followed."""
 
@@ -45,11 +49,8 @@ _CHANGES = frozenset(
 
 _OF_ENVIRONMENT = frozenset(("environ", "getenv", "environb"))
 
-_NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 """Random generators that are no tensors' ones."""
-
-_CONTAINERS = (list, tuple, set, frozenset, Mapping)
 
 
 class _Shown:
@@ -68,49 +69,6 @@ class _Shown:
         return hash(self._text)
 
 
-class _Contents:
-    """Containers whose items count, and the containers in them, as far as ``by_value`` looks."""
-
-    def __init__(self) -> None:
-        self._kept: list[tuple[Any, Any]] = []
-        self._seen: set[int] = set()
-
-    def add(self, value: object, depth: int = 0) -> None:
-        """Remember what a container holds, and what the containers in it hold."""
-        own = getattr(value, "__dict__", None)
-        if depth >= DEEPEST or id(value) in self._seen or isinstance(value, (*_NUMBERS, torch.Tensor, nn.Module, type)):
-            return
-        self._seen.add(id(value))
-        if not isinstance(value, _CONTAINERS):
-            if isinstance(own, dict) and not callable(value):
-                self.add(own, depth + 1)
-            return
-        self._kept.append((value, self._state(value)))
-        if len(value) <= MOST_ITEMS:
-            for item in list(value.values()) if isinstance(value, Mapping) else list(value):
-                self.add(item, depth + 1)
-
-    @staticmethod
-    def _state(value: Any) -> Any:
-        """What tells whether a container holds the same objects."""
-        if type(value) is dict:
-            return _torch.dict_version(value)
-        if len(value) > MOST_ITEMS:
-            return len(value)
-        return (*value.keys(), *value.values()) if isinstance(value, Mapping) else tuple(value)
-
-    def unchanged(self) -> bool:
-        """Whether every container holds what it held."""
-        for value, state in self._kept:
-            now = self._state(value)
-            if isinstance(now, tuple):
-                if len(now) != len(state) or not all(map(operator.is_, now, state)):
-                    return False
-            elif now != state:
-                return False
-        return True
-
-
 class _Found:
     """What is read, where it is kept, and what it is now.
 
@@ -123,17 +81,20 @@ class _Found:
         reached: containers, objects, classes and other modules that code may change, by names for people.
         iterators: that code may take from, by names for people.
         variables: that code sets or reads.
+        told: what is to be said of functions that code calls.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.values: list[tuple[str, Hashable]] = []
         self.plain: dict[str, object] = {}
         self.places: list[tuple[Any, str, object]] = []
-        self.contents = _Contents()
+        self.contents = Contents()
         self.modules: list[nn.Module] = []
         self.reached: list[tuple[str, object]] = []
         self.iterators: list[str] = []
         self.variables: list[Variable] = []
+        self.told: dict[str, None] = {}
+        self._model = model
         self._of_model = {id(vars(module)) for module in model.modules()}
         self._seen: set[tuple[int, str]] = set()
         self._met: set[Hashable] = set()
@@ -145,12 +106,11 @@ class _Found:
             function, owner = self._waiting.pop()
             code, name = function.__code__, function.__qualname__
             self._sets(function)
+            self._environment(code)
+            if compares_types(code):
+                self.told[f"{name} {TYPES_COMPARED}"] = None
             if function.__defaults__ or function.__kwdefaults__:
                 self._content((function.__defaults__, function.__kwdefaults__), f"the defaults of {name}")
-            if not _OF_ENVIRONMENT.isdisjoint(code.co_names):
-                for text in code.co_consts:
-                    if isinstance(text, str):
-                        self._look(ENVIRONMENT, [text], "environment variable ")
             for root, *path in chains_of(code):
                 if root == "global":
                     self._look(function.__globals__, path, "")
@@ -159,6 +119,12 @@ class _Found:
                     self._look(Cell(cell), path, f"{name}: ")
             if owner is not None:
                 self._of_owner(code, owner)
+
+    def _environment(self, code: types.CodeType) -> None:
+        if not _OF_ENVIRONMENT.isdisjoint(code.co_names):
+            for text in code.co_consts:
+                if isinstance(text, str):
+                    self._look(ENVIRONMENT, [text], "environment variable ")
 
     def _sets(self, function: types.FunctionType) -> None:
         """Note the variables that a function sets."""
@@ -231,32 +197,56 @@ class _Found:
         """Go along a chain from where its first name is kept."""
         name, *rest = path
         value = place.get(name, MISSING)
-        if value is MISSING or (isinstance(value, (types.ModuleType, type)) and is_of_library(value)):
-            return
         where = f"{where}{name}"
-        identity = id(place.cell) if isinstance(place, Cell) else id(place)
-        if (identity, name) not in self._seen:
-            self._seen.add((identity, name))
-            self.places.append((place, name, value))
-            if isinstance(place, (dict, Cell, Environment)):
-                self.variables.append(Variable(where, place, name))
+        if told := told_call(value, rest):
+            self.told[f"the code of {type(self._model).__name__} {told}"] = None
+        if value is MISSING:
+            return
+        if isinstance(value, (types.ModuleType, type)) and is_of_library(value):
+            self._of_library(value, rest, where)
+            return
+        if self._place(place, name, value) and isinstance(place, (dict, Cell, Environment)):
+            self.variables.append(Variable(where, place, name))
         self._value(value, rest, where)
+
+    def _place(self, place: Any, name: str, value: object) -> bool:
+        """Note where something is kept; says whether that is new."""
+        key = id(place.cell) if isinstance(place, Cell) else id(place), name
+        new = key not in self._seen
+        if new:
+            self._seen.add(key)
+            self.places.append((place, name, value))
+        return new
+
+    def _of_library(self, value: object, path: list[str], where: str) -> None:
+        """A function or a class that a library has under a name, where another one may be put in its place."""
+        for name in path:
+            if not isinstance(value, types.ModuleType):
+                return
+            place, value = vars(value), vars(value).get(name, MISSING)
+            if value is MISSING:
+                return
+            where = f"{where}.{name}"
+            if self._place(place, name, value):
+                self.values.append((where, Same(value)))
 
     def _value(self, value: object, rest: list[str], where: str) -> None:
         """What a chain has come to, with the names that follow."""
         self._takes(value, rest, where)
-        if isinstance(value, (*_CONTAINERS, *GENERATORS)) or is_of_user(value):
+        if isinstance(value, (*CONTAINERS, *GENERATORS)) or is_of_user(value):
             self.reached.append((where, value))
         if isinstance(value, types.ModuleType):
             if rest:
                 self._look(vars(value), rest, f"{where}.")
+        elif isinstance(value, contextvars.ContextVar):
+            self._look(InContext(value), [value.name, *rest[1:]], f"{where}: ")
         elif isinstance(value, type):
             self.reached.append((where, value))
             self._of_class(value, rest, f"{where}.")
         elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial, nn.Module)):
             self.values.append((where, Same(getattr(value, "__func__", value))))
             self.call(value)
-        elif isinstance(value, _CONTAINERS):
+        elif isinstance(value, CONTAINERS):
             if not (rest and rest[0] in _CHANGES):
                 self._content(value, where)
         else:
@@ -270,7 +260,7 @@ class _Found:
             self.iterators.append(where)
 
     def _object(self, value: object, rest: list[str], where: str) -> None:
-        if isinstance(value, _NUMBERS):
+        if isinstance(value, PLAIN):
             self.values.append((where, by_value(value)))
             self.plain[where] = value
         elif isinstance(value, torch.Tensor):
@@ -294,10 +284,12 @@ class _Found:
         """An attribute of an object: its own, or its class's."""
         own = getattr(owner, "__dict__", None)
         if isinstance(own, dict) and path[0] in own:
-            if not isinstance(owner, nn.Module) or id(own) not in self._of_model:
+            value = own[path[0]]
+            of_model = isinstance(owner, nn.Module) and id(own) in self._of_model
+            if not of_model or isinstance(value, types.ModuleType):
                 self._look(own, path, where)
             else:
-                self._takes(own[path[0]], path[1:], f"{where}{path[0]}")
+                self._takes(value, path[1:], f"{where}{path[0]}")
             return
         bases = [base for base in type(owner).__mro__ if path[0] in vars(base)]
         for base in bases:
@@ -380,6 +372,7 @@ class VariablesRead:
     def __init__(self) -> None:
         self._unchanged: Callable[[nn.Module, object, int], bool] = lambda model, called, changes: False
         self._key: Hashable = None
+        self._told: set[str] = set()
         self.values: dict[str, object] = {}
 
     def __call__(self, model: nn.Module, called: object, changes: int) -> Hashable:
@@ -396,11 +389,14 @@ class VariablesRead:
 
     def _read(self, model: nn.Module, called: object, changes: int) -> None:
         found = _found_by(model, called)
-        prints = [(module, ModelFingerprint()) for module in found.modules]
+        prints = [(module, ModelFingerprint(lasting=True)) for module in found.modules]
         keys: list[Hashable] = [fingerprint(module) for module, fingerprint in prints]
         places = found.places
         self.values = found.plain
         self._key = (*found.values, *keys)
+        for sentence in found.told.keys() - self._told:
+            logger.warning("%s", sentence)
+        self._told |= found.told.keys()
 
         def unchanged(current: nn.Module, now: object, count: int) -> bool:
             if current is not model or now is not called or count != changes:
@@ -420,7 +416,8 @@ def _one_of_each(model: nn.Module) -> Iterator[nn.Module]:
     classes: set[type] = set()
     for module in model.modules():
         own = vars(module)
-        special = own["_forward_hooks"] or own["_forward_pre_hooks"] or any(map(callable, own.values()))
+        held = any(callable(value) or isinstance(value, types.ModuleType) for value in own.values())
+        special = own["_forward_hooks"] or own["_forward_pre_hooks"] or held
         if special or type(module) not in classes:
             classes.add(type(module))
             yield module

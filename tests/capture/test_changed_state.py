@@ -10,8 +10,10 @@ import logging
 import os
 import pathlib
 import random
+import secrets
 import threading
 import types
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -559,3 +561,101 @@ def test_whole_steps_refuse_to_draw_from_other_generators(kind: str) -> None:
     np.random.seed(2)
     DRAWN.seed(2)
     assert torch.equal(torch.as_tensor(drawn), torch.as_tensor(draw(twin)))
+
+
+# --- containers stay the objects that they are ------------------------------------------------------------------------
+
+
+class Shares(nn.Module):
+    """Two blocks that read one dictionary, which the user's loop sets as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales: dict[str, Any] = {"all": 1.0, "more": [1.0]}
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        for block in self.blocks:
+            block.scales = self.scales
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x) * block.scales["all"] * block.scales["more"][0]
+        return x
+
+
+@pytest.mark.parametrize("way", ["step", "drop-in", "capture"])
+def test_containers_that_modules_share_are_shared_behind_a_capture(way: str) -> None:
+    model = Shares()
+    kept, inner = model.scales, model.scales["more"]
+    step = graphopt.optimize_step(model, torch.optim.SGD(model.parameters(), 0.0), loss=lambda model, x: model(x).sum())
+    optimized = graphopt.optimize(model)
+    x = torch.linspace(-1, 1, 8).reshape(2, 4)
+    run = {
+        "step": lambda: step(x),
+        "drop-in": lambda: optimized(x).sum(),
+        "capture": lambda: graphopt.capture(model, (x,)),
+    }
+    run[way]()
+    assert model.scales is kept
+    assert all(block.scales is kept for block in model.blocks)
+    assert kept["more"] is inner
+    inner[0], kept["all"] = 3.0, 2.0
+    if way != "capture":
+        with torch.no_grad():
+            assert torch.equal(run[way](), model(x).sum())
+
+
+class Fills(nn.Module):
+    """Notes sizes in a list of its own, which somebody else holds too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.sizes = nn.Linear(4, 4), list[int]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.sizes.append(len(x))
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_list_that_forward_fills_is_told_and_captured_once(whole: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model = Fills()
+    kept = model.sizes
+    x = torch.linspace(-1, 1, 8).reshape(2, 4)
+    step = graphopt.optimize_step(model, torch.optim.SGD(model.parameters(), 0.0), loss=lambda model, x: model(x).sum())
+    optimized: Any = graphopt.optimize(model)
+    with caplog.at_level(logging.WARNING, "graphopt"):
+        for _ in range(3):
+            _ = step(x) if whole else optimized(x)
+    runner = step._programs.runner if whole else optimized._graphopt.runner
+    assert len(runner.captures.all()) == 1
+    assert model.sizes is kept
+    assert kept == []
+    assert sum("sets sizes" in record.getMessage() for record in caplog.records) == 1
+
+
+DRAWS: dict[str, Callable[[], float]] = {
+    "bytes": lambda: float(os.urandom(4)[0]),
+    "identifier": lambda: float(uuid.uuid4().int % 1_000_003),
+    "secret": lambda: float(secrets.randbelow(1_000_003)),
+    "generator": lambda: random.SystemRandom().random(),
+}
+
+
+class DrawsOfSystem(nn.Module):
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.linear, self.draw = nn.Linear(4, 4), draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * 0 + self.draw()
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_random_numbers_of_the_operating_system_are_drawn_at_each_call_or_refused(kind: str) -> None:
+    model = DrawsOfSystem(DRAWS[kind])
+    x = torch.linspace(-1, 1, 8).reshape(2, 4)
+    step = graphopt.optimize_step(model, torch.optim.SGD(model.parameters(), 0.0), loss=lambda model, x: model(x).sum())
+    with pytest.raises(GraphBreakError, match="the operating system's random numbers"):
+        step(x)
+    optimized = graphopt.optimize(model)
+    assert len({float(optimized(x)[0, 0].detach()) for _ in range(6)}) > 1

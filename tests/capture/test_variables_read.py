@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import functools
 import logging
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -354,3 +356,61 @@ def test_methods_behind_super_are_followed() -> None:
     for value in (1.0, 2.0):
         set_global(value)
         assert torch.equal(optimized(X), Derived.forward(model, X))
+
+
+# --- variables of the context, and functions of libraries -------------------------------------------------------------
+
+in_context: contextvars.ContextVar[float] = contextvars.ContextVar("in_context", default=1.0)
+
+
+def scaled(y: torch.Tensor) -> torch.Tensor:
+    return y * in_context.get()
+
+
+def softened(y: torch.Tensor) -> torch.Tensor:
+    return F.softplus(y)
+
+
+def patched_softplus(value: float) -> None:
+    F.softplus = SOFTPLUS if value == 1.0 else F.relu
+
+
+SOFTPLUS = F.softplus
+
+
+@pytest.fixture
+def own_softplus() -> Iterator[None]:
+    yield
+    F.softplus = SOFTPLUS
+
+
+@pytest.mark.usefixtures("own_softplus")
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(("then", "change"), [(scaled, in_context.set), (softened, patched_softplus)])
+def test_variables_of_the_context_and_functions_of_libraries_are_read(then: Any, change: Any, whole: bool) -> None:
+    model = Net(then)
+    step = graphopt.optimize_step(model, torch.optim.SGD(model.parameters(), 0.0), loss=mean_square)
+    optimized: Any = graphopt.optimize(copy.deepcopy(model))
+    for value in (1.0, 3.0, 3.0, 1.0):
+        change(value)
+        found = step(X) if whole else mean_square(optimized, X)
+        assert torch.equal(found, mean_square(model, X)), value
+    assert len((step._programs if whole else optimized._graphopt).runner.captures.all()) == 2
+
+
+class Distils:
+    """Its method is the loss; the teacher's parameters are others later on."""
+
+    def __init__(self) -> None:
+        self.teacher = nn.Linear(6, 6).requires_grad_(False)
+
+    def loss(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (model(x) - self.teacher(x)).square().mean()
+
+
+def test_parameters_of_a_module_outside_of_the_model_that_are_replaced() -> None:
+    distils, model = Distils(), Net()
+    step = graphopt.optimize_step(model, torch.optim.SGD(model.parameters(), 0.0), loss=distils.loss)
+    for value in (1.0, 2.0):
+        distils.teacher.weight = nn.Parameter(torch.full((6, 6), value), requires_grad=False)
+        assert torch.equal(step(X), distils.loss(model, X)), value
