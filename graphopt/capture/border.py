@@ -74,6 +74,16 @@ BORDER = (
     Row("hooks of the optimizer", "honoured", "in a whole step its update then runs as it is"),
     Row("what an optimizer reads or keeps in Python", "honoured", "its update runs as it is, and a warning says so"),
     Row(
+        "parameters and buffers of the model that code holds elsewhere: in lists, in closures of a loss",
+        "traced",
+        "they are the same inputs",
+    ),
+    Row(
+        "other tensors that require gradients: of modules in plain lists, of a loss with parameters of its own",
+        "refused",
+        "where an optimizer holds them, else told; a drop-in model is captured in parts, which have their gradients",
+    ),
+    Row(
         "parameters that require gradients and that the optimizer does not hold",
         "told",
         "a whole step computes no gradients for them",

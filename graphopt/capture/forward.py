@@ -22,7 +22,6 @@ from graphopt.capture.call_checks import shapes_by_argument
 from graphopt.capture.changed_state import arguments_noted, attributes_kept
 from graphopt.capture.fingerprint import refuse_lazy
 from graphopt.capture.flatten import Structure, flatten
-from graphopt.capture.gradients_read import gradients_read_refused
 from graphopt.capture.graph_part import title_of
 from graphopt.capture.hidden_effects import drawing_refused, seeding_refused
 from graphopt.capture.mask_questions import Question, Questions
@@ -31,6 +30,7 @@ from graphopt.capture.regions import REGION_KEY, observe
 from graphopt.capture.returnable import returnable
 from graphopt.capture.same_inputs import read_in_one_place
 from graphopt.capture.source_lines import source_line, user_frame
+from graphopt.capture.tensors_met import Outside, TensorsMet, tensors_of
 from graphopt.capture.value_checks import kept_as_checks
 from graphopt.capture.varying_axes import VaryingAxes
 from graphopt.errors import CaptureError, GraphBreakError, TorchVersionError, as_cause
@@ -56,6 +56,7 @@ class ForwardCapture:
         questions: what the model has asked of the values of the call's tensors, with the answers it is for.
         changed: the arguments that the user's code changes, for people.
         left_out: the places in the result where None stands for a cache, likewise.
+        outside: tensors that require gradients and are neither the model's nor arguments, of which it has the values.
     """
 
     program: Program
@@ -65,6 +66,7 @@ class ForwardCapture:
     questions: Mapping[Question, bool] = field(default_factory=dict)
     changed: Sequence[str] = ()
     left_out: Sequence[str] = ()
+    outside: Sequence[Outside] = ()
 
 
 Path = Literal["compiled", "exported", "eager"]
@@ -87,6 +89,16 @@ class _UserCodeError(Exception):
         pass
 
 
+@dataclass
+class _Seen:
+    """What was noted of a call under trace: see ``ForwardCapture``."""
+
+    outputs: Structure
+    changed: list[str]
+    left_out: list[str]
+    outside: list[Outside]
+
+
 class _Root(nn.Module):
     """Calls the user's model (or loss) on flat tensors and returns flat tensors, noting the result's structure."""
 
@@ -97,26 +109,28 @@ class _Root(nn.Module):
         inputs: Structure,
         questions: Questions,
         names: Sequence[str],
-        seen: list[tuple[Structure, list[str], list[str]]],
+        seen: list[_Seen],
         path: Path,
     ) -> None:
         super().__init__()
+        real = tensors_of(model)
         self.model = model
         self.training = model.training
         # Results are noted in a list: export undoes assignments to a module's attributes.
-        self._run = (call, inputs, questions, names, seen.append, path)
+        self._run = (call, inputs, questions, names, seen.append, path, real)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        call, inputs, questions, names, note, path = self._run
+        call, inputs, questions, names, note, path, real = self._run
         args, kwargs = inputs.restore(tensors)
         buffers = buffers_of(self.model)
+        met = TensorsMet(real, tensors_of(self.model))
         with contextlib.ExitStack() as stack:
             stack.enter_context(kept_as_checks())
             if path != "exported":
                 stack.enter_context(_torch.as_in_eager(compiling=path == "compiled"))
             stack.enter_context(questions.answered(tensors))
             try:
-                with drawing_refused(), gradients_read_refused(), arguments_noted(names, args, kwargs) as changed:
+                with drawing_refused(), met, arguments_noted(names, args, kwargs) as changed:
                     result = call_under_trace(call, self.model, args, kwargs)
                 flatten(result)  # which makes dataclasses known
                 result, left_out = returnable(result)
@@ -124,7 +138,7 @@ class _Root(nn.Module):
             except Exception as error:
                 raise _UserCodeError(error) from error
         write_assigned(buffers)
-        note((structure, changed, left_out))
+        note(_Seen(structure, changed, left_out, list(met.outside.values())))
         return tuple(flat)
 
 
@@ -163,7 +177,7 @@ def capture_forward(
         refuse_lazy(module)
     given, inputs = flatten((tuple(args), dict(kwargs)))
     tensors = _distinct(given)
-    seen: list[tuple[Structure, list[str], list[str]]] = []
+    seen: list[_Seen] = []
     questions = Questions(tensors if by_values else ())
     shapes = _flat_shapes(dynamic_shapes, inputs, names)
 
@@ -199,12 +213,21 @@ def capture_forward(
         refuse_shortage(error, title_of(model))
         explained = _explain(error, model)
         raise explained from None if _depends_on_data(error) else as_cause(error)
-    outputs, changed, left_out = seen[-1]
-    program = _to_program(exported, outputs, inputs, scalar_loss)
+    noted = seen[-1]
+    program = _to_program(exported, noted.outputs, inputs, scalar_loss)
     program.title = title_of(model)
     refuse_empty(program)
     read_in_one_place(program, given)
-    return ForwardCapture(program, inputs, outputs, tensors, questions.answers, changed, left_out)
+    return ForwardCapture(
+        program,
+        inputs,
+        noted.outputs,
+        tensors,
+        questions.answers,
+        noted.changed,
+        noted.left_out,
+        noted.outside,
+    )
 
 
 _ASSIGNED = re.compile(r"The tensor attributes? (?P<names>.*?) (was|were) assigned during export")

@@ -36,6 +36,7 @@ from graphopt.capture.joint import JointCapture, capture_joint
 from graphopt.capture.mask_questions import Question
 from graphopt.capture.split_uses import split_uses
 from graphopt.capture.step import trace_optimizer
+from graphopt.capture.tensors_met import refuse_outside
 from graphopt.capture.without_memory import without_memory
 from graphopt.errors import CaptureError, choice, public, wrong_argument
 from graphopt.ir.autocast import mark_around, plain_precision, under_autocast
@@ -152,6 +153,7 @@ class CaptureSession:
         self._captures: dict[torch.dtype | None, ForwardCapture] = {}
         self._assigned: dict[str, None] = {}
         self._left_out: dict[str, None] = {}
+        self._outside: dict[str, None] = {}
         self._outputs: Structure | None = None
         self._replayed: dict[Question, bool] = {}
 
@@ -193,6 +195,7 @@ class CaptureSession:
                 scalar_loss=self._scalar_loss,
                 by_values=self._by_values,
             )
+        self._outside |= refuse_outside(captured.outside, self.title, self.optimizer)
         program = captured.program
         stand_in(program, self.tensors().values())
         mark_around(program.graph, program.attributes, len(devices))
@@ -267,6 +270,11 @@ class CaptureSession:
     def left_out(self) -> tuple[str, ...]:
         """The places in the result of the captures so far where None stands for a cache of keys and values."""
         return tuple(self._left_out)
+
+    @property
+    def outside(self) -> tuple[str, ...]:
+        """The lines that compute with tensors which require gradients, and which nothing trains."""
+        return tuple(self._outside)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The model's parameters and buffers by every name they have."""

@@ -166,6 +166,17 @@ class Runner(Generic[C]):
                 ", ".join(names),
             )
 
+    def _tell_outside(self, session: CaptureSession) -> None:
+        lines = [line for line in session.outside if line not in self._told]
+        self._told.update(lines)
+        if lines:
+            logger.warning(
+                "%s computes with tensors that require gradients, and are neither its parameters nor the optimizer's: "
+                "a whole step computes no gradients for them (%s)",
+                type(session.model).__name__,
+                "; ".join(lines[:3]) + (f", and {len(lines) - 3} more lines" if len(lines) > 3 else ""),
+            )
+
     def find_example(self, model: nn.Module, inputs: Any, maker: Callable[[tuple[Any, ...]], Maker[C]]) -> C:
         """The capture for ``example_inputs=``, the positional arguments of a call.
 
@@ -211,6 +222,7 @@ class Runner(Generic[C]):
             rewritten = self._rewrite_for(session, wanted, room, plans)
         self._tell_assignments(session)
         self._tell_left_out(session)
+        self._tell_outside(session)
         if options.verify == "numerics":
             check_numerics(rewritten)
         if lookup is not None:
