@@ -60,7 +60,9 @@ from graphopt._torch.change_detection import hooks_added as hooks_added
 from graphopt._torch.change_detection import in_forward_mode as in_forward_mode
 from graphopt._torch.change_detection import in_function_transform as in_function_transform
 from graphopt._torch.change_detection import is_batched as is_batched
+from graphopt._torch.change_detection import is_plain_tensor as is_plain_tensor
 from graphopt._torch.change_detection import kernel_choices as kernel_choices
+from graphopt._torch.change_detection import transforms_undone as transforms_undone
 from graphopt._torch.change_detection import without_dispatch_modes as without_dispatch_modes
 from graphopt._torch.compiled_calls import CompiledCall as CompiledCall
 from graphopt._torch.compiled_calls import compiled_call as compiled_call
@@ -229,6 +231,7 @@ __all__ = [
     "is_free_to_go",
     "is_fusible",
     "is_gloo",
+    "is_plain_tensor",
     "is_registered",
     "is_tcp_store",
     "is_written",
@@ -271,6 +274,7 @@ __all__ = [
     "trace_update",
     "traced_node",
     "tracing_graph",
+    "transforms_undone",
     "unwrapped_step",
     "wait_tensor",
     "wait_with",

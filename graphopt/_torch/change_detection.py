@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._C._dynamo import guards
@@ -32,7 +32,9 @@ __all__ = [
     "in_forward_mode",
     "in_function_transform",
     "is_batched",
+    "is_plain_tensor",
     "kernel_choices",
+    "transforms_undone",
     "without_dispatch_modes",
 ]
 
@@ -71,12 +73,48 @@ def in_function_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]  # pyright: ignore
 
 
+@contextlib.contextmanager
+def transforms_undone() -> Iterator[None]:
+    """Where the block fails, no transform of ``torch.func`` is at work that was not, and nothing switched off by one.
+
+    Dynamo's graphs begin and end transforms by calls, and an error between these would leave one at work.
+    """
+    functorch, autograd = cast(Any, torch._C._functorch), cast(Any, torch._C._autograd)  # pyright: ignore
+    depth, hooks = functorch.get_dynamic_layer_stack_depth(), autograd._saved_tensors_hooks_is_enabled()
+    forward = torch._C._is_fwd_grad_enabled()
+    try:
+        yield
+    except BaseException:
+        functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        if hooks:
+            autograd._saved_tensors_hooks_enable()
+        if not in_forward_mode():
+            _leave_forward_mode()
+        torch._C._set_fwd_grad_enabled(forward)
+        raise
+
+
+def _leave_forward_mode() -> None:
+    """End the one level of forward-mode differentiation that there may be, of which torch tells by an error only."""
+    try:
+        level = torch._C._enter_dual_level()
+    except RuntimeError:
+        level = 0
+    torch._C._exit_dual_level(level=level)
+
+
 def is_batched(value: object) -> bool:
     """Whether a tensor stands for several that ``torch.autograd.grad(is_grads_batched=True)`` takes at once."""
     functorch: Any = torch._C._functorch  # pyright: ignore
     return isinstance(value, torch.Tensor) and (
         functorch.is_legacy_batchedtensor(value) or functorch.is_batchedtensor(value)
     )
+
+
+def is_plain_tensor(value: torch.Tensor) -> bool:
+    """Whether a tensor is neither of a trace, nor of a transform of ``torch.func``, nor of a class of its own."""
+    functorch: Any = torch._C._functorch  # pyright: ignore
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and not functorch.is_functorch_wrapped_tensor(value)
 
 
 def in_forward_mode() -> bool:

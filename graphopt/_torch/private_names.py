@@ -122,7 +122,11 @@ CHANGES = Feature(
     {
         "torch._C": (
             "_dynamo.guards.TensorGuards.check _dynamo.guards.dict_version _functorch.is_batchedtensor "
-            "_functorch.is_legacy_batchedtensor _functorch.peek_interpreter_stack "
+            "_functorch.is_functorch_wrapped_tensor _functorch.is_legacy_batchedtensor "
+            "_functorch.peek_interpreter_stack _functorch.get_dynamic_layer_stack_depth "
+            "_functorch.pop_dynamic_layer_stack_and_undo_to_depth _autograd._saved_tensors_hooks_enable "
+            "_autograd._saved_tensors_hooks_is_enabled _enter_dual_level _exit_dual_level _is_fwd_grad_enabled "
+            "_set_fwd_grad_enabled "
             "_get_cudnn_sdp_enabled _len_torch_dispatch_stack _len_torch_function_stack "
             "_get_flash_sdp_enabled _get_math_sdp_enabled _get_mem_efficient_sdp_enabled _get_mkldnn_enabled"
         ),

@@ -100,6 +100,12 @@ BORDER = (
         "a drop-in model runs in eager mode there",
     ),
     Row(
+        "transforms of `torch.func` inside of forward",
+        "refused",
+        "where they compute gradients (`grad`, `vjp`, `jacrev`, `hessian`): a drop-in model runs that part as it is; "
+        "`vmap`, `jvp` and `jacfwd` are traced",
+    ),
+    Row(
         "`torch.nn.utils.parametrize.cached()` around calls",
         "told",
         "a drop-in model runs in eager mode there; a step keeps parametrized tensors for its own call",

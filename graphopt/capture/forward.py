@@ -328,6 +328,8 @@ def _explain(error: Exception, model: nn.Module) -> GraphBreakError:
     text = str(error).strip().split("\n")[0] or type(error).__name__
     if isinstance(error, _OF_PYTHON):
         text = f"{type(error).__name__}: {text}"
+    if "saved tensor hooks" in text:
+        text = "forward uses a transform of torch.func that computes gradients (grad, vjp, jacrev, hessian)"
     name = title_of(model)
     if _depends_on_data(error):
         advice = (
@@ -341,6 +343,8 @@ def _explain(error: Exception, model: nn.Module) -> GraphBreakError:
             "the model must run on tensors without data (torch.export, non-strict): keep NumPy, .tolist(), printing of "
             "values and file access out of forward"
         )
+    if "transform of torch.func" in text:
+        advice = "take gradients by torch.autograd.grad(outputs, inputs, create_graph=True), which a program has too"
     if isinstance(error, _OF_PYTHON):
         advice = f"call the model once without graphopt: where that fails alike, mend the line; otherwise {advice}"
     return GraphBreakError(f"{name} cannot be captured: {text}\n  where: {where}\n  what to do: {advice}{IN_PARTS}")

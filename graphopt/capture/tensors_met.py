@@ -100,7 +100,7 @@ class TensorsMet(TorchFunctionMode):
         """A value with what stands for the model's tensors in their place; ``real`` gets what requires a gradient."""
         if isinstance(value, torch.Tensor):
             found = self._traced.get(id(value))
-            if found is None and value.requires_grad and not _torch.has_no_data(value):
+            if found is None and value.requires_grad and _torch.is_plain_tensor(value):
                 real.append(value)
             return value if found is None else found
         if isinstance(value, (list, tuple)) and type(value) in (list, tuple):

@@ -199,7 +199,8 @@ class CutGraphs:
             names = {id(given[place]): name for place, name in self._names(graph, arguments).items()}
             module = GraphPart(graph.graph, given, names, graph.paths, self.title, shared=not graph.whole)
             session = CaptureSession(module, self._examples([arguments[place] for place in module.others]))
-            capture = self._runner.rewrite(session, room=0 if share else None, plans=graph.plans)
+            with _torch.transforms_undone():
+                capture = self._runner.rewrite(session, room=0 if share else None, plans=graph.plans)
         except CaptureError as error:
             graph.reason = str(error).partition("\n")[0]
             self._note(graph)
