@@ -18,7 +18,7 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 
 # What `make sweep` runs of the tests that are marked so, in parts
 SWEPT := -m 'sweep and not gpu and not hypothesis'
-OPERATORS := tests/sweeps/test_operators.py tests/sweeps/test_autocast_lists.py
+OPERATORS := tests/sweeps/test_operators.py tests/sweeps/test_autocast_lists.py tests/sweeps/test_torch_modules.py
 PROGRAMS := tests/sweeps/test_random_programs.py
 MODELS := tests/runtime/test_transformers.py tests/sweeps/test_architectures.py tests/sweeps/test_microbatch_architectures.py
 TIMM := tests/sweeps/test_timm.py

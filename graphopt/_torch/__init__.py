@@ -109,6 +109,7 @@ from graphopt._torch.interception import as_in_eager as as_in_eager
 from graphopt._torch.interception import intercept_checkpoint as intercept_checkpoint
 from graphopt._torch.interception import parametrizations_are_cached as parametrizations_are_cached
 from graphopt._torch.interception import parametrized_apart as parametrized_apart
+from graphopt._torch.interception import set_aside_in_bodies as set_aside_in_bodies
 from graphopt._torch.memory_profile import allocator_events as allocator_events
 from graphopt._torch.memory_profile import peaks_between_marks as peaks_between_marks
 from graphopt._torch.memory_profile import profile_memory as profile_memory
@@ -259,6 +260,7 @@ __all__ = [
     "resolve_overload",
     "run_and_save_rng_state",
     "run_with_rng_state",
+    "set_aside_in_bodies",
     "size_hint",
     "size_range",
     "size_symbols",

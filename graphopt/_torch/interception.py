@@ -1,24 +1,33 @@
 """What a model's own Python meets while it is traced: checkpointed regions that run once, and no sign of an export.
 
-Replaces two internals of ``torch.utils.checkpoint``, a flag of ``torch.compiler``, and the cache of
-``torch.nn.utils.parametrize``, for as long as a model runs: none of the modules offers a hook.
+Replaces two internals of ``torch.utils.checkpoint``, a flag of ``torch.compiler``, the cache of
+``torch.nn.utils.parametrize``, and what sets modes aside in ``torch._higher_order_ops.utils``, for as long as a model
+runs: none of the modules offers a hook.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from graphopt._torch.private_names import CHECKPOINTS, require
 from graphopt._torch.versions import checkpoint_generator, has_flag
 
-__all__ = ["as_in_eager", "intercept_checkpoint", "parametrizations_are_cached", "parametrized_apart"]
+__all__ = [
+    "as_in_eager",
+    "intercept_checkpoint",
+    "parametrizations_are_cached",
+    "parametrized_apart",
+    "set_aside_in_bodies",
+]
 
 
 def parametrizations_are_cached() -> bool:
@@ -35,6 +44,40 @@ def parametrized_apart() -> Iterator[None]:
         yield
     finally:
         parametrize._cache_enabled, parametrize._cache = saved
+
+
+@contextlib.contextmanager
+def set_aside_in_bodies(mode: TorchFunctionMode) -> Iterator[None]:
+    """While the block runs, take a mode out of the stack where torch traces the bodies of ``cond`` and its like.
+
+    Torch has Dynamo do that, which knows torch's modes only, and sets those aside that a trace is made with.
+    """
+    utils: Any = importlib.import_module("torch._higher_order_ops.utils")
+    name = "_temp_remove_metadata_torch_function_mode"
+    original = getattr(utils, name, None)
+    if original is None:  # another torch, whose message then names Dynamo
+        yield
+        return
+
+    @contextlib.contextmanager
+    def removing() -> Iterator[Any]:
+        found = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # the innermost first
+        for each in reversed([each for each in found if each is not mode]):
+            _push_mode(each)
+        try:
+            with original() as removed:
+                yield removed
+        finally:
+            for _ in range(torch._C._len_torch_function_stack()):
+                _pop_mode()
+            for each in reversed(found):
+                _push_mode(each)
+
+    setattr(utils, name, removing)
+    try:
+        yield
+    finally:
+        setattr(utils, name, original)
 
 
 @contextlib.contextmanager

@@ -135,7 +135,7 @@ CHANGES = Feature(
         ),
         "torch.autograd.forward_ad": "_current_level",
         "torch.nn.utils.parametrize": "_cache _cache_enabled",
-        "torch.overrides": "_get_current_function_mode_stack",
+        "torch.overrides": "_get_current_function_mode_stack _pop_mode _push_mode",
         "torch.utils._device": "DeviceContext",
         "torch.utils._python_dispatch": "_get_current_dispatch_mode_stack",
         "torch.utils.hooks": "RemovableHandle.next_id",

@@ -129,8 +129,14 @@ class _Root(nn.Module):
             if path != "exported":
                 stack.enter_context(_torch.as_in_eager(compiling=path == "compiled"))
             stack.enter_context(questions.answered(tensors))
+            stack.enter_context(_torch.set_aside_in_bodies(met))
             try:
-                with drawing_refused(), met, arguments_noted(names, args, kwargs) as changed:
+                with (
+                    drawing_refused(),
+                    met,
+                    _torch.set_aside_in_bodies(met),
+                    arguments_noted(names, args, kwargs) as changed,
+                ):
                     result = call_under_trace(call, self.model, args, kwargs)
                 flatten(result)  # which makes dataclasses known
                 result, left_out = returnable(result)

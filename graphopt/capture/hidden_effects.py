@@ -270,7 +270,7 @@ def _refusing(owner: Any, name: str, what: str) -> Iterator[None]:
 
     @functools.wraps(original)
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if sys._getframe(1).f_code.co_filename.startswith(_torch.FOLDER):
+        if _is_of_torch(sys._getframe(1)):
             return original(*args, **kwargs)
         raise CaptureError(
             f"forward uses {what}\n  where: {user_frame()}\n"

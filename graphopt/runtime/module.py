@@ -10,9 +10,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import fx, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
 from graphopt import _torch
+from graphopt.capture.fingerprint import refuse_lazy
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
 from graphopt.errors import CaptureError, GraphoptError, PipelineError, public, short_traceback
 from graphopt.ir.methods import provided
@@ -274,7 +276,7 @@ def optimize(
 
     Raises:
         PipelineError: where the passes do not fit together, or one needs the whole step.
-        CaptureError: where the model cannot be captured.
+        CaptureError: where the model cannot be captured, or is a lazy module without sizes.
 
     Example:
         >>> model = graphopt.optimize(model, [Recompute("blocks.*")])
@@ -287,6 +289,8 @@ def optimize(
     if isinstance(model, Optimized):
         raise CaptureError("the model is optimized already: give all passes to one call of graphopt.optimize")
     _refuse_update(options.pipeline)
+    if isinstance(model, LazyModuleMixin):
+        refuse_lazy(model)  # whose class becomes another one at the first batch
     result: Any = object.__new__(_optimized_class(type(model)))  # type: ignore[arg-type]
     object.__setattr__(result, "__dict__", model.__dict__)
     drop_in = DropIn(type(model), options, result.get_parameter, result._plain_model)

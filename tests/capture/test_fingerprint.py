@@ -308,3 +308,12 @@ def test_a_model_without_sizes_is_refused_by_name_and_trained_behind_its_first_b
     with torch.no_grad():
         model(x)
     assert call() is not None
+
+
+def test_a_lazy_model_is_refused_by_name_before_its_first_batch() -> None:
+    model, x = nn.LazyLinear(3), torch.linspace(-1, 1, 8).view(4, 2)
+    with pytest.raises(CaptureError, match="LazyLinear has no sizes yet"):
+        graphopt.optimize(model)
+    with torch.no_grad():
+        model(x)
+    assert torch.equal(graphopt.optimize(model)(x), model(x))
