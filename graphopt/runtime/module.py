@@ -289,7 +289,7 @@ def optimize(
     if isinstance(model, Optimized):
         raise CaptureError("the model is optimized already: give all passes to one call of graphopt.optimize")
     _refuse_update(options.pipeline)
-    if isinstance(model, LazyModuleMixin):
+    if issubclass(cast(Any, type(model)), LazyModuleMixin):
         refuse_lazy(model)  # whose class becomes another one at the first batch
     result: Any = object.__new__(_optimized_class(type(model)))  # type: ignore[arg-type]
     object.__setattr__(result, "__dict__", model.__dict__)

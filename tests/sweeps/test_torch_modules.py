@@ -1,4 +1,4 @@
-"""Every module of torch's own database trains as in eager mode, to the last bit, whatever it is built with and given."""
+"""Every module of torch's own database trains as in eager mode, to the last bit, however it is built and called."""
 
 from __future__ import annotations
 
