@@ -89,8 +89,6 @@ def items_of(value: Any) -> tuple[Any, ...]:
         return tuple(value)
     if isinstance(value, functools.partial):
         return value.func, value.args, value.keywords
-    if isinstance(value, weakref.ReferenceType):
-        return (value(),)
     if isinstance(value, contextvars.ContextVar):
         return in_context(value)
     if isinstance(value, np.ndarray) and value.dtype == object:
@@ -172,6 +170,7 @@ class Contents:
         self._versions: list[int] = []
         self._others: list[tuple[Any, tuple[Any, ...]]] = []
         self._arrays: list[tuple[Any, tuple[Any, ...]]] = []
+        self._weak: list[tuple[weakref.ReferenceType[Any], tuple[Any, ...]]] = []
         self._seen: dict[int, object] = {}
 
     def add(self, value: object, name: str = "", depth: float = 0) -> None:
@@ -205,6 +204,9 @@ class Contents:
         self._versions.append(_torch.dict_version(value))
 
     def _look(self, value: Any, name: str) -> None:
+        if isinstance(value, weakref.ReferenceType):
+            self._weak.append((value, _weak_state(value)))
+            return
         own = getattr(value, "__dict__", None)
         for dictionary in (value, own):
             if isinstance(dictionary, dict):
@@ -227,6 +229,7 @@ class Contents:
             list(map(_torch.dict_version, self._dictionaries)) == self._versions
             and all(_is_same(_state(value), state) for value, state in self._others)
             and all(_array_state(value) == state for value, state in self._arrays)
+            and all(_weak_state(value) == state for value, state in self._weak)
         )
 
 
@@ -255,3 +258,12 @@ def _is_same(now: tuple[Any, ...], state: tuple[Any, ...]) -> bool:
 
 def _array_state(value: Any) -> tuple[Any, ...]:
     return raw_bytes(value), getattr(value, "shape", None), str(getattr(value, "dtype", ""))
+
+
+def _weak_state(value: weakref.ReferenceType[Any]) -> tuple[Any, ...]:
+    """What tells whether attributes were set on what a weak reference refers to, without keeping it or any of them."""
+    referent = value()
+    own = getattr(referent, "__dict__", None)
+    cls: Any = type(referent)
+    slots = tuple(id(item) for _, item in _in_slots(referent, _slots(cls)))
+    return cls.__qualname__, _torch.dict_version(own) if isinstance(own, dict) else None, slots

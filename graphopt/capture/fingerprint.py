@@ -11,10 +11,11 @@ import hashlib
 import logging
 import marshal
 import types
+import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -140,7 +141,10 @@ class _Keys:
         return self._known[id(value)]
 
     def _whole(self, value: Any, depth: float) -> Hashable:
-        attributes = tuple((name, self.of(item, depth + 1)) for name, item in attributes_of(value).items())
+        if isinstance(value, weakref.ReferenceType):  # of which a key keeps nothing
+            referent, cls = value(), cast(Hashable, type(value))
+            return cls, Same(value), referent is None, hash(self._attributes(referent, depth))
+        attributes = self._attributes(value, depth)
         raw = raw_bytes(value)
         if raw is not None:
             shape, dtype = getattr(value, "shape", len(value)), str(getattr(value, "dtype", ""))
@@ -150,6 +154,9 @@ class _Keys:
         items = tuple(self.of(item, depth + 1) for item in items_of(value))
         of_class = tuple(self.of(base, depth + 1) for base in users(type(value)))
         return type(value), Same(value), items, attributes, of_class
+
+    def _attributes(self, value: Any, depth: float) -> tuple[Hashable, ...]:
+        return tuple((name, self.of(item, depth + 1)) for name, item in attributes_of(value).items())
 
     def _items(self, value: Any, depth: float) -> Hashable:
         items = items_of(value)

@@ -7,6 +7,7 @@ import collections
 import contextvars
 import copy
 import functools
+import gc
 import logging
 import types
 import weakref
@@ -246,6 +247,18 @@ def test_a_module_of_python_in_an_attribute() -> None:
     for value in (1.0, 3.0):
         change(value)
         assert torch.equal(optimized(X), model(X)), value
+
+
+def test_what_a_weak_reference_refers_to_is_not_kept() -> None:
+    own, inner = Slotted(1.0), WithDict(2.0)
+    own.value, gone = inner, weakref.ref(inner)
+    model = Keeps(weakref.ref(own), plain)
+    fingerprint = ModelFingerprint()
+    first = fingerprint(model)
+    del own, inner
+    gc.collect()
+    assert gone() is None
+    assert fingerprint(model) != first
 
 
 # --- modules outside of the tree -------------------------------------------------------------------------------------
