@@ -54,6 +54,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 CONTAINERS = (list, tuple, set, frozenset, collections.deque, Mapping)
 """What holds items."""
 
+_SEQUENCES: tuple[Any, ...] = (list, tuple, set, frozenset)
 _ARRAYS = (np.ndarray, array.array, bytearray)
 
 _FIXED = (tuple, frozenset, functools.partial, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
@@ -76,7 +77,7 @@ def deeper(depth: float, value: object, item: object) -> float:
 def items_of(value: Any) -> tuple[Any, ...]:
     """The items of a container, or what else a value refers to, in order; empty for a value of any other kind.
 
-    Of mappings, keys and values.
+    Of mappings, keys and values. Subclasses of Python's containers are read without code of their own.
     """
     if isinstance(value, dict):
         kind: Any = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
@@ -84,9 +85,10 @@ def items_of(value: Any) -> tuple[Any, ...]:
     if isinstance(value, Mapping):
         return (*value.keys(), *value.values()) if is_container(value) else ()
     if isinstance(value, collections.deque):
-        return (value.maxlen, *value)
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return tuple(value)
+        return (value.maxlen, *collections.deque.__iter__(value))
+    for base in _SEQUENCES:
+        if isinstance(value, base):
+            return tuple(base.__iter__(value))
     if isinstance(value, functools.partial):
         return value.func, value.args, value.keywords
     if isinstance(value, contextvars.ContextVar):
@@ -96,7 +98,7 @@ def items_of(value: Any) -> tuple[Any, ...]:
     return ()
 
 
-@functools.cache
+@functools.lru_cache(maxsize=10_000)
 def _may_be_asked(cls: Any) -> bool:
     return is_covered_class(cls) or is_of_users(cls)
 
@@ -124,7 +126,7 @@ def _is_code(value: object) -> bool:
     return callable(value) or hasattr(type(value), "__get__")
 
 
-@functools.cache
+@functools.lru_cache(maxsize=10_000)
 def _slots(cls: Any) -> tuple[str, ...]:
     """The names in ``__slots__`` of a class and its bases, as they are among the attributes."""
     found: dict[str, None] = {}
@@ -150,7 +152,7 @@ def users(cls: type) -> tuple[type, ...]:
     return _users(cls)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=10_000)
 def _users(cls: Any) -> tuple[type, ...]:
     return tuple(base for base in cls.__mro__ if is_of_users(base))
 

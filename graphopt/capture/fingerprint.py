@@ -142,7 +142,7 @@ class _Keys:
 
     def _whole(self, value: Any, depth: float) -> Hashable:
         if isinstance(value, weakref.ReferenceType):  # of which a key keeps nothing
-            referent, cls = value(), cast(Hashable, type(value))
+            referent, cls = value(), cast(Any, type(value))
             return cls, Same(value), referent is None, hash(self._attributes(referent, depth))
         attributes = self._attributes(value, depth)
         raw = raw_bytes(value)
