@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -141,19 +141,20 @@ class _Keys:
         return self._known[id(value)]
 
     def _whole(self, value: Any, depth: float) -> Hashable:
+        cls: Any = type(value)
         if isinstance(value, weakref.ReferenceType):  # of which a key keeps nothing
-            referent, cls = value(), cast(Any, type(value))
+            referent = value()
             return cls, Same(value), referent is None, hash(self._attributes(referent, depth))
         attributes = self._attributes(value, depth)
         raw = raw_bytes(value)
         if raw is not None:
             shape, dtype = getattr(value, "shape", len(value)), str(getattr(value, "dtype", ""))
-            return type(value), Same(value), shape, dtype, _digest(raw), attributes
+            return cls, Same(value), shape, dtype, _digest(raw), attributes
         if is_container(value) or isinstance(value, functools.partial):
-            return type(value), self._items(value, depth), *attributes
+            return cls, self._items(value, depth), *attributes
         items = tuple(self.of(item, depth + 1) for item in items_of(value))
-        of_class = tuple(self.of(base, depth + 1) for base in users(type(value)))
-        return type(value), Same(value), items, attributes, of_class
+        of_class = tuple(self.of(base, depth + 1) for base in users(cls))
+        return cls, Same(value), items, attributes, of_class
 
     def _attributes(self, value: Any, depth: float) -> tuple[Hashable, ...]:
         return tuple((name, self.of(item, depth + 1)) for name, item in attributes_of(value).items())
