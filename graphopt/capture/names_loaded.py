@@ -13,7 +13,8 @@ _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _WRITES = ("STORE_GLOBAL", "STORE_NAME")
 
 Chain = tuple[str, ...]
-"""How a value is reached: ``("global", "config", "beta")``, ``("cell", "beta")``, ``("self", "beta")``."""
+"""How a value is reached: ``("global", "config", "beta")``, ``("cell", "beta")``, ``("self", "beta")``, and from what a
+function imports, ``("module", "package.config", "beta")``."""
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -27,6 +28,7 @@ def chains_of(code: types.CodeType) -> tuple[Chain, ...]:
         current = pending.pop()
         pending += [constant for constant in current.co_consts if isinstance(constant, types.CodeType)]
         chain: Chain = ()
+        imports = _imports(current)
         for instruction in dis.get_instructions(current):
             if instruction.opname in _ATTRIBUTES and chain:
                 chain = (*chain, str(instruction.argval))
@@ -35,6 +37,8 @@ def chains_of(code: types.CodeType) -> tuple[Chain, ...]:
             chain = ()
             if instruction.opname in _WRITES:
                 written.add(str(instruction.argval))
+            elif instruction.opname.startswith("LOAD_FAST") and instruction.argval in imports:
+                chain = imports[instruction.argval]
             elif instruction.opname.startswith(_STARTS):
                 value = instruction.argval
                 name = str(value[-1] if isinstance(value, tuple) else value)
@@ -46,6 +50,23 @@ def chains_of(code: types.CodeType) -> tuple[Chain, ...]:
                     chain = ("global", name)
         found[chain] = None
     return tuple(chain for chain in found if chain and not (len(chain) > 1 and chain[1] in written))
+
+
+def _imports(code: types.CodeType) -> dict[str, Chain]:
+    """What the variables of a function are that it imports."""
+    found: dict[str, Chain] = {}
+    module, name = "", ""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME":
+            module, name = str(instruction.argval), ""
+        elif instruction.opname == "IMPORT_FROM":
+            name = str(instruction.argval)
+        elif instruction.opname == "STORE_FAST" and module:
+            found[str(instruction.argval)] = ("module", module, name) if name else ("module", module.partition(".")[0])
+            module = module if name else ""  # several names may be taken from one
+        elif instruction.opname == "POP_TOP":
+            module = ""
+    return found
 
 
 _TENSORS = ("Tensor", "Parameter", "Buffer")

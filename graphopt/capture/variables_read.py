@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import logging
 import random
+import sys
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -114,6 +115,8 @@ class _Found:
             for root, *path in chains_of(code):
                 if root == "global":
                     self._look(function.__globals__, path, "")
+                elif root == "module":
+                    self._look(sys.modules, path, "")
                 elif root == "cell" and path[0] in code.co_freevars:
                     cell = (function.__closure__ or ())[code.co_freevars.index(path[0])]
                     self._look(Cell(cell), path, f"{name}: ")

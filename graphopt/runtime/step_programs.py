@@ -184,10 +184,10 @@ class StepPrograms:
         forms = {current.name: current.form(self.progress.clock) for current in self._options.pipeline.training}
         wanted = tuple((name, form) for name, form in forms.items() if form)
         if version is None or captured.looked_at != version:
-            captured.has_state = self._has_state(captured.rewritten.state)
+            captured.missing = self._missing(captured.rewritten.state)
             captured.looked_at = version
-        kind: Literal["update", "first update"] = "update" if captured.has_state else "first update"
-        return Variant(kind, divisor, waiting, wanted, self.weighed)
+        kind: Literal["update", "first update"] = "first update" if captured.missing else "update"
+        return Variant(kind, divisor, waiting, wanted, self.weighed, captured.missing)
 
     def _program(self, rewritten: Rewritten, wanted: Variant) -> Program:
         """The program of a variant, which may be kept beyond the process."""
@@ -214,12 +214,14 @@ class StepPrograms:
             return program
         return rewritten.lower_joint(first=first, program=program, forms=forms)
 
-    def _has_state(self, targets: Sequence[str]) -> bool:
+    def _missing(self, targets: Sequence[str]) -> frozenset[str]:
+        """The state, as ``parameter/key``, that the optimizer does not have."""
+        missing = []
         for target in targets:
             name, _, key = target.rpartition("/")
             if key not in self._optimizer.state.get(self._model.get_parameter(name), {}):
-                return False
-        return True
+                missing.append(target)
+        return frozenset(missing)
 
     def _rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for group in self._optimizer.param_groups)

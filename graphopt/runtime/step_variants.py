@@ -24,7 +24,8 @@ class Variant(NamedTuple):
     """Which of a capture's programs: what it does, for how many batches, what waits for it, what passes want.
 
     Of however many batches where ``every`` is 0, whose gradients are added up. Where ``weighed``, this rank's gradients
-    count by a number that is set before each run.
+    count by a number that is set before each run. A first update makes the state of the optimizer that is ``missing``:
+    all of it, or that of parameters which the optimizer holds anew.
     """
 
     kind: Literal["begin", "middle", "update", "first update", "evaluation"]
@@ -32,6 +33,7 @@ class Variant(NamedTuple):
     waiting: frozenset[str]
     forms: tuple[tuple[str, str], ...]
     weighed: bool = False
+    missing: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         weighed = ["weighed"] if self.weighed else []
@@ -76,13 +78,13 @@ class CapturedStep(Capture):
     """One capture: its rewritten programs, and the variants compiled so far for the optimizer's settings.
 
     Attributes:
-        has_state: whether the optimizer had all the state that the program reads, when that was looked at.
+        missing: the state that the program reads and the optimizer did not have, when that was looked at.
         looked_at: the program and the version of the optimizer's state at that time.
     """
 
     settings: tuple[Any, ...]
     variants: dict[Variant, CompiledStep] = field(default_factory=dict)
-    has_state: bool = False
+    missing: frozenset[str] = frozenset()
     looked_at: Hashable = None
 
     def programs(self) -> list[Program]:

@@ -7,6 +7,7 @@ import copy
 import functools
 import logging
 import os
+import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -396,6 +397,39 @@ def test_variables_of_the_context_and_functions_of_libraries_are_read(then: Any,
         found = step(X) if whole else mean_square(optimized, X)
         assert torch.equal(found, mean_square(model, X)), value
     assert len((step._programs if whole else optimized._graphopt).runner.captures.all()) == 2
+
+
+def imported_whole(y: torch.Tensor) -> torch.Tensor:
+    import own_settings
+
+    return y * own_settings.scale
+
+
+def imported_name(y: torch.Tensor) -> torch.Tensor:
+    from own_settings import scale, unused  # noqa: F401
+
+    return y * scale
+
+
+def imported_as(y: torch.Tensor) -> torch.Tensor:
+    import own_settings as settings_of_own
+
+    return y * settings_of_own.scale
+
+
+@pytest.mark.parametrize("then", [imported_whole, imported_name, imported_as])
+def test_what_a_function_imports_is_read(then: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = types.ModuleType("own_settings")
+    monkeypatch.setitem(sys.modules, "own_settings", own)
+    vars(own).update(scale=1.0, unused=0)
+    model = Net(then)
+    optimized: Any = graphopt.optimize(model)
+    for value, unused in ((1.0, 0), (3.0, 1), (3.0, 2)):
+        vars(own).update(scale=value, unused=unused)
+        with torch.no_grad():
+            expected = mean_square(model, X)
+        assert torch.equal(mean_square(optimized, X), expected), value
+    assert len(optimized._graphopt.runner.captures.all()) == 2
 
 
 class Distils:

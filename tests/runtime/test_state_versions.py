@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable
 
@@ -64,6 +65,16 @@ def forget_state_one_by_one(model: nn.Module, optimizer: torch.optim.Optimizer) 
         del optimizer.state[parameter]
 
 
+def forget_state_of_one(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    del optimizer.state[model[0].weight]  # type: ignore[index]
+
+
+def replace_parameter_without_its_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """As when an embedding is resized: what is new begins anew, and all others go on."""
+    replace_parameter(model, optimizer)
+    forget_state_of_one(model, optimizer)
+
+
 def write_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for state in optimizer.state.values():
         for key, value in state.items():
@@ -71,8 +82,10 @@ def write_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                 value.mul_(0.5)
 
 
+OF_ONE = (forget_state_of_one, replace_parameter_without_its_state)
 BETWEEN = [
     replace_parameter, replace_buffer, replace_state, load_state, forget_state, forget_state_one_by_one, write_state,
+    *OF_ONE,
 ]  # fmt: skip
 
 
@@ -80,7 +93,10 @@ BETWEEN = [
 @pytest.mark.parametrize("name", ["adamw", "momentum"])
 def test_what_is_replaced_between_steps_acts_on_the_next_one(name: str, between: Between) -> None:
     ours, theirs = network(), network()
-    optimizers = [OPTIMIZERS[name](model.parameters()) for model in (ours, theirs)]
+    make = OPTIMIZERS[name]
+    if name == "momentum" and between in OF_ONE:  # which the fused kernel cannot do, in eager mode either
+        make = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True)
+    optimizers = [make(model.parameters()) for model in (ours, theirs)]
     step = graphopt.optimize_step(ours, optimizers[0], loss=mean_square)
     for number in range(6):
         loss = mean_square(theirs, ROWS)
