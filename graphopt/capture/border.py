@@ -56,7 +56,7 @@ BORDER = (
     ),
     Row(
         "variables that the code of the model or the loss reads: global ones, closures, defaults, class attributes, "
-        "objects of methods, the environment, the context (`contextvars`); functions put in the place of a library's",
+        "objects of methods, modules that functions import, the environment, the context (`contextvars`); functions put in the place of a library's",
         "signature",
         "by value, in functions of the user's own files; not what an installed library's code reads",
     ),
@@ -142,10 +142,12 @@ BORDER = (
         "a drop-in model is captured in parts, and runs in eager mode for counts",
     ),
     Row(
-        "the clock, `torch.compiler.is_compiling()`, comparisons of `type(...)` with a class of tensors",
+        "the clock, `torch.compiler.is_compiling()`, comparisons of `type(...)` with a class of tensors, functions of "
+        "TorchScript",
         "told",
         "in functions of the user's own files: a program has the time of its capture; while it is captured the answer "
-        "is true, as under `torch.compile`, and tensors are of other classes",
+        "is true, as under `torch.compile`, and tensors are of other classes; TorchScript's own derivatives may round "
+        "otherwise",
     ),
     Row(
         "iterators that forward or a loss takes from, kept or given as an argument",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import types
 from collections.abc import Sequence
 
+import torch
+
 __all__ = ["TYPES_COMPARED", "told_call"]
 
 _CLOCK = "reads the clock ({}), and a program has the time of its capture at every call"
@@ -36,6 +38,10 @@ def told_call(value: object, rest: Sequence[str]) -> str | None:
     >>> told_call(time, ["perf_counter"])
     'reads the clock (time.perf_counter), and a program has the time of its capture at every call'
     """
+    if isinstance(value, torch.jit.ScriptFunction):
+        return (
+            f"calls {value.name}, a function of TorchScript, whose own derivative may round otherwise than a program's"
+        )
     if isinstance(value, types.ModuleType):
         name = value.__name__
     elif isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):

@@ -6,6 +6,7 @@ import datetime
 import logging
 import re
 import time
+import warnings
 from collections.abc import Callable
 from time import perf_counter
 
@@ -18,6 +19,10 @@ from graphopt.capture.names_loaded import compares_types
 from graphopt.capture.told_calls import told_call
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
 
 
 def compiled() -> float:
@@ -53,6 +58,13 @@ def test_what_code_asks_is_told_once(kind: str, caplog: pytest.LogCaptureFixture
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 1
     assert re.search(words, told[0])
+
+
+def test_functions_of_torch_script_are_told() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that it is deprecated
+        scripted = torch.jit.script(doubled)
+    assert "doubled, a function of TorchScript" in str(told_call(scripted, []))
 
 
 def test_other_functions_are_not_told() -> None:
