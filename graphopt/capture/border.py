@@ -56,8 +56,8 @@ BORDER = (
     ),
     Row(
         "variables that the code of the model or the loss reads: global ones, closures, defaults, class attributes, "
-        "objects of methods, modules that functions import, the environment, the context (`contextvars`); functions put "
-        "in the place of a library's",
+        "objects of methods, modules that functions import, the environment, the context (`contextvars`); functions "
+        "put in the place of a library's",
         "signature",
         "by value, in functions of the user's own files; not what an installed library's code reads",
     ),
