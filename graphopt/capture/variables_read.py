@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from graphopt.capture.contents import CONTAINERS, MOST_ITEMS, PLAIN, Contents
+from graphopt.capture.contents import CONTAINERS, MOST_ITEMS, PLAIN, Contents, users
 from graphopt.capture.fingerprint import ModelFingerprint, Same, by_value
 from graphopt.capture.names_loaded import chains_of, compares_types
 from graphopt.capture.told_calls import TYPES_COMPARED, told_call
@@ -47,6 +47,11 @@ _CHANGES = frozenset(
     ("add", "append", "appendleft", "clear", "discard", "extend", "insert", "remove", "setdefault", "update")
 )
 """Methods of containers behind whose call nothing of the container is known."""
+
+_NOT_CALLED = frozenset(
+    ("__init__", "__new__", "__repr__", "__str__", "__del__", "__reduce__", "__deepcopy__", "__copy__")
+)
+"""Special methods that no operator calls."""
 
 _OF_ENVIRONMENT = frozenset(("environ", "getenv", "environb"))
 
@@ -100,12 +105,32 @@ class _Found:
         self._seen: set[tuple[int, str]] = set()
         self._met: set[Hashable] = set()
         self._waiting: list[tuple[types.FunctionType, object]] = []
+        self._whole: dict[int, tuple[object, str]] = {}
+        self._names: set[str] = set()
 
     def follow(self) -> None:
         """Read the code of everything that was met."""
         while self._waiting and len(self._met) < _MOST:
+            self._follow()
+            for value, where in list(self._whole.values()):
+                self._handed_on(value, where)
+
+    def _handed_on(self, value: object, where: str) -> None:
+        """An object that code hands on as a whole: what code reads of objects by these names, and its operators."""
+        own = getattr(value, "__dict__", {})
+        for name in [name for name in own if name in self._names]:
+            self._look(own, [name], f"{where}.")
+        for base in users(type(value)):
+            for name, item in list(vars(base).items()):
+                operator = name.startswith("__") and name not in _NOT_CALLED
+                if isinstance(item, types.FunctionType) and (operator or name in self._names):
+                    self.method(item, value)
+
+    def _follow(self) -> None:
+        while self._waiting and len(self._met) < _MOST:
             function, owner = self._waiting.pop()
             code, name = function.__code__, function.__qualname__
+            self._names.update(code.co_names)
             self._sets(function)
             self._environment(code)
             if compares_types(code):
@@ -275,6 +300,8 @@ class _Found:
             self._content(value, where)
         else:
             self.values.append((where, Same(value)))
+            if is_of_user(value):
+                self._whole[id(value)] = value, where
 
     def _of_class(self, cls: type, path: list[str], where: str) -> None:
         """An attribute of a class that is used as a name for variables."""

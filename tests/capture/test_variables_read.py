@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextvars
 import copy
 import functools
@@ -397,6 +398,43 @@ def test_variables_of_the_context_and_functions_of_libraries_are_read(then: Any,
         found = step(X) if whole else mean_square(optimized, X)
         assert torch.equal(found, mean_square(model, X)), value
     assert len((step._programs if whole else optimized._graphopt).runner.captures.all()) == 2
+
+
+class Schedule:
+    """An object of the user's, which counts steps that no code reads."""
+
+    def __init__(self) -> None:
+        self.scale, self.steps = 1.0, 0
+
+    def __getitem__(self, number: int) -> float:
+        return self.scale
+
+
+schedule, arguments = Schedule(), argparse.Namespace(scale=1.0, steps=0)
+
+
+def scaled_by(options: Any, y: torch.Tensor) -> torch.Tensor:
+    return y * options.scale
+
+
+HANDED_ON: dict[str, tuple[Any, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "object": (schedule, lambda y: scaled_by(schedule, y)),
+    "arguments of a command": (arguments, lambda y: scaled_by(arguments, y)),
+    "operator": (schedule, lambda y: y * schedule[0]),
+}
+
+
+@pytest.mark.parametrize("kind", HANDED_ON)
+def test_an_object_that_code_hands_on_is_read_where_code_reads_it(kind: str) -> None:
+    options, then = HANDED_ON[kind]
+    model = Net(then)
+    optimized: Any = graphopt.optimize(model)
+    for steps, value in enumerate((1.0, 3.0, 3.0, 1.0)):
+        options.scale, options.steps = value, steps
+        with torch.no_grad():
+            expected = mean_square(model, X)
+        assert torch.equal(mean_square(optimized, X), expected), value
+    assert len(optimized._graphopt.runner.captures.all()) == 2
 
 
 def imported_whole(y: torch.Tensor) -> torch.Tensor:
