@@ -12,10 +12,17 @@ from torch import nn
 from graphopt import _torch
 from graphopt.capture.assigned_buffers import IN_PARTS
 from graphopt.capture.contents import DEEPEST, MOST_ITEMS
+from graphopt.capture.followed_code import reached_by
 from graphopt.capture.kept_places import CONTAINERS, OF_MODULES, Drawn, Kept, Named, Place
 from graphopt.capture.variables import Variable, variables_set
-from graphopt.capture.variables_read import GENERATORS, reached_by
-from graphopt.capture.whose_code import has_attributes, is_covered_class, is_iterator, is_of_user, is_of_users
+from graphopt.capture.whose_code import (
+    GENERATORS,
+    has_attributes,
+    is_covered_class,
+    is_iterator,
+    is_of_user,
+    is_of_users,
+)
 from graphopt.errors import GraphBreakError
 
 __all__ = ["arguments_noted", "attributes_kept", "changes_noted"]

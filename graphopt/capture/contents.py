@@ -9,7 +9,7 @@ import functools
 import operator
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from graphopt import _torch
+from graphopt.capture.slots import in_slots, slots_of
 from graphopt.capture.variables import in_context
 from graphopt.capture.whose_code import is_covered_class, is_of_users
 
@@ -117,34 +118,11 @@ def attributes_of(value: object) -> dict[str, Any]:
         return {name: item for name, item in own.items() if not name.startswith("__") and not _is_code(item)}
     found = getattr(value, "__dict__", None)
     own = found if isinstance(found, dict) else {}
-    cls: Any = type(value)
-    slots = _slots(cls)
-    return {**own, **dict(_in_slots(value, slots))} if slots else own
+    return {**own, **dict(in_slots(value))} if slots_of(value) else own
 
 
 def _is_code(value: object) -> bool:
     return callable(value) or hasattr(type(value), "__get__")
-
-
-@functools.lru_cache(maxsize=10_000)
-def _slots(cls: Any) -> tuple[str, ...]:
-    """The names in ``__slots__`` of a class and its bases, as they are among the attributes."""
-    found: dict[str, None] = {}
-    for base in cls.__mro__:
-        slots = vars(base).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else tuple(slots):
-            private = name.startswith("__") and not name.endswith("__")
-            if name not in ("__dict__", "__weakref__"):
-                found[f"_{base.__name__.lstrip('_')}{name}" if private else name] = None
-    return tuple(found)
-
-
-def _in_slots(value: object, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    for name in names:
-        try:
-            yield name, object.__getattribute__(value, name)
-        except AttributeError:  # not set
-            continue
 
 
 def users(cls: type) -> tuple[type, ...]:
@@ -239,9 +217,7 @@ def _state(value: Any) -> tuple[Any, ...]:
     """The objects that a value holds, beside the entries of dictionaries, and its class."""
     if isinstance(value, type):
         return tuple(vars(value).values())
-    cls: Any = type(value)
-    slots = _slots(cls)
-    first = (cls, *(item for _, item in _in_slots(value, slots))) if slots else (cls,)
+    first = (type(value), *(item for _, item in in_slots(value)))
     if isinstance(value, dict):
         return (*first, *_order(value)) if isinstance(value, collections.OrderedDict) else first
     return (*first, *items_of(value))
@@ -266,6 +242,5 @@ def _weak_state(value: weakref.ReferenceType[Any]) -> tuple[Any, ...]:
     """What tells whether attributes were set on what a weak reference refers to, without keeping it or any of them."""
     referent = value()
     own = getattr(referent, "__dict__", None)
-    cls: Any = type(referent)
-    slots = tuple(id(item) for _, item in _in_slots(referent, _slots(cls)))
-    return cls.__qualname__, _torch.dict_version(own) if isinstance(own, dict) else None, slots
+    slots = tuple(id(item) for _, item in in_slots(referent))
+    return type(referent).__qualname__, _torch.dict_version(own) if isinstance(own, dict) else None, slots

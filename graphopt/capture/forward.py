@@ -10,14 +10,13 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from traceback import walk_tb
 from typing import Any, Literal
 
 import torch
 from torch import fx, nn
 
 from graphopt import _torch
-from graphopt.capture.assigned_buffers import IN_PARTS, buffers_of, refuse_empty, write_assigned
+from graphopt.capture.assigned_buffers import buffers_of, refuse_empty, write_assigned
 from graphopt.capture.call_checks import shapes_by_argument
 from graphopt.capture.changed_state import arguments_noted, attributes_kept
 from graphopt.capture.fingerprint import refuse_lazy
@@ -29,8 +28,9 @@ from graphopt.capture.nest_regions import nest_regions
 from graphopt.capture.regions import REGION_KEY, observe
 from graphopt.capture.returnable import returnable
 from graphopt.capture.same_inputs import read_in_one_place
-from graphopt.capture.source_lines import source_line, user_frame
+from graphopt.capture.source_lines import source_line
 from graphopt.capture.tensors_met import Outside, TensorsMet, tensors_of
+from graphopt.capture.untraceable import depends_on_data, explain
 from graphopt.capture.value_checks import kept_as_checks
 from graphopt.capture.varying_axes import VaryingAxes
 from graphopt.errors import CaptureError, GraphBreakError, TorchVersionError, as_cause
@@ -217,8 +217,8 @@ def capture_forward(
         raise
     except Exception as error:
         refuse_shortage(error, title_of(model))
-        explained = _explain(error, model)
-        raise explained from None if _depends_on_data(error) else as_cause(error)
+        explained = explain(error, model)
+        raise explained from None if depends_on_data(error) else as_cause(error)
     noted = seen[-1]
     program = _to_program(exported, noted.outputs, inputs, scalar_loss)
     program.title = title_of(model)
@@ -274,7 +274,7 @@ def _as_eager_first(export: Callable[[Path], Any], name: str) -> Any:
     except (CaptureError, TorchVersionError):
         raise
     except Exception as error:
-        if _depends_on_data(error) or is_memory_shortage(error):
+        if depends_on_data(error) or is_memory_shortage(error):
             raise
         for path in _OTHER_PATHS:
             with contextlib.suppress(Exception):
@@ -319,41 +319,6 @@ def _shapes_by_place(value: Any, shape: Any) -> dict[int, Any]:
     for item, inner in parts:
         found |= _shapes_by_place(item, inner)
     return found
-
-
-_OF_PYTHON = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, TypeError)
-"""What Python raises, in eager mode too for most reasons."""
-
-
-def _depends_on_data(error: Exception) -> bool:
-    return isinstance(error, _torch.GuardOnDataDependentSymNode) or "data-dependent" in str(error)
-
-
-def _explain(error: Exception, model: nn.Module) -> GraphBreakError:
-    where = user_frame(error.__traceback__)
-    text = str(error).strip().split("\n")[0] or type(error).__name__
-    if isinstance(error, _OF_PYTHON):
-        text = f"{type(error).__name__}: {text}"
-    if "saved tensor hooks" in text:
-        text = "forward uses a transform of torch.func that computes gradients (grad, vjp, jacrev, hessian)"
-    name = title_of(model)
-    if _depends_on_data(error):
-        advice = (
-            "control flow depends on a tensor's values, and a program has one path: use torch.where, "
-            "move the decision outside of the model, or make it depend on shapes"
-        )
-        if any("torch/distributions" in frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)):
-            advice = "checks of its arguments choose between values here: give validate_args=False"
-    else:
-        advice = (
-            "the model must run on tensors without data (torch.export, non-strict): keep NumPy, .tolist(), printing of "
-            "values and file access out of forward"
-        )
-    if "transform of torch.func" in text:
-        advice = "take gradients by torch.autograd.grad(outputs, inputs, create_graph=True), which a program has too"
-    if isinstance(error, _OF_PYTHON):
-        advice = f"call the model once without graphopt: where that fails alike, mend the line; otherwise {advice}"
-    return GraphBreakError(f"{name} cannot be captured: {text}\n  where: {where}\n  what to do: {advice}{IN_PARTS}")
 
 
 def _to_program(exported: Any, returned: Structure, inputs: Structure, scalar_loss: bool) -> Program:

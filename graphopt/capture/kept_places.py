@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from graphopt import _torch
-from graphopt.capture.contents import DEEPEST, MOST_ITEMS
+from graphopt.capture.contents import DEEPEST, MOST_ITEMS, attributes_of
 from graphopt.capture.variables import Variable
 from graphopt.capture.whose_code import has_attributes
 
@@ -164,7 +164,7 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
         return list(enumerate(tuple.__iter__(value)))
     if isinstance(value, collections.deque):
         return list(enumerate(collections.deque.__iter__(value)))
-    own = vars(value)
+    own = vars(value) if isinstance(value, type) else attributes_of(value)
     return [(key, own[key]) for key in own if not (isinstance(value, nn.Module) and key in OF_MODULES)]
 
 
@@ -183,7 +183,7 @@ def is_traced(value: Any, depth: int = 0) -> bool:
     if depth >= DEEPEST or isinstance(value, _SYMBOLS):
         return isinstance(value, _SYMBOLS)
     if has_attributes(value):
-        value = vars(value)
+        value = attributes_of(value)
     if not isinstance(value, CONTAINERS):
         return False
     items = _items(value)

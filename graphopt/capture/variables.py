@@ -11,7 +11,19 @@ import sys
 import types
 from typing import Any
 
-__all__ = ["ENVIRONMENT", "MISSING", "Cell", "Environment", "InContext", "Variable", "in_context", "variables_set"]
+from graphopt.capture.slots import in_slots
+
+__all__ = [
+    "ENVIRONMENT",
+    "MISSING",
+    "Cell",
+    "Environment",
+    "InContext",
+    "InSlots",
+    "Variable",
+    "in_context",
+    "variables_set",
+]
 
 MISSING = object()
 """What a variable is that is not set."""
@@ -76,6 +88,17 @@ class InContext:
     def get(self, _name: str, missing: object) -> object:
         """What the variable is here, or ``missing``."""
         return next(iter(in_context(self.variable)), missing)
+
+
+class InSlots:
+    """The attributes of an object that are in slots, likewise."""
+
+    def __init__(self, owner: object) -> None:
+        self.owner = owner
+
+    def get(self, name: str, missing: object) -> object:
+        """What an attribute is, or ``missing``."""
+        return dict(in_slots(self.owner)).get(name, missing)
 
 
 def in_context(variable: contextvars.ContextVar[Any]) -> tuple[Any, ...]:

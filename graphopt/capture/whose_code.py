@@ -6,18 +6,22 @@ import argparse
 import functools
 import io
 import os
+import random
 import sys
 import sysconfig
 import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from graphopt import _torch
+from graphopt.capture.slots import slots_of
 
 __all__ = [
+    "GENERATORS",
     "LIBRARIES",
     "file_of",
     "has_attributes",
@@ -32,6 +36,9 @@ __all__ = [
 
 LIBRARIES = ("site-packages", "dist-packages")
 """Folders of installed libraries."""
+
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+"""Random generators that are no tensors' ones."""
 
 _ROOTS = {Path(__file__).parents[2], Path(__file__).resolve().parents[2]}  # the first may lead through a link
 _OWN = tuple(f"{root / folder}{os.sep}" for root in _ROOTS for folder in ("graphopt", "passes"))
@@ -83,7 +90,9 @@ def is_covered_class(cls: type) -> bool:
 
 def has_attributes(value: object) -> bool:
     """Whether a value is an object that keeps attributes; modules, tensors, classes and functions are none."""
-    return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, _NO_OBJECTS)
+    if isinstance(value, _NO_OBJECTS):
+        return False
+    return isinstance(getattr(value, "__dict__", None), dict) or bool(slots_of(value))
 
 
 def is_of_user(value: object) -> bool:

@@ -144,9 +144,14 @@ class Runner(Generic[C]):
         """Whether nothing is captured yet, so that what forward sets now is what its first call sets."""
         return not self.captures.all()
 
+    def _untold(self, names: Sequence[str]) -> list[str]:
+        """Those that no warning has named so far, which count as named from then on."""
+        new = [name for name in names if name not in self._told]
+        self._told.update(new)
+        return new
+
     def _tell_assignments(self, session: CaptureSession) -> None:
-        names = [name for name in session.assigned if name not in self._told]
-        self._told.update(names)
+        names = self._untold(session.assigned)
         if names:
             logger.warning(
                 "%sforward of %s sets %s: a program computes tensors only, and does not set them at later calls",
@@ -156,8 +161,7 @@ class Runner(Generic[C]):
             )
 
     def _tell_left_out(self, session: CaptureSession) -> None:
-        names = [name for name in session.left_out if name not in self._told]
-        self._told.update(names)
+        names = self._untold(session.left_out)
         if names:
             logger.warning(
                 "%s: %s of its result is None, since a program returns no cache of keys and values, which is for "
@@ -167,8 +171,7 @@ class Runner(Generic[C]):
             )
 
     def _tell_outside(self, session: CaptureSession) -> None:
-        lines = [line for line in session.outside if line not in self._told]
-        self._told.update(lines)
+        lines = self._untold(session.outside)
         if lines:
             logger.warning(
                 "%s computes with tensors that require gradients, and are neither its parameters nor the optimizer's: "

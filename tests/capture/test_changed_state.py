@@ -659,3 +659,29 @@ def test_random_numbers_of_the_operating_system_are_drawn_at_each_call_or_refuse
         step(x)
     optimized = graphopt.optimize(model)
     assert len({float(optimized(x)[0, 0].detach()) for _ in range(6)}) > 1
+
+
+class WithSlots:
+    __slots__ = ("last",)
+
+
+class PutsIntoSlots(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(4, 4), WithSlots()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        self.kept.last = y.detach()
+        return y
+
+
+def test_a_tensor_put_into_slots_is_there_as_in_eager_mode_or_refused() -> None:
+    model, x = PutsIntoSlots(), torch.linspace(-1, 1, 8).reshape(2, 4)
+    step = graphopt.optimize_step(model, torch.optim.SGD(model.parameters(), 0.0), loss=lambda model, x: model(x).sum())
+    with pytest.raises(GraphBreakError, match=r"keeps tensors in kept\.last"):
+        step(x)
+    assert not hasattr(model.kept, "last")
+    optimized = graphopt.optimize(model)
+    for batch in (x, x * 2):
+        assert torch.equal(optimized(batch), model.kept.last)

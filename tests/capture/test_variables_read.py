@@ -410,6 +410,11 @@ class Schedule:
         return self.scale
 
 
+class Slotted:
+    __slots__ = ("scale", "steps")
+
+
+slotted = Slotted()
 schedule, arguments = Schedule(), argparse.Namespace(scale=1.0, steps=0)
 
 
@@ -421,6 +426,8 @@ HANDED_ON: dict[str, tuple[Any, Callable[[torch.Tensor], torch.Tensor]]] = {
     "object": (schedule, lambda y: scaled_by(schedule, y)),
     "arguments of a command": (arguments, lambda y: scaled_by(arguments, y)),
     "operator": (schedule, lambda y: y * schedule[0]),
+    "object with slots": (slotted, lambda y: scaled_by(slotted, y)),
+    "attribute in slots": (slotted, lambda y: y * slotted.scale),
 }
 
 
@@ -429,6 +436,7 @@ def test_an_object_that_code_hands_on_is_read_where_code_reads_it(kind: str) -> 
     options, then = HANDED_ON[kind]
     model = Net(then)
     optimized: Any = graphopt.optimize(model)
+    options.scale, options.steps = 1.0, 0
     for steps, value in enumerate((1.0, 3.0, 3.0, 1.0)):
         options.scale, options.steps = value, steps
         with torch.no_grad():

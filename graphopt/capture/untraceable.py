@@ -1,0 +1,51 @@
+"""Why a model could not be traced: the error for its author, with the line of the model and what to do."""
+
+from __future__ import annotations
+
+from traceback import walk_tb
+
+from torch import nn
+
+from graphopt import _torch
+from graphopt.capture.assigned_buffers import IN_PARTS
+from graphopt.capture.graph_part import title_of
+from graphopt.capture.source_lines import user_frame
+from graphopt.errors import GraphBreakError
+
+__all__ = ["depends_on_data", "explain"]
+
+_OF_PYTHON = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, TypeError)
+"""What Python raises, in eager mode too for most reasons."""
+
+
+def depends_on_data(error: Exception) -> bool:
+    """Whether a trace failed for a value that it does not have."""
+    return isinstance(error, _torch.GuardOnDataDependentSymNode) or "data-dependent" in str(error)
+
+
+def explain(error: Exception, model: nn.Module) -> GraphBreakError:
+    """The error for one of torch's, or of Python's, that ended a trace."""
+    where = user_frame(error.__traceback__)
+    text = str(error).strip().split("\n")[0] or type(error).__name__
+    if isinstance(error, _OF_PYTHON):
+        text = f"{type(error).__name__}: {text}"
+    if "saved tensor hooks" in text:
+        text = "forward uses a transform of torch.func that computes gradients (grad, vjp, jacrev, hessian)"
+    name = title_of(model)
+    if depends_on_data(error):
+        advice = (
+            "control flow depends on a tensor's values, and a program has one path: use torch.where, "
+            "move the decision outside of the model, or make it depend on shapes"
+        )
+        if any("torch/distributions" in frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)):
+            advice = "checks of its arguments choose between values here: give validate_args=False"
+    else:
+        advice = (
+            "the model must run on tensors without data (torch.export, non-strict): keep NumPy, .tolist(), printing of "
+            "values and file access out of forward"
+        )
+    if "transform of torch.func" in text:
+        advice = "take gradients by torch.autograd.grad(outputs, inputs, create_graph=True), which a program has too"
+    if isinstance(error, _OF_PYTHON):
+        advice = f"call the model once without graphopt: where that fails alike, mend the line; otherwise {advice}"
+    return GraphBreakError(f"{name} cannot be captured: {text}\n  where: {where}\n  what to do: {advice}{IN_PARTS}")
