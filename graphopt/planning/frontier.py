@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Literal
 
 from graphopt.planning.problem import Simulated
-from graphopt.planning.schedule import Drops
+from graphopt.planning.schedule import Candidate, Drops
 
 __all__ = ["Frontier", "Point"]
 
@@ -59,7 +59,7 @@ class Frontier:
     def __len__(self) -> int:
         return len(self._points)
 
-    def offer(self, drops: Drops, simulated: Simulated) -> bool:
+    def offer(self, drops: Drops, simulated: Simulated | Candidate) -> bool:
         """Take a plan if no other one is as good in both; says whether it was taken."""
         peak, again = simulated.peak, simulated.again
         place = bisect_right(self._points, peak, key=_PEAK)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from graphopt.planning.problem import Simulated
 from graphopt.planning.schedule import Decision, Scheduler
 
 __all__ = ["Idle", "Touches"]
@@ -34,7 +34,7 @@ class Idle(NamedTuple):
 
 
 class Touches:
-    """Where every instance of every value is touched, in a simulated plan: made, or read.
+    """Where every instance of every value is touched by the steps of a plan: made, or read.
 
     A value has one instance for each step that makes it. The two lists of instances run in parallel, because they are
     built and read in the inner loop of searches.
@@ -45,7 +45,7 @@ class Touches:
         places: the places in the plan that touch each instance, ascending; the first one makes it.
     """
 
-    def __init__(self, scheduler: Scheduler, simulated: Simulated, *, droppable: bool = False) -> None:
+    def __init__(self, scheduler: Scheduler, steps: Sequence[int], *, droppable: bool = False) -> None:
         self.moments: list[int] = []
         self.values: list[int] = []
         self.places: list[list[int]] = []
@@ -54,7 +54,7 @@ class Touches:
             scheduler.touches if droppable else (scheduler.reads, scheduler.makes, scheduler.remakes)
         )
         upcoming = 0
-        for place, step in enumerate(simulated.plan.steps):
+        for place, step in enumerate(steps):
             self.moments.append(upcoming)
             made = remakes[step]
             if step == upcoming:

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from random import Random
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from graphopt.planning.frontier import Frontier, Point
 from graphopt.planning.idle import Idle, Touches
-from graphopt.planning.problem import Simulated
 from graphopt.planning.repeats import Roles
-from graphopt.planning.schedule import Decision, Drops, Scheduler
+from graphopt.planning.schedule import Candidate, Decision, Drops, Scheduler
 
 __all__ = ["Explorer"]
 
 T = TypeVar("T")
 
-
-class Trial(NamedTuple):
-    """Decisions, and what the plan that follows from them takes.
-
-    A named tuple, not a dataclass: on small problems, making one would count beside the simulation.
-    """
-
-    drops: Drops
-    simulated: Simulated
+_INDEX = itemgetter(0)
 
 
 class Explorer:
@@ -63,18 +56,15 @@ class Explorer:
         self._roles = roles
         self._least_seconds = scheduler.problem.seconds * 1e-4 or 1e-9  # what a decision counts at least
 
-    def offer(self, drops: Drops) -> Simulated:
+    def offer(self, drops: Drops) -> Candidate:
         """Simulate decisions and offer them to the frontier."""
-        simulated = self.scheduler.evaluate(drops)
-        self.work += len(simulated.bytes)
-        self.frontier.offer(drops, simulated)
-        return simulated
+        found = self.scheduler.candidate(drops)
+        self.work += len(found.bytes)
+        self.frontier.offer(drops, found)
+        return found
 
-    def _try(self, drops: Drops) -> Trial:
-        return Trial(drops, self.offer(drops))
-
-    def _try_all(self, options: Iterable[Drops]) -> list[Trial]:
-        return [self._try(drops) for drops in options]
+    def _try_all(self, options: Iterable[Drops]) -> list[Candidate]:
+        return [self.offer(drops) for drops in options]
 
     def explore(self, point: Point, width: int | None = None) -> None:
         """Try everything around a point, but for what has been tried already.
@@ -84,7 +74,7 @@ class Explorer:
             width: how many idle values are tried at its peak.
         """
         tried, point.explored = point.explored, width or self._width
-        start = Trial(point.drops, self.scheduler.evaluate(point.drops))
+        start = self.scheduler.candidate(point.drops)
         self._lower(start, slice(tried, point.explored))
         if not tried:
             self._take_back(start)
@@ -95,36 +85,35 @@ class Explorer:
         Each round takes the decision that removes the most bytes above the target, summed over the steps, for its
         seconds. Ends where nothing helps, or when ``work`` is above ``limit``; says whether the target was reached.
         """
-        current = self._try(drops)
-        while current.simulated.peak > target and self.work < limit:
+        current = self.offer(drops)
+        while current.peak > target and self.work < limit:
             best = self._best(current, target)
             if best is None:
                 return False
             current = best
-        return current.simulated.peak <= target
+        return current.peak <= target
 
-    def _best(self, current: Trial, target: int) -> Trial | None:
+    def _best(self, current: Candidate, target: int) -> Candidate | None:
         """Of what could lower the peak, that which removes the most bytes above a target for its seconds."""
-        above, again = _above(current.simulated, target), current.simulated.again
+        above, again = current.above(target), current.again
         best, highest = None, 0.0
         for trial in self._lower(current):
-            gain = above - _above(trial.simulated, target)
-            score = gain / (max(trial.simulated.again - again, 0.0) + self._least_seconds)
+            gain = above - trial.above(target)
+            score = gain / (max(trial.again - again, 0.0) + self._least_seconds)
             if score > highest:
                 best, highest = trial, score
         return best
 
     # --- lowering the peak -------------------------------------------------------------------------------------------
 
-    def _lower(self, start: Trial, which: slice | None = None) -> list[Trial]:
+    def _lower(self, start: Candidate, which: slice | None = None) -> list[Candidate]:
         """Decisions that could lower the peak, tried; ``which`` of the values that are idle there, largest first."""
-        simulated = start.simulated
         self.scheduler.stay_near(start.drops)
-        place = simulated.bytes.index(simulated.peak)
-        touches = Touches(self.scheduler, simulated, droppable=True)
-        tried: list[Trial] = []
+        place = start.peak_place
+        touches = Touches(self.scheduler, start.steps, droppable=True)
+        tried: list[Candidate] = []
         which = which or slice(0, self._width)
-        for group in self._waiting(simulated, touches, place, which):
+        for group in self._waiting(start.steps, touches, place, which):
             for part in _parts(group):
                 tried += self._drop(start.drops, {idle.value: idle.moment + 1 for idle in part})
                 tried += self._try_all(self._early(start, touches, part))
@@ -137,32 +126,32 @@ class Explorer:
         tried += self._try_all(self._carried_for(start, touches.moments, touches.moments[place]))
         return tried
 
-    def _waiting(self, simulated: Simulated, touches: Touches, place: int, which: slice) -> list[list[Idle]]:
+    def _waiting(self, steps: Sequence[int], touches: Touches, place: int, which: slice) -> list[list[Idle]]:
         """What waits at a place and can be dropped, the largest first; each with all that waits like it elsewhere."""
         sizes = self.scheduler.problem.sizes
         waiting = touches.idle_at(place)
         waiting.sort(key=lambda idle: -sizes[idle.value])
         if self._roles is not None:
-            return self._waiting_alike(self._roles, simulated, touches, waiting, which)
+            return self._waiting_alike(self._roles, steps, touches, waiting, which)
         waiting = waiting[which]
         if self._everywhere and not which.start:
             waiting += [idle for idle in touches.idle() if idle not in waiting]
         return [[idle] for idle in waiting]
 
     def _waiting_alike(
-        self, roles: Roles, simulated: Simulated, touches: Touches, waiting: Sequence[Idle], which: slice
+        self, roles: Roles, steps: Sequence[int], touches: Touches, waiting: Sequence[Idle], which: slice
     ) -> list[list[Idle]]:
         """What waits, each with all of the same role that waits elsewhere between operations of the same roles."""
 
         def key(idle: Idle) -> Hashable:
-            step = simulated.plan.steps[idle.next_place]
+            step = steps[idle.next_place]
             first_run = step == touches.moments[idle.next_place]
             return roles.values[idle.value], roles.operations[idle.moment], roles.operations[step], first_run
 
         keys = list(dict.fromkeys(map(key, waiting)))[which]
         return _grouped(keys, touches.idle(), key)
 
-    def _drop(self, drops: Drops, moments: Mapping[int, int]) -> list[Trial]:
+    def _drop(self, drops: Drops, moments: Mapping[int, int]) -> list[Candidate]:
         """Drop values: alone; with the sources that would come back to life; with all that is made only on the way.
 
         Args:
@@ -172,17 +161,17 @@ class Explorer:
         alone = drops | {Decision(moment, value) for value, moment in moments.items()}
         if alone == drops:
             return []
-        tried = [self._try(alone)]
+        tried = [self.offer(alone)]
         together = alone.union(*(self._with_sources(value, moment) for value, moment in moments.items()))
         if together != alone:
-            tried.append(self._try(together))
-        passing = together | self._passing(tried[-1].simulated.plan.steps, moments)
+            tried.append(self.offer(together))
+        passing = together | self._passing(tried[-1], moments)
         if passing != together:
-            tried.append(self._try(passing))
+            tried.append(self.offer(passing))
         if self._everywhere:
             anew = alone.union(*(self._from_scratch(value, moment) for value, moment in moments.items()))
             if anew not in (alone, together):
-                tried.append(self._try(anew))
+                tried.append(self.offer(anew))
         return tried
 
     def _with_sources(self, value: int, moment: int) -> set[Decision]:
@@ -196,31 +185,21 @@ class Explorer:
                     pending.append(source)
         return {Decision(moment, v) for v in dropped}
 
-    def _passing(self, steps: Sequence[int], moments: Mapping[int, int]) -> set[Decision]:
+    def _passing(self, dropped: Candidate, moments: Mapping[int, int]) -> set[Decision]:
         """Drops of everything that is made again only on the way to values, when each of them is made again.
 
         Args:
-            steps: of a plan in which the values are dropped.
+            dropped: a plan in which the values are dropped.
             moments: at which each value is dropped.
         """
-        makers = self.scheduler.makers
-        wanted: dict[int, dict[int, int]] = {}
-        for value, moment in moments.items():
-            wanted.setdefault(makers[value], {})[value] = moment
+        makers, stops = self.scheduler.makers, dropped.stops()
         found = set[Decision]()
-        upcoming = 0
-        again: list[int] = []
-        for step in steps:
-            if step == upcoming:
-                upcoming += 1
-                if again:
-                    again = []
-                continue
-            again.append(step)
-            waiting = wanted.get(step, {})
-            for value in [value for value, moment in waiting.items() if upcoming >= moment]:
-                found |= self._made_beside(value, again, upcoming + 1)
-                del waiting[value]
+        for value, moment in moments.items():
+            maker = makers[value]
+            for index, again in stops[bisect_left(stops, moment, key=_INDEX) :]:
+                if maker in again:
+                    found |= self._made_beside(value, again[: again.index(maker) + 1], index + 1)
+                    break
         return found
 
     def _made_beside(self, value: int, operations: Iterable[int], moment: int) -> set[Decision]:
@@ -245,9 +224,9 @@ class Explorer:
 
     # --- making values again early -----------------------------------------------------------------------------------
 
-    def _early(self, start: Trial, touches: Touches, waiting: Sequence[Idle]) -> Iterator[Drops]:
+    def _early(self, start: Candidate, touches: Touches, waiting: Sequence[Idle]) -> Iterator[Drops]:
         """Make what values wait to be read for when they are touched before, so that the results wait instead."""
-        scheduler, steps = self.scheduler, start.simulated.plan.steps
+        scheduler, steps = self.scheduler, start.steps
         made = set[Decision]()
         for idle in waiting:
             step = steps[idle.next_place]
@@ -263,11 +242,11 @@ class Explorer:
         for moment in range(idle.moment + 2, touches.moments[idle.next_place] + 1):
             yield dropped | {Decision(moment, idle.value, remake=True)}
 
-    def _sooner(self, start: Trial, touches: Touches) -> Iterator[Drops]:
+    def _sooner(self, start: Candidate, touches: Touches) -> Iterator[Drops]:
         """Make what is made again sooner: when one of its sources is touched for the last time before."""
         scheduler = self.scheduler
         touched: dict[int, list[int]] = {}
-        for step, moment in zip(start.simulated.plan.steps, touches.moments, strict=True):
+        for step, moment in zip(start.steps, touches.moments, strict=True):
             reads = scheduler.reads[step]
             if step != moment:
                 recent = [at for source in reads for at in touched.get(source, ())[-2:]]
@@ -278,7 +257,7 @@ class Explorer:
 
     # --- taking decisions back ---------------------------------------------------------------------------------------
 
-    def _carried_for(self, start: Trial, moments: Sequence[int], moment: int) -> list[Drops]:
+    def _carried_for(self, start: Candidate, moments: Sequence[int], moment: int) -> list[Drops]:
         """Without drops whose values run again at the moment of the peak: carrying one may save what leads to it.
 
         Args:
@@ -287,18 +266,18 @@ class Explorer:
             moment: of the peak.
         """
         makers, sizes = self.scheduler.makers, self.scheduler.problem.sizes
-        now = [step for step, at in zip(start.simulated.plan.steps, moments, strict=True) if at == moment]
+        now = [step for step, at in zip(start.steps, moments, strict=True) if at == moment]
         again = set(now) - {moment}
         found = [d for d in start.drops if makers[d.value] in again and d.moment <= moment and not d.remake]
         found.sort(key=lambda drop: (sizes[drop.value], drop.moment, drop.value))
         groups = self._alike(start.drops, found)[: 2 * self._width]
         return [start.drops.difference(part) for group in groups for part in _parts(group)]
 
-    def _take_back(self, start: Trial) -> None:
+    def _take_back(self, start: Candidate) -> None:
         """Try to do without each drop that makes something run again; and without all that make nothing run."""
         scheduler = self.scheduler
         scheduler.stay_near(start.drops)
-        again = {v for step in start.simulated.plan.repeats() for v in scheduler.remakes[step]}
+        again = {v for _, steps in start.stops() for step in steps for v in scheduler.remakes[step]}
         working = [decision for decision in start.drops if decision.value in again]
         working.sort(key=lambda decision: (-scheduler.seconds[scheduler.makers[decision.value]], _order(decision)))
         for group in self._alike(start.drops, working):
@@ -337,7 +316,7 @@ class Explorer:
 
     def _at_random(self, drops: Drops, chance: Random) -> Drops:
         """Take back one of some decisions, or drop something that is idle; unchanged where there is neither."""
-        waiting = Touches(self.scheduler, self.offer(drops), droppable=True).idle()
+        waiting = Touches(self.scheduler, self.offer(drops).steps, droppable=True).idle()
         if drops and (not waiting or chance.random() < 0.4):
             return drops - {chance.choice(sorted(drops, key=_order))}
         if not waiting:
@@ -371,8 +350,3 @@ def _parts(group: list[T]) -> list[list[T]]:
         return [group]
     middle = len(group) // 2
     return [group, group[:middle], group[middle:]]
-
-
-def _above(simulated: Simulated, target: int) -> int:
-    """Bytes above a target, summed over the steps."""
-    return sum([count - target for count in simulated.bytes if count > target])

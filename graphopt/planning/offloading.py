@@ -112,7 +112,7 @@ def _candidates(scheduler: Scheduler, simulated: Simulated, lanes: Lanes) -> lis
 def _waiting(scheduler: Scheduler, simulated: Simulated, lanes: Lanes) -> list[_Candidate]:
     """What can be moved and waits from forward for backward, where its first run makes it."""
     steps = simulated.plan.steps
-    touches = Touches(scheduler, simulated)
+    touches = Touches(scheduler, simulated.plan.steps)
     peak = simulated.bytes.index(simulated.peak)
     boundary = scheduler.problem.boundary
     start = next((place for place, moment in enumerate(touches.moments) if moment >= boundary), peak)

@@ -29,7 +29,7 @@ _PROOF_SECONDS = 10.0
 """Up to how many operations ``plan`` asks the integer program too, and for how long."""
 
 _SMALL = 60
-_WORK_SMALL, _WORK, _WORK_ALIKE = 300_000, 7_200_000, 1_800_000
+_WORK_SMALL, _WORK, _WORK_ALIKE = 300_000, 18_000_000, 1_800_000
 """Steps that are simulated for problems of up to 60 operations, of 61 to 2,000, and for those of identical blocks."""
 
 _DEEP = 400
@@ -190,7 +190,7 @@ class _Search:
     def run(self) -> Frontier:
         """Fill the frontier."""
         plain = self.explorer.offer(NOTHING)
-        boundary = self.problem.boundary or _widest(plain)
+        boundary = self.problem.boundary or plain.peak_place
         network = CutNetwork(self.scheduler, boundary)
         if not any(self.scheduler.droppable[value] for value in network.needed):
             return self.frontier
@@ -315,11 +315,6 @@ class _Search:
             for point in found:
                 if self.explorer.work < self.effort.work:
                     self.explorer.explore(point)
-
-
-def _widest(plain: Simulated) -> int:
-    """The operation at which the most bytes are alive."""
-    return plain.bytes.index(plain.peak)
 
 
 @public

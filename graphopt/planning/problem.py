@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import fsum
 from typing import NamedTuple
 
 from graphopt.errors import GraphoptError, check_type, public
@@ -354,16 +355,17 @@ def simulate(problem: Problem, plan: Plan) -> Simulated:
 
 
 def repeated_seconds(steps: Sequence[int], seconds: Sequence[float]) -> float:
-    """Seconds of the steps that run again.
+    """Seconds of the steps that run again; rounded once, so that their order does not matter.
 
     Args:
         steps: whose first runs are in the program's order.
         seconds: of each operation.
     """
-    total, upcoming = 0.0, 0
+    again: list[float] = []
+    upcoming = 0
     for step in steps:
         if step == upcoming:
             upcoming += 1
         else:
-            total += seconds[step]
-    return total
+            again.append(seconds[step])
+    return fsum(again)

@@ -6,7 +6,8 @@ numpy have a fixed price; arrays are several times faster for the thousands of s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -19,18 +20,7 @@ if TYPE_CHECKING:
 
     Integers = NDArray[np.int64]
 
-__all__ = ["ArrayBytes", "ListBytes", "step_bytes"]
-
-_FEW = 150
-"""Up to how many operations lists are taken."""
-
-StepBytes = Callable[[Sequence[int]], list[int]]
-"""From steps to the bytes that are alive at each of them."""
-
-
-def step_bytes(problem: Problem) -> StepBytes:
-    """The faster way for a problem of its size."""
-    return ListBytes(problem) if len(problem.operations) <= _FEW else ArrayBytes(problem)
+__all__ = ["ArrayBytes", "ListBytes", "Lives"]
 
 
 class ListBytes:
@@ -138,6 +128,35 @@ class _Rows:
         return self.items[np.arange(len(owners)) + (self.starts[numbers] - before)[owners]], owners
 
 
+@dataclass(frozen=True, slots=True)
+class Lives:
+    """What happens to values in a plan, and the bytes that follow.
+
+    Attributes:
+        runs: the operation at each place.
+        first: whether it runs for the first time there.
+        touches: by value and place: value * 2 * places + 2 * place + whether the value is made there, ascending.
+        values: of each life.
+        begins: the place at which each life begins.
+        ends: the last place of each life.
+        alive: bytes at each place.
+        carried: bytes at each place that were alive at the place before as well.
+        taking: places at which a result takes the place of a value.
+        taken: that value; of several at one place, any one of which would do, each.
+    """
+
+    runs: Integers
+    first: NDArray[np.bool_]
+    touches: Integers
+    values: Integers
+    begins: Integers
+    ends: Integers
+    alive: Integers
+    carried: Integers
+    taking: Integers
+    taken: Integers
+
+
 class ArrayBytes:
     """Bytes of steps, with arrays.
 
@@ -162,54 +181,57 @@ class ArrayBytes:
 
     def __call__(self, steps: Sequence[int]) -> list[int]:
         """The bytes alive at each step."""
-        runs = np.array(steps, dtype=np.int64)
-        first = np.diff(np.maximum.accumulate(runs), prepend=-1) > 0
-        change = np.zeros(len(runs) + 1, dtype=np.int64)
-        extra = self._scratch[runs]
-        values, begins, ends = self._lives(runs, first)
-        sizes = self._sizes[values]
-        np.add.at(change, begins, sizes)
-        np.subtract.at(change, ends + 1, sizes)
-        self._overwrite(runs, first, (values, begins, ends), extra)
-        self._memos(runs, first, change, extra)
-        alive: list[int] = (np.cumsum(change[:-1]) + extra + self._resident).tolist()
+        alive: list[int] = self.lives(steps).alive.tolist()
         return alive
 
-    def _lives(self, runs: Integers, first: NDArray[np.bool_]) -> tuple[Integers, Integers, Integers]:
-        """The value of each life and the places at which it begins and ends, by value and then by place."""
+    def lives(self, steps: Sequence[int]) -> Lives:
+        """The lives of all that steps make, and the bytes that follow from them."""
+        runs = np.array(steps, dtype=np.int64)
+        first = np.diff(np.maximum.accumulate(runs), prepend=-1) > 0
+        born, gone = np.zeros((2, len(runs) + 1), dtype=np.int64)
+        extra = self._scratch[runs]
+        touches, values, begins, ends = self._lives(runs, first)
+        sizes = self._sizes[values]
+        np.add.at(born, begins, sizes)
+        np.add.at(gone, ends + 1, sizes)
+        taking, taken = self._take(runs, first, (values, begins, ends))
+        extra[taking] -= self._sizes[taken]
+        self._memos(runs, first, (born, gone), extra)
+        alive = np.cumsum(born - gone)[:-1] + self._resident
+        return Lives(runs, first, touches, values, begins, ends, alive + extra, alive - born[:-1], taking, taken)
+
+    def _lives(self, runs: Integers, first: NDArray[np.bool_]) -> tuple[Integers, Integers, Integers, Integers]:
+        """All touches; and of each life, by value and place: the value, and the places at which it begins and ends."""
         touched, places = self._touches.of(np.where(first, runs, runs + self._count))
         width = 2 * len(runs)
-        keys = np.sort((touched >> 1) * width + 2 * places + (touched & 1))
-        made = np.flatnonzero(keys & 1)
-        places = keys % width >> 1
-        values, begins = keys[made] // width, places[made]
-        ends = places[np.append(made[1:], len(keys)) - 1]
+        touches = np.sort((touched >> 1) * width + 2 * places + (touched & 1))
+        made = np.flatnonzero(touches & 1)
+        places = touches % width >> 1
+        values, begins = touches[made] // width, places[made]
+        ends = places[np.append(made[1:], len(touches)) - 1]
         if len(self._held):
             held = np.searchsorted(values, self._held)
             started = np.append(np.flatnonzero(first), len(runs) - 1)
             ends[held] = np.maximum(ends[held], started[self._until])
-        return values, begins, ends
+        return touches, values, begins, ends
 
-    def _overwrite(
-        self,
-        runs: Integers,
-        first: NDArray[np.bool_],
-        lives: tuple[Integers, Integers, Integers],
-        extra: Integers,
-    ) -> None:
-        """Take off ``extra`` what steps do not need because their results take the place of what ends there."""
+    def _take(
+        self, runs: Integers, first: NDArray[np.bool_], lives: tuple[Integers, Integers, Integers]
+    ) -> tuple[Integers, Integers]:
+        """Places at which a result takes the place of a value whose life ends there, and these values."""
         over, places = self._overwrites.of(runs)
         if not len(over):
-            return
+            return over, places
         values, begins, ends = lives
         keys = values * len(runs) + ends
         found = np.searchsorted(keys, over * len(runs) + places)
         found = np.minimum(found, len(keys) - 1)
         there = (keys[found] == over * len(runs) + places) & (first[begins[found]] == first[places])
-        where = places[there]
-        extra[where] = self._scratch[runs[where]] - self._sizes[over[there]]
+        return places[there], over[there]
 
-    def _memos(self, runs: Integers, first: NDArray[np.bool_], change: Integers, extra: Integers) -> None:
+    def _memos(
+        self, runs: Integers, first: NDArray[np.bool_], change: tuple[Integers, Integers], extra: Integers
+    ) -> None:
         """Add what operations that run again leave behind, until their last runs, and need once more meanwhile."""
         again = np.flatnonzero(~first & (self._memo[runs] > 0))
         if not len(again):
@@ -218,5 +240,6 @@ class ArrayBytes:
         steps = np.unique(runs[again])
         last = np.zeros(self._count, dtype=np.int64)
         last[runs[again]] = again  # of several places, the last one
-        np.add.at(change, np.flatnonzero(first)[steps], self._memo[steps])
-        np.subtract.at(change, last[steps] + 1, self._memo[steps])
+        born, gone = change
+        np.add.at(born, np.flatnonzero(first)[steps], self._memo[steps])
+        np.add.at(gone, last[steps] + 1, self._memo[steps])

@@ -12,9 +12,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from graphopt.planning.edited_bytes import Edit
 from graphopt.planning.stops import VOID, Decision, Drops, Stops
 
-__all__ = ["StepTrace"]
+__all__ = ["Derived", "StepTrace"]
 
 _FEW = 4
 """Which part of the decisions may differ, at most: one in so many."""
@@ -60,6 +61,7 @@ class StepTrace:
 
     Attributes:
         drops: the decisions.
+        steps: that follow from them.
     """
 
     def __init__(self, stops: Stops, drops: Drops) -> None:
@@ -74,13 +76,13 @@ class StepTrace:
         self._indices = sorted(found.stops)
         self._everything = (1 << len(stops.makers)) - 1
         self._known: list[_Stop] = []
-        self._steps: list[int] = []
+        self.steps: list[int] = []
         self._run()
         self._marks = [stop.made.looked | stop.cleared for stop in self._known]
 
     def _run(self) -> None:
         present, done = self._everything, 0
-        steps = self._steps
+        steps = self.steps
         for index in self._indices:
             steps.extend(range(done, index))
             cleared = self._cleared(done if self._known else -1, index)
@@ -94,7 +96,7 @@ class StepTrace:
     def _cleared(self, before: int, index: int, without: Collection[Decision] = ()) -> int:
         """A bit for each value that is dropped behind one operation's moment and up to another's."""
         low, high = bisect_right(self._moments, before), bisect_right(self._moments, index)
-        return _bits(decision.value for decision in self._gone[low:high] if decision not in without)
+        return _bits([decision.value for decision in self._gone[low:high] if decision not in without])
 
     def _make(self, index: int, early: Iterable[int], present: int) -> _Made:
         """Make again what is wanted early, and what an operation reads."""
@@ -129,16 +131,58 @@ class StepTrace:
                 present |= remakes[operation]
         return present, looked
 
-    def steps_of(self, drops: Drops) -> list[int] | None:
-        """The runs that follow from other decisions; None where these differ in much."""
+    def derive(self, drops: Drops) -> Derived | None:
+        """The run of other decisions; None where these differ in much."""
         added, removed = drops - self.drops, self.drops - drops
         if _FEW * (len(added) + len(removed)) > len(self.drops) + len(drops):
             return None
-        return _Derived(self, added, removed).steps()
+        return Derived(self, _Difference(self, added, removed).edits())
+
+    def again(self) -> list[tuple[int, list[int]]]:
+        """The operations in front of which others run again, in order, and these."""
+        return [(index, stop.made.steps) for index, stop in zip(self._indices, self._known, strict=True)]
 
 
-class _Derived:
-    """The run of other decisions, derived from the known one."""
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """The run of other decisions.
+
+    Attributes:
+        trace: the known run.
+        visits: where it differs from that: in front of which operations, and what takes the place of what, in order.
+    """
+
+    trace: StepTrace
+    visits: list[tuple[int, Edit]]
+
+    @property
+    def edits(self) -> list[Edit]:
+        """What takes the place of what in the known run, in order."""
+        return [edit for _, edit in self.visits]
+
+    def steps(self) -> list[int]:
+        """The runs."""
+        known = self.trace.steps
+        steps: list[int] = []
+        done = 0
+        for place, removed, instead in self.edits:
+            steps += known[done:place]
+            steps += instead
+            done = place + removed
+        steps += known[done:]
+        return steps
+
+    def again(self) -> list[tuple[int, list[int]]]:
+        """The operations in front of which others run again, in order, and these."""
+        if not self.visits:
+            return self.trace.again()
+        found = dict(self.trace.again())
+        found.update((index, edit.steps) for index, edit in self.visits)
+        return sorted(found.items())
+
+
+class _Difference:
+    """Finds where the run of other decisions differs from the known one."""
 
     def __init__(self, trace: StepTrace, added: Drops, removed: Drops) -> None:
         self._trace = trace
@@ -155,7 +199,7 @@ class _Derived:
         self._to_visit = self._changed([*added_here, *self._removed])
         self._differs = 0
         self._since, self._base = -1, trace._everything
-        self._edits: list[tuple[int, int, list[int]]] = []
+        self._edits: list[tuple[int, Edit]] = []
 
     def _changed(self, decisions: Iterable[Decision]) -> list[int]:
         """The operations at which decisions begin to matter: where they stop, and the first known stop behind drops."""
@@ -168,8 +212,8 @@ class _Derived:
         found.discard(count)
         return sorted(found)
 
-    def steps(self) -> list[int]:
-        """The runs."""
+    def edits(self) -> list[tuple[int, Edit]]:
+        """Where they differ: in front of which operations, and what takes the place of what, in order."""
         trace = self._trace
         indices, marks = trace._indices, trace._marks
         number = 0
@@ -183,7 +227,7 @@ class _Derived:
             if index < len(trace._reads):
                 self._visit(index)
                 number += number < len(indices) and indices[number] == index
-        return self._edited()
+        return self._edits
 
     def _visit(self, index: int) -> None:
         """Make again what is needed in front of an operation, and note where that differs from the known run."""
@@ -208,7 +252,7 @@ class _Derived:
             after = made.after
             old = known.made.steps if known is not None else []
             if made.steps != old:
-                self._edits.append((self._place(number, index), len(old), made.steps))
+                self._edits.append((index, Edit(self._place(number, index), len(old), made.steps)))
         self._base = known.made.after if known is not None else now
         self._since = index
         self._differs = after ^ self._base
@@ -216,7 +260,7 @@ class _Derived:
     def _dropped(self, before: int, index: int) -> int:
         """A bit for each value that only these decisions drop behind one operation's moment and up to another's."""
         low, high = bisect_right(self._moments, before), bisect_right(self._moments, index)
-        return _bits(decision.value for decision in self._added[low:high])
+        return _bits([decision.value for decision in self._added[low:high]])
 
     def _early_at(self, index: int) -> list[int]:
         known = self._trace._early.get(index, ())
@@ -232,18 +276,6 @@ class _Derived:
             return index
         before = trace._known[number - 1]
         return before.place + len(before.made.steps) + index - trace._indices[number - 1]
-
-    def _edited(self) -> list[int]:
-        """The known plan with what differs in it."""
-        known = self._trace._steps
-        steps: list[int] = []
-        done = 0
-        for place, length, instead in self._edits:
-            steps += known[done:place]
-            steps += instead
-            done = place + length
-        steps += known[done:]
-        return steps
 
 
 def _bits(values: Iterable[int]) -> int:

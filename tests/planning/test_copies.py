@@ -172,7 +172,7 @@ def test_no_more_is_moved_than_there_is_room_for() -> None:
     problem = seeded_problem(8)
     scheduler = Scheduler(problem)
     plain = scheduler.evaluate(frozenset())
-    assert Touches(scheduler, plain).values
+    assert Touches(scheduler, plain.plan.steps).values
     for room in (0, 10, 10**9):
         lanes = Lanes(1e12, 1e12, room, 1, [True] * len(problem.sizes))
         for moved in moved_away(scheduler, plain, lanes):
