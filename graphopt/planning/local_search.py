@@ -19,13 +19,17 @@ T = TypeVar("T")
 
 _INDEX = itemgetter(0)
 
+_CROSSINGS = 12
+"""At how many places two plans are crossed, at most."""
+
 
 class Explorer:
     """Extends a frontier from its own points.
 
     Around a point, decisions are tried that drop what is alive but idle at its peak (alone, with the sources that would
-    come back to life, and with all that is made only on the way), and that take back drops. What lies on the frontier
-    is explored in turn, spread over its whole range, so that no budget is favoured.
+    come back to life, and with all that is made only on the way), and that take back drops; and between neighbours,
+    plans that are crossed of both. What lies on the frontier is explored in turn, spread over its whole range, so that
+    no budget is favoured.
 
     Args:
         scheduler: of the problem.
@@ -34,6 +38,7 @@ class Explorer:
         everywhere: also try to drop what is idle anywhere, for small problems.
         roles: what is decided for one value is also tried for all others that play the same role in other blocks, and
             for the first and the second half of these; None to decide value by value.
+        least_again: seconds that run again in a plan that is taken, at least.
 
     Attributes:
         work: steps simulated so far.
@@ -47,6 +52,7 @@ class Explorer:
         width: int = 12,
         everywhere: bool = False,
         roles: Roles | None = None,
+        least_again: float = 0.0,
     ) -> None:
         self.scheduler = scheduler
         self.frontier = frontier
@@ -54,13 +60,15 @@ class Explorer:
         self._width = width
         self._everywhere = everywhere
         self._roles = roles
+        self._least_again = least_again
         self._least_seconds = scheduler.problem.seconds * 1e-4 or 1e-9  # what a decision counts at least
 
     def offer(self, drops: Drops) -> Candidate:
         """Simulate decisions and offer them to the frontier."""
         found = self.scheduler.candidate(drops)
         self.work += len(found.bytes)
-        self.frontier.offer(drops, found)
+        if found.again >= self._least_again:
+            self.frontier.offer(drops, found)
         return found
 
     def _try_all(self, options: Iterable[Drops]) -> list[Candidate]:
@@ -78,6 +86,20 @@ class Explorer:
         self._lower(start, slice(tried, point.explored))
         if not tried:
             self._take_back(start)
+
+    def cross(self, lower: Point, upper: Point) -> None:
+        """Try what takes the decisions of one plan up to some moment, and those of another one behind it.
+
+        Between neighbours of the frontier these lie in between in bytes and seconds: the one runs more again in the
+        first half of the layers, say, and the other in the second. (Path relinking: Glover, 1997.)
+        """
+        differing = sorted(lower.drops ^ upper.drops)
+        parts = min(_CROSSINGS + 1, len(differing))
+        self.scheduler.stay_near(lower.drops)
+        for number in range(1, parts):
+            place = len(differing) * number // parts
+            for part in (differing[:place], differing[place:]):
+                self.offer(lower.drops.symmetric_difference(part))
 
     def descend(self, drops: Drops, target: int, limit: int) -> bool:
         """Lower the peak, one decision after the other, until it is at most ``target`` bytes.

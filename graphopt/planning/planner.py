@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 
 from graphopt.errors import GraphoptError, check_type, public, wrong_argument
@@ -16,6 +17,7 @@ from graphopt.planning.lowersets import lower_set_plans
 from graphopt.planning.milp import optimum
 from graphopt.planning.planner_arguments import check_budget_bytes, check_seconds
 from graphopt.planning.problem import Problem, Simulated, simulate
+from graphopt.planning.refinement import Refinement
 from graphopt.planning.repeats import Roles, find_roles
 from graphopt.planning.schedule import Drops, Scheduler
 from graphopt.planning.segments import square_root_segments
@@ -174,6 +176,8 @@ class _Search:
         )
         self._deadline = None if time_limit is None else time.monotonic() + time_limit
         self._progress = progress
+        self._width, self._last = self.effort.width, 0
+        self._crossed: set[tuple[Drops, Drops]] = set()
 
     def late(self) -> bool:
         """Whether the time is over; the frontier then says that it was cut short."""
@@ -288,22 +292,54 @@ class _Search:
         return next((point for point in self.frontier if point.peak > goal), None)
 
     def _explore(self) -> None:
-        """Explore what is unexplored in turn, up the frontier and again from its lower end, and last more widely."""
-        last, width = 0, self.effort.width
+        """Explore the frontier and cross its neighbours, with as much work for the one as for the other."""
+        exploring = crossing = 0
         while self.explorer.work < self.effort.work and not self.late():
-            if self.explorer.work > self._share(_NARROW):
-                width = max(width, 2 * self.effort.width)
-            open_points = [point for point in self.frontier if point.explored < width]
-            if not open_points:
-                if width >= _WIDEST * self.effort.width:
-                    self._shake()
-                    return
-                width *= 2
-                continue
-            point = next((point for point in open_points if point.peak > last), open_points[0])
-            last = point.peak + (open_points[-1].peak - open_points[0].peak) // (2 * self.effort.targets)
-            self.explorer.explore(point, width)
+            before = self.explorer.work
+            if crossing <= exploring and self._cross_next():
+                crossing += self.explorer.work - before
+            elif self._explore_next():
+                exploring += self.explorer.work - before
+            elif not self._cross_next():
+                self._shake()
+                return
             self.report(max(0.65, min(1.0, self.explorer.work / self.effort.work)))
+
+    def _explore_next(self) -> bool:
+        """Explore a point, in turn up the frontier and again from its lower end, and last more widely.
+
+        Returns:
+            whether one was left.
+        """
+        if self.explorer.work > self._share(_NARROW):
+            self._width = max(self._width, 2 * self.effort.width)
+        open_points = [point for point in self.frontier if point.explored < self._width]
+        if not open_points:
+            if self._width >= _WIDEST * self.effort.width:
+                return False
+            self._width *= 2
+            return True
+        point = next((point for point in open_points if point.peak > self._last), open_points[0])
+        self._last = point.peak + (open_points[-1].peak - open_points[0].peak) // (2 * self.effort.targets)
+        self.explorer.explore(point, self._width)
+        return True
+
+    def _cross_next(self) -> bool:
+        """Cross the two neighbours that are farthest apart in bytes and seconds, of those that are not crossed yet.
+
+        Returns:
+            whether some were left.
+        """
+        best, widest = None, 0.0
+        for lower, upper in pairwise(self.frontier):
+            apart = (upper.peak - lower.peak) * (lower.again - upper.again)
+            if apart > widest and (lower.drops, upper.drops) not in self._crossed:
+                best, widest = (lower, upper), apart
+        if best is None:
+            return False
+        self._crossed.add((best[0].drops, best[1].drops))
+        self.explorer.cross(*best)
+        return True
 
     def _shake(self) -> None:
         """With nothing left to explore: decisions at random, the same ones every time, while they find something."""
@@ -342,7 +378,11 @@ def plan(problem: Problem, budget: int, *, time_limit: float | None = None) -> S
     if plain.peak <= budget:
         return plain
     frontier = find_frontier(problem, time_limit=time_limit)
-    point = frontier.within(budget)
+    point = min(
+        (point for point in (*frontier, *Refinement(scheduler, frontier).around(budget)) if point.peak <= budget),
+        key=lambda point: point.again,
+        default=None,
+    )
     found = None if point is None else scheduler.evaluate(point.drops)
     exact = _optimal(problem, budget, time_limit)
     if exact is not None and (found is None or exact.seconds < found.seconds):

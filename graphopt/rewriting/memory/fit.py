@@ -17,6 +17,7 @@ from graphopt.planning.frontier import Frontier, Point
 from graphopt.planning.lower_bound import fewest_seconds_again
 from graphopt.planning.offloading import Away, Lanes, Moved, moved_away
 from graphopt.planning.planner import find_frontier
+from graphopt.planning.refinement import Refinement
 from graphopt.planning.schedule import Scheduler
 from graphopt.rewriting.memory.named_plan import NamedMove, NamedPlan
 from graphopt.rewriting.memory.planning_problem import PlanningProblem, planning_problem, repeatable_calls
@@ -128,6 +129,7 @@ class Fitting:
         self._lower = 0
         self.reserved = reserved_where_cached(program, memory)
         self.frontier = self._search(options) if options.recompute else self._unchanged()
+        self._refinement = Refinement(self.scheduler, self.frontier)
 
     def _search(self, options: FittingOptions) -> Frontier:
         """The plans in which operations run again."""
@@ -176,7 +178,8 @@ class Fitting:
 
     def expected_seconds(self, budget: int) -> float | None:
         """Seconds on top of the program as it is of the fastest plan that is expected to fit into a budget."""
-        return min((choice.seconds for choice in self._choices() if choice.peak <= budget), default=None)
+        choices = [*self._choices(), *self._refined(budget)]
+        return min((choice.seconds for choice in choices if choice.peak <= budget), default=None)
 
     def simulate(self, point: Point) -> Simulated:
         """The plan behind a point of the frontier."""
@@ -187,16 +190,23 @@ class Fitting:
 
         The rewritten program's own timeline decides, and where the device's allocator keeps freed blocks, what it
         reserves: where that is above what the planner expected, the next best plan is taken. More bytes never get a
-        slower plan, since what there is to choose from does not depend on the budget.
+        slower plan: what there is to choose from does not depend on the budget, but for plans between its neighbours
+        on the frontier, none of which is faster than the next one there.
         """
         above = self._lower  # a carried program takes so much more or less than expected, as far as is known
-        for choice in sorted(self._tried(), key=lambda choice: choice.seconds):
-            if choice.peak + above <= budget:
-                fitted = self._fitted(choice)
-                if fitted.taken_bytes <= budget:
-                    return fitted
-                if self._repeatable is not None and fitted.peak_bytes < _IMPOSSIBLE:
-                    above = max(above, fitted.peak_bytes - choice.peak)
+        waiting = self._tried() if self.reserved is not None else [*self._choices(), *self._refined(budget - above)]
+        while waiting:
+            choice = min(waiting, key=lambda choice: choice.seconds)
+            waiting = [other for other in waiting if other is not choice and other.peak + above <= budget]
+            if choice.peak + above > budget:
+                continue
+            fitted = self._fitted(choice)
+            if fitted.taken_bytes <= budget:
+                return fitted
+            if self._repeatable is not None and fitted.peak_bytes < _IMPOSSIBLE:
+                above = max(above, fitted.peak_bytes - choice.peak)
+            if self.reserved is None and isinstance(choice.plan, Point):
+                waiting += self._refined(choice.peak - 1) if choice.plan in self.frontier else []
         smallest = self.smallest()
         return smallest if smallest.taken_bytes <= budget else None
 
@@ -258,6 +268,10 @@ class Fitting:
         for moved in self._moved or ():
             found.append(_Choice(moved.peak, moved.simulated.again + moved.late, moved))
         return found
+
+    def _refined(self, budget: int) -> list[_Choice]:
+        """Plans between the two of the frontier that are next to a budget."""
+        return [_Choice(point.peak, point.again, point) for point in self._refinement.around(budget)]
 
     def _expected(self, choice: _Choice) -> Fitted:
         """A plan with what the planner expects, not looked at as a program."""
