@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
 
+from graphopt.planning.candidates import Candidate
 from graphopt.planning.problem import Simulated
-from graphopt.planning.schedule import Candidate, Drops
+from graphopt.planning.stops import Drops
 
 __all__ = ["Frontier", "Point"]
 

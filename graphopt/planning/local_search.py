@@ -8,10 +8,11 @@ from operator import itemgetter
 from random import Random
 from typing import TypeVar
 
+from graphopt.planning.candidates import Candidate
 from graphopt.planning.frontier import Frontier, Point
 from graphopt.planning.idle import Idle, Touches
 from graphopt.planning.repeats import Roles
-from graphopt.planning.schedule import Candidate, Decision, Drops, Scheduler
+from graphopt.planning.schedule import Decision, Drops, Scheduler
 
 __all__ = ["Explorer"]
 

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphopt.planning import Plan, simulate
+from graphopt.planning import Plan, candidates, simulate
 from graphopt.planning import schedule as schedule_module
+from graphopt.planning.candidates import repeated_in_front
 from graphopt.planning.edited_bytes import EditedBytes, RunTables
 from graphopt.planning.problem import Problem
-from graphopt.planning.schedule import Decision, Drops, Scheduler, _stops
+from graphopt.planning.schedule import Decision, Drops, Scheduler
 from graphopt.planning.step_bytes import ArrayBytes, ListBytes
 from graphopt.planning.step_trace import StepTrace
 from graphopt.planning.stops import Stops
@@ -88,7 +89,7 @@ def again_in_front(stops: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[int
 def test_a_walk_through_decisions_of_a_large_problem(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As searches do it: a few decisions come or go, and now and then the plan that others are derived from changes."""
     monkeypatch.setattr(schedule_module, "_FEW", 0)
-    monkeypatch.setattr(schedule_module, "_MANY", 1000 if seed % 3 else 3)
+    monkeypatch.setattr(candidates, "_MANY", 1000 if seed % 3 else 3)
     problem = seeded_problem(seed, fewest=40, most=60)
     problem = overwriting(problem) if seed % 2 else problem
     near, stops, draw = Scheduler(problem), Stops(problem), Random(seed)
@@ -107,7 +108,7 @@ def test_a_walk_through_decisions_of_a_large_problem(seed: int, monkeypatch: pyt
         assert (list(found.bytes), found.peak, found.again) == (expected.bytes, expected.peak, expected.again)
         assert found.peak_place == expected.bytes.index(expected.peak)
         assert found.above(found.peak // 2) == sum(max(0, count - found.peak // 2) for count in expected.bytes)
-        assert again_in_front(found.stops()) == again_in_front(list(_stops(expected.plan.steps)))
+        assert again_in_front(found.stops()) == again_in_front(list(repeated_in_front(expected.plan.steps)))
         current = drops
     assert derived > 50
 
