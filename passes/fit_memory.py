@@ -87,7 +87,7 @@ class FitMemory(Pass):
     Plans come from one frontier of bytes and seconds: minimum cuts with a price for each moment, then a local search
     that drops and keeps single values and crosses neighbouring plans, every candidate simulated to the byte
     (``graphopt.planning``). How far above the best possible plan the one that is taken can be at most is known by
-    linear programming, a relaxation of Checkmate's (Jain et al., MLSys 2020, arXiv 1910.02653), and is in the record
+    linear and integer programming, a relaxation of Checkmate's (Jain et al., MLSys 2020, arXiv 1910.02653), and is in the record
     where nothing is moved.
 
     Args:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphopt.planning import lower_bound
 from graphopt.planning.lower_bound import fewest_seconds_again
 from graphopt.planning.planner import find_frontier
 from graphopt.planning.problem import Operation, Problem, simulate
@@ -57,10 +58,15 @@ def test_the_program_as_it_is_asks_for_nothing_and_no_bytes_are_impossible() -> 
     assert bound(problem, problem.resident) == math.inf
 
 
-def test_what_does_not_fit_is_made_again_in_part() -> None:
+def test_what_does_not_fit_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a whole, or by linear programming alone, for large programs, in part."""
     first, second = Operation((), (0,), 1.0), Operation((0,), (1,), 5.0)
     backward = Operation((1,), (2,), 1.0, repeatable=False), Operation((2, 0), (3,), 1.0, repeatable=False)
     problem = Problem((first, second, *backward), sizes=(80, 100, 10, 10), boundary=2)
+    assert bound(problem, 190) == 0.0
+    assert bound(problem, 189) == bound(problem, 180) == pytest.approx(1.0, rel=1e-4)
+    assert bound(problem, 179) == math.inf
+    monkeypatch.setattr(lower_bound, "_SOLVABLE", 3)
     assert bound(problem, 190) == 0.0
     assert bound(problem, 189) == pytest.approx(1 / 80, rel=1e-4)
     assert bound(problem, 180) == pytest.approx(10 / 80, rel=1e-4)
@@ -70,7 +76,7 @@ def test_what_no_plan_can_do_is_known() -> None:
     assert bound(chain(6, sizes=[10] * 6), 9) == math.inf
 
 
-@pytest.mark.parametrize(("name", "most"), [("unet", 0.01), ("googlenet", 0.01)])
+@pytest.mark.parametrize(("name", "most"), [("unet", 1e-6), ("googlenet", 0.002)])
 def test_plans_of_published_graphs_are_near(name: str, most: float) -> None:
     problem = published_problem(name)
     theirs = PUBLISHED_PLANS[name][0]
