@@ -87,8 +87,8 @@ class FitMemory(Pass):
     Plans come from one frontier of bytes and seconds: minimum cuts with a price for each moment, then a local search
     that drops and keeps single values and crosses neighbouring plans, every candidate simulated to the byte
     (``graphopt.planning``). How far above the best possible plan the one that is taken can be at most is known by
-    linear and integer programming, a relaxation of Checkmate's (Jain et al., MLSys 2020, arXiv 1910.02653), and is in the record
-    where nothing is moved.
+    linear and integer programming, a relaxation of Checkmate's (Jain et al., MLSys 2020, arXiv 1910.02653), and is in
+    the record where nothing is moved.
 
     Args:
         budget: the peak in bytes: a number, ``"8GB"`` (powers of ten), ``"512MiB"``, ``"60%"`` of the peak of the
