@@ -36,10 +36,11 @@ _WORK_SMALL, _WORK, _WORK_ALIKE = 300_000, 18_000_000, 1_800_000
 
 _DEEP = 400
 _BLOCKS = 4
-_WORK_DEEP = 3_200
+_WORK_DEEP = 4_800
+_AIMED_DEEP = 2 / 3
 """From how many operations, and how many identical blocks, on blocks are decided about together.
 
-Then so many steps are simulated for each operation.
+Then so many steps are simulated for each operation, and less of that is for aiming at budgets.
 """
 
 _STRUCTURED, _WIDE = 400, 1500
@@ -85,6 +86,7 @@ class Effort:
         structured: the most operations for which lower sets and several chains are tried; on larger problems they take
             longer than their plans are worth.
         grouped: whether identical blocks are decided about together.
+        aimed: of the part of the work that may be for aiming at budgets, how much is; the rest explores and crosses.
     """
 
     targets: int
@@ -94,6 +96,7 @@ class Effort:
     everywhere: bool
     structured: int = _STRUCTURED
     grouped: bool = False
+    aimed: float = 1.0
 
 
 def _effort(problem: Problem, roles: Roles) -> Effort:
@@ -102,7 +105,8 @@ def _effort(problem: Problem, roles: Roles) -> Effort:
     if count <= _SMALL:
         return Effort(targets=8, rounds=16, work=_WORK_SMALL, width=12, everywhere=True)
     if count >= _DEEP and roles.repeats >= _BLOCKS:
-        return Effort(targets=12, rounds=8, work=_WORK_DEEP * count, width=4, everywhere=False, grouped=True)
+        steps = _WORK_DEEP * count
+        return Effort(12, rounds=8, work=steps, width=4, everywhere=False, grouped=True, aimed=_AIMED_DEEP)
     alike = roles.repeats >= _BLOCKS
     work = max(_WORK_ALIKE if alike else _WORK, 1.8 * count**2)
     width = 12 if count < (_STRUCTURED if alike else _WIDE) else 5
@@ -236,7 +240,7 @@ class _Search:
                 starts[drops] = simulated.peak
             if self.late():
                 return
-        limit = self.explorer.work + self._share(0.2)
+        limit = self.explorer.work + self._share(0.2 * self.effort.aimed)
         for goal in reversed(self._targets(highest)[-4:]):
             point = self._above(goal)
             if point is not None and not self.late():
@@ -259,7 +263,7 @@ class _Search:
 
     def _descents(self, network: CutNetwork, highest: int) -> None:
         """Aim at budgets all over the range from the plan just above each, the lowest ones first."""
-        limit = self._share(0.6)
+        limit = self._share(0.6 * self.effort.aimed)
         self._push(network, highest)
         for goal in reversed(self._targets(highest)):
             point = self._above(goal)
@@ -271,7 +275,7 @@ class _Search:
 
     def _push(self, network: CutNetwork, highest: int) -> None:
         """Lower the lowest peak as far as it goes, from different starts."""
-        limit = self._share(0.4)
+        limit = self._share(0.4 * self.effort.aimed)
         for start in (self.frontier.lowest.drops, NOTHING, network.drops(set(network.needed))):
             self._push_from(start, highest, limit)
 
