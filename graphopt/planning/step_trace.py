@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from graphopt.planning.edited_bytes import Edit
+from graphopt.planning.edits import Edit
 from graphopt.planning.stops import VOID, Decision, Drops, Stops
 
 __all__ = ["Derived", "StepTrace"]
