@@ -81,9 +81,9 @@ def test_outside_of_the_frontier_there_is_nothing_between() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_more_bytes_never_get_a_slower_plan(seed: int) -> None:
-    problem = seeded_problem(seed, fewest=40, most=50)
+    problem = seeded_problem(seed, fewest=18, most=20)
     frontier = find_frontier(problem)
-    budgets = sorted(Random(seed).randint(frontier.lowest.peak, max(p.peak for p in frontier)) for _ in range(12))
+    budgets = sorted(Random(seed).randint(frontier.lowest.peak, max(p.peak for p in frontier)) for _ in range(8))
     found = [plan(problem, budget) for budget in budgets]
     assert all(each.peak <= budget for each, budget in zip(found, budgets, strict=True))
     assert all(simulate(problem, Plan(each.plan.steps)) == each for each in found)
