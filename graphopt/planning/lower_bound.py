@@ -170,10 +170,11 @@ class _Model:
         entries = [entry for terms, _ in self._rows for entry in terms.items()]
         factors, columns = [factor for _, factor in entries], [column for column, _ in entries]
         matrix: Any = coo_array((factors, (rows, columns)), shape=(len(self._rows), count)).tocsr()
+        most: Any = np.array([bound for _, bound in self._rows], dtype=float)
         scale = float(seconds.max()) or 1.0
         found = milp(
             seconds / scale,
-            constraints=LinearConstraint(matrix, ub=np.array([bound for _, bound in self._rows], dtype=float)),
+            constraints=LinearConstraint(matrix, ub=most),
             bounds=limits,
             integrality=[int(whole and kind == "alive") for kind, _, _ in self._columns],
             options={"node_limit": _NODES},
@@ -186,7 +187,9 @@ class _Model:
     def _objective(self) -> tuple[NDArray[np.float64], Bounds]:
         """The seconds that count for each variable, and what it is at least and at most."""
         operations, count = self._problem.operations, len(self._columns)
-        seconds, most, least = np.zeros(count), np.ones(count), np.zeros(count)
+        seconds = np.zeros(count)
+        most: Any = np.ones(count)
+        least: Any = np.zeros(count)
         for (kind, _, index), column in self._columns.items():
             if kind == "total":
                 seconds[column], most[column] = operations[index].seconds, np.inf

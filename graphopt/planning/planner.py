@@ -31,13 +31,13 @@ _PROOF_SECONDS = 10.0
 """Up to how many operations ``plan`` asks the integer program too, and for how long."""
 
 _SMALL = 60
-_WORK_SMALL, _WORK, _WORK_ALIKE = 300_000, 18_000_000, 1_800_000
+_WORK_SMALL, _WORK, _WORK_ALIKE = 300_000, 12_000_000, 1_800_000
 """Steps that are simulated for problems of up to 60 operations, of 61 to 2,000, and for those of identical blocks."""
 
 _DEEP = 400
 _BLOCKS = 4
-_WORK_DEEP = 4_800
-_AIMED_DEEP = 2 / 3
+_WORK_DEEP = 4_000
+_AIMED_DEEP = 0.8
 """From how many operations, and how many identical blocks, on blocks are decided about together.
 
 Then so many steps are simulated for each operation, and less of that is for aiming at budgets.
@@ -108,7 +108,7 @@ def _effort(problem: Problem, roles: Roles) -> Effort:
         steps = _WORK_DEEP * count
         return Effort(12, rounds=8, work=steps, width=4, everywhere=False, grouped=True, aimed=_AIMED_DEEP)
     alike = roles.repeats >= _BLOCKS
-    work = max(_WORK_ALIKE if alike else _WORK, 1.8 * count**2)
+    work = max(_WORK_ALIKE if alike else _WORK, 2.4 * count**2)
     width = 12 if count < (_STRUCTURED if alike else _WIDE) else 5
     return Effort(targets=12, rounds=20, work=int(work), width=width, everywhere=False)
 
