@@ -81,7 +81,7 @@ class EditedBytes:
         self._steps: list[int] = lives.runs.tolist()
         self._first: list[bool] = lives.first.tolist()
         self._started: list[int] = np.flatnonzero(lives.first).tolist()
-        self.total = lives.alive
+        self._total = lives.alive
         self._carried = lives.carried
         width, count = 2 * len(self._steps), len(tables.sizes)
         self._touches: list[int] = (lives.touches % max(width, 1)).tolist()
@@ -98,7 +98,7 @@ class EditedBytes:
     def of(self, edits: Sequence[Edit]) -> Integers:
         """The bytes alive at each step of the known plan with edits, which are in order and apart from each other."""
         if not edits:
-            return self.total
+            return self._total
         places = Places(edits)
         alive = self._others(places)
         change = _Change(self, places)
@@ -122,13 +122,13 @@ class EditedBytes:
         alive = np.empty(len(self._steps) + places.shift, dtype=np.int64)
         done = at = 0
         for place, removed, steps in places.edits:
-            alive[at : at + place - done] = self.total[done:place]
+            alive[at : at + place - done] = self._total[done:place]
             at += place - done
             if steps:
                 carried = int(self._carried[place])
                 alive[at : at + len(steps)] = [carried + needed[step] for step in steps]
             done, at = place + removed, at + len(steps)
-        alive[at:] = self.total[done:]
+        alive[at:] = self._total[done:]
         return alive
 
 

@@ -191,7 +191,8 @@ class Fitting:
         The rewritten program's own timeline decides, and where the device's allocator keeps freed blocks, what it
         reserves: where that is above what the planner expected, the next best plan is taken. More bytes never get a
         slower plan: what there is to choose from does not depend on the budget, but for plans between its neighbours
-        on the frontier, none of which is faster than the next one there.
+        on the frontier, none of which is faster than the next one there. What is reserved is looked at for plans that
+        are farther apart (``_STEP``), without any between them.
         """
         above = self._lower  # a carried program takes so much more or less than expected, as far as is known
         waiting = self._tried() if self.reserved is not None else [*self._choices(), *self._refined(budget - above)]
@@ -205,8 +206,8 @@ class Fitting:
                 return fitted
             if self._repeatable is not None and fitted.peak_bytes < _IMPOSSIBLE:
                 above = max(above, fitted.peak_bytes - choice.peak)
-            if self.reserved is None and isinstance(choice.plan, Point):
-                waiting += self._refined(choice.peak - 1) if choice.plan in self.frontier else []
+            if self.reserved is None and isinstance(choice.plan, Point) and choice.plan in self.frontier:
+                waiting += self._refined(choice.peak - 1)
         smallest = self.smallest()
         return smallest if smallest.taken_bytes <= budget else None
 
