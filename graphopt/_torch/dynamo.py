@@ -11,6 +11,7 @@ import inspect
 import logging
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -84,6 +85,8 @@ def cut(
     apart: dict[str, Any] = (
         {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
     )
+    # A cut is told by us; torch's advice at calls into C would have the user file an issue or register an operator.
+    warnings.filterwarnings("ignore", "Dynamo does not know how to trace the builtin", UserWarning)
     result: Callable[..., Any] = torch.compile(function, backend=backend, dynamic=False, **apart)
     return result
 

@@ -205,14 +205,20 @@ def stand_in(
         if name.endswith("_hooks"):
             twin.__dict__[name] = type(value)()
         elif name not in _REPLACED:
-            twin.__dict__[name] = copy.deepcopy(value, dict(known))
+            twin.__dict__[name] = _copied(value, known)
     twin.state = defaultdict(dict)
     twin.param_groups = []
     for group in optimizer.param_groups:
         members = [parameters[p] for p in group["params"] if p in parameters]
         others = {key: value for key, value in group.items() if key != "params"}
-        twin.param_groups.append({**copy.deepcopy(others, dict(known)), "params": members})
+        twin.param_groups.append({**_copied(others, known), "params": members})
     return twin
+
+
+def _copied(value: Any, known: Mapping[int, Any]) -> Any:
+    """A deep copy with the known objects as they are; of tensors (a learning rate) with data, also while tracing."""
+    with _torch.without_dispatch_modes():
+        return copy.deepcopy(value, dict(known))
 
 
 _REPLACED = ("state", "param_groups", "step", "zero_grad")

@@ -171,6 +171,8 @@ def _reason(error: Exception) -> str:
     text = str(error).splitlines()[0] if str(error) else repr(error)
     if "_local_scalar_dense" in text or "data-dependent" in text or "capturable" in text:
         return "it reads tensors' values in Python"
+    if "FakeTensor" in text:
+        return "it computes with tensors that are neither its state nor a learning rate"
     return text
 
 
@@ -367,9 +369,16 @@ def _same(value: Any, before: Any) -> bool:
     """Whether something that an optimizer keeps is what it was before a step."""
     if value is before:
         return True
+    if isinstance(value, dict) and type(value) is type(before):
+        return value.keys() == before.keys() and all(_same(item, before[key]) for key, item in value.items())
+    if isinstance(value, (list, tuple)) and type(value) is type(before):
+        return len(value) == len(before) and all(map(_same, value, before))
     try:
+        if isinstance(value, torch.Tensor) and _torch.is_plain_tensor(value):  # what a step has changed is none here
+            with _torch.without_dispatch_modes():
+                return value.dtype == before.dtype and torch.equal(value, before)
         return type(value) is type(before) and bool(value == before)
-    except Exception:  # containers of tensors have no single answer
+    except Exception:  # objects of the user's that cannot be compared
         return False
 
 

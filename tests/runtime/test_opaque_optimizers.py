@@ -62,6 +62,11 @@ def hooked(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     return optimizer
 
 
+def tensor_betas(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """Adam that reads tensors which belong to no parameter."""
+    return torch.optim.Adam(parameters, betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False)
+
+
 optim: Any = torch.optim
 OPTIMIZERS: dict[str, Make] = {
     "NAdam": lambda p: optim.NAdam(p, lr=0.01),
@@ -192,7 +197,11 @@ def test_what_is_special_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize(
     ("make", "reason"),
-    [(Lion, "its step changes 'count' of its parameter groups"), (hooked, "its step has hooks")],
+    [
+        (Lion, "its step changes 'count' of its parameter groups"),
+        (hooked, "its step has hooks"),
+        (tensor_betas, "it computes with tensors that are neither its state nor a learning rate"),
+    ],
 )
 def test_the_reason_is_named(make: Make, reason: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "graphopt"):
@@ -225,6 +234,24 @@ CLOSURES: dict[str, Make] = {
     "LBFGS": lambda p: optim.LBFGS(p, lr=0.1),
     "LBFGS with a line search": lambda p: optim.LBFGS(p, lr=0.1, line_search_fn="strong_wolfe"),
 }
+
+
+RATES: dict[str, Make] = {
+    "AdamW": lambda p: optim.AdamW(p, lr=torch.tensor(0.01), fused=True),
+    "Adam of one element": lambda p: optim.Adam(p, lr=torch.tensor([0.01]), fused=True),
+    "SGD": lambda p: optim.SGD(p, lr=torch.tensor(0.01), momentum=0.9, fused=True),
+}
+
+
+@pytest.mark.parametrize("make", RATES.values(), ids=RATES)
+def test_learning_rates_that_are_tensors_are_inputs_of_the_program(
+    make: Make, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found, step = stepped(make)
+    assert same(found, eager(make))
+    assert not is_opaque(step)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("make", CLOSURES.values(), ids=CLOSURES)
