@@ -89,6 +89,9 @@ class ChunkLoss(Pass):
         region = _largest(program)
         if isinstance(region, str):
             return self._nothing(region)
+        if self.chunks == "auto" and region.matrix_bytes < _SMALLEST:
+            size, least = format_bytes(region.matrix_bytes), format_bytes(_SMALLEST)
+            return Changed(reason=f"the logits, {size}, are less than {least}: for chunks anyway, give their number")
         chunks = self._choose(program, region)
         if chunks < 2:
             return Changed(
@@ -110,8 +113,6 @@ class ChunkLoss(Pass):
     def _choose(self, program: Program, region: RowRegion) -> int:
         if self.chunks != "auto":
             return min(self.chunks, region.rows)
-        if region.matrix_bytes < _SMALLEST:
-            return 1
         best, found = 1, program.memory(measure=False).peak_bytes
         for chunks in _CANDIDATES:
             if chunks > region.rows or region.rows < chunks * region.width / 2:

@@ -8,12 +8,21 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphopt.ir.gradients import base_of
 from graphopt.ir.node import Phase, info, set_info, value_of
 from graphopt.ir.ops import schema
+from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
 from graphopt.rewriting.memory.rematerialize import rematerialize
 
-__all__ = ["forget_statistics", "honour_regions", "name_gradients", "seed_backward", "settle_mutations"]
+__all__ = [
+    "forget_statistics",
+    "honour_regions",
+    "name_gradients",
+    "return_originals",
+    "seed_backward",
+    "settle_mutations",
+]
 
 
 def seed_backward(program: Program) -> None:
@@ -29,6 +38,23 @@ def seed_backward(program: Program) -> None:
     node.replace_all_uses_with(seed)
     program.graph.erase_node(node)
     program.inputs.remove(spec)
+
+
+def return_originals(program: Program) -> None:
+    """Return what is beside the loss itself in place of its copy, where it is memory that nothing else holds."""
+    values = list(program.output_values)
+    kept = {base_of(value) for value in values if isinstance(value, fx.Node)}
+    written = {base_of(source) for node in program.nodes for source in schema.mutated_inputs(node)}
+    for place, (value, spec) in enumerate(zip(values, program.outputs, strict=True)):
+        if spec.role != "output" or not isinstance(value, fx.Node) or value.target is not torch.ops.aten.clone.default:
+            continue
+        original = value.all_input_nodes[0]
+        base = base_of(original)
+        whole = base.op == "call_function" and storage_bytes(value_of(base)) == storage_bytes(value_of(value))
+        if whole and base not in kept | written:
+            kept.add(base)
+            values[place] = original
+    program.set_outputs(values, program.outputs)
 
 
 def name_gradients(program: Program) -> None:

@@ -34,6 +34,11 @@ class Structure:
         leaves = [next(supply) if t else leaf for leaf, t in zip(self.leaves, self.is_tensor, strict=True)]
         return _torch.pytree.tree_unflatten(leaves, self.spec)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether the value is one tensor, with nothing around it."""
+        return bool(self.spec == _ALONE) and self.is_tensor == (True,)
+
     @functools.cached_property
     def key(self) -> tuple[Any, ...]:
         """What must be equal for two values to have the same structure and the same constants."""
@@ -43,6 +48,7 @@ class Structure:
         return str(self.spec), self.is_tensor, constants
 
 
+_ALONE = _torch.pytree.tree_flatten(0)[1]
 _OF_TENSORS: dict[tuple[int, tuple[str, ...]], Structure] = {}
 """The structures of calls that are given tensors alone, by the number of positional ones and the keywords."""
 

@@ -23,6 +23,7 @@ from graphopt.capture.fingerprint import refuse_lazy
 from graphopt.capture.flatten import Structure, flatten
 from graphopt.capture.graph_part import title_of
 from graphopt.capture.hidden_effects import drawing_refused, seeding_refused
+from graphopt.capture.loss_results import copy_others, loss_in
 from graphopt.capture.mask_questions import Question, Questions
 from graphopt.capture.nest_regions import nest_regions
 from graphopt.capture.regions import REGION_KEY, observe
@@ -32,7 +33,7 @@ from graphopt.capture.source_lines import source_line
 from graphopt.capture.tensors_met import Outside, TensorsMet, tensors_of
 from graphopt.capture.untraceable import depends_on_data, explain
 from graphopt.capture.value_checks import kept_as_checks
-from graphopt.capture.varying_axes import VaryingAxes
+from graphopt.capture.varying_axes import VaryingAxes, marks_undone
 from graphopt.errors import CaptureError, GraphBreakError, TorchVersionError, as_cause
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.memory_shortage import is_memory_shortage, refuse_shortage
@@ -91,12 +92,13 @@ class _UserCodeError(Exception):
 
 @dataclass
 class _Seen:
-    """What was noted of a call under trace: see ``ForwardCapture``."""
+    """What was noted of a call under trace: see ``ForwardCapture``; of a loss function, which result is the loss."""
 
     outputs: Structure
     changed: list[str]
     left_out: list[str]
     outside: list[Outside]
+    loss: int | None
 
 
 class _Root(nn.Module):
@@ -111,16 +113,17 @@ class _Root(nn.Module):
         names: Sequence[str],
         seen: list[_Seen],
         path: Path,
+        scalar_loss: bool,
     ) -> None:
         super().__init__()
         real = tensors_of(model)
         self.model = model
         self.training = model.training
         # Results are noted in a list: export undoes assignments to a module's attributes.
-        self._run = (call, inputs, questions, names, seen.append, path, real)
+        self._run = (call, inputs, questions, names, seen.append, path, real, scalar_loss)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        call, inputs, questions, names, note, path, real = self._run
+        call, inputs, questions, names, note, path, real, scalar_loss = self._run
         args, kwargs = inputs.restore(tensors)
         buffers = buffers_of(self.model)
         met = TensorsMet(real, tensors_of(self.model))
@@ -140,11 +143,15 @@ class _Root(nn.Module):
                     result = call_under_trace(call, self.model, args, kwargs)
                 flatten(result)  # which makes dataclasses known
                 result, left_out = returnable(result)
+                if scalar_loss:
+                    result = copy_others(result)
+                loss = loss_in(result)
                 flat, structure = flatten(result)
             except Exception as error:
                 raise _UserCodeError(error) from error
         write_assigned(buffers)
-        note(_Seen(structure, changed, left_out, list(met.outside.values())))
+        place = next((place for place, tensor in enumerate(flat) if tensor is loss), None)
+        note(_Seen(structure, changed, left_out, list(met.outside.values()), place if scalar_loss else None))
         return tuple(flat)
 
 
@@ -173,7 +180,7 @@ def capture_forward(
         call: what is traced.
         dynamic_shapes: sizes that may vary, by position or by the names of the arguments.
         names: of the positional arguments, as far as they have names.
-        scalar_loss: whether the result has to be one number.
+        scalar_loss: whether the result has to be a loss, alone or with more (``loss_in``).
         by_values: whether the model is answered what it asks of the values of masks among the inputs.
 
     Raises:
@@ -188,7 +195,7 @@ def capture_forward(
     shapes = _flat_shapes(dynamic_shapes, inputs, names)
 
     def export(path: Path) -> Any:
-        root = _Root(model, call, inputs, questions, names, seen, path)
+        root = _Root(model, call, inputs, questions, names, seen, path, scalar_loss)
         writes = _torch.RealWrites()
         with (
             observe(model),
@@ -198,6 +205,7 @@ def capture_forward(
             _torch.without_regions(),
             warnings.catch_warnings(record=True) as caught,
             _torch.refusals_expected(),
+            marks_undone(tensors),
             writes,
         ):
             warnings.simplefilter("always")
@@ -220,7 +228,9 @@ def capture_forward(
         explained = explain(error, model)
         raise explained from None if depends_on_data(error) else as_cause(error)
     noted = seen[-1]
-    program = _to_program(exported, noted.outputs, inputs, scalar_loss)
+    program = _to_program(exported, noted.outputs, inputs)
+    if scalar_loss:
+        program.outputs = _name_loss(program, noted.loss)
     program.title = title_of(model)
     refuse_empty(program)
     read_in_one_place(program, given)
@@ -321,7 +331,7 @@ def _shapes_by_place(value: Any, shape: Any) -> dict[int, Any]:
     return found
 
 
-def _to_program(exported: Any, returned: Structure, inputs: Structure, scalar_loss: bool) -> Program:
+def _to_program(exported: Any, returned: Structure, inputs: Structure) -> Program:
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     attributes: dict[str, fx.GraphModule] = {}
@@ -354,8 +364,6 @@ def _to_program(exported: Any, returned: Structure, inputs: Structure, scalar_lo
     graph.output(tuple(values))
     unique_names(graph)
     outputs = [OutputSpec("output", path or "result") for path in returned.paths]
-    if scalar_loss:
-        outputs = [_check_loss(values, returned)]
     return Program(graph, "forward", specs, outputs, constants, attributes)
 
 
@@ -369,16 +377,22 @@ def _is_whole_slice(node: fx.Node) -> bool:
     return bool(varies and start in (0, None) and end in (None, sys.maxsize) and step == 1)
 
 
-def _check_loss(values: list[Any], structure: Structure) -> OutputSpec:
-    value = values[0] if len(values) == 1 and structure.is_tensor == (True,) else None
+def _name_loss(program: Program, place: int | None) -> list[OutputSpec]:
+    """The outputs of a loss function, with the loss as such.
+
+    Raises:
+        CaptureError: where there is none, or it is not one number.
+    """
+    value = None if place is None else program.output_values[place]
     shape = tuple(value_of(value).shape) if isinstance(value, fx.Node) else None
-    if not isinstance(value, fx.Node) or any(size != 1 for size in shape or ()):
-        found = f"a tensor of shape {shape}" if shape is not None else f"{len(values)} tensors"
+    if place is None or shape is None or any(size != 1 for size in shape):
+        found = f"a tensor of shape {shape}" if shape is not None else f"{len(program.outputs)} tensors without one"
         raise CaptureError(
             f"the loss must be one scalar tensor, and this one returns {found}: reduce it (.mean(), .sum()), or pass "
-            "loss=lambda model, *batch: ... that returns a scalar"
+            "loss=lambda model, *batch: ... that returns a scalar, alone or first in a tuple with what else the step "
+            "is to return"
         )
-    return OutputSpec("loss", "loss")
+    return [*program.outputs[:place], OutputSpec("loss", "loss"), *program.outputs[place + 1 :]]
 
 
 def _placeholder(

@@ -26,6 +26,7 @@ from graphopt.capture.finish_joint import (
     forget_statistics,
     honour_regions,
     name_gradients,
+    return_originals,
     seed_backward,
     settle_mutations,
 )
@@ -224,6 +225,7 @@ class _Builder:
         finish_changed_parameters(program, self._zeros)
         if any(spec.role == "loss" for spec in program.outputs):
             seed_backward(program)
+            return_originals(program)
         forget_statistics(program)
         settle_mutations(program)
         program.erase_dead()

@@ -11,7 +11,7 @@ import torch
 from graphopt import _torch
 from graphopt.capture.assigned_buffers import IN_PARTS
 from graphopt.capture.kept_places import is_traced
-from graphopt.errors import GraphBreakError
+from graphopt.errors import CaptureError, GraphBreakError
 
 __all__ = ["returnable"]
 
@@ -20,6 +20,7 @@ def returnable(result: Any) -> tuple[Any, list[str]]:
     """A result without caches of keys and values, which are for generating text, and where it had some.
 
     Raises:
+        CaptureError: for numbers that depend on sizes which are open.
         GraphBreakError: for tensors in what a call cannot build again.
     """
     places, spec = _torch.pytree.tree_flatten_with_path(result)
@@ -28,6 +29,11 @@ def returnable(result: Any) -> tuple[Any, list[str]]:
         hidden = not isinstance(leaf, torch.Tensor) and (is_traced(leaf) or isinstance(leaf, Iterator))
         if hidden and _is_cache(leaf):
             left_out.append(re.sub(r"^\.|^\['(\w+)'\]", r"\1", _torch.pytree.keystr(place)))
+        elif isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise CaptureError(
+                "the result holds a number that depends on a size, and the sizes of the call are open: read it from "
+                "the batch, or return it as a tensor"
+            )
         elif hidden:
             raise GraphBreakError(
                 f"the result holds tensors in an object of {type(leaf).__name__}, which a program cannot make: return "

@@ -33,6 +33,7 @@ from graphopt.capture.garbage_collection import no_collection
 from graphopt.capture.graph_part import GraphPart, title_of
 from graphopt.capture.hidden_effects import capturing, refuse_backward_hooks, refuse_parameter_hooks
 from graphopt.capture.joint import JointCapture, capture_joint
+from graphopt.capture.loss_results import loss_in
 from graphopt.capture.mask_questions import Question
 from graphopt.capture.split_uses import split_uses
 from graphopt.capture.step import trace_optimizer
@@ -48,7 +49,7 @@ from graphopt.rewriting.shards import Shards
 
 __all__ = ["CaptureSession", "call_loss", "capture"]
 
-Loss = Callable[..., torch.Tensor]
+Loss = Callable[..., Any]
 
 
 def _call_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -57,10 +58,8 @@ def _call_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _own_loss(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     result = model(*args, **kwargs)
-    found = result if isinstance(result, torch.Tensor) else getattr(result, "loss", None)
-    if found is None and isinstance(result, Mapping):
-        found = result.get("loss")
-    if not isinstance(found, torch.Tensor):
+    found = None if type(result) in (tuple, list) else loss_in(result)
+    if found is None:
         raise CaptureError(
             f"{type(model).__name__} returns {type(result).__name__}, neither a loss nor an object with a .loss: give "
             "loss=lambda model, *batch: ... that returns a scalar (models from transformers return a loss when they "
@@ -69,8 +68,8 @@ def _own_loss(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return found
 
 
-def call_loss(model: nn.Module, loss: Loss | bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """The loss of a batch as the model and the loss function give it, without a program.
+def call_loss(model: nn.Module, loss: Loss | bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The loss of a batch, with what else the loss function returns, as it gives them without a program.
 
     Args:
         model: as the loss function is called with.
@@ -91,8 +90,8 @@ class CaptureSession:
         model: the bare module.
         args: positional example inputs.
         kwargs: keyword example inputs.
-        loss: ``loss(model, *batch)`` returning a scalar; ``True`` where the model's own result is or has the loss;
-            None for a drop-in program whose outputs' tangents come from outside.
+        loss: ``loss(model, *batch)`` returning a scalar, alone or with more (``loss_in``); ``True`` where the model's
+            own result is or has the loss; None for a drop-in program whose outputs' tangents come from outside.
         optimizer: whose update ends the step program; needs a loss.
         dynamic_shapes: as in ``torch.export``, for the model's (or the loss's) arguments.
         keep: leave numbers and texts that forward sets in modules set, as behind a call in eager mode.
@@ -257,8 +256,8 @@ class CaptureSession:
         """Take what was asked in another process, where the programs come from there."""
         self._replayed = dict(questions)
 
-    def replay(self, joint: JointCapture, outputs: Structure) -> None:
-        """Take a joint program that was captured before, with the structure of its results, as the one of this call."""
+    def replay(self, outputs: Structure, joint: JointCapture | None = None) -> None:
+        """Take the structure of results that were captured before, and the joint program of a drop-in model."""
         self.joint, self._outputs = joint, outputs
 
     @property
@@ -341,8 +340,9 @@ def capture(
         model: the bare ``nn.Module``; its parameters, of any shape, are referred to and never copied.
         args: positional example inputs; only shapes, dtypes and devices of tensors matter.
         kwargs: keyword example inputs.
-        loss: ``loss(model, *batch)`` returning a scalar tensor; ``True`` where the model returns the loss or an object
-            with ``.loss``; None to leave the loss outside of the program (the default without an optimizer).
+        loss: ``loss(model, *batch)`` returning a scalar tensor, or a tuple or dict with more beside it (see
+            ``graphopt.optimize_step``); ``True`` where the model returns the loss or an object with ``.loss``; None to
+            leave the loss outside of the program (the default without an optimizer).
         optimizer: a ``torch.optim`` object over the model's parameters; its update becomes part of the program.
         dynamic_shapes: sizes that may vary, as for ``torch.export.export``.
         stage: ``forward``, ``joint`` or ``step``; the last one that the arguments allow by default.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["VaryingAxes"]
+__all__ = ["VaryingAxes", "marks_undone"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +62,24 @@ class VaryingAxes:
         """The same as ``torch.export.export`` takes it for a function of ``*tensors``."""
         auto: Any = torch.export.Dim.AUTO
         return (tuple(dict.fromkeys(sorted(axes), auto) or None for axes in self.axes),)
+
+
+@contextlib.contextmanager
+def marks_undone(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Tensors have the marks of axes that vary behind the block that they had before it.
+
+    An export with such axes marks them in attributes of the tensors, and leaves these there where it fails: whatever is
+    traced with the same tensors later would have the axes open.
+    """
+    kept = [(tensor, _marks(tensor)) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, marks in kept:
+            for name in _marks(tensor).keys() - marks.keys():
+                delattr(tensor, name)
+            vars(tensor).update(marks)
+
+
+def _marks(tensor: torch.Tensor) -> dict[str, Any]:
+    return {name: copy.copy(value) for name, value in vars(tensor).items() if "dynamo" in name}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphopt.capture.loss_results import change_loss, loss_in
 from graphopt.errors import ArgumentError, GraphoptError, public
 from graphopt.rewriting.pass_ import Pass
 from graphopt.rewriting.pipeline import Passes, Pipeline
@@ -49,10 +50,11 @@ class AcceleratedStep:
         self._accelerator = accelerator
         self.step = step
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run one batch; returns its loss, detached and not divided."""
-        loss = run_batch(self.step, self._accelerator.sync_gradients, *args, **kwargs)
-        return loss.mul(self._accelerator.gradient_accumulation_steps)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one batch; returns its loss, detached and not divided, with what else the loss function returns."""
+        result = run_batch(self.step, self._accelerator.sync_gradients, *args, **kwargs)
+        batches = self._accelerator.gradient_accumulation_steps
+        return change_loss(result, lambda loss: loss.mul(batches))
 
     def state_dict(self) -> dict[str, Any]:
         """What the step owns (``TrainStep.state_dict``); ``accelerator.save_state`` saves it."""
@@ -70,7 +72,7 @@ def prepare_step(
     optimizer: Any,
     passes: Passes = (),
     *,
-    loss: Callable[..., torch.Tensor] | None = None,
+    loss: Callable[..., Any] | None = None,
     backend: Backend = "eager",
 ) -> AcceleratedStep:
     """A whole step of what ``accelerator.prepare`` has given: its autocast, loss scale and accumulation are in it.
@@ -83,7 +85,7 @@ def prepare_step(
         model: prepared.
         optimizer: prepared. Its ``step`` does nothing from now on.
         passes: as for ``graphopt.optimize_step``.
-        loss: ``loss(model, *batch)``; None where the model returns the loss or an object with ``.loss``.
+        loss: as for ``graphopt.optimize_step``; None where the model returns the loss or an object with ``.loss``.
         backend: as for ``graphopt.optimize_step``.
 
     Raises:
@@ -104,9 +106,9 @@ def prepare_step(
         raise ArgumentError("prepare_step takes what accelerator.prepare(model, optimizer) returns, prepare them first")
     batches = accelerator.gradient_accumulation_steps
 
-    def divided(model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        value = loss(model, *args, **kwargs) if loss is not None else _own_loss(model(*args, **kwargs))
-        return value.div(batches)
+    def divided(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = loss(model, *args, **kwargs) if loss is not None else _own_loss(model(*args, **kwargs))
+        return result if loss_in(result) is None else change_loss(result, lambda value: value.div(batches))
 
     given = [*Pipeline(passes).passes, *scaling_passes(accelerator.scaler)]
     step = optimize_step(model, optimizer.optimizer, given, loss=divided, backend=backend)
@@ -118,10 +120,8 @@ def prepare_step(
 
 def _own_loss(result: Any) -> torch.Tensor:
     """The loss that a model returns, or that is in what it returns."""
-    if isinstance(result, torch.Tensor):
-        return result
-    found = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
-    if not isinstance(found, torch.Tensor):
+    found = None if type(result) in (tuple, list) else loss_in(result)
+    if found is None:
         raise GraphoptError(f"the model returns {type(result).__name__} without a loss: give loss=")
     return found
 
@@ -136,7 +136,7 @@ def _refuse_processes(accelerator: Any) -> None:
         )
 
 
-def run_batch(step: TrainStep, last: bool, *args: Any, **kwargs: Any) -> torch.Tensor:
+def run_batch(step: TrainStep, last: bool, *args: Any, **kwargs: Any) -> Any:
     """Run one batch of a step that adds up the gradients of several, and updates behind the last one.
 
     Args:

@@ -148,7 +148,8 @@ class Trainer(_Base):  # type: ignore[misc]
             self.optimizer.train()
         batches = None if is_scaled(self, num_items_in_batch) else self.current_gradient_accumulation_steps
         last = self.accelerator.gradient_state.sync_gradients
-        return run_batch(self.step, last, self._prepare_inputs(inputs), num_items_in_batch, batches)
+        loss: torch.Tensor = run_batch(self.step, last, self._prepare_inputs(inputs), num_items_in_batch, batches)
+        return loss
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor | None:
         return self.step.gradient_norm

@@ -36,7 +36,7 @@ def largest_batch(
     passes: Passes = (),
     *,
     budget: int | str,
-    loss: Callable[..., torch.Tensor] | None = None,
+    loss: Callable[..., Any] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     least: int = 1,
     most: int = 65_536,
@@ -112,7 +112,7 @@ class _Trial:
         model: nn.Module,
         batch: Callable[[int], tuple[tuple[Any, ...], Mapping[str, Any]]],
         options: Options,
-        loss: Callable[..., torch.Tensor] | None,
+        loss: Callable[..., Any] | None,
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
         self._model, self._batch, self._options = model, batch, options

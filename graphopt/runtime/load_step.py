@@ -26,7 +26,7 @@ def load_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    loss: Callable[..., torch.Tensor] | None = None,
+    loss: Callable[..., Any] | None = None,
     dynamic_shapes: Any = "auto",
     backend: Backend | None = None,
     trust_compiled: bool = False,

@@ -25,7 +25,7 @@ def optimize_step(
     optimizer: torch.optim.Optimizer,
     passes: Passes = (),
     *,
-    loss: Callable[..., torch.Tensor] | None = None,
+    loss: Callable[..., Any] | None = None,
     example_inputs: tuple[Any, ...] | None = None,
     dynamic_shapes: Any = "auto",
     backend: Backend = "eager",
@@ -37,8 +37,9 @@ def optimize_step(
         model: the bare module; updated in place. The passes of a result of ``optimize`` are taken over.
         optimizer: a ``torch.optim`` object over its parameters; stays the source of truth.
         passes: ``Pass`` objects or their text form, in a list in any order, or one alone; None for no passes.
-        loss: ``loss(model, *batch)`` returning a scalar; None where the model returns the loss or an object with
-            ``.loss``.
+        loss: ``loss(model, *batch)`` returning a scalar, or more beside it (metrics, predictions): a tuple or list that
+            begins with the loss, a dict with ``"loss"``, or an object with ``.loss``; the step then returns the same,
+            detached. None where the model returns the loss or an object with ``.loss``, the rest of which is left out.
         example_inputs: a batch to capture with right away; otherwise the first call captures.
         dynamic_shapes: ``"auto"`` lets an axis vary from its second size on, so that few captures serve all sizes; None
             captures each size by itself; or the sizes that may vary, as for ``torch.export.export``, for the arguments

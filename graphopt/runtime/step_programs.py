@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from graphopt import _torch
 from graphopt.capture import CaptureSession
@@ -17,8 +18,10 @@ from graphopt.capture.call_checks import argument_names
 from graphopt.capture.garbage_collection import no_collection
 from graphopt.capture.step import settings
 from graphopt.errors import GraphoptError
+from graphopt.ir.node import value_of
 from graphopt.ir.ops.groups import find_group
 from graphopt.ir.ops.opaque_update import Evaluate
+from graphopt.ir.ops.values import format_bytes, storage_bytes
 from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.named_shards import accept_named_shards, name_shards
 from graphopt.rewriting.precision.scaling import checked_gradients
@@ -36,6 +39,11 @@ from graphopt.runtime.step_progress import StepProgress
 from graphopt.runtime.step_variants import CapturedStep, CompiledStep, Variant, stored_name
 
 __all__ = ["StepPrograms"]
+
+logger = logging.getLogger("graphopt")
+
+_UNNOTICED = 4096
+"""Bytes beside a predicted peak that nobody is told of."""
 
 
 class StepPrograms:
@@ -58,7 +66,7 @@ class StepPrograms:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loss: Callable[..., torch.Tensor] | None,
+        loss: Callable[..., Any] | None,
         options: Options,
     ) -> None:
         self._model = model
@@ -150,7 +158,10 @@ class StepPrograms:
         runner.store.require(rewritten.pass_state)
         runner.store.check_loaded()
         runner.announce(capture)
-        return CapturedStep(rewritten, capture.rules, settings(self._optimizer))
+        results = None if session.outputs.is_alone else session.outputs
+        if results is not None and target is None:
+            _tell_of_results(rewritten.program)
+        return CapturedStep(rewritten, capture.rules, settings(self._optimizer), results)
 
     def _compiled(self, captured: CapturedStep, key: Variant) -> CompiledStep:
         if key not in captured.variants:
@@ -225,6 +236,19 @@ class StepPrograms:
 
     def _rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for group in self._optimizer.param_groups)
+
+
+def _tell_of_results(program: Program) -> None:
+    """Warn where a caller that keeps the results of a call during the next one exceeds the peak that is predicted."""
+    values = {value for value, _ in program.outputs_of("output") if isinstance(value, fx.Node)}
+    count = sum(storage_bytes(value_of(value)) for value in values)
+    if count > max(_UNNOTICED, program.memory().peak_bytes // 1000):
+        logger.warning(
+            "%s: the step returns %s beside the loss, which stay in memory as long as they are kept, on top of the "
+            "peak of the next call: return what is small (.argmax(), .mean()), or del them before it",
+            program.title,
+            format_bytes(count),
+        )
 
 
 @dataclass(frozen=True)

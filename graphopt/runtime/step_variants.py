@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import fx, nn
 
+from graphopt.capture.flatten import Structure
 from graphopt.ir.node import InputSpec
 from graphopt.ir.ops.transfers import Tier
 from graphopt.ir.program import Program
@@ -78,11 +79,13 @@ class CapturedStep(Capture):
     """One capture: its rewritten programs, and the variants compiled so far for the optimizer's settings.
 
     Attributes:
+        results: the structure of what a call returns; None for the loss alone.
         missing: the state that the program reads and the optimizer did not have, when that was looked at.
         looked_at: the program and the version of the optimizer's state at that time.
     """
 
     settings: tuple[Any, ...]
+    results: Structure | None = None
     variants: dict[Variant, CompiledStep] = field(default_factory=dict)
     missing: frozenset[str] = frozenset()
     looked_at: Hashable = None

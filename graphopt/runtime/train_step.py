@@ -15,6 +15,7 @@ from torch import fx, nn
 from graphopt import _torch
 from graphopt.capture.call_checks import check_call, check_loss, check_optimizer
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
+from graphopt.capture.loss_results import detach_all
 from graphopt.capture.session import call_loss
 from graphopt.errors import GraphoptError, check_type, public
 from graphopt.ir.autocast import plain_precision
@@ -68,7 +69,7 @@ class TrainStep:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         options: Options,
-        loss: Callable[..., torch.Tensor] | None = None,
+        loss: Callable[..., Any] | None = None,
     ) -> None:
         check_type("TrainStep's options", options, Options, "made by graphopt.optimize_step: call that")
         check_optimizer(optimizer, model)
@@ -91,8 +92,10 @@ class TrainStep:
     # --- running -----------------------------------------------------------------------------------------------------
 
     @public
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step on a batch; returns the loss, detached, of the shape that the loss function gives it.
+
+        Where the loss function returns more beside the loss, it returns all of that, detached.
 
         Under ``torch.no_grad`` and ``torch.inference_mode`` it trains nothing: it returns the loss as the model and the
         loss function give it there. In eval mode it trains as a loop would, with dropout off and statistics frozen,
@@ -125,14 +128,14 @@ class TrainStep:
                 self._store.refresh()
                 results = compiled.run(inputs)
                 self._store.settle()
-            return self._accept(compiled, results, batch)
+            return self._accept(captured, compiled, results, batch)
 
     @public
-    def evaluate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of a batch in eval mode and without gradients, for validation; nothing is changed.
 
         Returns:
-            the loss, detached; training flags are afterwards as they were.
+            what the loss function returns, detached; training flags are afterwards as they were.
         """
         flags = {module: module.training for module in self._model.modules()}
         self._model.eval()
@@ -143,10 +146,10 @@ class TrainStep:
             for module, training in flags.items():
                 module.training = training
 
-    def _loss_alone(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    def _loss_alone(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         check_call(self._model, self._loss or True, args, kwargs)
         with self.whole_parameters():
-            return call_loss(self._model, self._loss or True, args, kwargs).detach()
+            return detach_all(call_loss(self._model, self._loss or True, args, kwargs))
 
     @contextlib.contextmanager
     def whole_parameters(self) -> Iterator[None]:
@@ -295,20 +298,22 @@ class TrainStep:
         again = functools.partial(self._programs.evaluation, captured, batch)
         return evaluations(self._optimizer, compiled.program, self._pipeline, self._progress.every, again)
 
-    def _accept(self, compiled: CompiledStep, results: Any, batch: list[torch.Tensor]) -> torch.Tensor:
-        """Hand out what a run returned: new optimizer state, accumulators, gradients of inputs, the loss.
+    def _accept(self, captured: CapturedStep, compiled: CompiledStep, results: Any, batch: list[torch.Tensor]) -> Any:
+        """Hand out what a run returned: new optimizer state, accumulators, gradients of inputs, the loss and the rest.
 
         State that a skipped step created is dropped, so that the next one is the first again, as in eager mode.
         """
         program = compiled.program
         loss: torch.Tensor | None = None
+        returned: list[torch.Tensor] = []
         skips = self._skips if compiled.checked is not None else None
         dropped = skips is not None and bool(program.outputs_of("state")) and skips.skipped_last()
         answered = dict(zip(compiled.batch, batch, strict=False))
         answers: list[tuple[torch.Tensor, torch.Tensor]] = []
         for value, spec in zip(results, program.outputs, strict=True):
-            if spec.role == "loss":
-                loss = value
+            if spec.role in ("loss", "output"):
+                returned.append(value)
+                loss = value if spec.role == "loss" else loss
             elif spec.role == "state" and not dropped:
                 name, key = spec.target.rsplit("/", 1)
                 self._optimizer.state[self._model.get_parameter(name)][key] = value
@@ -323,7 +328,7 @@ class TrainStep:
             skips.look([(compiled.checked, self._store[compiled.checked.target])])
         assert loss is not None
         self._leftovers.after(loss)
-        return loss
+        return loss if captured.results is None else captured.results.restore(returned)
 
     # --- looking -----------------------------------------------------------------------------------------------------
 

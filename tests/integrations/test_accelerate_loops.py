@@ -113,6 +113,22 @@ def test_a_loop_trains_as_without_graphopt(way: str, options: dict[str, Any], tm
     assert ours[2:] == plain[2:] == [plain[2], False]
 
 
+def test_metrics_beside_the_loss_are_returned_undivided() -> None:
+    def with_metric(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = model(x)
+        return {"largest": y.max(), "loss": y.square().mean()}
+
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=2, cpu=True)
+    model = net().eval()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
+    step = prepare_step(accelerator, model, optimizer, loss=with_metric)
+    x = torch.ones(3, 8)
+    expected = with_metric(model, x)
+    with accelerator.accumulate(model):
+        found = step(x)
+    assert {name: value.item() for name, value in found.items()} == {n: v.item() for n, v in expected.items()}
+
+
 def test_what_a_step_cannot_be_made_of() -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     model = net()

@@ -201,6 +201,23 @@ def test_what_cannot_vary_is_captured_for_each_size_and_said_once(
     assert all("axis 1 of" in text and "(12, 7)" in text and reason in text for text in said)
 
 
+def test_numbers_of_a_result_that_depend_on_a_size(caplog: pytest.LogCaptureFixture) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+            return self.layer(x), x.shape[0]
+
+    model = graphopt.optimize(Counting())
+    batches = [noise(rows, 4)[0] for rows in (6, 4, 5, 6)]
+    assert [model(x)[1] for x in batches] == [6, 4, 5, 6]
+    assert model.program.stage == "joint"  # and not in parts
+    assert "since the result holds a number that depends on a size" in caplog.text
+    assert not any(vars(x) for x in batches)  # a try with sizes open leaves no marks of torch's on them
+
+
 def test_another_program_than_for_fixed_sizes_is_not_taken(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -75,6 +75,21 @@ def _reduction(node: fx.Node, states: States, count: int) -> Step | None:
     return _over_rows(node, state, shape, dims, rest)
 
 
+def _position(node: fx.Node, states: States, count: int) -> Step | None:
+    """Where the largest or smallest value of each row is."""
+    source = node.args[0]
+    dim, keep = node.args[1] if len(node.args) > 1 else None, len(node.args) > 2 and bool(node.args[2])
+    state = rows_of(source, states)
+    if state is None or state.padded or dim is None:
+        return None
+    inner = state.inner(dim, len(shape_of(source)))  # type: ignore[arg-type]
+    if inner is None:
+        return None
+    gone = 0 if keep else sum(place < state.first for place in inner)
+    found = replace(state, first=state.first - gone)
+    return Step(found, lambda chunk: chunk.call(node, node.target, [chunk.value(source), inner[0], keep]))
+
+
 def _over_rows(node: fx.Node, state: Rows, shape: tuple[int, ...], dims: Any, rest: list[Any]) -> Step | None:
     mean = node.target in (_aten.mean.default, _aten.mean.dim)
     if not mean and node.target not in (_aten.sum.default, _aten.sum.dim_IntList):
@@ -112,6 +127,8 @@ INNER_RULES: dict[Any, Callable[[fx.Node, States, int], Step | None]] = {
     _aten.mean.default: _reduction,
     _aten.mean.dim: _reduction,
     _aten.amax.default: _reduction,
+    _aten.argmax.default: _position,
+    _aten.argmin.default: _position,
     _aten.amin.default: _reduction,
     _aten.logsumexp.default: _reduction,
 }

@@ -182,7 +182,7 @@ def header_of(key: Key, rewritten: Rewritten, said: list[tuple[str, str]], why: 
         "state": [spec.target for _, spec in program.inputs_of("state")],
         "pass_state": {target: state.to_json() for target, state in program.pass_state.items()},
         "first": [] if joint is None else [[spec.role, spec.target] for spec in joint.inputs],
-        "outputs": None if joint is None else write_structure(session.outputs),
+        "outputs": None if joint is None and session.outputs.is_alone else write_structure(session.outputs),
         "questions": write_questions(session.questions),
     }
 
@@ -225,6 +225,9 @@ def read_capture(
     rewritten = Rewritten(session, pipeline, verified, lazy, records, LazySnapshots(lazy), entry=entry)
     if session.optimizer is None:
         _replay(header, rewritten, tensors, classes)
+    else:
+        alone = header["outputs"].value is None
+        session.replay(flatten(torch.empty(()))[1] if alone else read_structure(header["outputs"], classes))
     _say_again(header["warnings"])
     return rewritten
 
@@ -253,7 +256,7 @@ def _replay(header: Field, rewritten: Rewritten, tensors: list[torch.Tensor], cl
     specs = [InputSpec(role.one_of(roles), target.text()) for role, target in first]
     with plain_precision():
         joint = replay_trace(program, specs, session.tensors(), tensors)
-    session.replay(joint, read_structure(header["outputs"], classes))
+    session.replay(read_structure(header["outputs"], classes), joint)
 
 
 def _stages(entry: StoredCapture, stages: list[Stage], pipeline: Pipeline, verified: Verify) -> LazyStages:
