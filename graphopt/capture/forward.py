@@ -215,7 +215,7 @@ def capture_forward(
                 raise failed.error from None
             finally:
                 writes.undo()
-        _pass_on(caught)
+        _pass_on(caught, model)
         return exported
 
     try:
@@ -249,7 +249,7 @@ def capture_forward(
 _ASSIGNED = re.compile(r"The tensor attributes? (?P<names>.*?) (was|were) assigned during export")
 
 
-def _pass_on(caught: list[warnings.WarningMessage]) -> None:
+def _pass_on(caught: list[warnings.WarningMessage], model: nn.Module) -> None:
     """Show the user's own warnings; refuse tensors that forward keeps in attributes, which a program cannot do."""
     for warning in caught:
         match = _ASSIGNED.search(str(warning.message))
@@ -261,9 +261,30 @@ def _pass_on(caught: list[warnings.WarningMessage]) -> None:
         kept = [name.removeprefix("self.model.") for name in names if "_flat_weights" not in name]
         if kept:
             raise GraphBreakError(
-                f"forward keeps tensors in {', '.join(kept)}, and a program cannot set attributes: return them, or "
-                "register them as buffers of a fixed shape"
+                f"forward keeps tensors in {', '.join(kept)}, and a program cannot set attributes: "
+                + (_instead_of_hook(model, kept[0]) or "return them, or register them as buffers of a fixed shape")
             )
+
+
+_INSTEAD = {
+    "torch.nn.utils.weight_norm": "use torch.nn.utils.parametrizations.weight_norm, which sets none, in its place",
+    "torch.nn.utils.spectral_norm": "use torch.nn.utils.parametrizations.spectral_norm, which sets none, in its place",
+    "torch.nn.utils.prune": (
+        "register the product with the mask by torch.nn.utils.parametrize, which sets none, or make the pruning "
+        "permanent by torch.nn.utils.prune.remove"
+    ),
+}
+
+
+def _instead_of_hook(model: nn.Module, name: str) -> str:
+    """What to do about an attribute that a hook of torch's own sets; empty where none does."""
+    path, _, attribute = name.rpartition(".")
+    try:
+        hooks = model.get_submodule(path)._forward_pre_hooks.values()
+    except AttributeError:
+        return ""
+    sets = [hook for hook in hooks if attribute == getattr(hook, "_tensor_name", getattr(hook, "name", ""))]
+    return next((_INSTEAD[type(hook).__module__] for hook in sets if type(hook).__module__ in _INSTEAD), "")
 
 
 def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

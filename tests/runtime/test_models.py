@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 import graphopt
 from graphopt import CaptureError, Changed, Pass, Phase, Program, VerifyError
@@ -111,6 +113,25 @@ def test_tensors_kept_in_attributes_are_refused() -> None:
 
     with pytest.raises(CaptureError, match=r"forward keeps tensors in kept.*return them, or register them as buffers"):
         graphopt.capture(Keeps(), (X,))
+
+
+@pytest.mark.parametrize(
+    ("change", "way_out"),
+    [
+        (nn.utils.weight_norm, "use torch.nn.utils.parametrizations.weight_norm"),
+        (nn.utils.spectral_norm, "use torch.nn.utils.parametrizations.spectral_norm"),
+        (lambda layer: prune.l1_unstructured(layer, "weight", 0.5), "permanent by torch.nn.utils.prune.remove"),
+    ],
+    ids=["weight_norm", "spectral_norm", "prune"],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_weights_that_hooks_of_torch_set_are_refused_with_the_way_out(
+    change: Callable[[nn.Module], object], way_out: str
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    change(model[0])
+    with pytest.raises(CaptureError, match=r"forward keeps tensors in 0\.weight.*" + re.escape(way_out)):
+        graphopt.capture(model, (X,))
 
 
 # --- custom functions ------------------------------------------------------------------------------------------------
