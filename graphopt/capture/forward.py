@@ -101,57 +101,62 @@ class _Seen:
     loss: int | None
 
 
+@dataclass
+class _Traced:
+    """What is traced, as ``capture_forward`` is given it, and what was noted of it.
+
+    Attributes:
+        inputs: the structure of the call.
+        seen: a list, since export undoes assignments to a module's attributes.
+    """
+
+    call: Callable[..., Any]
+    inputs: Structure
+    questions: Questions
+    names: Sequence[str]
+    scalar_loss: bool
+    seen: list[_Seen] = field(default_factory=list)
+
+
 class _Root(nn.Module):
     """Calls the user's model (or loss) on flat tensors and returns flat tensors, noting the result's structure."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        call: Callable[..., Any],
-        inputs: Structure,
-        questions: Questions,
-        names: Sequence[str],
-        seen: list[_Seen],
-        path: Path,
-        scalar_loss: bool,
-    ) -> None:
+    def __init__(self, model: nn.Module, traced: _Traced, path: Path) -> None:
         super().__init__()
-        real = tensors_of(model)
         self.model = model
         self.training = model.training
-        # Results are noted in a list: export undoes assignments to a module's attributes.
-        self._run = (call, inputs, questions, names, seen.append, path, real, scalar_loss)
+        self._run = (traced, path, tensors_of(model))
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        call, inputs, questions, names, note, path, real, scalar_loss = self._run
-        args, kwargs = inputs.restore(tensors)
+        traced, path, real = self._run
+        args, kwargs = traced.inputs.restore(tensors)
         buffers = buffers_of(self.model)
         met = TensorsMet(real, tensors_of(self.model))
         with contextlib.ExitStack() as stack:
             stack.enter_context(kept_as_checks())
             if path != "exported":
                 stack.enter_context(_torch.as_in_eager(compiling=path == "compiled"))
-            stack.enter_context(questions.answered(tensors))
+            stack.enter_context(traced.questions.answered(tensors))
             stack.enter_context(_torch.set_aside_in_bodies(met))
             try:
                 with (
                     drawing_refused(),
                     met,
                     _torch.set_aside_in_bodies(met),
-                    arguments_noted(names, args, kwargs) as changed,
+                    arguments_noted(traced.names, args, kwargs) as changed,
                 ):
-                    result = call_under_trace(call, self.model, args, kwargs)
+                    result = call_under_trace(traced.call, self.model, args, kwargs)
                 flatten(result)  # which makes dataclasses known
                 result, left_out = returnable(result)
-                if scalar_loss:
+                loss = loss_in(result) if traced.scalar_loss else None
+                if loss is not None:
                     result = copy_others(result)
-                loss = loss_in(result)
                 flat, structure = flatten(result)
             except Exception as error:
                 raise _UserCodeError(error) from error
         write_assigned(buffers)
         place = next((place for place, tensor in enumerate(flat) if tensor is loss), None)
-        note(_Seen(structure, changed, left_out, list(met.outside.values()), place if scalar_loss else None))
+        traced.seen.append(_Seen(structure, changed, left_out, list(met.outside.values()), place))
         return tuple(flat)
 
 
@@ -190,12 +195,11 @@ def capture_forward(
         refuse_lazy(module)
     given, inputs = flatten((tuple(args), dict(kwargs)))
     tensors = _distinct(given)
-    seen: list[_Seen] = []
-    questions = Questions(tensors if by_values else ())
+    traced = _Traced(call, inputs, Questions(tensors if by_values else ()), names, scalar_loss)
     shapes = _flat_shapes(dynamic_shapes, inputs, names)
 
     def export(path: Path) -> Any:
-        root = _Root(model, call, inputs, questions, names, seen, path, scalar_loss)
+        root = _Root(model, traced, path)
         writes = _torch.RealWrites()
         with (
             observe(model),
@@ -227,7 +231,7 @@ def capture_forward(
         refuse_shortage(error, title_of(model))
         explained = explain(error, model)
         raise explained from None if depends_on_data(error) else as_cause(error)
-    noted = seen[-1]
+    noted = traced.seen[-1]
     program = _to_program(exported, noted.outputs, inputs)
     if scalar_loss:
         program.outputs = _name_loss(program, noted.loss)
@@ -239,7 +243,7 @@ def capture_forward(
         inputs,
         noted.outputs,
         tensors,
-        questions.answers,
+        traced.questions.answers,
         noted.changed,
         noted.left_out,
         noted.outside,
