@@ -414,8 +414,7 @@ def _name_loss(program: Program, place: int | None) -> list[OutputSpec]:
         found = f"a tensor of shape {shape}" if shape is not None else f"{len(program.outputs)} tensors without one"
         raise CaptureError(
             f"the loss must be one scalar tensor, and this one returns {found}: reduce it (.mean(), .sum()), or pass "
-            "loss=lambda model, *batch: ... that returns a scalar, alone or first in a tuple with what else the step "
-            "is to return"
+            "loss=lambda model, *batch: ... that returns a scalar: alone, first in a tuple, or as 'loss' in a dict"
         )
     return [*program.outputs[:place], OutputSpec("loss", "loss"), *program.outputs[place + 1 :]]
 

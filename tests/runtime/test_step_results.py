@@ -245,4 +245,4 @@ def test_results_without_a_loss_are_refused(returned: Callable[[torch.Tensor], A
     with pytest.raises(CaptureError) as caught:
         stepped(lambda model, x: returned(model(x)), [rows(4)])
     assert reason in str(caught.value)
-    assert "first in a tuple with what else the step is to return" in str(caught.value)
+    assert "alone, first in a tuple, or as 'loss' in a dict" in str(caught.value)
