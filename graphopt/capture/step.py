@@ -15,6 +15,7 @@ from torch import fx
 from graphopt import _torch
 from graphopt.capture.checks import refuse_coupling, step_hooks
 from graphopt.capture.opaque import OpaqueUpdate, measure_update, stand_in, trace_opaque
+from graphopt.capture.update_settings import UpdateSettings, group_settings
 from graphopt.errors import CaptureError, GraphoptError
 from graphopt.ir.memory_shortage import refuse_shortage
 from graphopt.ir.node import InputSpec
@@ -74,17 +75,14 @@ def state_target(parameter: str, key: str) -> str:
     return f"{parameter}/{key}"
 
 
-def settings(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+def settings(optimizer: torch.optim.Optimizer) -> UpdateSettings:
     """What a trace depends on: that there are no hooks, and all of the groups but parameters and learning rates.
 
-    A change of it needs a new trace. An optimizer that runs as it is reads its settings itself.
+    An optimizer that runs as it is reads its settings itself.
     """
     if optimizer in _not_traced:
-        return ("as it is",)
-    return step_hooks(optimizer), *(
-        (len(group["params"]), *((k, v) for k, v in sorted(group.items()) if k not in ("params", "lr", "initial_lr")))
-        for group in optimizer.param_groups
-    )
+        return UpdateSettings(("as it is",), {})
+    return group_settings(optimizer.param_groups, step_hooks(optimizer))
 
 
 def trace_optimizer(

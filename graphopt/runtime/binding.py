@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from graphopt.capture.update_settings import number_getter
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import InputSpec, value_of
 from graphopt.ir.program import Program
@@ -114,7 +115,7 @@ class Binding:
         if spec.role == "state":
             return self._state_getter(spec.target, tuple(value_of(node).shape))
         if spec.role == "hyperparameter":
-            return self._rate_getter(int(spec.target[len("lr[") : -1]), isinstance(value_of(node), torch.Tensor))
+            return self._number_getter(spec.target, isinstance(value_of(node), torch.Tensor))
         raise GraphoptError(f"the input {spec.target!r} plays the role {spec.role!r}, which nothing supplies")
 
     def _state_getter(self, target: str, shape: tuple[Any, ...]) -> Callable[[], torch.Tensor]:
@@ -139,9 +140,13 @@ class Binding:
 
         return state
 
-    def _rate_getter(self, group: int, as_tensor: bool) -> Callable[[], Any]:
+    def _number_getter(self, target: str, as_tensor: bool) -> Callable[[], Any]:
+        """Fetches a learning rate, as a tensor for fused kernels, or another number of the optimizer's groups."""
         assert self._optimizer is not None
         optimizer = self._optimizer
+        if not target.startswith("lr["):
+            return number_getter(optimizer, target)
+        group = int(target[len("lr[") : -1])
         kept: tuple[float, torch.Tensor] | None = None
 
         def rate() -> Any:

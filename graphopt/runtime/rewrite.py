@@ -144,11 +144,15 @@ class Rewritten:
         for current in self.pipeline.of("last"):
             self.pipeline.alone(current).run(program, verify=self.verify)
 
-    def retrace(self) -> None:
-        """Trace the optimizer again, after its settings changed."""
-        self.stages["step"] = self.lower_joint()
+    def replace(self, program: Program) -> None:
+        """Take another step program, which does the same with inputs of its own."""
+        self.stages["step"] = program
         self.variants.clear()
         self.entry = None  # what is kept has been traced with the settings as they were
+
+    def retrace(self) -> None:
+        """Trace the optimizer again, after its settings changed."""
+        self.replace(self.lower_joint())
 
 
 @no_collection()

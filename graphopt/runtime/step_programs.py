@@ -33,6 +33,7 @@ from graphopt.runtime.compile.backend import compile_program
 from graphopt.runtime.kept_state import KeptState, resident_inputs
 from graphopt.runtime.rewrite import Rewritten
 from graphopt.runtime.runner import Options, Runner
+from graphopt.runtime.settings_read import follow_settings, with_numbers_read
 from graphopt.runtime.size_plans import Target
 from graphopt.runtime.state_versions import optimizer_version
 from graphopt.runtime.step_progress import StepProgress
@@ -101,11 +102,9 @@ class StepPrograms:
             captured: what serves the call.
             version: where it is that of the call before, the optimizer has the state that it had then; None looks.
         """
-        if settings(self._optimizer) != captured.settings:
-            captured.variants.clear()
-            captured.rewritten.retrace()
-            captured.settings = settings(self._optimizer)
-            captured.looked_at = None
+        now = settings(self._optimizer)
+        if not captured.settings.serves(now, captured.read):
+            follow_settings(captured, self._optimizer, now)
         compiled = self._compiled(captured, self._due(captured, version))
         self.kept.settle(compiled.program, compiled.elsewhere, version)
         return compiled
@@ -165,12 +164,12 @@ class StepPrograms:
 
     def _compiled(self, captured: CapturedStep, key: Variant) -> CompiledStep:
         if key not in captured.variants:
-            captured.variants[key] = self._compile_variant(captured.rewritten, key)
+            captured.variants[key] = self._compile_variant(captured, key)
         return captured.variants[key]
 
     @no_collection()
-    def _compile_variant(self, rewritten: Rewritten, wanted: Variant) -> CompiledStep:
-        program = self._program(rewritten, wanted)
+    def _compile_variant(self, captured: CapturedStep, wanted: Variant) -> CompiledStep:
+        program = with_numbers_read(captured, self._program(captured.rewritten, wanted), self._optimizer)
         self.runner.make_ready(program)
         module, run = compile_program(program, self._options.backend)
         run = self.runner.watch.guard(run, module, program, "step")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import fx, nn
 
 from graphopt.capture.flatten import Structure
+from graphopt.capture.update_settings import Number, UpdateSettings
 from graphopt.ir.node import InputSpec
 from graphopt.ir.ops.transfers import Tier
 from graphopt.ir.program import Program
@@ -79,13 +80,18 @@ class CapturedStep(Capture):
     """One capture: its rewritten programs, and the variants compiled so far for the optimizer's settings.
 
     Attributes:
+        settings: of the optimizer, when its update was traced.
         results: the structure of what a call returns; None for the loss alone.
+        read: the numbers among the settings that the programs read at each run.
+        traced: how often the update was traced anew for other settings, and for how many seconds.
         missing: the state that the program reads and the optimizer did not have, when that was looked at.
         looked_at: the program and the version of the optimizer's state at that time.
     """
 
-    settings: tuple[Any, ...]
+    settings: UpdateSettings
     results: Structure | None = None
+    read: frozenset[Number] = frozenset()
+    traced: tuple[int, float] = (0, 0.0)
     variants: dict[Variant, CompiledStep] = field(default_factory=dict)
     missing: frozenset[str] = frozenset()
     looked_at: Hashable = None

@@ -24,11 +24,12 @@ from graphopt import _torch
 from graphopt.analysis.costs.cost import profile_of_cost
 from graphopt.analysis.costs.device_names import is_profile_file
 from graphopt.analysis.costs.figures import device_name
+from graphopt.capture.checks import step_hooks
 from graphopt.capture.fingerprint import global_flags, metadata, module_parts
 from graphopt.capture.flatten import flatten
 from graphopt.capture.graph_part import title_of
 from graphopt.capture.mask_questions import known_kind
-from graphopt.capture.step import NOTED, settings
+from graphopt.capture.step import NOTED
 from graphopt.ir.autocast import autocast_state
 from graphopt.ir.checked_json import Field
 from graphopt.ir.version import VERSION
@@ -274,7 +275,7 @@ def _optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, forms: Stable
         for name, value in group.items():
             if name not in ("params", "lr", "initial_lr"):
                 found[f"{where}: {name}"] = _form(forms, value, f"{name!r} of the optimizer")
-    found["hooks"] = str(settings(optimizer)[0])
+    found["hooks"] = step_hooks(optimizer)
     for name, value in vars(optimizer).items():
         if name not in (*NOTED, "defaults") and not _wraps_step(name, value):
             found[f"attribute {name}"] = _form(forms, value, f".{name} of the optimizer")
