@@ -19,6 +19,7 @@ from torch import nn
 
 from graphopt.capture.contents import CONTAINERS, MOST_ITEMS, PLAIN, Contents, attributes_of, users
 from graphopt.capture.fingerprint import Same, by_value
+from graphopt.capture.named_values import kept_values
 from graphopt.capture.names_loaded import chains_of, compares_types
 from graphopt.capture.told_calls import TYPES_COMPARED, told_call
 from graphopt.capture.variables import (
@@ -81,7 +82,7 @@ class Found:
 
     Attributes:
         values: keys of what is there, with names for people.
-        plain: the numbers, texts and tensors among it, by these names.
+        plain: the numbers, texts and tensors among it and in its containers, by these names.
         places: where to look, the name there, and the object that was found.
         contents: containers whose items count.
         modules: that are called and are not the model's.
@@ -353,6 +354,7 @@ class Found:
     def _content(self, value: object, where: str) -> None:
         self.reached.append((where, value))
         self.values.append((where, by_value(value)))
+        self.plain |= kept_values(value, where)
         self.contents.add(value)
 
 

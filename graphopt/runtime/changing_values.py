@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
+from torch import nn
 
-from graphopt import _torch
+from graphopt.capture.named_values import attribute_values, values_in
 
 __all__ = ["ChangingValues"]
 
 _TOLD_AT = 3
 """The number of different values of one argument at which a user hears of it."""
 
-_SHOWN, _LONGEST = 5, 30
-"""How many values are shown, and the most letters of each."""
+_NAMED, _SHOWN, _LONGEST = 8, 5, 30
+"""How many places are named, how many values of each are shown, and the most letters of one."""
 
 
 class ChangingValues:
@@ -27,6 +28,7 @@ class ChangingValues:
         self._captures = 0
         self._told: set[str] = set()
         self._variables: set[str] = set()
+        self._attributes: set[str] = set()
 
     def note(
         self,
@@ -34,6 +36,7 @@ class ChangingValues:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         variables: Mapping[str, object],
+        model: nn.Module,
         seconds: float,
     ) -> str:
         """Note a capture; what to tell the user at the third value of an argument, and nothing otherwise.
@@ -43,14 +46,18 @@ class ChangingValues:
             args: positional arguments of the call.
             kwargs: those given by keyword.
             variables: that the code reads beside them.
+            model: whose attributes are read as well.
             seconds: that the capture took.
         """
         self._seconds += seconds
         self._captures += 1
         called = [*names[: len(args)], *(f"argument {place}" for place in range(len(names), len(args)))]
         self._variables.update(variables)
+        attributes = dict(attribute_values(model))
+        self._attributes.update(attributes)
         given = {**dict(zip(called, args, strict=True)), **kwargs}
-        for place, value in (*_values(given), *variables.items()):
+        found = itertools.chain.from_iterable(values_in(value, name) for name, value in given.items())
+        for place, value in (*found, *variables.items(), *attributes.items()):
             self._seen.setdefault(place, {}).setdefault(_written(value), value)
         changing = [
             place for place, values in self._seen.items() if len(values) >= _TOLD_AT and place not in self._told
@@ -58,7 +65,8 @@ class ChangingValues:
         self._told.update(changing)
         if not changing:
             return ""
-        listed = "; ".join(f"{place} was {self._listed(place)}" for place in changing)
+        listed = "; ".join(f"{place} was {self._listed(place)}" for place in changing[:_NAMED])
+        listed += f"; and {len(changing) - _NAMED} more" if len(changing) > _NAMED else ""
         return (
             f"{self._captures} captures took {self._seconds:.1f} s so far, and values of Python change, each of which "
             f"is a program of its own: {listed}; {self._advice(changing)}"
@@ -71,6 +79,10 @@ class ChangingValues:
 
     def _advice(self, changing: Sequence[str]) -> str:
         """A tensor in the place of a number; of other values there have to be few."""
+        attributes = [place for place in changing if place in self._attributes]
+        if attributes:
+            where = attributes[0]
+            return f"change {where} less often, or compute with a buffer of the model, whose values one program serves"
         variables = [place for place in changing if place in self._variables]
         if variables:
             where = variables[0]
@@ -84,15 +96,6 @@ class ChangingValues:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _values(given: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    """What is no tensor among arguments and in containers in them, by place: ``config['depth']``."""
-    for name, value in given.items():
-        leaves, _ = _torch.pytree.tree_flatten_with_path(value)
-        for path, leaf in leaves:
-            if not isinstance(leaf, torch.Tensor):
-                yield f"{name}{_torch.pytree.keystr(path)}", leaf
 
 
 def _written(value: object) -> str:

@@ -223,7 +223,7 @@ class Serving(Generic[C]):
         seconds = time.perf_counter() - started
         if self.dynamic_shapes is None:
             self._tell(model, self._changing.note(self.names, call.args, call.kwargs, seconds))
-        self._tell(model, self._values.note(self.names, call.args, call.kwargs, self._variables.values, seconds))
+        self._tell(model, self._note_values(call, seconds))
         after = self._key_of(call)
         # Where forward has set something while it was captured, or made modules, the next call is another one,
         # behind the first capture; behind others what is set there (a list) is not what makes a difference.
@@ -257,13 +257,18 @@ class Serving(Generic[C]):
         served, told = self._varying.add(key, kind, call.tensors, capture, axes, self._names(call))
         self._tell(call.model, told)
         seconds = time.perf_counter() - started
-        self._tell(call.model, self._values.note(self.names, call.args, call.kwargs, self._variables.values, seconds))
+        self._tell(call.model, self._note_values(call, seconds))
         return served
 
     def _names(self, call: _Call) -> list[str]:
         """What the tensors of a call are called: ``x``, ``batch['mask']``."""
         _, structure = flatten((call.args, call.kwargs))
         return [_name(path, self.names) for path in structure.paths]
+
+    def _note_values(self, call: _Call, seconds: float) -> str:
+        """What to tell of values of Python that change from one capture to the next."""
+        variables = self._variables.values
+        return self._values.note(self.names, call.args, call.kwargs, variables, call.model, seconds)
 
     def _tell(self, model: nn.Module, text: str) -> None:
         if text:

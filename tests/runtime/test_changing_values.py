@@ -76,3 +76,36 @@ def test_sizes_alone_are_not_values(caplog: pytest.LogCaptureFixture) -> None:
     for rows in (2, 3, 4):
         model(torch.ones(rows, 4), 0.5)
     assert told(caplog) == []
+
+
+def test_attributes_of_modules_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
+    optimized = graphopt.optimize(model)
+    for p in (0.1, 0.2, 0.3, 0.4):
+        optimized[1].p = p
+        optimized(X)
+    (text,) = told(caplog)
+    assert "model.1.p was 0.1, 0.2, 0.3; change model.1.p less often, or compute with a buffer" in text
+
+
+def test_items_of_containers_that_code_reads_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    weights, model = {"penalty": [1.0, 2.0], "other": 3}, nn.Linear(4, 4)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean() * weights["penalty"][0]
+
+    step = graphopt.optimize_step(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), loss=loss)
+    for weight in (0.1, 0.2, 0.3, 0.4):
+        weights["penalty"][0] = weight
+        step(X)
+    (text,) = told(caplog)
+    assert "loss: weights['penalty'][0] was 0.1, 0.2, 0.3; hand " in text
+    assert "weights['penalty'][0] over in the call, as a tensor" in text
+
+
+def test_of_many_places_the_first_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = graphopt.optimize(Scaled())
+    for number in range(4):
+        model(X, options={"bias": 0, "files": [f"{number}-{place}.png" for place in range(256)]})
+    (text,) = told(caplog)
+    assert "options['files'][7] was '0-7.png', '1-7.png', '2-7.png'; and 248 more; keep to a few values" in text
