@@ -15,6 +15,10 @@ __all__ = ["Captures", "HasRules"]
 
 logger = logging.getLogger(__name__)
 _MANY = 8
+"""The captures at each multiple of which a user hears of them."""
+
+_MOST = 256
+"""The captures for fixed sizes that are kept: a run whose calls never repeat would fill the memory otherwise."""
 
 
 class HasRules(Protocol):
@@ -28,11 +32,12 @@ E = TypeVar("E", bound=HasRules)
 
 @dataclass
 class Captures(Generic[E]):
-    """Keeps one capture per signature, and says when captures pile up."""
+    """Keeps one capture per signature, and says when captures pile up; of very many, those that were used last."""
 
     _found: dict[Hashable, list[E]] = field(default_factory=dict)
     latest: E | None = None
     _told: int = 0
+    _lets_go: bool = False
 
     def find(self, key: Hashable, tensors: list[torch.Tensor]) -> E | None:
         """The capture that serves a call; None where there is none yet.
@@ -42,6 +47,8 @@ class Captures(Generic[E]):
         """
         for capture in self._found.get(key, ()):
             if not capture.rules or capture.rules.match(tensors) is not None:
+                if len(self._found) > _MOST // 2:
+                    self._found[key] = self._found.pop(key)
                 self.latest = capture
                 return capture
         return None
@@ -50,6 +57,7 @@ class Captures(Generic[E]):
         """Keep a capture for calls of a signature; one can serve several."""
         self._found.setdefault(key, []).append(capture)
         self.latest = capture
+        self._let_go()
         count = len(self.all())
         if count % _MANY == 0 and count != self._told:
             self._told = count
@@ -59,6 +67,21 @@ class Captures(Generic[E]):
                 count,
             )
         return capture
+
+    def _let_go(self) -> None:
+        """Forget the captures for fixed sizes that have not been used for longest, where there are too many."""
+        fixed = {id(capture): key for key, found in self._found.items() for capture in found if not capture.rules}
+        for identity, key in list(fixed.items())[: max(0, len(fixed) - _MOST)]:
+            self._found[key] = [capture for capture in self._found[key] if id(capture) != identity]
+            if not self._found[key]:
+                del self._found[key]
+            if not self._lets_go:
+                self._lets_go = True
+                logger.warning(
+                    "there are more than %d programs for different calls: the one that was not used for longest is let "
+                    "go, and is captured anew when it is called for",
+                    _MOST,
+                )
 
     def all(self) -> list[E]:
         """Every capture, once."""

@@ -36,6 +36,9 @@ _MOST = 8
 _TOLD_AT = 4
 """The capture whose sizes vary at which a user hears that others did not serve a call."""
 
+_MOST_KINDS = 256
+"""The kinds of calls for which a capture with fixed sizes is kept, to compare with one whose sizes vary."""
+
 _REMEMBERED = 4096
 """Sizes of calls for which it is remembered what serves them."""
 
@@ -87,8 +90,16 @@ class VaryingSizes(Generic[E]):
     def _kind(self, kind: Key) -> _Kind[E]:
         """What is known of a kind of calls; their sizes count for all answers together."""
         if kind not in self._kinds:
+            self._let_go()
             self._kinds[kind] = _Kind(calls=self._calls.setdefault(kind[0], []))
         return self._kinds[kind]
+
+    def _let_go(self) -> None:
+        """Forget the first kinds without a capture whose sizes vary, where there are too many."""
+        fixed = [kind for kind, known in self._kinds.items() if not known.captures]
+        for kind in fixed[: max(0, len(fixed) - _MOST_KINDS + 1)]:
+            del self._kinds[kind]
+            self._calls.pop(kind[0], None)
 
     def remembered(self, key: Hashable) -> Served[E] | None:
         """What served a call with this signature, sizes included, before."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
+import weakref
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 from torch import nn
 
 import graphopt
+from graphopt.runtime import captures, varying_sizes
+from tests.support.training import mean_square
 
 X = torch.ones(2, 4)
 
@@ -109,3 +113,27 @@ def test_of_many_places_the_first_are_named(caplog: pytest.LogCaptureFixture) ->
         model(X, options={"bias": 0, "files": [f"{number}-{place}.png" for place in range(256)]})
     (text,) = told(caplog)
     assert "options['files'][7] was '0-7.png', '1-7.png', '2-7.png'; and 248 more; keep to a few values" in text
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["drop-in", "step"])
+def test_captures_that_are_not_used_again_are_let_go(
+    whole: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(captures, "_MOST", 3)
+    monkeypatch.setattr(varying_sizes, "_MOST_KINDS", 3)
+    model = Scaled()
+    if whole:
+        step: Any = graphopt.optimize_step(model, torch.optim.SGD(model.parameters(), lr=0.0), loss=mean_square)
+        runner = step._runner
+    else:
+        optimized: Any = graphopt.optimize(model)
+        step, runner = lambda *batch: mean_square(optimized, *batch), optimized._graphopt.runner
+    sessions = []
+    for scale in (1.0, 2.0, 3.0, 1.0, 4.0, 5.0, 1.0, 6.0):
+        assert torch.equal(step(X, scale), mean_square(model, X, scale))
+        sessions.append(weakref.ref(runner.captures.latest.rewritten.session))
+    gc.collect()
+    assert len(runner.captures.all()) == 3
+    assert len({id(session()) for session in sessions if session() is not None}) <= 5
+    assert sessions[0]() is sessions[6]() is not None  # used again in between
+    assert len([record for record in caplog.records if "the one that was not used for longest" in record.message]) == 1
