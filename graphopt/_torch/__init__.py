@@ -141,6 +141,7 @@ from graphopt._torch.symbolic_sizes import evaluate_number as evaluate_number
 from graphopt._torch.symbolic_sizes import example_tensor as example_tensor
 from graphopt._torch.symbolic_sizes import fake_mode as fake_mode
 from graphopt._torch.symbolic_sizes import fixed_size_guard as fixed_size_guard
+from graphopt._torch.symbolic_sizes import is_of_sizes as is_of_sizes
 from graphopt._torch.symbolic_sizes import number_hint as number_hint
 from graphopt._torch.symbolic_sizes import size_hint as size_hint
 from graphopt._torch.symbolic_sizes import size_range as size_range
@@ -232,6 +233,7 @@ __all__ = [
     "is_free_to_go",
     "is_fusible",
     "is_gloo",
+    "is_of_sizes",
     "is_plain_tensor",
     "is_registered",
     "is_tcp_store",

@@ -27,6 +27,7 @@ __all__ = [
     "example_tensor",
     "fake_mode",
     "fixed_size_guard",
+    "is_of_sizes",
     "number_hint",
     "size_hint",
     "size_range",
@@ -154,6 +155,14 @@ def number_hint(value: torch.SymFloat) -> float:
     evaluator = _taken.get()
     taken = None if evaluator is None else evaluator.find(node.expr)
     return float(node.hint if taken is None else taken)
+
+
+def is_of_sizes(value: Any) -> bool:
+    """Whether a value is a symbolic number or truth value of open sizes, and not of data."""
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return False
+    node: Any = value.node
+    return bool(node.has_hint())
 
 
 def size_range(size: torch.SymInt) -> tuple[int, int | None]:

@@ -21,7 +21,7 @@ def returnable(result: Any) -> tuple[Any, list[str]]:
 
     Raises:
         CaptureError: for numbers that depend on sizes which are open.
-        GraphBreakError: for tensors in what a call cannot build again.
+        GraphBreakError: for tensors in what a call cannot build again, and for numbers that are read from tensors.
     """
     places, spec = _torch.pytree.tree_flatten_with_path(result)
     leaves, left_out = [], []
@@ -29,10 +29,15 @@ def returnable(result: Any) -> tuple[Any, list[str]]:
         hidden = not isinstance(leaf, torch.Tensor) and (is_traced(leaf) or isinstance(leaf, Iterator))
         if hidden and _is_cache(leaf):
             left_out.append(re.sub(r"^\.|^\['(\w+)'\]", r"\1", _torch.pytree.keystr(place)))
-        elif isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        elif _torch.is_of_sizes(leaf):
             raise CaptureError(
                 "the result holds a number that depends on a size, and the sizes of the call are open: read it from "
                 "the batch, or return it as a tensor"
+            )
+        elif isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise GraphBreakError(
+                "the result holds a number that is read from a tensor (.item()), which a program does not do: return "
+                f"the tensor{IN_PARTS}"
             )
         elif hidden:
             raise GraphBreakError(

@@ -411,6 +411,25 @@ def test_passes_that_act_on_more_than_a_part_are_refused(passes: list[Pass], nam
         model(batches(1)[0])
 
 
+def test_numbers_that_forward_reads_from_tensors_and_returns(caplog: pytest.LogCaptureFixture) -> None:
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, float]:
+            y = self.layer(x)
+            return y, y.mean().item()
+
+    model = Reading()
+    optimized = graphopt.optimize(copy.deepcopy(model))
+    for scale in (1.0, 2.0):
+        (y, number), (expected, wanted) = optimized(torch.ones(3, 4) * scale), model(torch.ones(3, 4) * scale)
+        assert torch.equal(y, expected)
+        assert number == wanted
+    assert "the result holds a number that is read from a tensor (.item())" in caplog.text
+
+
 def test_a_whole_step_names_the_way_out() -> None:
     model = Checked()
     step = graphopt.optimize_step(
