@@ -15,13 +15,13 @@ from torch import fx
 from graphopt import _torch
 from graphopt.capture.checks import refuse_coupling, step_hooks
 from graphopt.capture.opaque import OpaqueUpdate, measure_update, stand_in, trace_opaque
-from graphopt.capture.update_settings import UpdateSettings, group_settings
+from graphopt.capture.update_settings import NO_SETTINGS, UpdateSettings, group_settings
 from graphopt.errors import CaptureError, GraphoptError
 from graphopt.ir.memory_shortage import refuse_shortage
 from graphopt.ir.node import InputSpec
 from graphopt.rewriting.shards import Shards, check_dense, holds_elements
 
-__all__ = ["NOTED", "UpdateTrace", "settings", "trace_optimizer"]
+__all__ = ["NOTED", "UpdateTrace", "settings", "settings_key", "trace_optimizer"]
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,16 @@ def settings(optimizer: torch.optim.Optimizer) -> UpdateSettings:
     if optimizer in _not_traced:
         return UpdateSettings(("as it is",), {})
     return group_settings(optimizer.param_groups, step_hooks(optimizer))
+
+
+def settings_key(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    """Something that is equal as long as the settings are, found at less cost than they are."""
+    if optimizer in _not_traced:
+        return ()
+    return step_hooks(optimizer), *(
+        (len(group["params"]), *((k, v) for k, v in sorted(group.items()) if k not in NO_SETTINGS))
+        for group in optimizer.param_groups
+    )
 
 
 def trace_optimizer(

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["Number", "UpdateSettings", "group_settings", "number_getter", "number_target"]
+__all__ = ["NO_SETTINGS", "Number", "UpdateSettings", "group_settings", "number_getter", "number_target"]
 
 Number = tuple[int, str, int]
 """Where a number is: the group, its key there, and the place in a tuple under the key; -1 for a number by itself."""
 
-_NO_SETTINGS = ("params", "lr", "initial_lr")
+NO_SETTINGS = ("params", "lr", "initial_lr")
+"""What stands in a group and is an input of the update, or nothing to it."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def group_settings(groups: list[dict[str, Any]], hooks: str) -> UpdateSettings:
         others.append(len(group["params"]))
         for key in sorted(group):
             value = group[key]
-            if key in _NO_SETTINGS:
+            if key in NO_SETTINGS:
                 continue
             if _is_number(value):
                 numbers[index, key, -1] = value

@@ -17,7 +17,7 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.capture.step import settings
-from graphopt.capture.update_settings import Number, UpdateSettings, number_target
+from graphopt.capture.update_settings import Number, number_target
 from graphopt.ir.names import identifier
 from graphopt.ir.node import InputSpec
 from graphopt.ir.program import Program
@@ -34,11 +34,14 @@ _KERNELS = ("aten::_fused_adam_", "aten::_fused_adamw_", "aten::_fused_sgd_", "a
 _OF_TUPLES = {("betas", 0): "beta1", ("betas", 1): "beta2"}
 
 
-def follow_settings(captured: CapturedStep, optimizer: torch.optim.Optimizer, now: UpdateSettings) -> None:
-    """Make the programs of a capture those for other settings of the optimizer.
+def follow_settings(captured: CapturedStep, optimizer: torch.optim.Optimizer) -> None:
+    """Make the programs of a capture those for the settings that the optimizer has now.
 
     Numbers that have changed are read at each run from now on, where that can be; otherwise the update is traced anew.
     """
+    now = settings(optimizer)
+    if captured.settings.serves(now, captured.read):
+        return
     changed = captured.settings.changed(now)
     read = captured.read | set(changed)
     program = None

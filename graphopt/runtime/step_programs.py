@@ -16,7 +16,7 @@ from graphopt import _torch
 from graphopt.capture import CaptureSession
 from graphopt.capture.call_checks import argument_names
 from graphopt.capture.garbage_collection import no_collection
-from graphopt.capture.step import settings
+from graphopt.capture.step import settings, settings_key
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import value_of
 from graphopt.ir.ops.groups import find_group
@@ -102,9 +102,10 @@ class StepPrograms:
             captured: what serves the call.
             version: where it is that of the call before, the optimizer has the state that it had then; None looks.
         """
-        now = settings(self._optimizer)
-        if not captured.settings.serves(now, captured.read):
-            follow_settings(captured, self._optimizer, now)
+        seen = settings_key(self._optimizer)
+        if seen != captured.seen:
+            follow_settings(captured, self._optimizer)
+            captured.seen = seen
         compiled = self._compiled(captured, self._due(captured, version))
         self.kept.settle(compiled.program, compiled.elsewhere, version)
         return compiled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -83,6 +83,7 @@ class CapturedStep(Capture):
         settings: of the optimizer, when its update was traced.
         results: the structure of what a call returns; None for the loss alone.
         read: the numbers among the settings that the programs read at each run.
+        seen: ``settings_key`` of the optimizer at the latest call.
         traced: how often the update was traced anew for other settings, and for how many seconds.
         missing: the state that the program reads and the optimizer did not have, when that was looked at.
         looked_at: the program and the version of the optimizer's state at that time.
@@ -91,6 +92,7 @@ class CapturedStep(Capture):
     settings: UpdateSettings
     results: Structure | None = None
     read: frozenset[Number] = frozenset()
+    seen: tuple[Any, ...] | None = None
     traced: tuple[int, float] = (0, 0.0)
     variants: dict[Variant, CompiledStep] = field(default_factory=dict)
     missing: frozenset[str] = frozenset()
