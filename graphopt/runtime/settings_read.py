@@ -45,7 +45,7 @@ def follow_settings(captured: CapturedStep, optimizer: torch.optim.Optimizer) ->
     changed = captured.settings.changed(now)
     read = captured.read | set(changed)
     program = None
-    if changed and captured.settings.serves(now, read) and _may_be_read(optimizer):
+    if captured.readable and changed and captured.settings.serves(now, read) and _may_be_read(optimizer):
         program = read_numbers(captured.rewritten.program, read, captured.settings.numbers)
     if program is not None:
         captured.rewritten.replace(program)
@@ -67,8 +67,8 @@ def _tell(captured: CapturedStep, optimizer: torch.optim.Optimizer, changed: Seq
         return
     names = ", ".join(dict.fromkeys(key for _, key, _ in changed)) or "settings of its groups"
     logger.warning(
-        "the update of %s was traced anew %d times, in %.1f s, since %s changed: give it fused=True, where torch has "
-        "such kernels, so that the program reads numbers at each run, or change them less often",
+        "the update of %s was traced anew %d times, in %.1f s, since %s changed: with fused=True, where torch has such "
+        "kernels and no pass has taken a number over, the program reads numbers at each run; or change them less often",
         type(optimizer).__name__,
         *captured.traced,
         names,
@@ -78,13 +78,13 @@ def _tell(captured: CapturedStep, optimizer: torch.optim.Optimizer, changed: Seq
 def with_numbers_read(captured: CapturedStep, program: Program, optimizer: torch.optim.Optimizer) -> Program:
     """A program of a capture that has just been traced, reading the numbers that others of the capture read.
 
-    Where it cannot, the next change of a number is one for all of them.
+    Where it cannot, the next change of a number takes a new trace of all of them.
     """
     if not captured.read:
         return program
     found = read_numbers(program, captured.read, settings(optimizer).numbers)
     if found is None:
-        captured.read, captured.settings = frozenset(), settings(optimizer)
+        captured.readable, captured.read, captured.settings = False, frozenset(), settings(optimizer)
     return program if found is None else found
 
 

@@ -83,6 +83,7 @@ class CapturedStep(Capture):
         settings: of the optimizer, when its update was traced.
         results: the structure of what a call returns; None for the loss alone.
         read: the numbers among the settings that the programs read at each run.
+        readable: whether all programs so far could read numbers.
         seen: ``settings_key`` of the optimizer at the latest call.
         traced: how often the update was traced anew for other settings, and for how many seconds.
         missing: the state that the program reads and the optimizer did not have, when that was looked at.
@@ -92,6 +93,7 @@ class CapturedStep(Capture):
     settings: UpdateSettings
     results: Structure | None = None
     read: frozenset[Number] = frozenset()
+    readable: bool = True
     seen: tuple[Any, ...] | None = None
     traced: tuple[int, float] = (0, 0.0)
     variants: dict[Variant, CompiledStep] = field(default_factory=dict)

@@ -222,6 +222,19 @@ def test_kernels_of_lists_are_traced_for_each_change_and_not_in_between(traces: 
     assert len(traces) == 2
 
 
+def test_programs_of_which_one_cannot_read_numbers_are_traced_anew(
+    monkeypatch: pytest.MonkeyPatch, traces: list[None]
+) -> None:
+    def refuse_main(program: Any, *rest: Any) -> Any:
+        last = any(spec.role == "gradient" for spec in program.inputs)  # of the batches of an update
+        return None if last else read_numbers(program, *rest)
+
+    monkeypatch.setattr("graphopt.runtime.settings_read.read_numbers", refuse_main)
+    found, _ = stepped(OPTIMIZERS["AdamW"], SCHEDULE + SCHEDULE, every=2)
+    assert same(found, eager(OPTIMIZERS["AdamW"], SCHEDULE + SCHEDULE, every=2))
+    assert 0 < len(traces) < len(SCHEDULE + SCHEDULE)
+
+
 @pytest.mark.parametrize("make", [LISTS, Own], ids=["lists", "own"])
 def test_what_is_traced_again_and_again_is_said_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     changes: list[Change] = [{"weight_decay": 0.1 * n, "decay": 0.5 - 0.1 * n} for n in range(1, 6)]
@@ -229,4 +242,4 @@ def test_what_is_traced_again_and_again_is_said_once(make: Make, caplog: pytest.
         stepped(make, changes)
     (line,) = [record.message for record in caplog.records if "traced anew" in record.message]
     assert "3 times" in line
-    assert "decay changed: give it fused=True" in line
+    assert "decay changed: with fused=True" in line
