@@ -89,6 +89,11 @@ BORDER = (
         "told",
         "a whole step computes no gradients for them",
     ),
+    Row(
+        "parameters that are replaced in the model and not in the optimizer",
+        "refused",
+        "by a whole step; with `optimize` the optimizer is the loop's",
+    ),
     Row("saved-tensor hooks of the caller", "honoured", "for what the program keeps; a capture runs without them"),
     Row(
         "`no_grad`, `inference_mode` around the call",

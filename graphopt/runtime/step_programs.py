@@ -30,6 +30,7 @@ from graphopt.runtime.accumulate import accumulate_gradients, scale_seed, weigh_
 from graphopt.runtime.binding import Binding
 from graphopt.runtime.closures import asks_again, evaluate
 from graphopt.runtime.compile.backend import compile_program
+from graphopt.runtime.held_parameters import HeldParameters
 from graphopt.runtime.kept_state import KeptState, resident_inputs
 from graphopt.runtime.rewrite import Rewritten
 from graphopt.runtime.runner import Options, Runner
@@ -79,6 +80,8 @@ class StepPrograms:
         self.runner.serving.names = argument_names(model, loss)
         self.progress = StepProgress(options.pipeline, self.runner.store, self._rates, numbers)
         self.weighed = False
+        self._held = HeldParameters(model, optimizer)
+        self._looked_at: Hashable = None
         self.kept = KeptState(model, optimizer, self.runner.store, self.progress, options.pipeline)
 
     def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[CapturedStep, list[torch.Tensor]]:
@@ -102,6 +105,9 @@ class StepPrograms:
             captured: what serves the call.
             version: where it is that of the call before, the optimizer has the state that it had then; None looks.
         """
+        if version is None or version != self._looked_at:
+            self._held.check()
+            self._looked_at = version
         seen = settings_key(self._optimizer)
         if seen != captured.seen:
             follow_settings(captured, self._optimizer)

@@ -6,6 +6,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -108,6 +109,30 @@ def test_what_is_replaced_between_steps_acts_on_the_next_one(name: str, between:
             between(ours, optimizers[0])
             between(theirs, optimizers[1])
     assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True))
+
+
+def assign(model: nn.Module) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+def put_another(model: nn.Module) -> None:
+    model[0].weight = nn.Parameter(torch.zeros_like(model[0].weight))  # type: ignore[index]
+
+
+@pytest.mark.parametrize("replace", [assign, put_another])
+@pytest.mark.parametrize("make", [OPTIMIZERS["adamw"], OPTIMIZERS["momentum"]], ids=["adamw", "momentum"])
+def test_parameters_that_the_optimizer_does_not_hold_any_more_are_refused(make: Any, replace: Any) -> None:
+    model = network()
+    step = graphopt.optimize_step(model, make(model.parameters()), loss=mean_square)
+    step(ROWS)
+    replace(model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for _ in range(2):
+        with pytest.raises(
+            GraphoptError, match=r"0\.weight is another parameter than the one that the optimizer holds"
+        ):
+            step(ROWS)
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer, TrainStep]:
