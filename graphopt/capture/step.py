@@ -26,9 +26,14 @@ __all__ = ["NOTED", "UpdateTrace", "settings", "settings_key", "trace_optimizer"
 logger = logging.getLogger(__name__)
 
 _not_traced: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
-_opaque: weakref.WeakKeyDictionary[torch.optim.Optimizer, OpaqueUpdate] = weakref.WeakKeyDictionary()
+_opaque: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, OpaqueUpdate]] = weakref.WeakKeyDictionary()
+"""What was found of optimizers that run as they are, with the parameters that they held then."""
+
 _told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers whose implementation was chosen here, and that this was told of."""
+
+_told_as_it_is: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers that run as they are, and that this was told of."""
 
 _told_of_others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that do not hold all that gets a gradient, and that this was told of."""
@@ -76,21 +81,21 @@ def state_target(parameter: str, key: str) -> str:
 
 
 def settings(optimizer: torch.optim.Optimizer) -> UpdateSettings:
-    """What a trace depends on: that there are no hooks, and all of the groups but parameters and learning rates.
+    """What a trace depends on: that there are no hooks, and all of the groups but learning rates.
 
-    An optimizer that runs as it is reads its settings itself.
+    An optimizer that runs as it is reads its settings itself; which parameters it holds counts all the same.
     """
     if optimizer in _not_traced:
-        return UpdateSettings(("as it is",), {})
+        return UpdateSettings(settings_key(optimizer), {})
     return group_settings(optimizer.param_groups, step_hooks(optimizer))
 
 
 def settings_key(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     """Something that is equal as long as the settings are, found at less cost than they are."""
     if optimizer in _not_traced:
-        return ()
+        return tuple(tuple(map(id, group["params"])) for group in optimizer.param_groups)
     return step_hooks(optimizer), *(
-        (len(group["params"]), *((k, v) for k, v in sorted(group.items()) if k not in NO_SETTINGS))
+        (*map(id, group["params"]), *((k, v) for k, v in sorted(group.items()) if k not in NO_SETTINGS))
         for group in optimizer.param_groups
     )
 
@@ -286,10 +291,13 @@ class _Tracer:
     def opaque(self, first: bool, reason: str) -> UpdateTrace:
         """The update as one call of the optimizer."""
         updated = {name: self._trained[name] for name in self._order}
-        known = _opaque.get(self._optimizer)
-        if known is None:
-            known = _opaque[self._optimizer] = measure_update(self._optimizer, updated, reason, self._mode)
-            logger.warning("%s runs as it is behind the program: %s", type(self._optimizer).__name__, known)
+        before, holds = _opaque.get(self._optimizer), settings_key(self._optimizer)
+        if before is None or before[0] != holds:
+            before = _opaque[self._optimizer] = holds, measure_update(self._optimizer, updated, reason, self._mode)
+            if self._optimizer not in _told_as_it_is:
+                _told_as_it_is.add(self._optimizer)
+                logger.warning("%s runs as it is behind the program: %s", type(self._optimizer).__name__, before[1])
+        known = before[1]
         with self._mode:
             loss = torch.empty(()) if _takes_closure(self._optimizer) else None
         graph, inputs = trace_opaque(self._optimizer, self._order, self._fake, known, first=first, loss=loss)

@@ -62,7 +62,7 @@ def group_settings(groups: list[dict[str, Any]], hooks: str) -> UpdateSettings:
     others: list[Any] = [hooks]
     numbers: dict[Number, float] = {}
     for index, group in enumerate(groups):
-        others.append(len(group["params"]))
+        others.append(tuple(map(id, group["params"])))
         for key in sorted(group):
             value = group[key]
             if key in NO_SETTINGS:

@@ -236,6 +236,49 @@ CLOSURES: dict[str, Make] = {
 }
 
 
+def add(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.02})  # type: ignore[index]
+
+
+def remove(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["params"].pop(0)
+
+
+def exchange(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["params"][1] = model[0].weight  # type: ignore[index]
+
+
+@pytest.mark.parametrize("change", [add, remove, exchange])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: optim.NAdam(p, lr=0.01),
+        Lion,
+        lambda p: optim.AdamW(p, fused=True),
+        lambda p: optim.SGD(p, lr=0.1, foreach=True),
+    ],
+    ids=["NAdam", "Lion", "fused", "lists"],
+)
+def test_other_parameters_in_its_groups_are_updated(change: Any, make: Make) -> None:
+    found = []
+    for whole in (False, True):
+        model = net()
+        optimizer = make(list(model.parameters())[2:])
+        step = graphopt.optimize_step(model, optimizer, loss=mean_square) if whole else None
+        torch.manual_seed(1)
+        for number in range(6):
+            if number == 3:
+                change(model, optimizer)
+            if step is not None:
+                step(X)
+            else:
+                optimizer.zero_grad()
+                mean_square(model, X).backward()
+                optimizer.step()
+        found.append([parameter.detach() for parameter in model.parameters()])
+    assert same(*found)
+
+
 RATES: dict[str, Make] = {
     "AdamW": lambda p: optim.AdamW(p, lr=torch.tensor(0.01), fused=True),
     "Adam of one element": lambda p: optim.Adam(p, lr=torch.tensor([0.01]), fused=True),
