@@ -260,8 +260,9 @@ def test_nothing_of_torchs_own_advice_is_logged() -> None:
         print(len(model.programs))
     """)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "3\n"
-    ours = ("graphopt: warning: Looking runs in parts", "graphopt: Looking: 3 parts captured")
+    parts = int(done.stdout)
+    assert parts >= 2
+    ours = ("graphopt: warning: Looking runs in parts", f"graphopt: Looking: {parts} parts captured")
     assert [line for line in done.stderr.splitlines() if not line.startswith(ours)] == []
 
 
