@@ -16,6 +16,8 @@ def without_memory(tensor: torch.Tensor) -> torch.Tensor:
     """
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         return tensor
+    if not tensor.ndim:  # a number, which torch may read where it is one of Python's (a random number, in torch 2.14)
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
     with torch.no_grad():
         like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         like.untyped_storage().resize_(0)
