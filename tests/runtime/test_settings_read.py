@@ -128,7 +128,7 @@ PASSES: dict[str, Any] = {
     "fuse-update": [FuseUpdate()],
     "fit-memory": [FitMemory("96%")],
     "scale-loss": [ScaleLoss()],
-    "offload-state": [OffloadState(tier="disk", min_bytes=1)],
+    "offload-state": [OffloadState(tier="host", min_bytes=1)],
     "recompute": [Recompute("net.3")],
 }
 
@@ -176,7 +176,7 @@ def test_a_schedule_of_torch_that_cycles_momentum(traces: list[None]) -> None:
 numbers = st.sampled_from([0.0, 0.1, 0.5, 0.9])
 
 
-@examples(8, many=300)
+@examples(4, many=300)
 @given(
     make=st.sampled_from([*OPTIMIZERS.values(), LISTS, Own]),
     changes=st.lists(

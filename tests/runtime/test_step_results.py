@@ -128,7 +128,7 @@ POOL: list[Callable[[torch.Tensor, torch.Tensor, nn.Module], Any]] = [
 ]
 
 
-@examples(10, many=300)
+@examples(5, many=300)
 @given(
     st.recursive(
         st.integers(0, len(POOL) - 1),

@@ -70,6 +70,8 @@ def engine_in(folder: Path) -> Iterator[Engine]:
     """While inside, the process has another engine, whose file is in ``folder``; it must hold nothing at the end."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfers._process, "engine", Engine(disk_directory=folder))
+        for name in ("disk_directory", "disk_limit"):  # of the process, which a test may configure
+            patch.setattr(transfers._process, name, getattr(transfers._process, name))
         yield transfers.engine()
         if stored_bytes():
             gc.collect()  # profiles and torch's checks leave cycles behind
