@@ -19,6 +19,7 @@ from graphopt import _torch
 from graphopt.capture.assigned_buffers import buffers_of, refuse_empty, write_assigned
 from graphopt.capture.call_checks import shapes_by_argument
 from graphopt.capture.changed_state import arguments_noted, attributes_kept
+from graphopt.capture.export_warnings import pass_on
 from graphopt.capture.fingerprint import refuse_lazy
 from graphopt.capture.flatten import Structure, flatten
 from graphopt.capture.graph_part import title_of
@@ -34,7 +35,7 @@ from graphopt.capture.tensors_met import Outside, TensorsMet, tensors_of
 from graphopt.capture.untraceable import depends_on_data, explain
 from graphopt.capture.value_checks import kept_as_checks
 from graphopt.capture.varying_axes import VaryingAxes, marks_undone
-from graphopt.errors import CaptureError, GraphBreakError, TorchVersionError, as_cause
+from graphopt.errors import CaptureError, TorchVersionError, as_cause
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.memory_shortage import is_memory_shortage, refuse_shortage
 from graphopt.ir.names import NAMES_KEY, identifier
@@ -219,7 +220,7 @@ def capture_forward(
                 raise failed.error from None
             finally:
                 writes.undo()
-        _pass_on(caught, model)
+        pass_on(caught, model)
         return exported
 
     try:
@@ -248,47 +249,6 @@ def capture_forward(
         noted.left_out,
         noted.outside,
     )
-
-
-_ASSIGNED = re.compile(r"The tensor attributes? (?P<names>.*?) (was|were) assigned during export")
-
-
-def _pass_on(caught: list[warnings.WarningMessage], model: nn.Module) -> None:
-    """Show the user's own warnings; refuse tensors that forward keeps in attributes, which a program cannot do."""
-    for warning in caught:
-        match = _ASSIGNED.search(str(warning.message))
-        if match is None:
-            if not warning.filename.startswith(_torch.FOLDER):
-                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-            continue
-        names = [name.strip() for name in match["names"].split(",")]
-        kept = [name.removeprefix("self.model.") for name in names if "_flat_weights" not in name]
-        if kept:
-            raise GraphBreakError(
-                f"forward keeps tensors in {', '.join(kept)}, and a program cannot set attributes: "
-                + (_instead_of_hook(model, kept[0]) or "return them, or register them as buffers of a fixed shape")
-            )
-
-
-_INSTEAD = {
-    "torch.nn.utils.weight_norm": "use torch.nn.utils.parametrizations.weight_norm, which sets none, in its place",
-    "torch.nn.utils.spectral_norm": "use torch.nn.utils.parametrizations.spectral_norm, which sets none, in its place",
-    "torch.nn.utils.prune": (
-        "register the product with the mask by torch.nn.utils.parametrize, which sets none, or make the pruning "
-        "permanent by torch.nn.utils.prune.remove"
-    ),
-}
-
-
-def _instead_of_hook(model: nn.Module, name: str) -> str:
-    """What to do about an attribute that a hook of torch's own sets; empty where none does."""
-    path, _, attribute = name.rpartition(".")
-    try:
-        hooks = model.get_submodule(path)._forward_pre_hooks.values()
-    except AttributeError:
-        return ""
-    sets = [hook for hook in hooks if attribute == getattr(hook, "_tensor_name", getattr(hook, "name", ""))]
-    return next((_INSTEAD[type(hook).__module__] for hook in sets if type(hook).__module__ in _INSTEAD), "")
 
 
 def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

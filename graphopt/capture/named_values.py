@@ -42,5 +42,5 @@ def attribute_values(model: nn.Module) -> Iterator[tuple[str, object]]:
     for path, module in model.named_modules():
         where = f"model.{path}" if path else "model"
         for name, value in vars(module).items():
-            if name not in OF_MODULES and not name.startswith("_"):
+            if name not in OF_MODULES and not name.startswith("_graphopt"):
                 yield from kept_values(value, f"{where}.{name}")

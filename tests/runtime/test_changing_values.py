@@ -92,6 +92,21 @@ def test_attributes_of_modules_are_named(caplog: pytest.LogCaptureFixture) -> No
     assert "model.1.p was 0.1, 0.2, 0.3; change model.1.p less often, or compute with a buffer" in text
 
 
+def test_private_attributes_are_named_too(caplog: pytest.LogCaptureFixture) -> None:
+    class Private(nn.Linear):
+        _scale = 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self._scale
+
+    model = graphopt.optimize(Private(4, 4))
+    for scale in (0.1, 0.2, 0.3):
+        model._scale = scale
+        model(X)
+    (text,) = told(caplog)
+    assert "model._scale was 0.1, 0.2, 0.3" in text
+
+
 def test_items_of_containers_that_code_reads_are_named(caplog: pytest.LogCaptureFixture) -> None:
     weights, model = {"penalty": [1.0, 2.0], "other": 3}, nn.Linear(4, 4)
 
