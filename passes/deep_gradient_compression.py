@@ -47,6 +47,7 @@ from graphopt.rewriting.distributed.sparse_exchange import (
     WIRE_DTYPES,
     Rule,
     Sparse,
+    SparseExchange,
     accumulate_densely,
     count_left_out,
     entries,
@@ -263,6 +264,7 @@ class DeepGradientCompression(TrainingPass):
         limits = [storage_bytes(value_of(reduction.start)) for reduction in found]
         gradients = remove_all_reduces(program, found, self.name)
         skip = agree_on_skipping(program, group, self.name) if FOUND_INF in program.names() else None
+        exchange = SparseExchange(rule, group, self.name, skip, taken)
         done: list[Sparse] = []
         dense: dict[str, fx.Node] = {}
         for reduction, limit in zip(found, limits, strict=True):
@@ -270,7 +272,7 @@ class DeepGradientCompression(TrainingPass):
             rest = {name: node for name, node in bucket.items() if decision.why_dense[name]}
             sparse = {name: node for name, node in bucket.items() if name not in rest}
             for message in messages(sparse, rule):
-                done.append(exchange_sparsely(program, message, rule, group, self.name, skip, taken))
+                done.append(exchange_sparsely(program, message, exchange))
             groups = dict.fromkeys(rest, group)
             exchange_gradients(program, rest, groups, BucketSizes(limit), origin=self.name, after=skip)
             dense |= rest

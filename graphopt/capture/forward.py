@@ -2,50 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import re
 import sys
-import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx, nn
 
-from graphopt import _torch
-from graphopt.capture.assigned_buffers import buffers_of, refuse_empty, write_assigned
-from graphopt.capture.call_checks import shapes_by_argument
-from graphopt.capture.changed_state import arguments_noted, attributes_kept
-from graphopt.capture.export_warnings import pass_on
-from graphopt.capture.fingerprint import refuse_lazy
-from graphopt.capture.flatten import Structure, flatten
+from graphopt.capture.assigned_buffers import refuse_empty
+from graphopt.capture.flatten import Structure
 from graphopt.capture.graph_part import title_of
-from graphopt.capture.hidden_effects import drawing_refused, seeding_refused
-from graphopt.capture.loss_results import copy_others, loss_in
-from graphopt.capture.mask_questions import Question, Questions
+from graphopt.capture.mask_questions import Question
 from graphopt.capture.nest_regions import nest_regions
-from graphopt.capture.regions import REGION_KEY, observe
-from graphopt.capture.returnable import returnable
+from graphopt.capture.regions import REGION_KEY
 from graphopt.capture.same_inputs import read_in_one_place
 from graphopt.capture.source_lines import source_line
-from graphopt.capture.tensors_met import Outside, TensorsMet, tensors_of
-from graphopt.capture.untraceable import depends_on_data, explain
-from graphopt.capture.value_checks import kept_as_checks
-from graphopt.capture.varying_axes import VaryingAxes, marks_undone
-from graphopt.errors import CaptureError, TorchVersionError, as_cause
-from graphopt.ir.autocast import plain_precision
-from graphopt.ir.memory_shortage import is_memory_shortage, refuse_shortage
+from graphopt.capture.tensors_met import Outside
+from graphopt.capture.traced_call import TracedCall, export_call
+from graphopt.errors import CaptureError
 from graphopt.ir.names import NAMES_KEY, identifier
 from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, set_info, set_value, unique_names, value_of
 from graphopt.ir.ops.schema import op_name
 from graphopt.ir.program import Program
 
 __all__ = ["ForwardCapture", "capture_forward"]
-
-logger = logging.getLogger(__name__)
 
 _EXPORT_KINDS = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "constant", "USER_INPUT": "input"}
 
@@ -71,249 +54,38 @@ class ForwardCapture:
     outside: Sequence[Outside] = ()
 
 
-Path = Literal["compiled", "exported", "eager"]
-"""What a model that asks is told: that it is compiled and not exported, that it is exported, or neither."""
-
-
-class _UserCodeError(Exception):
-    """An error of the user's code on its way through torch, which would print the graph so far to standard error."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-    @property
-    def partial_fx_graph(self) -> Any:
-        raise AttributeError
-
-    @partial_fx_graph.setter
-    def partial_fx_graph(self, _graph: Any) -> None:
-        pass
-
-
-@dataclass
-class _Seen:
-    """What was noted of a call under trace: see ``ForwardCapture``; of a loss function, which result is the loss."""
-
-    outputs: Structure
-    changed: list[str]
-    left_out: list[str]
-    outside: list[Outside]
-    loss: int | None
-
-
-@dataclass
-class _Traced:
-    """What is traced, as ``capture_forward`` is given it, and what was noted of it.
-
-    Attributes:
-        inputs: the structure of the call.
-        seen: a list, since export undoes assignments to a module's attributes.
-    """
-
-    call: Callable[..., Any]
-    inputs: Structure
-    questions: Questions
-    names: Sequence[str]
-    scalar_loss: bool
-    seen: list[_Seen] = field(default_factory=list)
-
-
-class _Root(nn.Module):
-    """Calls the user's model (or loss) on flat tensors and returns flat tensors, noting the result's structure."""
-
-    def __init__(self, model: nn.Module, traced: _Traced, path: Path) -> None:
-        super().__init__()
-        self.model = model
-        self.training = model.training
-        self._run = (traced, path, tensors_of(model))
-
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        traced, path, real = self._run
-        args, kwargs = traced.inputs.restore(tensors)
-        buffers = buffers_of(self.model)
-        met = TensorsMet(real, tensors_of(self.model))
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(kept_as_checks())
-            if path != "exported":
-                stack.enter_context(_torch.as_in_eager(compiling=path == "compiled"))
-            stack.enter_context(traced.questions.answered(tensors))
-            stack.enter_context(_torch.set_aside_in_bodies(met))
-            try:
-                with (
-                    drawing_refused(),
-                    met,
-                    _torch.set_aside_in_bodies(met),
-                    arguments_noted(traced.names, args, kwargs) as changed,
-                ):
-                    result = call_under_trace(traced.call, self.model, args, kwargs)
-                flatten(result)  # which makes dataclasses known
-                result, left_out = returnable(result)
-                loss = loss_in(result) if traced.scalar_loss else None
-                if loss is not None:
-                    result = copy_others(result)
-                flat, structure = flatten(result)
-            except Exception as error:
-                raise _UserCodeError(error) from error
-        write_assigned(buffers)
-        place = next((place for place, tensor in enumerate(flat) if tensor is loss), None)
-        traced.seen.append(_Seen(structure, changed, left_out, list(met.outside.values()), place))
-        return tuple(flat)
-
-
-def call_under_trace(call: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Call the user's code; what stands above in a traceback is not the user's (``value_checks.STOP``)."""
-    return call(model, *args, **kwargs)
-
-
 def capture_forward(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    call: Callable[..., Any],
-    dynamic_shapes: Any = None,
-    names: Sequence[str] = (),
-    scalar_loss: bool = False,
-    by_values: bool = False,
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], call: TracedCall
 ) -> ForwardCapture:
-    """Trace ``call(model, *args, **kwargs)`` into a forward program.
+    """Trace a call of a model into a forward program.
 
     Args:
         model: whose parameters the program refers to.
         args: positional example inputs.
         kwargs: keyword example inputs.
         call: what is traced.
-        dynamic_shapes: sizes that may vary, by position or by the names of the arguments.
-        names: of the positional arguments, as far as they have names.
-        scalar_loss: whether the result has to be a loss, alone or with more (``loss_in``).
-        by_values: whether the model is answered what it asks of the values of masks among the inputs.
 
     Raises:
         CaptureError: where the model's Python cannot be traced, naming the line of user code and what to do.
     """
-    for module in model.modules():
-        refuse_lazy(module)
-    given, inputs = flatten((tuple(args), dict(kwargs)))
-    tensors = _distinct(given)
-    traced = _Traced(call, inputs, Questions(tensors if by_values else ()), names, scalar_loss)
-    shapes = _flat_shapes(dynamic_shapes, inputs, names)
-
-    def export(path: Path) -> Any:
-        root = _Root(model, traced, path)
-        writes = _torch.RealWrites()
-        with (
-            observe(model),
-            attributes_kept(model),
-            plain_precision(),
-            torch.enable_grad(),
-            _torch.without_regions(),
-            warnings.catch_warnings(record=True) as caught,
-            _torch.refusals_expected(),
-            marks_undone(tensors),
-            writes,
-        ):
-            warnings.simplefilter("always")
-            try:
-                exported = torch.export.export(root, tuple(tensors), strict=False, dynamic_shapes=shapes)
-            except _UserCodeError as failed:
-                raise failed.error from None
-            finally:
-                writes.undo()
-        pass_on(caught, model)
-        return exported
-
-    try:
-        with seeding_refused():
-            exported = _as_eager_first(export, title_of(model))
-    except (CaptureError, TorchVersionError):
-        raise
-    except Exception as error:
-        refuse_shortage(error, title_of(model))
-        explained = explain(error, model)
-        raise explained from None if depends_on_data(error) else as_cause(error)
-    noted = traced.seen[-1]
-    program = _to_program(exported, noted.outputs, inputs)
-    if scalar_loss:
-        program.outputs = _name_loss(program, noted.loss)
+    traced = export_call(model, args, kwargs, call)
+    seen = traced.seen
+    program = _to_program(traced.exported, seen.outputs, traced.inputs)
+    if call.scalar_loss:
+        program.outputs = _name_loss(program, seen.loss)
     program.title = title_of(model)
     refuse_empty(program)
-    read_in_one_place(program, given)
+    read_in_one_place(program, traced.given)
     return ForwardCapture(
         program,
-        inputs,
-        noted.outputs,
-        tensors,
+        traced.inputs,
+        seen.outputs,
+        traced.tensors,
         traced.questions.answers,
-        noted.changed,
-        noted.left_out,
-        noted.outside,
+        seen.changed,
+        seen.left_out,
+        seen.outside,
     )
-
-
-def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The same tensors, each a leaf of its own: another call may pass different ones in two places."""
-    seen: set[int] = set()
-    found = []
-    for tensor in tensors:
-        fresh = id(tensor) in seen or not tensor.is_leaf
-        found.append(tensor.detach().requires_grad_(tensor.requires_grad) if fresh else tensor)
-        seen.add(id(tensor))
-    return found
-
-
-def _as_eager_first(export: Callable[[Path], Any], name: str) -> Any:
-    """Trace what the model does where it is not exported; where that cannot be traced, what else it may do."""
-    try:
-        return export("compiled")
-    except (CaptureError, TorchVersionError):
-        raise
-    except Exception as error:
-        if depends_on_data(error) or is_memory_shortage(error):
-            raise
-        for path in _OTHER_PATHS:
-            with contextlib.suppress(Exception):
-                exported = export(path)
-                logger.debug("%s is captured on the path %s: %s", name, _OTHER_PATHS[path], error)
-                return exported
-        raise
-
-
-_OTHER_PATHS: dict[Path, str] = {
-    "exported": "it takes under torch.compiler.is_exporting()",
-    "eager": "it takes where torch.compiler.is_compiling() is false",
-}
-
-
-def _flat_shapes(dynamic_shapes: Any, inputs: Structure, names: Sequence[str]) -> Any:
-    """The user's ``dynamic_shapes``, written for the call's arguments, as torch.export wants it for flat tensors."""
-    if dynamic_shapes is None:
-        return None
-    if isinstance(dynamic_shapes, VaryingAxes):
-        return dynamic_shapes.for_export()
-    args, kwargs = inputs.restore(range(sum(inputs.is_tensor)))
-    pairs = shapes_by_argument(dynamic_shapes, args, kwargs, names)
-    flat: dict[int, Any] = {}
-    for value, shape in pairs:
-        flat |= _shapes_by_place(value, shape)
-    return (tuple(flat.get(place) for place in range(sum(inputs.is_tensor))),)
-
-
-def _shapes_by_place(value: Any, shape: Any) -> dict[int, Any]:
-    """The shape given for each tensor of a nested argument; tensors stand as their numbers."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return {value: shape}
-    if isinstance(value, Mapping):
-        parts = [(item, shape.get(key) if isinstance(shape, Mapping) else None) for key, item in value.items()]
-    elif isinstance(value, (tuple, list)):
-        known = isinstance(shape, (tuple, list))
-        parts = [(item, shape[index] if known else None) for index, item in enumerate(value)]
-    else:
-        return {}
-    found: dict[int, Any] = {}
-    for item, inner in parts:
-        found |= _shapes_by_place(item, inner)
-    return found
 
 
 def _to_program(exported: Any, returned: Structure, inputs: Structure) -> Program:

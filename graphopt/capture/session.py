@@ -38,6 +38,7 @@ from graphopt.capture.mask_questions import Question
 from graphopt.capture.split_uses import split_uses
 from graphopt.capture.step import trace_optimizer
 from graphopt.capture.tensors_met import refuse_outside
+from graphopt.capture.traced_call import TracedCall
 from graphopt.capture.without_memory import without_memory
 from graphopt.errors import CaptureError, choice, public, wrong_argument
 from graphopt.ir.autocast import mark_around, plain_precision, under_autocast
@@ -94,13 +95,13 @@ class CaptureSession:
             own result is or has the loss; None for a drop-in program whose outputs' tangents come from outside.
         optimizer: whose update ends the step program; needs a loss.
         dynamic_shapes: as in ``torch.export``, for the model's (or the loss's) arguments.
-        keep: leave numbers and texts that forward sets in modules set, as behind a call in eager mode.
-        by_values: answer what the model asks of the values of the call's masks (``questions``); the programs are for
-            calls that answer alike, which the caller sees to. Otherwise they are for all values.
 
     Attributes:
         example: the positional and the keyword example inputs.
         loss: as given.
+        keep: leave numbers and texts that forward sets in modules set, as behind a call in eager mode; not by default.
+        by_values: answer what the model asks of the values of the call's masks (``questions``); the programs are then
+            for calls that answer alike, which the caller sees to. By default they are for all values.
         joint: the joint program as it was lowered last.
         repeated: for a part of a model, the inputs that its program takes again (``split_uses``).
 
@@ -118,8 +119,6 @@ class CaptureSession:
         loss: Loss | bool | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         dynamic_shapes: Any = None,
-        keep: bool = False,
-        by_values: bool = False,
     ) -> None:
         refuse_wrapped(model)
         leaves = _torch.pytree.tree_leaves((args, kwargs))
@@ -146,8 +145,8 @@ class CaptureSession:
         self.loss = loss
         self._scalar_loss = loss is not None
         self._dynamic_shapes = dynamic_shapes
-        self._keep = keep
-        self._by_values = by_values
+        self.keep = False
+        self.by_values = False
         self.repeated: list[str] = []
         self._captures: dict[torch.dtype | None, ForwardCapture] = {}
         self._assigned: dict[str, None] = {}
@@ -183,17 +182,9 @@ class CaptureSession:
                     stack.enter_context(torch.autocast(device, dtype=autocast))
                 call = under_autocast(call)
         loss = None if isinstance(self.loss, bool) else self.loss
-        with shortage_named(self.title), capturing(self.model, loss, keep=self._keep) as assigned:
-            captured = capture_forward(
-                self.model,
-                args,
-                kwargs,
-                call=call,
-                dynamic_shapes=self._dynamic_shapes,
-                names=self._names,
-                scalar_loss=self._scalar_loss,
-                by_values=self._by_values,
-            )
+        with shortage_named(self.title), capturing(self.model, loss, keep=self.keep) as assigned:
+            traced = TracedCall(call, self._names, self._dynamic_shapes, self._scalar_loss, self.by_values)
+            captured = capture_forward(self.model, args, kwargs, traced)
         self._outside |= refuse_outside(captured.outside, self.title, self.optimizer)
         program = captured.program
         stand_in(program, self.tensors().values())

@@ -23,7 +23,7 @@ from graphopt.rewriting.pass_ import Pass
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.registry import find_pass
 from graphopt.runtime.check_numerics import check_numerics
-from graphopt.runtime.rewrite import Rewritten, Verify, rewrite
+from graphopt.runtime.rewrite import Checks, Rewritten, Verify, rewrite
 
 __all__ = [
     "before_passes",
@@ -58,7 +58,7 @@ def rewritten_program(options: argparse.Namespace, pipeline: Pipeline | None = N
         stage = stage_to_show(options.stage, target, pipeline, options.verify)
         session, context = target.session(profile), Context(device=profile)
         with _torch.ranks_without_network(options.devices):
-            rewritten = rewrite(session, pipeline, until=stage, verify=_VERIFY[options.verify], context=context)
+            rewritten = rewrite(session, pipeline, until=stage, checks=Checks(_VERIFY[options.verify]), context=context)
         if options.verify == "numerics":
             check_numerics(rewritten)
     return rewritten

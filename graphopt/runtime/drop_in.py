@@ -158,9 +158,9 @@ class _Maker:
             raise _ReplacedError
         plain, runner = self.owner.plain, self.owner.runner
         runner.serving.names = argument_names(plain, None)
-        return CaptureSession(
-            plain, self.args, self.kwargs, dynamic_shapes=dynamic_shapes, keep=runner.is_first, by_values=True
-        )
+        session = CaptureSession(plain, self.args, self.kwargs, dynamic_shapes=dynamic_shapes)
+        session.keep, session.by_values = runner.is_first, True
+        return session
 
     def compile(self, session: CaptureSession, target: Target | None) -> CompiledJoint:
         """See ``Maker``."""

@@ -20,7 +20,7 @@ from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.progress import working
 from graphopt.rewriting.shards import Shards
 
-__all__ = ["Keeper", "Rewritten", "Verify", "rewrite"]
+__all__ = ["Checks", "Keeper", "Rewritten", "Verify", "rewrite"]
 
 Verify = Literal["structure", "numerics"] | bool
 
@@ -155,16 +155,28 @@ class Rewritten:
         self.replace(self.lower_joint())
 
 
+@dataclass(frozen=True)
+class Checks:
+    """What is checked of programs while passes run.
+
+    Attributes:
+        verify: how far each pass is checked.
+        accept: is called with the program of each stage before its passes, and may refuse it.
+    """
+
+    verify: Verify = "structure"
+    accept: Callable[[Program], None] | None = None
+
+
 @no_collection()
 def rewrite(
     session: CaptureSession,
     pipeline: Pipeline,
     *,
     until: Stage,
-    verify: Verify = "structure",
+    checks: Checks | None = None,
     context: Context | None = None,
     log: bool = True,
-    check: Callable[[Program], None] | None = None,
 ) -> Rewritten:
     """Run a pipeline over a capture, lowering it to stage ``until``.
 
@@ -175,12 +187,12 @@ def rewrite(
         session: the capture.
         pipeline: whose passes run.
         until: the last stage.
-        verify: how far each pass is checked.
+        checks: what is checked of the programs; each pass's structure by default.
         context: of the programs; an empty one by default.
         log: log what each pass does.
-        check: is called with the program of each stage before its passes, and may refuse it.
     """
-    result = Rewritten(session, pipeline, verify)
+    checks = checks or Checks()
+    result = Rewritten(session, pipeline, checks.verify)
     started = time.perf_counter()
     snapshots = Snapshots()
     with working(f"capturing {session.title}") as show:
@@ -192,12 +204,12 @@ def rewrite(
         program.context = context or Context()
         while True:
             snapshots.record(f"captured {program.stage}", program)
-            if check is not None:
-                check(program)
+            if checks.accept is not None:
+                checks.accept(program)
             if dump is not None:
                 dump.record(f"captured-{program.stage}", program)
             last = program.stage == until
-            result.records += pipeline.run(program, last=last, verify=verify, instruments=instruments)
+            result.records += pipeline.run(program, last=last, verify=checks.verify, instruments=instruments)
             result.stages[program.stage] = program
             if last:
                 break

@@ -34,7 +34,7 @@ from graphopt.runtime.observers import tell_observers
 from graphopt.runtime.ranks.agreement import Agreement
 from graphopt.runtime.ranks.watch import StepWatch
 from graphopt.runtime.reserve import reserve_host
-from graphopt.runtime.rewrite import Rewritten, Verify, rewrite
+from graphopt.runtime.rewrite import Checks, Rewritten, Verify, rewrite
 from graphopt.runtime.serving import Capture, Maker, Serving, lacks_bytes
 from graphopt.runtime.size_plans import Target
 from graphopt.runtime.size_rules import SizeRules
@@ -253,10 +253,9 @@ class Runner(Generic[C]):
                     session,
                     options.pipeline,
                     until=self._until,
-                    verify=options.verify,
+                    checks=Checks(options.verify, functools.partial(self.serving.check, session)),
                     context=context,
                     log=room is None and target is None,
-                    check=functools.partial(self.serving.check, session),
                 )
             except GraphoptError as error:
                 if target is wanted[-1] or not lacks_bytes(error):

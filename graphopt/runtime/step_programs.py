@@ -136,16 +136,16 @@ class StepPrograms:
 
     def session(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic_shapes: Any) -> CaptureSession:
         """What traces a batch, with these sizes that vary."""
-        return CaptureSession(
+        session = CaptureSession(
             self._model,
             args,
             kwargs,
             loss=self._loss or True,
             optimizer=self._optimizer,
             dynamic_shapes=dynamic_shapes,
-            keep=self.runner.is_first,
-            by_values=True,
         )
+        session.keep, session.by_values = self.runner.is_first, True
+        return session
 
     def capture(self, session: CaptureSession, target: Target | None) -> CapturedStep:
         """What passes make of a session, ready to run; ``target`` for one that is planned once more."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ __all__ = [
     "WIRE_DTYPES",
     "Rule",
     "Sparse",
+    "SparseExchange",
     "accumulate_densely",
     "count_left_out",
     "entries",
@@ -89,6 +90,26 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
+class SparseExchange:
+    """How one pass exchanges gradients of a program sparsely.
+
+    Attributes:
+        rule: what is sent.
+        group: at least two ranks.
+        origin: the pass that asks.
+        skip: one element, 1 where all ranks skip the update, behind which gradients are accumulated; without it a
+            gradient that is not finite is left out.
+        taken: momenta that are the optimizer's, in place of the one of ``rule``, by the names of their parameters.
+    """
+
+    rule: Rule
+    group: Group
+    origin: str
+    skip: fx.Node | None = None
+    taken: Mapping[str, OptimizerMomentum] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Sparse:
     """One bucket that is exchanged sparsely.
 
@@ -120,11 +141,7 @@ def wire_dtype(gradient: torch.dtype, wire: str) -> torch.dtype:
 def exchange_sparsely(
     program: Program,
     gradients: Mapping[str, fx.Node],
-    rule: Rule,
-    group: Group,
-    origin: str,
-    skip: fx.Node | None = None,
-    taken: Mapping[str, OptimizerMomentum] | None = None,
+    exchange: SparseExchange,
 ) -> Sparse:
     """Replace gradients, in what the update reads, by the mean of what the ranks send of their residuals.
 
@@ -134,25 +151,21 @@ def exchange_sparsely(
     Args:
         program: of stage step.
         gradients: of one dtype and device, by the names of their parameters; one fused exchange.
-        rule: what is sent.
-        group: at least two ranks.
-        origin: the pass that asks.
-        skip: one element, 1 where all ranks skip the update, behind which gradients are accumulated; without it a
-            gradient that is not finite is left out.
-        taken: momenta that are the optimizer's, in place of the one of ``rule``, by the names of their parameters.
+        exchange: what is sent, and between whom.
     """
+    skip, origin = exchange.skip, exchange.origin
     position = {node: index for index, node in enumerate(program.graph.nodes)}
     nodes = list(gradients.values())
     latest = max(nodes if skip is None else [*nodes, skip], key=position.__getitem__)
     readers = [_readers_behind(node, latest, position) for node in nodes]
     due = min((reader for found in readers for reader in found), key=position.__getitem__)
-    build = _Builder(program, rule, group, origin, behind(program, latest), taken or {})
+    build = _Builder(program, exchange, behind(program, latest))
     keep = None if skip is None else build.call(aten.eq.Scalar, (skip, 0), hint="keep")
     parts = [build.select(name, node, keep) for name, node in gradients.items()]
     message = build.exchange(nodes, parts, due)
     uses = [uses_of(program, node, found) for node, found in zip(nodes, readers, strict=True)]
     sizes = [value_of(node).numel() for node in nodes]
-    dense_because = reason_for_dense(all(uses), group.size, message.counts, sizes)
+    dense_because = reason_for_dense(all(uses), exchange.group.size, message.counts, sizes)
     if not dense_because:
         update_entries(program, build.sum_of(message), uses, due, origin)
     else:
@@ -194,21 +207,13 @@ class _Message:
 class _Builder:
     """Inserts the calls of one bucket, all in front of one node."""
 
-    def __init__(
-        self,
-        program: Program,
-        rule: Rule,
-        group: Group,
-        origin: str,
-        before: fx.Node,
-        taken: Mapping[str, OptimizerMomentum],
-    ) -> None:
+    def __init__(self, program: Program, exchange: SparseExchange, before: fx.Node) -> None:
         self._program = program
-        self._rule = rule
-        self._group = group
-        self._origin = origin
+        self._rule = exchange.rule
+        self._group = exchange.group
+        self._origin = exchange.origin
         self._before = before
-        self._taken = taken
+        self._taken = exchange.taken
         self._parameters = {spec.target: node for node, spec in program.inputs_of("parameter")}
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **more: Any) -> fx.Node:

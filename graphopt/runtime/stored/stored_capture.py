@@ -29,7 +29,7 @@ from graphopt.ir.serialization import to_json
 from graphopt.ir.state import PassState
 from graphopt.ir.verify import verify
 from graphopt.rewriting.pipeline import Pipeline
-from graphopt.runtime.rewrite import Rewritten, Verify, rewrite
+from graphopt.runtime.rewrite import Checks, Rewritten, Verify, rewrite
 from graphopt.runtime.stored.capture_content import (
     LazySnapshots,
     LazyStages,
@@ -268,7 +268,9 @@ def _stages(entry: StoredCapture, stages: list[Stage], pipeline: Pipeline, verif
                 return entry.read(f"stage-{stage}")
             except GraphoptError as error:
                 logger.warning("a stored program cannot be used, and is captured anew: %s", error)
-                made = rewrite(entry.session, pipeline, until=stages[-1], verify=verified, context=entry.context)
+                made = rewrite(
+                    entry.session, pipeline, until=stages[-1], checks=Checks(verified), context=entry.context
+                )
                 entry.write(f"stage-{stage}", made.stages[stage])
                 return made.stages[stage]
 
