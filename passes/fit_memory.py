@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
@@ -13,12 +13,13 @@ from graphopt.analysis.costs.cost import check_cost, costs_of, profile_of_cost
 from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.node import Phase, info, value_of
-from graphopt.ir.ops.values import format_bytes, parse_bytes, storage_bytes
+from graphopt.ir.ops.values import parse_bytes, storage_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning.offloading import Lanes
 from graphopt.rewriting.distributed.agreed_decision import decided_by_first_rank
 from graphopt.rewriting.distributed.sharded_parameters import sharded_inputs
+from graphopt.rewriting.memory.around_copies import AroundCopies, copies_line
 from graphopt.rewriting.memory.budget import (
     BudgetError,
     budget_bytes,
@@ -30,7 +31,7 @@ from graphopt.rewriting.memory.budget import (
 )
 from graphopt.rewriting.memory.compress_action import CompressAction, choose_values, values_of
 from graphopt.rewriting.memory.compression import Compression
-from graphopt.rewriting.memory.decision import Decision, carry, carry_out, taken_bytes
+from graphopt.rewriting.memory.decision import Decision, carry, carry_out
 from graphopt.rewriting.memory.early_updates import EarlyUpdates, early_updates
 from graphopt.rewriting.memory.fit import Fitting, FittingOptions
 from graphopt.rewriting.memory.lifted_copies import Swaps, lift_gathers, lift_swaps, nodes_of
@@ -40,14 +41,13 @@ from graphopt.rewriting.memory.planned import Planned, plan_of
 from graphopt.rewriting.memory.planning_problem import PlanningProblem
 from graphopt.rewriting.memory.state_action import (
     StateAction,
-    link_of,
     link_to,
     movable_state,
     move_created_state,
     state_to_move,
     swapped_line,
 )
-from graphopt.rewriting.memory.state_swaps import Swapped, created_state, elsewhere, swap_state
+from graphopt.rewriting.memory.state_swaps import created_state, elsewhere
 from graphopt.rewriting.memory.transfer_insertion import host_lanes
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 from graphopt.rewriting.progress import measuring, searching
@@ -56,8 +56,6 @@ __all__ = ["FitMemory"]
 
 _ORIGIN = "fit-memory"
 _STATE_ORIGIN = "state of fit-memory"
-_ATTEMPTS = 6
-"""How often a smaller target is tried where copies have the allocator reserve more than a plan alone."""
 
 _WAYS = ("recompute", "offload", "state", "compress")
 _COMPRESSION = Compression(8, 256, "compress of fit-memory")
@@ -73,6 +71,11 @@ class FitMemory(Pass):
     pays; random ops replay the generator's state, so results, gradients and the random stream equal eager's to the last
     bit. A budget above the peak of the program as it is changes nothing; one that cannot be met is an error with the
     smallest peak that was found. More budget never costs more of the predicted time.
+
+    Where parameters are gathered when they are read (``ShardParameters``), or inputs reside elsewhere
+    (``OffloadState``), they stay between two calls that need them where the budget leaves room, also where it is above
+    the peak: up to five plans are weighed by the seconds of what runs again and of waiting for what is gathered, or
+    copied, again.
 
     In a whole step whose budget is below its peak, updates run as soon as their gradients are final (``FuseUpdate``),
     unless they need all of them first or a compiler makes the code.
@@ -220,55 +223,23 @@ class FitMemory(Pass):
         with elsewhere(program, nodes_of(program, lifted)):
             room = program.context.room
             budget = self._bytes(program, program.memory(), None) if room is None else room
-        return self._fit_and_swap(program, lifted, budget)[0]
+        if program.context.plans is None:
+            program.context = replace(program.context, plans={})
+        done, swapped = self._around(program, lifted, budget)
+        return replace(done, lines=(*done.lines, *map(copies_line, lifted, swapped)))
 
-    def _fit_and_swap(self, program: Program, lifted: Sequence[Swaps], budget: int) -> tuple[Changed, list[Swapped]]:
-        """Fit a program with inputs elsewhere, and put in the copies of these.
+    @property
+    def _around(self) -> AroundCopies:
+        return AroundCopies(self._fit, self._smallest, self.cost)
 
-        Where the device's allocator keeps freed blocks, it may reserve more with the copies than without: then they are
-        not ahead, and then a plan is taken that leaves them room.
-        """
-        target, least, refused = budget, 2**63, None
-        for _ in range(_ATTEMPTS):
-            fitted = program.copy()
-            try:
-                with elsewhere(fitted, nodes_of(fitted, lifted)):
-                    done = self._fit(fitted, target, refused.smallest if refused else None)
-            except BudgetError as error:
-                if refused is not None or not error.searched:
-                    raise
-                refused, target = error, error.smallest_bytes  # what the smallest plan takes with the copies
-                continue
-            for at_once in (False, True):
-                trial = fitted.copy()
-                swapped = self._swap(trial, lifted, at_once=at_once)
-                over = decided_by_first_rank(trial, lambda program=trial: taken_bytes(program) - budget)  # type: ignore[misc]
-                if over <= 0 or (program.context.room is not None and at_once):
-                    program.graph = trial.graph
-                    return done, swapped
-                least = min(least, budget + over)
-            if refused is not None:
-                break
-            target -= over
-        nothing = BudgetError(
-            f"no plan fits into {format_bytes(budget)} ({budget} bytes): with the copies of what resides elsewhere the "
-            f"smallest peak found is {least} bytes ({format_bytes(least)})",
-            least,
-        )
-        for note in getattr(refused, "__notes__", ()):
-            nothing.add_note(note)
-        raise nothing
+    def _smallest(self, program: Program) -> int | None:
+        """The smallest peak of a program that was found; None where there was no search."""
+        known = (program.context.plans or {}).get(self._key(program))
+        return None if known is None else known.fitting.smallest().taken_bytes
 
-    def _swap(self, program: Program, lifted: Sequence[Swaps], *, at_once: bool) -> list[Swapped]:
-        """Put in the copies of inputs that reside elsewhere, as far ahead as is wanted, or each at its call."""
-        done = []
-        for number, swaps in enumerate(lifted):
-            nodes = swaps.nodes(program)
-            ahead = 0 if at_once else program.context.prefetch.get(swaps.origin)
-            link = replace(link_of(program, swaps, self.cost), ahead=ahead)
-            with elsewhere(program, nodes_of(program, lifted[number + 1 :])):
-                done.append(swap_state(program, nodes, link, self.cost, origin=swaps.origin))
-        return done
+    def _key(self, program: Program) -> tuple[str, Hashable, tuple[tuple[str, int], ...]]:
+        """What plans of programs with the same calls, for the same sizes, are kept under."""
+        return str(self), shared_calls(program), tuple(sorted(program.context.sizes.items()))
 
     def _fit_with_state(self, program: Program) -> Changed:
         """Fit a program of whose optimizer state as much may reside elsewhere as pays."""
@@ -306,7 +277,7 @@ class FitMemory(Pass):
         if created:
             move_created_state(program, created, link, self.cost, origin=_STATE_ORIGIN)
         names = {node.name: name for node, name in chosen.nodes(program).items()}
-        done, (swapped,) = self._fit_and_swap(program, [Swaps(names, chosen.tier, _STATE_ORIGIN)], budget)
+        done, (swapped,) = self._around(program, [Swaps(names, chosen.tier, _STATE_ORIGIN)], budget)
         moved = sum(storage_bytes(value_of(node)) for node in chosen.nodes(program))
         lines = (*done.lines, *([swapped_line(swapped, moved, link.tier)] if swapped.inputs else ()))
         counts = {**done.counts, "state elsewhere": len(swapped.inputs) + len(created)}
@@ -363,9 +334,8 @@ class FitMemory(Pass):
         """What is to be done to a program; its updates are moved already."""
         memory = program.memory()
         room = program.context.room
-        plans, wanted = program.context.plans, tuple(sorted(program.context.sizes.items()))
-        calls = shared_calls(program)
-        key = str(self), calls, wanted
+        plans, key = program.context.plans, self._key(program)
+        _, calls, wanted = key
         carried = known or (plans.get(key) if plans is not None else None)
         budget = room if room is not None else share or self._bytes(program, memory, carried)
         reason = within_already(memory, budget, reserved_where_cached(program, memory))

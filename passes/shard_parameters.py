@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 from torch import fx
@@ -12,7 +12,7 @@ from graphopt.analysis.costs.cost import check_cost
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.groups import Group, find_group
-from graphopt.ir.ops.values import format_bytes, format_seconds, storage_bytes
+from graphopt.ir.ops.values import format_bytes, format_seconds, parse_bytes, storage_bytes
 from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.remove_all_reduce import agree_on_skipping, reductions
 from graphopt.rewriting.distributed.sharded_parameters import (
@@ -48,8 +48,9 @@ class ShardParameters(TrainingPass):
     optimizer's state for an Nth of every parameter and updates that. Here it keeps no more than that Nth of the
     parameters either: in front of the calls of forward and backward that read one, it is gathered from all ranks, and
     behind them its memory is free again. Gathers run beside the computation, as many ahead as time and memory allow;
-    a parameter stays between two calls where gathering it again would take longer, unless that raises the peak.
-    ``FitMemory`` plans what runs again around the gathers. All ranks take the same decisions. Parameters smaller than
+    a parameter stays between two calls where that saves waiting and does not raise the peak, or by no more than
+    ``keep``. ``FitMemory`` weighs what runs again against what is gathered again: parameters stay where its budget
+    leaves room for them. All ranks take the same decisions. Parameters smaller than
     ``min_bytes`` stay whole.
 
     Parameters are the same objects as before, and without memory between steps: whoever reads one then gets an error
@@ -68,6 +69,8 @@ class ShardParameters(TrainingPass):
             default group.
         min_bytes: parameters with fewer bytes stay whole on every rank.
         cost: where seconds of calls come from, as for ``FitMemory``.
+        keep: how many bytes, as a number or a text (``"2GB"``), parameters that stay between two calls may add to the
+            peak; ``auto`` for none, or as many as the budget of ``FitMemory`` leaves.
         replicas: name of the process group of the ranks that have the same shard, where ``group`` is a part of that of
             ``DataParallel`` (hybrid sharding): gradients are scattered over ``group``, and the shards summed up over
             ``replicas``. Both may be dimensions of one ``DeviceMesh``, which together have all ranks.
@@ -99,11 +102,25 @@ class ShardParameters(TrainingPass):
     min_bytes: int = 65_536
     cost: str = "measured"
     replicas: str = ""
+    keep: int | str = "auto"
 
     def __post_init__(self) -> None:
+        self._room()
         if self.min_bytes < 0:
             raise GraphoptError(f"min_bytes is a number of bytes of at least 0, got {self.min_bytes}")
         check_cost(self.cost)
+
+    def _room(self) -> int:
+        """The bytes that parameters may add to the peak."""
+        if self.keep == "auto":
+            return 0
+        try:
+            room = parse_bytes(self.keep) if isinstance(self.keep, str) else self.keep
+        except ValueError as error:
+            raise GraphoptError(f"keep={self.keep!r}: {error}; or give keep='auto'") from None
+        if isinstance(room, bool) or not isinstance(room, int) or not 0 <= room < 2**63:
+            raise GraphoptError(f"keep is 'auto' or a number of bytes of at least 0, got {self.keep!r}")
+        return room
 
     def shards(self, sizes: Mapping[str, int]) -> Shards | None:
         """An Nth of every parameter, one rank after the other."""
@@ -133,7 +150,8 @@ class ShardParameters(TrainingPass):
         if program.stage == "step":
             update_shards(program, parameters, shards)
         inputs = {node: name for name, node in parameters.items() if node.users}
-        swapped = swap_state(program, inputs, gather_link(program, group), self.cost, origin=self.name)
+        link = replace(gather_link(program, group), room=self._room())
+        swapped = swap_state(program, inputs, link, self.cost, origin=self.name)
         return self._report(program, parameters, swapped, buckets, group)
 
     def _shard_update(self, program: Program, parameters: Mapping[str, fx.Node], group: Group) -> int:

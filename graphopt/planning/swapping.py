@@ -48,24 +48,30 @@ class VisitWindow:
 
 
 def schedule_visits(
-    seconds: Sequence[float], alive: Sequence[int], visits: Sequence[Visit], rate: float, ahead: int | None = None
+    seconds: Sequence[float],
+    alive: Sequence[int],
+    visits: Sequence[Visit],
+    rate: float,
+    *,
+    ahead: int | None = None,
+    limit: int = 0,
 ) -> list[VisitWindow]:
     """Place the starts of copies in and the ends of copies back, so that they raise no peak and hold up little.
 
     A copy in starts early enough that it is done in time with those that come behind it on the link, even where each
     takes three times as long as is expected, and as late as that allows; later, where its bytes would raise the highest
-    count of bytes. A copy back is waited for when it is expected
-    to be done, or where it would else raise that count.
+    count of bytes. A copy back is waited for when it is expected to be done, or where it would else raise that count.
 
     Args:
         seconds: of each step.
         alive: bytes alive at each step, with each tensor there during its visits from first to last.
         visits: in any order.
         rate: bytes per second of the link.
+        limit: bytes up to which copies may be alive at any step, where that is more than the highest count.
         ahead: start each copy in when the one that many before it is needed, and wait for each copy back when the one
             that many behind it ends, instead of by time; what they take may raise the highest count.
     """
-    placing = _Placing(seconds, alive, visits, rate)
+    placing = _Placing(seconds, alive, visits, rate, limit)
     fetched = placing.starts() if ahead is None else placing.starts_ahead(ahead)
     freed = placing.ends(fetched) if ahead is None else placing.ends_ahead(ahead)
     return [VisitWindow(*window) for window in zip(fetched, freed, strict=True)]
@@ -74,10 +80,12 @@ def schedule_visits(
 class _Placing:
     """Places copies one by one; what they take is added to the level of bytes."""
 
-    def __init__(self, seconds: Sequence[float], alive: Sequence[int], visits: Sequence[Visit], rate: float) -> None:
+    def __init__(
+        self, seconds: Sequence[float], alive: Sequence[int], visits: Sequence[Visit], rate: float, limit: int
+    ) -> None:
         self._begins = [0.0, *accumulate(seconds)]
         self._level = list(alive)
-        self._highest = max(alive, default=0)
+        self._highest = max(limit, max(alive, default=0))
         self._visits = visits
         self._rate = rate
         self._order = sorted(range(len(visits)), key=lambda index: visits[index].first)

@@ -130,14 +130,21 @@ def post_local(period: int) -> Callable[[Setting], Step]:
     return make
 
 
-def fully_sharded(setting: Setting) -> Step:
-    """FSDP2 (``fully_shard``) around each block and the whole; its optimizer has no fused form for a CPU's DTensors."""
-    model, _ = setting.build()
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return _loop(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), setting)
+def fully_sharded(again: bool) -> Callable[[Setting], Step]:
+    """FSDP2 (``fully_shard``) around each block and the whole, which gathers parameters again for backward or not.
+
+    Its optimizer has no fused form for a CPU's DTensors.
+    """
+
+    def make(setting: Setting) -> Step:
+        model, _ = setting.build()
+        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in model.blocks:  # type: ignore[union-attr]
+            fully_shard(block, mesh=mesh, reshard_after_forward=again)
+        fully_shard(model, mesh=mesh, reshard_after_forward=again)
+        return _loop(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), setting)
+
+    return make
 
 
 def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting) -> Step:
@@ -199,8 +206,10 @@ def all_modes() -> list[Mode]:
     )
     found.append(Mode("ShardOptimizer", ours(ShardOptimizer()), strategy=Sharded()))
     found += [
-        Mode("FSDP2", fully_sharded),
+        Mode("FSDP2", fully_sharded(again=True)),
+        Mode("FSDP2, gathered once", fully_sharded(again=False)),
         Mode("ShardParameters", ours(ShardParameters()), strategy=ShardedParameters()),
+        Mode("ShardParameters, keep=1GB", ours(ShardParameters(keep="1GB"))),
     ]
     sparse = DeepGradientCompression(sparsity=(0.999,), momentum=0.9)
     found.append(Mode("DeepGradientCompression 99.9 %", ours(sparse, momentum=0.0), strategy=Sparse(0.001)))

@@ -164,6 +164,77 @@ except graphopt.GraphoptError as error:
     assert run(script, 2, tmp_path) == [True, [True, True], True, True]
 
 
+GATHERS = """
+from graphopt.rewriting.distributed.prediction.link import Link
+from graphopt.rewriting.memory import state_action
+
+def with_link(bandwidth):
+    state_action.measure_link = lambda group, device: Link(bandwidth)
+
+def gathers(step):
+    return sum("all_gather" in str(node.target) for node in step.program.graph.nodes)
+
+torch.manual_seed(0)
+batch = torch.randn(256, 32)
+expected = [*map(stepping(ShardOptimizer(), layers=6), [batch] * 3)]
+"""
+
+
+def test_parameters_stay_between_two_calls_in_the_bytes_that_they_may_add(tmp_path: Path) -> None:
+    script = """
+with_link(1e9)
+peaks = []
+for keep in ("auto", "20kB", 2**20):
+    step = stepping(sharded(keep=keep), layers=6)
+    say(same([*map(step, [batch] * 3)], expected))
+    peaks.append(step.program.memory().peak_bytes)
+    say([peaks[-1] - peaks[0], gathers(step)])
+"""
+    said = run(GATHERS + script, 2, tmp_path)
+    assert said[::2] == [True] * 3
+    (_, most), (some, fewer), (more, fewest) = said[1::2]
+    assert 0 < some <= 20_000 < more <= 2**20
+    assert most > fewer > fewest == 14  # each of them once
+
+
+def test_fit_memory_weighs_gathers_against_what_runs_again(tmp_path: Path) -> None:
+    script = """
+with_link(5e5)
+peak = 1_326_320
+for share in (70, 80, 90, 100, 105, 110):
+    budget = peak * share // 100
+    step = stepping(sharded(), FitMemory(budget, cost="roofline"), layers=6)
+    say(same([*map(step, [batch] * 3)], expected))
+    say([program.memory().peak_bytes <= budget for program in step.programs.values()])
+    waits = next(line for record in step.records for line in record.changed.lines if "the computation waits" in line
+                 and "around this plan" in line)
+    say([step.records[-1].changed.counts.get("run again", 0), gathers(step), waits.split()[-4]])
+"""
+    said = run(GATHERS + script, 2, tmp_path)
+    assert said[::3] == [True] * 6
+    assert said[1::3] == [[True, True]] * 6
+    found = said[2::3]
+    assert [gathered for _, gathered, _ in found] == [15, *[14] * 5]  # 23 without room for them
+    again = [number for number, *_ in found]
+    assert again == sorted(again, reverse=True)
+    assert again[-1] == 0
+    assert again[3] > 0  # at the peak of the program as it is nothing has to, and gathering takes longer
+
+
+def test_a_budget_that_cannot_be_met_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    script = """
+for share in (38, 25):
+    try:
+        stepping(sharded(), FitMemory(1_326_320 * share // 100, cost="roofline"), layers=6)(torch.randn(256, 32))
+    except graphopt.GraphoptError as error:
+        say("no plan fits into" in str(error))
+        say(any("alive there" in note for note in error.__notes__))
+"""
+    said = run(script, 2, tmp_path)
+    assert said[::2] == [True, True]
+    assert said[1] is True
+
+
 def test_what_is_cast_before_it_is_read_is_gathered_in_fewer_bytes(tmp_path: Path) -> None:
     script = """
 torch.manual_seed(rank)
@@ -306,6 +377,9 @@ def test_what_does_not_go_together_is_refused() -> None:
         ShardParameters(min_bytes=-1)
     with pytest.raises(GraphoptError, match="a100"):
         ShardParameters(cost="a1000")
+    for keep, told in (("much", "keep='much'"), (-1, "at least 0, got -1"), (True, "got True"), (None, "got None")):
+        with pytest.raises(GraphoptError, match=told):
+            ShardParameters(keep=keep)
 
 
 def test_parameters_in_shards_are_not_moved_to_a_disk(tmp_path: Path) -> None:

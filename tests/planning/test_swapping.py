@@ -36,12 +36,14 @@ def levels(alive: list[int], visits: list[Visit], windows: list[VisitWindow]) ->
     return found
 
 
-@given(given_=computations(), rate=st.floats(0.1, 100))
+@given(given_=computations(), rate=st.floats(0.1, 100), limit=st.integers(0, 200))
 @examples(200, many=5000)
-def test_copies_raise_no_peak(given_: tuple[list[float], list[int], list[Visit]], rate: float) -> None:
+def test_copies_raise_no_peak_above_the_limit(
+    given_: tuple[list[float], list[int], list[Visit]], rate: float, limit: int
+) -> None:
     seconds, alive, visits = given_
-    windows = schedule_visits(seconds, alive, visits, rate)
-    assert max(levels(alive, visits, windows)) <= max(alive)
+    windows = schedule_visits(seconds, alive, visits, rate, limit=limit)
+    assert max(levels(alive, visits, windows)) <= max(limit, *alive)
     for visit, window in zip(visits, windows, strict=True):
         assert visit.earliest <= window.fetched <= visit.first
         assert visit.last < window.freed <= STEPS
@@ -75,6 +77,13 @@ def test_without_room_each_copy_comes_at_its_call() -> None:
     windows = schedule_visits([1.0] * STEPS, [7] * STEPS, visits, 2.0)
     assert windows == [VisitWindow(5, 6), VisitWindow(8, 9)]
     assert seconds_waited([1.0] * STEPS, visits, windows, 2.0) == pytest.approx(4.0)
+
+
+def test_a_limit_above_the_peak_is_room() -> None:
+    visits = [Visit(2, 5, 5, writes=False), Visit(2, 8, 8, writes=False)]
+    without, with_room = (schedule_visits([1.0] * STEPS, [7] * STEPS, visits, 2.0, limit=limit) for limit in (0, 11))
+    assert [window.fetched for window in without] == [5, 8]
+    assert seconds_waited([1.0] * STEPS, visits, with_room, 2.0) == 0
 
 
 def test_a_number_of_copies_ahead() -> None:

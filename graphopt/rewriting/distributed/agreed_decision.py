@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -26,7 +28,7 @@ def decided_by_first_rank(program: Program, decide: Callable[[], T]) -> T:
         decide: gives plain data.
 
     Raises:
-        GraphoptError: on the others, with what the first rank raises.
+        GraphoptError: on the others, the same as on the first rank, or one that says what that raises.
     """
     name = next((state.group for state in program.pass_state.values() if state.shard is not None), None)
     if name is None:
@@ -38,11 +40,22 @@ def decided_by_first_rank(program: Program, decide: Callable[[], T]) -> T:
             found[0] = decide()
         except Exception as error:  # whatever it is, the other ranks must not wait
             found[1] = error
-    told = [found[0], None if found[1] is None else str(found[1])]
+    told = [found[0], _for_others(found[1])]
     with talking():
         dist.broadcast_object_list(told, src=dist.get_global_rank(group.handle, 0), group=group.handle)
     if found[1] is not None:
         raise found[1]
     if told[1] is not None:
-        raise GraphoptError(told[1])
+        raise told[1]
     return cast(T, told[0])
+
+
+def _for_others(error: Exception | None) -> GraphoptError | None:
+    """What is raised on other ranks, which go on from it as the first one does."""
+    if error is None:
+        return None
+    if isinstance(error, GraphoptError):
+        with contextlib.suppress(Exception):
+            pickle.loads(pickle.dumps(error))
+            return error
+    return GraphoptError(str(error) or type(error).__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -49,6 +50,11 @@ class BudgetError(GraphoptError):
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
         self.searched = searched
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The same error for another rank, without the plan."""
+        told = {"searched": self.searched, "__notes__": getattr(self, "__notes__", [])}
+        return type(self), (str(self), self.smallest_bytes), told
 
 
 def check_budget(budget: object) -> None:

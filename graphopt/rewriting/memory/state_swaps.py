@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -53,11 +55,14 @@ class Link:
         tier: ``host``, ``disk``, or ``ranks`` for parameters that are gathered from the shards of all ranks.
         rate: bytes per second, each way.
         ahead: how many copies ahead each one starts; None for as many as time and memory allow.
+        room: bytes by which copies may raise the peak, to be ahead, and to stay from one call that needs them to the
+            next in place of being made again.
     """
 
     tier: str
     rate: float
     ahead: int | None = None
+    room: int = 0
 
     @property
     def phase(self) -> Phase:
@@ -112,7 +117,8 @@ def swap_state(
     """Let inputs reside elsewhere, and state that the program creates move there.
 
     The peak is then no higher than if each call had what it touches of them copied in just before it, and back just
-    behind it; within that, a tensor stays between two calls where the copies would take longer, and copies are ahead.
+    behind it, but for the room that there is; within that, a tensor stays between two calls where the copies would take
+    longer, or there is room for it, and copies are ahead.
 
     Args:
         program: of stage step, rewritten in place.
@@ -158,13 +164,16 @@ class _Decided:
 def _decided(memory: MemoryTimeline, sizes: Mapping[fx.Node, int], link: Link, cost: str) -> _Decided:
     with measuring() as measured:
         seconds = costs_of(memory, cost, progress=measured).seconds
-    level = list(memory.bytes)
     number = {node: index for index, node in enumerate(sizes)}
-    stays = _Uses(memory, seconds, level, link).stays(sizes)
-    visits = [stay.visit for stay in stays]
-    windows = schedule_visits(seconds, level, visits, link.rate, link.ahead)
-    waited = seconds_waited(seconds, visits, windows, link.rate)
-    return _Decided([(number[stay.node], stay.visit) for stay in stays], windows, waited)
+    found = []
+    for patient in (True, False) if link.room or link.tier == RANKS else (True,):
+        uses = _Uses(memory, seconds, list(memory.bytes), link, patient)
+        stays = uses.stays(sizes)
+        visits = [stay.visit for stay in stays]
+        windows = schedule_visits(seconds, uses.level, visits, link.rate, ahead=link.ahead, limit=uses.limit)
+        waited = seconds_waited(seconds, visits, windows, link.rate)
+        found.append(_Decided([(number[stay.node], stay.visit) for stay in stays], windows, waited))
+    return min(found, key=lambda decided: (decided.waited, len(decided.visits)))
 
 
 @contextlib.contextmanager
@@ -191,7 +200,7 @@ def state_visits(
         link: the way there.
     """
     sizes = {node: storage_bytes(value_of(node)) for node in inputs}
-    return [stay.visit for stay in _Uses(memory, seconds, level, link).stays(sizes)]
+    return [stay.visit for stay in _Uses(memory, seconds, level, link, patient=True).stays(sizes)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,28 +220,39 @@ class _Uses:
         seconds: of each call.
         level: bytes alive at each call; what is taken between two uses is added.
         link: the way there.
+        patient: whether an input goes where there is time to copy it anew, though memory would let it stay.
+        limit: bytes that may be alive.
     """
 
     memory: MemoryTimeline
     seconds: Sequence[float]
     level: list[int]
     link: Link
+    patient: bool
+    limit: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "limit", max(self.level, default=0) + self.link.room)
 
     def stays(self, sizes: Mapping[fx.Node, int]) -> list[_Stay]:
-        """The visits of inputs that take so many bytes each while they are there."""
+        """The visits of inputs that take so many bytes each while they are there.
+
+        What is needed again soonest stays first, as far as there is memory.
+        """
         found: list[_Stay] = []
-        for node, steps in _touching(self.memory, sizes).items():
-            found += self._stays(node, sizes[node], steps)
+        touching = _touching(self.memory, sizes)
+        for node in touching if self.patient else sorted(touching, key=lambda node: _longest_gap(touching[node])):
+            found += self._stays(node, sizes[node], touching[node])
         return found
 
     def _stays(self, node: fx.Node, size: int, touching: Sequence[int]) -> list[_Stay]:
         """The uses of one input, parted where a copy takes less time than lies between them, or memory lacks."""
         touches, writes, joined = _touches(self.memory, node, touching)
-        highest, enough = max(self.level), size / self.link.rate + _LATENCY
+        enough = size / self.link.rate + _LATENCY if self.patient else math.inf
         groups: list[list[int]] = []
         for step in touches:
             between = slice(groups[-1][-1] + 1, step) if groups else slice(0)
-            fits = sum(self.seconds[between]) <= enough and max(self.level[between], default=0) + size <= highest
+            fits = sum(self.seconds[between]) <= enough and max(self.level[between], default=0) + size <= self.limit
             if groups and (step in joined or fits):
                 groups[-1].append(step)
                 self.level[between] = [count + size for count in self.level[between]]
@@ -243,6 +263,10 @@ class _Uses:
             earliest = found[-1].visit.last + 1 if found else 0
             found.append(_Stay(node, Visit(size, group[0], group[-1], not writes.isdisjoint(group), earliest)))
         return found
+
+
+def _longest_gap(steps: Sequence[int]) -> int:
+    return max((after - before for before, after in pairwise(steps)), default=0)
 
 
 def _touching(memory: MemoryTimeline, inputs: Iterable[fx.Node]) -> dict[fx.Node, list[int]]:
