@@ -209,7 +209,7 @@ def all_modes() -> list[Mode]:
         Mode("FSDP2", fully_sharded(again=True)),
         Mode("FSDP2, gathered once", fully_sharded(again=False)),
         Mode("ShardParameters", ours(ShardParameters()), strategy=ShardedParameters()),
-        Mode("ShardParameters, keep=1GB", ours(ShardParameters(keep="1GB"))),
+        Mode("ShardParameters, keep=1GB", ours(ShardParameters(keep="1GB")), strategy=ShardedParameters(stay=True)),
     ]
     sparse = DeepGradientCompression(sparsity=(0.999,), momentum=0.9)
     found.append(Mode("DeepGradientCompression 99.9 %", ours(sparse, momentum=0.0), strategy=Sparse(0.001)))

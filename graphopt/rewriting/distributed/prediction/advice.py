@@ -113,6 +113,7 @@ def plan_exchange(
         *choices[:3],
         Sharded(),
         ShardedParameters(),
+        ShardedParameters(stay=True),
         *warm_up,
         *choices[3:],
     ]

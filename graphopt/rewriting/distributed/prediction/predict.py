@@ -32,6 +32,7 @@ STRATEGIES: dict[str, Strategy] = {
     "sparse": Sparse(),
     "sharded": Sharded(),
     "sharded-parameters": ShardedParameters(),
+    "staying-parameters": ShardedParameters(stay=True),
     "local": Local(),
 }
 """Ways by name, as the passes have them by default."""

@@ -163,30 +163,33 @@ class ShardedParameters(Sharded):
 
     Args:
         min_bytes: parameters with fewer bytes stay whole, and are gathered behind the update.
+        stay: parameters stay from forward to backward, and are gathered once (``keep=``, or a budget with room).
     """
 
     min_bytes: int = 65_536
+    stay: bool = False
 
     @property
     def label(self) -> str:
         """See the base class."""
-        return "sharded parameters"
+        return "sharded parameters, that stay" if self.stay else "sharded parameters"
 
     @property
     def by(self) -> str:
         """See the base class."""
-        return "ShardParameters()"
+        return 'ShardParameters(keep="1TB")' if self.stay else "ShardParameters()"
 
     @property
     def effect(self) -> str:
         """See the base class."""
-        return "every rank holds its piece of parameters and optimizer's state only; training is that of dense exchange"
+        held = "parameters between steps" if self.stay else "parameters"
+        return f"every rank holds its piece of {held} and optimizer's state only; training is that of dense exchange"
 
     def messages(self, workload: Workload, ranks: int) -> Messages:
         """See the base class."""
         found = super().messages(workload, ranks)
         gathered = [g for g in workload.gradients if g.parameter_bytes >= self.min_bytes]
-        visits = sorted((read, g.parameter_bytes) for g in gathered for read in g.reads)
+        visits = sorted((read, g.parameter_bytes) for g in gathered for read in (g.reads[:1] if self.stay else g.reads))
         starts = [0.0, 0.0, *(read for read, _ in visits)]
         gathers = [
             Message(volume.all_gather(size / ranks, ranks), start, needed=read)

@@ -435,6 +435,8 @@ def test_sharded_parameters_are_gathered_in_front_of_what_reads_them() -> None:
     assert found.received == pytest.approx(
         0.75 * (3 * weight + 2 * (weight + bias) + 2 * bias)
     )  # not read behind input
+    once = predict_workload(made, 4, Link(1e9), ShardedParameters(stay=True))
+    assert once.received == pytest.approx(0.75 * (2 * weight + 2 * (weight + bias) + 2 * bias))  # one gather less
     slow = predict_workload(made, 4, Link(1e5), ShardedParameters())
     assert slow.step == pytest.approx(slow.alone, rel=0.01)
     assert found.step < slow.step
