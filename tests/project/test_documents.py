@@ -65,6 +65,14 @@ def test_links_lead_somewhere(document: str) -> None:
 
 # --- commands --------------------------------------------------------------------------------------------------------
 
+
+def test_commands_that_are_named_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    named = {name for document in DOCUMENTS for name in re.findall(r"`graphopt ([a-z][a-z-]*)", text_of(document))}
+    assert {"plan", "view"} <= named
+    assert [name for name in sorted(named) if cli(["help", name]) != 0] == []
+    assert cli(["help", "exchange"]) != 0
+
+
 SMALLER = {
     "models.py": {"layers: int = 12": "layers: int = 2", "context: int = 256": "context: int = 64"},
     "llama_7b.json": {'"num_hidden_layers": 32': '"num_hidden_layers": 1'},
