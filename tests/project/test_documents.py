@@ -69,8 +69,8 @@ def test_links_lead_somewhere(document: str) -> None:
 def test_commands_that_are_named_exist(capsys: pytest.CaptureFixture[str]) -> None:
     named = {name for document in DOCUMENTS for name in re.findall(r"`graphopt ([a-z][a-z-]*)", text_of(document))}
     assert {"plan", "view"} <= named
-    assert [name for name in sorted(named) if cli(["help", name]) != 0] == []
-    assert cli(["help", "exchange"]) != 0
+    assert [name for name in sorted(named) if cli.main(["help", name]) != 0] == []
+    assert cli.main(["help", "exchange"]) != 0
 
 
 SMALLER = {
