@@ -8,7 +8,7 @@ from typing import Any, ClassVar, cast, final
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.names import match_names
@@ -18,14 +18,14 @@ from graphopt.ir.ops.groups import Group, find_group
 from graphopt.ir.ops.values import format_bytes, storage_bytes
 from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.all_reduce import Exchange, exchange_buffers, exchange_gradients, final_gradients
-from graphopt.rewriting.distributed.buckets import BucketSizes
+from graphopt.rewriting.distributed.bucket_choice import BucketChoice, choose_buckets
 from graphopt.rewriting.pass_ import Changed, Numerics, PassStage
 from graphopt.rewriting.training_pass import TrainingPass
 
 __all__ = ["DataParallel"]
 
 _ORIGIN = "data-parallel"
-_MIB = 2**20
+_AUTO, _DEFAULT = "auto", 32.0
 
 _BUFFERS = {
     "broadcast": "every rank gets those of rank 0",
@@ -52,7 +52,9 @@ class DataParallel(TrainingPass):
     Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020 (arXiv 2006.15704).
 
     Args:
-        bucket_mb: a bucket is closed by the gradient that takes it to so many MiB; 0 exchanges each on its own.
+        bucket_mb: a bucket is closed by the gradient that takes it to so many MiB; 0 exchanges each on its own. With
+            ``auto`` the ranks measure latency and bandwidth of their link once, and take the size of 0.25 to 128 MiB
+            with which the dry run (``graphopt plan --world-size``) expects the fastest step.
         first_bucket_mb: the same of the first bucket, which begins the exchange early.
         group: name of the process group (``group.group_name``), or of a dimension of a ``DeviceMesh``; empty for the
             default group.
@@ -75,7 +77,7 @@ class DataParallel(TrainingPass):
     also: ClassVar[tuple[PassStage, ...]] = ("step",)
     numerics: ClassVar[Numerics] = "changes"
 
-    bucket_mb: float = 32.0
+    bucket_mb: float | str = _DEFAULT
     first_bucket_mb: float = 1.0
     group: str = ""
     groups: tuple[str, ...] = ()
@@ -83,9 +85,12 @@ class DataParallel(TrainingPass):
     broadcast: bool = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.bucket_mb, str) and self.bucket_mb != _AUTO:
+            raise GraphoptError(f"bucket_mb is a number of MiB of at least 0, or 'auto', got {self.bucket_mb!r}")
         for name in ("bucket_mb", "first_bucket_mb"):
-            if getattr(self, name) < 0:
-                raise GraphoptError(f"{name} is a number of MiB of at least 0, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value != _AUTO and value < 0:
+                raise GraphoptError(f"{name} is a number of MiB of at least 0, got {value}")
         odd = next((entry for entry in self.groups if not all(entry.rpartition("=")[::2])), None)
         if odd is not None:
             raise GraphoptError(f"groups holds entries GLOB=GROUP, such as 'experts.**=7', got {odd!r}")
@@ -133,12 +138,23 @@ class DataParallel(TrainingPass):
         gradients = {name: node for name, node in final_gradients(program).items() if groups[name].size > 1}
         if not gradients:
             return Changed(reason="no parameter gets a gradient")
-        sizes = BucketSizes(int(self.bucket_mb * _MIB), int(self.first_bucket_mb * _MIB))
-        done = exchange_gradients(program, gradients, groups, sizes, origin=_ORIGIN)
+        chosen = self._buckets(program, gradients)
+        done = exchange_gradients(program, gradients, groups, chosen.sizes, origin=_ORIGIN)
         buffers = self._exchange_buffers(program)
         changed = _report(done, len(gradients))
-        more = (f"{len(buffers)} buffers: {_BUFFERS[self.buffers]}",) if buffers else ()
+        more = [chosen.line] if chosen.line else []
+        more += [f"{len(buffers)} buffers: {_BUFFERS[self.buffers]}"] if buffers else []
         return replace(changed, counts={**changed.counts, "buffers": len(buffers)}, lines=(*changed.lines, *more))
+
+    def _buckets(self, program: Program, gradients: Mapping[str, fx.Node]) -> BucketChoice:
+        """How large buckets become; those of other groups (``groups``) as those of the pass's own."""
+        group = find_group(self.group)
+        if not isinstance(self.bucket_mb, str):
+            return BucketChoice(self.bucket_mb, self.first_bucket_mb)
+        if group.size == 1:
+            return BucketChoice(_DEFAULT, self.first_bucket_mb)
+        device = value_of(next(iter(gradients.values()))).device
+        return choose_buckets(program, group, device, self.first_bucket_mb)
 
     def _exchange_buffers(self, program: Program) -> list[str]:
         """The names of the buffers whose new values ranks exchange; none where each rank keeps its own."""

@@ -20,6 +20,7 @@ from graphopt.ir.ops.groups import Group, find_group
 from graphopt.ir.ops.sparse import packed_bytes
 from graphopt.passes import DataParallel, DeepGradientCompression
 from graphopt.rewriting.distributed import sparse_or_dense as choice
+from graphopt.rewriting.distributed.prediction import measured_link
 from graphopt.rewriting.distributed.prediction.compressed import Sparse
 from graphopt.rewriting.distributed.prediction.link import Link
 from graphopt.rewriting.distributed.prediction.measured_link import measure_link
@@ -333,8 +334,8 @@ def test_a_dense_state_goes_on_sparsely_with_its_momentum() -> None:
 
 def measure_as(monkeypatch: pytest.MonkeyPatch, bandwidth: float) -> None:
     """Be a new process, whose ranks measure this bandwidth."""
-    monkeypatch.setattr(choice, "measure_link", lambda group, device: Link(bandwidth, 0.0))
-    monkeypatch.setattr(choice, "_agreed_bandwidth", WeakKeyDictionary())
+    monkeypatch.setattr(measured_link, "measure_link", lambda group, device: Link(bandwidth, 0.0))
+    monkeypatch.setattr(measured_link, "_agreed", WeakKeyDictionary())
 
 
 @pytest.mark.usefixtures("four_ranks", "measured")

@@ -166,10 +166,10 @@ except graphopt.GraphoptError as error:
 
 GATHERS = """
 from graphopt.rewriting.distributed.prediction.link import Link
-from graphopt.rewriting.memory import state_action
+from graphopt.rewriting.distributed.prediction import measured_link
 
 def with_link(bandwidth):
-    state_action.measure_link = lambda group, device: Link(bandwidth)
+    measured_link.measure_link = lambda group, device: Link(bandwidth)
 
 def gathers(step):
     return sum("all_gather" in str(node.target) for node in step.program.graph.nodes)

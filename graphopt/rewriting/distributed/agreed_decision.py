@@ -10,10 +10,10 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from graphopt.errors import GraphoptError
-from graphopt.ir.ops.groups import find_group, talking
+from graphopt.ir.ops.groups import Group, find_group, talking
 from graphopt.ir.program import Program
 
-__all__ = ["decided_by_first_rank"]
+__all__ = ["decided_by_first_rank", "decided_by_rank_0"]
 
 T = TypeVar("T")
 
@@ -31,9 +31,19 @@ def decided_by_first_rank(program: Program, decide: Callable[[], T]) -> T:
         GraphoptError: on the others, the same as on the first rank, or one that says what that raises.
     """
     name = next((state.group for state in program.pass_state.values() if state.shard is not None), None)
-    if name is None:
-        return decide()
-    group = find_group(name)
+    return decide() if name is None else decided_by_rank_0(find_group(name), decide)
+
+
+def decided_by_rank_0(group: Group, decide: Callable[[], T]) -> T:
+    """What the first rank of a group decides, on every rank of it; all of them have to come here.
+
+    Args:
+        group: the ranks.
+        decide: gives plain data.
+
+    Raises:
+        GraphoptError: on the others, the same as on the first rank, or one that says what that raises.
+    """
     found: list[Any] = [None, None]
     if group.rank == 0:
         try:

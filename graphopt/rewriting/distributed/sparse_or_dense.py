@@ -15,7 +15,7 @@ from graphopt.ir.ops.groups import Group, talking
 from graphopt.ir.ops.values import format_seconds, storage_bytes
 from graphopt.rewriting.distributed.prediction.compressed import Sparse
 from graphopt.rewriting.distributed.prediction.link import Link, format_bandwidth, parse_bandwidth
-from graphopt.rewriting.distributed.prediction.measured_link import largest_of_all, measure_link
+from graphopt.rewriting.distributed.prediction.measured_link import agreed_link, largest_of_all
 from graphopt.rewriting.distributed.prediction.step_timeline import Message
 from graphopt.rewriting.distributed.prediction.strategies import dense_message
 from graphopt.rewriting.distributed.prediction.volume import Gradient
@@ -30,11 +30,7 @@ _BANDWIDTH, _COPY, _SELECT = "exchange/bandwidth", "exchange/seconds to copy", "
 """The figures of ``Speeds`` among the numbers of a step."""
 
 _agreed_rates: WeakKeyDictionary[Any, Rates] = WeakKeyDictionary()
-_agreed_bandwidth: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
-"""What the ranks of a group have agreed on in this process, by the group's handle.
-
-A rank may capture a program alone (another size of batch), so that nothing may be exchanged for a second one.
-"""
+"""What the ranks of a group have agreed on in this process, by the group's handle, as for ``agreed_link``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +141,7 @@ def speeds_of(group: Group, device: torch.device, option: str | float, known: Mu
     """
     given = check_bandwidth(option)
     if given is None and _BANDWIDTH not in known:
-        if group.handle not in _agreed_bandwidth:
-            with talking():
-                _agreed_bandwidth[group.handle] = measure_link(group, device).bandwidth
-        known[_BANDWIDTH] = _agreed_bandwidth[group.handle]
+        known[_BANDWIDTH] = agreed_link(group, device).bandwidth
     if _COPY not in known or _SELECT not in known:
         if group.handle not in _agreed_rates:
             own = rates_of(device)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -14,12 +12,12 @@ from graphopt.analysis.costs.cost import link_bandwidth, profile_of_cost
 from graphopt.ir.gradients import update_calls
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.groups import Group, find_group, talking
+from graphopt.ir.ops.groups import Group, find_group
 from graphopt.ir.ops.values import format_bytes, format_seconds, storage_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning.swapping import schedule_visits, seconds_waited
-from graphopt.rewriting.distributed.prediction.measured_link import measure_link
+from graphopt.rewriting.distributed.prediction.measured_link import agreed_link
 from graphopt.rewriting.memory.early_updates import ordered_updates
 from graphopt.rewriting.memory.fit import Fitting
 from graphopt.rewriting.memory.lifted_copies import Swaps
@@ -38,9 +36,6 @@ __all__ = [
 
 _LEAST = 65_536
 """Bytes below which state stays: a copy takes longer than its bytes are worth."""
-
-_bandwidths: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
-"""Of the groups whose links were measured in this process."""
 
 _SHARES = 8
 """In how many steps, from nothing to all of it, state is moved."""
@@ -97,11 +92,8 @@ def gather_link(program: Program, group: Group) -> Link:
     key = f"gathers over {group.name}/bytes per second"
     numbers = program.context.numbers
     if key not in numbers:
-        if group.handle not in _bandwidths:
-            device = next(value_of(node).device for node, _ in program.inputs_of("parameter") if _is_tensor(node))
-            with talking():
-                _bandwidths[group.handle] = measure_link(group, device).bandwidth
-        numbers[key] = _bandwidths[group.handle]
+        device = next(value_of(node).device for node, _ in program.inputs_of("parameter") if _is_tensor(node))
+        numbers[key] = agreed_link(group, device).bandwidth
     return Link(RANKS, numbers[key] * group.size / max(group.size - 1, 1))
 
 

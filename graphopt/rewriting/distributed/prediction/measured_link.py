@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from statistics import median
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from graphopt.errors import GraphoptError
-from graphopt.ir.ops.groups import Group
+from graphopt.ir.ops.groups import Group, talking
 from graphopt.rewriting.distributed.prediction.link import Link
 from graphopt.rewriting.distributed.prediction.volume import all_reduce
 
-__all__ = ["largest_of_all", "measure_link"]
+__all__ = ["agreed_link", "largest_of_all", "measure_link"]
 
 _ELEMENT = torch.float32.itemsize
 
@@ -29,6 +31,29 @@ _RUNS, _SMALL_RUNS = 5, 9
 
 _SHORTEST = 1e-9
 """Seconds that are never gone below, so that a bandwidth is a number."""
+
+
+_agreed: WeakKeyDictionary[Any, Link] = WeakKeyDictionary()
+"""The links that were measured in this process, by the handles of their groups.
+
+A rank may capture a program alone (another size of batch), so that nothing may be exchanged for a second one.
+"""
+
+
+def agreed_link(group: Group, device: torch.device) -> Link:
+    """The link between the ranks of a group, measured where it is asked for first, by all of them together.
+
+    Args:
+        group: of two ranks or more.
+        device: as ``measure_link`` takes it.
+
+    Raises:
+        GraphoptError: as ``measure_link`` raises it.
+    """
+    if group.handle not in _agreed:
+        with talking():
+            _agreed[group.handle] = measure_link(group, device)
+    return _agreed[group.handle]
 
 
 def measure_link(group: Group, device: torch.device) -> Link:
