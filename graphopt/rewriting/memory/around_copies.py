@@ -137,6 +137,7 @@ class AroundCopies:
                     raise
                 refused, planned = error, error.smallest_bytes  # what the smallest plan takes with the copies
                 continue
+            over = 0
             for at_once, spare in dict.fromkeys([(False, room), (False, 0), (True, 0)]):
                 trial = fitted.copy()
                 swapped = self._swap(trial, lifted, spare, at_once=at_once)
