@@ -47,6 +47,10 @@ _LATENCY = 1e-4
 """Seconds that a copy takes at least, beside its bytes: threads hand it over."""
 
 
+_CLOSE = 0.01
+"""The share of a program's seconds that the computation may wait longer where fewer copies take the link."""
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
     """The way between a device and where tensors reside.
@@ -173,7 +177,8 @@ def _decided(memory: MemoryTimeline, sizes: Mapping[fx.Node, int], link: Link, c
         windows = schedule_visits(seconds, uses.level, visits, link.rate, ahead=link.ahead, limit=uses.limit)
         waited = seconds_waited(seconds, visits, windows, link.rate)
         found.append(_Decided([(number[stay.node], stay.visit) for stay in stays], windows, waited))
-    return min(found, key=lambda decided: (decided.waited, len(decided.visits)))
+    close = min(decided.waited for decided in found) + _CLOSE * sum(seconds)
+    return min((decided for decided in found if decided.waited <= close), key=lambda decided: len(decided.visits))
 
 
 @contextlib.contextmanager
@@ -235,7 +240,7 @@ class _Uses:
         object.__setattr__(self, "limit", max(self.level, default=0) + self.link.room)
 
     def stays(self, sizes: Mapping[fx.Node, int]) -> list[_Stay]:
-        """The visits of inputs that take so many bytes each while they are there.
+        """The visits of inputs that take so many bytes each, in the order in which they are needed.
 
         What is needed again soonest stays first, as far as there is memory.
         """
@@ -243,7 +248,7 @@ class _Uses:
         touching = _touching(self.memory, sizes)
         for node in touching if self.patient else sorted(touching, key=lambda node: _longest_gap(touching[node])):
             found += self._stays(node, sizes[node], touching[node])
-        return found
+        return sorted(found, key=lambda stay: stay.visit.first)
 
     def _stays(self, node: fx.Node, size: int, touching: Sequence[int]) -> list[_Stay]:
         """The uses of one input, parted where a copy takes less time than lies between them, or memory lacks."""
