@@ -80,7 +80,7 @@ def measure_link(group: Group, device: torch.device) -> Link:
     if dist.get_backend(group.handle) == "fake":
         raise GraphoptError(
             f"the process group {group.name!r} has the backend 'fake', which moves nothing: its links cannot be "
-            "measured; give the bandwidth as a figure, such as '1Gbit'"
+            "measured; give the bandwidth as a figure, such as '1Gbit', and buckets in MiB"
         )
     empty = _seconds(group, device, _ELEMENT, _SMALL_RUNS)
     size = _SMALLEST
