@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast, final
@@ -26,6 +27,7 @@ __all__ = ["DataParallel"]
 
 _ORIGIN = "data-parallel"
 _AUTO, _DEFAULT = "auto", 32.0
+_NUMBER = re.compile(r"\d+(\.\d+)?")
 
 _BUFFERS = {
     "broadcast": "every rank gets those of rank 0",
@@ -86,7 +88,10 @@ class DataParallel(TrainingPass):
 
     def __post_init__(self) -> None:
         if isinstance(self.bucket_mb, str) and self.bucket_mb != _AUTO:
-            raise GraphoptError(f"bucket_mb is a number of MiB of at least 0, or 'auto', got {self.bucket_mb!r}")
+            number = f": write {self.bucket_mb}" if _NUMBER.fullmatch(self.bucket_mb) else ""
+            raise GraphoptError(
+                f"bucket_mb is a number of MiB of at least 0, or 'auto', got {self.bucket_mb!r}{number}"
+            )
         for name in ("bucket_mb", "first_bucket_mb"):
             value = getattr(self, name)
             if value != _AUTO and value < 0:
