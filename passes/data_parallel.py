@@ -157,7 +157,8 @@ class DataParallel(TrainingPass):
         if not isinstance(self.bucket_mb, str):
             return BucketChoice(self.bucket_mb, self.first_bucket_mb)
         if group.size == 1:
-            return BucketChoice(_DEFAULT, self.first_bucket_mb)
+            line = f"buckets of {_DEFAULT:g} MiB: the group {group.name!r} has one process, and no link to measure"
+            return BucketChoice(_DEFAULT, self.first_bucket_mb, line)
         device = value_of(next(iter(gradients.values()))).device
         return choose_buckets(program, group, device, self.first_bucket_mb)
 

@@ -75,7 +75,7 @@ class FitMemory(Pass):
     Where parameters are gathered when they are read (``ShardParameters``), or inputs reside elsewhere
     (``OffloadState``), they stay between two calls that need them where the budget leaves room, also where it is above
     the peak: up to five plans are weighed by the seconds of what runs again and of waiting for what is gathered, or
-    copied, again.
+    copied, again. What is said of more budget holds there as far as these five go.
 
     In a whole step whose budget is below its peak, updates run as soon as their gradients are final (``FuseUpdate``),
     unless they need all of them first or a compiler makes the code.

@@ -70,7 +70,8 @@ class ShardParameters(TrainingPass):
         min_bytes: parameters with fewer bytes stay whole on every rank.
         cost: where seconds of calls come from, as for ``FitMemory``.
         keep: how many bytes, as a number or a text (``"2GB"``), parameters that stay between two calls may add to the
-            peak; ``auto`` for none, or as many as the budget of ``FitMemory`` leaves.
+            peak, within the budget of ``FitMemory`` where there is one; ``auto`` for as many as that leaves, and none
+            without it.
         replicas: name of the process group of the ranks that have the same shard, where ``group`` is a part of that of
             ``DataParallel`` (hybrid sharding): gradients are scattered over ``group``, and the shards summed up over
             ``replicas``. Both may be dimensions of one ``DeviceMesh``, which together have all ranks.
@@ -151,6 +152,8 @@ class ShardParameters(TrainingPass):
             update_shards(program, parameters, shards)
         inputs = {node: name for name, node in parameters.items() if node.users}
         link = replace(gather_link(program, group), room=self._room())
+        if self.keep != "auto":
+            program.context = replace(program.context, keep={**program.context.keep, self.name: link.room})
         swapped = swap_state(program, inputs, link, self.cost, origin=self.name)
         return self._report(program, parameters, swapped, buckets, group)
 

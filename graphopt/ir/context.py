@@ -56,6 +56,8 @@ class Context:
             a program in which they reside elsewhere runs; the copies come in behind.
         prefetch: how many copies ahead each one starts of those that a pass has put in, by the pass; where time and
             memory decide, the pass is not there.
+        keep: bytes that inputs which stay between two calls may add to the peak, by the pass that has put their copies
+            in; where a budget alone decides, the pass is not there.
     """
 
     history: tuple[str, ...] = ()
@@ -70,6 +72,7 @@ class Context:
     device: Device | None = None
     elsewhere: frozenset[str] = frozenset()
     prefetch: Mapping[str, int] = field(default_factory=dict)
+    keep: Mapping[str, int] = field(default_factory=dict)
 
     def after(self, spec: str) -> Context:
         """The context behind one more pass; a pass of several stages counts once."""

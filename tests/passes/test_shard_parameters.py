@@ -197,6 +197,21 @@ for keep in ("auto", "20kB", 2**20):
     assert most > fewer > fewest == 14  # each of them once
 
 
+def test_a_budget_leaves_no_more_room_than_keep(tmp_path: Path) -> None:
+    script = """
+with_link(1e9)
+for keep in ("auto", 0, "20kB"):
+    step = stepping(sharded(keep=keep), FitMemory("2MB", cost="roofline"), layers=6)
+    say(same([*map(step, [batch] * 3)], expected))
+    say([step.program.memory().peak_bytes, gathers(step)])
+"""
+    for said in run_ranks(PROLOGUE + GATHERS + script, 2, tmp_path / "store"):
+        assert said[::2] == [True] * 3
+        (most, fewest), (none, many), (some, fewer) = said[1::2]
+        assert none < some <= none + 20_000 < most <= 2_000_000
+        assert fewest == 14 < fewer < many
+
+
 def test_fit_memory_weighs_gathers_against_what_runs_again(tmp_path: Path) -> None:
     script = """
 with_link(5e5)

@@ -13,7 +13,7 @@ from graphopt.errors import GraphoptError
 from graphopt.ir.ops.groups import Group, find_group, talking
 from graphopt.ir.program import Program
 
-__all__ = ["decided_by_first_rank", "decided_by_rank_0"]
+__all__ = ["decided_by_first_rank", "decided_in_group"]
 
 T = TypeVar("T")
 
@@ -31,10 +31,10 @@ def decided_by_first_rank(program: Program, decide: Callable[[], T]) -> T:
         GraphoptError: on the others, the same as on the first rank, or one that says what that raises.
     """
     name = next((state.group for state in program.pass_state.values() if state.shard is not None), None)
-    return decide() if name is None else decided_by_rank_0(find_group(name), decide)
+    return decide() if name is None else decided_in_group(find_group(name), decide)
 
 
-def decided_by_rank_0(group: Group, decide: Callable[[], T]) -> T:
+def decided_in_group(group: Group, decide: Callable[[], T]) -> T:
     """What the first rank of a group decides, on every rank of it; all of them have to come here.
 
     Args:

@@ -9,7 +9,7 @@ import torch
 from graphopt.ir.ops.groups import Group
 from graphopt.ir.ops.values import format_seconds
 from graphopt.ir.program import Program
-from graphopt.rewriting.distributed.agreed_decision import decided_by_rank_0
+from graphopt.rewriting.distributed.agreed_decision import decided_in_group
 from graphopt.rewriting.distributed.buckets import BucketSizes
 from graphopt.rewriting.distributed.prediction.link import Link, format_bandwidth
 from graphopt.rewriting.distributed.prediction.measured_link import agreed_link
@@ -69,7 +69,7 @@ def choose_buckets(program: Program, group: Group, device: torch.device, first_m
         line = f"buckets of {numbers[key]:g} MiB, as they were chosen before"
     else:
         link = agreed_link(group, device)
-        numbers[key], line = decided_by_rank_0(group, lambda: _chosen(program, group.size, link, first_mib))
+        numbers[key], line = decided_in_group(group, lambda: _chosen(program, group.size, link, first_mib))
     return BucketChoice(numbers[key], min(first_mib, numbers[key]), line)
 
 

@@ -169,7 +169,8 @@ class AroundCopies:
         for number, swaps in enumerate(lifted):
             nodes = swaps.nodes(program)
             ahead = 0 if at_once else program.context.prefetch.get(swaps.origin)
-            link = replace(link_of(program, swaps, self.cost), ahead=ahead, room=room if number == 0 else 0)
+            spare = min(room, program.context.keep.get(swaps.origin, room)) if number == 0 else 0
+            link = replace(link_of(program, swaps, self.cost), ahead=ahead, room=spare)
             with elsewhere(program, nodes_of(program, lifted[number + 1 :])):
                 done.append(swap_state(program, nodes, link, self.cost, origin=swaps.origin))
         return done

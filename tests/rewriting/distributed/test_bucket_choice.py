@@ -81,16 +81,14 @@ say(all(map(torch.equal, ours, trained(32.0)[-1])))
 say(lines)
 trained("auto")
 say(len(measured))
-say(sum("all_reduce" in str(node.target) for node in step.program.graph.nodes))
 """
     one, two = run_ranks(script, 2, tmp_path / "store")
     assert one == two
-    times, equal, (line, known), again, messages = one
+    times, equal, (line, known), again = one
     assert times == again == 1
     assert equal
     assert "on links of 8 Gbit/s and 1.00 µs a round, as measured" in line  # by rank 0
     assert known == f"{line.split(':')[0]}, as they were chosen before"
-    assert messages >= 1
 
 
 def test_other_texts_are_refused() -> None:
