@@ -136,13 +136,16 @@ from graphopt._torch.real_writes import RealWrites as RealWrites
 from graphopt._torch.second_derivatives import before_compiled_backward as before_compiled_backward
 from graphopt._torch.second_derivatives import connect_second_derivatives as connect_second_derivatives
 from graphopt._torch.second_derivatives import explain_second_derivatives as explain_second_derivatives
+from graphopt._torch.symbolic_sizes import SymbolRange as SymbolRange
 from graphopt._torch.symbolic_sizes import broken_guard as broken_guard
 from graphopt._torch.symbolic_sizes import evaluate_number as evaluate_number
 from graphopt._torch.symbolic_sizes import example_tensor as example_tensor
 from graphopt._torch.symbolic_sizes import fake_mode as fake_mode
 from graphopt._torch.symbolic_sizes import fixed_size_guard as fixed_size_guard
+from graphopt._torch.symbolic_sizes import guard_texts as guard_texts
 from graphopt._torch.symbolic_sizes import is_of_sizes as is_of_sizes
 from graphopt._torch.symbolic_sizes import number_hint as number_hint
+from graphopt._torch.symbolic_sizes import open_symbols as open_symbols
 from graphopt._torch.symbolic_sizes import size_hint as size_hint
 from graphopt._torch.symbolic_sizes import size_range as size_range
 from graphopt._torch.symbolic_sizes import size_symbols as size_symbols
@@ -178,6 +181,7 @@ __all__ = [
     "OpOverloadPacket",
     "RealWrites",
     "StandIn",
+    "SymbolRange",
     "TensorsUnchanged",
     "all_gather_into_tensor",
     "all_gather_into_tensor_out",
@@ -215,6 +219,7 @@ __all__ = [
     "fixed_size_guard",
     "generated_function",
     "global_module_hooks",
+    "guard_texts",
     "has_autocast_rule",
     "has_global_backward_hooks",
     "has_global_step_hooks",
@@ -246,6 +251,7 @@ __all__ = [
     "number_hint",
     "number_places",
     "offer_backend",
+    "open_symbols",
     "outside_of_tracing",
     "parametrizations_are_cached",
     "parametrized_apart",

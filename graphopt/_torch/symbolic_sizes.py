@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -22,13 +23,16 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from graphopt._torch.private_names import VALUES, attribute
 
 __all__ = [
+    "SymbolRange",
     "broken_guard",
     "evaluate_number",
     "example_tensor",
     "fake_mode",
     "fixed_size_guard",
+    "guard_texts",
     "is_of_sizes",
     "number_hint",
+    "open_symbols",
     "size_hint",
     "size_range",
     "size_symbols",
@@ -36,6 +40,21 @@ __all__ = [
     "symbolic_float",
     "symbolic_size",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class SymbolRange:
+    """A size that varies: what it was in the example inputs, and the values that it may take.
+
+    Attributes:
+        hint: in the example inputs.
+        low: the smallest value; below 2 torch traces other programs.
+        high: the largest value; None for no bound.
+    """
+
+    hint: int
+    low: int = 2
+    high: int | None = None
 
 
 class _Evaluator:
@@ -124,6 +143,32 @@ def fixed_size_guard(mode: FakeTensorMode, size: int) -> str:
     return ""
 
 
+def guard_texts(mode: FakeTensorMode) -> list[str]:
+    """The conditions on sizes under which a program was traced, as text; those that always hold are left out."""
+    environment: Any = mode.shape_env
+    conditions = [environment.replace(guard.expr) for guard in _guards(environment)]
+    return [str(condition) for condition in dict.fromkeys(conditions) if condition != sympy.true]
+
+
+def open_symbols(mode: FakeTensorMode) -> dict[str, SymbolRange]:
+    """The symbols of sizes that a mode has, by their names."""
+    environment: Any = mode.shape_env
+    if environment is None:
+        return {}
+    ranges = attribute(environment, "var_to_range", VALUES)
+    found = {}
+    for symbol, hint in attribute(environment, "backed_var_to_val|var_to_val", VALUES).items():
+        if hint.is_Integer:
+            found[str(symbol)] = SymbolRange(int(hint), *_bounds(ranges[symbol]))
+    return found
+
+
+def _bounds(values: Any) -> tuple[int, int | None]:
+    """The smallest and the largest value of a range (None: unlimited)."""
+    high = values.upper
+    return int(values.lower), int(high) if high.is_Integer and high < 2**62 else None
+
+
 def _guards(environment: Any) -> Iterable[Any]:
     return () if environment is None else environment.guards
 
@@ -168,9 +213,7 @@ def is_of_sizes(value: Any) -> bool:
 def size_range(size: torch.SymInt) -> tuple[int, int | None]:
     """The smallest and the largest value that a symbolic size may take (None: unlimited)."""
     node: Any = size.node
-    bounds = node.shape_env.bound_sympy(node.expr)
-    high = bounds.upper
-    return int(bounds.lower), int(high) if high.is_Integer and high < 2**62 else None
+    return _bounds(node.shape_env.bound_sympy(node.expr))
 
 
 def symbolic_float(name: str, example: float) -> Any:
@@ -181,15 +224,15 @@ def symbolic_float(name: str, example: float) -> Any:
     return environment.create_symfloatnode(symbol, hint=example, source=source)
 
 
-def fake_mode(symbols: Mapping[str, int]) -> FakeTensorMode:
-    """A mode for example values whose sizes are written with the given symbols (name to example value)."""
+def fake_mode(symbols: Mapping[str, SymbolRange]) -> FakeTensorMode:
+    """A mode for example values whose sizes are written with the given symbols."""
     environment = ShapeEnv()
     values = attribute(environment, "backed_var_to_val|var_to_val", VALUES)  # the second before torch 2.12
     ranges = attribute(environment, "var_to_range", VALUES)
-    for name, hint in symbols.items():
+    for name, known in symbols.items():
         symbol = sympy.Symbol(name, integer=True, positive=True)
-        values[symbol] = sympy.Integer(hint)
-        ranges[symbol] = ValueRanges(2, int_oo)
+        values[symbol] = sympy.Integer(known.hint)
+        ranges[symbol] = ValueRanges(known.low, int_oo if known.high is None else known.high)
     return FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
 
 

@@ -6,7 +6,7 @@ import dis
 import functools
 import types
 
-__all__ = ["chains_of", "compares_types"]
+__all__ = ["chains_of", "compares_types", "loaded_names"]
 
 _STARTS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FROM_DICT_OR_DEREF", "LOAD_FAST")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
@@ -50,6 +50,21 @@ def chains_of(code: types.CodeType) -> tuple[Chain, ...]:
                     chain = ("global", name)
         found[chain] = None
     return tuple(chain for chain in found if chain and not (len(chain) > 1 and chain[1] in written))
+
+
+@functools.lru_cache(maxsize=10_000)
+def loaded_names(code: types.CodeType) -> frozenset[str]:
+    """The names that a function's code, with those inside of it, looks up as global variables or imports.
+
+    What it reads as an attribute alone (``self.loss``) is not among them, whatever a global variable is called.
+    """
+    found = {
+        str(instruction.argval)
+        for instruction in dis.get_instructions(code)
+        if instruction.opcode in dis.hasname and not instruction.opname.endswith(("_ATTR", "_METHOD"))
+    }
+    inner = (loaded_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(found).union(*inner)
 
 
 def _imports(code: types.CodeType) -> dict[str, Chain]:

@@ -20,6 +20,7 @@ from graphopt.runtime.stored.program_folder import (
     programs_folder,
     refusals,
 )
+from graphopt.runtime.stored.stored_sizes import describe_sizes, read_sizes
 
 __all__ = ["cache"]
 
@@ -41,7 +42,7 @@ def _list(folder: Path, options: argparse.Namespace) -> None:
     if options.json:
         print_json({"folder": str(folder), "on": is_on(), "entries": [_data(entry) for entry in found]})
         return
-    rows: list[tuple[str, ...]] = [("key", "model", "passes", "bytes", "captured in", "used")]
+    rows: list[tuple[str, ...]] = [("key", "model", "passes", "sizes", "bytes", "captured in", "used")]
     rows += [_row(entry) for entry in found]
     total = sum(entry.bytes for entry in found)
     state = "" if is_on() else "; it is off here: GRAPHOPT_CACHE names no folder, or GRAPHOPT_CACHE_PROGRAMS is 0"
@@ -52,10 +53,11 @@ def _list(folder: Path, options: argparse.Namespace) -> None:
 def _row(entry: StoredEntry) -> tuple[str, ...]:
     data = _data(entry)
     if "problem" in data:
-        return (entry.key[:12], data["problem"], "", format_bytes(entry.bytes), "", _ago(entry.used))
+        return (entry.key[:12], data["problem"], "", "", format_bytes(entry.bytes), "", _ago(entry.used))
     seconds = f"{data['seconds']:.1f} s"
     passes = data["passes"] or "no passes"
-    return (entry.key[:12], data["model"], passes, format_bytes(entry.bytes), seconds, _ago(entry.used))
+    sizes = data["sizes"] or "fixed"
+    return (entry.key[:12], data["model"], passes, sizes, format_bytes(entry.bytes), seconds, _ago(entry.used))
 
 
 def _data(entry: StoredEntry) -> dict[str, Any]:
@@ -66,6 +68,7 @@ def _data(entry: StoredEntry) -> dict[str, Any]:
         return known | {
             "model": header["title"].text(),
             "passes": header["pipeline"].text(100_000),
+            "sizes": describe_sizes(read_sizes(header["sizes"])),
             "seconds": header["seconds"].number(),
             "why": header["why"].text(),
         }

@@ -40,7 +40,7 @@ from graphopt.ir.serialization import SCHEMA_VERSION
 from graphopt.ir.size_expressions import read_size
 from graphopt.ir.state import PassState
 
-__all__ = ["from_json", "read_pass_state"]
+__all__ = ["from_json", "read_pass_state", "read_tensor"]
 
 _DEEPEST = 32
 """Lists inside of lists, and sub-graphs inside of sub-graphs."""
@@ -60,8 +60,13 @@ _TORCH_CONSTANTS = _DTYPES | {
 _REQUIRED = ("schema", "stage", "title", "history", "inputs", "outputs", "constants", "attributes", "symbols", "nodes")
 
 
-def from_json(data: Any) -> Program:
+def from_json(data: Any, mode: _torch.FakeTensorMode | None = None) -> Program:
     """The program that ``to_json`` described.
+
+    Args:
+        data: the description.
+        mode: whose symbols sizes that vary are made of, for programs that share them; one of the program's own by
+            default.
 
     Raises:
         GraphoptError: for data of another schema, that names ops which are not installed, or that is no description of
@@ -79,14 +84,14 @@ def from_json(data: Any) -> Program:
         )
     parts = document.parts(_REQUIRED, ("compiled", "device", "pass_state"))
     try:
-        return _program(parts)
+        return _program(parts, mode)
     except (RecursionError, MemoryError) as error:
         raise GraphoptError(f"$: too deep or too large to be read ({type(error).__name__})") from error
 
 
-def _program(parts: Mapping[str, Field]) -> Program:
+def _program(parts: Mapping[str, Field], mode: _torch.FakeTensorMode | None) -> Program:
     device = _named_device(parts["device"]) if "device" in parts else None
-    decoder = _Decoder(parts["symbols"], device)
+    decoder = _Decoder(_own_mode(parts["symbols"], device) if mode is None else mode)
     compiled = parts["compiled"].truth() if "compiled" in parts else False
     program = Program(
         graph=decoder.graph(parts["nodes"]),
@@ -204,15 +209,30 @@ def _shard(field: Field) -> tuple[int, int]:
     return pair[0], pair[1]
 
 
-class _Decoder:
-    """Reads graphs whose sizes are written with some symbols, or whose values stand for those of another device."""
+def _own_mode(symbols: Field, device: NamedDevice | None) -> _torch.FakeTensorMode:
+    """A mode for the values of one program, which may stand for those of another device."""
+    ranges = {}
+    for name, hint in symbols.entries(most=_MOST_SYMBOLS):
+        ranges[Field(name, symbols.path).identifier()] = _torch.SymbolRange(hint.whole(0, _LARGEST_HINT))
+    return _torch.fake_mode(ranges) if device is None else _torch.stand_in_mode(device)
 
-    def __init__(self, symbols: Field, device: NamedDevice | None) -> None:
-        hints = {}
-        for name, hint in symbols.entries(most=_MOST_SYMBOLS):
-            hints[Field(name, symbols.path).identifier()] = hint.whole(0, _LARGEST_HINT)
-        self._mode = _torch.fake_mode(hints) if device is None else _torch.stand_in_mode(device)
-        self._symbols = {name: _torch.symbolic_size(self._mode, name, hint) for name, hint in hints.items()}
+
+def read_tensor(field: Field, mode: _torch.FakeTensorMode) -> torch.Tensor:
+    """The tensor without data that ``tensor_to_json`` described, in a mode that has its symbols.
+
+    Raises:
+        GraphoptError: where it is none, with the place in the data.
+    """
+    return _Decoder(mode).tensor(field)
+
+
+class _Decoder:
+    """Reads graphs whose sizes are written with the symbols of a mode."""
+
+    def __init__(self, mode: _torch.FakeTensorMode) -> None:
+        self._mode = mode
+        known = _torch.open_symbols(mode)
+        self._symbols = {name: _torch.symbolic_size(mode, name, symbol.hint) for name, symbol in known.items()}
 
     def attributes(self, field: Field) -> dict[str, fx.GraphModule]:
         """The sub-graphs that a graph refers to."""
@@ -321,9 +341,10 @@ class _Decoder:
             if kind in field:
                 items = [None if item.value is None else self._example(item, depth + 1) for item in field[kind].items()]
                 return items if kind == "list" else tuple(items)
-        return self._tensor(field)
+        return self.tensor(field)
 
-    def _tensor(self, field: Field) -> torch.Tensor:
+    def tensor(self, field: Field) -> torch.Tensor:
+        """A tensor without data."""
         parts = field.parts(("shape", "stride", "dtype", "device"))
         shape = [read_size(item, self._symbols) for item in parts["shape"].items(most=_MOST_DIMENSIONS)]
         stride = [read_size(item, self._symbols) for item in parts["stride"].items(most=_MOST_DIMENSIONS)]

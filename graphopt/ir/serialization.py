@@ -15,7 +15,7 @@ from graphopt.ir.node import value_of
 from graphopt.ir.ops.values import tensors_of
 from graphopt.ir.program import Program
 
-__all__ = ["HIGHER_ORDER", "SCHEMA_VERSION", "to_json"]
+__all__ = ["HIGHER_ORDER", "SCHEMA_VERSION", "tensor_to_json", "to_json"]
 
 SCHEMA_VERSION = 1
 _CONSTANT_LIMIT = 16 * 1024 * 1024
@@ -139,12 +139,7 @@ def _encode_atom(value: Any) -> Any:
 def _encode_value(value: Any, *, given: bool = False) -> Any:
     """What is known of a value without its data; ``given`` for one that comes from outside."""
     if isinstance(value, torch.Tensor):
-        return {
-            "shape": [_encode_size(size) for size in value.shape],
-            "stride": [_encode_size(stride) for stride in value.stride()],
-            "dtype": str(value.dtype).removeprefix("torch."),
-            "device": str(value.device),
-        }
+        return tensor_to_json(value)
     if isinstance(value, (tuple, list)):
         return {"list" if isinstance(value, list) else "tuple": [_encode_value(item) for item in value]}
     if isinstance(value, torch.SymInt):
@@ -157,6 +152,16 @@ def _encode_value(value: Any, *, given: bool = False) -> Any:
     return {"constant": value} if value is None or isinstance(value, (bool, int, float, str)) else None
 
 
+def tensor_to_json(value: torch.Tensor) -> dict[str, Any]:
+    """A tensor without its data; sizes that vary are expressions of symbols."""
+    return {
+        "shape": [_encode_size(size) for size in value.shape],
+        "stride": [_encode_size(stride) for stride in value.stride()],
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "device": str(value.device),
+    }
+
+
 def _encode_size(size: Any) -> Any:
     if isinstance(size, torch.SymInt) and not size.node.expr.is_number:
         return {"expression": str(size.node.expr), "hint": _torch.size_hint(size)}
@@ -165,12 +170,14 @@ def _encode_size(size: Any) -> Any:
 
 def _symbols(program: Program) -> dict[str, int]:
     """The symbols that sizes are written with, and their example values."""
-    found: dict[str, int] = {}
+    names: set[str] = set()
     for node in program.graph.nodes:
-        for tensor in tensors_of(value_of(node)):
-            sizes: list[Any] = list(tensor.shape)
-            found |= {str(size): _torch.size_hint(size) for size in sizes if str(size).isidentifier()}
-    return found
+        value = value_of(node)
+        numbers = [number for tensor in tensors_of(value) for number in (*tensor.shape, *tensor.stride())]
+        for number in (value, *numbers):
+            if isinstance(number, torch.SymInt):
+                names.update(_torch.size_symbols(number))
+    return {name: known.hint for name, known in _torch.open_symbols(program.fake_mode).items() if name in names}
 
 
 def _encode_constant(name: str, tensor: torch.Tensor) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -15,7 +15,7 @@ from graphopt.ir.program import Program
 from graphopt.ir.state import PassState
 from graphopt.rewriting.dump import DumpDirectory
 from graphopt.rewriting.instruments import Instrument, LogPasses, ShowPasses, Snapshots
-from graphopt.rewriting.pass_ import PassRecord
+from graphopt.rewriting.pass_ import Pass, PassRecord
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.progress import working
 from graphopt.rewriting.shards import Shards
@@ -41,6 +41,11 @@ class Keeper(Protocol):
     @property
     def pass_state(self) -> Mapping[str, PassState]:
         """What passes keep in the program of a capture that was read."""
+        ...
+
+    @property
+    def unlimited(self) -> Program:
+        """The program before the passes that keep it within a number of bytes, of a capture that was read."""
         ...
 
     def variant(self, name: str, make: Callable[[], Program]) -> Program:
@@ -106,6 +111,18 @@ class Rewritten:
         program = make() if self.entry is None else self.entry.variant(name, make)
         self.variants[name] = program
         return program
+
+    def unlimited(self, limited: Iterable[Pass]) -> Program:
+        """The last program before the passes that keep it within a number of bytes.
+
+        Args:
+            limited: these passes.
+        """
+        if self.entry is not None and self.entry.loaded:
+            return self.entry.unlimited
+        specs = {str(current) for current in limited}
+        stage = self.program.stage
+        return [p for _, p in self.snapshots if p.stage == stage and specs.isdisjoint(p.history)][-1]
 
     def lower(self, program: Program) -> Program:
         """The program of the next stage, as it is before the passes of that stage."""

@@ -37,7 +37,6 @@ from graphopt.runtime.reserve import reserve_host
 from graphopt.runtime.rewrite import Checks, Rewritten, Verify, rewrite
 from graphopt.runtime.serving import Capture, Maker, Serving, lacks_bytes
 from graphopt.runtime.size_plans import Target
-from graphopt.runtime.size_rules import SizeRules
 from graphopt.runtime.state_store import StateStore
 from graphopt.runtime.stored.program_cache import ProgramCache
 
@@ -116,7 +115,7 @@ class Runner(Generic[C]):
         self._until: Stage = until
         self._agreement = Agreement()
         self._told: set[str] = set()
-        self.cache = ProgramCache(options.pipeline, until, options.backend, options.verify)
+        self.cache = ProgramCache(options, until)
         self._context = Context(numbers={} if numbers is None else numbers, compiled=options.backend != "eager")
 
     def find(
@@ -216,9 +215,9 @@ class Runner(Generic[C]):
             VerifyError: for ``verify="numerics"``, where results differ.
         """
         options = self.options
-        lookup = self.cache.look_up(session, self._context) if room is None and target is None else None
+        lookup = self.cache.look_up(session, self._context, target) if room is None else None
         if lookup is not None and lookup.found is not None:
-            return Capture(lookup.found, SizeRules())
+            return Capture(lookup.found, lookup.rules)
         with self.watch.capturing(), contextlib.nullcontext() if lookup is None else lookup.listening():
             session.forward(options.pipeline.autocast)
             wanted = self.serving.targets(session, target) if room is None else [None]
@@ -228,9 +227,10 @@ class Runner(Generic[C]):
         self._tell_outside(session)
         if options.verify == "numerics":
             check_numerics(rewritten)
+        rules = self.serving.rules(session)
         if lookup is not None:
-            lookup.keep(rewritten)
-        return Capture(rewritten, self.serving.rules(session))
+            lookup.keep(rewritten, rules)
+        return Capture(rewritten, rules)
 
     @no_collection()
     def _rewrite_for(

@@ -30,7 +30,7 @@ from graphopt.runtime.rewrite import Rewritten
 from graphopt.runtime.signature import signature
 from graphopt.runtime.size_plans import SizePlans, Target, targets
 from graphopt.runtime.size_rules import SizeRules, size_rules
-from graphopt.runtime.varying_sizes import Key, Served, VaryingSizes
+from graphopt.runtime.varying_sizes import Key, Served, VaryingSizes, open_axes
 
 __all__ = ["Capture", "Maker", "Serving", "lacks_bytes"]
 
@@ -219,6 +219,8 @@ class Serving(Generic[C]):
         session = maker.session(self.declared)
         compiled = maker.compile(session, None)
         key = self._answered(key, call, session)
+        if self.automatic and compiled.rules:  # one that was read, and serves calls of other sizes too
+            return self._keep_varying(key, self._key_of(call, sizes=False), call, compiled)
         found = self.captures.add(key, compiled)
         seconds = time.perf_counter() - started
         if self.dynamic_shapes is None:
@@ -250,14 +252,30 @@ class Serving(Generic[C]):
             return None
         finally:
             self._kind = None
-        key = self._answered(key, call, session)
+        served = self._keep_varying(self._answered(key, call, session), kind, call, capture, axes)
+        seconds = time.perf_counter() - started
+        self._tell(call.model, self._note_values(call, seconds))
+        return served
+
+    def _keep_varying(self, key: Key, kind: Key, call: _Call, capture: C, axes: VaryingAxes | None = None) -> Served[C]:
+        """Let a capture whose sizes vary serve calls of its kind.
+
+        Args:
+            key: of the call.
+            kind: of the call.
+            call: that it was made, or read, for.
+            capture: as it is.
+            axes: that were to vary, for one that may have been made.
+        """
+        told = ""
+        if axes is None or capture.rewritten.loaded:
+            served = self._varying.add_read(key, kind, call.tensors, capture)
+        else:
+            served, told = self._varying.add(key, kind, call.tensors, capture, axes, self._names(call))
         self._varying.share(kind, (kind[0], key[1]))
         self._varying.share(kind, self._key_of(call, sizes=False))
         self.captures.add((kind, "sizes vary"), capture)
-        served, told = self._varying.add(key, kind, call.tensors, capture, axes, self._names(call))
         self._tell(call.model, told)
-        seconds = time.perf_counter() - started
-        self._tell(call.model, self._note_values(call, seconds))
         return served
 
     def _names(self, call: _Call) -> list[str]:
@@ -317,7 +335,7 @@ class Serving(Generic[C]):
         if found is not None:
             return found
         try:
-            planned = maker.compile(capture.rewritten.session, plans.target(values))
+            planned = maker.compile(_session_of(plans, capture, call, maker), plans.target(values))
             if planned.rules and planned.rules.match(call.tensors) is not None:
                 return plans.add(values, planned)
             sizes = [f"{rule.place} = {call.tensors[rule.input].shape[rule.dim]}" for rule in capture.rules.axes]
@@ -334,6 +352,16 @@ class Serving(Generic[C]):
 
 def _served(capture: C, tensors: list[torch.Tensor]) -> Served[C]:
     return Served(capture, (capture.rules.match(tensors) if capture.rules else None) or {})
+
+
+def _session_of(plans: SizePlans[C], capture: C, call: _Call, maker: Maker[C]) -> CaptureSession:
+    """What a capture is planned once more from: its session, or one like it where the capture was read and not made."""
+    session = capture.rewritten.session
+    if session.sizes_vary:
+        return session
+    if plans.session is None:
+        plans.session = maker.session(open_axes(capture.rules, len(call.tensors)))
+    return plans.session
 
 
 def _as_captured(rewritten: Rewritten) -> Program | None:

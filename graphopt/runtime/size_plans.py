@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from graphopt.analysis.costs.cost import op_seconds
+from graphopt.capture import CaptureSession
 from graphopt.ir.node import Phase, info
 from graphopt.ir.program import Program
 from graphopt.rewriting.pass_ import Pass
@@ -82,10 +83,15 @@ class SizePlans(Generic[P]):
         first: the first of them.
         limited: the passes that keep programs within a number of bytes.
         largest: the largest values of symbols so far.
+
+    Attributes:
+        programs: all of them.
+        session: that further ones are made of, where the first was read and not made; None until one is needed.
     """
 
     def __init__(self, first: P, limited: Iterable[Pass], largest: Mapping[str, int]) -> None:
         self.programs = [first]
+        self.session: CaptureSession | None = None
         self._limited = list(limited)
         self._largest = dict(largest)
         self._served: dict[tuple[tuple[str, int], ...], P] = {}
@@ -139,7 +145,7 @@ class SizePlans(Generic[P]):
 
     def _limit(self) -> int:
         """The bytes that every program is to stay within."""
-        plain = _before(self.programs[0].rewritten, self._limited).memory(sizes=self._largest)
+        plain = self.programs[0].rewritten.unlimited(self._limited).memory(sizes=self._largest)
         limits = [current.limit(plain) for current in self._limited]
         return min(limit for limit in limits if limit is not None)
 
@@ -167,10 +173,3 @@ def _plan_for(planned: Planned, sizes: Mapping[str, int]) -> None:
     """Let what is planned hold for larger sizes, at which it has been found to fit."""
     for program in (*planned.rewritten.stages.values(), *planned.programs()):
         program.context = replace(program.context, sizes=dict(sizes))
-
-
-def _before(rewritten: Rewritten, limited: Iterable[Pass]) -> Program:
-    """The last program before the passes that keep it within a number of bytes."""
-    specs = {str(current) for current in limited}
-    stage = rewritten.program.stage
-    return [p for _, p in rewritten.snapshots if p.stage == stage and specs.isdisjoint(p.history)][-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,8 +12,9 @@ from graphopt import _torch
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import value_of
 from graphopt.ir.program import Program
+from graphopt.ir.size_expressions import SizeCondition
 
-__all__ = ["SizeRule", "SizeRules", "size_rules"]
+__all__ = ["OpenInputs", "SizeRule", "SizeRules", "size_rules"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,30 +45,44 @@ class SizeRule:
         return f"dimension {self.dim} of {self.name}"
 
 
+@dataclass(frozen=True)
+class OpenInputs:
+    """What a program takes whose sizes may vary, and under which conditions it is the same program.
+
+    Attributes:
+        tensors: those of a call, without data, by name; sizes that vary are symbols there.
+        mode: in which the program was traced, and which knows the conditions on its symbols.
+        conditions: further ones, of a program that was traced in another process.
+    """
+
+    tensors: Sequence[tuple[str, torch.Tensor]]
+    mode: _torch.FakeTensorMode
+    conditions: Sequence[SizeCondition] = ()
+
+
 class SizeRules:
     """What the sizes of a call have to be for a program; ``bool`` of it is whether any of them may vary.
 
     Args:
-        program: whose inputs count; the sizes that vary are symbols there. None for one whose sizes are fixed.
+        inputs: of the program; None for one whose sizes are fixed.
         declared: whether a user has said which sizes vary, so that sizes outside of their bounds are errors. Otherwise
             such sizes belong to another program.
 
     Attributes:
         rules: one for each dimension of each input; none where all sizes are fixed.
-        mode: in which the program was traced, and which knows the conditions under which it is the same program.
+        inputs: as given.
     """
 
-    def __init__(self, program: Program | None = None, *, declared: bool = False) -> None:
-        inputs = [] if program is None else program.inputs_of("input")
+    def __init__(self, inputs: OpenInputs | None = None, *, declared: bool = False) -> None:
         self._declared = declared
-        self.mode = None if program is None else program.fake_mode
-        self._inputs = [value_of(node) for node, _ in inputs]
+        self.inputs = inputs
         self.rules: list[SizeRule] = []
-        for index, (node, spec) in enumerate(inputs):
-            for dim, size in enumerate(value_of(node).shape):
+        for index, (name, tensor) in enumerate(() if inputs is None else inputs.tensors):
+            sizes: list[Any] = list(tensor.shape)
+            for dim, size in enumerate(sizes):
                 fixed = not isinstance(size, torch.SymInt) or not _torch.size_symbols(size)
                 low, high = (int(size), int(size)) if fixed else _torch.size_range(size)
-                self.rules.append(SizeRule(index, dim, int(size) if fixed else size, low, high, spec.target))
+                self.rules.append(SizeRule(index, dim, int(size) if fixed else size, low, high, name))
         self._varying = [rule for rule in self.rules if isinstance(rule.size, torch.SymInt)]
         if not self._varying:
             self.rules = []
@@ -86,7 +102,16 @@ class SizeRules:
 
     def broken(self, values: Mapping[str, int]) -> str:
         """The condition under which the program was traced that does not hold for values; empty where all hold."""
-        return "" if self.mode is None else _torch.broken_guard(self.mode, values)
+        if self.inputs is None:
+            return ""
+        broken = (condition.text for condition in self.inputs.conditions if not condition.holds(values))
+        return next(broken, "") or _torch.broken_guard(self.inputs.mode, values)
+
+    def fixing(self, sizes: Sequence[int]) -> str:
+        """The condition by which tracing has fixed one of these sizes, as text; empty where none is known."""
+        mode = None if self.inputs is None else self.inputs.mode
+        found = [] if mode is None else [_torch.fixed_size_guard(mode, size) for size in sizes]
+        return next((guard for guard in found if guard), "")
 
     def match(self, tensors: Sequence[torch.Tensor]) -> dict[str, int] | None:
         """The values of the program's symbols for a call; None where the program does not serve it.
@@ -149,10 +174,12 @@ class SizeRules:
         With declared sizes the signature says how tensors lie in memory.
         """
         found = dict(values)
-        for tensor, known in zip(tensors, self._inputs, strict=True):
+        own = () if self.inputs is None else self.inputs.tensors
+        for tensor, (_, known) in zip(tensors, own, strict=True):
             if tensor.layout is not torch.strided:
                 continue
-            for size, stride, wanted in zip(tensor.shape, tensor.stride(), known.stride(), strict=True):
+            strides: list[Any] = list(known.stride())
+            for size, stride, wanted in zip(tensor.shape, tensor.stride(), strides, strict=True):
                 if isinstance(wanted, torch.SymInt) and _torch.size_symbols(wanted) == [str(wanted)]:
                     found.setdefault(str(wanted), stride)
                 if size > 1 and stride != _torch.evaluate_number(wanted, found) and not self._declared:
@@ -162,4 +189,5 @@ class SizeRules:
 
 def size_rules(program: Program, *, declared: bool = True) -> SizeRules:
     """The rules for every dimension of every input of a program; none for one whose sizes are fixed."""
-    return SizeRules(program, declared=declared)
+    tensors = [(spec.target, value_of(node)) for node, spec in program.inputs_of("input")]
+    return SizeRules(OpenInputs(tensors, program.fake_mode), declared=declared)

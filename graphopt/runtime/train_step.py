@@ -509,7 +509,7 @@ class TrainStep:
         self._latest()
         save_captures(
             Path(path),
-            self._runner.captures.all(),
+            self._runner.serving.everything(),
             self._runner.cache,
             self._pipeline,
             self._runner.options.backend,

@@ -15,7 +15,6 @@ from typing import Generic, TypeVar
 
 import torch
 
-from graphopt import _torch
 from graphopt.capture.same_calls import first_difference
 from graphopt.capture.varying_axes import VaryingAxes
 from graphopt.errors import CaptureError
@@ -23,7 +22,7 @@ from graphopt.ir.program import Program
 from graphopt.runtime.captures import HasRules
 from graphopt.runtime.size_rules import SizeRules
 
-__all__ = ["Key", "OtherProgramError", "Served", "VaryingSizes"]
+__all__ = ["Key", "OtherProgramError", "Served", "VaryingSizes", "open_axes"]
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +140,14 @@ class VaryingSizes(Generic[E]):
         if known.fixed is None:
             known.fixed = program, known.calls[-1]
 
+    def add_read(self, key: Key, kind: Key, tensors: Sequence[torch.Tensor], capture: E) -> Served[E]:
+        """Keep a capture whose sizes vary that was read and not made.
+
+        The call does not count as one that was captured: there is no program of its sizes to compare others with.
+        """
+        self._kind(kind).captures.append(capture)
+        return self.remember(key, Served(capture, capture.rules.match(tensors) or {}))
+
     def add(
         self,
         key: Key,
@@ -165,7 +172,7 @@ class VaryingSizes(Generic[E]):
         known.calls.append(_without_data(tensors))
         if capture.rules:
             known.captures.append(capture)
-        fixed = asked.without(_varying(capture.rules, len(tensors)))
+        fixed = asked.without(open_axes(capture.rules, len(tensors)))
         values = (capture.rules.match(tensors) if capture.rules else None) or {}
         told = ""
         if fixed:
@@ -252,8 +259,13 @@ def _without_data(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
-def _varying(rules: SizeRules, count: int) -> VaryingAxes:
-    """The axes that vary in a program."""
+def open_axes(rules: SizeRules, count: int) -> VaryingAxes:
+    """The axes that vary in a program.
+
+    Args:
+        rules: of the program.
+        count: of the tensors of a call.
+    """
     found: list[set[int]] = [set() for _ in range(count)]
     for rule in rules.axes:
         found[rule.input].add(rule.dim)
@@ -263,7 +275,5 @@ def _varying(rules: SizeRules, count: int) -> VaryingAxes:
 def _why_fixed(rules: SizeRules, axes: VaryingAxes, tensors: Sequence[torch.Tensor]) -> str:
     """Why tracing has fixed sizes that were to vary."""
     sizes = {tensors[place].shape[axis] for place, found in enumerate(axes.axes) for axis in found}
-    mode = rules.mode
-    found = [] if mode is None else [_torch.fixed_size_guard(mode, size) for size in sorted(sizes)]
-    guards = [guard for guard in found if guard]
-    return "the model, or an op that it calls, needs them as fixed numbers" + (f" ({guards[0]})" if guards else "")
+    guard = rules.fixing(sorted(sizes))
+    return "the model, or an op that it calls, needs them as fixed numbers" + (f" ({guard})" if guard else "")

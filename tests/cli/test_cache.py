@@ -45,6 +45,15 @@ def test_list_names_each_capture(run: Command, folder: Path) -> None:
     assert all(entry["bytes"] > 1_000 and entry["seconds"] > 0 for entry in data["entries"])
 
 
+def test_list_says_which_sizes_vary(run: Command, folder: Path) -> None:
+    step_run(network(), sgd, [(rows(5),), (rows(6),)])
+    text = run("cache").out
+    assert text.count(" fixed ") == 3
+    assert "dimension 0 of args[0]: 2 to unlimited" in text
+    sizes = [entry["sizes"] for entry in json.loads(run("cache", "--json").out)["entries"]]
+    assert sizes == ["dimension 0 of args[0]: 2 to unlimited", "", "", ""]
+
+
 def test_explain_says_what_differed_and_what_was_not_kept(run: Command, folder: Path) -> None:
     text = run("cache", "explain").out
     assert "there is no capture of Net yet" in text

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from graphopt.capture.names_loaded import loaded_names
 from graphopt.capture.whose_code import LIBRARIES, is_covered_file
 from graphopt.runtime.stored.stable_form import NoStableFormError, StableForms, code_digest, digest, qualified_name
 
@@ -129,7 +130,7 @@ class CodeForms:
         form = [code_digest(code), *([] if value.__closure__ is None else [digest(self._forms().form(value))])]
         self._note(f"function {qualified_name(value)}", digest(form))
         names = set(_names(code))
-        for name in sorted(names):
+        for name in sorted(loaded_names(code)):
             if name in value.__globals__:
                 self._global(f"{value.__module__}.{name}", value.__globals__[name], names)
             elif name in sys.modules and not hasattr(builtins, name):

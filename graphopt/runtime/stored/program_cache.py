@@ -1,7 +1,8 @@
 """Captures found in the folder of the cache instead of being made, and put there when they were made.
 
-A capture is looked up by its key (``program_key``). One whose files cannot be used counts as one that is not there, and
-a warning says what failed (``stored_capture``).
+A capture is looked up by its key (``program_key``). Those whose sizes vary have the key of calls of any sizes: of them
+there may be several, for other ranges of sizes and planned for other sizes, and one that serves the call is taken. One
+whose files cannot be used counts as one that is not there, and a warning says what failed (``stored_capture``).
 """
 
 from __future__ import annotations
@@ -9,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from graphopt.capture import CaptureSession
+from graphopt.capture.flatten import flatten
 from graphopt.capture.graph_part import GraphPart
 from graphopt.capture.replayed_trace import not_replayed
 from graphopt.errors import GraphoptError
@@ -26,6 +28,8 @@ from graphopt.ir.node import Stage
 from graphopt.rewriting.dump import DumpDirectory
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.runtime.rewrite import Rewritten, Verify
+from graphopt.runtime.size_plans import Target
+from graphopt.runtime.size_rules import SizeRules
 from graphopt.runtime.stored.program_files import HEADER, FolderFiles, ProgramFiles
 from graphopt.runtime.stored.program_folder import (
     entries,
@@ -37,7 +41,8 @@ from graphopt.runtime.stored.program_folder import (
 from graphopt.runtime.stored.program_key import Key, Subject, differences, program_key, read_sections
 from graphopt.runtime.stored.shipped_captures import Shipped
 from graphopt.runtime.stored.stable_form import NoStableFormError, digest
-from graphopt.runtime.stored.stored_capture import StoredCapture, not_kept, read_capture, write_capture
+from graphopt.runtime.stored.stored_capture import CaptureNotes, StoredCapture, not_kept, read_capture, write_capture
+from graphopt.runtime.stored.stored_sizes import read_sizes, write_sizes
 
 __all__ = ["CacheLookup", "ProgramCache"]
 
@@ -50,12 +55,16 @@ class CacheLookup:
     """One question to the cache: what was found, or where to put what is captured instead.
 
     Attributes:
+        key: of the capture; where its sizes vary, of calls of any sizes.
         found: the capture; None where there is none.
+        rules: the sizes that it serves.
+        why: nothing that is there would do.
     """
 
     key: Key
     folder: Path
     found: Rewritten | None = None
+    rules: SizeRules = field(default_factory=SizeRules)
     why: str = ""
     said: list[tuple[str, str]] = field(default_factory=list)
 
@@ -69,20 +78,32 @@ class CacheLookup:
         finally:
             _package.removeHandler(handler)
 
-    def keep(self, rewritten: Rewritten) -> None:
-        """Write a capture, and let its variants be written when they are made; says why not at DEBUG."""
+    def keep(self, rewritten: Rewritten, rules: SizeRules) -> None:
+        """Write a capture, and let its variants be written when they are made; says why not at DEBUG.
+
+        Args:
+            rewritten: the capture.
+            rules: the sizes that it serves.
+        """
         reason = not_kept(rewritten) or _not_replayed(rewritten)
-        files = FolderFiles(self.folder / self.key.name)
+        if rewritten.session.sizes_vary and not rules:
+            reason = reason or "its sizes were to vary, and tracing has fixed all of them"
         if not reason:
             try:
-                write_capture(files, self.key, rewritten, self.said, self.why)
+                sizes = write_sizes(rules, rewritten.program.context)
+                files = FolderFiles(self.folder / _entry_name(self.key, sizes))
+                write_capture(files, self.key, rewritten, CaptureNotes(sizes, self.said, self.why))
+                rewritten.entry = StoredCapture(files, rewritten.session, rewritten.program.context)
+                make_room(self.folder)
+                return
             except (OSError, GraphoptError, NoStableFormError) as error:
                 reason = str(error)
-        if reason:
-            refuse(self.folder, self.key.title, reason)
-            return
-        rewritten.entry = StoredCapture(files, rewritten.session, rewritten.program.context)
-        make_room(self.folder)
+        refuse(self.folder, self.key.title, reason)
+
+
+def _entry_name(key: Key, sizes: dict[str, Any] | None) -> str:
+    """The folder of a capture; where sizes vary there are several of one key, of which the first letters differ."""
+    return key.name if sizes is None else f"{digest([key.name, sizes])[:16]}-{key.name}"
 
 
 class _Listener(logging.Handler):
@@ -112,82 +133,185 @@ def refuse(folder: Path, title: str, reason: str) -> None:
     note_refusal(folder, title, reason, digest([title, reason])[:24])
 
 
+class HasOptions(Protocol):
+    """How a model or a step is captured, rewritten and compiled."""
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """Whose passes run."""
+        ...
+
+    @property
+    def dynamic_shapes(self) -> Any:
+        """The sizes that vary, as a user gives them: ``"auto"`` for those that are found to; None for none."""
+        ...
+
+    @property
+    def backend(self) -> Any:
+        """What makes the code."""
+        ...
+
+    @property
+    def verify(self) -> Verify:
+        """How far passes are checked."""
+        ...
+
+
 class ProgramCache:
     """Looks up the captures of one model or step.
 
     Args:
-        pipeline: whose passes run.
+        options: which passes run, on which sizes, and what makes and checks the code.
         until: the stage of the program that runs.
-        backend: as the user gave it.
-        verify: how far passes are checked.
 
     Attributes:
         shipped: the captures of a file that a step was loaded from.
     """
 
-    def __init__(self, pipeline: Pipeline, until: Stage, backend: object, verify: Verify) -> None:
-        self._pipeline = pipeline
+    def __init__(self, options: HasOptions, until: Stage) -> None:
+        self._pipeline = options.pipeline
         self._until: Stage = until
-        self._backend = backend
-        self._verify: Verify = verify
+        self._backend = options.backend
+        self._verify: Verify = options.verify
+        self._sizes = options.dynamic_shapes
         self.shipped: Shipped | None = None
 
-    def look_up(self, session: CaptureSession, context: Context) -> CacheLookup | None:
+    def look_up(self, session: CaptureSession, context: Context, target: Target | None = None) -> CacheLookup | None:
         """What is there for a capture that is about to be made; None where the cache is off or cannot serve it.
+
+        Args:
+            session: the capture.
+            context: of its programs.
+            target: the sizes that it is planned for once more, where they vary.
 
         Raises:
             GraphoptError: for the first call of a step that was loaded from a file, where the file has no capture for
                 it.
         """
         if self.shipped is not None:
-            found = self.shipped.find(self.key, session)
+            found = self._look_up_shipped(self.shipped, session, context, target)
             if found is not None:
-                key, files = found
-                return CacheLookup(key, Path(), self.read(files, session, context, key))
+                return found
         folder = programs_folder()
         if folder is None or not is_on() or isinstance(session.model, GraphPart):
             return None
         try:
-            key = self._reachable_key(session, context)
+            reason = self._out_of_reach(context)
+            if reason:
+                raise NoStableFormError(reason)
+            return self._search(folder, session, context, target)
         except NoStableFormError as error:
             refuse(folder, session.title, str(error))
-            return None
         except Exception as error:  # of what the user's objects do when they are looked at
             refuse(
                 folder, session.title, f"looking at what it depends on raised {type(error).__name__}: {error!s:.200}"
             )
-            return None
-        lookup = CacheLookup(key, folder)
-        own = FolderFiles(folder / key.name)
-        if HEADER not in own:
-            lookup.why = _nearest(folder, key)
-            logger.debug("no stored capture of %s: %s", key.title, lookup.why)
-            return lookup
-        try:
-            lookup.found = self.read(own, session, context, key)
-        except Exception as error:  # whatever is in the files, training goes on
-            lookup.why = f"{'' if isinstance(error, GraphoptError) else type(error).__name__ + ': '}{error!s:.500}"
-            logger.warning("a stored capture of %s cannot be used, and it is captured anew: %s", key.title, error)
-        return lookup
+        return None
 
-    def _reachable_key(self, session: CaptureSession, context: Context) -> Key:
-        """The key of a capture that may be looked up and kept.
-
-        Raises:
-            NoStableFormError: saying why it may not.
-        """
-        reason = "its sizes vary" if session.sizes_vary else self._out_of_reach(context)
-        if reason:
-            raise NoStableFormError(reason)
-        return self.key(session)
-
-    def key(self, session: CaptureSession) -> Key:
-        """The key of a capture.
+    def _search(self, folder: Path, session: CaptureSession, context: Context, target: Target | None) -> CacheLookup:
+        """What is in the folder for a capture.
 
         Raises:
             NoStableFormError: where it depends on what cannot be compared.
         """
-        return program_key(self.subject(session.model, session.loss, session.optimizer, session.example))
+        fixed = None
+        if not session.sizes_vary and target is None:
+            fixed = CacheLookup(self.key(session), folder)
+            self._take(fixed, [FolderFiles(folder / fixed.key.name)], session, context)
+        lookup = fixed
+        if lookup is None or (lookup.found is None and self._sizes is not None):
+            lookup = CacheLookup(self.key(session, vary=True), folder)
+            several = [FolderFiles(own) for own in sorted(folder.glob(f"*-{lookup.key.name}"))]
+            self._take(lookup, self._serving(several, session, target), session, context)
+        if lookup.found is None:
+            lookup = fixed or lookup
+            lookup.why = lookup.why or _nearest(folder, lookup.key)
+            logger.debug("no stored capture of %s: %s", lookup.key.title, lookup.why)
+        return lookup
+
+    def _take(
+        self, lookup: CacheLookup, candidates: Sequence[ProgramFiles], session: CaptureSession, context: Context
+    ) -> None:
+        """Read the first capture that can be used."""
+        for files in candidates:
+            if HEADER not in files:
+                continue
+            try:
+                lookup.found = self.read(files, session, context, lookup.key)
+                lookup.rules = self._rules(lookup.found)
+                return
+            except Exception as error:  # whatever is in the files, training goes on
+                lookup.why = f"{'' if isinstance(error, GraphoptError) else type(error).__name__ + ': '}{error!s:.500}"
+                _tell_useless(lookup.key.title, error)
+
+    def _rules(self, found: Rewritten) -> SizeRules:
+        """The sizes that a capture serves which was read."""
+        sizes = found.entry.sizes if isinstance(found.entry, StoredCapture) else None
+        return SizeRules() if sizes is None else sizes.rules(declared=self._declared)
+
+    @property
+    def _declared(self) -> bool:
+        """Whether a user has said which sizes vary."""
+        return self._sizes is not None and not isinstance(self._sizes, str)
+
+    def _serving(
+        self, candidates: Sequence[ProgramFiles], session: CaptureSession, target: Target | None
+    ) -> list[ProgramFiles]:
+        """Those of some captures whose sizes vary that serve a call, the best first.
+
+        Args:
+            candidates: of the call's key.
+            session: with the call.
+            target: as for ``look_up``.
+        """
+        tensors = flatten(session.example, paths=False)[0]
+        ranked: list[tuple[int, ProgramFiles]] = []
+        for files in candidates:
+            try:
+                sizes = read_sizes(files.read(HEADER)["sizes"]) if HEADER in files else None
+                rank = None if sizes is None else sizes.rank(tensors, target, declared=self._declared)
+            except Exception as error:  # whatever is in the files, training goes on
+                _tell_useless(session.title, error)
+                continue
+            if rank is not None:
+                ranked.append((rank, files))
+        return [files for _, files in sorted(ranked, key=lambda pair: pair[0])]
+
+    def _look_up_shipped(
+        self, shipped: Shipped, session: CaptureSession, context: Context, target: Target | None
+    ) -> CacheLookup | None:
+        """What a file has for a capture; None where others of it have served calls, and this one is to be captured.
+
+        Raises:
+            GraphoptError: where it has none, and none of it has served a call yet.
+        """
+        try:
+            own = [] if session.sizes_vary or target is not None else [self.key(session)]
+            keys = [*own, *([] if self._sizes is None else [self.key(session, vary=True)])]
+        except NoStableFormError as error:
+            raise GraphoptError(f"{shipped.source} cannot be used for {session.title}: {error}") from error
+        for key in keys:
+            found: Sequence[ProgramFiles] = shipped.of(key)
+            for files in found if key in own else self._serving(found, session, target):
+                shipped.has_served = True
+                read = self.read(files, session, context, key)
+                return CacheLookup(key, Path(), read, self._rules(read))
+        if not shipped.has_served:
+            raise shipped.differs(keys)
+        return None
+
+    def key(self, session: CaptureSession, *, vary: bool = False) -> Key:
+        """The key of a capture.
+
+        Args:
+            session: the capture.
+            vary: for calls of any sizes, as far as these vary.
+
+        Raises:
+            NoStableFormError: where it depends on what cannot be compared.
+        """
+        subject = self.subject(session.model, session.loss, session.optimizer, session.example)
+        return program_key(replace(subject, sizes=self._sizes) if vary else subject)
 
     def subject(self, model: nn.Module, loss: Any, optimizer: torch.optim.Optimizer | None, example: Any) -> Subject:
         """What is captured with these options.
@@ -223,6 +347,10 @@ class ProgramCache:
         return ""
 
 
+def _tell_useless(title: str, error: Exception) -> None:
+    logger.warning("a stored capture of %s cannot be used, and it is captured anew: %s", title, error)
+
+
 def _exchanges(current: object) -> bool:
     return any(name in type(current).__dict__ for name in ("prepare", "settle", "shards"))
 
@@ -237,4 +365,6 @@ def _nearest(folder: Path, key: Key) -> str:
                 found = differences(key.sections, read_sections(header["key"]))
                 if best is None or len(found) < len(best):
                     best = found
+    if best == []:
+        return "those that are there serve other sizes, or were planned for others"
     return "; ".join(best) if best else f"there is no capture of {key.title} yet"

@@ -81,6 +81,8 @@ class Subject:
         until: the stage of the program that runs.
         compiler: which kind of backend makes the code.
         verify: how far passes are checked.
+        sizes: which sizes vary, where some do: ``"auto"`` for what tracing has found, or what a user has declared.
+            None where they are those of the example.
     """
 
     model: nn.Module
@@ -91,6 +93,7 @@ class Subject:
     until: str
     compiler: str
     verify: object
+    sizes: Any = None
 
 
 def program_key(subject: Subject) -> Key:
@@ -140,8 +143,11 @@ def _call(subject: Subject, forms: StableForms) -> dict[str, Form]:
     if " at 0x" in spec:
         raise NoStableFormError("arguments whose structure cannot be compared")
     leaves = [leaf for leaf, tensor in zip(structure.leaves, structure.is_tensor, strict=True) if not tensor]
-    described, sharing = call_parts(tensors, sizes=True)
-    found = {"structure": spec, "values": _form(forms, leaves, "the arguments of the call"), "sharing": str(sharing)}
+    described, sharing = call_parts(tensors, sizes=subject.sizes is None)
+    values = _form(forms, leaves, "the arguments of the call")
+    found: dict[str, Form] = {"structure": spec, "values": values, "sharing": str(sharing)}
+    if subject.sizes is not None:
+        found["sizes that vary"] = _form(forms, subject.sizes, "dynamic_shapes")
     found |= {f"tensor {index}": str(each) for index, each in enumerate(described)}
     return found | {f"tensor {index} is": kind for index, tensor in enumerate(tensors) if (kind := known_kind(tensor))}
 

@@ -19,7 +19,8 @@ from graphopt.runtime.stored.program_cache import ProgramCache
 from graphopt.runtime.stored.program_files import ShippedFiles
 from graphopt.runtime.stored.shipped_captures import KIND
 from graphopt.runtime.stored.stable_form import NoStableFormError
-from graphopt.runtime.stored.stored_capture import not_kept, variant_file, write_capture
+from graphopt.runtime.stored.stored_capture import CaptureNotes, not_kept, variant_file, write_capture
+from graphopt.runtime.stored.stored_sizes import write_sizes
 
 __all__ = ["HasCapture", "save_captures"]
 
@@ -78,12 +79,14 @@ def _check_text(pipeline: Pipeline) -> None:
 
 def _files(capture: HasCapture, cache: ProgramCache) -> dict[str, Any]:
     rewritten = capture.rewritten
-    reason = "its sizes vary" if capture.rules else not_kept(rewritten)
-    if reason:
-        raise GraphoptError(f"a step of {rewritten.session.title} cannot be saved: {reason}")
+    reason = not_kept(rewritten)
     files = ShippedFiles("", {})
     try:
-        write_capture(files, cache.key(rewritten.session), rewritten, [])
+        if reason:
+            raise NoStableFormError(reason)
+        sizes = write_sizes(capture.rules, rewritten.program.context)
+        key = cache.key(rewritten.session, vary=sizes is not None)
+        write_capture(files, key, rewritten, CaptureNotes(sizes))
     except NoStableFormError as error:
         raise GraphoptError(f"a step of {rewritten.session.title} cannot be saved: {error}") from error
     for name, program in rewritten.variants.items():

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 from graphopt.errors import GraphoptError
 from graphopt.ir.checked_json import Field
 from graphopt.runtime.stored.checked_file import read_checked
 from graphopt.runtime.stored.program_files import HEADER, ShippedFiles
 from graphopt.runtime.stored.program_key import MACHINE, Key, Sections, differences, read_sections
-from graphopt.runtime.stored.stable_form import NoStableFormError
 
 __all__ = ["KIND", "Shipped", "read_shipped"]
 
@@ -23,15 +21,6 @@ KIND = "graphopt step"
 _LARGEST_COMPILED = 1024**3
 _ELSEWHERE = (MACHINE,)
 """Sections that are as they are on another machine."""
-
-
-class HasModel(Protocol):
-    """What a call is of, for messages."""
-
-    @property
-    def title(self) -> str:
-        """The class of the model."""
-        ...
 
 
 @dataclass
@@ -45,6 +34,7 @@ class Shipped:
         verify: how far passes were checked.
         captures: each by its key.
         compiled: what a compiler made, in a format of torch's own; empty for nothing.
+        has_served: whether one of them has served a call.
     """
 
     source: str
@@ -53,7 +43,7 @@ class Shipped:
     verify: str
     captures: list[tuple[Sections, ShippedFiles]]
     compiled: bytes = b""
-    _served: bool = False
+    has_served: bool = False
 
     def check(self, key: Key) -> None:
         """Compare what is known before the first call: versions, passes, model, loss and optimizer.
@@ -65,26 +55,19 @@ class Shipped:
         if found and all(found):
             raise self._differs(key.title, min(found, key=len))
 
-    def find(self, key_of: Callable[[Any], Key], session: HasModel) -> tuple[Key, ShippedFiles] | None:
-        """The capture for a call; None where others have served calls, and this one is to be captured.
+    def of(self, key: Key) -> list[ShippedFiles]:
+        """The captures of a key; made on another machine as well."""
+        return [files for sections, files in self.captures if not differences(_here(key.sections), _here(sections))]
 
-        Raises:
-            GraphoptError: for the first call, saying how it differs from the capture that is nearest.
+    def differs(self, keys: Sequence[Key]) -> GraphoptError:
+        """The error that no capture is for a call, saying how it differs from the one that is nearest.
+
+        Args:
+            keys: of the call, and of such calls of any sizes.
         """
-        try:
-            key = key_of(session)
-        except NoStableFormError as error:
-            raise GraphoptError(f"{self.source} cannot be used for {session.title}: {error}") from error
-        found = []
-        for sections, files in self.captures:
-            differs = differences(_here(key.sections), _here(sections))
-            if not differs:
-                self._served = True
-                return key, files
-            found.append(differs)
-        if self._served:
-            return None
-        raise self._differs(key.title, min(found, key=len))
+        found = [differences(_here(key.sections), _here(part)) for key in keys for part, _ in self.captures]
+        nearest = min(found, key=len) or ["call: its sizes are none of those that the captures serve"]
+        return self._differs(keys[0].title, nearest)
 
     def _differs(self, title: str, lines: list[str]) -> GraphoptError:
         return GraphoptError(

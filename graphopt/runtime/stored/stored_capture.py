@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,12 +44,16 @@ from graphopt.runtime.stored.program_files import HEADER, ProgramFiles
 from graphopt.runtime.stored.program_key import Key
 from graphopt.runtime.stored.result_structure import read_structure, write_structure
 from graphopt.runtime.stored.stable_form import digest
+from graphopt.runtime.stored.stored_sizes import StoredSizes, read_sizes
 
-__all__ = ["StoredCapture", "not_kept", "read_capture", "variant_file", "write_capture"]
+__all__ = ["UNLIMITED", "CaptureNotes", "StoredCapture", "not_kept", "read_capture", "variant_file", "write_capture"]
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 2
+_FORMAT = 3
+
+UNLIMITED = "unlimited"
+"""The file of the program before the passes that keep it within a number of bytes."""
 
 
 @dataclass
@@ -57,6 +61,8 @@ class StoredCapture:
     """The files of one capture, from which its programs are read and to which new ones are added.
 
     Attributes:
+        context: of the programs that are read.
+        sizes: the sizes that the capture serves, where they vary.
         state: the optimizer state that the step program takes, by target.
         pass_state: what passes keep in the program that runs.
         loaded: whether the capture was read from here.
@@ -65,9 +71,11 @@ class StoredCapture:
     files: ProgramFiles
     session: CaptureSession
     context: Context
+    sizes: StoredSizes | None = None
     state: tuple[str, ...] = ()
     pass_state: Mapping[str, PassState] = field(default_factory=dict)
     loaded: bool = False
+    _unlimited: Program | None = None
 
     def variant(self, name: str, make: Callable[[], Program]) -> Program:
         """A program of the capture beside those of its stages: read, or made and written.
@@ -87,6 +95,13 @@ class StoredCapture:
             self.write(own, program)
         return program
 
+    @property
+    def unlimited(self) -> Program:
+        """The program before the passes that keep it within a number of bytes, where sizes vary."""
+        if self._unlimited is None:
+            self._unlimited = self.read(UNLIMITED)
+        return self._unlimited
+
     def read(self, name: str) -> Program:
         """A program from a file, checked, on the live tensors.
 
@@ -96,7 +111,7 @@ class StoredCapture:
         data, path = self.files.read(name), self.files.place(name)
         try:
             with _without_collections():
-                program = from_json(data.value)
+                program = from_json(data.value, None if self.sizes is None else self.sizes.mode)
             verify(program)
             check_inputs(program, self.session)
         except GraphoptError as error:
@@ -142,13 +157,22 @@ def not_kept(rewritten: Rewritten) -> str:
     return next((reason for reason in reasons if reason), "")
 
 
-def write_capture(
-    files: ProgramFiles,
-    key: Key,
-    rewritten: Rewritten,
-    said: list[tuple[str, str]],
-    why: str = "",
-) -> None:
+@dataclass(frozen=True)
+class CaptureNotes:
+    """What is written of a capture beside its programs and its key.
+
+    Attributes:
+        sizes: that it serves, as ``write_sizes`` gives them.
+        said: what it warned of: loggers and texts.
+        why: it was made, where others were there.
+    """
+
+    sizes: dict[str, Any] | None = None
+    said: Sequence[tuple[str, str]] = ()
+    why: str = ""
+
+
+def write_capture(files: ProgramFiles, key: Key, rewritten: Rewritten, notes: CaptureNotes) -> None:
     """Write the programs of a capture, and then what they are of.
 
     Raises:
@@ -157,7 +181,10 @@ def write_capture(
     """
     for stage in _written_stages(rewritten):
         files.write(f"stage-{stage}", to_json(rewritten.stages[stage]))
-    files.write(HEADER, header_of(key, rewritten, said, why))
+    limited = [current for current in rewritten.pipeline.passes if current.has_limit]
+    if notes.sizes is not None and limited:
+        files.write(UNLIMITED, to_json(rewritten.unlimited(limited)))
+    files.write(HEADER, header_of(key, rewritten, notes))
 
 
 def _written_stages(rewritten: Rewritten) -> list[Stage]:
@@ -165,7 +192,7 @@ def _written_stages(rewritten: Rewritten) -> list[Stage]:
     return [stage for stage in kept if stage in rewritten.stages]
 
 
-def header_of(key: Key, rewritten: Rewritten, said: list[tuple[str, str]], why: str) -> dict[str, Any]:
+def header_of(key: Key, rewritten: Rewritten, notes: CaptureNotes) -> dict[str, Any]:
     """What an entry says of a capture beside its programs."""
     program, session = rewritten.program, rewritten.session
     joint = session.joint if session.optimizer is None else None
@@ -173,12 +200,13 @@ def header_of(key: Key, rewritten: Rewritten, said: list[tuple[str, str]], why: 
         "format": _FORMAT,
         "title": key.title,
         "key": key.sections,
-        "why": why,
+        "why": notes.why,
+        "sizes": notes.sizes,
         "pipeline": str(rewritten.pipeline),
         "stages": list(_written_stages(rewritten)),
         "seconds": rewritten.seconds,
         "records": write_records(rewritten.records),
-        "warnings": [list(item) for item in said],
+        "warnings": [list(item) for item in notes.said],
         "state": [spec.target for _, spec in program.inputs_of("state")],
         "pass_state": {target: state.to_json() for target, state in program.pass_state.items()},
         "first": [] if joint is None else [[spec.role, spec.target] for spec in joint.inputs],
@@ -209,10 +237,14 @@ def read_capture(
     stages: list[Stage] = [stage.one_of(known) for stage in header["stages"].items(most=2)]
     if not stages:
         raise header["stages"].expected("at least one stage")
+    sizes = read_sizes(header["sizes"])
+    if sizes is not None:
+        context = replace(context, sizes=sizes.sizes, largest=sizes.largest)
     entry = StoredCapture(
         own,
         session,
         context,
+        sizes,
         tuple(_state_of(target, session) for target in header["state"].items()),
         {name: read_pass_state(item) for name, item in header["pass_state"].entries()},
         loaded=True,
@@ -221,6 +253,8 @@ def read_capture(
     if missing:
         raise GraphoptError(f"{own.place(HEADER)}: the program of the stage {missing[0]} is missing")
     lazy = _stages(entry, stages, pipeline, verified)
+    if sizes is not None:
+        _read_at_once(entry, lazy, pipeline)
     records = read_records(header["records"])
     rewritten = Rewritten(session, pipeline, verified, lazy, records, LazySnapshots(lazy), entry=entry)
     if session.optimizer is None:
@@ -230,6 +264,18 @@ def read_capture(
         session.replay(flatten(torch.empty(()))[1] if alone else read_structure(header["outputs"], classes))
     _say_again(header["warnings"])
     return rewritten
+
+
+def _read_at_once(entry: StoredCapture, stages: LazyStages, pipeline: Pipeline) -> None:
+    """Read all programs of a capture whose sizes vary: the session at hand may not be one that could make them anew.
+
+    Raises:
+        GraphoptError: where one cannot be read.
+    """
+    for stage in stages:
+        stages[stage] = entry.read(f"stage-{stage}")
+    if any(current.has_limit for current in pipeline.passes):
+        assert entry.unlimited.stage in stages
 
 
 def _state_of(field: Field, session: CaptureSession) -> str:
@@ -254,6 +300,11 @@ def _replay(header: Field, rewritten: Rewritten, tensors: list[torch.Tensor], cl
     if any(len(pair) != 2 for pair in first):
         raise header["first"].expected("pairs of a role and a target")
     specs = [InputSpec(role.one_of(roles), target.text()) for role, target in first]
+    if entry.sizes is not None:
+        tensors = [
+            fake.requires_grad_(given.requires_grad)
+            for (_, fake), given in zip(entry.sizes.inputs.tensors, tensors, strict=True)
+        ]
     with plain_precision():
         joint = replay_trace(program, specs, session.tensors(), tensors)
     session.replay(read_structure(header["outputs"], classes), joint)

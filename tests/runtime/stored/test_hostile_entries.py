@@ -98,7 +98,7 @@ _GONE = object()
 VALUES = (None, True, -1, 2**70, 1.5, "", "x\nimport os", "__import__('os').system('false')", [], {}, [[[]]], _GONE)
 
 
-def _change_everywhere(stored: tuple[Training, list[Path]], number: int, run: Callable[[], Training]) -> None:
+def change_everywhere(stored: tuple[Training, list[Path]], number: int, run: Callable[[], Training]) -> None:
     expected, files = stored
     draw = random.Random(number)
     kept = {file: read_checked(file).value for file in files}
@@ -114,7 +114,7 @@ def _change_everywhere(stored: tuple[Training, list[Path]], number: int, run: Ca
 
 def test_entries_whose_data_is_changed_anywhere(stored: tuple[Training, list[Path]]) -> None:
     for number in range(12):
-        _change_everywhere(stored, number, lambda: step_run(network(), sgd, BATCHES)[0])
+        change_everywhere(stored, number, lambda: step_run(network(), sgd, BATCHES)[0])
 
 
 def test_entries_of_drop_in_models_whose_data_is_changed_anywhere(folder: Path) -> None:
@@ -122,13 +122,13 @@ def test_entries_of_drop_in_models_whose_data_is_changed_anywhere(folder: Path) 
     (entry,) = entries(folder)
     stored = expected, sorted(entry.folder.iterdir())
     for number in range(5):
-        _change_everywhere(stored, number, lambda: drop_in_run(network(), sgd, BATCHES)[0])
+        change_everywhere(stored, number, lambda: drop_in_run(network(), sgd, BATCHES)[0])
 
 
 @pytest.mark.sweep
 def test_many_entries_whose_data_is_changed(stored: tuple[Training, list[Path]]) -> None:
     for number in range(700):
-        _change_everywhere(stored, number, lambda: step_run(network(), sgd, BATCHES)[0])
+        change_everywhere(stored, number, lambda: step_run(network(), sgd, BATCHES)[0])
 
 
 def _first_call(data: Any) -> Any:

@@ -157,19 +157,6 @@ def test_a_run_goes_on_from_a_checkpoint(folder: Path) -> None:
     assert [torch.equal(losses[n], whole.tensors[f"{n + 2}.loss"]) for n in range(2)] == [True, True]
 
 
-def test_sizes_that_vary_are_captured_in_each_process(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    batches = [(rows(4),), (rows(7),), (rows(3),)]
-    first, _ = step_run(network(), adamw, batches)
-    second, step = step_run(network(), adamw, batches)
-    assert_same(first, second, "loaded")
-    assert next(iter(step._runner.serving.everything())).rewritten.loaded
-    declared: dict[str, Any] = {"dynamic_shapes": ({0: torch.export.Dim("rows", max=64)},)}
-    with caplog.at_level("DEBUG", "graphopt"):
-        _, varying = step_run(network(), adamw, batches, **declared)
-    assert not is_loaded(varying)
-    assert "is not kept: its sizes vary" in caplog.text
-
-
 def test_a_language_model_and_its_evaluation(folder: Path) -> None:
     torch.manual_seed(0)
     model = Blocks(layers=2)
