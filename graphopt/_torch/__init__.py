@@ -92,6 +92,7 @@ from graphopt._torch.export_regions import SETS_GRAD_MODE as SETS_GRAD_MODE
 from graphopt._torch.export_regions import without_regions as without_regions
 from graphopt._torch.fake_tensors import NEEDS_VALUES as NEEDS_VALUES
 from graphopt._torch.fake_tensors import StandIn as StandIn
+from graphopt._torch.fake_tensors import as_traced as as_traced
 from graphopt._torch.fake_tensors import device_kind as device_kind
 from graphopt._torch.fake_tensors import example_twins as example_twins
 from graphopt._torch.fake_tensors import has_no_data as has_no_data
@@ -192,6 +193,7 @@ __all__ = [
     "apply_function",
     "as_in_eager",
     "as_partitioner",
+    "as_traced",
     "autocast_operators",
     "before_compiled_backward",
     "broadcast",

@@ -7,11 +7,12 @@ tensors share one, or for which tensor with data an example value was made.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -26,6 +27,7 @@ from graphopt._torch.private_names import VALUES, attribute
 __all__ = [
     "NEEDS_VALUES",
     "StandIn",
+    "as_traced",
     "device_kind",
     "example_twins",
     "has_no_data",
@@ -85,6 +87,16 @@ def device_kind(tensor: torch.Tensor) -> str:
 def mode_of(values: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
     """The mode in which example values compute; does nothing where none of them is one."""
     return detect_fake_mode(values) or contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def as_traced(values: Sequence[Any]) -> Iterator[None]:
+    """Ops on example values give what they give while a model is traced, in the mode of these values.
+
+    Kernels that are written for fixed sizes are then replaced by Python's, which keep sizes that vary open.
+    """
+    with mode_of(values), enable_python_dispatcher():
+        yield
 
 
 def has_no_data(tensor: torch.Tensor) -> bool:

@@ -57,14 +57,16 @@ VALUES = Feature(
     "example values of tensors and of sizes",
     {
         "torch": "UntypedStorage._cdata",
+        "torch._dispatch.python": "enable_python_dispatcher",
         "torch._dynamo.source": "ConstantSource",
         "torch._guards": "detect_fake_mode",
         "torch._subclasses.fake_tensor": (
             "DataDependentOutputException DynamicOutputShapeException FakeTensor FakeTensorMode"
         ),
         "torch.fx.experimental.symbolic_shapes": (
-            "DimDynamic.DYNAMIC GuardOnDataDependentSymNode ShapeEnv.bound_sympy ShapeEnv.create_symfloatnode "
-            "ShapeEnv.create_symintnode ShapeEnv.create_unspecified_symbol ShapeEnv.replace"
+            "DimDynamic.DYNAMIC GuardOnDataDependentSymNode ShapeEnv._get_sloc ShapeEnv.bound_sympy "
+            "ShapeEnv.create_symfloatnode ShapeEnv.create_symintnode ShapeEnv.create_unspecified_symbol "
+            "ShapeEnv.replace ValueRangesSLoc"
         ),
         "torch.utils._sympy.numbers": "int_oo",
         "torch.utils._sympy.value_ranges": "ValueRanges",

@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, ValueRangesSLoc
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
@@ -229,10 +229,15 @@ def fake_mode(symbols: Mapping[str, SymbolRange]) -> FakeTensorMode:
     environment = ShapeEnv()
     values = attribute(environment, "backed_var_to_val|var_to_val", VALUES)  # the second before torch 2.12
     ranges = attribute(environment, "var_to_range", VALUES)
+    origins = attribute(environment, "var_to_range_sloc", VALUES)
+    sources = attribute(environment, "var_to_sources", VALUES)
+    place = environment._get_sloc()
     for name, known in symbols.items():
         symbol = sympy.Symbol(name, integer=True, positive=True)
         values[symbol] = sympy.Integer(known.hint)
         ranges[symbol] = ValueRanges(known.low, int_oo if known.high is None else known.high)
+        origins[symbol] = ValueRangesSLoc(place, place)
+        sources[symbol] = [ConstantSource(name)]
     return FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
 
 

@@ -160,7 +160,7 @@ class _Chain:
         Raises:
             Exception: of any kind, where compiled code cannot run without data.
         """
-        with torch.no_grad(), _torch.mode_of(list(self._examples.values())):
+        with torch.no_grad(), _torch.as_traced(list(self._examples.values())):
             return self._peaks(Ledger(self._temporaries))
 
     def _peaks(self, ledger: Ledger) -> list[int]:

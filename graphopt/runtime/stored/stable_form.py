@@ -196,7 +196,11 @@ class StableForms:
         return [
             "object",
             qualified_name(cls),
-            [[str(name), self._named(item, depth, f".{name}")] for name, item in contents.items()],
+            [
+                [str(name), self._named(item, depth, f".{name}")]
+                for name, item in contents.items()
+                if not _is_hash(str(name), item)
+            ],
         ]
 
     def _named(self, value: Any, depth: int, name: str) -> Form:
@@ -204,6 +208,14 @@ class StableForms:
             return self.form(value, depth)
         except NoStableFormError as error:
             raise NoStableFormError(f"{error}, in {name}" if len(str(error)) < 300 else str(error)) from None
+
+
+def _is_hash(name: str, value: Any) -> bool:
+    """Whether an attribute notes what ``hash`` gave: of texts that is another number in each process.
+
+    Configurations of ``transformers`` note that of their other attributes, to see later whether these have changed.
+    """
+    return type(value) is int and name.endswith("hash")
 
 
 def _slots(cls: type) -> list[str]:

@@ -239,6 +239,8 @@ def read_capture(
         raise header["stages"].expected("at least one stage")
     sizes = read_sizes(header["sizes"])
     if sizes is not None:
+        sizes = read_sizes(header["sizes"], sizes.rules(declared=False).match(tensors))
+        assert sizes is not None
         context = replace(context, sizes=sizes.sizes, largest=sizes.largest)
     entry = StoredCapture(
         own,

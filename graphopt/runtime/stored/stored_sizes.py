@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -102,8 +102,13 @@ def write_sizes(rules: SizeRules, context: Context) -> dict[str, Any] | None:
     }
 
 
-def read_sizes(field: Field) -> StoredSizes | None:
+def read_sizes(field: Field, values: Mapping[str, int] | None = None) -> StoredSizes | None:
     """The sizes that ``write_sizes`` described; None for a capture whose sizes are fixed.
+
+    Args:
+        field: the data.
+        values: of symbols in the call at hand, in place of those of the captured one: what a compiler fixes is right
+            then.
 
     Raises:
         GraphoptError: for anything else, with its place.
@@ -115,7 +120,8 @@ def read_sizes(field: Field) -> StoredSizes | None:
         Field(name, parts["symbols"].path).identifier(): _symbol(item)
         for name, item in parts["symbols"].entries(most=_MOST_SYMBOLS)
     }
-    mode = _torch.fake_mode(symbols)
+    taken = {name: value for name, value in (values or {}).items() if name in symbols}
+    mode = _torch.fake_mode(symbols | {name: replace(symbols[name], hint=value) for name, value in taken.items()})
     conditions = [read_condition(item, symbols.keys()) for item in parts["conditions"].items(most=_MOST_CONDITIONS)]
     tensors = []
     for item in parts["inputs"].items():

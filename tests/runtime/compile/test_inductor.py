@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
@@ -20,6 +21,7 @@ from graphopt.ir.node import value_of
 from graphopt.passes import FitMemory, Offload, Recompute
 from graphopt.runtime.binding import Binding
 from graphopt.runtime.compile import inductor
+from tests.support.changing_lengths import Lengths, sentences, trained
 from tests.support.properties import examples
 from tests.support.training import Blocks, Net, identical, mean_square, next_token
 
@@ -275,3 +277,20 @@ def test_what_waits_elsewhere_or_runs_again_survives_division(hoarder: Compiler,
     optimized = graphopt.optimize(copy.deepcopy(model), passes, backend="inductor")
     assert all(map(identical, backward(optimized, next_token, TOKENS), expected))
     assert drop_in_peak(optimized, next_token, TOKENS) <= optimized.program.memory().allocated_peak_bytes
+
+
+def padded_loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The loss of the next word with targets moved by one place, as models of transformers compute it."""
+    moved = F.pad(targets, (0, 1), value=-100)[..., 1:]
+    return F.cross_entropy(model(tokens).flatten(0, 1), moved.flatten(), ignore_index=-100)
+
+
+@quiet
+def test_code_for_sizes_that_vary_serves_them_all() -> None:
+    model = Lengths()
+    lengths = [9, 12, 20, 33]
+    found = trained("step", model, padded_loss, sentences(lengths), backend="inductor")
+    wanted = trained("eager", model, padded_loss, sentences(lengths))
+    assert found.captures == 2
+    for mine, eager in zip(found.tensors, wanted.tensors, strict=True):
+        torch.testing.assert_close(mine, eager)

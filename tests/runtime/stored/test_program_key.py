@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +15,7 @@ from torch import nn
 
 from graphopt.passes import FitMemory
 from tests.support.costs import TOY
+from tests.support.paths import ROOT
 from tests.support.running import X, network, sgd
 from tests.support.storing import is_loaded, reasons, step_run, use_programs
 
@@ -49,3 +54,40 @@ def test_a_global_variable_called_like_an_attribute_does_not_count(
     step_run(Scripted(), sgd, [(X,)], loss=lambda model, x: model(x))
     assert reasons(folder) == ""
     assert is_loaded(step_run(Scripted(), sgd, [(X,)], loss=lambda model, x: model(x))[1])
+
+
+OF_TRANSFORMERS = """
+import json, sys
+import torch, transformers
+from graphopt.rewriting.pipeline import Pipeline
+from graphopt.runtime.stored.program_key import Subject, program_key
+
+def keys():
+    small = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    small |= {"intermediate_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    small |= {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+    for name in ("GPT2LMHeadModel", "BertForSequenceClassification", "LlamaForCausalLM", "T5ForConditionalGeneration"):
+        cls = getattr(transformers, name)
+        model = cls(cls.config_class(**small))
+        optimizer = torch.optim.AdamW(model.parameters())
+        call = (), {"input_ids": torch.ones(2, 8, dtype=torch.long)}
+        yield program_key(Subject(model, True, optimizer, call, Pipeline(""), "step", "eager", True)).sections
+
+print(json.dumps(list(keys())))
+"""
+
+
+def test_models_of_transformers_have_the_same_key_in_each_process() -> None:
+    """Their configurations note what ``hash`` gave of a text."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", OF_TRANSFORMERS],
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )
+        for seed in ("1", "2")
+    ]
+    first, second = (json.loads(process.communicate()[0]) for process in processes)
+    assert len(first) == 4
+    assert first == second
