@@ -138,8 +138,25 @@ class Trainer(_Base):  # type: ignore[misc]
     def _loss(self, model: nn.Module, inputs: dict[str, Any], items: Any, batches: int | None) -> torch.Tensor:
         """What backward starts from: the loss of one batch as part of that of an update."""
         with self.compute_loss_context_manager():
-            loss: torch.Tensor = self.compute_loss(model, inputs, num_items_in_batch=items)
+            loss: torch.Tensor = self.compute_loss(model, dict(inputs), num_items_in_batch=items)  # it takes labels out
         return loss if batches is None else loss / batches
+
+    def _graphopt_compared_by(self) -> dict[str, Any] | None:
+        """What ``_loss`` depends on, for captures that are kept; None where a subclass computes the loss itself."""
+        own = ("compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager")
+        accelerator, owner = self.accelerator, type(self)
+        overridden = any(getattr(owner, name) is not getattr(_Base, name) or name in vars(self) for name in own)
+        if overridden or getattr(accelerator, "parallelism_config", None) is not None:
+            return None
+        return {
+            **{name: getattr(_Base, name) for name in own},
+            "label_smoother": self.label_smoother,
+            "compute_loss_func": self.compute_loss_func,
+            "model_accepts_loss_kwargs": self.model_accepts_loss_kwargs,
+            "average_tokens_across_devices": getattr(self.args, "average_tokens_across_devices", None),
+            "processes": accelerator.num_processes,
+            "mixed_precision": str(accelerator.mixed_precision),
+        }
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Run one batch through the step; the update happens in it, at the last batch of an accumulation."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from graphopt.errors import GraphoptError
 from graphopt.ir.program import Program
 from graphopt.rewriting.pass_ import PassRecord
+from graphopt.runtime.stored.capture_content import READ
 
 __all__ = ["WITHOUT_PASSES", "MeasuredPeaks", "Snapshot", "Story", "story_of_program", "story_of_snapshots"]
 
@@ -102,6 +103,8 @@ def story_of_snapshots(
 
 
 def _labelled(snapshots: Sequence[tuple[str, Program]], records: Sequence[PassRecord]) -> list[Snapshot]:
+    if snapshots and all(label.endswith(READ) for label, _ in snapshots):
+        return _of_read(snapshots, records)
     passes = sum(not _is_captured(label) for label, _ in snapshots)
     if not snapshots or passes != len(records):
         raise GraphoptError(
@@ -115,6 +118,21 @@ def _labelled(snapshots: Sequence[tuple[str, Program]], records: Sequence[PassRe
             told.append(Snapshot(f"lowered to {program.stage}" if told else "captured", program))
         else:
             told.append(Snapshot(label, program, next(left)))
+    return told
+
+
+def _of_read(snapshots: Sequence[tuple[str, Program]], records: Sequence[PassRecord]) -> list[Snapshot]:
+    """The programs of a capture that was read, one for each stage: what its passes did stands beside that program."""
+    told: list[Snapshot] = []
+    kept = {program.stage for _, program in snapshots}
+    for index, (label, program) in enumerate(snapshots):
+        passes = [
+            record
+            for record in records
+            if record.stage == program.stage or (index == 0 and record.stage not in kept)  # a stage that is not kept
+        ]
+        told += [Snapshot(f"{record.spec}, {label}", program, record) for record in passes]
+        told += [] if passes else [Snapshot(label, program)]
     return told
 
 

@@ -17,6 +17,7 @@ from graphopt.ir.program import Program
 from graphopt.rewriting.pass_ import Changed, Numerics, PassRecord
 
 __all__ = [
+    "READ",
     "LazySnapshots",
     "LazyStages",
     "read_questions",
@@ -25,6 +26,10 @@ __all__ = [
     "write_questions",
     "write_records",
 ]
+
+
+READ = ", loaded from the cache"
+"""How the label of a program ends that was read: behind all passes of its stage, which are not kept one by one."""
 
 
 class LazyStages(MutableMapping[Stage, Program]):
@@ -153,4 +158,4 @@ class LazySnapshots(Sequence[tuple[str, Program]]):
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
         stage = self._order[index]
-        return f"{stage}, loaded from the cache", self._stages[stage]
+        return f"{stage}{READ}", self._stages[stage]

@@ -23,13 +23,15 @@ from torch import nn
 
 from graphopt import _torch
 
-__all__ = ["NoStableFormError", "StableForms", "code_digest", "digest", "qualified_name"]
+__all__ = ["COMPARED_BY", "NoStableFormError", "StableForms", "code_digest", "digest", "qualified_name"]
 
 _DEEPEST = 40
 _LARGEST_TENSOR = 16 * 1024 * 1024
 """Bytes of a tensor that counts by its values."""
 
 _PRINTED = (
+    types.GenericAlias,
+    types.UnionType,
     torch.dtype,
     torch.device,
     torch.memory_format,
@@ -78,6 +80,10 @@ def _constant(value: Any) -> str:
     return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else f"{type(value).__name__} {value!r}"
 
 
+COMPARED_BY = "_graphopt_compared_by"
+"""A method of objects much of which a capture does not depend on: it gives what it does depend on, or None for all."""
+
+
 class StableForms:
     """Makes forms of values that belong together; containers and objects stand as digests of what they hold.
 
@@ -102,7 +108,7 @@ class StableForms:
             return value if not isinstance(value, int) or isinstance(value, bool) else ["int", str(value)]
         if type(value) in (float, complex, bytes, bytearray):
             return [type(value).__name__, repr(value)]
-        if isinstance(value, _PRINTED):
+        if isinstance(value, _PRINTED) or type(value).__module__ == "typing":
             return [qualified_name(type(value)), str(value)]
         if isinstance(value, enum.Enum):
             return ["enum", qualified_name(type(value)), value.name]
@@ -119,6 +125,8 @@ class StableForms:
             return self._tensor(value)
         if isinstance(value, nn.Module) and id(value) in self._modules:
             return ["module", self._modules[id(value)]]
+        if self._is_optimized(value):
+            return ["module", ""]
         callable_form = self._callable(value, depth)
         if callable_form is not None:
             return callable_form
@@ -131,6 +139,13 @@ class StableForms:
         if isinstance(value, re.Pattern):
             return ["pattern", value.pattern, value.flags]
         return self._object(value, depth)
+
+    def _is_optimized(self, value: Any) -> bool:
+        """Whether a value is the model as it runs for its user (``optimize``), made of the same modules."""
+        if not isinstance(value, nn.Module) or not hasattr(type(value), "_graphopt"):
+            return False
+        parts = {id(part) for part in value.children()}
+        return bool(parts) and parts <= self._modules.keys()
 
     def _items(self, value: Any, depth: int) -> list[Form]:
         if isinstance(value, Mapping):
@@ -187,6 +202,10 @@ class StableForms:
             NoStableFormError: for one that keeps its state elsewhere.
         """
         cls = type(value)
+        parts = getattr(cls, COMPARED_BY, lambda _: None)(value)
+        if parts is not None:
+            self._meet(cls)
+            return ["object", qualified_name(cls), self._named(parts, depth, f".{COMPARED_BY}")]
         slots = [name for base in cls.__mro__ for name in _slots(base) if hasattr(value, name)]
         attributes = getattr(value, "__dict__", None)
         if (attributes is None and not slots) or isinstance(value, (torch.Generator, BaseException)):

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import graphopt
+from graphopt.report.page import page_of_snapshots
+from graphopt.report.page.story import story_of_snapshots
 from tests.support.paths import ROOT
 from tests.support.running import X, adamw, network, rows, sgd
 from tests.support.storing import count, drop_in_run, is_loaded, reasons, step_run, use_programs
@@ -408,3 +410,14 @@ def test_training_goes_on_where_nothing_can_be_written(folder: Path) -> None:
     found, step = step_run(network(), sgd, [(X,)])
     assert not is_loaded(step)
     assert found.tensors["0.loss"].isfinite()
+
+
+@pytest.mark.parametrize("passes", ["", "mixed-precision{dtype=bfloat16},fuse-update", "recompute{checkpoints=net.3}"])
+def test_the_page_of_a_capture_that_was_read_names_its_passes(folder: Path, passes: str) -> None:
+    for _ in range(2):
+        _, step = step_run(network(), sgd, [(X,)], passes)
+    assert is_loaded(step)
+    page = page_of_snapshots(step.snapshots, step.records)
+    assert "step, loaded from the cache" in page
+    assert all(record.spec.split("{")[0] in page for record in step.records)
+    assert len(story_of_snapshots(step.snapshots, step.records).snapshots) >= max(2, len(step.records))
