@@ -6,6 +6,7 @@ Both are read by a small parser, with bounds on everything.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import math
 import operator
@@ -92,14 +93,13 @@ def read_condition(field: Field, symbols: Collection[str]) -> SizeCondition:
     text = field.text(longest=_LONGEST_CONDITION)
     try:
         tree = ast.parse(text, mode="eval").body
-        _truth(tree, field, dict.fromkeys(symbols, 2))
-    except ArithmeticError:
-        pass  # it is a condition, and has no answer for these values
+        with contextlib.suppress(ArithmeticError):  # a condition that has no answer for these values is one too
+            _truth(tree, field, dict.fromkeys(symbols, 2))
+        return SizeCondition(text, tree)
     except GraphoptError:
         raise
     except Exception as error:  # of the parser, of numbers of other kinds
         raise field.error(f"{text!r:.80} is no condition on sizes: {type(error).__name__}: {error!s:.80}") from error
-    return SizeCondition(text, tree)
 
 
 def _truth(tree: ast.expr, field: Field, values: Mapping[str, int]) -> bool:
