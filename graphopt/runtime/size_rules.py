@@ -95,6 +95,11 @@ class SizeRules:
         """The dimensions that vary."""
         return self._varying
 
+    @property
+    def symbols(self) -> set[str]:
+        """The names of the symbols that the sizes are made of; none where all are fixed."""
+        return {name for rule in self._varying for name in _torch.size_symbols(rule.size)}  # type: ignore[arg-type]
+
     def describe(self, values: Mapping[str, int]) -> str:
         """The dimensions that vary with their sizes for values of the symbols, for people."""
         sizes = [(rule, _torch.evaluate_number(rule.size, values)) for rule in self._varying]

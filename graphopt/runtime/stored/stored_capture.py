@@ -276,8 +276,9 @@ def _read_at_once(entry: StoredCapture, stages: LazyStages, pipeline: Pipeline) 
     """
     for stage in stages:
         stages[stage] = entry.read(f"stage-{stage}")
-    if any(current.has_limit for current in pipeline.passes):
-        assert entry.unlimited.stage in stages
+    limited = any(current.has_limit for current in pipeline.passes)
+    if limited and entry.unlimited.stage not in stages:
+        raise GraphoptError(f"{entry.files.place(UNLIMITED)}: a program of another stage than those that run")
 
 
 def _state_of(field: Field, session: CaptureSession) -> str:
