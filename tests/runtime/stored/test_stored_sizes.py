@@ -103,6 +103,16 @@ def test_all_plans_are_read_and_the_budget_holds(folder: Path, way: Way) -> None
         assert program.memory().peak_bytes in {other.memory().peak_bytes for other in first.programs}
 
 
+def test_a_plan_for_other_sizes_is_read_too(folder: Path) -> None:
+    batches = [(rows(3),), (rows(2),), (rows(4),)]
+    first, made = step_run(network(), adamw, batches, [fit("5.7kB")])
+    second, loaded = step_run(network(), adamw, batches, [fit("5.7kB")])
+    assert_same(first, second, "loaded")
+    peaks = [[program.memory().peak_bytes for program in _programs(step)] for step in (made, loaded)]
+    assert peaks[0] == peaks[1]
+    assert all(capture.rewritten.loaded for capture in loaded._runner.serving.everything())
+
+
 def test_a_length_without_a_plan_is_planned_from_a_capture_of_its_own(folder: Path) -> None:
     model = Lengths(layers=1)
     budget = int(0.75 * plain_peak(model, LONGEST))
