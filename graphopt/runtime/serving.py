@@ -337,7 +337,7 @@ class Serving(Generic[C]):
         try:
             planned = maker.compile(_session_of(plans, capture, call, maker), plans.target(values))
             same = planned.rules.symbols == capture.rules.symbols  # a new capture of one that was read names them alike
-            if same and planned.rules.match(call.tensors) is not None:
+            if planned.rules and same and planned.rules.match(call.tensors) is not None:
                 return plans.add(values, planned)
             sizes = [f"{rule.place} = {call.tensors[rule.input].shape[rule.dim]}" for rule in capture.rules.axes]
             reason = "a pass has fixed a size that varies, so that no other one is planned for: captured by itself is"

@@ -233,10 +233,9 @@ def read_capture(
         raise header["format"].expected(f"format {_FORMAT}")
     tensors = flatten(session.example, paths=False)[0]
     session.replay_questions(read_questions(header["questions"], tensors))
-    known: dict[str, Stage] = {"joint": "joint", "step": "step"}
-    stages: list[Stage] = [stage.one_of(known) for stage in header["stages"].items(most=2)]
-    if not stages:
-        raise header["stages"].expected("at least one stage")
+    stages: list[Stage] = ["joint"] if session.optimizer is None else ["joint", "step"]
+    if [stage.text() for stage in header["stages"].items(most=2)] != stages:
+        raise header["stages"].expected(f"the stages {' and '.join(stages)}")
     sizes = read_sizes(header["sizes"])
     if sizes is not None:
         sizes = read_sizes(header["sizes"], sizes.rules(declared=False).match(tensors))

@@ -72,6 +72,16 @@ def test_a_missing_program_is_a_miss(stored: tuple[Training, list[Path]]) -> Non
     assert_same(expected, found, "missing")
 
 
+def test_a_header_that_leaves_out_the_update_is_no_capture_of_a_step(
+    stored: tuple[Training, list[Path]], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, files = stored
+    header = next(file for file in files if file.name == "capture")
+    write_checked(header, {**read_checked(header).value, "stages": ["joint"]})
+    assert_same(expected, step_run(network(), sgd, BATCHES)[0], "without its update")
+    assert "expected the stages joint and step" in caplog.text
+
+
 def _places(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Every place in a document outside of the arguments of calls, whose numbers decide what is computed."""
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
