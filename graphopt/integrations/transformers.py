@@ -5,6 +5,7 @@ A drop-in model needs nothing of this: ``transformers.Trainer(graphopt.optimize(
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from typing import TYPE_CHECKING, Any
@@ -138,7 +139,8 @@ class Trainer(_Base):  # type: ignore[misc]
     def _loss(self, model: nn.Module, inputs: dict[str, Any], items: Any, batches: int | None) -> torch.Tensor:
         """What backward starts from: the loss of one batch as part of that of an update."""
         with self.compute_loss_context_manager():
-            loss: torch.Tensor = self.compute_loss(model, dict(inputs), num_items_in_batch=items)  # it takes labels out
+            given = copy.copy(inputs)  # it takes labels out
+            loss: torch.Tensor = self.compute_loss(model, given, num_items_in_batch=items)
         return loss if batches is None else loss / batches
 
     def _graphopt_compared_by(self) -> dict[str, Any] | None:

@@ -233,7 +233,6 @@ class _Decoder:
         self._mode = mode
         known = _torch.open_symbols(mode)
         self._symbols = {name: _torch.symbolic_size(mode, name, symbol.hint) for name, symbol in known.items()}
-        self._sizes: dict[str, Any] = {}
 
     def attributes(self, field: Field) -> dict[str, fx.GraphModule]:
         """The sub-graphs that a graph refers to."""
@@ -337,27 +336,18 @@ class _Decoder:
         if "constant" in field:
             return _plain(field["constant"])
         if "symbolic" in field:
-            return self._size(field["symbolic"])
+            return read_size(field["symbolic"], self._symbols)
         for kind in ("list", "tuple"):
             if kind in field:
                 items = [None if item.value is None else self._example(item, depth + 1) for item in field[kind].items()]
                 return items if kind == "list" else tuple(items)
         return self.tensor(field)
 
-    def _size(self, field: Field) -> Any:
-        """A size; an expression that stands at many places is computed once."""
-        text = field["expression"].value if "expression" in field else None
-        if not isinstance(text, str):
-            return read_size(field, self._symbols)
-        if text not in self._sizes:
-            self._sizes[text] = read_size(field, self._symbols)
-        return self._sizes[text]
-
     def tensor(self, field: Field) -> torch.Tensor:
         """A tensor without data."""
         parts = field.parts(("shape", "stride", "dtype", "device"))
-        shape = [self._size(item) for item in parts["shape"].items(most=_MOST_DIMENSIONS)]
-        stride = [self._size(item) for item in parts["stride"].items(most=_MOST_DIMENSIONS)]
+        shape = [read_size(item, self._symbols) for item in parts["shape"].items(most=_MOST_DIMENSIONS)]
+        stride = [read_size(item, self._symbols) for item in parts["stride"].items(most=_MOST_DIMENSIONS)]
         if len(shape) != len(stride):
             raise parts["stride"].error(f"{len(stride)} strides for {len(shape)} dimensions")
         dtype, device = parts["dtype"].one_of(_DTYPES), _device(parts["device"])

@@ -42,7 +42,7 @@ from graphopt.runtime.stored.program_key import Key, Subject, differences, progr
 from graphopt.runtime.stored.shipped_captures import Shipped
 from graphopt.runtime.stored.stable_form import NoStableFormError, digest
 from graphopt.runtime.stored.stored_capture import CaptureNotes, StoredCapture, not_kept, read_capture, write_capture
-from graphopt.runtime.stored.stored_sizes import read_sizes, write_sizes
+from graphopt.runtime.stored.stored_sizes import StoredSizes, read_sizes, write_sizes
 
 __all__ = ["CacheLookup", "ProgramCache"]
 
@@ -93,7 +93,9 @@ class CacheLookup:
                 sizes = write_sizes(rules, rewritten.program.context)
                 files = FolderFiles(self.folder / _entry_name(self.key, sizes))
                 write_capture(files, self.key, rewritten, CaptureNotes(sizes, self.said, self.why))
-                rewritten.entry = StoredCapture(files, rewritten.session, rewritten.program.context)
+                context = rewritten.program.context
+                own = StoredSizes(rules.inputs, context.sizes, context.largest) if rules and rules.inputs else None
+                rewritten.entry = StoredCapture(files, rewritten.session, context, own)
                 make_room(self.folder)
                 return
             except (OSError, GraphoptError, NoStableFormError) as error:

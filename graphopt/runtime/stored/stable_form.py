@@ -84,6 +84,10 @@ COMPARED_BY = "_graphopt_compared_by"
 """A method of objects much of which a capture does not depend on: it gives what it does depend on, or None for all."""
 
 
+_HASH = "_original_object_hash"
+"""Where configurations of ``transformers`` note what ``hash`` gave of their text: another number in each process."""
+
+
 class StableForms:
     """Makes forms of values that belong together; containers and objects stand as digests of what they hold.
 
@@ -125,8 +129,9 @@ class StableForms:
             return self._tensor(value)
         if isinstance(value, nn.Module) and id(value) in self._modules:
             return ["module", self._modules[id(value)]]
-        if self._is_optimized(value):
-            return ["module", ""]
+        parts = self._parts_of_optimized(value)
+        if parts:
+            return ["optimized", parts]
         callable_form = self._callable(value, depth)
         if callable_form is not None:
             return callable_form
@@ -140,12 +145,12 @@ class StableForms:
             return ["pattern", value.pattern, value.flags]
         return self._object(value, depth)
 
-    def _is_optimized(self, value: Any) -> bool:
-        """Whether a value is the model as it runs for its user (``optimize``), made of the same modules."""
+    def _parts_of_optimized(self, value: Any) -> list[Form]:
+        """The paths of the parts of the model as it runs for its user (``optimize``); none for another model."""
         if not isinstance(value, nn.Module) or not hasattr(type(value), "_graphopt"):
-            return False
-        parts = {id(part) for part in value.children()}
-        return bool(parts) and parts <= self._modules.keys()
+            return []
+        parts = {name: self._modules.get(id(part)) for name, part in value.named_children()}
+        return [] if None in parts.values() else [[name, path] for name, path in parts.items()]
 
     def _items(self, value: Any, depth: int) -> list[Form]:
         if isinstance(value, Mapping):
@@ -215,11 +220,7 @@ class StableForms:
         return [
             "object",
             qualified_name(cls),
-            [
-                [str(name), self._named(item, depth, f".{name}")]
-                for name, item in contents.items()
-                if not _is_hash(str(name), item)
-            ],
+            [[str(name), self._named(item, depth, f".{name}")] for name, item in contents.items() if name != _HASH],
         ]
 
     def _named(self, value: Any, depth: int, name: str) -> Form:
@@ -227,14 +228,6 @@ class StableForms:
             return self.form(value, depth)
         except NoStableFormError as error:
             raise NoStableFormError(f"{error}, in {name}" if len(str(error)) < 300 else str(error)) from None
-
-
-def _is_hash(name: str, value: Any) -> bool:
-    """Whether an attribute notes what ``hash`` gave: of texts that is another number in each process.
-
-    Configurations of ``transformers`` note that of their other attributes, to see later whether these have changed.
-    """
-    return type(value) is int and name.endswith("hash")
 
 
 def _slots(cls: type) -> list[str]:

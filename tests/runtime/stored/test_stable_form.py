@@ -155,10 +155,10 @@ def test_a_global_that_cannot_be_compared_is_refused_by_name() -> None:
 class Noted:
     """Like a configuration of ``transformers``, which notes the ``hash`` of a text: another number in each process."""
 
-    def __init__(self, noted: int, size: int = 3) -> None:
-        self.size, self._original_object_hash = size, noted
+    def __init__(self, noted: int, n_hash: int = 3) -> None:
+        self.n_hash, self._original_object_hash = n_hash, noted
 
 
 def test_what_hash_gave_does_not_count() -> None:
     assert StableForms({}).form(Noted(1)) == StableForms({}).form(Noted(2))
-    assert StableForms({}).form(Noted(1)) != StableForms({}).form(Noted(1, size=4))
+    assert StableForms({}).form(Noted(1)) != StableForms({}).form(Noted(1, n_hash=4))
