@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +21,6 @@ from torch import nn
 from graphopt.capture import CaptureSession
 from graphopt.capture.flatten import flatten
 from graphopt.capture.graph_part import GraphPart
-from graphopt.capture.replayed_trace import not_replayed
 from graphopt.errors import GraphoptError
 from graphopt.ir.context import Context
 from graphopt.ir.node import Stage
@@ -30,109 +29,22 @@ from graphopt.rewriting.pipeline import Pipeline
 from graphopt.runtime.rewrite import Rewritten, Verify
 from graphopt.runtime.size_plans import Target
 from graphopt.runtime.size_rules import SizeRules
+from graphopt.runtime.stored.cache_lookup import CacheLookup, refuse
 from graphopt.runtime.stored.program_files import HEADER, FolderFiles, ProgramFiles
 from graphopt.runtime.stored.program_folder import (
     entries,
     is_on,
-    make_room,
-    note_refusal,
     programs_folder,
 )
 from graphopt.runtime.stored.program_key import Key, Subject, differences, program_key, read_sections
 from graphopt.runtime.stored.shipped_captures import Shipped
-from graphopt.runtime.stored.stable_form import NoStableFormError, digest
-from graphopt.runtime.stored.stored_capture import CaptureNotes, StoredCapture, not_kept, read_capture, write_capture
-from graphopt.runtime.stored.stored_sizes import StoredSizes, read_sizes, write_sizes
+from graphopt.runtime.stored.stable_form import NoStableFormError
+from graphopt.runtime.stored.stored_capture import StoredCapture, read_capture
+from graphopt.runtime.stored.stored_sizes import read_sizes
 
-__all__ = ["CacheLookup", "ProgramCache"]
+__all__ = ["ProgramCache"]
 
 logger = logging.getLogger(__name__)
-_package = logging.getLogger("graphopt")
-
-
-@dataclass
-class CacheLookup:
-    """One question to the cache: what was found, or where to put what is captured instead.
-
-    Attributes:
-        key: of the capture; where its sizes vary, of calls of any sizes.
-        found: the capture; None where there is none.
-        rules: the sizes that it serves.
-        why: nothing that is there would do.
-    """
-
-    key: Key
-    folder: Path
-    found: Rewritten | None = None
-    rules: SizeRules = field(default_factory=SizeRules)
-    why: str = ""
-    said: list[tuple[str, str]] = field(default_factory=list)
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Around a capture: what it warns of is kept with it, and said again where it is read."""
-        handler = _Listener(self.said)
-        _package.addHandler(handler)
-        try:
-            yield
-        finally:
-            _package.removeHandler(handler)
-
-    def keep(self, rewritten: Rewritten, rules: SizeRules) -> None:
-        """Write a capture, and let its variants be written when they are made; says why not at DEBUG.
-
-        Args:
-            rewritten: the capture.
-            rules: the sizes that it serves.
-        """
-        reason = not_kept(rewritten) or _not_replayed(rewritten)
-        if rewritten.session.sizes_vary and not rules:
-            reason = reason or "its sizes were to vary, and tracing has fixed all of them"
-        if not reason:
-            try:
-                sizes = write_sizes(rules, rewritten.program.context)
-                files = FolderFiles(self.folder / _entry_name(self.key, sizes))
-                write_capture(files, self.key, rewritten, CaptureNotes(sizes, self.said, self.why))
-                context = rewritten.program.context
-                own = StoredSizes(rules.inputs, context.sizes, context.largest) if rules and rules.inputs else None
-                rewritten.entry = StoredCapture(files, rewritten.session, context, own)
-                make_room(self.folder)
-                return
-            except (OSError, GraphoptError, NoStableFormError) as error:
-                reason = str(error)
-        refuse(self.folder, self.key.title, reason)
-
-
-def _entry_name(key: Key, sizes: dict[str, Any] | None) -> str:
-    """The folder of a capture; where sizes vary there are several of one key, of which the first letters differ."""
-    return key.name if sizes is None else f"{digest([key.name, sizes])[:16]}-{key.name}"
-
-
-class _Listener(logging.Handler):
-    """Notes the warnings of graphopt's loggers."""
-
-    def __init__(self, said: list[tuple[str, str]]) -> None:
-        super().__init__(logging.WARNING)
-        self._said = said
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Note one."""
-        if record.levelno == logging.WARNING:
-            self._said.append((record.name, record.getMessage()))
-
-
-def _not_replayed(rewritten: Rewritten) -> str:
-    """Why the program of a drop-in model is not kept; empty where it is."""
-    session = rewritten.session
-    if session.optimizer is not None or session.joint is None:
-        return ""
-    return not_replayed(session.joint, rewritten.program)
-
-
-def refuse(folder: Path, title: str, reason: str) -> None:
-    """Say, and note for ``graphopt cache``, why a capture is not kept."""
-    logger.debug("the capture of %s is not kept: %s", title, reason)
-    note_refusal(folder, title, reason, digest([title, reason])[:24])
 
 
 class HasOptions(Protocol):
