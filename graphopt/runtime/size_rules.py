@@ -12,7 +12,7 @@ from graphopt import _torch
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import value_of
 from graphopt.ir.program import Program
-from graphopt.ir.size_expressions import SizeCondition
+from graphopt.ir.size_conditions import SizeCondition
 
 __all__ = ["OpenInputs", "SizeRule", "SizeRules", "size_rules"]
 

@@ -17,7 +17,7 @@ from torch import nn
 import graphopt
 from graphopt import GraphoptError
 from graphopt.ir.checked_json import Field
-from graphopt.ir.size_expressions import read_condition
+from graphopt.ir.size_conditions import read_condition
 from graphopt.passes import FitMemory
 from graphopt.runtime.stored.checked_file import read_checked, write_checked
 from graphopt.runtime.stored.program_folder import entries
