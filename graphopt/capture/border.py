@@ -55,11 +55,13 @@ BORDER = (
         "100,000 items and arrays above 4 MB are told, since changes inside of them are not noticed",
     ),
     Row(
-        "variables that the code of the model or the loss reads: global ones, closures, defaults, class attributes, "
-        "objects of methods, modules that functions import, the environment, the context (`contextvars`); functions "
-        "put in the place of a library's",
+        "variables that the code of the model or the loss reads: global ones, closures, defaults, attributes of "
+        "classes, metaclasses, descriptors and functions, objects of methods, modules that functions import, the "
+        "environment, the context (`contextvars`), names that it gives as texts (`getattr`, `globals()`, "
+        "`sys.modules`); code put in the place of other code, a library's functions too",
         "signature",
-        "by value, in functions of the user's own files; not what an installed library's code reads",
+        "by value, in functions of the user's own files; not what an installed library's code reads; texts made while "
+        "code runs are told (`eval`), and exchanged classes of objects and bases of classes are not noticed",
     ),
     Row("modules replaced, added, removed, of another class; modules kept in plain containers", "signature"),
     Row("forward hooks and pre-hooks of submodules, and of all modules", "traced", "with them in the signature"),
@@ -148,8 +150,8 @@ BORDER = (
         "a drop-in model is captured in parts, and runs in eager mode for counts",
     ),
     Row(
-        "the clock, `torch.compiler.is_compiling()`, comparisons of `type(...)` with a class of tensors, functions of "
-        "TorchScript",
+        "the clock, settings of the process (threads, free memory, folder, arguments), "
+        "`torch.compiler.is_compiling()`, comparisons of `type(...)` with a class of tensors, functions of TorchScript",
         "told",
         "in functions of the user's own files: a program has the time of its capture; while it is captured the answer "
         "is true, as under `torch.compile`, and tensors are of other classes; TorchScript's own derivatives may round "
@@ -183,7 +185,16 @@ BORDER = (
     Row("a `__call__` of the model's class", "honoured", "it acts around the program; a whole step traces it"),
     Row("attributes of modules in `__slots__`", "refused"),
     Row("checks of values inside of ops, such as `torch.linalg.inv`'s", "traced", "they raise as in eager mode"),
-    Row("`print` and other effects of forward outside of torch", "at the capture", "none where it was stored before"),
+    Row(
+        "files that forward or a loss reads, writes or looks for, what it prints and logs, programs that it runs",
+        "told",
+        "with the line; it happens at the capture, and a capture for which something was read is not stored",
+    ),
+    Row(
+        "other effects of forward outside of torch: what libraries do, sockets, device files",
+        "at the capture",
+        "none where it was stored before",
+    ),
     Row("`assert` and `if …: raise` on values", "traced", "as ops that raise the same, with the source line"),
     Row(
         "other control flow that depends on values, tensors kept in attributes",

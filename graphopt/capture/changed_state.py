@@ -11,8 +11,8 @@ from torch import nn
 
 from graphopt import _torch
 from graphopt.capture.assigned_buffers import IN_PARTS
+from graphopt.capture.code_of_model import reached_by
 from graphopt.capture.contents import DEEPEST, MOST_ITEMS
-from graphopt.capture.followed_code import reached_by
 from graphopt.capture.kept_places import CONTAINERS, OF_MODULES, Drawn, Kept, Named, Place
 from graphopt.capture.variables import Variable, variables_set
 from graphopt.capture.whose_code import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import collections
 import contextvars
+import ctypes
 import functools
 import operator
 import types
@@ -29,6 +30,7 @@ __all__ = [
     "Contents",
     "attributes_of",
     "deeper",
+    "is_container",
     "items_of",
     "raw_bytes",
     "users",
@@ -56,7 +58,10 @@ CONTAINERS = (list, tuple, set, frozenset, collections.deque, Mapping)
 """What holds items."""
 
 _SEQUENCES: tuple[Any, ...] = (list, tuple, set, frozenset)
-_ARRAYS = (np.ndarray, array.array, bytearray)
+_C_DATA: Any = ctypes.c_int.__mro__[-2]
+"""The class of numbers, arrays and structures of C."""
+
+_ARRAYS = (np.ndarray, array.array, bytearray, memoryview, _C_DATA)
 
 _FIXED = (tuple, frozenset, functools.partial, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 """Classes whose objects refer to the same things as long as they live, beside their attributes."""
@@ -105,10 +110,10 @@ def _may_be_asked(cls: Any) -> bool:
 
 
 def raw_bytes(value: Any) -> bytes | None:
-    """The numbers of an array of Python's or NumPy's; None for anything else."""
+    """The numbers of an array of Python's, NumPy's or C's; None for anything else."""
     if not isinstance(value, _ARRAYS) or (isinstance(value, np.ndarray) and value.dtype == object):
         return None
-    return bytes(value) if isinstance(value, bytearray) else value.tobytes()
+    return bytes(value) if isinstance(value, (bytearray, _C_DATA)) else value.tobytes()
 
 
 def attributes_of(value: object) -> dict[str, Any]:
@@ -192,7 +197,8 @@ class Contents:
             if isinstance(dictionary, dict):
                 self.dictionary(dictionary)
         if isinstance(value, _ARRAYS):
-            if getattr(value, "nbytes", 0) > MOST_BYTES:
+            size = ctypes.sizeof(value) if isinstance(value, _C_DATA) else getattr(value, "nbytes", 0)
+            if size > MOST_BYTES:
                 self.too_large[name] = None
             else:
                 self._arrays.append((value, _array_state(value)))

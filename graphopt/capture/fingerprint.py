@@ -148,7 +148,7 @@ class _Keys:
         attributes = self._attributes(value, depth)
         raw = raw_bytes(value)
         if raw is not None:
-            shape, dtype = getattr(value, "shape", len(value)), str(getattr(value, "dtype", ""))
+            shape, dtype = getattr(value, "shape", None), str(getattr(value, "dtype", ""))
             return cls, Same(value), shape, dtype, _digest(raw), attributes
         if is_container(value) or isinstance(value, functools.partial):
             return cls, self._items(value, depth), *attributes

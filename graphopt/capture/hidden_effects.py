@@ -44,6 +44,7 @@ CAPTURE_LOCK = threading.RLock()
 _REFUSED: list[tuple[Any, str, str]] = [
     (torch.Tensor, "register_hook", "a hook on a tensor inside of forward, which would not act on gradients"),
     (torch.Tensor, "register_post_accumulate_grad_hook", "a hook on a gradient inside of forward"),
+    (torch.Tensor, "is_set_to", "is_set_to inside of forward, which knows nothing of tensors under trace"),
     *(
         (owner, name, f"torch.{name} inside of forward, which would act at the capture and at no later call")
         for owner, names in (

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dis
 import functools
+import re
 import types
+from collections.abc import Iterator
 
-__all__ = ["chains_of", "compares_types", "loaded_names"]
+__all__ = ["chains_of", "compares_types", "found_by_text", "loaded_names", "names_in", "words_in"]
 
 _STARTS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FROM_DICT_OR_DEREF", "LOAD_FAST")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
@@ -26,7 +28,7 @@ def chains_of(code: types.CodeType) -> tuple[Chain, ...]:
     pending = [code]
     while pending:
         current = pending.pop()
-        pending += [constant for constant in current.co_consts if isinstance(constant, types.CodeType)]
+        pending += _inner(current)
         chain: Chain = ()
         imports = _imports(current)
         for instruction in dis.get_instructions(current):
@@ -63,8 +65,45 @@ def loaded_names(code: types.CodeType) -> frozenset[str]:
         for instruction in dis.get_instructions(code)
         if instruction.opcode in dis.hasname and not instruction.opname.endswith(("_ATTR", "_METHOD"))
     }
-    inner = (loaded_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return frozenset(found).union(*inner)
+    return frozenset(found).union(*map(loaded_names, _inner(code)))
+
+
+_BY_TEXT = frozenset(("__dict__", "attrgetter", "delattr", "getattr", "hasattr", "methodcaller", "vars"))
+"""What finds attributes by texts."""
+
+_WORD = re.compile(r"[^\W\d]\w*")
+
+
+@functools.lru_cache(maxsize=10_000)
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """Every name in a function's code and in those inside of it; where attributes are found by texts, these too."""
+    return frozenset(code.co_names).union(found_by_text(code), *map(names_in, _inner(code)))
+
+
+@functools.lru_cache(maxsize=10_000)
+def found_by_text(code: types.CodeType) -> frozenset[str]:
+    """The names of attributes, there or not, that a function's code may look for by texts, and those inside of it."""
+    own = frozenset() if _BY_TEXT.isdisjoint(code.co_names) else words_in(code)
+    return own.union(*map(found_by_text, _inner(code)))
+
+
+@functools.lru_cache(maxsize=10_000)
+def words_in(code: types.CodeType) -> frozenset[str]:
+    """The words in the texts of a function's code, and of those inside of it, that could be names."""
+    texts = (word for text in _texts(code.co_consts) for word in _WORD.findall(text))
+    return frozenset(texts).union(*map(words_in, _inner(code)))
+
+
+def _texts(constants: object) -> Iterator[str]:
+    if isinstance(constants, str):
+        yield constants
+    elif isinstance(constants, (tuple, frozenset)):
+        for constant in constants:
+            yield from _texts(constant)
+
+
+def _inner(code: types.CodeType) -> Iterator[types.CodeType]:
+    return (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
 
 
 def _imports(code: types.CodeType) -> dict[str, Chain]:
@@ -91,7 +130,7 @@ _COMPARES = ("IS_OP", "COMPARE_OP", "CONTAINS_OP")
 @functools.lru_cache(maxsize=10_000)
 def compares_types(code: types.CodeType) -> bool:
     """Whether a function's code, or one inside of it, compares ``type(...)`` with a class of tensors."""
-    if any(isinstance(constant, types.CodeType) and compares_types(constant) for constant in code.co_consts):
+    if any(map(compares_types, _inner(code))):
         return True
     called = False
     since: set[str] = set()

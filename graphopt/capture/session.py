@@ -26,6 +26,7 @@ from graphopt.capture.checks import (
     refuse_missing_data,
     refuse_wrapped,
 )
+from graphopt.capture.effects_outside import Effect, effects_noted
 from graphopt.capture.flatten import Structure, flatten
 from graphopt.capture.for_device import stand_in, without_data_for
 from graphopt.capture.forward import ForwardCapture, capture_forward
@@ -151,6 +152,7 @@ class CaptureSession:
         self._captures: dict[torch.dtype | None, ForwardCapture] = {}
         self._assigned: dict[str, None] = {}
         self._left_out: dict[str, None] = {}
+        self._effects: dict[Effect, None] = {}
         self._outside: dict[str, None] = {}
         self._outputs: Structure | None = None
         self._replayed: dict[Question, bool] = {}
@@ -184,13 +186,15 @@ class CaptureSession:
         loss = None if isinstance(self.loss, bool) else self.loss
         with shortage_named(self.title), capturing(self.model, loss, keep=self.keep) as assigned:
             traced = TracedCall(call, self._names, self._dynamic_shapes, self._scalar_loss, self.by_values)
-            captured = capture_forward(self.model, args, kwargs, traced)
+            with effects_noted() as effects:
+                captured = capture_forward(self.model, args, kwargs, traced)
         self._outside |= refuse_outside(captured.outside, self.title, self.optimizer)
         program = captured.program
         stand_in(program, self.tensors().values())
         mark_around(program.graph, program.attributes, len(devices))
         self._assigned |= dict.fromkeys((*assigned, *captured.changed))
         self._left_out |= dict.fromkeys(captured.left_out)
+        self._effects |= effects
         if isinstance(self.model, GraphPart) and self.model.shared:
             captured, self.repeated = split_uses(captured, self.tensors())
         return captured
@@ -255,6 +259,11 @@ class CaptureSession:
     def assigned(self) -> tuple[str, ...]:
         """The attributes of modules that forward has set in the captures so far, as ``path.name``."""
         return tuple(self._assigned)
+
+    @property
+    def effects(self) -> tuple[Effect, ...]:
+        """What the user's code did outside of its process in the captures so far: files, prints, other programs."""
+        return tuple(self._effects)
 
     @property
     def left_out(self) -> tuple[str, ...]:

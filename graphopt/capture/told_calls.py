@@ -10,6 +10,7 @@ import torch
 __all__ = ["TYPES_COMPARED", "told_call"]
 
 _CLOCK = "reads the clock ({}), and a program has the time of its capture at every call"
+_ANSWER = "asks for {}, and a program has the answer of its capture at every call"
 _COMPILED = "asks {}, which is true while a program is captured, as under torch.compile"
 TYPES_COMPARED = (
     "compares type(...) of something with a class of tensors: while a program is captured, tensors and parameters are "
@@ -29,7 +30,17 @@ _QUESTIONS = (
     "torch._dynamo.external_utils.is_compiling",
     "torch.fx._symbolic_trace.is_fx_tracing",
 )
-_TOLD = dict.fromkeys(_CLOCKS, _CLOCK) | dict.fromkeys(_QUESTIONS, _COMPILED)
+_OF_PROCESS = (
+    *(f"torch.{name}" for name in ("get_num_threads", "get_num_interop_threads")),
+    *(
+        f"torch.cuda.{of}{name}"
+        for of in ("", "memory.")
+        for name in ("mem_get_info", "memory_allocated", "memory_reserved", "memory_stats")
+    ),
+    *("decimal.getcontext", "gc.get_count", "os.getcwd", "os.getpid", "sys.argv", "sys.getrecursionlimit"),
+    *("threading.current_thread", "threading.get_ident", "warnings.filters"),
+)
+_TOLD = dict.fromkeys(_CLOCKS, _CLOCK) | dict.fromkeys(_QUESTIONS, _COMPILED) | dict.fromkeys(_OF_PROCESS, _ANSWER)
 
 
 def told_call(value: object, rest: Sequence[str]) -> str | None:

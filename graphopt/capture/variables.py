@@ -20,6 +20,7 @@ __all__ = [
     "Environment",
     "InContext",
     "InSlots",
+    "OfFunction",
     "Variable",
     "in_context",
     "variables_set",
@@ -99,6 +100,17 @@ class InSlots:
     def get(self, name: str, missing: object) -> object:
         """What an attribute is, or ``missing``."""
         return dict(in_slots(self.owner)).get(name, missing)
+
+
+class OfFunction:
+    """The code of a function and its defaults, which an editor may put in the place of others, likewise."""
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self.function = function
+
+    def get(self, name: str, missing: object) -> object:
+        """What the function has now, or ``missing``."""
+        return getattr(self.function, name, missing)
 
 
 def in_context(variable: contextvars.ContextVar[Any]) -> tuple[Any, ...]:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Hashable
 
 from torch import nn
 
+from graphopt.capture.code_of_model import found_by
 from graphopt.capture.fingerprint import ModelFingerprint
-from graphopt.capture.followed_code import found_by
 from graphopt.capture.variables import MISSING
 
 __all__ = ["VariablesRead"]
@@ -48,7 +48,7 @@ class VariablesRead:
         found = found_by(model, called)
         prints = [(module, ModelFingerprint(lasting=True)) for module in found.modules]
         keys: list[Hashable] = [fingerprint(module) for module, fingerprint in prints]
-        places = found.places
+        places, contents = found.places, found.contents  # what else was found may hold what weak references refer to
         self.values = found.plain
         self._key = (*found.values, *keys)
         for sentence in found.told.keys() - self._told:
@@ -61,7 +61,7 @@ class VariablesRead:
             for place, name, value in places:
                 if place.get(name, MISSING) is not value:
                     return False
-            return found.contents.unchanged() and all(
+            return contents.unchanged() and all(
                 fingerprint(module) is key for (module, fingerprint), key in zip(prints, keys, strict=True)
             )
 

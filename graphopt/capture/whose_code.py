@@ -30,6 +30,7 @@ __all__ = [
     "is_followed",
     "is_iterator",
     "is_of_library",
+    "is_of_python",
     "is_of_user",
     "is_of_users",
 ]
@@ -49,6 +50,11 @@ def is_covered_file(file: str) -> bool:
     """Whether versions say all of a file: it is torch's, graphopt's or Python's."""
     if file.startswith((_torch.FOLDER + os.sep, *_OWN, "<frozen ", "<eval_with_key>")):
         return True
+    return is_of_python(file)
+
+
+def is_of_python(file: str) -> bool:
+    """Whether a file is of Python's own library."""
     return file.startswith(_PYTHON) and not any(part in file for part in LIBRARIES)
 
 

@@ -159,6 +159,16 @@ class Runner(Generic[C]):
                 ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else ""),
             )
 
+    def _tell_effects(self, session: CaptureSession) -> None:
+        names = self._untold([effect.words for effect in session.effects])
+        if names:
+            logger.warning(
+                "%sforward of %s %s: a program has what there was at its capture, and does nothing of this later",
+                "the loss or " if callable(session.loss) else "",
+                type(session.model).__name__,
+                ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else ""),
+            )
+
     def _tell_left_out(self, session: CaptureSession) -> None:
         names = self._untold(session.left_out)
         if names:
@@ -223,6 +233,7 @@ class Runner(Generic[C]):
             wanted = self.serving.targets(session, target) if room is None else [None]
             rewritten = self._rewrite_for(session, wanted, room, plans)
         self._tell_assignments(session)
+        self._tell_effects(session)
         self._tell_left_out(session)
         self._tell_outside(session)
         if options.verify == "numerics":

@@ -12,11 +12,10 @@ import hashlib
 import os
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from graphopt.capture.names_loaded import loaded_names
+from graphopt.capture.names_loaded import loaded_names, names_in
 from graphopt.capture.whose_code import LIBRARIES, is_covered_file
 from graphopt.runtime.stored.stable_form import NoStableFormError, StableForms, code_digest, digest, qualified_name
 
@@ -49,6 +48,11 @@ _NO_CODE = frozenset(
     }
 )
 """What a class has that does not decide what its code does."""
+
+
+_BY_TEXT = frozenset(("eval", "exec", "globals", "locals"))
+_OF_MODULES = frozenset(("import_module", "__import__"))
+"""What finds variables by texts that another process may have otherwise."""
 
 
 class CodeForms:
@@ -101,7 +105,7 @@ class CodeForms:
         return StableForms(self._modules, self.meet)
 
     def _class(self, cls: type) -> None:
-        for base in cls.__mro__:
+        for base in (*cls.__mro__, type(cls)):
             if base is not cls:
                 self.meet(base)
         for name, value in vars(cls).items():
@@ -118,7 +122,7 @@ class CodeForms:
     def _attribute(self, cls: type, name: str, value: Any) -> None:
         if isinstance(value, (types.FunctionType, type)):
             self.meet(value)
-        elif not isinstance(value, (types.MemberDescriptorType, types.GetSetDescriptorType)) and not callable(value):
+        elif not isinstance(value, (types.MemberDescriptorType, types.GetSetDescriptorType)):
             place = f"{qualified_name(cls)}.{name}"
             try:
                 self._note(f"class attribute {place}", digest(self._forms().form(value)))
@@ -129,7 +133,10 @@ class CodeForms:
         code = value.__code__
         form = [code_digest(code), *([] if value.__closure__ is None else [digest(self._forms().form(value))])]
         self._note(f"function {qualified_name(value)}", digest(form))
-        names = set(_names(code))
+        names = names_in(code)
+        by_text = _BY_TEXT & loaded_names(code) - value.__globals__.keys() or _OF_MODULES & names
+        if by_text:
+            raise NoStableFormError(f"variables that {value.__qualname__} finds by a text ({min(by_text)})")
         for name in sorted(loaded_names(code)):
             if name in value.__globals__:
                 self._global(f"{value.__module__}.{name}", value.__globals__[name], names)
@@ -140,7 +147,7 @@ class CodeForms:
                 if text in os.environ:
                     self._note(f"environment variable {text}", digest(os.environ[text]))
 
-    def _global(self, name: str, value: Any, names: set[str]) -> None:
+    def _global(self, name: str, value: Any, names: frozenset[str]) -> None:
         """What a global name stands for; of a module, what the function may read of it."""
         if f"global {name}" in self.found and not isinstance(value, types.ModuleType):
             return
@@ -161,7 +168,7 @@ class CodeForms:
         except NoStableFormError as error:
             raise NoStableFormError(f"{error}, in the global variable {name}") from None
 
-    def _module(self, module: types.ModuleType, names: set[str]) -> None:
+    def _module(self, module: types.ModuleType, names: frozenset[str]) -> None:
         file = getattr(module, "__file__", None)
         if file is None or is_covered_file(file):
             return
@@ -175,13 +182,6 @@ class CodeForms:
                 if isinstance(value, types.ModuleType):
                     self.found[f"module {place}"] = value.__name__
                 self._global(place, value, names)
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
 
 
 def _texts(code: types.CodeType) -> set[str]:

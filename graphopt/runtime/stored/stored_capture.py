@@ -151,6 +151,9 @@ def not_kept(rewritten: Rewritten) -> str:
     """Why a capture is not kept; empty where it is."""
     if rewritten.session.assigned:
         return f"forward sets {rewritten.session.assigned[0]}, which only running its Python does"
+    read = next((effect.words for effect in rewritten.session.effects if effect.reads), "")
+    if read:
+        return f"forward {read}, which another process may find otherwise"
     if rewritten.program.context.numbers:
         return "passes have measured numbers that are not part of a program"
     reasons = [refuse_process_bound(rewritten.stages[stage]) for stage in rewritten.stages if stage != "forward"]

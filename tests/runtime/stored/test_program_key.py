@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -55,6 +56,34 @@ def test_a_global_variable_called_like_an_attribute_does_not_count(
     assert reasons(folder) == ""
     assert is_loaded(step_run(Scripted(), sgd, [(X,)], loss=lambda model, x: model(x))[1])
 
+
+class Shared(nn.Linear):
+    """Has a callable among its class's attributes."""
+
+    scale = functools.partial(torch.mul, other=1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return type(self).scale(super().forward(x))
+
+
+def test_a_callable_in_a_class_counts_by_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = use_programs(tmp_path, monkeypatch)
+    step_run(Shared(8, 8), sgd, [(X,)])
+    assert reasons(folder) == ""
+    assert is_loaded(step_run(Shared(8, 8), sgd, [(X,)])[1])
+    monkeypatch.setattr(Shared, "scale", functools.partial(torch.mul, other=2.0))
+    assert not is_loaded(step_run(Shared(8, 8), sgd, [(X,)])[1])
+
+
+def test_a_capture_whose_code_finds_variables_by_texts_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = use_programs(tmp_path, monkeypatch)
+    step_run(network(), sgd, [(X,)], loss=lambda model, x: model(x).sum() * globals()["FACTOR"])
+    assert "finds by a text (globals)" in reasons(folder)
+
+
+FACTOR = 1.0
 
 OF_TRANSFORMERS = """
 import json, sys

@@ -1,0 +1,117 @@
+"""What the code of a model and of a loss was found to read and to change: where it is kept, and what it is now."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphopt.capture.contents import MOST_ITEMS, Contents
+from graphopt.capture.fingerprint import Same, by_value
+from graphopt.capture.named_values import kept_values
+from graphopt.capture.variables import MISSING, Cell, Variable
+from graphopt.capture.whose_code import is_iterator, is_of_user
+
+__all__ = ["FoundVariables"]
+
+
+class _Shown:
+    """A tensor as it is shown to people, without keeping it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._text = f"a tensor at {id(tensor):#x}"
+
+    def __repr__(self) -> str:
+        return self._text
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Shown) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+
+class FoundVariables:
+    """What is read, where it is kept, and what it is now.
+
+    Attributes:
+        values: keys of what is there, with names for people.
+        plain: the numbers, texts and tensors among it and in its containers, by these names.
+        places: where to look, the name there, and the object that was found.
+        contents: containers whose items count.
+        modules: that are called and are not the model's.
+        reached: containers, objects, classes and other modules that code may change, by names for people.
+        iterators: that code may take from, by names for people.
+        variables: that code sets or reads.
+        told: what is to be said of functions that code calls.
+    """
+
+    def __init__(self) -> None:
+        self.values: list[tuple[str, Hashable]] = []
+        self.plain: dict[str, object] = {}
+        self.places: list[tuple[Any, str, object]] = []
+        self.contents = Contents()
+        self.modules: list[nn.Module] = []
+        self.reached: list[tuple[str, object]] = []
+        self.iterators: list[str] = []
+        self.variables: list[Variable] = []
+        self.told: dict[str, None] = {}
+        self._seen: set[tuple[int, str]] = set()
+        self._of_classes: dict[type, types.MappingProxyType[str, Any]] = {}
+
+    def place(self, place: Any, name: str, value: object) -> bool:
+        """Note where something is kept; says whether that is new."""
+        key = id(place.cell) if isinstance(place, Cell) else id(place), name
+        new = key not in self._seen
+        if new:
+            self._seen.add(key)
+            self.places.append((place, name, value))
+        return new
+
+    def not_there(self, owner: object, names: Iterable[str]) -> None:
+        """Note attributes that are looked for and that an object or a class does not have."""
+        own = self.of_class(owner) if isinstance(owner, type) else getattr(owner, "__dict__", None)
+        if own is not None:
+            for name in names:
+                if name not in own:
+                    self.place(own, name, MISSING)
+
+    def of_class(self, cls: type) -> types.MappingProxyType[str, Any]:
+        """What a class has by name: one object for each class, as a place."""
+        return self._of_classes.setdefault(cls, vars(cls))
+
+    def same(self, value: object, where: str) -> None:
+        """Note something that counts by its identity."""
+        self.values.append((where, Same(value)))
+
+    def leaf(self, value: object, where: str) -> None:
+        """Note a number, a text or a tensor."""
+        if isinstance(value, torch.Tensor):
+            self.same(value, where)
+            self.plain[where] = _Shown(value)
+        else:
+            self.values.append((where, by_value(value)))
+            self.plain[where] = value
+
+    def content(self, value: object, where: str) -> None:
+        """Note a container, or an object that counts by what it holds."""
+        self.reached.append((where, value))
+        self.values.append((where, by_value(value)))
+        self.plain |= kept_values(value, where)
+        self.contents.add(value)
+
+    def takes(self, value: object, rest: list[str], where: str) -> None:
+        """Note an iterator, or a container of some; of a user's one, other methods than ``__next__`` are read.
+
+        Args:
+            value: that code reads.
+            rest: the names that follow.
+            where: its name for people.
+        """
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        reads = bool(rest) and rest[0] != "__next__" and is_of_user(value)
+        if not reads and len(inner) <= MOST_ITEMS and any(map(is_iterator, (value, *inner))):
+            self.iterators.append(where)
