@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,11 +12,39 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils.checkpoint import checkpoint
 
 from graphopt import _torch
+from graphopt.capture.graph_form import graph_form
 from graphopt.capture.module_outputs import module_outputs
 from graphopt.errors import CaptureError, shown
 from graphopt.ir.names import add_name
 
-__all__ = ["GraphPart", "as_it_is", "title_of"]
+__all__ = ["GraphPart", "as_it_is", "cut_of", "title_of"]
+
+
+_OWN = "the part of a model"
+"""The one name that a part has for itself, which no attribute of a model can have: a child may be called ``shared``."""
+
+
+@dataclass
+class _Cut:
+    """What a part of a model is.
+
+    Attributes:
+        run: runs the graph.
+        title: the name of the model's class.
+        shared: whether other code may use the arguments as well.
+        inputs: how many arguments the graph takes.
+        places: where each parameter and buffer stands among the arguments, by its name.
+        others: where the other tensors stand.
+        numbers: the arguments that are sizes, of a graph for any size, by their places.
+    """
+
+    run: _Interpreter
+    title: str
+    shared: bool
+    inputs: int
+    places: dict[str, int] = field(default_factory=dict)
+    others: list[int] = field(default_factory=list)
+    numbers: dict[int, Any] = field(default_factory=dict)
 
 
 class GraphPart(nn.Module):
@@ -29,9 +58,7 @@ class GraphPart(nn.Module):
         title: the name of the model's class.
         shared: whether other code may use the arguments as well, so that autograd adds up their gradients.
 
-    Attributes:
-        places: where each parameter and buffer stands among the arguments, by its name.
-        others: where the other tensors stand; numbers, which are sizes of a graph for any size, are part of the module.
+    What it has by name is the model's; what it is itself, ``cut_of`` gives.
 
     Raises:
         CaptureError: where the graph takes what is not a tensor, or does what a program would lose.
@@ -52,26 +79,21 @@ class GraphPart(nn.Module):
         if unknown:
             raise CaptureError(f"a part of {title} takes {shown(unknown[0])}, which is neither a tensor nor a number")
         _refuse_unknown(graph, title)
-        self.places: dict[str, int] = {}
-        self.others: list[int] = []
-        self._numbers: dict[int, Any] = {}
+        cut = _Cut(_Interpreter(graph), title, shared, len(arguments))
+        vars(self)[_OWN] = cut
         for place, tensor in enumerate(arguments):
             if not isinstance(tensor, torch.Tensor):
-                self._numbers[place] = tensor
+                cut.numbers[place] = tensor
                 continue
             name = names.get(id(tensor))
-            if name is None or name in self.places:
-                self.others.append(place)
+            if name is None or name in cut.places:
+                cut.others.append(place)
             else:
-                self.places[name] = place
+                cut.places[name] = place
                 self._register(name, tensor)
         for module in graph.modules():
             if isinstance(module, fx.GraphModule):
-                _torch.with_paths(module, self._whole_paths(paths))
-        self._run = _Interpreter(graph)
-        self._inputs = len(arguments)
-        self.title = title
-        self.shared = shared
+                _torch.with_paths(module, _whole_paths(cut, paths))
 
     def _register(self, name: str, tensor: torch.Tensor) -> None:
         *path, last = name.split(".")
@@ -85,23 +107,31 @@ class GraphPart(nn.Module):
         else:
             module.register_buffer(last, tensor)
 
-    def _whole_paths(self, paths: Sequence[str]) -> Callable[[str], str]:
-        """Gives the paths of the whole model for those in the function that was cut, by the names of parameters."""
-        above = ""
-        for name, place in self.places.items():
-            if paths[place] and name.endswith(f".{paths[place]}"):
-                above = name.removesuffix(paths[place])
-        return lambda path: (above + path).rstrip(".")
-
     def forward(self, *inputs: torch.Tensor) -> Any:
         """What the graph returns for its own parameters and buffers and the other tensors of a call."""
-        arguments: list[Any] = [self._numbers.get(place) for place in range(self._inputs)]
-        for name, place in self.places.items():
+        cut = cut_of(self)
+        arguments: list[Any] = [cut.numbers.get(place) for place in range(cut.inputs)]
+        for name, place in cut.places.items():
             path, _, last = name.rpartition(".")
             arguments[place] = getattr(self.get_submodule(path), last)
-        for place, tensor in zip(self.others, inputs, strict=True):
+        for place, tensor in zip(cut.others, inputs, strict=True):
             arguments[place] = tensor
-        return self._run(arguments)
+        return cut.run(arguments)
+
+
+def cut_of(part: GraphPart) -> _Cut:
+    """What a part is, beside the names of the model that it has."""
+    found: _Cut = vars(part)[_OWN]
+    return found
+
+
+def _whole_paths(cut: _Cut, paths: Sequence[str]) -> Callable[[str], str]:
+    """Gives the paths of the whole model for those in the function that was cut, by the names of parameters."""
+    above = ""
+    for name, place in cut.places.items():
+        if paths[place] and name.endswith(f".{paths[place]}"):
+            above = name.removesuffix(paths[place])
+    return lambda path: (above + path).rstrip(".")
 
 
 class _Interpreter:
@@ -110,6 +140,10 @@ class _Interpreter:
     def __init__(self, graph: fx.GraphModule) -> None:
         self._graph = graph
         self._names = module_outputs(graph.graph)
+
+    def _graphopt_compared_by(self) -> list[Any]:
+        """What stored captures of it depend on."""
+        return graph_form(self._graph)
 
     def __call__(self, arguments: Sequence[Any]) -> Any:
         with preserve_node_meta():
@@ -175,4 +209,4 @@ def _refuse_unknown(graph: fx.GraphModule, title: str) -> None:
 
 def title_of(model: nn.Module) -> str:
     """Whose program it is that is captured from ``model``, for people: the name of the class that users know."""
-    return model.title if isinstance(model, GraphPart) else type(model).__name__
+    return cut_of(model).title if isinstance(model, GraphPart) else type(model).__name__

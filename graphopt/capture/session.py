@@ -31,7 +31,7 @@ from graphopt.capture.flatten import Structure, flatten
 from graphopt.capture.for_device import stand_in, without_data_for
 from graphopt.capture.forward import ForwardCapture, capture_forward
 from graphopt.capture.garbage_collection import no_collection
-from graphopt.capture.graph_part import GraphPart, title_of
+from graphopt.capture.graph_part import GraphPart, cut_of, title_of
 from graphopt.capture.hidden_effects import capturing, refuse_backward_hooks, refuse_parameter_hooks
 from graphopt.capture.joint import JointCapture, capture_joint
 from graphopt.capture.loss_results import loss_in
@@ -195,7 +195,7 @@ class CaptureSession:
         self._assigned |= dict.fromkeys((*assigned, *captured.changed))
         self._left_out |= dict.fromkeys(captured.left_out)
         self._effects |= effects
-        if isinstance(self.model, GraphPart) and self.model.shared:
+        if isinstance(self.model, GraphPart) and cut_of(self.model).shared:
             captured, self.repeated = split_uses(captured, self.tensors())
         return captured
 
@@ -246,6 +246,12 @@ class CaptureSession:
         self.example = structure.restore(map(_without_values, tensors))
         for captured in self._captures.values():
             captured.example_tensors = list(map(_without_values, captured.example_tensors))
+
+    def call_tensors(self) -> list[torch.Tensor]:
+        """The tensors of the call, and those that the programs of a part take once more (``split_uses``)."""
+        tensors, _ = flatten(self.example, paths=False)
+        named = {**self.tensors(), **{f"args[{place}]": tensor for place, tensor in enumerate(tensors)}}
+        return [*tensors, *(named[name].detach().requires_grad_() for name in self.repeated)]
 
     def replay_questions(self, questions: Mapping[Question, bool]) -> None:
         """Take what was asked in another process, where the programs come from there."""

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from graphopt import _torch
 from graphopt.capture import CaptureSession
-from graphopt.capture.graph_part import GraphPart, as_it_is
+from graphopt.capture.graph_part import GraphPart, as_it_is, cut_of
 from graphopt.capture.without_memory import parameter_without_memory, without_memory
 from graphopt.errors import CaptureError, GraphBreakError
 from graphopt.rewriting.pass_ import PassRecord
@@ -198,7 +198,7 @@ class CutGraphs:
             given = self._resident_arguments(arguments)
             names = {id(given[place]): name for place, name in self._names(graph, arguments).items()}
             module = GraphPart(graph.graph, given, names, graph.paths, self.title, shared=not graph.whole)
-            session = CaptureSession(module, self._examples([arguments[place] for place in module.others]))
+            session = CaptureSession(module, self._examples([arguments[place] for place in cut_of(module).others]))
             with _torch.transforms_undone():
                 capture = self._runner.rewrite(session, room=0 if share else None, plans=graph.plans)
         except CaptureError as error:
@@ -253,13 +253,14 @@ class CutGraphs:
         assert session.joint is not None
         module = session.model
         assert isinstance(module, GraphPart)
+        cut = cut_of(module)
         compiled = compile_joint(self._runner, session, capture, before_backward=lambda: self.owner.goes_back(graph))
         fetch: list[Callable[[tuple[Any, ...]], Any]] = []
         for spec, get in zip(session.joint.inputs, compiled.inputs, strict=True):
-            fetch.append(_constant(get()) if spec.role == "constant" else _argument(module.places[spec.target]))
-        others = {f"args[{number}]": place for number, place in enumerate(module.others)}
-        places = {**module.places, **others}
-        graph.fetch = [*fetch, *map(_argument, [*module.others, *(places[name] for name in session.repeated)])]
+            fetch.append(_constant(get()) if spec.role == "constant" else _argument(cut.places[spec.target]))
+        others = {f"args[{number}]": place for number, place in enumerate(cut.others)}
+        places = {**cut.places, **others}
+        graph.fetch = [*fetch, *map(_argument, [*cut.others, *(places[name] for name in session.repeated)])]
         graph.compiled = compiled
 
     def plan(self, graphs: Sequence[CutGraph], resident: int) -> Together:

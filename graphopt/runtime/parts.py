@@ -170,11 +170,12 @@ class Parts:
         """One line for the parts that a call has captured, as there is for each capture of a whole model."""
         made = [part.compiled.rewritten for part in new if part.compiled is not None]
         peak = max((rewritten.program.memory().peak_bytes for rewritten in made), default=0)
-        count = self._passes
+        count, loaded = self._passes, sum(rewritten.loaded for rewritten in made)
         capture_logger.info(
-            "%s: %s captured, largest peak of a part %s predicted, %s, %.1f s",
+            "%s: %s captured%s, largest peak of a part %s predicted, %s, %.1f s",
             self._title,
             "1 part" if len(made) == 1 else f"{len(made)} parts",
+            f", {loaded} of them loaded from the cache" if loaded else "",
             format_bytes(peak),
             {0: "no passes", 1: "1 pass"}.get(count, f"{count} passes"),
             sum(rewritten.seconds for rewritten in made),

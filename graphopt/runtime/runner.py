@@ -225,7 +225,8 @@ class Runner(Generic[C]):
             VerifyError: for ``verify="numerics"``, where results differ.
         """
         options = self.options
-        lookup = self.cache.look_up(session, self._context, target) if room is None else None
+        part = replace(self._context, room=room, part=isinstance(session.model, GraphPart))
+        lookup = self.cache.look_up(session, part, target)
         if lookup is not None and lookup.found is not None:
             return Capture(lookup.found, lookup.rules)
         with self.watch.capturing(), contextlib.nullcontext() if lookup is None else lookup.listening():

@@ -17,6 +17,7 @@ from graphopt.ir.ops.values import format_bytes
 from graphopt.report.console.terminal import LogFormatter, first_rank
 from graphopt.rewriting.memory.other_sizes import written_sizes
 from graphopt.rewriting.pass_ import PassRecord
+from graphopt.rewriting.warnings_kept import WarningsKept
 from graphopt.runtime.rewrite import Rewritten
 
 __all__ = ["capture_line", "log_capture", "send_log_to_stderr"]
@@ -64,13 +65,15 @@ def log_capture(rewritten: Rewritten, first: bool) -> None:
         first: whether it is the first capture of a model or step.
     """
     del first
+    send_log_to_stderr()
     if logger.isEnabledFor(logging.INFO):
         logger.info("%s", capture_line(rewritten))
 
 
 def send_log_to_stderr() -> None:
     """Add the handler, once, where this process speaks for all and nobody else handles the records."""
-    if sys.stderr is None or sys.stderr.isatty() or not first_rank() or logging.root.handlers or _package.handlers:
+    handled = logging.root.handlers or not all(isinstance(handler, WarningsKept) for handler in _package.handlers)
+    if sys.stderr is None or sys.stderr.isatty() or not first_rank() or handled:
         return
     setting = os.environ.get(_VARIABLE, "").strip().lower()
     level = _LEVELS.get(setting or "info")

@@ -11,6 +11,7 @@ from typing import Any
 
 from graphopt.capture.replayed_trace import not_replayed
 from graphopt.errors import GraphoptError
+from graphopt.rewriting.warnings_kept import WarningsKept
 from graphopt.runtime.rewrite import Rewritten
 from graphopt.runtime.size_rules import SizeRules
 from graphopt.runtime.stored.program_files import FolderFiles
@@ -47,7 +48,7 @@ class CacheLookup:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Around a capture: what it warns of is kept with it, and said again where it is read."""
-        handler = _Listener(self.said)
+        handler = WarningsKept(self.said)
         _package.addHandler(handler)
         try:
             yield
@@ -82,19 +83,6 @@ class CacheLookup:
 def _entry_name(key: Key, sizes: dict[str, Any] | None) -> str:
     """The folder of a capture; where sizes vary there are several of one key, of which the first letters differ."""
     return key.name if sizes is None else f"{digest([key.name, sizes])[:16]}-{key.name}"
-
-
-class _Listener(logging.Handler):
-    """Notes the warnings of graphopt's loggers."""
-
-    def __init__(self, said: list[tuple[str, str]]) -> None:
-        super().__init__(logging.WARNING)
-        self._said = said
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Note one."""
-        if record.levelno == logging.WARNING:
-            self._said.append((record.name, record.getMessage()))
 
 
 def _not_replayed(rewritten: Rewritten) -> str:

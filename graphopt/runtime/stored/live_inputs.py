@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from graphopt.capture import CaptureSession
-from graphopt.capture.flatten import flatten
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
@@ -25,7 +24,7 @@ def check_inputs(program: Program, session: CaptureSession) -> None:
         GraphoptError: naming the input that is missing or has another shape, dtype or device.
     """
     known = session.tensors()
-    batch = flatten(session.example, paths=False)[0]
+    batch = session.call_tensors()
     inputs = [(node, spec) for node, spec in program.inputs_of("input")]
     if len(inputs) > len(batch):
         raise GraphoptError(f"the program takes {len(inputs)} tensors of the call, which has {len(batch)}")

@@ -26,6 +26,7 @@ from graphopt.ir.context import Context
 from graphopt.ir.node import Stage
 from graphopt.rewriting.dump import DumpDirectory
 from graphopt.rewriting.pipeline import Pipeline
+from graphopt.rewriting.progress import working
 from graphopt.runtime.rewrite import Rewritten, Verify
 from graphopt.runtime.size_plans import Target
 from graphopt.runtime.size_rules import SizeRules
@@ -107,7 +108,7 @@ class ProgramCache:
             if found is not None:
                 return found
         folder = programs_folder()
-        if folder is None or not is_on() or isinstance(session.model, GraphPart):
+        if folder is None or not is_on():
             return None
         try:
             reason = self._out_of_reach(context)
@@ -130,10 +131,11 @@ class ProgramCache:
         """
         fixed = None
         if not session.sizes_vary and target is None:
-            fixed = CacheLookup(self.key(session), folder)
+            fixed = CacheLookup(self.key(session, room=context.room), folder)
             self._take(fixed, [FolderFiles(folder / fixed.key.name)], session, context)
         lookup = fixed
-        if lookup is None or (lookup.found is None and self._sizes is not None):
+        may_vary = self._sizes is not None and not isinstance(session.model, GraphPart)
+        if lookup is None or (lookup.found is None and may_vary):
             lookup = CacheLookup(self.key(session, vary=True), folder)
             several = [FolderFiles(own) for own in sorted(folder.glob(f"*-{lookup.key.name}"))]
             self._take(lookup, self._serving(several, session, target), session, context)
@@ -214,18 +216,19 @@ class ProgramCache:
             raise shipped.differs(keys)
         return None
 
-    def key(self, session: CaptureSession, *, vary: bool = False) -> Key:
+    def key(self, session: CaptureSession, *, vary: bool = False, room: int | None = None) -> Key:
         """The key of a capture.
 
         Args:
             session: the capture.
             vary: for calls of any sizes, as far as these vary.
+            room: the bytes that its program may take, where it is one part of a model.
 
         Raises:
             NoStableFormError: where it depends on what cannot be compared.
         """
         subject = self.subject(session.model, session.loss, session.optimizer, session.example)
-        return program_key(replace(subject, sizes=self._sizes) if vary else subject)
+        return program_key(replace(subject, sizes=self._sizes if vary else None, room=room))
 
     def subject(self, model: nn.Module, loss: Any, optimizer: torch.optim.Optimizer | None, example: Any) -> Subject:
         """What is captured with these options.
@@ -243,7 +246,8 @@ class ProgramCache:
         """The capture of a key in its files, for the live model."""
         started = time.perf_counter()
         classes = {text for name, text in key.sections["code"].items() if name.startswith(("global ", "class "))}
-        found = read_capture(own, session, context, self._pipeline, self._verify, classes)
+        with working("reading a stored capture"):
+            found = read_capture(own, session, context, self._pipeline, self._verify, classes)
         own.used()
         found.seconds = time.perf_counter() - started
         return found

@@ -81,6 +81,7 @@ class Subject:
         until: the stage of the program that runs.
         compiler: which kind of backend makes the code.
         verify: how far passes are checked.
+        room: the bytes that the program may take where it is one part of a model (``Context.room``).
         sizes: which sizes vary, where some do: ``"auto"`` for what tracing has found, or what a user has declared.
             None where they are those of the example.
     """
@@ -93,6 +94,7 @@ class Subject:
     until: str
     compiler: str
     verify: object
+    room: int | None = None
     sizes: Any = None
 
 
@@ -118,6 +120,7 @@ def program_key(subject: Subject) -> Key:
             "until": subject.until,
             "backend": subject.compiler,
             "verify": str(subject.verify),
+            **({} if subject.room is None else {"bytes of a part": str(subject.room)}),
         },
         "settings": _settings(),
         "model": _model(subject.model, forms),

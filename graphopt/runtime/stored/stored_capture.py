@@ -17,6 +17,7 @@ import torch
 
 from graphopt.capture import CaptureSession
 from graphopt.capture.flatten import flatten
+from graphopt.capture.graph_part import GraphPart
 from graphopt.capture.replayed_trace import replay_trace
 from graphopt.errors import GraphoptError
 from graphopt.ir.autocast import plain_precision
@@ -50,7 +51,7 @@ __all__ = ["UNLIMITED", "CaptureNotes", "StoredCapture", "not_kept", "read_captu
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 3
+_FORMAT = 4
 
 UNLIMITED = "unlimited"
 """The file of the program before the passes that keep it within a number of bytes."""
@@ -215,6 +216,7 @@ def header_of(key: Key, rewritten: Rewritten, notes: CaptureNotes) -> dict[str, 
         "first": [] if joint is None else [[spec.role, spec.target] for spec in joint.inputs],
         "outputs": None if joint is None and session.outputs.is_alone else write_structure(session.outputs),
         "questions": write_questions(session.questions),
+        "repeated": session.repeated,
     }
 
 
@@ -234,7 +236,8 @@ def read_capture(
     header = own.read(HEADER)
     if header["format"].whole(0) != _FORMAT:
         raise header["format"].expected(f"format {_FORMAT}")
-    tensors = flatten(session.example, paths=False)[0]
+    session.repeated = _read_repeated(header["repeated"], session)
+    tensors = session.call_tensors()
     session.replay_questions(read_questions(header["questions"], tensors))
     stages: list[Stage] = ["joint"] if session.optimizer is None else ["joint", "step"]
     if [stage.text() for stage in header["stages"].items(most=2)] != stages:
@@ -281,6 +284,17 @@ def _read_at_once(entry: StoredCapture, stages: LazyStages, pipeline: Pipeline) 
     limited = any(current.has_limit for current in pipeline.passes)
     if limited and entry.unlimited.stage not in stages:
         raise GraphoptError(f"{entry.files.place(UNLIMITED)}: a program of another stage than those that run")
+
+
+def _read_repeated(field: Field, session: CaptureSession) -> list[str]:
+    """The inputs that the programs of a part take several times: parameters, and tensors of the call."""
+    arguments = {f"args[{place}]" for place in range(len(flatten(session.example, paths=False)[0]))}
+    names = [item.text() for item in field.items(most=100_000)]
+    if not isinstance(session.model, GraphPart) and names:
+        raise field.expected("no repeated inputs, since the model is not a part of one")
+    if not arguments.union(session.tensors()).issuperset(names):
+        raise field.expected("parameters and tensors of the call")
+    return names
 
 
 def _state_of(field: Field, session: CaptureSession) -> str:
