@@ -73,7 +73,7 @@ _WATCHED: list[tuple[Any, str, Callable[..., str]]] = [
     (os, "system", _ran),
     (subprocess.Popen, "__init__", _started),
     (builtins, "print", lambda *_, **__: "prints"),
-    (logging.Logger, "_log", lambda *_, **__: "logs"),
+    (logging.Logger, "handle", lambda *_, **__: "logs"),
 ]
 
 _ON_THE_WAY = ("linecache.py", f"logging{os.sep}__init__.py", "warnings.py", "importlib")

@@ -10,10 +10,11 @@ import builtins
 import contextvars
 import dataclasses
 import functools
+import re
 import sys
 import types
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from graphopt.capture.contents import (
     users,
 )
 from graphopt.capture.found_variables import FoundVariables
-from graphopt.capture.names_loaded import chains_of, compares_types, found_by_text, loaded_names, names_in, words_in
+from graphopt.capture.names_loaded import chains_of, compares_types, found_by_text, loaded_names, names_in, texts_in
 from graphopt.capture.told_calls import TYPES_COMPARED, told_call
 from graphopt.capture.variables import (
     ENVIRONMENT,
@@ -73,7 +74,7 @@ _CONSTRUCTS = frozenset(("__init__", "__new__"))
 
 _OF_ENVIRONMENT = frozenset(("environ", "getenv", "environb"))
 _OF_MODULES = frozenset(("modules", "import_module", "__import__"))
-_OF_TEXTS = frozenset(("eval", "exec", "globals", "locals"))
+_OF_TEXTS = frozenset(("eval", "exec", "globals"))
 
 _SHARED = "multiprocessing.sharedctypes"
 """The module of numbers and arrays that processes share."""
@@ -174,7 +175,8 @@ class CodeFollower:
     def _by_text(self, function: types.FunctionType) -> None:
         """Variables that code finds by texts: those in it, and those of global variables that it loads."""
         code, names, known = function.__code__, loaded_names(function.__code__), function.__globals__
-        texts = [value for value in (*code.co_consts, *map(known.get, names)) if isinstance(value, str)]
+        loaded = {value for value in map(known.get, names) if isinstance(value, str)}
+        texts = sorted((texts_in(code) | loaded) - {function.__doc__ or ""})
         for text in [] if _OF_ENVIRONMENT.isdisjoint(names_in(code)) else texts:
             self._look(ENVIRONMENT, [text], "environment variable ")
         for text in [] if _OF_MODULES.isdisjoint(names_in(code)) else texts:
@@ -184,10 +186,10 @@ class CodeFollower:
                     self._look(sys.modules, [text, name], "")
         by_text = sorted(name for name in names & _OF_TEXTS if name not in known)
         if by_text:
-            variables = words_in(code).union(texts)
-            for name in sorted(variables):
+            given = _names_among(texts, run=by_text != ["globals"])
+            for name in sorted(given.difference(code.co_varnames, code.co_cellvars, code.co_freevars)):
                 self._look(known, [name], "")
-            if not variables:
+            if not given:
                 self.found.told[
                     f"{function.__qualname__} finds variables by a text ({by_text[0]}), and a program has what they "
                     "were at its capture"
@@ -432,6 +434,14 @@ class CodeFollower:
                 self._whole[id(item)] = item, where
             else:
                 self._code_in(item, where, depth + 1)
+
+
+_WORD = re.compile(r"[^\W\d]\w*")
+
+
+def _names_among(texts: Iterable[str], *, run: bool) -> set[str]:
+    """The names among texts; where these are run as code, those in them."""
+    return {word for text in texts for word in (_WORD.findall(text) if run else [text]) if word.isidentifier()}
 
 
 _CALLED = (types.FunctionType, types.MethodType, functools.partial, nn.Module)

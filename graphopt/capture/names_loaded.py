@@ -8,7 +8,7 @@ import re
 import types
 from collections.abc import Iterator
 
-__all__ = ["chains_of", "compares_types", "found_by_text", "loaded_names", "names_in", "words_in"]
+__all__ = ["chains_of", "compares_types", "found_by_text", "loaded_names", "names_in", "texts_in"]
 
 _STARTS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FROM_DICT_OR_DEREF", "LOAD_FAST")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
@@ -71,7 +71,7 @@ def loaded_names(code: types.CodeType) -> frozenset[str]:
 _BY_TEXT = frozenset(("__dict__", "attrgetter", "delattr", "getattr", "hasattr", "methodcaller", "vars"))
 """What finds attributes by texts."""
 
-_WORD = re.compile(r"[^\W\d]\w*")
+_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -83,15 +83,15 @@ def names_in(code: types.CodeType) -> frozenset[str]:
 @functools.lru_cache(maxsize=10_000)
 def found_by_text(code: types.CodeType) -> frozenset[str]:
     """The names of attributes, there or not, that a function's code may look for by texts, and those inside of it."""
-    own = frozenset() if _BY_TEXT.isdisjoint(code.co_names) else words_in(code)
-    return own.union(*map(found_by_text, _inner(code)))
+    texts = frozenset() if _BY_TEXT.isdisjoint(code.co_names) else texts_in(code)
+    names = (name for text in texts if _PATH.fullmatch(text) for name in text.split("."))
+    return frozenset(names).union(*map(found_by_text, _inner(code)))
 
 
 @functools.lru_cache(maxsize=10_000)
-def words_in(code: types.CodeType) -> frozenset[str]:
-    """The words in the texts of a function's code, and of those inside of it, that could be names."""
-    texts = (word for text in _texts(code.co_consts) for word in _WORD.findall(text))
-    return frozenset(texts).union(*map(words_in, _inner(code)))
+def texts_in(code: types.CodeType) -> frozenset[str]:
+    """The texts in a function's code, and in those inside of it."""
+    return frozenset(_texts(code.co_consts)).union(*map(texts_in, _inner(code)))
 
 
 def _texts(constants: object) -> Iterator[str]:

@@ -81,6 +81,12 @@ def test_nothing_is_told_of_what_is_not_done(
     assert not caplog.records
 
 
+def test_a_log_record_says_who_logged(caplog: pytest.LogCaptureFixture) -> None:
+    graphopt.optimize(Acts(lambda: logger.error("now")))(X)
+    (record,) = [record for record in caplog.records if record.name == "of the model"]
+    assert record.filename == "test_effects_outside.py"
+
+
 def test_other_threads_are_not_noted(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("1")

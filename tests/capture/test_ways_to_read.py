@@ -320,3 +320,23 @@ def test_other_variables_do_not_count() -> None:
     finally:
         del options.unrelated  # type: ignore[attr-defined]
         del globals()["unrelated"]
+
+
+def test_texts_that_are_no_names_do_not_count() -> None:
+    def scaled(y: torch.Tensor) -> torch.Tensor:
+        """Say what unrelated does: its words are no names, and a variable of its own is none of the module's."""
+        factor = getattr(options, "share", 1.0)  # noqa: F841
+        return y * eval("factor * 1.0")
+
+    model = Reads(lambda: 1.0)
+    variables = VariablesRead()
+    before = variables(model, scaled, 1)
+    for name in ("unrelated", "factor"):
+        globals()[name] = 5.0
+    options.unrelated = 5.0  # type: ignore[attr-defined]
+    try:
+        assert variables(model, scaled, 1) == before
+    finally:
+        del options.unrelated  # type: ignore[attr-defined]
+        for name in ("unrelated", "factor"):
+            del globals()[name]

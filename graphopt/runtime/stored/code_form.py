@@ -50,7 +50,7 @@ _NO_CODE = frozenset(
 """What a class has that does not decide what its code does."""
 
 
-_BY_TEXT = frozenset(("eval", "exec", "globals", "locals"))
+_BY_TEXT = frozenset(("eval", "exec", "globals"))
 _OF_MODULES = frozenset(("import_module", "__import__"))
 """What finds variables by texts that another process may have otherwise."""
 
