@@ -29,22 +29,22 @@ class _Cut:
     """What a part of a model is.
 
     Attributes:
-        run: runs the graph.
         title: the name of the model's class.
         shared: whether other code may use the arguments as well.
         inputs: how many arguments the graph takes.
         places: where each parameter and buffer stands among the arguments, by its name.
         others: where the other tensors stand.
         numbers: the arguments that are sizes, of a graph for any size, by their places.
+        run: runs the graph.
     """
 
-    run: _Interpreter
     title: str
     shared: bool
     inputs: int
     places: dict[str, int] = field(default_factory=dict)
     others: list[int] = field(default_factory=list)
     numbers: dict[int, Any] = field(default_factory=dict)
+    run: _Interpreter = field(init=False)
 
 
 class GraphPart(nn.Module):
@@ -79,8 +79,7 @@ class GraphPart(nn.Module):
         if unknown:
             raise CaptureError(f"a part of {title} takes {shown(unknown[0])}, which is neither a tensor nor a number")
         _refuse_unknown(graph, title)
-        cut = _Cut(_Interpreter(graph), title, shared, len(arguments))
-        vars(self)[_OWN] = cut
+        cut = vars(self)[_OWN] = _Cut(title, shared, len(arguments))
         for place, tensor in enumerate(arguments):
             if not isinstance(tensor, torch.Tensor):
                 cut.numbers[place] = tensor
@@ -94,6 +93,7 @@ class GraphPart(nn.Module):
         for module in graph.modules():
             if isinstance(module, fx.GraphModule):
                 _torch.with_paths(module, _whole_paths(cut, paths))
+        cut.run = _Interpreter(graph)  # which names what the modules of the whole model give
 
     def _register(self, name: str, tensor: torch.Tensor) -> None:
         *path, last = name.split(".")
