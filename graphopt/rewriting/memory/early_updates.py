@@ -143,7 +143,8 @@ class _Candidate:
         else:
             node = self.memory.peak_at
             place = (info(node).names or (node.name,))[0]
-            yield f"the predicted peak stays {after}: it is reached at {place} in {info(node).phase.value}"
+            where = f"{place} in {info(node).phase.value}"
+            yield f"the predicted peak stays {after} by that alone: it is reached at {where}"
 
 
 _BEFORE_UPDATE = (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE, Phase.TRANSFER, Phase.SYNC)
