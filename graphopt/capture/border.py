@@ -60,8 +60,9 @@ BORDER = (
         "environment, the context (`contextvars`), names that it gives as texts (`getattr`, `globals()`, "
         "`sys.modules`); code put in the place of other code, a library's functions too",
         "signature",
-        "by value, in functions of the user's own files; not what an installed library's code reads; texts made while "
-        "code runs are told (`eval`), and exchanged classes of objects and bases of classes are not noticed",
+        "by value, in functions of the user's own files; not what an installed library's code reads; a name "
+        "that is put together while code runs is found by how it begins; one that comes from elsewhere, exchanged "
+        "classes of objects and bases of classes are not noticed",
     ),
     Row("modules replaced, added, removed, of another class; modules kept in plain containers", "signature"),
     Row("forward hooks and pre-hooks of submodules, and of all modules", "traced", "with them in the signature"),

@@ -10,11 +10,10 @@ import builtins
 import contextvars
 import dataclasses
 import functools
-import re
 import sys
 import types
 import weakref
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -31,7 +30,16 @@ from graphopt.capture.contents import (
     users,
 )
 from graphopt.capture.found_variables import FoundVariables
-from graphopt.capture.names_loaded import chains_of, compares_types, found_by_text, loaded_names, names_in, texts_in
+from graphopt.capture.names_loaded import (
+    begun,
+    chains_of,
+    compares_types,
+    found_by_text,
+    loaded_names,
+    names_among,
+    names_in,
+    texts_in,
+)
 from graphopt.capture.told_calls import TYPES_COMPARED, told_call
 from graphopt.capture.variables import (
     ENVIRONMENT,
@@ -53,6 +61,7 @@ from graphopt.capture.whose_code import (
     is_of_library,
     is_of_user,
     is_of_users,
+    is_wrapper,
 )
 
 __all__ = ["CodeFollower"]
@@ -115,7 +124,7 @@ class CodeFollower:
         Of a class, what its objects have of it.
         """
         own = attributes_of(value)
-        for name in [name for name in own if name in self._names]:
+        for name in [name for name in own if name in self._names or begun([name], self._texts)]:
             self._attribute(value, [name], f"{where}.")
         self.found.not_there(value, self._texts - own.keys())
         of_class = isinstance(value, type)
@@ -137,7 +146,7 @@ class CodeFollower:
             self.method(item.func, owner)
         elif isinstance(item, functools.singledispatchmethod):
             self.call(item.dispatcher)
-        elif isinstance(item, _CALLED) or _is_wrapper(item):
+        elif isinstance(item, _CALLED) or is_wrapper(item):
             self.call(item)
         elif is_of_user(item):
             self._whole[id(item)] = item, type(item).__name__
@@ -186,8 +195,9 @@ class CodeFollower:
                     self._look(sys.modules, [text, name], "")
         by_text = sorted(name for name in names & _OF_TEXTS if name not in known)
         if by_text:
-            given = _names_among(texts, run=by_text != ["globals"])
-            for name in sorted(given.difference(code.co_varnames, code.co_cellvars, code.co_freevars)):
+            given = names_among(texts, run=by_text != ["globals"])
+            wanted = given | begun(known, given)
+            for name in sorted(wanted.difference(code.co_varnames, code.co_cellvars, code.co_freevars)):
                 self._look(known, [name], "")
             if not given:
                 self.found.told[
@@ -229,7 +239,7 @@ class CodeFollower:
             self._content(value.args, "the arguments of a partial")
             self._content(value.keywords, "the keywords of a partial")
             self.call(value.func)
-        elif isinstance(value, types.FunctionType) or _is_wrapper(value):
+        elif isinstance(value, types.FunctionType) or is_wrapper(value):
             registry = vars(value).get("registry")
             if isinstance(registry, Mapping):  # of functools.singledispatch
                 self._content(registry, "functions registered by class")
@@ -320,7 +330,7 @@ class CodeFollower:
             self.found.reached.append((where, value))
             self._whole[id(value)] = value, where
             self._of_class(value, rest, f"{where}.")
-        elif isinstance(value, _CALLED) or _is_wrapper(value):
+        elif isinstance(value, _CALLED) or is_wrapper(value):
             self.found.same(getattr(value, "__func__", value), where)
             self.call(value)
             if isinstance(value, types.FunctionType) and rest:
@@ -428,7 +438,7 @@ class CodeFollower:
         """Meet the code of what is in a container."""
         items = items_of(value) if is_container(value) and depth < 3 else ()
         for item in items if len(items) <= MOST_ITEMS else ():
-            if isinstance(item, _CALLED) or _is_wrapper(item):
+            if isinstance(item, _CALLED) or is_wrapper(item):
                 self.call(item)
             elif is_of_user(item) or (isinstance(item, type) and is_of_users(item)):
                 self._whole[id(item)] = item, where
@@ -436,17 +446,4 @@ class CodeFollower:
                 self._code_in(item, where, depth + 1)
 
 
-_WORD = re.compile(r"[^\W\d]\w*")
-
-
-def _names_among(texts: Iterable[str], *, run: bool) -> set[str]:
-    """The names among texts; where these are run as code, those in them."""
-    return {word for text in texts for word in (_WORD.findall(text) if run else [text]) if word.isidentifier()}
-
-
 _CALLED = (types.FunctionType, types.MethodType, functools.partial, nn.Module)
-
-
-def _is_wrapper(value: object) -> bool:
-    """Whether a value is what a decorator of Python's made of a function, ``functools.cache`` for instance."""
-    return callable(value) and "__wrapped__" in (getattr(value, "__dict__", None) or ())

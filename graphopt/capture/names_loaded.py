@@ -6,9 +6,18 @@ import dis
 import functools
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-__all__ = ["chains_of", "compares_types", "found_by_text", "loaded_names", "names_in", "texts_in"]
+__all__ = [
+    "begun",
+    "chains_of",
+    "compares_types",
+    "found_by_text",
+    "loaded_names",
+    "names_among",
+    "names_in",
+    "texts_in",
+]
 
 _STARTS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FROM_DICT_OR_DEREF", "LOAD_FAST")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
@@ -72,6 +81,18 @@ _BY_TEXT = frozenset(("__dict__", "attrgetter", "delattr", "getattr", "hasattr",
 """What finds attributes by texts."""
 
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+_WORD = re.compile(r"[^\W\d]\w*")
+
+
+def names_among(texts: Iterable[str], *, run: bool) -> set[str]:
+    """The names among texts; where these are run as code, those in them."""
+    return {word for text in texts for word in (_WORD.findall(text) if run else [text]) if word.isidentifier()}
+
+
+def begun(names: Iterable[str], texts: Iterable[str]) -> set[str]:
+    """The names that begin with one of some texts: ``beta_1`` for the text of ``f"beta_{index}"``."""
+    starts = tuple(text for text in texts if len(text) > 1)
+    return {name for name in names if name.startswith(starts)}
 
 
 @functools.lru_cache(maxsize=10_000)

@@ -33,6 +33,7 @@ __all__ = [
     "is_of_python",
     "is_of_user",
     "is_of_users",
+    "is_wrapper",
 ]
 
 LIBRARIES = ("site-packages", "dist-packages")
@@ -115,3 +116,8 @@ def is_iterator(value: object) -> bool:
     (True, False)
     """
     return hasattr(type(value), "__next__") and not isinstance(value, (io.IOBase, *_NO_OBJECTS))
+
+
+def is_wrapper(value: object) -> bool:
+    """Whether a value is what a decorator of Python's made of a function, ``functools.cache`` for instance."""
+    return callable(value) and "__wrapped__" in (getattr(value, "__dict__", None) or ())

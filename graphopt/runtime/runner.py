@@ -83,6 +83,10 @@ class Options:
 C = TypeVar("C", bound=Capture)
 
 
+def _first_five(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
 class Runner(Generic[C]):
     """The captures of one model or step, by call signature, and what their programs share.
 
@@ -156,7 +160,7 @@ class Runner(Generic[C]):
                 "%sforward of %s sets %s: a program computes tensors only, and does not set them at later calls",
                 "the loss or " if callable(session.loss) else "",
                 type(session.model).__name__,
-                ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else ""),
+                _first_five(names),
             )
 
     def _tell_effects(self, session: CaptureSession) -> None:
@@ -166,7 +170,7 @@ class Runner(Generic[C]):
                 "%sforward of %s %s: a program has what there was at its capture, and does nothing of this later",
                 "the loss or " if callable(session.loss) else "",
                 type(session.model).__name__,
-                ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else ""),
+                _first_five(names),
             )
 
     def _tell_left_out(self, session: CaptureSession) -> None:
@@ -233,10 +237,10 @@ class Runner(Generic[C]):
             session.forward(options.pipeline.autocast)
             wanted = self.serving.targets(session, target) if room is None else [None]
             rewritten = self._rewrite_for(session, wanted, room, plans)
-        self._tell_assignments(session)
-        self._tell_effects(session)
-        self._tell_left_out(session)
-        self._tell_outside(session)
+            self._tell_assignments(session)
+            self._tell_effects(session)
+            self._tell_left_out(session)
+            self._tell_outside(session)
         if options.verify == "numerics":
             check_numerics(rewritten)
         rules = self.serving.rules(session)

@@ -20,7 +20,7 @@ import graphopt
 from graphopt.capture.effects_outside import effects_noted
 from graphopt.errors import CaptureError
 from tests.support.running import sgd
-from tests.support.storing import reasons, step_run, use_programs
+from tests.support.storing import is_loaded, reasons, step_run, use_programs
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
 
@@ -44,6 +44,7 @@ def written(path: Path) -> None:
 
 EFFECTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "open": (lambda path: open(path).close(), r"reads the file '.*a\.txt' \(test_effects_outside\.py:\d+\)"),
+    "open by name": (lambda path: open(file=path).close(), r"reads the file '.*a\.txt'"),
     "read_text": (lambda path: path.read_text(), r"reads the file '.*a\.txt'"),
     "os.open": (lambda path: os.close(os.open(path, os.O_RDONLY)), r"reads the file '.*a\.txt'"),
     "exists": (lambda path: os.path.exists(path), r"looks at the file '.*a\.txt'"),
@@ -51,6 +52,8 @@ EFFECTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "numpy.load": (lambda path: np.load(path.with_suffix(".npy")), r"reads the file '.*a\.npy'"),
     "write": (written, r"writes the file '.*a\.txt'"),
     "torch.save": (lambda path: torch.save([1], path.with_suffix(".pt")), r"writes the file '.*a\.pt'"),
+    "torch.save by name": (lambda path: torch.save(obj=[1], f=path), r"writes the file '.*a\.txt'"),
+    "subprocess by name": (lambda path: subprocess.run(args="true 1", shell=True), r"runs another program \(true\)"),
     "print": (lambda path: print(path, file=io.StringIO()), r"prints \(test_effects_outside\.py:\d+\)"),
     "logging": (lambda path: logger.error("now"), r"logs \(test_effects_outside\.py:\d+\)"),
     "subprocess": (lambda path: subprocess.run(["true"], check=True), r"runs another program \(true\)"),
@@ -114,7 +117,10 @@ def test_a_capture_that_reads_a_file_is_not_kept(tmp_path: Path, monkeypatch: py
 
 
 def test_a_capture_that_prints_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = use_programs(tmp_path, monkeypatch)
 
@@ -122,7 +128,11 @@ def test_a_capture_that_prints_is_kept(
         print("here")
         return model(x).square().mean()
 
-    step_run(nn.Linear(4, 4), sgd, [(X,)], loss=loss)
+    for _ in range(2):
+        caplog.clear()
+        _, step = step_run(nn.Linear(4, 4), sgd, [(X,)], loss=loss)
+        assert "the loss or forward of Linear prints" in caplog.text  # said again where it is read
+    assert is_loaded(step)
     assert reasons(folder) == ""
     assert capsys.readouterr().out.count("here") == 1
 

@@ -192,6 +192,8 @@ WAYS: dict[str, tuple[Callable[[], Any], Callable[[float], None]]] = {
     "import_module": (lambda: importlib.import_module(__name__).share, set_global),
     "a name that is not there": (tried_global, lambda value: set_global(value, "share_of_later")),
     "getattr": (lambda: getattr(options, "share"), set_attribute(options, "share")),  # noqa: B009
+    "getattr of a name that is made": (lambda: getattr(options, f"sha{'re'}"), set_attribute(options, "share")),
+    "globals() of a name that is made": (lambda: globals()["sha" + NAME[3:]], set_global),
     "getattr with a default": (lambda: getattr(options, "later", 1.0), set_attribute(options, "later")),
     "hasattr": (lambda: 3.0 if hasattr(options, "later") else 1.0, set_attribute(options, "later")),
     "getattr of a class": (lambda: getattr(Options, "later", 1.0), set_attribute(Options, "later")),
