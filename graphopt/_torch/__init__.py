@@ -50,6 +50,7 @@ from graphopt._torch.c10d import start_receiving as start_receiving
 from graphopt._torch.c10d import start_sending as start_sending
 from graphopt._torch.c10d import wait_tensor as wait_tensor
 from graphopt._torch.c10d import wait_with as wait_with
+from graphopt._torch.change_detection import DictionariesUnchanged as DictionariesUnchanged
 from graphopt._torch.change_detection import TensorsUnchanged as TensorsUnchanged
 from graphopt._torch.change_detection import callers_modes as callers_modes
 from graphopt._torch.change_detection import default_device as default_device
@@ -170,6 +171,7 @@ __all__ = [
     "BoxedCodeGen",
     "CallRecorder",
     "CompiledCall",
+    "DictionariesUnchanged",
     "FakeTensor",
     "FakeTensorMode",
     "GradientRoutes",

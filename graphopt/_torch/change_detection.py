@@ -1,7 +1,8 @@
 """Noticing cheaply that something changed: versions of dictionaries, metadata of many tensors, hooks that were added.
 
-From ``torch._C._dynamo.guards``: ``dict_version``, a number that changes with every assignment to a dictionary, and
-``TensorGuards``, which compares dtype, device, sizes, strides and ``requires_grad`` of many tensors in one call. From
+From ``torch._C._dynamo.guards``: ``dict_version``, a number that changes with every assignment to a dictionary,
+``RootGuardManager``, which compares the versions of many in one call, and ``TensorGuards``, which does so with dtype,
+device, sizes, strides and ``requires_grad`` of many tensors. From ``torch._dynamo.guards``: the kind of a manager. From
 ``torch.overrides`` and ``torch.utils._python_dispatch``: the modes that are at work. From
 ``torch.autograd.forward_ad``: the level of forward-mode differentiation.
 """
@@ -9,11 +10,12 @@ From ``torch._C._dynamo.guards``: ``dict_version``, a number that changes with e
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch._C._dynamo import guards
+from torch._dynamo import guards as dynamo_guards
 from torch.autograd import forward_ad
 from torch.nn.modules import module
 from torch.overrides import _get_current_function_mode_stack
@@ -22,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
+    "DictionariesUnchanged",
     "TensorsUnchanged",
     "callers_modes",
     "default_device",
@@ -39,6 +42,48 @@ __all__ = [
 ]
 
 dict_version = guards.dict_version
+
+
+class DictionariesUnchanged:
+    """Whether nothing was assigned to some dictionaries since they were given here.
+
+    Those that are empty are asked for their truth alone, and the versions of the others are compared by torch, in one
+    call where it can.
+    """
+
+    def __init__(self, dictionaries: Sequence[dict[Any, Any]]) -> None:
+        self._empty = [each for each in dictionaries if type(each) is dict and not each]
+        self._others = tuple(each for each in dictionaries if type(each) is not dict or each)
+        self._versions = list(map(dict_version, self._others))
+        self._check = _version_guards(self._others)
+
+    def __call__(self) -> bool:
+        if any(self._empty):
+            return False
+        if self._check is not None:
+            return self._check(self._others)
+        return list(map(dict_version, self._others)) == self._versions
+
+
+def _version_guards(dictionaries: tuple[dict[Any, Any], ...]) -> Callable[[Any], bool] | None:
+    """Torch's comparison of the versions of some dictionaries; None where it has no such thing, or another one."""
+    try:
+        kind = dynamo_guards.GuardManagerType.GUARD_MANAGER
+        root: Any = guards.RootGuardManager()  # type: ignore[attr-defined]  # pyright: ignore
+        for place, each in enumerate(dictionaries):
+            of_item = root.tuple_getitem_manager(place, f"[{place}]", each, kind)
+            _add_version_guard(of_item, each)
+        return cast(Callable[[Any], bool], root.check) if root.check(dictionaries) else None
+    except (AttributeError, TypeError):
+        return None
+
+
+def _add_version_guard(manager: Any, dictionary: dict[Any, Any]) -> None:
+    """Torch 2.13 takes one argument more than 2.11."""
+    try:
+        manager.add_dict_version_guard(dictionary, [""], None)
+    except TypeError:
+        manager.add_dict_version_guard(dictionary, [""])
 
 
 class TensorsUnchanged:

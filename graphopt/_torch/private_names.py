@@ -123,7 +123,8 @@ CHANGES = Feature(
     "noticing that something changed since a program was captured",
     {
         "torch._C": (
-            "_dynamo.guards.TensorGuards.check _dynamo.guards.dict_version _functorch.is_batchedtensor "
+            "_dynamo.guards.TensorGuards.check _dynamo.guards.RootGuardManager|_dynamo.guards.dict_version "
+            "_dynamo.guards.dict_version _functorch.is_batchedtensor "
             "_functorch.is_functorch_wrapped_tensor _functorch.is_legacy_batchedtensor "
             "_functorch.peek_interpreter_stack _functorch.get_dynamic_layer_stack_depth "
             "_functorch.pop_dynamic_layer_stack_and_undo_to_depth _autograd._saved_tensors_hooks_enable "
@@ -132,6 +133,7 @@ CHANGES = Feature(
             "_get_cudnn_sdp_enabled _len_torch_dispatch_stack _len_torch_function_stack "
             "_get_flash_sdp_enabled _get_math_sdp_enabled _get_mem_efficient_sdp_enabled _get_mkldnn_enabled"
         ),
+        "torch._dynamo.guards": "GuardManagerType.GUARD_MANAGER|GuardManager",
         "torch.nn.modules.module": (
             "_global_backward_hooks _global_backward_pre_hooks _global_forward_hooks _global_forward_pre_hooks"
         ),

@@ -10,7 +10,7 @@ import functools
 import operator
 import types
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -153,6 +153,7 @@ class Contents:
         self.too_large: dict[str, None] = {}
         self._dictionaries: list[dict[Any, Any]] = []
         self._versions: list[int] = []
+        self._same_entries: Callable[[], bool] | None = None
         self._others: list[tuple[Any, tuple[Any, ...]]] = []
         self._arrays: list[tuple[Any, tuple[Any, ...]]] = []
         self._weak: list[tuple[weakref.ReferenceType[Any], tuple[Any, ...]]] = []
@@ -212,11 +213,19 @@ class Contents:
     def unchanged(self) -> bool:
         """Whether everything holds what it held."""
         return (
-            list(map(_torch.dict_version, self._dictionaries)) == self._versions
+            self._has_same_entries()
             and all(_is_same(_state(value), state) for value, state in self._others)
             and all(_array_state(value) == state for value, state in self._arrays)
             and all(_weak_state(value) == state for value, state in self._weak)
         )
+
+    def _has_same_entries(self) -> bool:
+        if self._same_entries is not None:
+            return self._same_entries()
+        same = list(map(_torch.dict_version, self._dictionaries)) == self._versions
+        if same:
+            self._same_entries = _torch.DictionariesUnchanged(self._dictionaries)
+        return same
 
 
 def _state(value: Any) -> tuple[Any, ...]:

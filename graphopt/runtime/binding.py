@@ -16,7 +16,7 @@ from graphopt.ir.node import InputSpec, value_of
 from graphopt.ir.program import Program
 from graphopt.runtime.state_store import StateStore
 
-__all__ = ["Binding", "tensor_getter"]
+__all__ = ["Binding", "stays", "tensor_getter"]
 
 
 def tensor_getter(model: nn.Module, name: str) -> Callable[[], torch.Tensor]:
@@ -31,7 +31,7 @@ def tensor_getter(model: nn.Module, name: str) -> Callable[[], torch.Tensor]:
     return lambda: places[kind][attribute]
 
 
-def _stays(spec: InputSpec, model: nn.Module) -> bool:
+def stays(spec: InputSpec, model: nn.Module) -> bool:
     """Whether an input is one object until an assignment to the model or the optimizer's state."""
     if spec.role not in ("parameter", "buffer"):
         return spec.role == "state"
@@ -72,7 +72,7 @@ class Binding:
         self._known: list[Callable[[], Any]] = []
         specs = list(zip(program.placeholders, program.inputs, strict=True))
         self._batch = [place for place, (_, spec) in enumerate(specs) if spec.role == "input"]
-        self._stay = [place for place, (_, spec) in enumerate(specs) if _stays(spec, model)]
+        self._stay = [place for place, (_, spec) in enumerate(specs) if stays(spec, model)]
         self._getters = [self._getter(node, spec, program) for node, spec in specs]
 
     def gather(self, batch: list[torch.Tensor], version: Hashable = None) -> list[Any]:

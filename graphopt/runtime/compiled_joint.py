@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import operator
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -20,7 +22,7 @@ from graphopt.ir.autocast import plain_precision
 from graphopt.ir.node import InputSpec
 from graphopt.ir.program import Program
 from graphopt.rewriting.precision.scaling import CheckedGradients, checked_gradients
-from graphopt.runtime.binding import tensor_getter
+from graphopt.runtime.binding import stays, tensor_getter
 from graphopt.runtime.compile.backend import Boxed, compile_module
 from graphopt.runtime.compile.partition import bind_state, partition, take_any_strides
 from graphopt.runtime.compile.pruned_backward import run_pruned
@@ -51,6 +53,7 @@ class CompiledJoint(Capture):
         backward: the half that autograd runs.
         function: takes parameters, buffers and constants, then the tensors of a call.
         inputs: gives the first of these, one by one.
+        stay: which of these are one object until an assignment to the model.
         tangents: which outputs a gradient has to reach.
         checked: what the program checks for infinities, where it does.
         explained: whether a second derivative gives graphopt's error.
@@ -61,13 +64,35 @@ class CompiledJoint(Capture):
     backward: fx.GraphModule
     function: Callable[..., Any]
     inputs: list[Callable[[], torch.Tensor]]
+    stay: list[bool]
     tangents: MissingGradients
     checked: CheckedGradients | None
     explained: bool = False
+    _resident: list[Callable[[], torch.Tensor | None]] = field(default_factory=list[Any])
+    _version: int | None = None
 
-    def gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The arguments of the function for the tensors of a call."""
-        return [get() for get in self.inputs] + tensors
+    def gather(self, tensors: list[torch.Tensor], version: int | None = None) -> list[torch.Tensor]:
+        """The arguments of the function for the tensors of a call.
+
+        Args:
+            tensors: of the call.
+            version: where it is that of the call before, parameters and buffers are the same objects as they were
+                then, and are not looked up again; None looks up everything.
+        """
+        if version is None or version != self._version:
+            found = [get() for get in self.inputs]
+            self._remember(found, version)
+        else:
+            found = list(map(operator.call, self._resident))
+        return found + tensors
+
+    def _remember(self, found: list[torch.Tensor], version: int | None) -> None:
+        """Keep what stays as long as the version does, by references that keep nothing alive."""
+        self._version = version
+        self._resident = [
+            weakref.ref(tensor) if known else get
+            for get, tensor, known in zip(self.inputs, found, self.stay, strict=True)
+        ]
 
     def call(self, arguments: list[torch.Tensor]) -> Any:
         """What the model returns."""
@@ -116,6 +141,7 @@ def compile_joint(
         backward,
         function,
         [_getter(session.model, program, spec) for spec in joint.inputs],
+        [stays(spec, session.model) for spec in joint.inputs],
         tangents,
         checked_gradients(program),
     )

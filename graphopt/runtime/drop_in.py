@@ -92,7 +92,7 @@ class DropIn:
             try:
                 with CAPTURE_LOCK:
                     found, tensors = self.runner.find(model, args, kwargs, _Maker(self, model, args, kwargs))
-                    arguments = found.gather(tensors)
+                    arguments = found.gather(tensors, self.runner.serving.changes)
                 return found.call(arguments)
             except _ReplacedError:
                 why = "its parameters are other tensors in this call (torch.func.functional_call)"
