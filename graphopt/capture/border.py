@@ -60,10 +60,23 @@ BORDER = (
         "environment, the context (`contextvars`), names that it gives as texts (`getattr`, `globals()`, "
         "`sys.modules`); code put in the place of other code, a library's functions too",
         "signature",
-        "by value, in functions of the user's own files; not what an installed library's code reads; a name "
-        "that is put together while code runs is found by how it begins; one that comes from elsewhere, exchanged "
-        "classes of objects and bases of classes are not noticed",
+        "by value, in functions of the user's own files; not what an installed library's code reads; a name that is "
+        "put together while code runs is found by how it begins, one that comes from elsewhere among all texts of "
+        "that code, of what it reads and of the model",
     ),
+    Row(
+        "classes: that of an object, bases, classes that are registered with abstract ones; methods that others are "
+        "put in the place of, the model's, its layers' `forward`, those of tensors, and functions of Python's",
+        "signature",
+        "what is set on the class of an optimized model is set on the class that it was made from",
+    ),
+    Row(
+        "numbers that Python reads of tensors which are no arguments (`self.factor.item()`)",
+        "signature",
+        "up to 1,024 of a tensor by value, of larger tensors and on devices by whether ops have written to them; a "
+        "warning names the line where they keep changing, and the capture is not stored",
+    ),
+    Row("attributes that Python has set on an argument (`mask.causal = True`)", "signature", "but for tensors"),
     Row("modules replaced, added, removed, of another class; modules kept in plain containers", "signature"),
     Row("forward hooks and pre-hooks of submodules, and of all modules", "traced", "with them in the signature"),
     Row(

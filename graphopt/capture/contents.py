@@ -30,6 +30,7 @@ __all__ = [
     "Contents",
     "attributes_of",
     "deeper",
+    "is_code",
     "is_container",
     "items_of",
     "raw_bytes",
@@ -87,7 +88,8 @@ def items_of(value: Any) -> tuple[Any, ...]:
     """
     if isinstance(value, dict):
         kind: Any = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
-        return (*kind.keys(value), *kind.values(value))
+        made = (value.default_factory,) if isinstance(value, collections.defaultdict) else ()
+        return (*made, *kind.keys(value), *kind.values(value))
     if isinstance(value, Mapping):
         return (*value.keys(), *value.values()) if is_container(value) else ()
     if isinstance(value, collections.deque):
@@ -120,13 +122,14 @@ def attributes_of(value: object) -> dict[str, Any]:
     """The attributes of an object, those in ``__slots__`` among them; of a class of the user's, its values."""
     if isinstance(value, type):
         own = vars(value) if is_of_users(value) else {}
-        return {name: item for name, item in own.items() if not name.startswith("__") and not _is_code(item)}
+        return {name: item for name, item in own.items() if not name.startswith("__") and not is_code(item)}
     found = getattr(value, "__dict__", None)
     own = found if isinstance(found, dict) else {}
     return {**own, **dict(in_slots(value))} if slots_of(value) else own
 
 
-def _is_code(value: object) -> bool:
+def is_code(value: object) -> bool:
+    """Whether a class's attribute is a method, or something else that computes what is read."""
     return callable(value) or hasattr(type(value), "__get__")
 
 
@@ -231,8 +234,10 @@ class Contents:
 def _state(value: Any) -> tuple[Any, ...]:
     """The objects that a value holds, beside the entries of dictionaries, and its class."""
     if isinstance(value, type):
-        return tuple(vars(value).values())
+        return value.__mro__, *vars(value).values()
     first = (type(value), *(item for _, item in in_slots(value)))
+    if isinstance(value, collections.defaultdict):
+        first = (*first, value.default_factory)
     if isinstance(value, dict):
         return (*first, *_order(value)) if isinstance(value, collections.OrderedDict) else first
     return (*first, *items_of(value))

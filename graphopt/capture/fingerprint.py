@@ -154,7 +154,8 @@ class _Keys:
             return cls, self._items(value, depth), *attributes
         items = tuple(self.of(item, depth + 1) for item in items_of(value))
         of_class = tuple(self.of(base, depth + 1) for base in users(cls))
-        return cls, Same(value), items, attributes, of_class
+        bases = tuple(map(Same, value.__mro__)) if isinstance(value, type) else ()
+        return cls, Same(value), items, attributes, of_class, bases
 
     def _attributes(self, value: Any, depth: float) -> tuple[Hashable, ...]:
         return tuple((name, self.of(item, depth + 1)) for name, item in attributes_of(value).items())

@@ -17,6 +17,7 @@ from graphopt.capture.flatten import Structure
 from graphopt.capture.graph_part import title_of
 from graphopt.capture.mask_questions import Question
 from graphopt.capture.nest_regions import nest_regions
+from graphopt.capture.numbers_read import NumbersRead
 from graphopt.capture.regions import REGION_KEY
 from graphopt.capture.same_inputs import read_in_one_place
 from graphopt.capture.source_lines import source_line
@@ -42,6 +43,7 @@ class ForwardCapture:
         changed: the arguments that the user's code changes, for people.
         left_out: the places in the result where None stands for a cache, likewise.
         outside: tensors that require gradients and are neither the model's nor arguments, of which it has the values.
+        numbers: tensors that are neither, and whose numbers became Python's.
     """
 
     program: Program
@@ -52,6 +54,7 @@ class ForwardCapture:
     changed: Sequence[str] = ()
     left_out: Sequence[str] = ()
     outside: Sequence[Outside] = ()
+    numbers: Sequence[NumbersRead] = ()
 
 
 def capture_forward(
@@ -85,6 +88,7 @@ def capture_forward(
         seen.changed,
         seen.left_out,
         seen.outside,
+        seen.numbers,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import types
 from collections.abc import Hashable, Iterable
 from typing import Any
@@ -12,8 +13,8 @@ from torch import nn
 from graphopt.capture.contents import MOST_ITEMS, Contents
 from graphopt.capture.fingerprint import Same, by_value
 from graphopt.capture.named_values import kept_values
-from graphopt.capture.variables import MISSING, Cell, Variable
-from graphopt.capture.whose_code import is_iterator, is_of_user
+from graphopt.capture.variables import MISSING, Bases, Cell, OfObject, Variable
+from graphopt.capture.whose_code import is_followed, is_iterator, is_of_user, is_of_users
 
 __all__ = ["FoundVariables"]
 
@@ -61,10 +62,12 @@ class FoundVariables:
         self.told: dict[str, None] = {}
         self._seen: set[tuple[int, str]] = set()
         self._of_classes: dict[type, types.MappingProxyType[str, Any]] = {}
+        self._bases: dict[type, Bases] = {}
 
     def place(self, place: Any, name: str, value: object) -> bool:
         """Note where something is kept; says whether that is new."""
-        key = id(place.cell) if isinstance(place, Cell) else id(place), name
+        inner = place.cell if isinstance(place, Cell) else place.value if isinstance(place, OfObject) else place
+        key = id(inner), name
         new = key not in self._seen
         if new:
             self._seen.add(key)
@@ -82,6 +85,47 @@ class FoundVariables:
     def of_class(self, cls: type) -> types.MappingProxyType[str, Any]:
         """What a class has by name: one object for each class, as a place."""
         return self._of_classes.setdefault(cls, vars(cls))
+
+    def member(self, cls: type, name: str, where: str = "") -> None:
+        """Note what a class has under a name, and that its objects get no other class's.
+
+        Args:
+            cls: one of several that an object's is made of.
+            name: of a method, or of something else that counts by its identity.
+            where: the class, or an object of it, for people.
+        """
+        value = vars(cls).get(name, MISSING)
+        if self.place(self.of_class(cls), name, value) and value is not MISSING:
+            self.same(value, f"{where}{name} of {cls.__name__}")
+
+    def bases(self, cls: type) -> None:
+        """Note the bases of a class, and the classes that are registered with it."""
+        if cls not in self._bases:
+            found = self._bases[cls] = Bases(cls)
+            self.places.append((found, "", found.classes))
+            self.values.append((f"the bases of {cls.__name__}", tuple(map(Same, found.classes))))
+
+    def builtin(self, name: str) -> None:
+        """Note one of Python's own functions and classes, where another one may be put in its place."""
+        value = vars(builtins)[name]
+        if self.place(vars(builtins), name, value) and getattr(value, "__module__", "builtins") != "builtins":
+            self.same(value, f"builtins.{name}")
+
+    def methods_of_tensors(self, names: Iterable[str]) -> None:
+        """Note the methods of tensors that code may call, where others may be put in their place."""
+        for name in names:
+            if hasattr(torch.Tensor, name):
+                value = vars(torch.Tensor).get(name, MISSING)
+                if self.place(self.of_class(torch.Tensor), name, value) and is_followed(value):
+                    self.same(value, f"torch.Tensor.{name}")
+
+    def kind(self, value: object, where: str) -> None:
+        """Note of which class an object is, and the bases of that."""
+        cls = type(value)
+        if self.place(OfObject(value), "__class__", cls):
+            self.same(cls, f"the class of {where}")
+        if is_of_users(cls):
+            self.bases(cls)
 
     def same(self, value: object, where: str) -> None:
         """Note something that counts by its identity."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,7 +12,10 @@ from torch import nn
 from graphopt import _torch
 from graphopt.capture.kept_places import OF_MODULES
 
-__all__ = ["attribute_values", "kept_values", "values_in"]
+__all__ = ["GETTERS", "attribute_values", "kept_values", "names_of", "texts_among", "values_in"]
+
+GETTERS = (operator.attrgetter, operator.methodcaller)
+"""What finds attributes by texts that it was made with."""
 
 _MOST = 2000
 """The items of the largest container that is looked at in attributes and variables."""
@@ -44,3 +49,19 @@ def attribute_values(model: nn.Module) -> Iterator[tuple[str, object]]:
         for name, value in vars(module).items():
             if name not in OF_MODULES and not name.startswith("_graphopt"):
                 yield from kept_values(value, f"{where}.{name}")
+
+
+def texts_among(values: Mapping[str, object]) -> set[str]:
+    """The texts among named values."""
+    return {value for value in values.values() if isinstance(value, str)}
+
+
+def names_of(getter: Any) -> set[str]:
+    """The attributes that an ``attrgetter`` or a ``methodcaller`` finds.
+
+    >>> sorted(names_of(operator.attrgetter("optimizer.rate", "depth")))
+    ['depth', 'optimizer', 'rate']
+    """
+    made, given = getter.__reduce__()[:2]
+    texts = (*getattr(made, "args", ()), *given)
+    return {name for text in texts if isinstance(text, str) for name in text.split(".")}

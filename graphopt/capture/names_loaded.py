@@ -69,16 +69,21 @@ def loaded_names(code: types.CodeType) -> frozenset[str]:
 
     What it reads as an attribute alone (``self.loss``) is not among them, whatever a global variable is called.
     """
-    found = {
-        str(instruction.argval)
-        for instruction in dis.get_instructions(code)
-        if instruction.opcode in dis.hasname and not instruction.opname.endswith(("_ATTR", "_METHOD"))
-    }
+    found = {str(instruction.argval) for instruction in dis.get_instructions(code) if _loads_variable(instruction)}
     return frozenset(found).union(*map(loaded_names, _inner(code)))
+
+
+def _loads_variable(instruction: dis.Instruction) -> bool:
+    return instruction.opcode in dis.hasname and not instruction.opname.endswith(("_ATTR", "_METHOD"))
 
 
 _BY_TEXT = frozenset(("__dict__", "attrgetter", "delattr", "getattr", "hasattr", "methodcaller", "vars"))
 """What finds attributes by texts."""
+
+_CALL = "PRECALL" if "PRECALL" in dis.opmap else "CALL"
+"""The instruction behind the arguments of a call."""
+
+_BY_NAME = frozenset(("delattr", "getattr", "hasattr"))
 
 _PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _WORD = re.compile(r"[^\W\d]\w*")
@@ -89,9 +94,15 @@ def names_among(texts: Iterable[str], *, run: bool) -> set[str]:
     return {word for text in texts for word in (_WORD.findall(text) if run else [text]) if word.isidentifier()}
 
 
-def begun(names: Iterable[str], texts: Iterable[str]) -> set[str]:
-    """The names that begin with one of some texts: ``beta_1`` for the text of ``f"beta_{index}"``."""
-    starts = tuple(text for text in texts if len(text) > 1)
+def begun(names: Iterable[str], texts: Iterable[str], shortest: int = 2) -> set[str]:
+    """The names that begin with one of some texts: ``beta_1`` for the text of ``f"beta_{index}"``.
+
+    Args:
+        names: of variables or attributes.
+        texts: from code.
+        shortest: texts of fewer letters do not count.
+    """
+    starts = tuple(text for text in texts if len(text) >= shortest)
     return {name for name in names if name.startswith(starts)}
 
 
@@ -107,6 +118,38 @@ def found_by_text(code: types.CodeType) -> frozenset[str]:
     texts = frozenset() if _BY_TEXT.isdisjoint(code.co_names) else texts_in(code)
     names = (name for text in texts if _PATH.fullmatch(text) for name in text.split("."))
     return frozenset(names).union(*map(found_by_text, _inner(code)))
+
+
+@functools.lru_cache(maxsize=10_000)
+def computes_names(code: types.CodeType) -> bool:
+    """Whether a function's code finds attributes by texts that are not in it as they are: ``getattr(owner, name)``."""
+    if any(map(computes_names, _inner(code))):
+        return True
+    steps = list(dis.get_instructions(code))
+    if not {"__dict__", "vars", "attrgetter", "methodcaller"}.isdisjoint(code.co_names):
+        return True
+    if any(step.opname == "MATCH_CLASS" for step in steps):
+        return True
+    return any(
+        step.argval in _BY_NAME and not _takes_a_constant(steps[place + 1 :])
+        for place, step in enumerate(steps)
+        if _loads_variable(step)
+    )
+
+
+def _takes_a_constant(steps: list[dis.Instruction]) -> bool:
+    """Whether the second argument of a function is a constant, by what follows where the function is loaded."""
+    depth, ends = 0, dict[int, int]()  # of each argument, where it may be complete
+    for place, step in enumerate(steps):
+        if step.opname == _CALL and step.arg == depth:
+            return 2 in ends and ends[2] == ends[1] + 1 and steps[ends[2]].opname == "LOAD_CONST"
+        depth += _depth(step)
+        ends[depth] = place
+    return False
+
+
+def _depth(step: dis.Instruction) -> int:
+    return dis.stack_effect(step.opcode, step.arg if step.opcode >= dis.HAVE_ARGUMENT else None, jump=False)
 
 
 @functools.lru_cache(maxsize=10_000)

@@ -36,6 +36,7 @@ from graphopt.capture.hidden_effects import capturing, refuse_backward_hooks, re
 from graphopt.capture.joint import JointCapture, capture_joint
 from graphopt.capture.loss_results import loss_in
 from graphopt.capture.mask_questions import Question
+from graphopt.capture.numbers_read import NumbersRead
 from graphopt.capture.split_uses import split_uses
 from graphopt.capture.step import trace_optimizer
 from graphopt.capture.tensors_met import refuse_outside
@@ -231,6 +232,11 @@ class CaptureSession:
         return self._replayed | {
             question: yes for captured in self._captures.values() for question, yes in captured.questions.items()
         }
+
+    @property
+    def numbers(self) -> list[NumbersRead]:
+        """Tensors beside those of the call whose numbers its programs have as constants."""
+        return [read for captured in self._captures.values() for read in captured.numbers]
 
     def release(self) -> None:
         """Let go of the memory of the call's floating-point tensors: what comes later needs their metadata only.

@@ -2,7 +2,7 @@
 
 Code may hold a parameter of the model itself, in a list of the user's or in a closure of the loss: what stands for it
 in the trace takes its place. It may read what a program does not get of a tensor, its gradient for instance; and it may
-use tensors that require gradients and are none of the model's.
+use tensors that require gradients and are none of the model's, and read the numbers of tensors that are no arguments.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from torch.overrides import TorchFunctionMode
 
 from graphopt import _torch
 from graphopt.capture.assigned_buffers import IN_PARTS
+from graphopt.capture.numbers_read import READS, NumbersRead
 from graphopt.capture.source_lines import user_frame
 from graphopt.errors import GraphBreakError
 
-__all__ = ["Outside", "TensorsMet", "refuse_outside", "tensors_of"]
+__all__ = ["Outside", "TensorsMet", "attributes_set", "refuse_outside", "tensors_of"]
 
 _OF_TENSORS = vars(torch.Tensor.__base__)
 _WRITES: Any = _OF_TENSORS["_version"].__get__
@@ -58,6 +59,19 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(named)
 
 
+def attributes_set(tensor: torch.Tensor) -> dict[str, Any]:
+    """What was set on a tensor from Python (``mask.causal = True``), but for tensors.
+
+    Names that begin with ``_`` are libraries' own.
+    """
+    own = vars(tensor)
+    if not own or not _torch.is_plain_tensor(tensor):
+        return {}
+    return {
+        name: value for name, value in own.items() if not name.startswith("_") and not isinstance(value, torch.Tensor)
+    }
+
+
 class TensorsMet(TorchFunctionMode):
     """Sees each call of torch's functions while code is captured.
 
@@ -67,6 +81,7 @@ class TensorsMet(TorchFunctionMode):
 
     Attributes:
         outside: tensors that require gradients and are none of the model's, by their ids.
+        numbers: tensors whose numbers became Python's, by their ids.
 
     Raises:
         GraphBreakError: inside of the block, where code reads a gradient of a parameter or an argument, or how often
@@ -76,6 +91,7 @@ class TensorsMet(TorchFunctionMode):
     def __init__(self, real: Mapping[str, torch.Tensor], traced: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self.outside: dict[int, Outside] = {}
+        self.numbers: dict[int, NumbersRead] = {}
         self._traced = {id(real[name]): tensor for name, tensor in traced.items() if name in real}
 
     def __torch_function__(
@@ -92,6 +108,8 @@ class TensorsMet(TorchFunctionMode):
             what = _READS.get(func)
             if what is not None and _is_given(args[0]):
                 raise _refused(func, what)
+            if name in READS and args and isinstance(args[0], torch.Tensor):
+                self._note_numbers(args[0])
             if real and torch.is_grad_enabled() and name != "__get__" and name not in _LIKE:
                 self._note(real)
         return func(*args, **(kwargs or {}))
@@ -108,6 +126,11 @@ class TensorsMet(TorchFunctionMode):
         if type(value) is dict:
             return {key: self._stand_in(item, real) for key, item in value.items()}
         return value
+
+    def _note_numbers(self, tensor: torch.Tensor) -> None:
+        """Note a tensor with data, which is none of the trace; those of a call and of the model have none."""
+        if _torch.is_plain_tensor(tensor) and not tensor.is_meta and id(tensor) not in self.numbers:
+            self.numbers[id(tensor)] = NumbersRead(tensor, user_frame())
 
     def _note(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:

@@ -38,7 +38,7 @@ _OF_PROCESS = (
         for name in ("mem_get_info", "memory_allocated", "memory_reserved", "memory_stats")
     ),
     *("decimal.getcontext", "gc.get_count", "os.getcwd", "os.getpid", "sys.argv", "sys.getrecursionlimit"),
-    *("threading.current_thread", "threading.get_ident", "warnings.filters"),
+    *("numpy.geterr", "threading.current_thread", "threading.get_ident", "warnings.filters"),
 )
 _TOLD = dict.fromkeys(_CLOCKS, _CLOCK) | dict.fromkeys(_QUESTIONS, _COMPILED) | dict.fromkeys(_OF_PROCESS, _ANSWER)
 

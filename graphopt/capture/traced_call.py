@@ -24,9 +24,10 @@ from graphopt.capture.graph_part import title_of
 from graphopt.capture.hidden_effects import drawing_refused, seeding_refused
 from graphopt.capture.loss_results import copy_others, loss_in
 from graphopt.capture.mask_questions import Questions
+from graphopt.capture.numbers_read import NumbersRead
 from graphopt.capture.regions import observe
 from graphopt.capture.returnable import returnable
-from graphopt.capture.tensors_met import Outside, TensorsMet, tensors_of
+from graphopt.capture.tensors_met import Outside, TensorsMet, attributes_set, tensors_of
 from graphopt.capture.untraceable import depends_on_data, explain
 from graphopt.capture.value_checks import kept_as_checks
 from graphopt.capture.varying_axes import VaryingAxes, marks_undone
@@ -67,6 +68,7 @@ class Seen:
         changed: what it changed in Python.
         left_out: the places in the result where None stands for a cache.
         outside: tensors that require gradients and are neither the model's nor arguments.
+        numbers: tensors whose numbers became Python's.
         loss: the place of the loss among the results of a loss function.
     """
 
@@ -74,6 +76,7 @@ class Seen:
     changed: list[str]
     left_out: list[str]
     outside: list[Outside]
+    numbers: list[NumbersRead]
     loss: int | None
 
 
@@ -102,13 +105,15 @@ class _Trace:
 
     Attributes:
         inputs: the structure of the call.
-        tensors: of the call, in that order.
+        given: the tensors of the call, in that order.
+        tensors: the same, each a leaf of its own.
         shapes: sizes that may vary, as export takes them.
         seen: a list, since export undoes assignments to a module's attributes.
     """
 
     call: TracedCall
     inputs: Structure
+    given: list[torch.Tensor]
     tensors: list[torch.Tensor]
     shapes: Any
     questions: Questions
@@ -126,6 +131,9 @@ class _Root(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         traced, path, real = self._run
+        for given, tensor in zip(traced.given, tensors, strict=True):
+            for name, value in attributes_set(given).items():
+                setattr(tensor, name, value)
         args, kwargs = traced.inputs.restore(tensors)
         buffers = buffers_of(self.model)
         met = TensorsMet(real, tensors_of(self.model))
@@ -153,7 +161,9 @@ class _Root(nn.Module):
                 raise _UserCodeError(error) from error
         write_assigned(buffers)
         place = next((place for place, tensor in enumerate(flat) if tensor is loss), None)
-        traced.seen.append(Seen(structure, changed, left_out, list(met.outside.values()), place))
+        traced.seen.append(
+            Seen(structure, changed, left_out, list(met.outside.values()), list(met.numbers.values()), place)
+        )
         return tuple(flat)
 
 
@@ -200,7 +210,7 @@ def export_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     given, inputs = flatten((tuple(args), dict(kwargs)))
     tensors = _distinct(given)
     shapes = _flat_shapes(call.dynamic_shapes, inputs, call.names)
-    traced = _Trace(call, inputs, tensors, shapes, Questions(tensors if call.by_values else ()))
+    traced = _Trace(call, inputs, given, tensors, shapes, Questions(tensors if call.by_values else ()))
     exported = _explained(model, traced)
     return ExportedCall(exported, inputs, given, tensors, traced.questions, traced.seen[-1])
 

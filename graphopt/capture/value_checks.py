@@ -49,6 +49,7 @@ def kept_as_checks() -> Iterator[None]:
     """While a model's Python is traced, conditions that only raise are kept as checks, and taken for passed."""
     to_bool, item = torch.Tensor.__bool__, torch.Tensor.item
 
+    @functools.wraps(to_bool)
     def decided(tensor: torch.Tensor) -> bool:
         found = _wanted(sys._getframe(1))
         if found is None or tensor.numel() != 1:
@@ -57,6 +58,7 @@ def kept_as_checks() -> Iterator[None]:
         check_value(tensor.detach().reshape(()), wanted, test.error, f"{test.message} ({test.where})")
         return wanted
 
+    @functools.wraps(item)
     def number(tensor: torch.Tensor) -> Any:
         if tensor.numel() != 1 or _test_around(sys._getframe(1)) is None:
             return item(tensor)

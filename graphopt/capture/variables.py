@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextvars
 import dataclasses
 import dis
@@ -16,11 +17,13 @@ from graphopt.capture.slots import in_slots
 __all__ = [
     "ENVIRONMENT",
     "MISSING",
+    "Bases",
     "Cell",
+    "Computed",
     "Environment",
     "InContext",
     "InSlots",
-    "OfFunction",
+    "OfObject",
     "Variable",
     "in_context",
     "variables_set",
@@ -102,15 +105,60 @@ class InSlots:
         return dict(in_slots(self.owner)).get(name, missing)
 
 
-class OfFunction:
-    """The code of a function and its defaults, which an editor may put in the place of others, likewise."""
+class Computed:
+    """What an object has by code of its class, likewise.
 
-    def __init__(self, function: types.FunctionType) -> None:
-        self.function = function
+    The code of a function and its defaults, which an editor may put in the place of others; a setting of torch's.
+    """
+
+    def __init__(self, owner: object) -> None:
+        self.owner = owner
 
     def get(self, name: str, missing: object) -> object:
-        """What the function has now, or ``missing``."""
-        return getattr(self.function, name, missing)
+        """What the object has now, or ``missing``."""
+        value = getattr(self.owner, name, missing)
+        return sys.intern(value) if isinstance(value, str) else value
+
+
+class OfObject:
+    """The class of an object, which an assignment to ``__class__`` makes another one, likewise."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def get(self, _name: str, _missing: object) -> object:
+        """Its class now."""
+        return type(self.value)
+
+
+class Bases:
+    """The bases of a class, and the classes that are registered with it (``abc.ABCMeta.register``), likewise."""
+
+    def __init__(self, cls: type) -> None:
+        self._cls = cls
+        self._token = abc.get_cache_token()
+        self._mro = cls.__mro__
+        self.classes = self._read()
+
+    def get(self, _name: str, _missing: object) -> object:
+        """One object as long as they are the same."""
+        token, mro = abc.get_cache_token(), self._cls.__mro__
+        if token != self._token or mro is not self._mro:
+            self._token, self._mro = token, mro
+            if (now := self._read()) != self.classes:
+                self.classes = now
+        return self.classes
+
+    def _read(self) -> tuple[type, ...]:
+        return *self._mro, *sorted(_registered(self._cls), key=id)
+
+
+def _registered(cls: type) -> list[type]:
+    """The classes that are registered with an abstract one."""
+    dump: Any = getattr(abc, "_get_dump", None)
+    if dump is None or not isinstance(cls, abc.ABCMeta):
+        return []
+    return [each for reference in dump(cls)[0] if (each := reference()) is not None]
 
 
 def in_context(variable: contextvars.ContextVar[Any]) -> tuple[Any, ...]:

@@ -68,7 +68,7 @@ class CompiledJoint(Capture):
     tangents: MissingGradients
     checked: CheckedGradients | None
     explained: bool = False
-    _resident: list[Callable[[], torch.Tensor | None]] = field(default_factory=list[Any])
+    _resident: list[Callable[[], Any]] = field(default_factory=list[Any])
     _version: int | None = None
 
     def gather(self, tensors: list[torch.Tensor], version: int | None = None) -> list[torch.Tensor]:

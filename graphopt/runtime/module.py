@@ -41,8 +41,17 @@ class _Forward:
     A data descriptor, since the dictionary that the two models share may hold a ``forward`` for the other one.
     """
 
-    def __init__(self, of_class: Callable[..., Any]) -> None:
-        self._of_class = entry(of_class, _start)
+    def __init__(self, cls: type[nn.Module]) -> None:
+        self._cls = cls
+        self._known: tuple[Any, Callable[..., Any]] = cls.forward, entry(cls.forward, _start)
+
+    @property
+    def _of_class(self) -> Callable[..., Any]:
+        """The class's, as it is now."""
+        given = self._cls.forward
+        if given is not self._known[0]:
+            self._known = given, entry(given, _start)
+        return self._known[1]
 
     def __get__(self, model: Optimized | None, _: type | None = None) -> Any:
         if model is None:
@@ -230,16 +239,43 @@ def _called_as_usual(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 @functools.cache
+def _shared(metaclass: Any) -> Any:
+    """A metaclass of optimized classes: what is set on one of them is set on the class that it was made from.
+
+    So ``type(model).scale = 2.0`` acts on the model that was given too, and on its program.
+    """
+
+    def is_own(name: str) -> bool:
+        return name.startswith("__") or name == "_abc_impl"
+
+    def set_attribute(cls: Any, name: str, value: Any) -> None:
+        if is_own(name):
+            metaclass.__setattr__(cls, name, value)
+        else:
+            setattr(cls.__mro__[2], name, value)
+
+    def delete_attribute(cls: Any, name: str) -> None:
+        if is_own(name):
+            metaclass.__delattr__(cls, name)
+        else:
+            delattr(cls.__mro__[2], name)
+
+    body = {"__setattr__": set_attribute, "__delattr__": delete_attribute}
+    return type(metaclass.__name__, (metaclass,), body)
+
+
+@functools.cache
 def _optimized_class(cls: type[nn.Module]) -> type[Optimized]:
     """A subclass of a model's class under the same name, whose training calls run programs."""
     body = {
         "__slots__": ("_graphopt", "_other_forward", "_own_forward"),
-        "forward": _Forward(cls.forward),
+        "forward": _Forward(cls),
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
     }
-    return type(cls.__name__, (Optimized, cls), body)
+    made: type[Optimized] = _shared(cast(Any, type(cls)))(cls.__name__, (Optimized, cls), body)
+    return made
 
 
 @public

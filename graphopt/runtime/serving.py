@@ -17,6 +17,7 @@ from graphopt.capture.fingerprint import ModelFingerprint
 from graphopt.capture.flatten import Structure, flatten, flatten_call
 from graphopt.capture.garbage_collection import no_collection
 from graphopt.capture.mask_questions import Question, answer
+from graphopt.capture.numbers_read import NumbersRead
 from graphopt.capture.variables_read import VariablesRead
 from graphopt.capture.varying_axes import VaryingAxes
 from graphopt.errors import GraphoptError, RankError
@@ -30,7 +31,7 @@ from graphopt.runtime.rewrite import Rewritten
 from graphopt.runtime.signature import signature
 from graphopt.runtime.size_plans import SizePlans, Target, targets
 from graphopt.runtime.size_rules import SizeRules, size_rules
-from graphopt.runtime.varying_sizes import Key, Served, VaryingSizes, open_axes
+from graphopt.runtime.varying_sizes import Answers, Key, Served, VaryingSizes, open_axes
 
 __all__ = ["Capture", "Maker", "Serving", "lacks_bytes"]
 
@@ -118,6 +119,7 @@ class Serving(Generic[C]):
     _changing: ChangingSizes = field(default_factory=ChangingSizes)
     _values: ChangingValues = field(default_factory=ChangingValues)
     _questions: dict[Hashable, tuple[Question, ...]] = field(default_factory=dict)
+    _numbers: list[NumbersRead] = field(default_factory=list)
     _kind: Key | None = None
 
     @property
@@ -183,13 +185,21 @@ class Serving(Generic[C]):
         model = self._fingerprint(call.model)
         variables = self._variables(call.model, call.runs, self._fingerprint.changes)
         known = call.signature((model, variables), sizes=sizes and self.declared is None)
-        return known, call.answers(self._questions)
+        return known, self._answers(call)
+
+    def _answers(self, call: _Call) -> Answers:
+        """What the tensors of a call answer, and the numbers that captures read of others."""
+        answers = call.answers(self._questions)
+        return (*answers, *(read.now() for read in self._numbers)) if self._numbers else answers
 
     def _answered(self, key: Key, call: _Call, session: CaptureSession) -> Key:
         """The key of a call that has been captured: the model may have asked something new of its tensors."""
         known = self._questions.get(call.structure.key, ())
         self._questions[call.structure.key] = tuple(dict.fromkeys((*known, *session.questions)))
-        return key[0], call.answers(self._questions)
+        for read in session.numbers:
+            if all(known.tensor is not read.tensor for known in self._numbers):
+                self._numbers.append(read)
+        return key[0], self._answers(call)
 
     # --- captures ----------------------------------------------------------------------------------------------------
 
@@ -208,7 +218,7 @@ class Serving(Generic[C]):
             served = self._capture_fixed(key, call, maker)
             base = _as_captured(served.capture.rewritten)
             if base is not None:
-                self._varying.add_fixed((kind[0], call.answers(self._questions)), call.tensors, base)
+                self._varying.add_fixed((kind[0], self._answers(call)), call.tensors, base)
         return served
 
     def _capture_fixed(self, key: Key, call: _Call, maker: Maker[C]) -> Served[C]:
@@ -285,7 +295,9 @@ class Serving(Generic[C]):
 
     def _note_values(self, call: _Call, seconds: float) -> str:
         """What to tell of values of Python that change from one capture to the next."""
-        variables = self._variables.values
+        variables = self._variables.values | {
+            f"the number that is read at {read.where}": read.now() for read in self._numbers
+        }
         return self._values.note(self.names, call.args, call.kwargs, variables, call.model, seconds)
 
     def _tell(self, model: nn.Module, text: str) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from graphopt.capture.fingerprint import global_flags
+from graphopt.capture.fingerprint import by_value, global_flags
 from graphopt.capture.flatten import Structure
+from graphopt.capture.tensors_met import attributes_set
 from graphopt.ir.autocast import autocast_state
 
 __all__ = ["call_parts", "part_signature", "signature"]
@@ -47,7 +48,7 @@ def part_signature(arguments: tuple[Any, ...]) -> tuple[Hashable, Hashable]:
 
 def _metadata(tensor: torch.Tensor, sizes: bool) -> Hashable:
     lazily = tensor.is_conj(), tensor.is_neg()  # views that stand for the conjugate, or the negative, of their elements
-    known = tensor.dtype, tensor.device, tensor.requires_grad, type(tensor), lazily
+    known = tensor.dtype, tensor.device, tensor.requires_grad, type(tensor), lazily, _attributes(tensor)
     if tensor.layout is not torch.strided:
         return *known, tensor.layout, tuple(tensor.shape)
     if sizes:
@@ -55,6 +56,12 @@ def _metadata(tensor: torch.Tensor, sizes: bool) -> Hashable:
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
     return *known, tensor.dim(), tuple(order), tensor.is_contiguous()
+
+
+def _attributes(tensor: torch.Tensor) -> Hashable:
+    """What Python has set on a tensor, but for names of libraries' own."""
+    own = attributes_set(tensor)
+    return by_value(own) if own else ()
 
 
 def _sharing(tensors: list[torch.Tensor]) -> Hashable:

@@ -22,7 +22,7 @@ from graphopt.ir.program import Program
 from graphopt.runtime.captures import HasRules
 from graphopt.runtime.size_rules import SizeRules
 
-__all__ = ["Key", "OtherProgramError", "Served", "VaryingSizes", "open_axes"]
+__all__ = ["Answers", "Key", "OtherProgramError", "Served", "VaryingSizes", "open_axes"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +41,11 @@ _MOST_KINDS = 256
 _REMEMBERED = 4096
 """Sizes of calls for which it is remembered what serves them."""
 
-Key = tuple[Hashable, tuple[bool, ...]]
-"""The signature of a call, and what its tensors answer to the model's questions (``capture/mask_questions.py``)."""
+Answers = tuple[Hashable, ...]
+"""What the tensors of a call answer to the model's questions (``capture/mask_questions.py``), and numbers of others."""
+
+Key = tuple[Hashable, Answers]
+"""The signature of a call, and the answers for it."""
 
 E = TypeVar("E", bound=HasRules)
 

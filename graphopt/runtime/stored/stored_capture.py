@@ -155,6 +155,9 @@ def not_kept(rewritten: Rewritten) -> str:
     read = next((effect.words for effect in rewritten.session.effects if effect.reads), "")
     if read:
         return f"forward {read}, which another process may find otherwise"
+    if rewritten.session.numbers:
+        where = rewritten.session.numbers[0].where
+        return f"forward reads a tensor's numbers ({where}), which may be others in another process"
     if rewritten.program.context.numbers:
         return "passes have measured numbers that are not part of a program"
     reasons = [refuse_process_bound(rewritten.stages[stage]) for stage in rewritten.stages if stage != "forward"]
