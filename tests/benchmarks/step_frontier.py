@@ -52,13 +52,16 @@ def fitted(setting: Setting, budgets: Sequence[int]) -> list[Variant]:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, help="rounds of each variant (default: 15; 2 with --quick)")
+    options.add_argument(
+        "--budgets", nargs="+", type=float, metavar="MB", help="megabytes above what is resident, in place of the usual"
+    )
     given = options.parse_args(argv)
     torch.set_num_threads(given.threads)
     full = models.GPTConfig(vocab=2048, context=256, d=256, layers=6, heads=4, dropout=0.0)
     small = models.GPTConfig(vocab=64, context=32, d=32, layers=2, heads=2, dropout=0.0)
     setting = Setting(small, 2, given.rounds or 2) if given.quick else Setting(full, 8, given.rounds or 15)
-    budgets = [megabytes * 10**6 for megabytes in BUDGETS]
-    if given.quick:
+    budgets = [int(megabytes * 10**6) for megabytes in given.budgets or BUDGETS]
+    if given.quick and not given.budgets:
         _, plain = resident_bytes(setting)
         budgets = [int(plain * share) for share in QUICK_SHARES]
     results = measure([*whole_step(setting), *fitted(setting, budgets)], setting.rounds)

@@ -12,16 +12,18 @@ import torch.distributed as dist
 from graphopt import _torch
 from graphopt.errors import GraphoptError, did_you_mean
 
-__all__ = ["Group", "check_grid", "find_group", "is_talking", "talking"]
+__all__ = ["Group", "check_grid", "find_group", "is_talking", "talking", "times_talked"]
 
 _talks = 0
+_times = 0
 
 
 @contextlib.contextmanager
 def talking() -> Iterator[None]:
     """Around what ranks tell each other outside of a program: whoever waits in it waits for another rank."""
-    global _talks
+    global _talks, _times
     _talks += 1
+    _times += 1
     try:
         yield
     finally:
@@ -31,6 +33,11 @@ def talking() -> Iterator[None]:
 def is_talking() -> bool:
     """Whether the thread that trains is inside of ``talking``."""
     return _talks > 0
+
+
+def times_talked() -> int:
+    """How often this process was inside of ``talking`` so far."""
+    return _times
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +74,8 @@ class Group:
             GraphoptError: naming the first rank whose plan differs from that of rank 0, and the first step.
         """
         plans: list[list[str]] = [[] for _ in range(self.size)]
-        dist.all_gather_object(plans, list(plan), group=self.handle)
+        with talking():
+            dist.all_gather_object(plans, list(plan), group=self.handle)
         for rank, other in enumerate(plans):
             if other == plans[0]:
                 continue

@@ -11,6 +11,7 @@ from typing import Any
 
 from graphopt.capture.replayed_trace import not_replayed
 from graphopt.errors import GraphoptError
+from graphopt.ir.ops.groups import times_talked
 from graphopt.rewriting.warnings_kept import WarningsKept
 from graphopt.runtime.rewrite import Rewritten
 from graphopt.runtime.size_rules import SizeRules
@@ -44,16 +45,21 @@ class CacheLookup:
     rules: SizeRules = field(default_factory=SizeRules)
     why: str = ""
     said: list[tuple[str, str]] = field(default_factory=list)
+    _talked: bool = False
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Around a capture: what it warns of is kept with it, and said again where it is read."""
-        handler = WarningsKept(self.said)
+        """Around a capture: what it warns of is kept with it, and said again where it is read.
+
+        One for which ranks had to tell each other something is not kept: a rank that read it would not take part.
+        """
+        handler, before = WarningsKept(self.said), times_talked()
         _package.addHandler(handler)
         try:
             yield
         finally:
             _package.removeHandler(handler)
+            self._talked = times_talked() > before
 
     def keep(self, rewritten: Rewritten, rules: SizeRules) -> None:
         """Write a capture, and let its variants be written when they are made; says why not at DEBUG.
@@ -65,6 +71,8 @@ class CacheLookup:
         reason = not_kept(rewritten) or _not_replayed(rewritten)
         if rewritten.session.sizes_vary and not rules:
             reason = reason or "its sizes were to vary, and tracing has fixed all of them"
+        if self._talked:
+            reason = reason or "ranks told each other something while it was made, which all of them have to do"
         if not reason:
             try:
                 sizes = write_sizes(rules, rewritten.program.context)

@@ -11,7 +11,6 @@ from graphopt import _torch
 from graphopt.capture.mask_questions import PROPERTIES, Question, answer
 from graphopt.ir.checked_json import Field
 from graphopt.ir.node import Stage
-from graphopt.ir.ops import schema
 from graphopt.ir.ops.opaque_update import opaque_update_
 from graphopt.ir.program import Program
 from graphopt.rewriting.pass_ import Changed, Numerics, PassRecord
@@ -64,8 +63,6 @@ def refuse_process_bound(program: Program) -> str:
     for node in program.graph.nodes:
         if node.target in (opaque_update_, getattr(opaque_update_, "default", None)):
             return "the optimizer's update runs as it is, as Python"
-        if schema.is_collective(node):
-            return "it exchanges with other ranks, which have to begin alike"
         if node.target is _torch.custom_function:
             return "it calls a torch.autograd.Function of the user, which is Python"
     return ""

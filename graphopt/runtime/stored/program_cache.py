@@ -258,8 +258,6 @@ class ProgramCache:
             return 'verify="numerics" compares with the program before passes, which only a capture has'
         if context.numbers:
             return "passes go on with numbers of an earlier run"
-        if any(_exchanges(current) for current in self._pipeline.passes):
-            return "passes exchange with other ranks while they rewrite"
         if DumpDirectory.is_wanted():
             return "GRAPHOPT_DUMP asks for the programs before and between passes"
         return ""
@@ -267,10 +265,6 @@ class ProgramCache:
 
 def _tell_useless(title: str, error: Exception) -> None:
     logger.warning("a stored capture of %s cannot be used, and it is captured anew: %s", title, error)
-
-
-def _exchanges(current: object) -> bool:
-    return any(name in type(current).__dict__ for name in ("prepare", "settle", "shards"))
 
 
 def _nearest(folder: Path, key: Key) -> str:
