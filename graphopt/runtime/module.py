@@ -206,10 +206,24 @@ def _is_traced() -> bool:
         return torch.compiler.is_compiling()
 
 
+def _by_others(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether ``torch.fx.symbolic_trace`` or ``torch.jit.trace`` traces the call.
+
+    Raises:
+        CaptureError: where the former traces the optimized model itself, whose ``forward`` it takes to pieces.
+    """
+    if isinstance(args, fx.Proxy):
+        raise CaptureError(
+            "torch.fx.symbolic_trace cannot trace an optimized model: trace the one that was given to "
+            "graphopt.optimize; the two share all parameters"
+        )
+    return cast(Any, torch.jit).is_tracing() or any(isinstance(value, fx.Proxy) for value in (*args, *kwargs.values()))
+
+
 def _start(given: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a call of an optimized model: the program, or what it computes where it is not for training, or traced."""
     taken_over = not isinstance(model, Optimized)  # by a whole step, whose program it is part of
-    if taken_over or not model.training or not torch.is_grad_enabled() or _is_traced():
+    if taken_over or not model.training or not torch.is_grad_enabled() or _is_traced() or _by_others(args, kwargs):
         return given(model, *args, **kwargs)
     if _torch.in_function_transform():
         return model._graphopt.run_as_it_is(given, model, args, kwargs, "a transform of torch.func is at work")
@@ -242,7 +256,8 @@ def _called_as_usual(cls: type[nn.Module]) -> type[nn.Module]:
 def _shared(metaclass: Any) -> Any:
     """A metaclass of optimized classes: what is set on one of them is set on the class that it was made from.
 
-    So ``type(model).scale = 2.0`` acts on the model that was given too, and on its program.
+    So ``type(model).scale = 2.0`` acts on the model that was given too, and on its program. An object that is made of
+    one of them (``type(model)(...)``, a slice of an ``nn.Sequential``) is of that class, and not optimized.
     """
 
     def is_own(name: str) -> bool:
@@ -260,7 +275,10 @@ def _shared(metaclass: Any) -> Any:
         else:
             delattr(cls.__mro__[2], name)
 
-    body = {"__setattr__": set_attribute, "__delattr__": delete_attribute}
+    def make(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return cls.__mro__[2](*args, **kwargs)
+
+    body = {"__setattr__": set_attribute, "__delattr__": delete_attribute, "__call__": make}
     return type(metaclass.__name__, (metaclass,), body)
 
 

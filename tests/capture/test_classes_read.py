@@ -252,6 +252,16 @@ def test_what_is_set_on_the_class_of_an_optimized_model_acts_on_its_program(undo
 FORWARD = Reads.forward
 
 
+def test_what_is_made_of_the_class_of_an_optimized_model_is_a_plain_model() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    optimized = graphopt.optimize(model)
+    assert torch.equal(optimized(X), model(X))
+    tail = optimized[1:]
+    assert type(tail) is nn.Sequential
+    assert torch.equal(tail(optimized[:1](X)), model(X))
+    assert type(type(optimized)(nn.Linear(2, 2))) is nn.Sequential
+
+
 def test_a_model_of_an_abstract_class() -> None:
     class Model(Reads, abc.ABC):
         pass
