@@ -74,6 +74,7 @@ class CodeFollower:
         self._met: set[Hashable] = set()
         self._waiting: list[tuple[types.FunctionType, object]] = []
         self._all_texts: set[str] = set()
+        self._starts: set[str] = set()  # texts of code that puts names together
         self._computes = False
         self._of_attributes = texts_among(dict(attribute_values(model)))
         self._values = ReachedValues(weakref.proxy(self))  # so that nothing that was met outlives this object
@@ -99,10 +100,9 @@ class CodeFollower:
         Of a class, what its objects have of it.
         """
         own = attributes_of(value)
-        shortest = 1 if self._computes else 2
         if self._computes:  # by a pattern, too
-            self.names.update(getattr(type(value), "__match_args__", ()))
-        for name in (own.keys() & self.names) | begun(own, self.texts, shortest):
+            self.names.update(_positions(type(value)))
+        for name in (own.keys() & self.names) | begun(own, self.texts) | begun(own, self._starts, shortest=1):
             self._values.attribute(value, [name], f"{where}.")
         self.found.not_there(value, {text for text in self.texts if text.isidentifier()} - own.keys())
         if isinstance(value, type):
@@ -138,7 +138,9 @@ class CodeFollower:
         self.names.update(names_in(code))
         self.texts.update(found_by_text(code))
         self._all_texts.update(texts_in(code))
-        self._computes = self._computes or computes_names(code)
+        if computes_names(code):
+            self._computes = True
+            self._starts |= texts_in(code)
         self.found.methods_of_tensors(names_in(code))
         self._sets(function)
         self._by_text(function)
@@ -278,3 +280,9 @@ class CodeFollower:
             for path, inner in module.named_modules():
                 self.found.reached.append((f"{type(module).__name__}.{path}".rstrip("."), inner))
                 self.module(inner)
+
+
+def _positions(cls: type) -> set[str]:
+    """The attributes that patterns take by their positions in ``Class(first, second)``."""
+    given = (vars(base).get("__match_args__") for base in users(cls))
+    return {name for names in given if isinstance(names, tuple) for name in names if isinstance(name, str)}

@@ -115,12 +115,19 @@ def put(owner: Any, name: str, value: Any) -> Callable[[], Callable[[], None]]:
 
     def change() -> Callable[[], None]:
         own = getattr(owner, "__dict__", {})
-        always = name in ("__class__", "__bases__", "default_factory", "benchmark")
+        always = name in ("__class__", "__bases__", "default_factory")
         there, before = always or name in own, getattr(owner, name) if always else own.get(name)
         setattr(owner, name, value)
         return lambda: setattr(owner, name, before) if there else delattr(owner, name)
 
     return change
+
+
+def with_benchmarks() -> Callable[[], None]:
+    """By the context manager, since torch may have been told to refuse assignments."""
+    flags = torch.backends.cudnn.flags(enabled=True, benchmark=True)
+    flags.__enter__()
+    return lambda: flags.__exit__(None, None, None)
 
 
 WAYS: dict[str, tuple[Callable[[], Any], Callable[[], Callable[[], None]]]] = {
@@ -143,7 +150,7 @@ WAYS: dict[str, tuple[Callable[[], Any], Callable[[], Callable[[], None]]]] = {
     "name that hides one of Python's": (lambda: float(abs(-1.0)), put(this, "abs", lambda number: 3.0)),
     "setting of torch's": (
         lambda: 3.0 if torch.backends.cudnn.benchmark else 1.0,
-        put(torch.backends.cudnn, "benchmark", True),
+        with_benchmarks,
     ),
 }  # fmt: skip
 
