@@ -79,7 +79,7 @@ def _version_guards(dictionaries: tuple[dict[Any, Any], ...]) -> Callable[[Any],
 
 
 def _add_version_guard(manager: Any, dictionary: dict[Any, Any]) -> None:
-    """Torch 2.13 takes one argument more than 2.11."""
+    """Newer versions of torch take where the user's code is, too."""
     try:
         manager.add_dict_version_guard(dictionary, [""], None)
     except TypeError:

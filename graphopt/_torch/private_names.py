@@ -119,6 +119,7 @@ JOINT = Feature(
     },
 )
 
+# A name beside one that is needed anyway makes a check faster where torch has it, and nothing fails without it.
 CHANGES = Feature(
     "noticing that something changed since a program was captured",
     {

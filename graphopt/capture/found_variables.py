@@ -87,7 +87,7 @@ class FoundVariables:
         return self._of_classes.setdefault(cls, vars(cls))
 
     def member(self, cls: type, name: str, where: str = "") -> None:
-        """Note what a class has under a name, and that its objects get no other class's.
+        """Note what a class has under a name, or that it has nothing there.
 
         Args:
             cls: one of several that an object's is made of.

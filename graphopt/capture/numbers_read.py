@@ -49,4 +49,5 @@ class NumbersRead:
         with torch.no_grad(), _torch.without_dispatch_modes():
             if tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.numel() <= _MOST:
                 return repr(tensor.tolist())  # so that NaN equals itself, and zeros differ by sign
-            return tensor.data_ptr(), None if tensor.is_inference() else tensor._version
+            place = tensor.data_ptr() if tensor.layout is torch.strided else 0
+            return place, None if tensor.is_inference() else tensor._version

@@ -18,6 +18,7 @@ from graphopt.capture.flatten import Structure, flatten, flatten_call
 from graphopt.capture.garbage_collection import no_collection
 from graphopt.capture.mask_questions import Question, answer
 from graphopt.capture.numbers_read import NumbersRead
+from graphopt.capture.tensors_met import attributes_set
 from graphopt.capture.variables_read import VariablesRead
 from graphopt.capture.varying_axes import VaryingAxes
 from graphopt.errors import GraphoptError, RankError
@@ -298,6 +299,8 @@ class Serving(Generic[C]):
         variables = self._variables.values | {
             f"the number that is read at {read.where}": read.now() for read in self._numbers
         }
+        set_on = {name: value for tensor in call.tensors for name, value in attributes_set(tensor).items()}
+        variables |= {f"the attribute {name} of an argument": value for name, value in set_on.items()}
         return self._values.note(self.names, call.args, call.kwargs, variables, call.model, seconds)
 
     def _tell(self, model: nn.Module, text: str) -> None:

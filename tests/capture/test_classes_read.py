@@ -17,6 +17,7 @@ from torch import nn
 
 import graphopt
 from graphopt.capture.names_loaded import computes_names
+from tests.support.reading import Reads
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
 
@@ -155,11 +156,8 @@ WAYS: dict[str, tuple[Callable[[], Any], Callable[[], Callable[[], None]]]] = {
 }  # fmt: skip
 
 
-class Reads(nn.Module):
-    def __init__(self, read: Callable[[], Any]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear, self.read = nn.Linear(4, 4), read
+class Acts(Reads):
+    """One whose forward calls a method of its own."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.act(self.linear(x)) * self.read()
@@ -192,7 +190,7 @@ def _follows(model: nn.Module, change: Callable[[], Callable[[], None]], undo: l
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_reads_as_in_eager_mode(way: str, undo: list[Callable[[], None]]) -> None:
     read, change = WAYS[way]
-    _follows(Reads(read), change, undo)
+    _follows(Acts(read), change, undo)
 
 
 def test_bases_of_a_class(undo: list[Callable[[], None]]) -> None:
@@ -210,7 +208,7 @@ def test_bases_of_a_class(undo: list[Callable[[], None]]) -> None:
 
     mixed = Mixed()
     for read in (lambda: mixed.factor, lambda: Mixed.factor, lambda: 1.0 if isinstance(mixed, First) else 3.0):
-        _follows(Reads(read), put(Mixed, "__bases__", (Second,)), undo)
+        _follows(Acts(read), put(Mixed, "__bases__", (Second,)), undo)
 
 
 def test_classes_that_are_registered() -> None:
@@ -218,7 +216,7 @@ def test_classes_that_are_registered() -> None:
         pass
 
     own = Own()
-    model = Reads(lambda: 3.0 if isinstance(own, Abstract) else 1.0)
+    model = Acts(lambda: 3.0 if isinstance(own, Abstract) else 1.0)
     optimized = graphopt.optimize(model)
     before = optimized(X)
     Abstract.register(Own)
@@ -228,35 +226,35 @@ def test_classes_that_are_registered() -> None:
 METHODS = {
     "of a tensor": put(torch.Tensor, "relu", lambda self: self * 3.0),
     "of a layer": put(nn.Linear, "forward", lambda self, x: F.linear(x, self.weight)),
-    "of the model": put(Reads, "act", lambda self, x: x * 3.0),
-    "forward of the model": put(Reads, "forward", lambda self, x: self.linear(x) * 5.0),
+    "of the model": put(Acts, "act", lambda self, x: x * 3.0),
+    "forward of the model": put(Acts, "forward", lambda self, x: self.linear(x) * 5.0),
 }
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_methods_that_are_replaced(method: str, undo: list[Callable[[], None]]) -> None:
-    _follows(Reads(lambda: 1.0), METHODS[method], undo)
+    _follows(Acts(lambda: 1.0), METHODS[method], undo)
 
 
 def test_what_is_set_on_the_class_of_an_optimized_model_acts_on_its_program(undo: list[Callable[[], None]]) -> None:
-    model = Reads(lambda: 1.0)
+    model = Acts(lambda: 1.0)
     optimized: Any = graphopt.optimize(model)
     optimized(X)
-    undo.append(put(Reads, "act", lambda self, x: x * 3.0)())
+    undo.append(put(Acts, "act", lambda self, x: x * 3.0)())
     type(optimized).act = lambda self, x: x * 7.0
     assert torch.equal(optimized(X), model.linear(X) * 7.0)
     type(optimized).forward = lambda self, x: self.linear(x) * 2.0
-    undo.append(lambda: setattr(Reads, "forward", FORWARD))
+    undo.append(lambda: setattr(Acts, "forward", FORWARD))
     assert torch.equal(optimized(X), model.linear(X) * 2.0)
     with torch.no_grad():
         assert torch.equal(optimized(X), model(X))
     type(optimized).later = 1.0
-    assert Reads.later == 1.0  # type: ignore[attr-defined]
+    assert Acts.later == 1.0  # type: ignore[attr-defined]
     del type(optimized).later
-    assert not hasattr(Reads, "later")
+    assert not hasattr(Acts, "later")
 
 
-FORWARD = Reads.forward
+FORWARD = Acts.forward
 
 
 def test_what_is_made_of_the_class_of_an_optimized_model_is_a_plain_model() -> None:
@@ -270,7 +268,7 @@ def test_what_is_made_of_the_class_of_an_optimized_model_is_a_plain_model() -> N
 
 
 def test_a_model_of_an_abstract_class() -> None:
-    class Model(Reads, abc.ABC):
+    class Model(Acts, abc.ABC):
         pass
 
     model = Model(lambda: 1.0)

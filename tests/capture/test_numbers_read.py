@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import graphopt
+from graphopt.capture.numbers_read import NumbersRead
 from tests.support.running import sgd
 from tests.support.storing import reasons, step_run, use_programs
 
@@ -140,3 +141,22 @@ def test_attributes_of_arguments_count() -> None:
         assert torch.equal(optimized(x), ReadsArgument.forward(model, x)), value
     del x.factor  # type: ignore[attr-defined]
     assert torch.equal(optimized(x), model.linear(x))
+
+
+def test_attributes_of_arguments_that_keep_changing_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    optimized = graphopt.optimize(ReadsArgument())
+    with caplog.at_level(logging.WARNING, "graphopt"):
+        for value in (1.0, 2.0, 3.0):
+            x = X.clone()
+            x.factor = value  # type: ignore[attr-defined]
+            optimized(x)
+    assert "the attribute factor of an argument" in caplog.text
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(2_000), torch.ones(2, 2).to_sparse()], ids=["large", "sparse"])
+def test_other_tensors_count_by_whether_ops_have_written(tensor: torch.Tensor) -> None:
+    read = NumbersRead(tensor, "here")
+    before = read.now()
+    assert read.now() == before
+    tensor.mul_(2)
+    assert read.now() != before

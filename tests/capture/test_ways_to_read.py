@@ -24,6 +24,7 @@ from torch import nn
 import graphopt
 from graphopt.capture.code_of_model import found_by
 from graphopt.capture.variables_read import VariablesRead
+from tests.support.reading import Reads
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
 
@@ -226,16 +227,6 @@ WAYS: dict[str, tuple[Callable[[], Any], Callable[[float], None]]] = {
     "view of bytes": (lambda: float(view[0]), set_item(raw, 0, int)),
     "number that processes share": (lambda: shared.value, set_attribute(shared, "value")),
 }
-
-
-class Reads(nn.Module):
-    def __init__(self, read: Callable[[], Any]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear, self.read = nn.Linear(4, 4), read
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * self.read()
 
 
 @pytest.fixture

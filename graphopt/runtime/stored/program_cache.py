@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from graphopt.capture import CaptureSession
 from graphopt.capture.flatten import flatten
 from graphopt.capture.graph_part import GraphPart
+from graphopt.capture.whose_code import is_covered_class
 from graphopt.errors import GraphoptError
 from graphopt.ir.context import Context
 from graphopt.ir.node import Stage
@@ -258,6 +260,9 @@ class ProgramCache:
             return 'verify="numerics" compares with the program before passes, which only a capture has'
         if context.numbers:
             return "passes go on with numbers of an earlier run"
+        foreign = next((current.name for current in self._pipeline.passes if not is_covered_class(type(current))), "")
+        if foreign and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            return f"{foreign} is no pass of graphopt's, and may talk to other ranks while it rewrites"
         if DumpDirectory.is_wanted():
             return "GRAPHOPT_DUMP asks for the programs before and between passes"
         return ""

@@ -111,7 +111,7 @@ def program_key(subject: Subject) -> Key:
     tensors = [*subject.model.parameters(), *subject.model.buffers(), *given]
     sections: dict[str, Mapping[str, Form]] = {
         "versions": _versions(),
-        MACHINE: _machine({tensor.device for tensor in tensors}) | _rank_of(subject.pipeline),
+        MACHINE: _machine({tensor.device for tensor in tensors}),
         "passes": {
             current.name: [str(current), _form(forms, current, f"the pass {current.name}"), *_profiles(current)]
             for current in subject.pipeline.passes
@@ -230,13 +230,9 @@ def _machine(devices: set[torch.device]) -> dict[str, str]:
     group = dist.is_available() and dist.is_initialized()
     ranks = str(dist.get_world_size()) if group else "1"
     names = {f"group {name}": str(ranks) for name, ranks in _groups().items()} if group else {}
+    if group:  # which code of the model, of a loss or of a pass may ask for
+        names["rank"] = str(dist.get_rank())
     return {**found, "threads": str(torch.get_num_threads()), "ranks": ranks, **names}
-
-
-def _rank_of(pipeline: Pipeline) -> dict[str, str]:
-    """The rank of this process, where each has a program of its own."""
-    own = any("shards" in vars(type(current)) for current in pipeline.passes)
-    return {"rank": str(dist.get_rank())} if own and dist.is_available() and dist.is_initialized() else {}
 
 
 def _groups() -> dict[str, list[int]]:

@@ -87,6 +87,28 @@ def test_what_ranks_tell_each_other_while_they_rewrite_is_not_kept(tmp_path: Pat
         assert reasons
 
 
+def test_captures_with_a_pass_of_the_users_are_not_kept_where_ranks_train_together(tmp_path: Path) -> None:
+    script = (
+        _TRAIN
+        + f"""
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Own(graphopt.Pass):
+    name, stage, numerics = "own", "step", "bitwise"
+    def apply(self, program):
+        return graphopt.Changed(reason="nothing")
+
+use({str(tmp_path)!r})
+say([train(["data-parallel", Own()])[0] for _ in range(2)])
+say([reason for _, reason in refusals(Path({str(tmp_path)!r}) / "programs")])
+"""
+    )
+    for found, reasons in run_ranks(script, 2, tmp_path / "store"):
+        assert found == [False, False]
+        assert "own is no pass of graphopt's" in reasons[0]
+
+
 def test_another_number_of_ranks_has_its_own(tmp_path: Path) -> None:
     script = _TRAIN + f"use({str(tmp_path)!r})\nsay([train(['data-parallel'])[0]])\n"
     found = [run_ranks(script, world, tmp_path / f"store{number}") for number, world in enumerate((1, 2, 2, 1))]
