@@ -27,10 +27,11 @@ class CompressActivations(Pass):
     Behind its last reader in forward, a value becomes bytes: in groups of elements, each with its smallest element and
     a step, elements are steps above the smallest one, rounded at random so that their expectation is what they were.
     Backward makes the value again in front of its first reader. Forward is exact; gradients of weights get noise
-    without bias. The value with which backward begins stays as it is, unless it is named.
+    without bias. The value with which backward begins, which is made again at once, stays as it is where the peak would
+    rise otherwise, unless it is named.
 
     Which values: those that backward reads as numbers that may be a little off, such as operands of products and
-    convolutions, inputs of activations and norms. Never masks, indices, statistics, inputs and parameters; the record
+    convolutions, inputs of activations and norms, log-probabilities. Never masks, indices, statistics, inputs and parameters; the record
     says which calls kept how many bytes as they are. An element is less than a step away from what it was: the range of
     its group over 255 (8 bits) or 15 (4 bits). The zeros of ``relu``, which decide in backward, are kept, and its other
     elements stay positive, in steps of the range over 254 or 14. A group with an element that is not finite is nowhere
@@ -92,10 +93,11 @@ class CompressActivations(Pass):
         everything = list(kept_values(program))
         kept = [value for value in everything if value.bytes >= self.min_bytes]
         if self.tensors:
-            chosen = self._named(program, kept)
+            chosen = [value for value in self._named(program, kept) if how.bytes(value) < value.bytes]
         else:
-            chosen = [value for value in waiting(program, everything) if value in kept and not value.obstacle]
-        chosen = [value for value in chosen if how.bytes(value) < value.bytes]
+            smaller = [value for value in kept if not value.obstacle and how.bytes(value) < value.bytes]
+            early = set(waiting(program, everything))
+            chosen = how.without_higher_peak(program, smaller, [value for value in smaller if value in early])
         others = left_lines(value for value in kept if value not in chosen)
         if not chosen:
             return Changed(reason="; ".join(["nothing that waits for backward can be compressed", *others]))

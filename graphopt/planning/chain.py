@@ -67,34 +67,38 @@ class _Stage:
     finished: int
 
 
-def chain_plans(scheduler: Scheduler, budget: int) -> Iterator[Drops]:
+def chain_plans(scheduler: Scheduler, *budgets: int) -> Iterator[Drops]:
     """Plans that are optimal for the chain of stages that forward is cut into at narrow places.
 
     The values of a stage are all saved for backward, or only the input of a stage is, and the stages from there on run
     again when backward comes to them: recursively, so that a stage may run many times. Stages are at most 60, memory is
     counted in 500 slots, and what is no chain (a value that is read far away) is taken to be there all the time in
-    between; so plans for several limits of memory are given, from 1.25 times the budget down to the smallest feasible.
+    between; so plans for several limits of memory are given, from 1.25 times a budget down to the smallest feasible.
 
     Args:
         scheduler: of the problem.
-        budget: bytes that a plan may take, resident bytes included.
+        budgets: bytes that a plan may take, resident bytes included. All are answered by one dynamic programme, whose
+            slots are for the largest of them.
 
     Yields:
-        different decisions, those for more memory first, at most 32.
+        different decisions, budget by budget, those for more memory first, at most 32 for each.
     """
     forward = Forward(scheduler)
     lasting = {v for v in forward.values if v in scheduler.problem.held} | forward.pinned
-    room = budget - scheduler.problem.resident - sum(scheduler.problem.sizes[v] for v in lasting)
+    taken = scheduler.problem.resident + sum(scheduler.problem.sizes[v] for v in lasting)
     stages = _stages(forward)
+    room = max(budgets) - taken
     if room <= 0 or len(stages) < 2:
         return
     chain = _Chain(forward, stages, _MARGIN * room / _SLOTS)
+    steps = chain.steps()
     seen: set[Drops] = set()
-    for slots in _spread(chain.steps(), round(_SLOTS / _MARGIN)):
-        drops = chain.drops(slots)
-        if drops not in seen:
-            seen.add(drops)
-            yield drops
+    for budget in budgets:
+        for slots in _spread(steps, round(_SLOTS / _MARGIN * (budget - taken) / room)) if budget > taken else ():
+            drops = chain.drops(slots)
+            if drops not in seen:
+                seen.add(drops)
+                yield drops
 
 
 def _spread(steps: list[int], target: int) -> list[int]:

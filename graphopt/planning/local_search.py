@@ -62,6 +62,7 @@ class Explorer:
         self._everywhere = everywhere
         self._roles = roles
         self._least_again = least_again
+        self._tried = set[int]()
         self._least_seconds = scheduler.problem.seconds * 1e-4 or 1e-9  # what a decision counts at least
 
     def offer(self, drops: Drops) -> Candidate:
@@ -71,6 +72,13 @@ class Explorer:
         if found.again >= self._least_again:
             self.frontier.offer(drops, found)
         return found
+
+    def _offer_new(self, drops: Drops) -> None:
+        """Offer decisions, unless they were among those that have been tried here before."""
+        key = hash(drops)
+        if key not in self._tried:
+            self._tried.add(key)
+            self.offer(drops)
 
     def _try_all(self, options: Iterable[Drops]) -> list[Candidate]:
         return [self.offer(drops) for drops in options]
@@ -100,7 +108,7 @@ class Explorer:
         for number in range(1, parts):
             place = len(differing) * number // parts
             for part in (differing[:place], differing[place:]):
-                self.offer(lower.drops.symmetric_difference(part))
+                self._offer_new(lower.drops.symmetric_difference(part))
 
     def descend(self, drops: Drops, target: int, limit: int) -> bool:
         """Lower the peak, one decision after the other, until it is at most ``target`` bytes.
@@ -305,7 +313,7 @@ class Explorer:
         working.sort(key=lambda decision: (-scheduler.seconds[scheduler.makers[decision.value]], _order(decision)))
         for group in self._alike(start.drops, working):
             for part in _parts(group):
-                self.offer(start.drops.difference(part))
+                self._offer_new(start.drops.difference(part))
 
     def _alike(self, drops: Drops, chosen: Sequence[Decision]) -> list[list[Decision]]:
         """Chosen decisions, each with those about values of the same role at operations of the same role."""

@@ -43,8 +43,14 @@ _AIMED_DEEP = 0.8
 Then so many steps are simulated for each operation, and less of that is for aiming at budgets.
 """
 
-_STRUCTURED, _WIDE = 400, 1500
+_MANY_ALIKE, _MANY = 400, 1500
 """From how many operations on fewer values are tried at each peak: with identical blocks, and without."""
+
+_CHAINS, _LOWER_SETS = 400, 120
+"""Up to how many operations chains are planned for larger budgets too, and lower sets are compared.
+
+For larger problems these take longer than their plans are worth.
+"""
 
 _NARROW = 0.8
 _WIDEST = 4
@@ -83,8 +89,6 @@ class Effort:
         work: steps simulated in all.
         width: how many idle values are tried at a peak.
         everywhere: whether exploration tries to drop what is idle anywhere.
-        structured: the most operations for which lower sets and several chains are tried; on larger problems they take
-            longer than their plans are worth.
         grouped: whether identical blocks are decided about together.
         aimed: of the part of the work that may be for aiming at budgets, how much is; the rest explores and crosses.
     """
@@ -94,7 +98,6 @@ class Effort:
     work: int
     width: int
     everywhere: bool
-    structured: int = _STRUCTURED
     grouped: bool = False
     aimed: float = 1.0
 
@@ -109,7 +112,7 @@ def _effort(problem: Problem, roles: Roles) -> Effort:
         return Effort(12, rounds=8, work=steps, width=4, everywhere=False, grouped=True, aimed=_AIMED_DEEP)
     alike = roles.repeats >= _BLOCKS
     work = max(_WORK_ALIKE if alike else _WORK, 2.4 * count**2)
-    width = 12 if count < (_STRUCTURED if alike else _WIDE) else 5
+    width = 12 if count < (_MANY_ALIKE if alike else _MANY) else 5
     return Effort(targets=12, rounds=20, work=int(work), width=width, everywhere=False)
 
 
@@ -251,14 +254,14 @@ class _Search:
 
     def _methods(self, highest: int) -> list[Iterable[Drops]]:
         """The methods that divide forward, with the budgets that they aim at."""
-        low = self.problem.resident
-        small = len(self.problem.operations) <= self.effort.structured
-        tight = [low + (highest - low) * percent // 100 for percent in (15, 8, 25, 40)]
-        budgets = tight if small else tight[:1]
+        low, count = self.problem.resident, len(self.problem.operations)
+        tight, tighter, loose, looser = (low + (highest - low) * percent // 100 for percent in (15, 8, 25, 40))
         methods: list[Iterable[Drops]] = [square_root_segments(self.scheduler)]
-        methods += [chain_plans(self.scheduler, budget) for budget in budgets]
-        if small:
-            methods.append(lower_set_plans(self.scheduler, tight[0], objective="memory"))
+        methods.append(chain_plans(self.scheduler, tight, tighter))
+        if count <= _CHAINS:
+            methods.append(chain_plans(self.scheduler, looser, loose))
+        if count <= _LOWER_SETS:
+            methods.append(lower_set_plans(self.scheduler, tight, objective="memory"))
         return methods
 
     def _descents(self, network: CutNetwork, highest: int) -> None:

@@ -236,6 +236,40 @@ def test_the_zeros_of_relu_decide_as_before() -> None:
     assert not torch.equal(found[2], wanted[2])
 
 
+def classes(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x), torch.arange(len(x)) % 64)
+
+
+def test_log_probabilities_wait_as_bytes_too_where_the_peak_is_as_low() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 256), nn.GELU(), nn.Linear(256, 64))
+    x = batch(2048)
+
+    def step(*passes: Any) -> graphopt.TrainStep:
+        made = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+        return graphopt.optimize_step(made, optimizer, passes, loss=classes).prepare(x)
+
+    plain, ours = step(), step(CompressActivations())
+    assert "_log_softmax" in ours.records[0].changed.tensors[-1]
+    assert ours.records[0].changed.lines[1:] == ()
+    assert waiting_bytes(ours.program) < 0.3 * waiting_bytes(plain.program)
+    assert ours.program.memory().peak_bytes < plain.program.memory().peak_bytes
+
+
+def test_the_value_with_which_backward_begins_stays_where_the_peak_would_rise_unless_it_is_named() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, 512))
+    plain, _ = trained([], copy.deepcopy(model), batch(), 1)
+    ours, _ = trained([Everything], copy.deepcopy(model), batch(), 1)
+    named, _ = trained([CompressActivations(tensors=("2",), min_bytes=0)], copy.deepcopy(model), batch(), 1)
+    assert "2" not in ours.records[0].changed.tensors
+    assert named.records[0].changed.tensors == ("2",)
+    plain_peak, peak, other = (step.program.memory().peak_bytes for step in (plain, ours, named))
+    assert peak <= plain_peak < other
+    assert "stay as they are: nothing would be gained" in "\n".join(ours.records[0].changed.lines)
+
+
 def test_names_choose_and_small_values_stay() -> None:
     step, _ = trained([CompressActivations(tensors=("*.up",), min_bytes=0)], made("gelu", "gelu"), batch(), 1)
     assert step.records[0].changed.counts["values"] == 2

@@ -41,6 +41,9 @@ _READ_SMOOTHLY: dict[str, tuple[int, ...]] = {
     "sigmoid_backward": (1,),
     "glu_backward": (1,),
     "_softmax_backward_data": (1,),
+    "_log_softmax_backward_data": (1,),
+    "nll_loss_backward": (1,),
+    "nll_loss2d_backward": (1,),
     "native_layer_norm_backward": (1,),
     "native_group_norm_backward": (1,),
     "native_batch_norm_backward": (1,),
@@ -64,7 +67,7 @@ _READ_SMOOTHLY: dict[str, tuple[int, ...]] = {
     "_to_copy": (0,),
     "clone": (0,),
 }
-"""By op of backward: which arguments it reads as numbers that may be a little off."""
+"""By op of backward: which arguments it reads as numbers that may be a little off, or of which it reads the shape alone."""
 
 
 @dataclass(frozen=True, slots=True)

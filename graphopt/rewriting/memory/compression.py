@@ -15,7 +15,7 @@ from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.quantize import dequantize, quantize, quantized_bytes, rounding_seed
 from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
-from graphopt.rewriting.memory.compressible_values import KeptValue
+from graphopt.rewriting.memory.compressible_values import KeptValue, kept_values
 from graphopt.rewriting.memory.recompute_plan import Again, recompute
 
 __all__ = ["Compression", "left_lines", "name_of", "waiting"]
@@ -57,6 +57,20 @@ class Compression:
         common = {"phase": Phase.FORWARD, "origin": f"{self.origin}: seed"}
         seed = program.insert(rounding_seed, (), before=first, hint="rounding_seed", **common)  # type: ignore[arg-type]
         recompute(program, [self._inserted(program, value, seed, key) for key, value in enumerate(chosen)])
+
+    def without_higher_peak(
+        self, program: Program, values: Sequence[KeptValue], fewer: Sequence[KeptValue]
+    ) -> Sequence[KeptValue]:
+        """The values, or where the peak is lower with fewer of them, these; the program is only read."""
+        if len(values) == len(fewer):
+            return values
+        peaks = []
+        for chosen in (values, fewer):
+            trial, names = program.copy(), {value.node.name for value in chosen}
+            if names:
+                self.apply(trial, [value for value in kept_values(trial) if value.node.name in names])
+            peaks.append(trial.memory().peak_bytes)
+        return values if peaks[0] <= peaks[1] else fewer
 
     def _inserted(self, program: Program, kept: KeptValue, seed: fx.Node, key: int) -> Again:
         node, value = kept.node, value_of(kept.node)
