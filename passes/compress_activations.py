@@ -31,11 +31,11 @@ class CompressActivations(Pass):
     rise otherwise, unless it is named.
 
     Which values: those that backward reads as numbers that may be a little off, such as operands of products and
-    convolutions, inputs of activations and norms, log-probabilities. Never masks, indices, statistics, inputs and parameters; the record
-    says which calls kept how many bytes as they are. An element is less than a step away from what it was: the range of
-    its group over 255 (8 bits) or 15 (4 bits). The zeros of ``relu``, which decide in backward, are kept, and its other
-    elements stay positive, in steps of the range over 254 or 14. A group with an element that is not finite is nowhere
-    finite behind it but for such zeros, so that checks of gradients see it.
+    convolutions, inputs of activations and norms, and in 8 bits log-probabilities. Never masks, indices, statistics,
+    inputs and parameters; the record says which calls kept how many bytes as they are. An element is less than a step
+    away from what it was: the range of its group over 255 (8 bits) or 15 (4 bits). The zeros of ``relu``, which decide
+    in backward, are kept, and its other elements stay positive, in steps of the range over 254 or 14. A group with an
+    element that is not finite is nowhere finite behind it but for such zeros, so that checks of gradients see it.
 
     Each step draws one number from the CPU's default generator, and all rounding follows from it: two runs from one
     seed are equal to the last bit. Masks of dropout are other ones than without the pass.
@@ -90,14 +90,15 @@ class CompressActivations(Pass):
         how = Compression(self.bits, self.group, _ORIGIN)
         if how.is_in(program):
             return Changed(reason="values of this program are compressed already")
-        everything = list(kept_values(program))
+        everything = list(kept_values(program, self.bits))
         kept = [value for value in everything if value.bytes >= self.min_bytes]
         if self.tensors:
             chosen = [value for value in self._named(program, kept) if how.bytes(value) < value.bytes]
         else:
             smaller = [value for value in kept if not value.obstacle and how.bytes(value) < value.bytes]
             early = set(waiting(program, everything))
-            chosen = how.without_higher_peak(program, smaller, [value for value in smaller if value in early])
+            fewer = [value for value in smaller if value in early]
+            chosen = how.without_higher_peak(program, smaller, fewer)
         others = left_lines(value for value in kept if value not in chosen)
         if not chosen:
             return Changed(reason="; ".join(["nothing that waits for backward can be compressed", *others]))

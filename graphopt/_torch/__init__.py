@@ -36,7 +36,6 @@ from graphopt._torch.c10d import all_gather_into_tensor as all_gather_into_tenso
 from graphopt._torch.c10d import all_gather_into_tensor_out as all_gather_into_tensor_out
 from graphopt._torch.c10d import all_reduce as all_reduce
 from graphopt._torch.c10d import all_reduce_ as all_reduce_
-from graphopt._torch.c10d import all_to_all_single as all_to_all_single
 from graphopt._torch.c10d import broadcast as broadcast
 from graphopt._torch.c10d import broadcast_ as broadcast_
 from graphopt._torch.c10d import collectives_draw_apart as collectives_draw_apart
@@ -50,6 +49,7 @@ from graphopt._torch.c10d import start_receiving as start_receiving
 from graphopt._torch.c10d import start_sending as start_sending
 from graphopt._torch.c10d import wait_tensor as wait_tensor
 from graphopt._torch.c10d import wait_with as wait_with
+from graphopt._torch.c10d import work_of as work_of
 from graphopt._torch.change_detection import DictionariesUnchanged as DictionariesUnchanged
 from graphopt._torch.change_detection import TensorsUnchanged as TensorsUnchanged
 from graphopt._torch.change_detection import callers_modes as callers_modes
@@ -190,7 +190,6 @@ __all__ = [
     "all_gather_into_tensor_out",
     "all_reduce",
     "all_reduce_",
-    "all_to_all_single",
     "allocator_events",
     "apply_function",
     "as_in_eager",
@@ -296,4 +295,5 @@ __all__ = [
     "without_dispatch_modes",
     "without_onednn",
     "without_regions",
+    "work_of",
 ]

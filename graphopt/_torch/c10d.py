@@ -8,9 +8,10 @@ Groups by name and the default store are in ``torch.distributed.distributed_c10d
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ __all__ = [
     "all_gather_into_tensor_out",
     "all_reduce",
     "all_reduce_",
-    "all_to_all_single",
     "broadcast",
     "broadcast_",
     "collectives_draw_apart",
@@ -37,13 +37,13 @@ __all__ = [
     "start_sending",
     "wait_tensor",
     "wait_with",
+    "work_of",
 ]
 
 all_gather_into_tensor = torch.ops._c10d_functional.all_gather_into_tensor.default
 all_gather_into_tensor_out = torch.ops._c10d_functional.all_gather_into_tensor_out.default
 all_reduce = torch.ops._c10d_functional.all_reduce.default
 all_reduce_ = torch.ops._c10d_functional.all_reduce_.default
-all_to_all_single = torch.ops._c10d_functional.all_to_all_single.default
 broadcast = torch.ops._c10d_functional.broadcast.default
 broadcast_ = torch.ops._c10d_functional.broadcast_.default
 reduce_scatter_tensor = torch.ops._c10d_functional.reduce_scatter_tensor.default
@@ -135,6 +135,39 @@ def wait_with(tensor: torch.Tensor, work: Any) -> None:
     from torch._C._distributed_c10d import _register_work
 
     _register_work(tensor, work)
+
+
+def work_of(wait: Callable[[], None]) -> Any:
+    """What ``wait_with`` takes, for something that a function waits for; it raises what went wrong."""
+    found = _python_work()(wait)
+    _unfinished.add(found)  # torch keeps the half in C++ alone
+    return found
+
+
+_unfinished: set[Any] = set()
+
+
+@functools.cache
+def _python_work() -> Any:
+    require(MESSAGES)
+    from torch._C._distributed_c10d import Work
+
+    base: Any = Work
+
+    class PythonWork(base):  # type: ignore[misc]
+        """Work that a function waits for."""
+
+        def __init__(self, wait: Callable[[], None]) -> None:
+            super().__init__()
+            self._wait = wait
+
+        def wait(self, timeout: Any = None) -> bool:
+            del timeout
+            _unfinished.discard(self)
+            self._wait()
+            return True
+
+    return PythonWork
 
 
 def is_tcp_store(store: Any) -> bool:

@@ -176,9 +176,8 @@ COLLECTIVES = Feature(
         "torch.ops": (
             "_c10d_functional.all_gather_into_tensor.default _c10d_functional.all_gather_into_tensor_out.default "
             "_c10d_functional.all_reduce.default _c10d_functional.all_reduce_.default "
-            "_c10d_functional.all_to_all_single.default _c10d_functional.broadcast.default "
-            "_c10d_functional.broadcast_.default _c10d_functional.reduce_scatter_tensor.default "
-            "_c10d_functional.wait_tensor.default"
+            "_c10d_functional.broadcast.default _c10d_functional.broadcast_.default "
+            "_c10d_functional.reduce_scatter_tensor.default _c10d_functional.wait_tensor.default"
         ),
     },
 )
@@ -282,7 +281,7 @@ ABORT = Feature(
 
 MESSAGES = Feature(
     "exchanges over gloo from rank to rank",
-    {"torch._C._distributed_c10d": "ProcessGroup.recv ProcessGroup.send _register_work"},
+    {"torch._C._distributed_c10d": "ProcessGroup.recv ProcessGroup.send Work.wait _register_work"},
 )
 
 FAKE_RANKS = Feature(

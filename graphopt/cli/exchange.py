@@ -6,15 +6,18 @@ import argparse
 import json
 import sys
 
+from graphopt.analysis.costs.profiles import device_profile
 from graphopt.cli.arguments import format_of
+from graphopt.cli.exchange_arguments import NO_BANDWIDTH, exchange_ranks
 from graphopt.cli.output import check_output, report_passes, write_output
 from graphopt.cli.programs import pipeline_of, rewritten_program
+from graphopt.errors import GraphoptError
 from graphopt.ir.columns import filled
 from graphopt.report.console import terminal
 from graphopt.report.console.progress_bar import progress_bar
 from graphopt.report.text.exchange_table import exchange_json, exchange_text
 from graphopt.rewriting.distributed.prediction.advice import plan_exchange
-from graphopt.rewriting.distributed.prediction.link import Link
+from graphopt.rewriting.distributed.prediction.link import HostLink, Link
 from graphopt.rewriting.distributed.prediction.workload import workload_of
 from graphopt.rewriting.pipeline import Pipeline
 
@@ -40,6 +43,7 @@ def exchange_plan(options: argparse.Namespace) -> None:
         GraphoptError: for a target or passes that are wrong, and for a program that has no gradients to exchange.
     """
     check_output(options)
+    link = _link(options)
     rewritten = rewritten_program(options, _pipeline(options))
     report_passes(rewritten)
     program = rewritten.program
@@ -49,16 +53,36 @@ def exchange_plan(options: argparse.Namespace) -> None:
         )
     if options.step_time is not None:
         workload = workload.taking(options.step_time)
-    link = Link(
-        options.bandwidth, _LATENCY if options.latency is None else options.latency, options.algorithm or "ring"
-    )
     plan = plan_exchange(
-        workload, options.world_size, link, density=options.density or _DENSITY, k_steps=options.k_steps or _STEPS
+        workload,
+        exchange_ranks(options) or 0,
+        link,
+        density=options.density or _DENSITY,
+        k_steps=options.k_steps or _STEPS,
     )
     if format_of(options) == "json":
         write_output(options, json.dumps(exchange_json(plan, program.history), indent=2))
     else:
         write_output(options, filled(exchange_text(plan, program.history)))
+
+
+def _link(options: argparse.Namespace) -> Link:
+    """What joins the ranks: as described, and as the device's profile says.
+
+    Raises:
+        GraphoptError: for a device that is not known.
+    """
+    profile = None if options.device is None else device_profile(options.device)
+    bandwidth, ranks, inside = options.bandwidth, options.host_ranks, options.host_bandwidth
+    if profile is not None:
+        bandwidth = bandwidth or profile.network_bandwidth
+        inside = inside or profile.peer_bandwidth
+        ranks = ranks or profile.devices_per_host
+    if not bandwidth:
+        raise GraphoptError(f"{NO_BANDWIDTH}, and the profile of --device {options.device} does not say")
+    host = HostLink(ranks, inside, options.host_latency or 0.0) if inside and ranks > 1 else None
+    latency = _LATENCY if options.latency is None else options.latency
+    return Link(bandwidth, latency, options.algorithm or "ring", host)
 
 
 def _pipeline(options: argparse.Namespace) -> Pipeline:

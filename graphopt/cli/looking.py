@@ -24,11 +24,11 @@ from graphopt.cli.view import view_command
 from graphopt.ir.columns import aligned, filled
 from graphopt.ir.formats import available_formats, find_format
 from graphopt.report.console import terminal
-from graphopt.report.formats.ranks_page import LINK
 from graphopt.report.page import page_of_rewritten
 from graphopt.report.text import pass_table
 from graphopt.report.text.after_each_pass import after_each_lines
 from graphopt.report.text.snapshots import records_json, snapshots_json, snapshots_text
+from graphopt.rewriting.distributed.prediction.collective import LINK
 from graphopt.rewriting.distributed.prediction.link import Link, parse_bandwidth
 from graphopt.rewriting.registry import available_passes, find_pass
 
@@ -63,9 +63,9 @@ def dump(options: argparse.Namespace) -> None:
         return
     elif options.after_each:
         text = snapshots_text(rewritten, find_format(form).text, find_format(form).comment)
-    elif form == "ranks":
+    elif form in ("ranks", "perfetto"):
         with _torch.ranks_without_network(options.devices):  # the ones that passes have rewritten the program for
-            text = rewritten.program.to(form, link=_link(options))
+            text = find_format(form).text(rewritten.program, link=_link(options))
     else:
         text = find_format(form).text(rewritten.program)
     write_output(options, text)

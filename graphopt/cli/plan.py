@@ -1,6 +1,7 @@
 """``graphopt plan``: what fits into how many bytes, at what cost in time, and the plan for each budget.
 
-With ``--world-size`` it plans the exchange of gradients instead; see ``graphopt.cli.exchange``.
+With ``--world-size``, or with ``--devices`` and ``--network``, it plans the exchange of gradients instead; see
+``graphopt.cli.exchange``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from graphopt.analysis.costs.cost import CostReport, costs_of, remeasure
 from graphopt.cli.arguments import format_of
 from graphopt.cli.exchange import exchange_plan
+from graphopt.cli.exchange_arguments import exchange_ranks
 from graphopt.cli.output import check_output, report_passes, write_output
 from graphopt.cli.programs import pipeline_of, rewritten_program
 from graphopt.errors import GraphoptError
@@ -67,7 +69,7 @@ def plan(options: argparse.Namespace) -> None:
     """
     if options.remeasure:
         remeasure()
-    if options.world_size is not None:
+    if exchange_ranks(options) is not None:
         exchange_plan(options)
         return
     check_output(options)

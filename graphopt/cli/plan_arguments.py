@@ -27,7 +27,7 @@ would do. Nothing of the user's is trained or changed. Ctrl-C during the search 
 
 With --world-size the exchange of gradients is planned, not memory; --budget and --world-size are asked one at a time.
 Its seconds are those of this device with --cost measured; the network is not measured, but as --bandwidth and --latency
-describe it.
+describe it, or as the profile of --device does: the network between hosts, and what joins the devices of a host.
 
 examples:
   graphopt plan examples/train_gpt.py:factory --budget 200MB --budget 60%
@@ -37,6 +37,8 @@ examples:
     --device h100-80gb --budget 75GB
   graphopt plan examples/train_gpt.py:factory \\
     --world-size 64 --bandwidth 1Gbit
+  graphopt plan hf:config.json --batch 1 --tokens 4096 \\
+    --device h100-80gb --devices 64 --network 400Gbit
 """
 
 

@@ -416,13 +416,14 @@ class Program:
         """
         return str(self.to("html"))
 
-    def to_perfetto(self, *, cost: str = "roofline") -> dict[str, Any]:
+    def to_perfetto(self, *, cost: str = "roofline", link: str = "10Gbit") -> dict[str, Any]:
         """One run as predicted, as a trace that ui.perfetto.dev opens (write it as JSON).
 
         Args:
             cost: where seconds come from: ``roofline``, ``measured``, or the name of a device.
+            link: what joins ranks that exchange something, ``10Gbit`` or ``25GB/s`` in each direction.
         """
-        return dict(self.to("perfetto", cost=cost))
+        return dict(self.to("perfetto", cost=cost, link=link))
 
     def to_model_explorer(self) -> dict[str, Any]:
         """The graph as a collection that Model Explorer opens (write it as JSON)."""

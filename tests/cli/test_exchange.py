@@ -73,6 +73,43 @@ def test_every_way_has_a_row(run: Command) -> None:
     assert found[1][1:3] == ["2", "241.4 kB"]
 
 
+def test_devices_on_a_network_with_hosts(run: Command) -> None:
+    """As ``--world-size``, with what the device's profile says of its hosts."""
+    argv = ("plan", FILE, "--device", "h100-80gb", "--devices", "64", "--network", "100Gbit")
+    outcome = run(*argv)
+    assert (outcome.code, outcome.err) == (0, "")
+    head = "network      64 ranks, 100 Gbit/s per rank, 50 us per round (ring)"
+    assert outcome.out.splitlines()[1] == f"{head}; 2.7 Tbit/s per rank between the 8 of a host"
+    labels = [row[0].removesuffix(" <-") for row in rows(outcome.out)[1:]]
+    assert [label for label in labels if "in each host" in label] == [
+        "sharded update, in each host", "sharded parameters, in each host"
+    ]  # fmt: skip
+    profile = run("plan", FILE, "--device", "h100-80gb", "--world-size", "64", "--json").data
+    assert profile["link"] == {
+        "bandwidth": 0.75 * 50e9, "latency": 50e-6, "algorithm": "ring",
+        "host": {"ranks": 8, "bandwidth": 0.75 * 450e9, "latency": 0.0},
+    }  # fmt: skip
+    described = ("--host-ranks", "2", "--host-bandwidth", "10GB/s", "--host-latency", "2us", "--json")
+    assert planned(run, *described).data["link"]["host"] == {"ranks": 2, "bandwidth": 10e9, "latency": 2e-6}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ((*NETWORK, "--host-bandwidth", "10GB/s"), "--host-bandwidth needs --host-ranks"),
+        ((*NETWORK, "--host-ranks", "8"), "need --host-bandwidth"),
+        (("--host-ranks", "8"), "--host-ranks describes an exchange of gradients: give --world-size too"),
+        ((*NETWORK, "--host-ranks", "1"), "is not a number of ranks"),
+        (("--device", "rtx-4090", "--world-size", "4"), "the profile of --device rtx-4090 does not say"),
+        (("--device", "h100-80gb", "--devices", "8", "--network", "1Gbit", "--budget", "1GB"), "ask for one at a time"),
+    ],
+)
+def test_what_is_said_of_hosts_has_to_be_whole(run: Command, argv: tuple[str, ...], message: str) -> None:
+    outcome = run("plan", FILE, *argv)
+    assert outcome.code != 0
+    assert message in outcome.err
+
+
 def test_the_text_says_what_to_use_and_why(run: Command) -> None:
     out = planned(run).out
     (heading,) = [line for line in out.splitlines() if line.startswith("==== use ")]

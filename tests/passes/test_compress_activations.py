@@ -254,6 +254,9 @@ def test_log_probabilities_wait_as_bytes_too_where_the_peak_is_as_low() -> None:
     assert "_log_softmax" in ours.records[0].changed.tensors[-1]
     assert ours.records[0].changed.lines[1:] == ()
     assert waiting_bytes(ours.program) < 0.3 * waiting_bytes(plain.program)
+    assert "_log_softmax_backward_data reads its exponential, for which 4 bits are too few" in "\n".join(
+        step(CompressActivations(4)).records[0].changed.lines
+    )
     assert ours.program.memory().peak_bytes < plain.program.memory().peak_bytes
 
 

@@ -72,7 +72,7 @@ small = sum(p.numel() * 4 for p in steps[2].model.parameters() if p.numel() * 4 
 batch = X[rank::world].numel() * 4
 say([memory.resident_bytes - batch, (parameters + 2 * state) / 2 * 1.01 + small])
 plan = [str(node.target) for node in steps[0].program.graph.nodes]
-say([sum("all_to_all" in op for op in plan), sum("all_reduce" in op for op in plan)])
+say([sum("reduce_scatter" in op for op in plan), sum("all_reduce" in op for op in plan)])
 """
     )
     for *trained, (resident, allowed), (scattered, summed) in run(script, 4, tmp_path):

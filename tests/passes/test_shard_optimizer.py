@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import graphopt
 from graphopt import GraphoptError, PassError, Pipeline, PipelineError
 from graphopt.ir.node import Stage, value_of
-from graphopt.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, WAIT
+from graphopt.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER_SUM, WAIT
 from graphopt.passes import ClipGradients, DataParallel, FuseUpdate, LocalSGD
 from graphopt.passes.shard_optimizer import ShardOptimizer
 from graphopt.rewriting.distributed.sharded_state import consolidate, split
@@ -179,7 +179,7 @@ def test_gradients_are_scattered_beside_backward_and_parameters_gathered_behind_
     program = step_of(model, DataParallel(bucket_mb=0.004, first_bucket_mb=0.001), ShardOptimizer()).program
     place = {node: index for index, node in enumerate(program.graph.nodes)}
     assert not calls(program, ALL_REDUCE)
-    scatters, gathers = calls(program, ALL_TO_ALL), calls(program, ALL_GATHER)
+    scatters, gathers = calls(program, REDUCE_SCATTER_SUM), calls(program, ALL_GATHER)
     assert len(scatters) == len(gathers) == 3
     backward = max(place[node] for node in program.phase_nodes(graphopt.Phase.BACKWARD))
     update = max(place[node] for node in program.phase_nodes(graphopt.Phase.UPDATE))
@@ -191,7 +191,7 @@ def test_gradients_are_scattered_beside_backward_and_parameters_gathered_behind_
     )
     assert min(place[node] for node in gathers) > update
     elements = sum(parameter.numel() for parameter in model.parameters())
-    assert sum(value_of(node).numel() for node in scatters) == elements
+    assert 4 * sum(value_of(node).numel() for node in scatters) == elements
     assert sum(value_of(node).numel() for node in gathers) == elements
 
 

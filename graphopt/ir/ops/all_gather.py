@@ -1,9 +1,10 @@
 """The op that starts an all-gather: ``all_gather_into_tensor``.
 
 It is torch's functional collective of this name, but for how gloo is called: from rank to rank, in pieces
-(``point_to_point``). Torch's own way to call gloo's gather goes by the path for lists of tensors, on which torch 2.13
-corrupts the heap where two gathers are under way at a time (``malloc(): unaligned tcache chunk detected``). Other
-backends gather by the path for one tensor, which torch takes where the result is given.
+(``point_to_point``), among more than two ranks around a ring (``ring``). Torch's own way to call gloo's gather goes by
+the path for lists of tensors, on which torch 2.13 corrupts the heap where two gathers are under way at a time
+(``malloc(): unaligned tcache chunk detected``). Other backends gather by the path for one tensor, which torch takes
+where the result is given.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from graphopt import _torch
 from graphopt.ir.ops.define import define
 from graphopt.ir.ops.groups import find_group
 from graphopt.ir.ops.point_to_point import goes_point_to_point, start_exchange
+from graphopt.ir.ops.ring import start_all_gather
 
 __all__ = ["all_gather_into_tensor"]
 
@@ -24,7 +26,10 @@ def _all_gather(input: torch.Tensor, group_size: int, group_name: str) -> torch.
     if goes_point_to_point(input, group):
         incoming = result.chunk(group_size)
         incoming[group.rank].copy_(input)
-        start_exchange([input] * group_size, incoming, group, result)
+        if group_size > 2:
+            start_all_gather(result, group)
+        else:
+            start_exchange([input] * group_size, incoming, group, result)
     else:
         _torch.all_gather_into_tensor_out(input, group_size, group_name, out=result)
     return result

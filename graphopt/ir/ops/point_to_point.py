@@ -15,7 +15,7 @@ import torch
 from graphopt import _torch
 from graphopt.ir.ops.groups import Group
 
-__all__ = ["PIECE", "goes_point_to_point", "start_exchange"]
+__all__ = ["PIECE", "goes_point_to_point", "in_pieces", "start_exchange"]
 
 PIECE = 1 << 19
 """Bytes of a piece."""
@@ -41,7 +41,7 @@ def start_exchange(
         result: what is waited for.
     """
     others = [((group.rank - away) % group.size, (group.rank + away) % group.size) for away in range(1, group.size)]
-    pairs = [(_pieces(incoming[source]), source, _pieces(outgoing[target]), target) for source, target in others]
+    pairs = [(in_pieces(incoming[source]), source, in_pieces(outgoing[target]), target) for source, target in others]
     most = max((max(len(arriving), len(leaving)) for arriving, _, leaving, _ in pairs), default=0)
     for number in range(most):
         for arriving, source, leaving, target in pairs:
@@ -51,7 +51,7 @@ def start_exchange(
                 _torch.wait_with(result, _torch.start_sending(group.handle, leaving[number], target, _TAG))
 
 
-def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """A tensor in pieces, one after the other; none of one without elements."""
+def in_pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """A contiguous tensor in pieces, one after the other; none of one without elements."""
     flat = tensor.view(-1)
     return torch.split(flat, max(1, PIECE // flat.element_size())) if flat.numel() else ()

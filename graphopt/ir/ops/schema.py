@@ -58,7 +58,7 @@ _SWAPS = ("graphopt::swap_in", "graphopt::swap_in_wait", "graphopt::swap_out", "
 _COLLECTIVES = ("_c10d_functional", "c10d_functional", "_dtensor", "c10d")
 _OUR_COLLECTIVES = (
     "graphopt::all_gather_into_tensor",
-    "graphopt::all_to_all_single",
+    "graphopt::reduce_scatter_sum",
     "graphopt::same_on_all_ranks",
 )
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from graphopt.analysis.costs.cost import CostReport, check_cost, costs_of
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, check_type
 from graphopt.ir.node import info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import type_text
@@ -22,13 +22,17 @@ from graphopt.ir.timeline import MemoryTimeline
 from graphopt.ir.version import VERSION
 from graphopt.report.formats.run_schedule import COMPUTE, LANES, Slice, schedule
 from graphopt.report.text.memory_bands import bytes_by_category
+from graphopt.rewriting.distributed.prediction.collective import LINK, is_exchange, seconds_on_link
+from graphopt.rewriting.distributed.prediction.link import Link, parse_bandwidth
 
 __all__ = ["to_perfetto"]
 
 _PROCESS = 1
 
 
-def to_perfetto(program: Program, *, cost: str = "roofline", costs: CostReport | None = None) -> dict[str, Any]:
+def to_perfetto(
+    program: Program, *, cost: str = "roofline", costs: CostReport | None = None, link: str | Link = LINK
+) -> dict[str, Any]:
     """The trace of one run, as predicted: one slice for each call, in the order of the program.
 
     Calls run one after the other on the lane ``compute``, each as long as the cost model says. Collectives and copies
@@ -41,14 +45,17 @@ def to_perfetto(program: Program, *, cost: str = "roofline", costs: CostReport |
         cost: where seconds come from: ``roofline`` (runs nothing of the program), ``measured``, or the name of a device
             (``graphopt.analysis.costs.cost.COSTS``).
         costs: seconds of the program's calls that are known already, in place of ``cost``.
+        link: what joins ranks that exchange something, ``10Gbit`` or ``25GB/s`` in each direction, or with a latency.
 
     Returns:
         plain data, to be written as JSON. All times and bytes are predicted.
 
     Raises:
-        GraphoptError: for an unknown cost model, and for ``costs`` of another program.
+        GraphoptError: for an unknown cost model or bandwidth, and for ``costs`` of another program.
     """
     check_cost(cost)
+    check_type("link", link, (str, Link), "a bandwidth such as '10Gbit', or a Link")
+    joined = Link(parse_bandwidth(link)) if isinstance(link, str) else link
     memory = program.memory()
     known = costs if costs is not None else costs_of(memory, cost)
     if len(known.seconds) != len(memory.nodes):
@@ -57,7 +64,8 @@ def to_perfetto(program: Program, *, cost: str = "roofline", costs: CostReport |
             "cost_report(program.memory().nodes)"
         )
     title = f"{program.title or 'program'}, {program.stage} stage"
-    events = [*_named(title), *_Run(memory, known.seconds).events()]
+    seconds, unknown = seconds_on_link(memory.nodes, known.seconds, joined)
+    events = [*_named(title), *_Run(memory, seconds).events()]
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -65,9 +73,18 @@ def to_perfetto(program: Program, *, cost: str = "roofline", costs: CostReport |
             "title": title,
             "passes": ", ".join(program.history),
             "times": f"predicted: {str(known).splitlines()[0]}",
+            **_exchanges(memory, joined, unknown),
             "graphopt": VERSION,
         },
     }
+
+
+def _exchanges(memory: MemoryTimeline, link: Link, unknown: int) -> dict[str, str]:
+    """What is said of exchanges, where there are any."""
+    if not any(map(is_exchange, memory.nodes)):
+        return {}
+    others = f"; the number of ranks of {unknown} is not known, which take what they would on the device"
+    return {"exchanges": f"over a link of {link}{others if unknown else ''}"}
 
 
 def _named(title: str) -> Iterator[dict[str, Any]]:

@@ -24,14 +24,11 @@ from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.report.console.escape import safe
 from graphopt.report.formats.run_schedule import NETWORK, Slice, schedule
-from graphopt.rewriting.distributed.prediction.collective import group_size, moved
+from graphopt.rewriting.distributed.prediction.collective import LINK, group_size, is_exchange, moved, seconds_on_link
 from graphopt.rewriting.distributed.prediction.link import Link, parse_bandwidth
 from graphopt.rewriting.shards import shard_of
 
-__all__ = ["LINK", "to_ranks"]
-
-LINK = "10Gbit"
-"""What joins ranks where nothing is said of it."""
+__all__ = ["to_ranks"]
 
 _SHOWN_RANKS = 8
 _SHOWN_WAITS = 40
@@ -73,7 +70,7 @@ def to_ranks(program: Program, *, link: str | Link = LINK, cost: str = "roofline
     check_type("link", link, (str, Link), "a bandwidth such as '10Gbit', or a Link")
     joined = Link(parse_bandwidth(link)) if isinstance(link, str) else link
     memory = program.memory()
-    exchanges = {node: group_size(node) for node in memory.nodes if _is_exchange(node)}
+    exchanges = {node: group_size(node) for node in memory.nodes if is_exchange(node)}
     if not exchanges:
         raise GraphoptError(
             "this program exchanges nothing with other ranks: give the program of a step with data-parallel, "
@@ -81,8 +78,7 @@ def to_ranks(program: Program, *, link: str | Link = LINK, cost: str = "roofline
             "--devices)"
         )
     report = costs_of(memory, cost)
-    pairs = zip(memory.nodes, report.seconds, strict=True)
-    seconds = [moved(node).seconds(joined, exchanges[node]) if node in exchanges else own for node, own in pairs]
+    seconds, _ = seconds_on_link(memory.nodes, report.seconds, joined)
     run = list(schedule(memory, seconds))
     divided = list(_divided(program, exchanges))
     holdings = _holdings(program, memory, divided)
@@ -107,12 +103,8 @@ def to_ranks(program: Program, *, link: str | Link = LINK, cost: str = "roofline
     return _page(title, body)
 
 
-def _is_exchange(node: fx.Node) -> bool:
-    return schema.is_collective(node) and not schema.hands_on(node)
-
-
 def _waits_for_rank(found: Slice) -> bool:
-    return found.awaited is not None and _is_exchange(found.awaited)
+    return found.awaited is not None and is_exchange(found.awaited)
 
 
 # --- what a rank holds -----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -210,6 +211,7 @@ def exchange_json(plan: ExchangePlan, passes: tuple[str, ...] = ()) -> dict[str,
             "bandwidth": plan.link.bandwidth,
             "latency": plan.link.latency,
             "algorithm": plan.link.algorithm,
+            "host": None if plan.link.host is None else asdict(plan.link.host),
         },
         "computation": {
             "seconds": workload.compute,

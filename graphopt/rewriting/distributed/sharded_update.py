@@ -3,8 +3,7 @@
 In place of each all-reduce of a bucket stands a reduce-scatter, beside backward, and behind the update an all-gather.
 With ``N`` ranks a gradient of a bucket is ``N`` rows of ``ceil(elements / N)`` elements, the last ones filled up with
 zeros; row ``i`` of all gradients together is what rank ``i`` gets. On CUDA that is one ``reduce_scatter_tensor``. On a
-CPU, where gloo's sends as much as an all-reduce, it is an ``all_to_all_single``, which sends half of that, and a sum in
-the order of the ranks.
+CPU, where gloo's sends as much as an all-reduce, it is a ``reduce_scatter_sum``, which sends half of that.
 
 Source: Rajbhandari, Rasley, Ruwase and He, ZeRO, SC 2020 (arXiv 1910.02054), stage 1.
 """
@@ -24,7 +23,7 @@ from graphopt import _torch
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WAIT
+from graphopt.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, REDUCE_SCATTER_SUM, WAIT
 from graphopt.ir.ops.groups import Group, check_grid, find_group
 from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.all_reduce import final_gradients
@@ -206,10 +205,8 @@ def _sum_arriving(insert: _Inserter, sent: fx.Node, size: int, start: fx.Node, d
     if _torch.device_kind(value_of(sent)) != "cpu":
         begun = insert.call(REDUCE_SCATTER, (sent, "sum", group.size, group.name), start, hint="reduce_scatter")
         return insert.call(WAIT, (begun,), due, hint="exchanged")
-    begun = insert.call(ALL_TO_ALL, (sent, group.size, group.name), start, hint="scatter")
-    done = insert.call(WAIT, (begun,), due, hint="exchanged")
-    each = insert.call(aten.view.default, (done, [group.size, size]), due)
-    return insert.call(aten.sum.dim_IntList, (each, [0]), due, hint="summed")
+    begun = insert.call(REDUCE_SCATTER_SUM, (sent, group.size, group.name), start, hint="reduce_scatter")
+    return insert.call(WAIT, (begun,), due, hint="exchanged")
 
 
 def _check_readers(member: Member) -> None:

@@ -44,7 +44,7 @@ class CompressAction:
 
 def worthwhile(program: Program, compression: Compression) -> list[KeptValue]:
     """The values of a program that may be compressed and become smaller, the largest first."""
-    everything = list(kept_values(program))
+    everything = list(kept_values(program, compression.bits))
     found = [
         value
         for value in waiting(program, everything)

@@ -67,7 +67,13 @@ _READ_SMOOTHLY: dict[str, tuple[int, ...]] = {
     "_to_copy": (0,),
     "clone": (0,),
 }
-"""By op of backward: which arguments it reads as numbers that may be a little off, or of which it reads the shape alone."""
+"""By op of backward: which arguments it reads as numbers that may be a little off, or for their shape alone."""
+
+_EXPONENTIALS = ("_log_softmax_backward_data",)
+"""What reads a value's exponential, of which a few levels are no approximation: e to a fifteenth of 20 is 3.8."""
+
+_LEAST_BITS = 8
+"""Of a value whose exponential is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +97,13 @@ class KeptValue:
     zeros: bool = False
 
 
-def kept_values(program: Program) -> Iterator[KeptValue]:
-    """The floating-point values that forward makes and backward reads, in program order."""
+def kept_values(program: Program, bits: int) -> Iterator[KeptValue]:
+    """The floating-point values that forward makes and backward reads, in program order.
+
+    Args:
+        program: is only read.
+        bits: that an element is to be stored in.
+    """
     order = {node: place for place, node in enumerate(program.nodes)}
     of_parameters = _of_parameters(program)
     for node in program.phase_nodes(Phase.FORWARD):
@@ -108,7 +119,7 @@ def kept_values(program: Program) -> Iterator[KeptValue]:
         after = max([node, *(r for r in readers if r not in set(later))], key=lambda reader: order[reader])
         zeros = node.target is _aten.relu.default and any(reader.target is _THRESHOLD for reader in later)
         found = KeptValue(node, after, later[0], storage_bytes(value), zeros=zeros)
-        yield replace(found, obstacle=_obstacle(found, readers, order))
+        yield replace(found, obstacle=_obstacle(found, readers, order, bits))
 
 
 def _of_parameters(program: Program) -> set[fx.Node]:
@@ -120,13 +131,13 @@ def _of_parameters(program: Program) -> set[fx.Node]:
     return found
 
 
-def _obstacle(kept: KeptValue, readers: list[fx.Node], order: dict[fx.Node, int]) -> str:
+def _obstacle(kept: KeptValue, readers: list[fx.Node], order: dict[fx.Node, int], bits: int) -> str:
     aliases = {kept.node, *(reader for reader in readers if schema.hands_on(reader))}
     if any(user.op == "output" for alias in aliases for user in alias.users):
         return "it is a result of the program"
     if order[kept.before] < order[kept.after]:
         return "backward begins before forward has read it for the last time"
-    reasons = (_reader_obstacle(reader, aliases, kept.zeros) for reader in readers)
+    reasons = (_reader_obstacle(reader, aliases, kept.zeros, bits) for reader in readers)
     return _layout_obstacle(kept) or next(filter(None, reasons), "")
 
 
@@ -141,7 +152,7 @@ def _layout_obstacle(kept: KeptValue) -> str:
     return ""
 
 
-def _reader_obstacle(reader: fx.Node, aliases: set[fx.Node], zeros: bool) -> str:
+def _reader_obstacle(reader: fx.Node, aliases: set[fx.Node], zeros: bool, bits: int) -> str:
     if aliases.intersection(schema.mutated_inputs(reader)):
         return f"{schema.op_name(reader)} writes to it"
     phase = info(reader).phase
@@ -151,6 +162,8 @@ def _reader_obstacle(reader: fx.Node, aliases: set[fx.Node], zeros: bool) -> str
         return f"it is read in {phase.value}, by {schema.op_name(reader)}"
     if zeros and reader.target is _THRESHOLD and reader.args[2] == 0:
         return ""
+    if bits < _LEAST_BITS and schema.op_name(reader) in _EXPONENTIALS:
+        return f"{schema.op_name(reader)} reads its exponential, for which {bits} bits are too few"
     return "" if _reads_smoothly(reader, aliases) else f"{schema.op_name(reader)} reads it"
 
 

@@ -58,9 +58,7 @@ class Compression:
         seed = program.insert(rounding_seed, (), before=first, hint="rounding_seed", **common)  # type: ignore[arg-type]
         recompute(program, [self._inserted(program, value, seed, key) for key, value in enumerate(chosen)])
 
-    def without_higher_peak(
-        self, program: Program, values: Sequence[KeptValue], fewer: Sequence[KeptValue]
-    ) -> Sequence[KeptValue]:
+    def without_higher_peak(self, program: Program, values: list[KeptValue], fewer: list[KeptValue]) -> list[KeptValue]:
         """The values, or where the peak is lower with fewer of them, these; the program is only read."""
         if len(values) == len(fewer):
             return values
@@ -68,7 +66,7 @@ class Compression:
         for chosen in (values, fewer):
             trial, names = program.copy(), {value.node.name for value in chosen}
             if names:
-                self.apply(trial, [value for value in kept_values(trial) if value.node.name in names])
+                self.apply(trial, [value for value in kept_values(trial, self.bits) if value.node.name in names])
             peaks.append(trial.memory().peak_bytes)
         return values if peaks[0] <= peaks[1] else fewer
 

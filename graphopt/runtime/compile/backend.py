@@ -12,7 +12,7 @@ from torch import fx
 from graphopt.capture.garbage_collection import no_collection
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.node import value_of
-from graphopt.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST
+from graphopt.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER_SUM
 from graphopt.ir.program import Program
 from graphopt.runtime.compile.functional import gather_one_at_a_time, write_nothing
 from graphopt.runtime.compile.inductor import Boxed, compile_graph
@@ -109,7 +109,7 @@ def _unboxed(graph: fx.Graph) -> fx.Graph:
     copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     copy.output(copy.graph_copy(graph, copies))
     for node in graph.nodes:
-        if node.target in (ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST):
+        if node.target in (ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER_SUM):
             write_nothing(node, copies[node])
     return copy
 

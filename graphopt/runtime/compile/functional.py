@@ -16,7 +16,7 @@ from torch import fx
 from graphopt import _torch
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, WAIT
+from graphopt.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER_SUM, WAIT
 from graphopt.ir.ops.dropout import masked_dropout
 from graphopt.ir.ops.inplace import FUNCTIONAL, as_functional
 from graphopt.ir.ops.softmax import safe_softmax
@@ -41,10 +41,9 @@ def write_nothing(node: fx.Node, copy: fx.Node) -> None:
     """
     if node.target is ALL_GATHER:
         copy.target = _torch.all_gather_into_tensor
-    elif node.target is ALL_TO_ALL:
+    elif node.target is REDUCE_SCATTER_SUM:
         sent, ranks, group = copy.args
-        sizes = [value_of(node).shape[0] // int(ranks)] * int(ranks)  # type: ignore[arg-type]
-        copy.target, copy.args = _torch.all_to_all_single, (sent, sizes, sizes, group)
+        copy.target, copy.args = _torch.reduce_scatter_tensor, (sent, "sum", ranks, group)
     elif node.target in _COLLECTIVES and _may_write_elsewhere(node):
         copy.target = _COLLECTIVES[node.target]
     elif node.target is masked_dropout:

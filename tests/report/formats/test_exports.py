@@ -23,6 +23,7 @@ from graphopt.ir.ops import schema
 from graphopt.passes import DataParallel, Recompute
 from graphopt.report.formats.perfetto import to_perfetto
 from graphopt.report.formats.run_schedule import LANES
+from graphopt.rewriting.distributed.prediction.collective import moved
 from tests.support.hostile import ATTACK, LONG, TURNED, hostile
 from tests.support.offloading import ROWS, layers, off
 from tests.support.training import captured, mean_square
@@ -135,6 +136,18 @@ def test_collectives_run_beside_and_the_call_that_waits_ends_with_them(exchangin
     first = by_node[starts[0]]
     computing = [event for event in slices(trace, "compute") if event["ts"] < end(first) and end(event) > first["ts"]]
     assert computing, "backward goes on while the first bucket is exchanged"
+
+
+def test_collectives_take_what_they_do_on_the_link(exchanging: Program) -> None:
+    slow, fast = (to_perfetto(exchanging, cost=COST, link=link) for link in ("1Mbit", "1Gbit"))
+    for one, other in zip(slices(slow, "network"), slices(fast, "network"), strict=True):
+        assert one["dur"] == pytest.approx(1000 * other["dur"], rel=0.01)
+    starts = [node for node in calls(exchanging) if schema.is_collective(node) and not schema.hands_on(node)]
+    for node, event in zip(starts, slices(slow, "network"), strict=True):
+        assert event["dur"] == pytest.approx(moved(node).sent / 0.125, abs=0.01)  # bytes over 1 Mbit/s, in microseconds
+    assert "over a link of 1 Mbit/s" in slow["otherData"]["exchanges"]
+    with pytest.raises(GraphoptError, match="not a bandwidth"):
+        to_perfetto(exchanging, cost=COST, link="fast")
 
 
 def test_copies_run_on_the_link_to_the_host(offloading: Program) -> None:

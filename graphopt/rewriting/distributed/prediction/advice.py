@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -114,6 +114,7 @@ def plan_exchange(
         Sharded(),
         ShardedParameters(),
         ShardedParameters(stay=True),
+        *_in_hosts(ranks, link),
         *warm_up,
         *choices[3:],
     ]
@@ -138,6 +139,13 @@ def plan_exchange(
     )
 
 
+def _in_hosts(ranks: int, link: Link) -> list[Strategy]:
+    """The ways that share pieces inside of each host, where there are several."""
+    if link.host is None or ranks <= link.host.ranks or ranks % link.host.ranks:
+        return []
+    return [kind(host_ranks=link.host.ranks) for kind in (Sharded, ShardedParameters)]
+
+
 def _choose(candidates: Sequence[Prediction]) -> Prediction:
     fastest = min(found.step for found in candidates)
     return next(found for found in candidates if found.step <= CLOSE * fastest)
@@ -154,7 +162,7 @@ def faster_below(workload: Workload, ranks: int, link: Link, strategy: Strategy)
     Args:
         workload: of one rank.
         ranks: that take part.
-        link: whose latency and algorithm hold for all bandwidths.
+        link: whose latency, algorithm and hosts hold for all bandwidths.
         strategy: another one.
 
     Returns:
@@ -163,7 +171,7 @@ def faster_below(workload: Workload, ranks: int, link: Link, strategy: Strategy)
     ours, dense = strategy.messages(workload, ranks), _FUSED.messages(workload, ranks)
 
     def faster(bandwidth: float) -> bool:
-        at = Link(bandwidth, link.latency, link.algorithm)
+        at = replace(link, bandwidth=bandwidth)
         return on_link(workload, ranks, at, strategy, ours).step < on_link(workload, ranks, at, _FUSED, dense).step
 
     count = round(math.log10(_FASTEST / _SLOWEST) * _PER_DECADE)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
+from graphopt.errors import GraphoptError
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.groups import find_group
 from graphopt.ir.ops.values import storage_bytes, tensors_of
+from graphopt.rewriting.distributed.prediction.link import Link
 from graphopt.rewriting.distributed.prediction.volume import Volume, all_gather, all_reduce, broadcast, reduce_scatter
 
-__all__ = ["group_size", "moved"]
+__all__ = ["LINK", "group_size", "is_exchange", "moved", "seconds_on_link"]
+
+LINK = "10Gbit"
+"""What joins ranks where nothing is said of it."""
 
 _VOLUMES = {
     "all_gather_into_tensor": all_gather,
     "all_gather_into_tensor_out": all_gather,
     "reduce_scatter_tensor": reduce_scatter,
-    "all_to_all_single": reduce_scatter,
+    "reduce_scatter_sum": reduce_scatter,
     "all_reduce": all_reduce,
     "all_reduce_": all_reduce,
     "broadcast": broadcast,
@@ -46,3 +53,27 @@ def moved(node: fx.Node) -> Volume:
     size = float(sum(storage_bytes(tensor) for source in given for tensor in tensors_of(value_of(source))))
     known = _VOLUMES.get(schema.op_name(node))
     return known(size, group_size(node)) if known is not None else Volume(1, size, size, size, 1)
+
+
+def is_exchange(node: fx.Node) -> bool:
+    """Whether a call starts a collective."""
+    return schema.is_collective(node) and not schema.hands_on(node)
+
+
+def seconds_on_link(nodes: Sequence[fx.Node], seconds: Sequence[float], link: Link) -> tuple[list[float], int]:
+    """Seconds of calls, of which exchanges take what they do on a link; and of how many of these nothing is known.
+
+    Args:
+        nodes: calls of a program.
+        seconds: of each, by a cost model; those of exchanges whose number of ranks is not known stay.
+        link: of each rank.
+    """
+    found, unknown = [], 0
+    for node, own in zip(nodes, seconds, strict=True):
+        if is_exchange(node):
+            try:
+                own = moved(node).seconds(link, group_size(node))
+            except GraphoptError:  # of a group that this process does not belong to
+                unknown += 1
+        found.append(own)
+    return found, unknown

@@ -1,4 +1,4 @@
-"""The network as a model sees it: bandwidth and latency of each rank's link, and both as text."""
+"""The network as a model sees it: bandwidth and latency of each rank's links, and both as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from graphopt.errors import GraphoptError, did_you_mean
 
-__all__ = ["Algorithm", "Link", "format_bandwidth", "parse_bandwidth", "parse_latency"]
+__all__ = ["Algorithm", "HostLink", "Link", "Reach", "format_bandwidth", "parse_bandwidth", "parse_latency"]
 
 Algorithm = Literal["ring", "tree"]
 """How a collective goes about it; the bytes are the same, the number of rounds is not.
@@ -21,6 +21,9 @@ rounds each.
 Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
 """
 
+Reach = Literal["all", "host", "hosts"]
+"""Which ranks take part in a collective: all, those of one host, or one of each host."""
+
 _PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _NUMBER = r"\s*(\d+(?:\.\d*)?|\.\d+)\s*"
@@ -31,6 +34,40 @@ _LATENCY_FORMS = "write 50us, 1ms or 0.1s"
 
 
 @dataclass(frozen=True, slots=True)
+class HostLink:
+    """What joins the ranks of one host, such as NVLink.
+
+    Attributes:
+        ranks: of a host, 2 or more.
+        bandwidth: bytes per second of one rank, in each direction at once.
+        latency: seconds of a round.
+
+    Raises:
+        GraphoptError: for a number of ranks below 2, a bandwidth that is not positive, a latency below 0.
+    """
+
+    ranks: int
+    bandwidth: float
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.ranks < 2:
+            raise GraphoptError(f"a host with links of its own has 2 ranks or more, got {self.ranks}")
+        _check_figures(self.bandwidth, self.latency)
+
+    def __str__(self) -> str:
+        latency = f", {self.latency * 1e6:.6g} us per round" if self.latency else ""
+        return f"{format_bandwidth(self.bandwidth)} per rank between the {self.ranks} of a host{latency}"
+
+
+def _check_figures(bandwidth: float, latency: float) -> None:
+    if not 0 < bandwidth < math.inf:
+        raise GraphoptError(f"a bandwidth is a number of bytes per second above 0, got {bandwidth!r}")
+    if not 0 <= latency < math.inf:
+        raise GraphoptError(f"a latency is a number of seconds of at least 0, got {latency!r}")
+
+
+@dataclass(frozen=True, slots=True)
 class Link:
     """What joins each rank to the others.
 
@@ -38,6 +75,8 @@ class Link:
         bandwidth: bytes per second of one rank, in each direction at once.
         latency: seconds that every round of a collective takes beyond the time of its bytes.
         algorithm: how collectives are made of rounds.
+        host: what joins the ranks of a host; then the first two are those of the network between hosts. None where all
+            ranks are joined alike.
 
     Raises:
         GraphoptError: for a bandwidth that is not positive, a latency below 0, an unknown algorithm.
@@ -46,12 +85,10 @@ class Link:
     bandwidth: float
     latency: float = 0.0
     algorithm: Algorithm = "ring"
+    host: HostLink | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.bandwidth < math.inf:
-            raise GraphoptError(f"a bandwidth is a number of bytes per second above 0, got {self.bandwidth!r}")
-        if not 0 <= self.latency < math.inf:
-            raise GraphoptError(f"a latency is a number of seconds of at least 0, got {self.latency!r}")
+        _check_figures(self.bandwidth, self.latency)
         known = get_args(Algorithm)
         if self.algorithm not in known:
             hint = did_you_mean(self.algorithm, known) or f"it is {' or '.join(known)}"
@@ -63,9 +100,41 @@ class Link:
             return 0
         return ranks - 1 if self.algorithm == "ring" else (ranks - 1).bit_length()
 
+    def seconds(self, moved: float, halves: int, ranks: int, reach: Reach = "all", *, relayed: bool = False) -> float:
+        """How long a collective takes by itself.
+
+        With links of its own inside of a host, a collective of all ranks is one between those of each host and one
+        between hosts, of each host's rank with its like elsewhere, and both go on at a time. Of ``N`` ranks on ``H``
+        hosts, ``(H - 1) / (N - 1)`` of a rank's bytes then go over the network, which holds for rings of all ranks on
+        several network cards, too.
+
+        Args:
+            moved: bytes of a rank, in the larger direction.
+            halves: runs through all ranks: 2 for an all-reduce, else 1.
+            ranks: of all hosts together.
+            reach: which of them take part.
+            relayed: whether each byte crosses every link on its way, as in a broadcast.
+        """
+        host = self.host
+        if host is None:
+            return halves * self.rounds(ranks) * self.latency + moved / self.bandwidth
+        inside = min(host.ranks, ranks)
+        hosts = -(-ranks // inside)
+        near = halves * self.rounds(inside) * host.latency
+        far = halves * self.rounds(hosts) * self.latency
+        if reach == "host":
+            return near + moved / host.bandwidth
+        if reach == "hosts":
+            return far + moved / self.bandwidth
+        share = (hosts - 1) / (ranks - 1) if ranks > 1 else 0.0
+        over_network = moved if relayed and hosts > 1 else moved * share
+        beside = moved if relayed and inside > 1 else moved * (1 - share)
+        return near + far + max(beside / host.bandwidth, over_network / self.bandwidth)
+
     def __str__(self) -> str:
         latency = f"{self.latency * 1e6:.6g} us"
-        return f"{format_bandwidth(self.bandwidth)} per rank, {latency} per round ({self.algorithm})"
+        found = f"{format_bandwidth(self.bandwidth)} per rank, {latency} per round ({self.algorithm})"
+        return found if self.host is None else f"{found}; {self.host}"
 
 
 def parse_bandwidth(text: str) -> float:

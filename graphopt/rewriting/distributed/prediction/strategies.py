@@ -12,6 +12,7 @@ import torch
 from graphopt.errors import GraphoptError
 from graphopt.rewriting.distributed.buckets import Item, pack
 from graphopt.rewriting.distributed.prediction import volume
+from graphopt.rewriting.distributed.prediction.link import Reach
 from graphopt.rewriting.distributed.prediction.step_timeline import Message, Messages
 from graphopt.rewriting.distributed.prediction.volume import Gradient
 from graphopt.rewriting.distributed.prediction.workload import Workload
@@ -125,18 +126,32 @@ class Sharded(Strategy):
 
     ``ShardOptimizer``: stage 1 of Rajbhandari et al., "ZeRO", SC 2020 (arXiv 1910.02054). The bytes are those of dense
     exchange; the half of them that follows the update cannot be hidden, but each rank runs a part of the update only.
-    On a CPU the gradients travel by an all-to-all, since gloo makes a reduce-scatter of an all-reduce (torch 2.13).
+    On a CPU the gradients travel around a ring of our own, since gloo makes a reduce-scatter of an all-reduce.
+
+    Args:
+        host_ranks: of each host, which have all pieces between them, while hosts have the same and add them up (hybrid
+            sharding: Zhao et al., "PyTorch FSDP", VLDB 2023); 0 where all ranks share one set of pieces.
     """
+
+    host_ranks: int = 0
 
     @property
     def label(self) -> str:
         """See the base class."""
-        return "sharded update"
+        return f"sharded update{self._where}"
 
     @property
     def by(self) -> str:
         """See the base class."""
-        return "ShardOptimizer()"
+        return f"ShardOptimizer({self._groups})"
+
+    @property
+    def _where(self) -> str:
+        return ", in each host" if self.host_ranks else ""
+
+    @property
+    def _groups(self) -> str:
+        return 'group="host", replicas="hosts"' if self.host_ranks else ""
 
     @property
     def effect(self) -> str:
@@ -145,13 +160,21 @@ class Sharded(Strategy):
 
     def messages(self, workload: Workload, ranks: int) -> Messages:
         """See the base class."""
-        copy = workload.rates.copy
+        copy, (holders, reach) = workload.rates.copy, self._holders(ranks)
         beside, late = buffer_messages(workload, ranks), []
         for group in self.buckets(workload.gradients):
             size, values = sum(g.bytes for g in group), sum(g.parameter_bytes for g in group)
-            beside.append(Message(volume.reduce_scatter(size, ranks), ready_of(group), before=4 * size * copy))
-            late.append(Message(volume.all_gather(values / ranks, ranks), after=2 * values * copy))
-        return Messages(tuple(beside), late=tuple(late), update=1.0 / ranks)
+            scattered = volume.reduce_scatter(size, holders, reach)
+            beside.append(Message(scattered, ready_of(group), before=4 * size * copy))
+            if holders < ranks:
+                summed = volume.all_reduce(size / holders, ranks // holders, "hosts")
+                beside.append(Message(summed, ready_of(group)))
+            late.append(Message(volume.all_gather(values / holders, holders, reach), after=2 * values * copy))
+        return Messages(tuple(beside), late=tuple(late), update=1.0 / holders)
+
+    def _holders(self, ranks: int) -> tuple[int, Reach]:
+        """How many ranks have all pieces between them, and where they are."""
+        return (self.host_ranks, "host") if 0 < self.host_ranks < ranks else (ranks, "all")
 
 
 @dataclass(frozen=True)
@@ -172,12 +195,13 @@ class ShardedParameters(Sharded):
     @property
     def label(self) -> str:
         """See the base class."""
-        return "sharded parameters, that stay" if self.stay else "sharded parameters"
+        return f"sharded parameters{', that stay' if self.stay else ''}{self._where}"
 
     @property
     def by(self) -> str:
         """See the base class."""
-        return 'ShardParameters(keep="1TB")' if self.stay else "ShardParameters()"
+        arguments = [self._groups, 'keep="1TB"' if self.stay else ""]
+        return f"ShardParameters({', '.join(filter(None, arguments))})"
 
     @property
     def effect(self) -> str:
@@ -188,15 +212,16 @@ class ShardedParameters(Sharded):
     def messages(self, workload: Workload, ranks: int) -> Messages:
         """See the base class."""
         found = super().messages(workload, ranks)
+        holders, reach = self._holders(ranks)
         gathered = [g for g in workload.gradients if g.parameter_bytes >= self.min_bytes]
         visits = sorted((read, g.parameter_bytes) for g in gathered for read in (g.reads[:1] if self.stay else g.reads))
         starts = [0.0, 0.0, *(read for read, _ in visits)]
         gathers = [
-            Message(volume.all_gather(size / ranks, ranks), start, needed=read)
+            Message(volume.all_gather(size / holders, holders, reach), start, needed=read)
             for (read, size), start in zip(visits, starts, strict=False)
         ]
         whole = sum(g.parameter_bytes for g in workload.gradients if g.parameter_bytes < self.min_bytes)
-        late = Message(volume.all_gather(whole / ranks, ranks), after=2 * whole * workload.rates.copy)
+        late = Message(volume.all_gather(whole / holders, holders, reach), after=2 * whole * workload.rates.copy)
         return replace(found, beside=(*found.beside, *gathers), late=(late,) if whole else ())
 
 

@@ -3,7 +3,7 @@
 The model, for N ranks and B bytes that each of them puts in:
 
 * all-reduce: 2 (N - 1) / N · B sent and received, as a reduce-scatter and an all-gather of the pieces;
-* reduce-scatter, by all-to-all too, and all-gather of pieces of B / N: half of that;
+* reduce-scatter and all-gather of pieces of B / N: half of that;
 * all-gather of B bytes of each rank: (N - 1) · B sent and received. Every rank has to get what all others put in, and
   somebody sends each byte that somebody gets: it grows with N, whatever the algorithm;
 * broadcast of B bytes: B received, and B passed on.
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from graphopt.rewriting.distributed.prediction.link import Link
+from graphopt.rewriting.distributed.prediction.link import Link, Reach
 
 __all__ = [
     "SPARSE_NUMEL",
@@ -92,6 +92,8 @@ class Volume:
         sent: bytes that leave the rank, those that it passes on included.
         received: bytes that come to it.
         halves: runs through all ranks: 1 for a gather, a scatter or a broadcast, 2 for an all-reduce.
+        reach: which ranks take part.
+        relayed: whether each byte crosses every link on its way.
     """
 
     messages: int = 0
@@ -99,6 +101,8 @@ class Volume:
     sent: float = 0.0
     received: float = 0.0
     halves: int = 0
+    reach: Reach = "all"
+    relayed: bool = False
 
     def __add__(self, other: Volume) -> Volume:
         return Volume(
@@ -110,33 +114,38 @@ class Volume:
         )
 
     def seconds(self, link: Link, ranks: int) -> float:
-        """How long it takes by itself: the latency of every round, and the larger direction's bytes."""
+        """How long it takes by itself: the latency of every round, and the larger direction's bytes.
+
+        Args:
+            link: of each rank.
+            ranks: of all hosts together.
+        """
         moved = max(self.sent, self.received)
-        return self.halves * link.rounds(ranks) * link.latency + moved / link.bandwidth
+        return link.seconds(moved, self.halves, ranks, self.reach, relayed=self.relayed)
 
 
-def all_reduce(size: float, ranks: int) -> Volume:
+def all_reduce(size: float, ranks: int, reach: Reach = "all") -> Volume:
     """The sum of ``size`` bytes of each rank, on all of them."""
     moved = 2 * (ranks - 1) / ranks * size
-    return Volume(1, size, moved, moved, 2)
+    return Volume(1, size, moved, moved, 2, reach)
 
 
-def reduce_scatter(size: float, ranks: int) -> Volume:
-    """The sum of ``size`` bytes of each rank, a piece of it on each; by an all-to-all too."""
+def reduce_scatter(size: float, ranks: int, reach: Reach = "all") -> Volume:
+    """The sum of ``size`` bytes of each rank, a piece of it on each."""
     moved = (ranks - 1) / ranks * size
-    return Volume(1, size, moved, moved, 1)
+    return Volume(1, size, moved, moved, 1, reach)
 
 
-def all_gather(size: float, ranks: int) -> Volume:
+def all_gather(size: float, ranks: int, reach: Reach = "all") -> Volume:
     """The ``size`` bytes of each rank, on all of them."""
     moved = (ranks - 1) * size
-    return Volume(1, size, moved, moved, 1)
+    return Volume(1, size, moved, moved, 1, reach)
 
 
 def broadcast(size: float, ranks: int) -> Volume:
     """The ``size`` bytes of one rank, on all of them; counted for a rank that gets them and passes them on."""
     moved = size if ranks > 1 else 0.0
-    return Volume(1, size, moved, moved, 1)
+    return Volume(1, size, moved, moved, 1, relayed=True)
 
 
 def pays_sparse(gradient: Gradient, entry_bytes: int, ranks: int) -> bool:

@@ -30,6 +30,6 @@ def test_it_is_counted_by_the_bytes_that_a_rank_puts_in_and_the_ranks_of_the_gro
         dist.destroy_process_group()
     size = 16 * 8 * 4
     assert (found["all_reduce_"].payload, found["all_reduce_"].sent) == (size, 2 * 3 / 4 * size)
-    assert (found["all_to_all_single"].payload, found["all_to_all_single"].received) == (size, 3 / 4 * size)
+    assert (found["reduce_scatter_sum"].payload, found["reduce_scatter_sum"].received) == (size, 3 / 4 * size)
     gathered = found["all_gather_into_tensor"]
     assert (gathered.payload, gathered.received) == (size / 4, 3 / 4 * size)

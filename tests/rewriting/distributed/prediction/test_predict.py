@@ -153,7 +153,7 @@ def test_the_volumes_of_collectives() -> None:
     assert all_reduce(400, 4) == Volume(1, 400, 600, 600, 2)
     assert reduce_scatter(400, 4) == Volume(1, 400, 300, 300, 1)
     assert all_gather(100, 4) == Volume(1, 100, 300, 300, 1)
-    assert broadcast(100, 4) == Volume(1, 100, 100, 100, 1)
+    assert broadcast(100, 4) == Volume(1, 100, 100, 100, 1, relayed=True)
     assert all_gather(100, 4) + reduce_scatter(400, 4) == Volume(2, 500, 600, 600, 2)
     assert [v(100, 1).received for v in (all_reduce, reduce_scatter, all_gather, broadcast)] == [0, 0, 0, 0]
 
