@@ -25,6 +25,10 @@ from graphopt.capture.for_device import without_data_for
 from graphopt.capture.session import CaptureSession
 from graphopt.ir.context import Context
 from graphopt.ir.program import Program
+from graphopt.rewriting.distributed.prediction.link import HostLink, Link
+from graphopt.rewriting.distributed.prediction.predict import predict_workload
+from graphopt.rewriting.distributed.prediction.strategies import ShardedParameters
+from graphopt.rewriting.distributed.prediction.workload import workload_of
 from graphopt.rewriting.memory.budget import budget_bytes
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.runtime.rewrite import rewrite
@@ -32,6 +36,9 @@ from graphopt.runtime.rewrite import rewrite
 ROWS = Path(__file__).parent / "published_memory.toml"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LARGER = 2
+
+LATENCY = 10e-6
+"""Seconds of a round between hosts, an assumption."""
 
 
 def program_of(row: Mapping[str, Any], sizes: Mapping[str, int]) -> Program:
@@ -80,6 +87,16 @@ def tokens_per_second(row: Mapping[str, Any], sizes: Mapping[str, int]) -> float
     return row["batch"] * row["tokens"] / seconds
 
 
+def exchanged_tokens_per_second(row: Mapping[str, Any], sizes: Mapping[str, int]) -> float:
+    """By the same, of each of so many devices, with parameters sharded over all of them, on the profile's links."""
+    profile = PROFILES[row["device"]]
+    host = HostLink(profile.devices_per_host, profile.peer_bandwidth)
+    link = Link(profile.network_bandwidth, LATENCY, host=host)
+    workload = workload_of(program_of(row, sizes), row["device"])
+    step = predict_workload(workload, row["ranks"], link, ShardedParameters()).step
+    return float(row["batch"] * row["tokens"] / step)
+
+
 def layer_bytes(row: Mapping[str, Any], sizes: Mapping[str, int]) -> float:
     """What three layers hold at their peak more than two, without parameters and their gradients."""
     programs = [program_of(row, {**sizes, "layers": count}) for count in (2, 3)]
@@ -93,6 +110,7 @@ FIGURES: dict[str, Callable[[Mapping[str, Any], Mapping[str, int]], float]] = {
     "occupied_bytes": peak_bytes,
     "largest_batch": largest_batch,
     "tokens_per_second": tokens_per_second,
+    "exchanged_tokens_per_second": exchanged_tokens_per_second,
     "layer_bytes": layer_bytes,
 }
 
@@ -107,7 +125,7 @@ def compared(row: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]
 def _shown(figure: str, value: float) -> str:
     if figure == "largest_batch":
         return f"{value:.0f} rows"
-    return f"{value:,.0f} tokens/s" if figure == "tokens_per_second" else f"{value / 1e9:.2f} GB"
+    return f"{value:,.0f} tokens/s" if figure.endswith("tokens_per_second") else f"{value / 1e9:.2f} GB"
 
 
 def _row(found: Mapping[str, Any]) -> tuple[str, ...]:

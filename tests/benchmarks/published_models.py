@@ -54,6 +54,7 @@ def llama(sizes: Sizes, row: Mapping[str, Any]) -> dict[str, Any]:
         hidden_size=sizes["width"],
         num_hidden_layers=sizes["layers"],
         num_attention_heads=sizes["heads"],
+        num_key_value_heads=sizes.get("groups", sizes["heads"]),
         intermediate_size=sizes["ffn"],
         vocab_size=sizes["vocabulary"],
         max_position_embeddings=row["tokens"],

@@ -19,11 +19,14 @@ import graphopt
 from graphopt import Changed, Pass, Phase, Program
 from graphopt.errors import RankError
 from graphopt.ir.node import value_of
-from graphopt.ir.ops.collectives import ALL_REDUCE
-from graphopt.passes import DataParallel, DeepGradientCompression
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.collectives import ALL_REDUCE, REDUCE_SCATTER_SUM
+from graphopt.passes import DataParallel, DeepGradientCompression, ShardOptimizer, ShardParameters
 from graphopt.rewriting.distributed import sparse_or_dense as choice
 from graphopt.rewriting.pass_ import Numerics, PassStage
 from tests.support.forking import end, start
+
+_EXCHANGES = (ALL_REDUCE, REDUCE_SCATTER_SUM)
 
 _step = 0
 """The step that this process is in, from 1; a pass's op is also run once where its memory is measured."""
@@ -31,10 +34,14 @@ _step = 0
 
 @torch.library.custom_op("graphopt_tests::fail", mutates_args=())
 def fail(x: torch.Tensor, how: str, step: int, rank: int) -> torch.Tensor:
-    """A copy of ``x``; at the given step of the given rank it kills the process, hangs or raises instead."""
+    """A copy of ``x``; at the given step of the given rank it ends the process, hangs or raises instead."""
     if _step == step and dist.get_rank() == rank:
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "terminate":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if how == "exit":
+            raise SystemExit(0)
         if how == "hang":
             time.sleep(600)
         raise ValueError("this batch is broken")
@@ -63,11 +70,11 @@ class FailAt(Pass):
     def apply(self, program: Program) -> Changed:
         phase = Phase(self.phase)
         if phase is Phase.SYNC:
-            reader = [node for node in program.graph.nodes if node.target is ALL_REDUCE][1]
+            reader = [node for node in program.graph.nodes if node.target in _EXCHANGES][1]
+            value = next(source for source in reader.all_input_nodes if _computed(source))
         else:
-            calls = [node for node in program.phase_nodes(phase) if any(_computed(s) for s in node.all_input_nodes)]
-            reader = calls[0]
-        value = next(source for source in reader.all_input_nodes if _computed(source))
+            reads = [(node, source) for node in program.phase_nodes(phase) for source in node.all_input_nodes]
+            reader, value = next(pair for pair in reads if _computed(pair[1]))
         new = program.insert(
             torch.ops.graphopt_tests.fail.default, (value, self.how, self.step, self.rank),
             before=reader, phase=phase, like=value, origin="fail-at",
@@ -77,8 +84,10 @@ class FailAt(Pass):
 
 
 def _computed(node: torch.fx.Node) -> bool:
+    """Whether a call reads its operand as well from a copy: one that is no part of an input, to which it may write."""
     value = value_of(node)
-    return node.op == "call_function" and isinstance(value, torch.Tensor) and value.is_floating_point()
+    computed = schema.storage_root(node).op == "call_function"
+    return computed and isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 @dataclass(frozen=True)
@@ -92,7 +101,8 @@ class Task:
         resume: continue from the last state that every rank has saved.
         address: of a store over TCP; a file in the folder otherwise.
         timeout: of the group, in seconds.
-        way: ``whole step``, ``drop-in``, or ``sparse``: a whole step whose ranks measure their links first.
+        way: ``whole step``, ``drop-in``, ``shard-optimizer``, ``shard-parameters``, or ``sparse``: a whole step whose
+            ranks measure their links first.
         early: what rank 1 does in place of its first step, when all are connected: ``die`` or ``hang``; or ``die when
             measured``: while the links are measured.
         patience: for how many seconds a rank may give no sign of life.
@@ -200,6 +210,9 @@ def _train(task: Task, rank: int) -> torch.Tensor:
     if task.way == "sparse":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         passes.append(DeepGradientCompression(min_elements=1000, rampup_step=1, bandwidth="measured"))
+    passes += {"shard-optimizer": [ShardOptimizer()], "shard-parameters": [ShardParameters(min_bytes=0)]}.get(
+        task.way, []
+    )
     passes += [task.fail] if task.fail else []
     steps = task.steps[min(rank, len(task.steps) - 1)]
     if task.way == "drop-in":
@@ -213,7 +226,8 @@ def _train(task: Task, rank: int) -> torch.Tensor:
     first = _load(task, rank, model, optimizer, step) if task.resume else 0
     for number in _numbers(first, steps):
         step(*_batch(number, rank))
-        _save(task, rank, number + 1, model, optimizer, step)
+        if task.way != "shard-parameters":
+            _save(task, rank, number + 1, model, optimizer, step)
     return _flat(model)
 
 

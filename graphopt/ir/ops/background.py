@@ -22,17 +22,21 @@ class _Job:
     """Something to be done, and how it ended."""
 
     def __init__(self, action: Callable[[], None]) -> None:
-        self._action = action
+        self._action: Callable[[], None] | None = action
         self._ended = threading.Event()
         self._error: BaseException | None = None
 
     def run(self) -> None:
+        """Do it; the tensors that it holds are let go before whoever waits for the end goes on."""
+        action, self._action = self._action, None
+        assert action is not None
         try:
             with torch.no_grad():
-                self._action()
+                action()
         except BaseException as error:  # raised where it is waited for
             self.fail(error)
         else:
+            del action
             self._ended.set()
 
     def fail(self, error: BaseException) -> None:
@@ -67,7 +71,7 @@ class _Worker:
             job.run()
             if job.error is not None:
                 self._fail_others(job.error)
-            del job  # and with it the tensors
+            del job
 
     def _fail_others(self, error: BaseException) -> None:
         while not self._jobs.empty():
