@@ -70,7 +70,7 @@ def _link(options: argparse.Namespace) -> Link:
     """What joins the ranks: as described, and as the device's profile says.
 
     Raises:
-        GraphoptError: for a device that is not known.
+        GraphoptError: for a device that is not known, and where its profile lacks what is not given.
     """
     profile = None if options.device is None else device_profile(options.device)
     bandwidth, ranks, inside = options.bandwidth, options.host_ranks, options.host_bandwidth
@@ -80,6 +80,12 @@ def _link(options: argparse.Namespace) -> Link:
         ranks = ranks or profile.devices_per_host
     if not bandwidth:
         raise GraphoptError(f"{NO_BANDWIDTH}, and the profile of --device {options.device} does not say")
+    asked = (options.host_ranks, options.host_bandwidth, options.host_latency) != (None, None, None)
+    if asked and (not inside or ranks < 2):
+        missing = "--host-ranks" if inside else "--host-bandwidth"
+        raise GraphoptError(
+            f"give {missing} too: the profile of --device {options.device} has no links inside of a host"
+        )
     host = HostLink(ranks, inside, options.host_latency or 0.0) if inside and ranks > 1 else None
     latency = _LATENCY if options.latency is None else options.latency
     return Link(bandwidth, latency, options.algorithm or "ring", host)

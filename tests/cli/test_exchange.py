@@ -101,6 +101,8 @@ def test_devices_on_a_network_with_hosts(run: Command) -> None:
         (("--host-ranks", "8"), "--host-ranks describes an exchange of gradients: give --world-size too"),
         ((*NETWORK, "--host-ranks", "1"), "is not a number of ranks"),
         (("--device", "rtx-4090", "--world-size", "4"), "the profile of --device rtx-4090 does not say"),
+        (("--device", "rtx-4090", *NETWORK, "--host-ranks", "4"), "give --host-bandwidth too: the profile of"),
+        (("--device", "rtx-4090", *NETWORK, "--host-bandwidth", "1GB/s"), "give --host-ranks too: the profile of"),
         (("--device", "h100-80gb", "--devices", "8", "--network", "1Gbit", "--budget", "1GB"), "ask for one at a time"),
     ],
 )
