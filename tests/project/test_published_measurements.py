@@ -33,8 +33,9 @@ def keys_of(name: str, file: str) -> set[str]:
 
 @pytest.mark.parametrize("row", ROWS, ids=[row["what"] for row in ROWS])
 def test_a_row_is_whole(row: dict[str, Any]) -> None:
-    assert NEEDED <= set(row) <= NEEDED | {"baseline"}
-    assert set(DATA["configs"][row["config"]]) == {"layers", "width", "heads", "ffn", "vocabulary"}
+    assert NEEDED <= set(row) <= NEEDED | {"baseline", "ranks"}
+    assert ("ranks" in row) == (row["figure"] == "exchanged_tokens_per_second")
+    assert set(DATA["configs"][row["config"]]) - {"groups"} == {"layers", "width", "heads", "ffn", "vocabulary"}
     assert set(DATA["sources"][row["source"]]) == {"title", "date"}
     assert row["device"] in PROFILES
     assert row["model"] in keys_of("MODELS", "published_models.py")
