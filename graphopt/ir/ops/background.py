@@ -27,16 +27,13 @@ class _Job:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Do it; the tensors that it holds are let go before whoever waits for the end goes on."""
-        action, self._action = self._action, None
-        assert action is not None
+        """Do it."""
         try:
             with torch.no_grad():
-                action()
+                self._action()  # type: ignore[misc]
         except BaseException as error:  # raised where it is waited for
             self.fail(error)
         else:
-            del action
             self._ended.set()
 
     def fail(self, error: BaseException) -> None:
@@ -48,8 +45,12 @@ class _Job:
         return self._error
 
     def wait(self) -> None:
-        """Wait for the end; raises what went wrong."""
+        """Wait for the end, and let go of what it works on; raises what went wrong.
+
+        Here, since a measurement of memory does not see what another thread frees.
+        """
         self._ended.wait()
+        self._action = None
         if self._error is not None:
             raise self._error
 

@@ -40,5 +40,5 @@ reduce_scatter_sum = define(
 
 ``input`` is contiguous; of ``group_size`` equal parts of its dimension 0, rank ``i`` gets the sum of parts ``i`` of all
 ranks, once ``wait_tensor`` has returned the result. Until then the input must be left alone, and afterwards it holds
-partial sums. Sums begin with the part of rank ``i + 1`` and go around the ring.
+partial sums. Sums begin with the part of rank ``i + 1`` and go around the ring, rounded to the dtype at each rank.
 """

@@ -70,15 +70,25 @@ def scatter():
     result[0] = WAIT(REDUCE_SCATTER_SUM(whole, world, group))
 
 say(graphopt.measure_peak(scatter).allocated_peak_bytes)
+
+def scatter_and_forget():
+    sent = torch.ones(world * 1_000_000)
+    started = REDUCE_SCATTER_SUM(sent, world, group)
+    del sent
+    result[0] = WAIT(started)
+    torch.ones(world * 1_000_000)
+
+say(graphopt.measure_peak(scatter_and_forget).allocated_peak_bytes)
 """
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.sweep), 3])
 def test_many_are_under_way_and_nothing_but_the_result_takes_memory(tmp_path: Path, world: int) -> None:
-    for wrong, gathered, scattered in run_ranks(MANY, world, tmp_path / "store"):
+    for wrong, gathered, scattered, forgotten in run_ranks(MANY, world, tmp_path / "store"):
         assert wrong == 0
         assert gathered == world * 4_000_000
         assert scattered == 4_000_000
+        assert forgotten == 4_000_000 + world * 4_000_000, "what was sent is gone when it has been waited for"
 
 
 GONE = """
