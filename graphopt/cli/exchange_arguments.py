@@ -152,7 +152,8 @@ def exchange_problem(options: argparse.Namespace) -> str:
         return NO_BANDWIDTH
     if options.host_bandwidth is not None and options.host_ranks is None and options.device is None:
         return "--host-bandwidth needs --host-ranks, how many ranks a host has: --host-ranks 8"
-    if options.host_bandwidth is None and options.device is None and (options.host_ranks or options.host_latency):
+    asked = options.host_ranks is not None or options.host_latency is not None
+    if asked and options.host_bandwidth is None and options.device is None:
         return "--host-ranks and --host-latency need --host-bandwidth, what joins the ranks of a host"
     if options.budget:
         return (

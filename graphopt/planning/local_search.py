@@ -74,7 +74,7 @@ class Explorer:
         return found
 
     def _offer_new(self, drops: Drops) -> None:
-        """Offer decisions, unless they were among those that have been tried here before."""
+        """Offer decisions, unless they were among those that have been tried here before, which are known by hash."""
         key = hash(drops)
         if key not in self._tried:
             self._tried.add(key)

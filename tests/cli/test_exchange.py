@@ -98,6 +98,7 @@ def test_devices_on_a_network_with_hosts(run: Command) -> None:
     [
         ((*NETWORK, "--host-bandwidth", "10GB/s"), "--host-bandwidth needs --host-ranks"),
         ((*NETWORK, "--host-ranks", "8"), "need --host-bandwidth"),
+        ((*NETWORK, "--host-latency", "0"), "need --host-bandwidth"),
         (("--host-ranks", "8"), "--host-ranks describes an exchange of gradients: give --world-size too"),
         ((*NETWORK, "--host-ranks", "1"), "is not a number of ranks"),
         (("--device", "rtx-4090", "--world-size", "4"), "the profile of --device rtx-4090 does not say"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import signal
@@ -226,9 +227,12 @@ def _train(task: Task, rank: int) -> torch.Tensor:
     first = _load(task, rank, model, optimizer, step) if task.resume else 0
     for number in _numbers(first, steps):
         step(*_batch(number, rank))
-        if task.way != "shard-parameters":
+        if (
+            task.way != "shard-parameters" or task.fail is None or number + 1 < task.fail.step
+        ):  # all ranks save together
             _save(task, rank, number + 1, model, optimizer, step)
-    return _flat(model)
+    with step.whole_parameters() if task.way == "shard-parameters" else contextlib.nullcontext():
+        return _flat(model)
 
 
 def _numbers(first: int, last: int) -> Iterator[int]:
@@ -244,6 +248,9 @@ def _flat(model: nn.Module) -> torch.Tensor:
 
 
 def _save(task: Task, rank: int, done: int, *parts: Any) -> None:
+    if task.way == "shard-parameters":
+        graphopt.checkpoint.save(task.folder / "checkpoints", {"step": parts[-1], "done": done})
+        return
     file = task.folder / f"{done}-{rank}.state"
     torch.save([part.state_dict() for part in parts], file.with_suffix(".part"))
     file.with_suffix(".part").rename(file)
@@ -251,6 +258,9 @@ def _save(task: Task, rank: int, done: int, *parts: Any) -> None:
 
 def _load(task: Task, rank: int, *parts: Any) -> int:
     """Restore the last state that every rank has saved; how many steps it is behind."""
+    if task.way == "shard-parameters":
+        values = graphopt.checkpoint.load(task.folder / "checkpoints", {"step": parts[-1], "done": 0})
+        return int(values["done"])
     saved = [{int(f.name.split("-")[0]) for f in task.folder.glob(f"*-{other}.state")} for other in range(task.world)]
     last = max(set.intersection(*saved))
     for part, state in zip(parts, torch.load(task.folder / f"{last}-{rank}.state", weights_only=False), strict=True):

@@ -44,8 +44,6 @@ def test_the_others_name_the_rank_and_a_restart_continues(
         others = [outcome.found[other] for other in range(WORLD) if other != rank]
         assert outcome.codes == [CODES[how] if other == rank else 0 for other in range(WORLD)], phase
         assert [found["ranks"] for found in others] == [(rank,)] * (WORLD - 1), (phase, others)
-    if way == "shard-parameters":
-        return
     for again in run_tasks({phase: resumed(task) for phase, task in tasks.items()}).values():
         assert again.codes == whole.codes == [0] * WORLD
         for found, expected in zip(again.found, whole.found, strict=True):
