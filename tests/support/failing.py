@@ -227,9 +227,8 @@ def _train(task: Task, rank: int) -> torch.Tensor:
     first = _load(task, rank, model, optimizer, step) if task.resume else 0
     for number in _numbers(first, steps):
         step(*_batch(number, rank))
-        if (
-            task.way != "shard-parameters" or task.fail is None or number + 1 < task.fail.step
-        ):  # all ranks save together
+        behind_failure = task.fail is not None and number + 1 >= task.fail.step
+        if task.way != "shard-parameters" or not behind_failure:  # which all ranks save together
             _save(task, rank, number + 1, model, optimizer, step)
     with step.whole_parameters() if task.way == "shard-parameters" else contextlib.nullcontext():
         return _flat(model)
