@@ -255,7 +255,11 @@ def verify(
 
 
 def _stale_values(program: Program, before: Program | None) -> Iterator[str]:
-    """Recompute, without data, the value of every node that a pass touched and of what depends on changed values."""
+    """Recompute, without data, the value of every node that a pass touched and of what depends on changed values.
+
+    Calls of one op on operands of one kind, as in layers that are alike, are recomputed once.
+    """
+    computed: dict[tuple[Any, str], Any] = {}
     known = {} if before is None else {n.name: (n.target, str(n.args), str(n.kwargs)) for n in before.graph.nodes}
     for node in _calls(program):
         if node.op != "call_function" or isinstance(value_of(node), (int, float, bool, torch.SymInt)):
@@ -264,9 +268,27 @@ def _stale_values(program: Program, before: Program | None) -> Iterator[str]:
             continue
         if schema.mutated_inputs(node) or _subgraph(node) or node.target is _torch.inner_gradients:
             continue
-        old, new = value_of(node), program.propagate(node)
+        alike = _kind_of_call(node)
+        if alike not in computed:
+            computed[alike] = program.propagate(node)
+        old, new = value_of(node), computed[alike]
         if _metadata(old) != _metadata(new):
             yield f"{_where(node)} is recorded as {type_text(old)} and computes {type_text(new)}"
+
+
+def _kind_of_call(node: fx.Node) -> tuple[Any, str]:
+    """The op and all that its result's shape, dtype and device depend on."""
+    given = _torch.map_aggregate(
+        (node.args, node.kwargs), lambda a: _torch.pytree.tree_map(_layout, value_of(a)) if isinstance(a, fx.Node) else a
+    )
+    return node.target, repr(given)
+
+
+def _layout(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    strides = value.stride() if value.layout is torch.strided else ()
+    return value.layout, value.dtype, value.device, tuple(value.shape), strides, value.is_conj(), value.is_neg()
 
 
 def _subgraph(node: fx.Node) -> bool:

@@ -19,6 +19,7 @@ from graphopt.runtime.checkpoint_folder import newest, together, write_checkpoin
 from graphopt.runtime.checkpoint_formats import read_states, write_by_dcp, write_by_torch
 from graphopt.runtime.lasting_folder import finished_step, is_lasting_folder
 from graphopt.runtime.packed_state import pack
+from graphopt.runtime.ranks.watch import meeting
 from graphopt.runtime.state_dict import place
 from graphopt.runtime.step_checkpoint import load_step_state, same_everywhere
 from graphopt.runtime.step_state import GENERATORS, generator_states, is_step_state
@@ -68,6 +69,7 @@ def save(
 
     Raises:
         GraphoptError: on every rank, where one cannot write; and for state that a file cannot hold, naming it.
+        RankError: naming the rank that ends, or hangs, before all have written theirs.
 
     Example:
         >>> import pathlib, tempfile
@@ -82,8 +84,9 @@ def save(
     write = _WRITERS[choice("format", format, tuple(_WRITERS))]
     keep = whole_number("keep", keep, least=1, of="checkpoints")
     parts, place_of_all = _parts(what, "graphopt.checkpoint.save"), _folder(folder)
-    state = together(lambda: pack(_state_of_all(parts)), "the checkpoint cannot be made")
-    return write_checkpoint(place_of_all, keep, lambda into: write(into, state))
+    with meeting("the saving of a checkpoint"):
+        state = together(lambda: pack(_state_of_all(parts)), "the checkpoint cannot be made")
+        return write_checkpoint(place_of_all, keep, lambda into: write(into, state))
 
 
 def load(folder: str | os.PathLike[str], what: TrainStep | Mapping[str, Any]) -> dict[str, Any]:
@@ -104,6 +107,7 @@ def load(folder: str | os.PathLike[str], what: TrainStep | Mapping[str, Any]) ->
     Raises:
         GraphoptError: where there is no checkpoint, it cannot be read, it holds other names than are given, or it does
             not fit.
+        RankError: naming the rank that ends, or hangs, before all have read theirs.
 
     Example:
         >>> import pathlib, tempfile
@@ -119,9 +123,10 @@ def load(folder: str | os.PathLike[str], what: TrainStep | Mapping[str, Any]) ->
     parts, given = _parts(what, "graphopt.checkpoint.load"), _folder(folder)
     if is_lasting_folder(given):
         return _load(parts, [finished_step(given)])
-    found = newest(given)
-    states = together(lambda: _read(found), f"{str(found)!r} cannot be loaded")
-    return together(lambda: _load(parts, states), f"{str(found)!r} cannot be loaded")
+    with meeting("the loading of a checkpoint"):
+        found = newest(given)
+        states = together(lambda: _read(found), f"{str(found)!r} cannot be loaded")
+        return together(lambda: _load(parts, states), f"{str(found)!r} cannot be loaded")
 
 
 def _read(found: Path) -> list[Any]:

@@ -16,6 +16,7 @@ from typing import TypeVar, cast
 import torch.distributed as dist
 
 from graphopt.errors import GraphoptError
+from graphopt.ir.ops.groups import alone
 from graphopt.runtime.state_dict import place
 
 __all__ = ["in_turn", "newest", "together", "write_checkpoint"]
@@ -66,7 +67,8 @@ def in_turn(act: Callable[[], str]) -> str:
     found = ["", ""]
     if rank == 0:
         try:
-            found[0] = act()
+            with alone():
+                found[0] = act()
         except GraphoptError as error:
             found[1] = str(error)
         except OSError as error:
@@ -86,7 +88,8 @@ def together(act: Callable[[], T], what: str) -> T:
     """
     _, ranks = place()
     try:
-        found, error = act(), ""
+        with alone():
+            found, error = act(), ""
     except (GraphoptError, OSError, RuntimeError) as problem:
         if ranks == 1 and isinstance(problem, GraphoptError):
             raise

@@ -17,10 +17,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as load_by_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_by_dcp
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from graphopt.errors import GraphoptError
+from graphopt.ir.ops.groups import alone, talking
 from graphopt.runtime.packed_state import Packed, unpack
 from graphopt.runtime.state_dict import place
 
@@ -56,9 +60,9 @@ def write_by_dcp(folder: Path, state: Packed) -> None:
     named = {f"{'shared' if path in shared else whose}{path}": tensor for path, tensor in state.tensors.items()}
     named[f"{whose}/{_STRUCTURE}"] = torch.frombuffer(bytearray(state.structure, "utf-8"), dtype=torch.uint8)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), talking():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            save_by_dcp(named, storage_writer=FileSystemWriter(folder), no_dist=ranks == 1)
+            save_by_dcp(named, storage_writer=_Writer(folder), no_dist=ranks == 1)
     except CheckpointException as error:
         raise RuntimeError("; ".join(f"rank {of}: {what[0]}" for of, what in error.failures.items())) from None
 
@@ -68,7 +72,8 @@ def _equal_everywhere(digests: Mapping[str, str], ranks: int) -> set[str]:
     if ranks == 1:
         return set(digests)
     found: list[dict[str, str]] = [{}] * ranks
-    dist.all_gather_object(found, dict(digests))
+    with talking():
+        dist.all_gather_object(found, dict(digests))
     return {path for path, digest in digests.items() if all(other.get(path) == digest for other in found)}
 
 
@@ -136,6 +141,18 @@ def _of_rank(whose: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch
     found = {name.removeprefix("shared"): tensor for name, tensor in tensors.items() if name.startswith("shared/")}
     own = {name.removeprefix(whose): tensor for name, tensor in tensors.items() if name.startswith(f"{whose}/")}
     return found | own
+
+
+class _Writer(FileSystemWriter):
+    """Writes files while the other ranks may wait for this one, and not it for them."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with alone():
+            return super().write_data(plan, planner)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        with alone():
+            super().finish(metadata, results)
 
 
 class _Reader(FileSystemReader):

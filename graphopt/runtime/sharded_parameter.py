@@ -12,7 +12,7 @@ from torch import nn
 from graphopt import _torch
 from graphopt.errors import GraphoptError
 from graphopt.ir.ops.collectives import ALL_GATHER, WAIT
-from graphopt.ir.ops.groups import find_group
+from graphopt.ir.ops.groups import find_group, talking
 from graphopt.rewriting.shards import piece_of, shard_of
 
 __all__ = [
@@ -153,7 +153,8 @@ def become_whole(parameter: nn.Parameter, shard: torch.Tensor, group: str) -> No
     """
     become_plain(parameter)
     found = find_group(group)
-    whole = WAIT(ALL_GATHER(shard, found.size, found.name))
+    with talking():
+        whole = WAIT(ALL_GATHER(shard, found.size, found.name))
     parameter.data = whole.as_strided(parameter.shape, parameter.stride(), 0).clone(memory_format=torch.preserve_format)
 
 

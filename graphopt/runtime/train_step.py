@@ -30,6 +30,7 @@ from graphopt.runtime.accumulate import add_gradients
 from graphopt.runtime.closures import evaluations
 from graphopt.runtime.dtensor_state import dtensor_state, load_dtensor_state
 from graphopt.runtime.leftovers import LoopLeftovers, refuse_modes
+from graphopt.runtime.ranks.watch import meeting
 from graphopt.runtime.runner import Options
 from graphopt.runtime.sharded_model_state import full_state, load_model_state
 from graphopt.runtime.skipped_steps import SkipWatch
@@ -164,7 +165,9 @@ class TrainStep:
         """
         if self._programs.kept.sharded.divides:
             self.refuse_in_join("whole_parameters")
-        with self._programs.kept.sharded.whole():
+        with contextlib.ExitStack() as inside:
+            with meeting("the gathering of whole parameters"):
+                inside.enter_context(self._programs.kept.sharded.whole())
             yield
 
     @public
@@ -445,7 +448,8 @@ class TrainStep:
             ['model', 'optimizer']
         """
         self.refuse_in_join("full_state_dict")
-        return full_state(self._programs.kept.sharded, self._optimizer, self._pipeline.shard_group or "")
+        with meeting("the gathering of the whole state"):
+            return full_state(self._programs.kept.sharded, self._optimizer, self._pipeline.shard_group or "")
 
     @public
     def sharded_state_dict(self) -> dict[str, Any]:

@@ -76,7 +76,37 @@ def test_what_a_library_chooses_on_the_device_is_named_once(caplog: pytest.LogCa
     program.memory()
     said = [record.message for record in caplog.records if "aten.convolution " in record.message]
     assert len(said) == 1
-    assert "chosen there by a library and is not counted" in said[0]
+    assert "chosen there by a library and is counted for filters of 3 × 3 in float32" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("how", "bytes_of_filters"),
+    [
+        ({}, 25 * 4 * 16 * 32),
+        ({"stride": 2}, 0),
+        ({"dilation": 2}, 0),
+        ({"groups": 2}, 0),
+        ({"dtype": torch.float16}, 0),
+    ],
+)
+def test_filters_of_3_by_3_are_transformed_as_a_recording_shows(how: dict[str, Any], bytes_of_filters: int) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 16, 1), nn.Conv2d(16, 32, 3, padding=1, **{"dtype": None, **how}))
+    model.to(how.get("dtype", torch.float32))
+    x = torch.empty(2, 4, 8, 8, dtype=how.get("dtype", torch.float32))
+    program = graphopt.capture(model, (x,), loss=mean_square, device="h100-80gb")
+    assert _temporaries(program, "convolution.") == [0, bytes_of_filters]
+    assert _temporaries(program, "convolution_backward") == [bytes_of_filters, 0]
+
+
+def test_of_what_nothing_is_known_it_is_said_that_it_is_not_counted(caplog: pytest.LogCaptureFixture) -> None:
+    workspace_formulas._told.clear()
+    program = graphopt.capture(
+        nn.Linear(4, 4), (torch.empty(4, 4),), loss=lambda m, x: torch.fft.rfft(m(x)).abs().sum(), device="h100-80gb"
+    )
+    program.memory()
+    assert any(
+        "aten._fft_r2c" in r.message and "is not counted: the peak may be higher" in r.message for r in caplog.records
+    )
 
 
 def test_attention_on_a_cpu_is_about_what_is_measured() -> None:

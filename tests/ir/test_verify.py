@@ -301,3 +301,21 @@ def test_numerics_are_compared_where_asked() -> None:
     graphopt.optimize(network(), [Doubled()], example_inputs=(x,))
     with pytest.raises(VerifyError, match=r"the gradient net\.0\.weight differs by up to"):
         graphopt.optimize(network(), [Doubled()], verify="numerics", example_inputs=(x,))
+
+
+def test_layers_that_are_alike_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check of what a pass made takes as many calls without data for eight layers as for three."""
+
+    def computed(layers: int) -> int:
+        blocks = [nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU()) for _ in range(layers)]
+        program = captured(Net(*blocks), torch.randn(3, 4))
+        before = program.copy()
+        Pipeline([Recompute("net.*.*::addmm")]).run(program)
+        asked: list[str] = []
+        plain = Program.propagate
+        with monkeypatch.context() as patched:
+            patched.setattr(Program, "propagate", lambda self, node: asked.append(node.name) or plain(self, node))
+            verify(program, before=before)
+        return len(asked)
+
+    assert computed(8) == computed(3) > 0

@@ -25,6 +25,7 @@ from graphopt.ir.ops.collectives import ALL_REDUCE, REDUCE_SCATTER_SUM
 from graphopt.passes import DataParallel, DeepGradientCompression, ShardOptimizer, ShardParameters
 from graphopt.rewriting.distributed import sparse_or_dense as choice
 from graphopt.rewriting.pass_ import Numerics, PassStage
+from graphopt.runtime import checkpoint, checkpoint_folder, checkpoint_formats
 from tests.support.forking import end, start
 
 _EXCHANGES = (ALL_REDUCE, REDUCE_SCATTER_SUM)
@@ -92,18 +93,54 @@ def _computed(node: torch.fx.Node) -> bool:
 
 
 @dataclass(frozen=True)
+class FailSaving:
+    """A rank that fails inside of ``graphopt.checkpoint.save``, behind a step.
+
+    Attributes:
+        moment: ``packed``: while its state is put together; ``written``: while it writes; ``finished``: while rank 0
+            puts the checkpoint in its place.
+        step: from 1.
+        rank: which one.
+        how: ``kill`` or ``hang``.
+    """
+
+    moment: str
+    step: int
+    rank: int
+    how: str = "kill"
+
+    def arm(self) -> None:
+        """Let this process fail there."""
+        owner, name = {
+            "packed": (checkpoint, "pack"),
+            "written": (checkpoint_formats.FileSystemWriter, "write_data"),
+            "finished": (checkpoint_folder, "_finish"),
+        }[self.moment]
+        plain = getattr(owner, name)
+
+        def failing(*args: Any) -> Any:
+            if _step == self.step:
+                if self.how == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(600)
+            return plain(*args)
+
+        setattr(owner, name, failing)
+
+
+@dataclass(frozen=True)
 class Task:
     """What each rank of a group does.
 
     Attributes:
         folder: for the group's store, saved states and results.
         steps: how many it makes; by rank, where they differ.
-        fail: the pass that makes one rank fail, if any.
+        fail: the pass that makes one rank fail, or where it fails while it saves, if it does.
         resume: continue from the last state that every rank has saved.
         address: of a store over TCP; a file in the folder otherwise.
         timeout: of the group, in seconds.
-        way: ``whole step``, ``drop-in``, ``shard-optimizer``, ``shard-parameters``, or ``sparse``: a whole step whose
-            ranks measure their links first.
+        way: ``whole step``, ``drop-in``, ``shard-optimizer``, ``shard-parameters`` (saved by ``graphopt.checkpoint``),
+            or ``sparse``: a whole step whose ranks measure their links first.
         early: what rank 1 does in place of its first step, when all are connected: ``die`` or ``hang``; or ``die when
             measured``: while the links are measured.
         patience: for how many seconds a rank may give no sign of life.
@@ -112,7 +149,7 @@ class Task:
     folder: Path
     world: int = 2
     steps: tuple[int, ...] = (6,)
-    fail: FailAt | None = None
+    fail: FailAt | FailSaving | None = None
     resume: bool = False
     address: str = ""
     timeout: float = 60.0
@@ -214,7 +251,10 @@ def _train(task: Task, rank: int) -> torch.Tensor:
     passes += {"shard-optimizer": [ShardOptimizer()], "shard-parameters": [ShardParameters(min_bytes=0)]}.get(
         task.way, []
     )
-    passes += [task.fail] if task.fail else []
+    if isinstance(task.fail, FailAt):
+        passes.append(task.fail)
+    elif task.fail is not None and task.fail.rank == rank:
+        task.fail.arm()
     steps = task.steps[min(rank, len(task.steps) - 1)]
     if task.way == "drop-in":
         parallel = graphopt.optimize(model, passes)
@@ -227,9 +267,7 @@ def _train(task: Task, rank: int) -> torch.Tensor:
     first = _load(task, rank, model, optimizer, step) if task.resume else 0
     for number in _numbers(first, steps):
         step(*_batch(number, rank))
-        behind_failure = task.fail is not None and number + 1 >= task.fail.step
-        if task.way != "shard-parameters" or not behind_failure:  # which all ranks save together
-            _save(task, rank, number + 1, model, optimizer, step)
+        _save(task, rank, number + 1, model, optimizer, step)
     with step.whole_parameters() if task.way == "shard-parameters" else contextlib.nullcontext():
         return _flat(model)
 

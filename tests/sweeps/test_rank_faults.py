@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.failing import FailAt, Outcome, Task, resumed, run_tasks
+from tests.support.failing import FailAt, FailSaving, Outcome, Task, resumed, run_tasks
 
 pytestmark = pytest.mark.sweep
 
@@ -45,6 +45,30 @@ def test_the_others_name_the_rank_and_a_restart_continues(
         assert outcome.codes == [CODES[how] if other == rank else 0 for other in range(WORLD)], phase
         assert [found["ranks"] for found in others] == [(rank,)] * (WORLD - 1), (phase, others)
     for again in run_tasks({phase: resumed(task) for phase, task in tasks.items()}).values():
+        assert again.codes == whole.codes == [0] * WORLD
+        for found, expected in zip(again.found, whole.found, strict=True):
+            assert torch.equal(found["parameters"], expected["parameters"])
+
+
+@pytest.mark.parametrize("how", ["kill", "hang"])
+def test_a_rank_that_fails_while_all_save_is_named_and_the_checkpoint_before_is_whole(how: str, tmp_path: Path) -> None:
+    """While any of three ranks puts its state together or writes it, and while the first one finishes."""
+    moments = [*product(("packed", "written"), range(WORLD)), ("finished", 0)]
+    way = "shard-parameters"
+    tasks = {
+        f"{moment} {rank}": Task(
+            tmp_path / f"{moment}-{rank}", world=WORLD, way=way, fail=FailSaving(moment, 3, rank, how), timeout=10,
+        )
+        for moment, rank in moments
+    }  # fmt: skip
+    outcomes = run_tasks({way: Task(tmp_path / "whole", world=WORLD, way=way), **tasks})
+    whole = outcomes.pop(way)
+    for (name, outcome), (_, rank) in zip(outcomes.items(), moments, strict=True):
+        others = [outcome.found[other] for other in range(WORLD) if other != rank]
+        assert outcome.codes == [CODES[how] if other == rank else 0 for other in range(WORLD)], name
+        assert [found.get("ranks") for found in others] == [(rank,)] * (WORLD - 1), (name, others)
+        assert all("the saving of a checkpoint" in found["error"] for found in others), (name, others)
+    for again in run_tasks({name: resumed(task) for name, task in tasks.items()}).values():
         assert again.codes == whole.codes == [0] * WORLD
         for found, expected in zip(again.found, whole.found, strict=True):
             assert torch.equal(found["parameters"], expected["parameters"])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from graphopt import _torch
 from graphopt.errors import GraphoptError, did_you_mean
 
-__all__ = ["Group", "check_grid", "find_group", "is_talking", "talking", "times_talked"]
+__all__ = ["Group", "alone", "check_grid", "find_group", "is_talking", "talking", "times_talked"]
 
 _talks = 0
 _times = 0
@@ -30,8 +30,19 @@ def talking() -> Iterator[None]:
         _talks -= 1
 
 
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Inside of ``talking``: around what this rank does by itself meanwhile, in which it waits for no other rank."""
+    global _talks
+    before, _talks = _talks, 0
+    try:
+        yield
+    finally:
+        _talks = before
+
+
 def is_talking() -> bool:
-    """Whether the thread that trains is inside of ``talking``."""
+    """Whether the thread that trains is inside of ``talking`` and waits for other ranks."""
     return _talks > 0
 
 

@@ -32,7 +32,7 @@ from graphopt.runtime.ranks.messages import Verdict
 from graphopt.runtime.ranks.places import follow, place_of
 from graphopt.runtime.ranks.stalls import Pending, device_of_exchanges
 
-__all__ = ["StepWatch"]
+__all__ = ["StepWatch", "meeting"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,19 +60,8 @@ class StepWatch:
             RankError: in place of the error of an exchange that fails inside.
         """
         self._ranks |= _ranks_of(program)
-        if not _is_distributed():
+        with _meeting(f"what ranks exchange behind step {self._steps}", self._ranks):
             yield
-            return
-        before = _here.where
-        _here.where, _here.failed = f"what ranks exchange behind step {self._steps}", ""
-        heart = heartbeat(_here) if self._ranks else None
-        try:
-            with talking():
-                yield
-        except Exception as error:
-            _explain(heart, self._ranks, error, at_exchange=type(error) is RuntimeError)
-            raise
-        _here.where = before
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
@@ -140,6 +129,38 @@ class StepWatch:
 
         guarded._boxed_call = True  # type: ignore[attr-defined]
         return guarded
+
+
+@contextlib.contextmanager
+def meeting(what: str) -> Iterator[None]:
+    """Watch what all ranks of the default group tell each other outside of steps, such as a checkpoint's bytes.
+
+    Args:
+        what: goes on, for people.
+
+    Raises:
+        RankError: in place of the error of an exchange that fails inside.
+    """
+    distributed = _is_distributed() and dist.get_world_size() > 1
+    with _meeting(what, range(dist.get_world_size())) if distributed else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def _meeting(where: str, ranks: Collection[int]) -> Iterator[None]:
+    if not _is_distributed():
+        yield
+        return
+    before = _here.where
+    _here.where, _here.failed = where, ""
+    heart = heartbeat(_here) if ranks else None
+    try:
+        with talking():
+            yield
+    except Exception as error:
+        _explain(heart, ranks, error, at_exchange=type(error) is RuntimeError)
+        raise
+    _here.where = before
 
 
 def _expect(step: int, ranks: Collection[int], groups: Sequence[Any]) -> None:

@@ -24,7 +24,7 @@ from graphopt.runtime.ranks.diagnosis import classify
 from graphopt.runtime.ranks.heartbeat import Here, heartbeat, patience
 from graphopt.runtime.ranks.messages import Report, Verdict, publish, published, read_reports
 from graphopt.runtime.ranks.places import follow, place_of
-from tests.support.failing import FailAt, Outcome, Task, resumed, run_tasks
+from tests.support.failing import FailAt, FailSaving, Outcome, Task, resumed, run_tasks
 from tests.support.ranks import free_address
 
 # --- who is at fault -------------------------------------------------------------------------------------------------
@@ -250,6 +250,7 @@ def ended(folder: Folder, request: pytest.FixtureRequest) -> dict[str, Outcome]:
         "hangs early": Task(folder("early"), early="hang", timeout=8),
         "four": Task(folder("four"), world=4, fail=FailAt("sync", 3, rank=2), address=free_address()),
         "holder": Task(folder("holder"), fail=FailAt("forward", 3, rank=0), address=free_address()),
+        "saves": Task(folder("saves"), fail=FailSaving("written", 2, rank=1), steps=(3,), way="shard-parameters"),
         "raises": Task(folder("raises"), fail=FailAt("forward", 3, rank=1, how="raise")),
         "fewer": Task(folder("fewer"), steps=(4, 2)),
         "drop-in": Task(folder("drop-in"), fail=FailAt("sync", 3, rank=1), way="drop-in"),
@@ -282,6 +283,15 @@ def test_a_hanging_rank_is_named_when_the_group_times_out(ended: dict[str, Outco
     assert outcome.found[0]["ranks"] == (1,)
     said = outcome.found[0]["error"]
     assert "rank 1 hangs, or is far behind: it has been in step 3, forward: fail" in said
+
+
+def test_a_rank_killed_while_all_save_a_checkpoint_is_named(ended: dict[str, Outcome]) -> None:
+    outcome = ended["saves"]
+    assert outcome.codes == [0, -9]
+    assert outcome.found[0]["ranks"] == (1,)
+    said = outcome.found[0]["error"]
+    assert "rank 1 gives no sign of life any more" in said
+    assert "here: rank 0 was in the saving of a checkpoint when its exchange failed" in said
 
 
 @pytest.mark.sweep
