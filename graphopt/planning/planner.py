@@ -31,7 +31,7 @@ _PROOF_SECONDS = 10.0
 """Up to how many operations ``plan`` asks the integer program too, and for how long."""
 
 _SMALL = 60
-_WORK_SMALL, _WORK, _WORK_ALIKE = 300_000, 12_000_000, 1_800_000
+_WORK_SMALL, _WORK, _WORK_ALIKE = 300_000, 8_500_000, 1_800_000
 """Steps that are simulated for problems of up to 60 operations, of 61 to 2,000, and for those of identical blocks."""
 
 _DEEP = 400
