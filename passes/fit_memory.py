@@ -39,6 +39,7 @@ from graphopt.rewriting.memory.named_plan import shared_calls
 from graphopt.rewriting.memory.other_sizes import Searches, written_sizes
 from graphopt.rewriting.memory.planned import Planned, plan_of
 from graphopt.rewriting.memory.planning_problem import PlanningProblem
+from graphopt.rewriting.memory.preparation import prepared
 from graphopt.rewriting.memory.state_action import (
     StateAction,
     link_to,
@@ -77,8 +78,10 @@ class FitMemory(Pass):
     the peak: up to five plans are weighed by the seconds of what runs again and of waiting for what is gathered, or
     copied, again. What is said of more budget holds there as far as these five go.
 
-    In a whole step whose budget is below its peak, updates run as soon as their gradients are final (``FuseUpdate``),
-    unless they need all of them first or a compiler makes the code.
+    Where the budget is below the peak, what costs no time comes first, unless a compiler makes the code: the gradient
+    of a loss over classes takes the place of its log-probabilities, so that one tensor of the logits' size is there and
+    not two (where the loss is in the program); calls of backward that free more than they make run first; and in a
+    whole step updates run as soon as their gradients are final (``FuseUpdate``), unless they need all of them.
 
     Where values are on several devices the budget is for each accelerator; plans lower the peak of the one that holds
     most, and a budget that another one exceeds is refused.
@@ -314,12 +317,14 @@ class FitMemory(Pass):
         """
         if not sharded_inputs(program):
             decision = self._decide(program, share, known)
-            also = () if decision.early is None else decision.early.lines
             if decision.found is None:
-                moved = {"updates moved": len(decision.early.early)} if decision.early is not None else {}
-                return Changed(counts=moved, reason=decision.reason, lines=also)
-            return carry_out(program, decision.found, also, origin=_ORIGIN)
+                counts = {"changes before planning": len(decision.prepared)} if decision.prepared else {}
+                counts |= {"updates moved": len(decision.early.early)} if decision.early is not None else {}
+                return Changed(counts=counts, reason=decision.reason, lines=decision.also)
+            return carry_out(program, decision.found, decision.also, origin=_ORIGIN)
         told = decided_by_first_rank(program, lambda: self._decide(program.copy(), share).told)
+        if told.prepares:
+            program.graph = prepared(program, _ORIGIN)[0].graph
         memory = program.memory()
         early = early_updates(program, memory, _ORIGIN) if told.moves_updates else None
         if isinstance(early, EarlyUpdates):
@@ -342,13 +347,18 @@ class FitMemory(Pass):
         if reason:
             sizes = written_sizes(program)
             return Decision(reason=f"{reason}, up to {sizes}" if sizes else reason)
+        lowered, done = prepared(program, _ORIGIN)
+        if done:
+            program.graph = lowered.graph
+            memory = program.memory()
         moved = None if program.context.compiled else early_updates(program, memory, _ORIGIN)
         early = moved if isinstance(moved, EarlyUpdates) else None
         if early is not None:
             program.graph = early.program.graph
             memory = program.memory()
-            if room is None and within_already(memory, budget, reserved_where_cached(program, memory)):
-                return Decision(early=early)
+        lower = room is None and (early is not None or bool(done))
+        if lower and within_already(memory, budget, reserved_where_cached(program, memory)):
+            return Decision(early=early, prepared=done)
         shared = room is not None
         searches = None if plans is None or not wanted else plans.setdefault((str(self), calls), Searches())
         found = None if carried is None else carry(program, memory, carried, budget, shared=shared)
@@ -360,7 +370,7 @@ class FitMemory(Pass):
                 searches.add(found)
         if plans is not None:
             plans.setdefault(key, found)
-        return Decision(early=early, found=found)
+        return Decision(early=early, found=found, prepared=done)
 
     def _search(self, program: Program, memory: MemoryTimeline, budget: int, *, shared: bool) -> Planned:
         """Search for plans, and take the fastest one within the budget.

@@ -20,6 +20,7 @@ from torch import fx
 from graphopt import _torch
 from graphopt.analysis.costs.isolated_call import real_call, sizes
 from graphopt.ir.node import value_of
+from graphopt.ir.ops.loss_gradient import rows_at_a_time
 
 __all__ = ["temporary_bytes"]
 
@@ -147,6 +148,16 @@ def _convolution_backward(_gradient: Any, x: Any, filters: Any, _bias: Any, *how
     return _convolution(x, filters, None, *how) if how[-1][0] else 0
 
 
+def _loss_gradient(kind: str) -> Callable[..., int]:
+    """The gradient of the log-probabilities, a few rows at a time."""
+
+    def rows_at_once(log_probs: Any, *_: Any) -> int:
+        rows, columns = sizes(log_probs.shape)
+        return int(min(rows, rows_at_a_time(columns, kind)) * columns * log_probs.element_size())
+
+    return rows_at_once
+
+
 def _sorted_indices(x: Any, indices: Any, *_: Any) -> int:
     """An accumulating write sorts flat indices with their places; two copies of each while it does."""
     tensors = [value_of(i) if isinstance(i, fx.Node) else i for i in indices]
@@ -160,6 +171,7 @@ def _sort(x: Any, *_: Any) -> int:
 
 
 _CUDA: dict[str, Callable[..., int]] = {
+    "loss_gradient": _loss_gradient("cuda"),
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     "embedding_dense_backward": _embedding_backward,
@@ -207,6 +219,7 @@ def _cpu_layer_norm_backward(_gradient: Any, _x: Any, shape: Any, *_: Any) -> in
 
 
 _CPU: dict[str, Callable[..., int]] = {
+    "loss_gradient": _loss_gradient("cpu"),
     "_scaled_dot_product_flash_attention_for_cpu": _cpu_flash,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _cpu_flash_backward,
     "native_layer_norm_backward": _cpu_layer_norm_backward,

@@ -279,7 +279,8 @@ def _stale_values(program: Program, before: Program | None) -> Iterator[str]:
 def _kind_of_call(node: fx.Node) -> tuple[Any, str]:
     """The op and all that its result's shape, dtype and device depend on."""
     given = _torch.map_aggregate(
-        (node.args, node.kwargs), lambda a: _torch.pytree.tree_map(_layout, value_of(a)) if isinstance(a, fx.Node) else a
+        (node.args, node.kwargs),
+        lambda a: _torch.pytree.tree_map(_layout, value_of(a)) if isinstance(a, fx.Node) else a,
     )
     return node.target, repr(given)
 

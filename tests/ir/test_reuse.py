@@ -19,6 +19,7 @@ from graphopt.ir.node import info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.collectives import ALL_GATHER, WAIT
 from graphopt.ir.ops.inplace import FUNCTIONAL, IN_PLACE, as_functional, as_in_place, in_place
+from graphopt.ir.ops.loss_gradient import loss_gradient
 from graphopt.ir.reuse import apply_reuse, reused_operands
 from graphopt.passes import Recompute
 from graphopt.runtime.binding import Binding
@@ -375,7 +376,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("op", IN_PLACE, ids=str)
 def test_in_place_gives_the_same_bits_where_an_operand_was(op: Any) -> None:
-    whole = IN_PLACE[op].dimension is not None or op is aten.addmm.default
+    whole = IN_PLACE[op].dimension is not None or op in (aten.addmm.default, loss_gradient)
     layouts = ["contiguous"] if whole else list(LAYOUTS)
     operands = IN_PLACE[op].operands
     for dtype, layout, place, number in itertools.product(_BITS, layouts, operands, _NUMBERS):
@@ -432,6 +433,10 @@ _BITS = {
 def _arguments(op: Any, layout: str, dtype: torch.dtype, number: float) -> list[Any]:
     """Arguments of an op: tensors of a layout, and a number; half of the first tensor is negative."""
     generator = torch.Generator().manual_seed(0)
+    if op is loss_gradient:
+        log_probs = torch.randn((264, 66), generator=generator).log_softmax(1).to(dtype)
+        target = torch.randint(66, (264,), generator=generator)
+        return [log_probs, torch.tensor(number, dtype=dtype), target, None, 1, -100, torch.tensor(264.0, dtype=dtype)]
     found: list[Any] = []
     for argument in op._schema.arguments:
         if argument.kwarg_only or argument.has_default_value():

@@ -16,6 +16,7 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.ir.node import value_of
+from graphopt.ir.ops.loss_gradient import loss_gradient, loss_gradient_
 from graphopt.ir.ops.softmax import safe_softmax, safe_softmax_
 
 __all__ = ["FUNCTIONAL", "IN_PLACE", "InPlace", "as_functional", "as_in_place", "in_place"]
@@ -71,6 +72,7 @@ IN_PLACE: dict[Any, InPlace] = {
     _aten._softmax.default: InPlace(_aten._softmax.out, out="out", dimension=1),
     _aten._log_softmax.default: InPlace(_aten._log_softmax.out, out="out", dimension=1),
     safe_softmax: InPlace(safe_softmax_, dimension=1),
+    loss_gradient: InPlace(loss_gradient_),
     _aten._softmax_backward_data.default: InPlace(_aten._softmax_backward_data.out, (0, 1), "grad_input", dimension=2),
     _aten._log_softmax_backward_data.default: InPlace(_aten._log_softmax_backward_data.out, (0, 1), "out", dimension=2),
 }

@@ -25,6 +25,7 @@ class Told:
     moves_updates: int
     plan: NamedPlan | None
     lines: tuple[str, ...]
+    prepares: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +36,25 @@ class Decision:
         reason: why nothing is.
         early: its updates, moved.
         found: the plan.
+        prepared: what was done before it was planned, for people.
     """
 
     reason: str = ""
     early: EarlyUpdates | None = None
     found: Planned | None = None
+    prepared: tuple[str, ...] = ()
+
+    @property
+    def also(self) -> tuple[str, ...]:
+        """What was done beside the plan, for people."""
+        return (*self.prepared, *(self.early.lines if self.early else ()))
 
     @property
     def told(self) -> Told:
         """What other ranks need of it."""
-        lines = (*(self.found.lines if self.found else ()), *(self.early.lines if self.early else ()))
+        lines = (*(self.found.lines if self.found else ()), *self.also)
         moved = len(self.early.early) if self.early else 0
-        return Told(self.reason, moved, self.found.plan if self.found else None, lines)
+        return Told(self.reason, moved, self.found.plan if self.found else None, lines, bool(self.prepared))
 
 
 def carry(program: Program, memory: MemoryTimeline, known: Planned, budget: int, *, shared: bool) -> Planned | None:

@@ -114,7 +114,7 @@ def _samples(program: Program, done: str) -> int:
     return 0 if isinstance(region, str) else region.rows
 
 
-_OF_LOSSES = ("_log_softmax", "_softmax", "nll_loss", "_log_softmax_backward_data")
+_OF_LOSSES = ("_log_softmax", "_softmax", "nll_loss", "_log_softmax_backward_data", "loss_gradient")
 
 
 def _logits(memory: MemoryTimeline) -> int:
@@ -125,7 +125,9 @@ def _logits(memory: MemoryTimeline) -> int:
     position = memory.bytes.index(memory.peak_bytes) if memory.bytes else -1
     alive = [s for s in memory.storages if not s.is_input and s.first <= position <= s.last]
     largest = [s for s in alive if s.bytes == max(other.bytes for other in alive)]
-    found = any(str(s.owner.target).partition(".")[2].startswith(_OF_LOSSES) for s in largest)
+    wanted = {id(storage) for storage in largest}
+    calls = [node for node, storages in memory.refers.items() if any(id(s) in wanted for s in storages)]
+    found = any(str(node.target).partition(".")[2].startswith(_OF_LOSSES) for node in calls)
     return sum(s.bytes for s in largest) if found else 0
 
 

@@ -1,0 +1,88 @@
+"""The order of backward: what frees more than it makes runs first; no call has more bytes beside it than before."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from torch import nn
+
+import graphopt
+from graphopt import Phase, Program
+from graphopt.ir.node import info
+from graphopt.ir.ops import schema
+from graphopt.ir.verify import verify
+from graphopt.passes import FitMemory
+from graphopt.rewriting.memory.backward_order import freeing_first
+from tests.runtime.test_random_networks import SHAPE, Network, Recipe, own_loss, recipes
+from tests.support.budgets import TOKENS
+from tests.support.fitting import step_peaks
+from tests.support.properties import examples
+from tests.support.training import OPTIMIZERS, Blocks, assert_same_training, captured, mean_square, next_token, results
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(3)))
+
+
+def bytes_at(program: Program) -> dict[str, int]:
+    """Bytes alive at each call of backward that computes something."""
+    memory = program.memory()
+    calls = zip(memory.nodes, memory.bytes, strict=True)
+    return {n.name: count for n, count in calls if info(n).phase is Phase.BACKWARD and not schema.is_view(n)}
+
+
+def test_the_gradient_of_a_weight_runs_before_the_next_gradient() -> None:
+    program = captured(wide(), torch.randn(32, 8))
+    found = freeing_first(program)
+    assert found is not None
+    ordered, line = found
+    assert "calls of backward run sooner" in line
+    names = [node.name for node in ordered.nodes]
+    activation = next(node for node in ordered.nodes if node.name == "gelu_2")
+    (weights,) = [user for view in activation.users for user in (view, *view.users) if user.name.startswith("mm")]
+    gradient = next(node for node in ordered.nodes if str(node.target) == "aten.gelu_backward.default")
+    assert names.index(weights.name) < names.index(gradient.all_input_nodes[0].name)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "loss"),
+    [(wide(), torch.randn(32, 8), mean_square), (Blocks(3, p=0.1), TOKENS, next_token)],
+    ids=["wide", "blocks"],
+)
+def test_no_call_of_backward_has_more_bytes_beside_it(
+    model: nn.Module, inputs: torch.Tensor, loss: graphopt.Loss
+) -> None:
+    program = captured(model, inputs, loss=loss)
+    found = freeing_first(program)
+    assert found is not None
+    before, after = bytes_at(program), bytes_at(found[0])
+    assert before.keys() == after.keys()
+    assert all(after[name] <= count for name, count in before.items())
+    assert any(after[name] < count for name, count in before.items())
+
+
+@given(recipes())
+@examples(25, many=400)
+def test_random_networks_keep_their_bits_and_never_hold_more(recipe: Recipe) -> None:
+    model, x = Network(recipe), torch.randn(SHAPE)
+    program = captured(model, x, loss=own_loss)
+    ordered, _ = freeing_first(program) or (program, "")
+    verify(ordered, before=program)
+    before, after = bytes_at(program), bytes_at(ordered)
+    assert before.keys() == after.keys()
+    assert all(after[name] <= count for name, count in before.items())
+    expected, mine = (results(each, copy.deepcopy(model), x)[0] for each in (program, ordered))
+    assert all(torch.equal(mine[spec], value) for spec, value in expected.items())
+
+
+@pytest.mark.parametrize("share", ["90%", "75%"])
+def test_fitted_steps_train_as_eager_mode_does(share: str) -> None:
+    passes = [FitMemory(share, cost="roofline")]
+    x = torch.randn(32, 8)
+    assert_same_training(wide(), "adamw", mean_square, [(x,)], passes, steps=3)
+    step, measured = step_peaks(wide(), OPTIMIZERS["adamw"], mean_square, (x,), passes)
+    assert step.program.memory().allocated_peak_bytes == measured
