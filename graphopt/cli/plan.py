@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from graphopt.analysis.costs.cost import CostReport, costs_of, remeasure
+from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.cli.arguments import format_of
 from graphopt.cli.exchange import exchange_plan
 from graphopt.cli.exchange_arguments import exchange_ranks
@@ -31,6 +32,7 @@ from graphopt.report.pictures.frontier_chart import BudgetMark, frontier_svg
 from graphopt.report.text.frontier_table import FrontierPoint, FrontierReport, fitted_point, frontier_report
 from graphopt.rewriting.memory.budget import budget_bytes, infeasible, within_already
 from graphopt.rewriting.memory.fit import Fitted, Fitting, FittingOptions
+from graphopt.rewriting.memory.preparation import prepared
 from graphopt.rewriting.memory.summary import away_lines, decisions, plan_lines, summary_lines
 from graphopt.rewriting.memory.transfer_insertion import host_lanes
 from graphopt.rewriting.pipeline import Pipeline
@@ -75,12 +77,14 @@ def plan(options: argparse.Namespace) -> None:
     check_output(options)
     rewritten = rewritten_program(options, _pipeline(options))
     report_passes(rewritten)
-    memory = rewritten.program.memory()
+    plain = rewritten.program.memory()
+    program, first = prepared(rewritten.program, _FITTER)
+    memory = program.memory() if first else plain
     cost = options.cost or "measured"
     costs = _costs(memory, cost)
-    fitting = _search(rewritten.program, memory, costs, options.time_limit)
-    report = frontier_report(fitting, cost, costs)
-    answers = [_answer(fitting, text) for text in options.budget]
+    fitting = _search(program, memory, costs, options.time_limit)
+    report = frontier_report(fitting, cost, costs, rewritten.program, first)
+    answers = [_answer(rewritten.program, plain, fitting, text) for text in options.budget]
     write_output(options, _render(format_of(options), fitting, report, answers, costs))
     if report.remark and (options.output is not None or format_of(options) != "text"):
         terminal.write(f"warning: {report.remark}", sys.stderr)
@@ -117,8 +121,9 @@ def _search(program: Program, memory: MemoryTimeline, costs: CostReport, time_li
         return Fitting(program, memory, costs.seconds, options)
 
 
-def _answer(fitting: Fitting, text: str) -> _Answer:
-    budget = budget_bytes(text, fitting.memory, fitting.reserved)
+def _answer(program: Program, plain: MemoryTimeline, fitting: Fitting, text: str) -> _Answer:
+    """What a budget gets, which may be a share of what the program takes as it is."""
+    budget = budget_bytes(text, plain, reserved_where_cached(program, plain))
     reason = within_already(fitting.memory, budget, fitting.reserved)
     if reason:
         return _Answer(text, budget, reason=reason)

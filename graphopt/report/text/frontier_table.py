@@ -10,8 +10,12 @@ from typing import Any
 import torch
 
 from graphopt.analysis.costs.cost import CostReport, DeviceProfile
+from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.ir.columns import aligned
 from graphopt.ir.ops.values import format_bytes, format_seconds
+from graphopt.ir.program import Program
+from graphopt.ir.reserved_memory import ReservedMemory
+from graphopt.ir.timeline import MemoryTimeline
 from graphopt.ir.version import VERSION
 from graphopt.planning import Simulated
 from graphopt.rewriting.memory.fit import Fitted, Fitting
@@ -63,6 +67,7 @@ class FrontierReport:
         device: what is said of the device that the program was captured for; empty for one that is here.
         points: plans that run ops again, of which none is better in both bytes and time, from few bytes to many; one at
             least.
+        first: what is done to the program before anything runs again, line by line.
     """
 
     title: str
@@ -77,6 +82,7 @@ class FrontierReport:
     smallest_bytes: int
     points: tuple[FrontierPoint, ...]
     device: str = ""
+    first: tuple[str, ...] = ()
 
     @property
     def remark(self) -> str:
@@ -106,6 +112,7 @@ class FrontierReport:
             f"smallest peak found  {format_bytes(self.smallest_bytes)} ({self.smallest_bytes} bytes){moved}",
             f"time as it is        {first}",
             *(f"{'':21}{line}" for line in more),
+            *(f"done first           {line}" for line in self.first),
         ]
         lines += [self.remark] if self.remark else []
         return "\n".join([*lines, "", *self._table(most)]) + "\n"
@@ -134,6 +141,7 @@ class FrontierReport:
             "passes": list(self.passes),
             "device": self.device,
             "plain": plain,
+            "done_first": list(self.first),
             "smallest_peak_bytes": self.smallest_bytes,
             "cost": self.cost,
             "costs": self.costs,
@@ -146,20 +154,26 @@ def _share(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else "100.0%"
 
 
-def frontier_report(fitting: Fitting, cost: str, costs: CostReport) -> FrontierReport:
+def frontier_report(
+    fitting: Fitting, cost: str, costs: CostReport, before: Program | None = None, first: tuple[str, ...] = ()
+) -> FrontierReport:
     """What the search of ``fitting`` found.
 
     Args:
         fitting: of the program.
         cost: the name of the cost model that gave its seconds.
         costs: those seconds, and how they are known.
+        before: the program as it is, where something was done to it before it was planned.
+        first: what that was, line by line.
     """
+    program = fitting.program if before is None else before
+    memory = fitting.memory if before is None else before.memory()
     simulated = [(point.peak, fitting.simulate(point)) for point in fitting.frontier]
     return FrontierReport(
         title=fitting.program.title,
         stage=fitting.program.stage,
         passes=fitting.program.history,
-        plain_bytes=fitting.memory.peak_bytes,
+        plain_bytes=memory.peak_bytes,
         resident_bytes=fitting.memory.resident_bytes,
         seconds=fitting.seconds,
         cost=cost,
@@ -167,13 +181,13 @@ def frontier_report(fitting: Fitting, cost: str, costs: CostReport) -> FrontierR
         cut_short=fitting.frontier.cut_short,
         smallest_bytes=fitting.smallest_peak,
         points=tuple(_point(fitting, peak, plan, plan.again) for peak, plan in simulated),
-        device=_device_line(fitting),
+        device=_device_line(memory, reserved_where_cached(program, memory)),
+        first=first,
     )
 
 
-def _device_line(fitting: Fitting) -> str:
+def _device_line(memory: MemoryTimeline, reserved: ReservedMemory | None) -> str:
     """The device of a program without data, with its bytes, and whether the program fits as it is."""
-    memory, reserved = fitting.memory, fitting.reserved
     profile = memory.device
     if not isinstance(profile, DeviceProfile):
         return "" if profile is None else profile.name

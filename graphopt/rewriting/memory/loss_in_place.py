@@ -116,17 +116,10 @@ def _rewrite(program: Program, nll: fx.Node, softmax: fx.Node, origin: str) -> i
     for node in moved:
         place.prepend(node)
         set_info(node, replace(info(node), phase=Phase.FORWARD))
-    new = program.insert(
-        loss_gradient,
-        (log_probs, grad_output, *others),
-        before=place,
-        phase=Phase.FORWARD,
-        like=softmax,
-        origin=origin,
-        names=info(softmax).names,
-        hint="loss_gradient",
-    )
-    softmax.replace_all_uses_with(new)
-    for node in (softmax, nll):
-        program.graph.erase_node(node)
+    while place in (nll, softmax):
+        place = place.next
+    place.prepend(softmax)
+    softmax.target, softmax.args = loss_gradient, (log_probs, grad_output, *others)
+    set_info(softmax, replace(info(softmax), phase=Phase.FORWARD, origin=origin))
+    program.graph.erase_node(nll)
     return storage_bytes(value_of(log_probs))
