@@ -86,7 +86,7 @@ class _Order:
                 at -= 1
             moved += at < index
         if moved:
-            self._write(run, calls)
+            self._write(run, calls, needs)
         return moved
 
     def _goes_first(self, node: fx.Node, before: fx.Node, needs: dict[fx.Node, set[fx.Node]]) -> bool:
@@ -130,12 +130,13 @@ class _Order:
             found[node] = seen
         return found
 
-    def _write(self, run: Sequence[fx.Node], calls: Iterable[fx.Node]) -> None:
+    def _write(self, run: Sequence[fx.Node], calls: Iterable[fx.Node], needs: dict[fx.Node, set[fx.Node]]) -> None:
         """Put a run's calls into an order: views in front of who reads them, elements behind the call that makes them.
 
-        Views that only calls outside of the run read stay behind what they are views of.
+        Views that no call of the run reads, such as those that an update reads, stay behind what they are views of.
         """
         inside, done = set(run), set[fx.Node]()
+        waiting = {source for sources in needs.values() for source in sources if not _is_element(source)}
         anchor = run[-1].next
 
         def put(node: fx.Node) -> None:
@@ -145,12 +146,7 @@ class _Order:
             done.add(node)
             anchor.prepend(node)
             for user in node.users:
-                last = (
-                    user in inside
-                    and _is_of_another(user)
-                    and done.issuperset(inside.intersection(user.all_input_nodes))
-                )
-                if last and user not in done and (_is_element(user) or inside.isdisjoint(user.users)):
+                if user in inside and user not in done and user not in waiting and _is_of_another(user):
                     put(user)
 
         for node in (*calls, *run):
