@@ -16,6 +16,7 @@ from graphopt.ir.ops import schema
 from graphopt.ir.verify import verify
 from graphopt.passes import FitMemory
 from graphopt.rewriting.memory.backward_order import freeing_first
+from graphopt.rewriting.memory.early_updates import EarlyUpdates, early_updates
 from tests.runtime.test_random_networks import SHAPE, Network, Recipe, own_loss, recipes
 from tests.support.budgets import TOKENS
 from tests.support.fitting import step_peaks
@@ -86,3 +87,16 @@ def test_fitted_steps_train_as_eager_mode_does(share: str) -> None:
     assert_same_training(wide(), "adamw", mean_square, [(x,)], passes, steps=3)
     step, measured = step_peaks(wide(), OPTIMIZERS["adamw"], mean_square, (x,), passes)
     assert step.program.memory().allocated_peak_bytes == measured
+
+
+def test_updates_run_as_early_as_before_and_hold_less() -> None:
+    model = Blocks(3, p=0.1)
+    program = graphopt.capture(model, (TOKENS,), loss=next_token, optimizer=OPTIMIZERS["adamw"](model.parameters()))
+    found = freeing_first(program)
+    assert found is not None
+    before, after = (early_updates(each, each.memory(), "a test") for each in (program, found[0]))
+    assert isinstance(before, EarlyUpdates)
+    assert isinstance(after, EarlyUpdates)
+    assert set(after.early) == set(before.early) != set()
+    held, now_held = bytes_at(before.program), bytes_at(after.program)
+    assert sum(now_held.values()) < sum(held.values())
