@@ -39,7 +39,7 @@ from graphopt.rewriting.memory.named_plan import shared_calls
 from graphopt.rewriting.memory.other_sizes import Searches, written_sizes
 from graphopt.rewriting.memory.planned import Planned, plan_of
 from graphopt.rewriting.memory.planning_problem import PlanningProblem
-from graphopt.rewriting.memory.preparation import prepared
+from graphopt.rewriting.memory.preparation import Prepared, prepared
 from graphopt.rewriting.memory.state_action import (
     StateAction,
     link_to,
@@ -58,6 +58,7 @@ __all__ = ["FitMemory"]
 _ORIGIN = "fit-memory"
 _STATE_ORIGIN = "state of fit-memory"
 
+_Key = tuple[str, Hashable, tuple[tuple[str, int], ...]]
 _WAYS = ("recompute", "offload", "state", "compress")
 _COMPRESSION = Compression(8, 256, "compress of fit-memory")
 
@@ -81,7 +82,8 @@ class FitMemory(Pass):
     Where the budget is below the peak, what costs no time comes first, unless a compiler makes the code: the gradient
     of a loss over classes takes the place of its log-probabilities, so that one tensor of the logits' size is there and
     not two (where the loss is in the program); calls of backward that free more than they make run first; and in a
-    whole step updates run as soon as their gradients are final (``FuseUpdate``), unless they need all of them.
+    whole step updates run as soon as their gradients are final (``FuseUpdate``), unless they need all of them. A budget
+    below every plan in that order gets one in the given order, which a larger budget does not.
 
     Where values are on several devices the budget is for each accelerator; plans lower the peak of the one that holds
     most, and a budget that another one exceeds is refused.
@@ -240,7 +242,7 @@ class FitMemory(Pass):
         known = (program.context.plans or {}).get(self._key(program))
         return None if known is None else known.fitting.smallest().taken_bytes
 
-    def _key(self, program: Program) -> tuple[str, Hashable, tuple[tuple[str, int], ...]]:
+    def _key(self, program: Program) -> _Key:
         """What plans of programs with the same calls, for the same sizes, are kept under."""
         return str(self), shared_calls(program), tuple(sorted(program.context.sizes.items()))
 
@@ -318,13 +320,14 @@ class FitMemory(Pass):
         if not sharded_inputs(program):
             decision = self._decide(program, share, known)
             if decision.found is None:
-                counts = {"changes before planning": len(decision.prepared)} if decision.prepared else {}
+                done = 0 if decision.prepared is None else len(decision.prepared.lines)
+                counts = {"changes before planning": done} if done else {}
                 counts |= {"updates moved": len(decision.early.early)} if decision.early is not None else {}
                 return Changed(counts=counts, reason=decision.reason, lines=decision.also)
             return carry_out(program, decision.found, decision.also, origin=_ORIGIN)
         told = decided_by_first_rank(program, lambda: self._decide(program.copy(), share).told)
         if told.prepares:
-            program.graph = prepared(program, _ORIGIN)[0].graph
+            program.graph = prepared(program, _ORIGIN, reorder=told.reorders).program.graph
         memory = program.memory()
         early = early_updates(program, memory, _ORIGIN) if told.moves_updates else None
         if isinstance(early, EarlyUpdates):
@@ -336,29 +339,55 @@ class FitMemory(Pass):
         return Changed(counts, reason="nothing that is run again makes the peak smaller", lines=told.lines)
 
     def _decide(self, program: Program, share: int | None, known: Planned | None = None) -> Decision:
-        """What is to be done to a program; its updates are moved already."""
+        """What is to be done to a program; what comes before the plan is done already.
+
+        Where no plan is found with calls of backward in another order, one is looked for in theirs.
+        """
         memory = program.memory()
         room = program.context.room
         plans, key = program.context.plans, self._key(program)
-        _, calls, wanted = key
         carried = known or (plans.get(key) if plans is not None else None)
         budget = room if room is not None else share or self._bytes(program, memory, carried)
         reason = within_already(memory, budget, reserved_where_cached(program, memory))
         if reason:
             sizes = written_sizes(program)
             return Decision(reason=f"{reason}, up to {sizes}" if sizes else reason)
-        lowered, done = prepared(program, _ORIGIN)
-        if done:
-            program.graph = lowered.graph
-            memory = program.memory()
+        original, ready = program.graph, prepared(program, _ORIGIN)
+        try:
+            return self._decide_prepared(program, ready, budget, key, carried)
+        except BudgetError as refused:
+            if not (ready.reordered and refused.searched):
+                raise
+            program.graph = original
+            try:
+                return self._decide_prepared(program, prepared(program, _ORIGIN, reorder=False), budget, key, carried)
+            except BudgetError as error:
+                raise min(refused, error, key=lambda each: each.smallest_bytes) from None
+
+    def _decide_prepared(
+        self, program: Program, ready: Prepared, budget: int, key: _Key, carried: Planned | None
+    ) -> Decision:
+        """What is to be done to a program that is prepared for it.
+
+        Args:
+            program: gets the calls of ``ready``, and updates in other places.
+            ready: the program, prepared.
+            budget: in bytes.
+            key: what plans of the program are kept under.
+            carried: a plan that was found for such a program before.
+        """
+        program.graph = ready.program.graph
+        memory = program.memory()
+        room, plans = program.context.room, program.context.plans
+        _, calls, wanted = key
         moved = None if program.context.compiled else early_updates(program, memory, _ORIGIN)
         early = moved if isinstance(moved, EarlyUpdates) else None
         if early is not None:
             program.graph = early.program.graph
             memory = program.memory()
-        lower = room is None and (early is not None or bool(done))
-        if lower and within_already(memory, budget, reserved_where_cached(program, memory)):
-            return Decision(early=early, prepared=done)
+        is_changed = early is not None or bool(ready.lines)
+        if is_changed and room is None and within_already(memory, budget, reserved_where_cached(program, memory)):
+            return Decision(early=early, prepared=ready)
         shared = room is not None
         searches = None if plans is None or not wanted else plans.setdefault((str(self), calls), Searches())
         found = None if carried is None else carry(program, memory, carried, budget, shared=shared)
@@ -370,7 +399,7 @@ class FitMemory(Pass):
                 searches.add(found)
         if plans is not None:
             plans.setdefault(key, found)
-        return Decision(early=early, found=found, prepared=done)
+        return Decision(early=early, found=found, prepared=ready)
 
     def _search(self, program: Program, memory: MemoryTimeline, budget: int, *, shared: bool) -> Planned:
         """Search for plans, and take the fastest one within the budget.

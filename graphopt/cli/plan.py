@@ -78,12 +78,12 @@ def plan(options: argparse.Namespace) -> None:
     rewritten = rewritten_program(options, _pipeline(options))
     report_passes(rewritten)
     plain = rewritten.program.memory()
-    program, first = prepared(rewritten.program, _FITTER)
-    memory = program.memory() if first else plain
+    ready = prepared(rewritten.program, _FITTER)
+    program, memory = ready.program, ready.program.memory()
     cost = options.cost or "measured"
     costs = _costs(memory, cost)
     fitting = _search(program, memory, costs, options.time_limit)
-    report = frontier_report(fitting, cost, costs, rewritten.program, first)
+    report = frontier_report(fitting, cost, costs, rewritten.program, ready.lines)
     answers = [_answer(rewritten.program, plain, fitting, text) for text in options.budget]
     write_output(options, _render(format_of(options), fitting, report, answers, costs))
     if report.remark and (options.output is not None or format_of(options) != "text"):

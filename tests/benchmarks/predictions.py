@@ -93,8 +93,9 @@ def exchanged_tokens_per_second(row: Mapping[str, Any], sizes: Mapping[str, int]
     host = HostLink(profile.devices_per_host, profile.peer_bandwidth)
     link = Link(profile.network_bandwidth, LATENCY, host=host)
     workload = workload_of(program_of(row, sizes), row["device"])
-    step = predict_workload(workload, row["ranks"], link, ShardedParameters()).step
-    return float(row["batch"] * row["tokens"] / step)
+    found = predict_workload(workload, row["ranks"], link, ShardedParameters())
+    print(f"{row['what']}: {found.exposed / found.step:.1%} of the step waits for exchanges", file=sys.stderr)
+    return float(row["batch"] * row["tokens"] / found.step)
 
 
 def layer_bytes(row: Mapping[str, Any], sizes: Mapping[str, int]) -> float:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from harness import parser, show
+from harness import make_table, parser, show
 from recompute import Setting, Variant, measure, models, table_of, whole_step
 
 import graphopt
@@ -34,19 +34,27 @@ def resident_bytes(setting: Setting) -> tuple[int, int]:
     return memory.resident_bytes, memory.allocated_peak_bytes
 
 
-def fitted(setting: Setting, budgets: Sequence[int]) -> list[Variant]:
+def fitted(setting: Setting, budgets: Sequence[int]) -> tuple[list[Variant], list[graphopt.TrainStep]]:
     """One whole step for every budget, in bytes above what is resident."""
     resident, _ = resident_bytes(setting)
     x, y = setting.draw()
+    steps = []
 
     def variant(budget: int) -> Variant:
         model = setting.build()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         step = graphopt.optimize_step(model, optimizer, [FitMemory(resident + budget)], loss=models.next_token_loss)
+        steps.append(step)
         name = f"FitMemory, {budget / 1e6:.4g} MB"
         return Variant(name, lambda: step(x, y), lambda: step.program.memory().allocated_peak_bytes)
 
-    return [variant(budget) for budget in budgets]
+    return [variant(budget) for budget in budgets], steps
+
+
+def said(step: graphopt.TrainStep) -> list[str]:
+    """What the record of FitMemory says of the peak, of what runs again, and of how near that is to the best plan."""
+    wanted = ("peak ", "what runs again takes ", "no plan takes less ")
+    return [line for record in step.records for line in record.changed.lines if line.startswith(wanted)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,13 +72,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.quick and not given.budgets:
         _, plain = resident_bytes(setting)
         budgets = [int(plain * share) for share in QUICK_SHARES]
-    results = measure([*whole_step(setting), *fitted(setting, budgets)], setting.rounds)
+    variants, steps = fitted(setting, budgets)
+    results = measure([*whole_step(setting), *variants], setting.rounds)
+    records = {variant.name: said(step) for variant, step in zip(variants, steps, strict=True)}
     config = setting.config
     described = (
         f"GPT d={config.d}, {config.layers} layers, {config.heads} heads, vocab {config.vocab}, batch {setting.batch} "
         f"× {config.context}, fp32, AdamW, {setting.rounds} rounds"
     )
-    show({"setting": described, "results": results}, [table_of(described, results)], as_json=given.json)
+    rows = [(name, line) for name, lines in records.items() for line in lines]
+    tables = [table_of(described, results), make_table("What the records say", ("", ""), rows)]
+    show({"setting": described, "results": results, "records": records}, tables, as_json=given.json)
     return 0
 
 

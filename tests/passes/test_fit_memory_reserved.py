@@ -54,7 +54,7 @@ def test_what_is_reserved_is_within_the_budget(plain: Program, share: str) -> No
         r"^toy reserves (\S+ \S+) for it, \S+ \S+ beyond the peak, workspaces among them \(cublas ", text, re.M
     )
     assert told
-    assert f"for the program as it is {reserved(plain) / 1000:.1f} kB" in text
+    assert f"with nothing run again {reserved(plain) / 1000:.1f} kB" in text
 
 
 def test_a_budget_between_the_peak_and_what_is_reserved_is_not_met_as_it_is(plain: Program) -> None:

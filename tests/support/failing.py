@@ -25,7 +25,7 @@ from graphopt.ir.ops.collectives import ALL_REDUCE, REDUCE_SCATTER_SUM
 from graphopt.passes import DataParallel, DeepGradientCompression, ShardOptimizer, ShardParameters
 from graphopt.rewriting.distributed import sparse_or_dense as choice
 from graphopt.rewriting.pass_ import Numerics, PassStage
-from graphopt.runtime import checkpoint, checkpoint_folder, checkpoint_formats
+from graphopt.runtime import checkpoint, checkpoint_folder, checkpoint_formats, sharded_model
 from tests.support.forking import end, start
 
 _EXCHANGES = (ALL_REDUCE, REDUCE_SCATTER_SUM)
@@ -94,12 +94,13 @@ def _computed(node: torch.fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class FailSaving:
-    """A rank that fails inside of ``graphopt.checkpoint.save``, behind a step.
+    """A rank that fails while all save a checkpoint, load one, or gather parameters, outside of a step.
 
     Attributes:
-        moment: ``packed``: while its state is put together; ``written``: while it writes; ``finished``: while rank 0
-            puts the checkpoint in its place.
-        step: from 1.
+        moment: in ``graphopt.checkpoint.save``: ``packed``, while its state is put together; ``written``, while it
+            writes; ``finished``, while rank 0 puts the checkpoint in its place. In ``load``: ``read``. And
+            ``gathered``: in ``whole_parameters``.
+        step: behind which, from 1; 0 for what is in front of the first one, or behind the last.
         rank: which one.
         how: ``kill`` or ``hang``.
     """
@@ -115,6 +116,8 @@ class FailSaving:
             "packed": (checkpoint, "pack"),
             "written": (checkpoint_formats.FileSystemWriter, "write_data"),
             "finished": (checkpoint_folder, "_finish"),
+            "read": (checkpoint, "_read"),
+            "gathered": (sharded_model, "become_whole"),
         }[self.moment]
         plain = getattr(owner, name)
 

@@ -6,6 +6,8 @@ that is made for a few rows at a time, by the same kernels, which work row by ro
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from graphopt.ir.ops.define import define
@@ -22,32 +24,16 @@ def rows_at_a_time(columns: int, kind: str) -> int:
     return max(_ELEMENTS.get(kind, 1 << 24) // max(columns, 1), torch.get_num_threads() if kind == "cpu" else 1)
 
 
-def _new(
-    log_probs: torch.Tensor,
-    grad_output: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    total_weight: torch.Tensor,
-) -> torch.Tensor:
-    result = torch.empty_like(log_probs)
-    return _into(log_probs, grad_output, target, weight, reduction, ignore_index, total_weight, result)
+def _new(log_probs: torch.Tensor, *given: Any) -> torch.Tensor:
+    return _into(torch.empty_like(log_probs), log_probs, *given)
 
 
-def _in_place(
-    log_probs: torch.Tensor,
-    grad_output: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    total_weight: torch.Tensor,
-) -> torch.Tensor:
-    return _into(log_probs, grad_output, target, weight, reduction, ignore_index, total_weight, log_probs)
+def _in_place(log_probs: torch.Tensor, *given: Any) -> torch.Tensor:
+    return _into(log_probs, log_probs, *given)
 
 
 def _into(
+    result: torch.Tensor,
     log_probs: torch.Tensor,
     grad_output: torch.Tensor,
     target: torch.Tensor,
@@ -55,7 +41,6 @@ def _into(
     reduction: int,
     ignore_index: int,
     total_weight: torch.Tensor,
-    result: torch.Tensor,
 ) -> torch.Tensor:
     step = rows_at_a_time(log_probs.shape[1], log_probs.device.type)
     for start in range(0, log_probs.shape[0], step):
@@ -68,11 +53,11 @@ def _into(
     return result
 
 
-def _like(log_probs: torch.Tensor, *_: object) -> torch.Tensor:
+def _like(log_probs: torch.Tensor, *given: Any) -> torch.Tensor:
     return torch.empty_like(log_probs)
 
 
-def _itself(log_probs: torch.Tensor, *_: object) -> torch.Tensor:
+def _itself(log_probs: torch.Tensor, *given: Any) -> torch.Tensor:
     return log_probs
 
 

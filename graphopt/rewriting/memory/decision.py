@@ -12,6 +12,7 @@ from graphopt.rewriting.memory.early_updates import EarlyUpdates
 from graphopt.rewriting.memory.named_plan import ACCUMULATION, NamedPlan
 from graphopt.rewriting.memory.other_sizes import written_sizes
 from graphopt.rewriting.memory.planned import Planned, plan_of
+from graphopt.rewriting.memory.preparation import Prepared
 from graphopt.rewriting.pass_ import Changed
 
 __all__ = ["Decision", "Told", "carry", "carry_out", "taken_bytes"]
@@ -26,6 +27,7 @@ class Told:
     plan: NamedPlan | None
     lines: tuple[str, ...]
     prepares: bool = False
+    reorders: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +38,28 @@ class Decision:
         reason: why nothing is.
         early: its updates, moved.
         found: the plan.
-        prepared: what was done before it was planned, for people.
+        prepared: what was done before it was planned.
     """
 
     reason: str = ""
     early: EarlyUpdates | None = None
     found: Planned | None = None
-    prepared: tuple[str, ...] = ()
+    prepared: Prepared | None = None
 
     @property
     def also(self) -> tuple[str, ...]:
         """What was done beside the plan, for people."""
-        return (*self.prepared, *(self.early.lines if self.early else ()))
+        done = () if self.prepared is None else self.prepared.lines
+        return (*done, *(self.early.lines if self.early else ()))
 
     @property
     def told(self) -> Told:
         """What other ranks need of it."""
         lines = (*(self.found.lines if self.found else ()), *self.also)
         moved = len(self.early.early) if self.early else 0
-        return Told(self.reason, moved, self.found.plan if self.found else None, lines, bool(self.prepared))
+        ready = self.prepared is not None
+        reorders = self.prepared is not None and self.prepared.reordered
+        return Told(self.reason, moved, self.found.plan if self.found else None, lines, ready, reorders)
 
 
 def carry(program: Program, memory: MemoryTimeline, known: Planned, budget: int, *, shared: bool) -> Planned | None:

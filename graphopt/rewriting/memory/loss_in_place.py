@@ -57,7 +57,7 @@ def _pairs(program: Program) -> Iterator[tuple[fx.Node, fx.Node]]:
         nll, log_probs, dim, dtype = given
         if _is_of_classes(nll, log_probs, dim, dtype) and list(nll.users) == [softmax]:
             readers = [user for user in log_probs.users if user not in (nll, softmax)]
-            behind = [user for user in readers if info(user).phase is not Phase.FORWARD]
+            behind = [user for user in readers if user.op == "output" or info(user).phase is not Phase.FORWARD]
             moved = _behind_forward(nll)
             known = tangents.isdisjoint({*nll.all_input_nodes, *_sources(moved)})
             if known and not behind and _can_move(program, moved):

@@ -92,7 +92,7 @@ def summary_lines(fitting: Fitting, fitted: Fitted, budget: int, costs: CostRepo
     share = fitted.seconds / fitting.seconds if fitting.seconds else 0.0
     how = "measured" if costs.measured or costs.cached else "roofline"
     peak = (
-        f"peak {format_bytes(fitted.peak_bytes)} of {format_bytes(budget)} allowed; the program as it is takes "
+        f"peak {format_bytes(fitted.peak_bytes)} of {format_bytes(budget)} allowed; with nothing run again it takes "
         f"{format_bytes(fitting.memory.peak_bytes)}; the smallest peak found is "
         f"{format_bytes(fitting.smallest_peak)}"
     )
@@ -124,7 +124,7 @@ def reserved_lines(fitting: Fitting, fitted: Fitted) -> list[str]:
     more = fitted.reserved_bytes - fitted.peak_bytes
     line = (
         f"{reserved.device} reserves {format_bytes(fitted.reserved_bytes)} for it, {format_bytes(more)} beyond the "
-        f"peak{_workspaces(reserved)}; for the program as it is "
+        f"peak{_workspaces(reserved)}; with nothing run again "
         f"{format_bytes(reserved.reserved_peak_bytes)}, and under the plan that takes least "
         f"{format_bytes(fitting.smallest().taken_bytes)}"
     )

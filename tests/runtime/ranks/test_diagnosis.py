@@ -251,6 +251,7 @@ def ended(folder: Folder, request: pytest.FixtureRequest) -> dict[str, Outcome]:
         "four": Task(folder("four"), world=4, fail=FailAt("sync", 3, rank=2), address=free_address()),
         "holder": Task(folder("holder"), fail=FailAt("forward", 3, rank=0), address=free_address()),
         "saves": Task(folder("saves"), fail=FailSaving("written", 2, rank=1), steps=(3,), way="shard-parameters"),
+        "gathers": Task(folder("gathers"), fail=FailSaving("gathered", 0, rank=1), steps=(3,), way="shard-parameters"),
         "raises": Task(folder("raises"), fail=FailAt("forward", 3, rank=1, how="raise")),
         "fewer": Task(folder("fewer"), steps=(4, 2)),
         "drop-in": Task(folder("drop-in"), fail=FailAt("sync", 3, rank=1), way="drop-in"),
@@ -292,6 +293,24 @@ def test_a_rank_killed_while_all_save_a_checkpoint_is_named(ended: dict[str, Out
     said = outcome.found[0]["error"]
     assert "rank 1 gives no sign of life any more" in said
     assert "here: rank 0 was in the saving of a checkpoint when its exchange failed" in said
+
+
+def test_a_rank_killed_while_all_gather_parameters_is_named(ended: dict[str, Outcome]) -> None:
+    outcome = ended["gathers"]
+    assert outcome.codes == [0, -9]
+    assert outcome.found[0]["ranks"] == (1,)
+    assert "here: rank 0 was in the gathering of whole parameters when" in outcome.found[0]["error"]
+
+
+@pytest.mark.sweep
+def test_a_rank_killed_while_all_load_a_checkpoint_is_named(tmp_path: Path) -> None:
+    task = Task(tmp_path, steps=(2,), way="shard-parameters")
+    assert run_tasks({"saves": task})["saves"].codes == [0, 0]
+    again = replace(task, steps=(3,), resume=True, fail=FailSaving("read", 0, rank=1))
+    outcome = run_tasks({"loads": again})["loads"]
+    assert outcome.codes == [0, -9]
+    assert outcome.found[0]["ranks"] == (1,)
+    assert "here: rank 0 was in the loading of a checkpoint when its exchange failed" in outcome.found[0]["error"]
 
 
 @pytest.mark.sweep
