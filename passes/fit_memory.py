@@ -32,7 +32,6 @@ from graphopt.rewriting.memory.budget import (
 from graphopt.rewriting.memory.compress_action import CompressAction, choose_values, values_of
 from graphopt.rewriting.memory.compression import Compression
 from graphopt.rewriting.memory.decision import Decision, carry, carry_out
-from graphopt.rewriting.memory.early_updates import EarlyUpdates, early_updates
 from graphopt.rewriting.memory.fit import Fitting, FittingOptions
 from graphopt.rewriting.memory.lifted_copies import Swaps, lift_gathers, lift_swaps, nodes_of
 from graphopt.rewriting.memory.named_plan import shared_calls
@@ -263,7 +262,7 @@ class FitMemory(Pass):
                 return self._without_state(self._fit(program), "the optimizer has none that is large, or runs as it is")
             if within_already(memory, budget, reserved_where_cached(program, memory)):
                 return self._fit(program)
-            actions = self._choose_state(program, memory, state, budget)
+            actions = self._choose_state(program, state, budget)
         for action in actions:
             try:
                 done = self._fit_moving(program, action, budget)
@@ -288,14 +287,9 @@ class FitMemory(Pass):
         counts = {**done.counts, "state elsewhere": len(swapped.inputs) + len(created)}
         return replace(done, counts=counts, lines=lines)
 
-    def _choose_state(
-        self, program: Program, memory: MemoryTimeline, state: Mapping[fx.Node, str], budget: int
-    ) -> list[StateAction]:
+    def _choose_state(self, program: Program, state: Mapping[fx.Node, str], budget: int) -> list[StateAction]:
         """How much of the state is to reside elsewhere, the best first."""
-        trial = program.copy()
-        early = None if program.context.compiled else early_updates(trial, memory, _ORIGIN)
-        if isinstance(early, EarlyUpdates):
-            trial.graph = early.program.graph
+        trial = prepared(program.copy(), _ORIGIN).program
         names = {node.name: name for node, name in state.items()}
         there = {node: names[node.name] for node in trial.placeholders if node.name in names}
         largest_first = dict(sorted(there.items(), key=lambda item: -storage_bytes(value_of(item[0]))))
@@ -320,20 +314,13 @@ class FitMemory(Pass):
         if not sharded_inputs(program):
             decision = self._decide(program, share, known)
             if decision.found is None:
-                done = 0 if decision.prepared is None else len(decision.prepared.lines)
-                counts = {"changes before planning": done} if done else {}
-                counts |= {"updates moved": len(decision.early.early)} if decision.early is not None else {}
-                return Changed(counts=counts, reason=decision.reason, lines=decision.also)
+                return Changed(counts=decision.counts, reason=decision.reason, lines=decision.also)
             return carry_out(program, decision.found, decision.also, origin=_ORIGIN)
         told = decided_by_first_rank(program, lambda: self._decide(program.copy(), share).told)
         if told.prepares:
             program.graph = prepared(program, _ORIGIN, reorder=told.reorders).program.graph
-        memory = program.memory()
-        early = early_updates(program, memory, _ORIGIN) if told.moves_updates else None
-        if isinstance(early, EarlyUpdates):
-            program.graph = early.program.graph
         if told.plan is None:
-            return Changed(counts={"updates moved": told.moves_updates}, reason=told.reason, lines=told.lines)
+            return Changed(counts=told.counts, reason=told.reason, lines=told.lines)
         told.plan.apply(program, origin=_ORIGIN)
         counts = {"run again": len(told.plan.again), "offloaded": len(told.plan.moves)}
         return Changed(counts, reason="nothing that is run again makes the peak smaller", lines=told.lines)
@@ -370,7 +357,7 @@ class FitMemory(Pass):
         """What is to be done to a program that is prepared for it.
 
         Args:
-            program: gets the calls of ``ready``, and updates in other places.
+            program: gets the calls of ``ready``.
             ready: the program, prepared.
             budget: in bytes.
             key: what plans of the program are kept under.
@@ -380,14 +367,8 @@ class FitMemory(Pass):
         memory = program.memory()
         room, plans = program.context.room, program.context.plans
         _, calls, wanted = key
-        moved = None if program.context.compiled else early_updates(program, memory, _ORIGIN)
-        early = moved if isinstance(moved, EarlyUpdates) else None
-        if early is not None:
-            program.graph = early.program.graph
-            memory = program.memory()
-        is_changed = early is not None or bool(ready.lines)
-        if is_changed and room is None and within_already(memory, budget, reserved_where_cached(program, memory)):
-            return Decision(early=early, prepared=ready)
+        if ready.lines and room is None and within_already(memory, budget, reserved_where_cached(program, memory)):
+            return Decision(prepared=ready)
         shared = room is not None
         searches = None if plans is None or not wanted else plans.setdefault((str(self), calls), Searches())
         found = None if carried is None else carry(program, memory, carried, budget, shared=shared)
@@ -399,7 +380,7 @@ class FitMemory(Pass):
                 searches.add(found)
         if plans is not None:
             plans.setdefault(key, found)
-        return Decision(early=early, found=found, prepared=ready)
+        return Decision(found=found, prepared=ready)
 
     def _search(self, program: Program, memory: MemoryTimeline, budget: int, *, shared: bool) -> Planned:
         """Search for plans, and take the fastest one within the budget.

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from graphopt.analysis.costs.cost import CostReport, costs_of, remeasure
@@ -24,7 +25,7 @@ from graphopt.errors import GraphoptError
 from graphopt.ir.columns import filled
 from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
-from graphopt.ir.timeline import MemoryTimeline
+from graphopt.ir.reserved_memory import ReservedMemory
 from graphopt.planning.frontier import Frontier
 from graphopt.report.console import terminal
 from graphopt.report.console.progress_bar import progress_bar
@@ -50,16 +51,91 @@ class _Answer:
     Attributes:
         text: how the user wrote the budget.
         budget: in bytes.
-        fitted: the plan; None where the program fits as it is, and where nothing fits.
-        reason: why there is no plan, where the program fits as it is.
+        peak_bytes: of the program that fits without a plan.
+        reserved_bytes: what the device's allocator reserves; None where that is what is alive.
+        fitted: the plan; None where none is needed, and where nothing fits.
+        fitting: the search that the plan is of.
+        reason: why there is no plan, where none is needed.
         error: where nothing fits.
     """
 
     text: str
     budget: int
+    peak_bytes: int = 0
+    reserved_bytes: int | None = None
     fitted: Fitted | None = None
+    fitting: Fitting | None = None
     reason: str = ""
     error: GraphoptError | None = None
+
+
+class _Searches:
+    """The searches for plans: of the program with what is done first; below all of its plans, in the given order.
+
+    Args:
+        program: is only read.
+        options: of the command.
+
+    Attributes:
+        plain: the timeline of the program as it is.
+        ready: the program with what is done first.
+        costs: how long its calls take.
+        fitting: its plans.
+    """
+
+    def __init__(self, program: Program, options: argparse.Namespace) -> None:
+        self.program = program
+        self.plain = program.memory()
+        self.cost = options.cost or "measured"
+        self.ready = prepared(program, _FITTER)
+        self._time_limit: float | None = options.time_limit
+        self.costs, self.fitting = self._search(self.ready.program)
+
+    @cached_property
+    def given(self) -> Fitting:
+        """The plans in the given order."""
+        return self._search(prepared(self.program, _FITTER, reorder=False).program)[1]
+
+    def _search(self, program: Program) -> tuple[CostReport, Fitting]:
+        memory = program.memory()
+        with progress_bar("measuring the calls") as show:
+            costs = costs_of(memory, self.cost, progress=lambda done, total: show(done / total, f"{done} of {total}"))
+        with progress_bar("searching plans") as show:
+
+            def progress(share: float, frontier: Frontier) -> None:
+                show(share, f"smallest peak {format_bytes(frontier.lowest.peak)}; Ctrl-C takes the best plans so far")
+
+            options = FittingOptions(
+                self._time_limit, progress, lambda planning: host_lanes(planning, None), interruptible=True
+            )
+            return costs, Fitting(program, memory, costs.seconds, options)
+
+    def answer(self, text: str) -> _Answer:
+        """What a budget gets, which may be a share of what the program takes as it is."""
+        reserved = reserved_where_cached(self.program, self.plain)
+        budget = budget_bytes(text, self.plain, reserved)
+        reason = within_already(self.plain, budget, reserved)
+        if reason:
+            return _Answer(text, budget, self.plain.peak_bytes, _reserved_bytes(reserved), reason=reason)
+        memory, reserved = self.fitting.memory, self.fitting.reserved
+        if within_already(memory, budget, reserved):
+            reason = f"with what is done first the peak is {format_bytes(memory.peak_bytes)}: nothing has to run again"
+            return _Answer(text, budget, memory.peak_bytes, _reserved_bytes(reserved), reason=reason)
+        return self._planned(text, budget)
+
+    def _planned(self, text: str, budget: int) -> _Answer:
+        errors = []
+        for reordered in (True, False) if self.ready.reordered else (True,):
+            fitting = self.fitting if reordered else self.given
+            fitted = fitting.within(budget)
+            if fitted is not None:
+                return _Answer(text, budget, reserved_bytes=fitted.reserved_bytes, fitted=fitted, fitting=fitting)
+            errors.append(infeasible(fitting, budget))
+        return _Answer(text, budget, error=min(errors, key=lambda error: error.smallest_bytes))
+
+
+def _reserved_bytes(reserved: ReservedMemory | None) -> int | None:
+    return None if reserved is None else reserved.reserved_peak_bytes
 
 
 def plan(options: argparse.Namespace) -> None:
@@ -77,15 +153,11 @@ def plan(options: argparse.Namespace) -> None:
     check_output(options)
     rewritten = rewritten_program(options, _pipeline(options))
     report_passes(rewritten)
-    plain = rewritten.program.memory()
-    ready = prepared(rewritten.program, _FITTER)
-    program, memory = ready.program, ready.program.memory()
-    cost = options.cost or "measured"
-    costs = _costs(memory, cost)
-    fitting = _search(program, memory, costs, options.time_limit)
-    report = frontier_report(fitting, cost, costs, rewritten.program, ready.lines)
-    answers = [_answer(rewritten.program, plain, fitting, text) for text in options.budget]
-    write_output(options, _render(format_of(options), fitting, report, answers, costs))
+    searches = _Searches(rewritten.program, options)
+    costs = searches.costs
+    report = frontier_report(searches.fitting, searches.cost, costs, rewritten.program, searches.ready.lines)
+    answers = [searches.answer(text) for text in options.budget]
+    write_output(options, _render(format_of(options), report, answers, costs))
     if report.remark and (options.output is not None or format_of(options) != "text"):
         terminal.write(f"warning: {report.remark}", sys.stderr)
     if costs.remark and (options.output is not None or not options.budget or format_of(options) != "text"):
@@ -106,86 +178,54 @@ def _pipeline(options: argparse.Namespace) -> Pipeline:
     return Pipeline([current for current in pipeline.passes if current not in left_out]) if left_out else pipeline
 
 
-def _costs(memory: MemoryTimeline, cost: str) -> CostReport:
-    with progress_bar("measuring the calls") as show:
-        return costs_of(memory, cost, progress=lambda done, total: show(done / total, f"{done} of {total}"))
-
-
-def _search(program: Program, memory: MemoryTimeline, costs: CostReport, time_limit: float | None) -> Fitting:
-    with progress_bar("searching plans") as show:
-
-        def progress(share: float, frontier: Frontier) -> None:
-            show(share, f"smallest peak {format_bytes(frontier.lowest.peak)}; Ctrl-C takes the best plans so far")
-
-        options = FittingOptions(time_limit, progress, lambda planning: host_lanes(planning, None), interruptible=True)
-        return Fitting(program, memory, costs.seconds, options)
-
-
-def _answer(program: Program, plain: MemoryTimeline, fitting: Fitting, text: str) -> _Answer:
-    """What a budget gets, which may be a share of what the program takes as it is."""
-    budget = budget_bytes(text, plain, reserved_where_cached(program, plain))
-    reason = within_already(fitting.memory, budget, fitting.reserved)
-    if reason:
-        return _Answer(text, budget, reason=reason)
-    fitted = fitting.within(budget)
-    if fitted is None:
-        return _Answer(text, budget, error=infeasible(fitting, budget))
-    return _Answer(text, budget, fitted)
-
-
 # --- what is written -------------------------------------------------------------------------------------------------
 
 
-def _render(form: str, fitting: Fitting, report: FrontierReport, answers: Sequence[_Answer], costs: CostReport) -> str:
+def _render(form: str, report: FrontierReport, answers: Sequence[_Answer], costs: CostReport) -> str:
     if form == "svg":
-        return frontier_svg(report, [_mark(fitting, answer) for answer in answers])
+        return frontier_svg(report, [_mark(answer) for answer in answers])
     if form == "json":
-        budgets = [_answer_json(fitting, answer) for answer in answers]
+        budgets = [_answer_json(answer) for answer in answers]
         return json.dumps({**report.to_json(), "budgets": budgets}, indent=2)
-    return filled("\n".join([report.to_text(), *(_answer_text(fitting, answer, costs) for answer in answers)]))
+    return filled("\n".join([report.to_text(), *(_answer_text(answer, costs) for answer in answers)]))
 
 
-def _mark(fitting: Fitting, answer: _Answer) -> BudgetMark:
-    if answer.error is not None:
-        return BudgetMark(answer.text, answer.budget, None)
-    return BudgetMark(answer.text, answer.budget, _point(fitting, answer))
+def _mark(answer: _Answer) -> BudgetMark:
+    return BudgetMark(answer.text, answer.budget, None if answer.error is not None else _point(answer))
 
 
-def _point(fitting: Fitting, answer: _Answer) -> FrontierPoint:
-    """The plan of a budget that can be met; without one, the program as it is."""
-    if answer.fitted is None:
-        return FrontierPoint(fitting.memory.peak_bytes, 0.0, 1.0, 0)
-    return fitted_point(fitting, answer.fitted)
+def _point(answer: _Answer) -> FrontierPoint:
+    """The plan of a budget that can be met; without one, the program that fits without."""
+    if answer.fitted is None or answer.fitting is None:
+        return FrontierPoint(answer.peak_bytes, 0.0, 1.0, 0)
+    return fitted_point(answer.fitting, answer.fitted)
 
 
-def _answer_text(fitting: Fitting, answer: _Answer, costs: CostReport) -> str:
+def _answer_text(answer: _Answer, costs: CostReport) -> str:
     head = f"==== budget {answer.text} ({answer.budget} bytes)"
     if answer.error is not None:
         return f"{head}\nno plan was found within it\n"
-    if answer.fitted is None:
+    if answer.fitted is None or answer.fitting is None:
         return f"{head}\n{answer.reason}\n"
-    summary = summary_lines(fitting, answer.fitted, answer.budget, costs)
-    moved, kept = away_lines(fitting, answer.fitted), plan_lines(fitting, answer.fitted.simulated)
+    fitting, fitted = answer.fitting, answer.fitted
+    summary = summary_lines(fitting, fitted, answer.budget, costs)
+    moved, kept = away_lines(fitting, fitted), plan_lines(fitting, fitted.simulated)
     return "\n".join([head, *summary, *(["", *moved] if moved else []), "", *kept]) + "\n"
 
 
-def _reserved_json(fitting: Fitting, answer: _Answer) -> dict[str, int | None]:
-    """What the device's allocator reserves; nothing where that is what is alive."""
-    if fitting.reserved is None:
-        return {}
-    plain = fitting.reserved.reserved_peak_bytes
-    return {"reserved_bytes": plain if answer.fitted is None else answer.fitted.reserved_bytes}
-
-
-def _answer_json(fitting: Fitting, answer: _Answer) -> dict[str, Any]:
+def _answer_json(answer: _Answer) -> dict[str, Any]:
     data: dict[str, Any] = {"budget": answer.text, "budget_bytes": answer.budget, "feasible": answer.error is None}
     if answer.error is not None:
         return {**data, "error": str(answer.error), "notes": list(getattr(answer.error, "__notes__", ()))}
-    fitted, names = answer.fitted, fitting.planning.problem.names
+    data |= asdict(_point(answer))
+    if answer.reserved_bytes is not None:
+        data["reserved_bytes"] = answer.reserved_bytes
+    if answer.fitted is None or answer.fitting is None:
+        return {**data, "decisions": [], "offloaded": []}
+    fitting, fitted = answer.fitting, answer.fitted
+    names = fitting.planning.problem.names
     return {
         **data,
-        **asdict(_point(fitting, answer)),
-        **_reserved_json(fitting, answer),
-        "decisions": [asdict(decision) for decision in decisions(fitting, fitted.simulated)] if fitted else [],
-        "offloaded": [{"name": names[item.value], "bytes": item.copy.bytes} for item in fitted.away] if fitted else [],
+        "decisions": [asdict(decision) for decision in decisions(fitting, fitted.simulated)],
+        "offloaded": [{"name": names[item.value], "bytes": item.copy.bytes} for item in fitted.away],
     }

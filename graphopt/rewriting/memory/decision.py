@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.ir.node import Phase, info
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
-from graphopt.rewriting.memory.early_updates import EarlyUpdates
 from graphopt.rewriting.memory.named_plan import ACCUMULATION, NamedPlan
 from graphopt.rewriting.memory.other_sizes import written_sizes
 from graphopt.rewriting.memory.planned import Planned, plan_of
@@ -23,11 +23,11 @@ class Told:
     """A decision as plain data, for other ranks."""
 
     reason: str
-    moves_updates: int
+    counts: Mapping[str, int]
     plan: NamedPlan | None
     lines: tuple[str, ...]
-    prepares: bool = False
-    reorders: bool = False
+    prepares: bool
+    reorders: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,30 +36,35 @@ class Decision:
 
     Attributes:
         reason: why nothing is.
-        early: its updates, moved.
         found: the plan.
         prepared: what was done before it was planned.
     """
 
     reason: str = ""
-    early: EarlyUpdates | None = None
     found: Planned | None = None
     prepared: Prepared | None = None
 
     @property
     def also(self) -> tuple[str, ...]:
         """What was done beside the plan, for people."""
-        done = () if self.prepared is None else self.prepared.lines
-        return (*done, *(self.early.lines if self.early else ()))
+        return () if self.prepared is None else self.prepared.lines
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How much of that there is."""
+        if self.prepared is None:
+            return {}
+        changes, early = self.prepared.changes, self.prepared.early
+        counts = {"changes before planning": len(changes)} if changes else {}
+        return counts if early is None else {**counts, "updates moved": len(early.early)}
 
     @property
     def told(self) -> Told:
         """What other ranks need of it."""
-        lines = (*(self.found.lines if self.found else ()), *self.also)
-        moved = len(self.early.early) if self.early else 0
-        ready = self.prepared is not None
-        reorders = self.prepared is not None and self.prepared.reordered
-        return Told(self.reason, moved, self.found.plan if self.found else None, lines, ready, reorders)
+        plan, lines = (None, ()) if self.found is None else (self.found.plan, self.found.lines)
+        ready = self.prepared
+        reorders = ready is not None and ready.reordered
+        return Told(self.reason, self.counts, plan, (*lines, *self.also), ready is not None, reorders)
 
 
 def carry(program: Program, memory: MemoryTimeline, known: Planned, budget: int, *, shared: bool) -> Planned | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from graphopt.ir.program import Program
 from graphopt.rewriting.memory.backward_order import freeing_first
+from graphopt.rewriting.memory.early_updates import EarlyUpdates, early_updates
 from graphopt.rewriting.memory.loss_in_place import loss_gradients_in_place
 
 __all__ = ["Prepared", "prepared"]
@@ -17,30 +18,41 @@ class Prepared:
 
     Attributes:
         program: a copy; the given program itself, where nothing helps.
-        lines: what was done, for people.
+        changes: what was done to forward and backward, for people.
+        early: the updates that were moved.
         reordered: whether calls of backward have another order.
     """
 
     program: Program
-    lines: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
+    early: EarlyUpdates | None = None
     reordered: bool = False
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """All that was done, for people; empty where nothing was."""
+        return (*self.changes, *(self.early.lines if self.early is not None else ()))
 
 
 def prepared(program: Program, origin: str, *, reorder: bool = True) -> Prepared:
-    """A program with gradients of losses in place, and calls of backward in an order in which they free more sooner.
+    """A program with gradients of losses in place, calls of backward that free more sooner, and updates early.
 
     Args:
         program: is only read.
         origin: who does it, for people.
         reorder: whether calls of backward may have another order: what runs again may need more in that.
     """
-    lines: list[str] = []
+    changes: list[str] = []
     in_place = loss_gradients_in_place(program, origin)
     if in_place is not None:
         program = in_place[0]
-        lines.append(in_place[1])
+        changes.append(in_place[1])
     ordered = freeing_first(program) if reorder else None
     if ordered is not None:
         program = ordered[0]
-        lines.append(ordered[1])
-    return Prepared(program, tuple(lines), ordered is not None)
+        changes.append(ordered[1])
+    moved = None if program.context.compiled else early_updates(program, program.memory(), origin)
+    early = moved if isinstance(moved, EarlyUpdates) else None
+    if early is not None:
+        program = early.program
+    return Prepared(program, tuple(changes), early, ordered is not None)
