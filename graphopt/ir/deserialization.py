@@ -25,6 +25,7 @@ from graphopt.ir.context import Context, NamedDevice
 from graphopt.ir.node import (
     INPUT_ROLES,
     OUTPUT_ROLES,
+    BatchSlice,
     InputSpec,
     NodeInfo,
     OutputSpec,
@@ -272,7 +273,7 @@ class _Decoder:
         return graph
 
     def _node(self, record: Field, graph: fx.Graph, nodes: dict[str, fx.Node]) -> fx.Node:
-        known = ("phase", "module", "names", "source", "origin", "policy", "region")
+        known = ("phase", "module", "names", "source", "origin", "policy", "region", "batch_slice")
         parts = record.parts(("name", "op", "target", "args", "kwargs", "value"), known)
         op, name = parts["op"].one_of(_OPS), parts["name"].identifier()
         if name in nodes or keyword.iskeyword(name):
@@ -431,11 +432,23 @@ def _info(record: Field, parts: Mapping[str, Field]) -> NodeInfo:
         raise record.error(f"{missing[0]!r} is missing")
     policy, region = parts["policy"], parts["region"]
     return NodeInfo(
-        phase=parts["phase"].one_of({phase.value: phase for phase in Phase}),
+        phase=_phase(parts["phase"]),
         module=parts["module"].text(),
         names=tuple(item.text() for item in parts["names"].items()),
         source=parts["source"].text(),
         origin=parts["origin"].text(),
         policy=None if policy.value is None else policy.one_of({known.value: known for known in Policy}),
         region=None if region.value is None else region.whole(),
+        batch_slice=_batch_slice(parts["batch_slice"]) if "batch_slice" in parts else None,
     )
+
+
+def _phase(field: Field) -> Phase:
+    return field.one_of({phase.value: phase for phase in Phase})
+
+
+def _batch_slice(field: Field) -> BatchSlice:
+    parts = list(field.items(most=3))
+    if len(parts) != 3:
+        raise field.expected("a number, the name of a call and a phase")
+    return BatchSlice(parts[0].whole(), parts[1].text(), _phase(parts[2]))

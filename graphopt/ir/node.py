@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -16,6 +16,7 @@ __all__ = [
     "INPUT_ROLES",
     "OUTPUT_ROLES",
     "TRACE_CONSTANT",
+    "BatchSlice",
     "Candidate",
     "InputSpec",
     "NodeInfo",
@@ -25,6 +26,7 @@ __all__ = [
     "Stage",
     "TensorInfo",
     "info",
+    "own_phase",
     "set_info",
     "set_value",
     "unique_names",
@@ -41,6 +43,20 @@ OUTPUT_ROLES = ("output", "loss", "gradient", "mutation", "state", "base")
 _INFO = "graphopt"
 
 
+class BatchSlice(NamedTuple):
+    """What a call is in a step that takes its batch in slices, one forward and backward after another.
+
+    Attributes:
+        number: which slice it is for, from 0.
+        of: the name of the tensor that it makes a part of, or of the call where that has none.
+        phase: when that one ran; in the step, all calls of slices are of backward.
+    """
+
+    number: int
+    of: str
+    phase: Phase
+
+
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
     """What graphopt knows of a node beyond its op and its value. Immutable, so copies of nodes never share changes."""
@@ -52,6 +68,7 @@ class NodeInfo:
     origin: str = "capture"
     policy: Policy | None = None
     region: int | None = None
+    batch_slice: BatchSlice | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +136,12 @@ def info(node: fx.Node) -> NodeInfo:
             "add nodes with Program.insert, which fills in what passes, printers and the memory model need"
         )
     return found  # type: ignore[no-any-return]
+
+
+def own_phase(node: fx.Node) -> Phase:
+    """The phase of a call; in a slice of the batch, the one that it has there."""
+    known = info(node)
+    return known.phase if known.batch_slice is None else known.batch_slice.phase
 
 
 def set_info(node: fx.Node, known: NodeInfo) -> None:

@@ -267,7 +267,9 @@ class Program:
             self.graph.erase_node(node)
             raise GraphoptError(f"{origin}: {target} refuses the arguments {args}, {kwargs or {}}: {error}") from error
         base = info(like) if like is not None else NodeInfo(phase)
-        set_info(node, replace(base, phase=phase, origin=origin, names=names, policy=None, region=None))
+        set_info(
+            node, replace(base, phase=phase, origin=origin, names=names, policy=None, region=None, batch_slice=None)
+        )
         if like is not None and "stack_trace" in like.meta:
             node.meta["stack_trace"] = like.meta["stack_trace"]
         return node

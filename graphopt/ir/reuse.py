@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from graphopt import _torch
-from graphopt.ir.node import Phase, info, value_of
+from graphopt.ir.node import Phase, info, own_phase, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.inplace import InPlace, as_in_place, in_place
 from graphopt.ir.ops.values import storage_bytes
@@ -41,10 +41,11 @@ def reused_operands(program: Program, *, in_forward: bool = True) -> dict[fx.Nod
     position = {node: index for index, node in enumerate(program.graph.nodes)}
     open_strides = _with_open_strides(program)
     phases = (Phase.FORWARD, *_BEHIND_FORWARD) if in_forward and not program.context.compiled else _BEHIND_FORWARD
+    phase_of = _phase if in_forward else own_phase
     found: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:
         form = in_place(node)
-        if form is None or info(node).phase not in phases or (program.context.compiled and node.target is not _ADD):
+        if form is None or phase_of(node) not in phases or (program.context.compiled and node.target is not _ADD):
             continue
         dying = [a for a in _operands(node, form) if last[root[a]] == position[node]]
         if not open_strides.isdisjoint(node.all_input_nodes):
@@ -53,6 +54,10 @@ def reused_operands(program: Program, *, in_forward: bool = True) -> dict[fx.Nod
         if operand is not None:
             found[node] = operand
     return found
+
+
+def _phase(node: fx.Node) -> Phase:
+    return info(node).phase
 
 
 def _with_open_strides(program: Program) -> set[fx.Node]:
@@ -76,9 +81,9 @@ def overwritable_in_forward(program: Program) -> dict[fx.Node, list[fx.Node]]:
         return {}
     root, _ = _lives(program)
     found: dict[fx.Node, list[fx.Node]] = {}
-    for node in program.phase_nodes(Phase.FORWARD):
+    for node in program.graph.nodes:
         form = in_place(node)
-        if form is not None:
+        if form is not None and own_phase(node) is Phase.FORWARD:
             found[node] = [a for a in _operands(node, form) if _may_overwrite(node, a, root)]
     return found
 

@@ -90,6 +90,8 @@ def _encode_node(node: fx.Node) -> dict[str, Any]:
             "policy": known.policy.value if known.policy else None,
             "region": known.region,
         }
+        if known.batch_slice is not None:
+            record["batch_slice"] = [known.batch_slice.number, known.batch_slice.of, known.batch_slice.phase.value]
     return record
 
 

@@ -16,7 +16,7 @@ from harness import make_table, parser, show
 from recompute import Setting, Variant, measure, models, table_of, whole_step
 
 import graphopt
-from graphopt.passes import FitMemory
+from graphopt.passes import FitMemory, Microbatch
 
 BUDGETS = (214, 176, 151, 128, 96, 77, 64)
 """Megabytes above what is resident."""
@@ -34,21 +34,24 @@ def resident_bytes(setting: Setting) -> tuple[int, int]:
     return memory.resident_bytes, memory.allocated_peak_bytes
 
 
-def fitted(setting: Setting, budgets: Sequence[int]) -> tuple[list[Variant], list[graphopt.TrainStep]]:
-    """One whole step for every budget, in bytes above what is resident."""
+def fitted(
+    setting: Setting, budgets: Sequence[int], slices: Sequence[int]
+) -> tuple[list[Variant], list[graphopt.TrainStep]]:
+    """Whole steps for every budget, in bytes above what is resident: of the whole batch, and of so many slices."""
     resident, _ = resident_bytes(setting)
     x, y = setting.draw()
     steps = []
 
-    def variant(budget: int) -> Variant:
+    def variant(budget: int, count: int) -> Variant:
         model = setting.build()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        step = graphopt.optimize_step(model, optimizer, [FitMemory(resident + budget)], loss=models.next_token_loss)
+        passes = [*([Microbatch(count)] if count > 1 else []), FitMemory(resident + budget)]
+        step = graphopt.optimize_step(model, optimizer, passes, loss=models.next_token_loss)
         steps.append(step)
-        name = f"FitMemory, {budget / 1e6:.4g} MB"
+        name = f"{f'Microbatch({count}), ' if count > 1 else ''}FitMemory, {budget / 1e6:.4g} MB"
         return Variant(name, lambda: step(x, y), lambda: step.program.memory().allocated_peak_bytes)
 
-    return [variant(budget) for budget in budgets], steps
+    return [variant(budget, count) for budget in budgets for count in (1, *slices)], steps
 
 
 def said(step: graphopt.TrainStep) -> list[str]:
@@ -63,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument(
         "--budgets", nargs="+", type=float, metavar="MB", help="megabytes above what is resident, in place of the usual"
     )
+    options.add_argument(
+        "--slices", nargs="*", type=int, default=[], metavar="N", help="budgets are also met with the batch in N slices"
+    )
     given = options.parse_args(argv)
     torch.set_num_threads(given.threads)
     full = models.GPTConfig(vocab=2048, context=256, d=256, layers=6, heads=4, dropout=0.0)
@@ -72,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.quick and not given.budgets:
         _, plain = resident_bytes(setting)
         budgets = [int(plain * share) for share in QUICK_SHARES]
-    variants, steps = fitted(setting, budgets)
+    variants, steps = fitted(setting, budgets, given.slices)
     results = measure([*whole_step(setting), *variants], setting.rounds)
     records = {variant.name: said(step) for variant, step in zip(variants, steps, strict=True)}
     config = setting.config

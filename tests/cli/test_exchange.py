@@ -148,7 +148,7 @@ def test_the_same_as_data(run: Command) -> None:
         k: v for k, v in expected.items() if k not in volatile
     }
     assert data["schema"] == 1
-    assert data["link"] == {"bandwidth": 12.5e6, "latency": 1e-3, "algorithm": "tree"}
+    assert data["link"] == {"bandwidth": 12.5e6, "latency": 1e-3, "algorithm": "tree", "host": None}
     assert [way["way"] for way in data["ways"]][-3:] == ["sparse, 1 %", "local SGD, k = 2", "local SGD, k = 32"]
     for found, other in zip(data["ways"], expected["ways"], strict=True):
         assert found.keys() == other.keys()
@@ -185,11 +185,11 @@ def test_passes_run_before_and_those_that_exchange_are_left_out(run: Command) ->
 
 
 def test_a_program_is_fitted_into_memory_before_its_exchange_is_planned(run: Command) -> None:
-    fitted = f"fit-memory{{budget=96% cost={COST}}}"
+    fitted = f"fit-memory{{budget=75% cost={COST}}}"
     outcome = planned(run, "-p", fitted, "--json", of=target("step"))
     plain = planned(run, "--json", of=target("step"))
     assert outcome.data["passes"] == [fitted]
-    assert outcome.data["computation"]["backward"] >= plain.data["computation"]["backward"]
+    assert outcome.data["computation"]["backward"] > plain.data["computation"]["backward"]
     assert outcome.data["ways"][1]["payload_bytes"] == plain.data["ways"][1]["payload_bytes"]
 
 

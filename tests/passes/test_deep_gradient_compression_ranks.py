@@ -211,10 +211,10 @@ def test_without_loss_scaling_a_gradient_that_is_not_finite_is_left_out(said: Sa
 @pytest.mark.sweep
 def test_a_link_is_measured_by_all_ranks_together(two: Said) -> None:
     """They get the same figures, and move no more than 8 MiB on the way to a size and five times 8 MiB."""
-    bandwidth, latency, algorithm, moved = two[0]["link"]
+    bandwidth, latency, algorithm, host, moved = two[0]["link"]
     assert 0 < bandwidth < 1e13
     assert 0 <= latency < 10
-    assert algorithm == "ring"
+    assert (algorithm, host) == ("ring", None)
     assert moved < 48 * 2**20
     assert two[1]["link"] == two[0]["link"]
 

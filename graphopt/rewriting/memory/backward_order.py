@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 
 from torch import fx
 
 from graphopt.analysis.liveness import storages_of
-from graphopt.ir.node import Phase, info
+from graphopt.ir.node import Phase, info, own_phase
 from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import Storage
@@ -42,16 +43,17 @@ def freeing_first(program: Program) -> tuple[Program, str] | None:
 
 
 def _runs(program: Program) -> Iterator[list[fx.Node]]:
-    """The calls of backward that follow each other."""
-    run: list[fx.Node] = []
-    for node in program.graph.nodes:
-        if node.op == "call_function" and info(node).phase is Phase.BACKWARD:
-            run.append(node)
-        elif run:
-            yield run
-            run = []
-    if run:
-        yield run
+    """The calls of backward that follow each other, in one slice of the batch where that is in slices."""
+
+    def kind(node: fx.Node) -> tuple[bool, int | None]:
+        if node.op != "call_function" or own_phase(node) is not Phase.BACKWARD:
+            return False, None
+        part = info(node).batch_slice
+        return True, None if part is None else part.number
+
+    for (backward, _), run in groupby(program.graph.nodes, kind):
+        if backward:
+            yield list(run)
 
 
 class _Order:

@@ -144,7 +144,7 @@ class _Search:
         }
         whole = [node for node in self.program.nodes if node in self._unknown]
         first = next(iter(self.steps))
-        region = RowRegion(first, self.steps, rows=self.samples, sources=sources, whole=whole)
+        region = RowRegion(first, self.steps, rows=self.samples, sources=sources, of_batch=True, whole=whole)
         problem = obstacle(self.program, region, _ANY_SIZE)
         if problem:
             return problem

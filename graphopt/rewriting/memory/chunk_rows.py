@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from graphopt import _torch
-from graphopt.ir.node import info, set_info, value_of
+from graphopt.ir.node import BatchSlice, info, set_info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
 from graphopt.rewriting.memory.row_regions import RowRegion
@@ -41,8 +41,8 @@ def chunked(program: Program, region: RowRegion, chunks: int, origin: str) -> No
     size = -(-region.rows // chunks)
     results: dict[fx.Node, list[fx.Node]] = {node: [] for node in region.outputs}
     sums: dict[fx.Node, fx.Node] = {}
-    for start in range(0, region.rows, size):
-        chunk = _Chunk(once, start, min(start + size, region.rows))
+    for number, start in enumerate(range(0, region.rows, size)):
+        chunk = _Chunk(once, number, start, min(start + size, region.rows))
         for node, step in region.steps.items():
             if isinstance(step.state, Sum):
                 sums[node] = _added(chunk, node, step, sums.get(node))
@@ -58,13 +58,14 @@ def chunked(program: Program, region: RowRegion, chunks: int, origin: str) -> No
 
 
 def _added(chunk: _Chunk, node: fx.Node, step: Step, total: fx.Node | None) -> fx.Node:
-    """What chunks up to this one give, added up."""
+    """What chunks up to this one give, added up; a sum over slices of the batch is of none of them."""
     if total is None:
         made: fx.Node = step.emit(chunk)
         return made
-    if step.add is not None:
-        return step.add(chunk, total)
-    return chunk.call(node, _aten.add.Tensor, [total, step.emit(chunk)])
+    added = step.add(chunk, total) if step.add is not None else None
+    made = added or chunk.call(node, _aten.add.Tensor, [total, step.emit(chunk)])
+    set_info(made, replace(info(made), batch_slice=None))
+    return made
 
 
 def _joined(
@@ -147,10 +148,17 @@ class _Once:
         self._origin = origin
         self._known: dict[Any, fx.Node] = {}
 
-    def call(self, like: fx.Node, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> fx.Node:
-        """Insert a call; see ``Chunk``."""
+    def call(
+        self,
+        like: fx.Node,
+        target: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        number: int | None = None,
+    ) -> fx.Node:
+        """Insert a call, for one chunk where that has a number; see ``Chunk``."""
         name = schema.op_name(like) if isinstance(like.target, _torch.OpOverload) else like.name
-        return self.program.insert(
+        made = self.program.insert(
             target,
             args,
             dict(kwargs or {}),
@@ -160,6 +168,10 @@ class _Once:
             like=like,
             hint=f"{like.name}_chunk",
         )
+        if self.region.of_batch and number is not None:
+            of = next(iter(info(like).names), like.name)
+            set_info(made, replace(info(made), batch_slice=BatchSlice(number, of, info(like).phase)))
+        return made
 
     def once(self, key: Any, make: Callable[[Any], fx.Node]) -> fx.Node:
         """See ``Chunk``."""
@@ -181,7 +193,7 @@ class _Once:
         outer = [state.outer] if state.outer > 1 else []
         return self.viewed(node, node, [*before, *outer, self.region.rows * state.each, *rest])
 
-    def viewed(self, like: fx.Node, node: fx.Node, shape: Sequence[int]) -> fx.Node:
+    def viewed(self, like: fx.Node, node: fx.Node, shape: Sequence[int], number: int | None = None) -> fx.Node:
         """See ``Chunk``."""
         value = value_of(node)
         if list(value.shape) == list(shape):
@@ -190,15 +202,16 @@ class _Once:
             with self.program.fake_mode:
                 value.view(shape)
         except (RuntimeError, ValueError):
-            node = self.call(like, _aten.clone.default, [node], {"memory_format": torch.contiguous_format})
-        return self.call(like, _aten.view.default, [node, list(shape)])
+            node = self.call(like, _aten.clone.default, [node], {"memory_format": torch.contiguous_format}, number)
+        return self.call(like, _aten.view.default, [node, list(shape)], number=number)
 
 
 class _Chunk:
     """The rows from ``start`` on up to ``end``; see ``token_rows.Chunk``."""
 
-    def __init__(self, once: _Once, start: int, end: int) -> None:
+    def __init__(self, once: _Once, number: int, start: int, end: int) -> None:
         self._once = once
+        self._number = number
         self._start, self._end = start, end
         self.values: dict[fx.Node, Any] = {}
         self._sources = once.region.sources
@@ -234,11 +247,11 @@ class _Chunk:
 
     def viewed(self, like: fx.Node, node: fx.Node, shape: Sequence[int]) -> fx.Node:
         """See ``Chunk``."""
-        return self._once.viewed(like, node, shape)
+        return self._once.viewed(like, node, shape, self._number)
 
     def call(self, like: fx.Node, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> fx.Node:
         """See ``Chunk``."""
-        return self._once.call(like, target, args, kwargs)
+        return self._once.call(like, target, args, kwargs, self._number)
 
     def once(self, key: Any, make: Callable[[Any], fx.Node]) -> fx.Node:
         """See ``Chunk``."""

@@ -12,13 +12,14 @@ from torch import fx
 from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
-from graphopt.planning import Simulated
+from graphopt.planning import Problem, Simulated
 from graphopt.planning.frontier import Frontier, Point
 from graphopt.planning.lower_bound import fewest_seconds_again
 from graphopt.planning.offloading import Away, Lanes, Moved, moved_away
 from graphopt.planning.planner import find_frontier
 from graphopt.planning.refinement import Refinement
 from graphopt.planning.schedule import Scheduler
+from graphopt.planning.slices import SlicedPlans, Span
 from graphopt.rewriting.memory.named_plan import NamedMove, NamedPlan
 from graphopt.rewriting.memory.planning_problem import PlanningProblem, planning_problem, repeatable_calls
 from graphopt.rewriting.memory.recompute_plan import Recomputation
@@ -112,6 +113,7 @@ class Fitting:
     Attributes:
         reserved: what the device's allocator reserves for the program as it is; None where that is no more than its
             tensors.
+        sliced: where the program takes its batch in slices, the one that is planned, for all.
     """
 
     def __init__(
@@ -128,13 +130,18 @@ class Fitting:
         self._repeatable: set[fx.Node] | None = None
         self._lower = 0
         self.reserved = reserved_where_cached(program, memory)
-        self.frontier = self._search(options) if options.recompute else self._unchanged()
-        self._refinement = Refinement(self.scheduler, self.frontier)
+        slices = self.planning.slices
+        self.sliced = SlicedPlans(self.scheduler, slices) if slices and options.recompute else None
+        if self.sliced is not None:
+            self.frontier = self.sliced.frontier(self._search(self.sliced.part, options))
+        else:
+            self.frontier = self._search(self.planning.problem, options) if options.recompute else self._unchanged()
+        self._refinement = self.sliced or Refinement(self.scheduler, self.frontier)
 
-    def _search(self, options: FittingOptions) -> Frontier:
+    def _search(self, problem: Problem, options: FittingOptions) -> Frontier:
         """The plans in which operations run again."""
         return find_frontier(
-            self.planning.problem,
+            problem,
             time_limit=options.time_limit,
             progress=options.progress,
             interruptible=options.interruptible,
@@ -161,6 +168,12 @@ class Fitting:
         carried._repeatable = repeatable_calls(program)
         carried._lower = min(0, memory.peak_bytes - self.memory.peak_bytes)
         return carried
+
+    @property
+    def span(self) -> Span:
+        """The operations whose results plans decide about first: forward, and where backward begins."""
+        problem = self.planning.problem
+        return Span(0, problem.boundary, len(problem.operations)) if self.sliced is None else self.sliced.span
 
     @property
     def seconds(self) -> float:

@@ -74,13 +74,13 @@ def _plans(fitting: Fitting, fitted: Fitted) -> list[Fitted]:
 
 def _decided(fitting: Fitting, plan: Fitted, needed: set[int]) -> dict[int, str]:
     """What a plan does with each tensor of forward that is alive in backward; ``needed`` are those of no plan."""
-    problem, makers = fitting.planning.problem, fitting.planning.problem.makers
+    problem, makers, span = fitting.planning.problem, fitting.planning.problem.makers, fitting.span
     kept = crossing(fitting, plan.simulated)
     again = set(plan.simulated.plan.repeats())
     away = {item.value for item in plan.away}
     found: dict[int, str] = {}
     for value in needed | kept | away:
-        if not problem.sizes[value] or makers[value] >= problem.boundary:
+        if not problem.sizes[value] or not span.start <= makers[value] < span.boundary:
             continue
         if value in away:
             found[value] = AWAY

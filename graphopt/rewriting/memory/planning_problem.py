@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,13 +12,14 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.analysis.liveness import simulate
-from graphopt.ir.node import Phase, info, value_of
+from graphopt.ir.node import Phase, info, own_phase, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.batch_norm import without_statistics
 from graphopt.ir.program import Program
 from graphopt.ir.reuse import overwritable_in_forward
 from graphopt.ir.timeline import MemoryTimeline, Storage
 from graphopt.planning import Operation, Problem
+from graphopt.planning.slices import OfSlice
 from graphopt.rewriting.memory.replay import can_recompute, stale_values
 
 __all__ = ["PlanningProblem", "planning_problem", "repeatable_calls"]
@@ -32,12 +34,14 @@ class PlanningProblem:
         nodes: the call behind each operation; None for the arrival of the tangents in a program without a loss.
         storages: the storage behind each value.
         makers: the node that stands for each value: the call itself, or its ``getitem``.
+        slices: for each operation of a program that takes its batch in slices, which slice it is for; empty otherwise.
     """
 
     problem: Problem
     nodes: tuple[fx.Node | None, ...]
     storages: tuple[Storage, ...]
     makers: tuple[fx.Node, ...]
+    slices: tuple[OfSlice | None, ...] = ()
 
 
 def generator_state_bytes() -> int:
@@ -75,7 +79,7 @@ def _outdated(program: Program, memory: MemoryTimeline) -> set[fx.Node]:
     found: set[fx.Node] = set()
     needed: dict[fx.Node, int] = {}
     for node in reversed(memory.nodes):
-        if info(node).phase is not Phase.FORWARD:
+        if own_phase(node) is not Phase.FORWARD:
             needed[node] = place[node]
             continue
         needed[node] = max((needed[user] for user in node.users if user in needed), default=-1)
@@ -101,7 +105,7 @@ class _Repeatable:
         self._outdated = _outdated(program, memory)
 
     def __call__(self, node: fx.Node) -> bool:
-        if info(node).phase is not Phase.FORWARD or not can_recompute(node):
+        if own_phase(node) is not Phase.FORWARD or not can_recompute(node):
             return False
         if node.target in (_torch.run_and_save_rng_state, _torch.run_with_rng_state):
             return False
@@ -110,6 +114,14 @@ class _Repeatable:
         if self._stale.intersection(sources) or node in self._outdated:
             return False
         return isinstance(value_of(node), (torch.Tensor, tuple, list))
+
+
+def _called(storage: Storage, maker: fx.Node) -> str:
+    """What people call a value; in a slice of the batch, the name of what it is a part of."""
+    part = info(maker).batch_slice
+    if storage.names:
+        return storage.names[0]
+    return storage.owner.name if part is None else part.of
 
 
 class _Reader:
@@ -137,15 +149,30 @@ class _Reader:
             owned = made.get(place, [])
             if owned or not (schema.is_view(node) or node.target is operator.getitem):
                 self._operation(place, node, owned)
+        makers = self._value_nodes()
         problem = Problem(
             operations=tuple(self._operations),
             sizes=tuple(s.bytes for s in self._storages),
             resident=self._memory.resident_bytes,
             held=self._lasting(),
             boundary=self._boundary,
-            names=tuple(s.names[0] if s.names else s.owner.name for s in self._storages),
+            names=tuple(map(_called, self._storages, makers)),
         )
-        return PlanningProblem(problem, tuple(self._nodes), tuple(self._storages), self._value_nodes())
+        return PlanningProblem(problem, tuple(self._nodes), tuple(self._storages), makers, self._slices())
+
+    def _slices(self) -> tuple[OfSlice | None, ...]:
+        """Which slice of the batch each operation is for; empty where the batch is whole."""
+        seen: Counter[tuple[int, str]] = Counter()
+        found: list[OfSlice | None] = []
+        for node in self._nodes:
+            part = None if node is None else info(node).batch_slice
+            if part is None:
+                found.append(None)
+                continue
+            key = part.number, part.of
+            found.append(OfSlice(part.number, (part.of, seen[key]), part.phase is Phase.FORWARD))
+            seen[key] += 1
+        return tuple(found) if any(found) else ()
 
     def _made_at(self) -> dict[int, list[Storage]]:
         """The storages that each call makes, by the call's place."""

@@ -168,5 +168,7 @@ def label_clone(clone: fx.Node, node: fx.Node, label: CloneLabel) -> None:
     clone.meta = {key: value for key, value in node.meta.items() if key in ("val", "stack_trace")}
     known = info(node)
     names = tuple(name + "'" * label.number for name in known.names)
-    noted = replace(known, phase=label.phase, names=names, origin=label.origin, policy=None, region=None)
+    noted = replace(
+        known, phase=label.phase, names=names, origin=label.origin, policy=None, region=None, batch_slice=None
+    )
     set_info(clone, noted)

@@ -35,6 +35,7 @@ class RowRegion:
         again: those of the steps that another region makes too, so that their calls stay.
         sources: values from outside that rules take for values with rows.
         phase: in which chunks are computed.
+        of_batch: whether chunks are slices of the batch, each with a forward and a backward of its own.
         whole: calls that stay as they are, since nobody knows where rows are in what they read.
     """
 
@@ -48,6 +49,7 @@ class RowRegion:
     again: frozenset[fx.Node] = frozenset()
     sources: Mapping[fx.Node, Rows] = field(default_factory=dict)
     phase: Phase = Phase.BACKWARD
+    of_batch: bool = False
     whole: Sequence[fx.Node] = ()
 
     @property

@@ -48,7 +48,7 @@ class Decision:
 
 def decisions(fitting: Fitting, simulated: Simulated) -> list[Decision]:
     """For every tensor of forward that lives on in backward, or would without the plan: what is done with it."""
-    problem = fitting.planning.problem
+    problem, span = fitting.planning.problem, fitting.span
     plain = crossing(fitting, fitting.scheduler.evaluate(frozenset()))
     planned = crossing(fitting, simulated)
     makers = problem.makers
@@ -59,7 +59,11 @@ def decisions(fitting: Fitting, simulated: Simulated) -> list[Decision]:
     for value, size in enumerate(problem.sizes):
         maker = makers[value]
         times = runs.get(maker, 0)
-        if not size or maker >= problem.boundary or (value not in planned and not (times and value in plain)):
+        if (
+            not size
+            or not span.start <= maker < span.boundary
+            or (value not in planned and not (times and value in plain))
+        ):
             continue
         seconds = problem.operations[maker].seconds
         droppable = fitting.scheduler.droppable[value]
@@ -81,9 +85,9 @@ def _reason(action: str, times: int, droppable: bool, plain: bool) -> str:
 
 def crossing(fitting: Fitting, simulated: Simulated) -> set[int]:
     """The values that are alive when backward begins under a plan, and read after that, by their numbers."""
-    problem = fitting.planning.problem
+    problem, boundary = fitting.planning.problem, fitting.span.boundary
     steps = simulated.plan.steps
-    start = steps.index(problem.boundary) if problem.boundary < len(problem.operations) else len(steps)
+    start = steps.index(boundary) if boundary < len(problem.operations) else len(steps)
     return {value for value, first, last in lifetimes(problem, steps) if first < start <= last}
 
 
@@ -102,7 +106,16 @@ def summary_lines(fitting: Fitting, fitted: Fitted, budget: int, costs: CostRepo
     )
     near = _near(fitting, fitted, budget)
     remark = [costs.remark] if costs.remark else []
-    return [peak, *reserved_lines(fitting, fitted), time, *near, *remark, *_outside(fitting)]
+    return [peak, *reserved_lines(fitting, fitted), time, *near, *remark, *_sliced(fitting), *_outside(fitting)]
+
+
+def _sliced(fitting: Fitting) -> list[str]:
+    """How a batch in slices was planned."""
+    sliced = fitting.sliced
+    if sliced is None:
+        return []
+    which = f"tensors are those of slice {sliced.number + 1}, which takes most"
+    return [f"each of {sliced.count} slices of the batch runs again what it has to; {which}"]
 
 
 def _near(fitting: Fitting, fitted: Fitted, budget: int) -> list[str]:

@@ -1,0 +1,124 @@
+"""A batch in slices: one of them is planned, and each does what it has to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphopt.planning import Operation, Problem, find_frontier, simulate
+from graphopt.planning.schedule import Scheduler
+from graphopt.planning.slices import OfSlice, SlicedPlans
+from tests.support.planning_graphs import problems, seeded_problem
+from tests.support.properties import examples
+
+
+def sliced(problem: Problem, count: int, sums: int = 0) -> tuple[Problem, list[OfSlice | None]]:
+    """A problem several times in a row; each time, what it leaves behind is added to what was left before.
+
+    Args:
+        problem: of one slice.
+        count: how many times.
+        sums: bytes that each slice leaves behind.
+    """
+    operations: list[Operation] = []
+    sizes: list[int] = []
+    held: dict[int, int] = {}
+    slices: list[OfSlice | None] = []
+    end = count * (len(problem.operations) + 1)
+    total: tuple[int, ...] = ()
+    for number in range(count):
+        first, at = len(sizes), len(operations)
+
+        def moved(values: tuple[int, ...], first: int = first) -> tuple[int, ...]:
+            return tuple(value + first for value in values)
+
+        for index, operation in enumerate(problem.operations):
+            again = None if operation.remakes is None else moved(operation.remakes)
+            operations.append(
+                replace(
+                    operation,
+                    reads=moved(operation.reads),
+                    makes=moved(operation.makes),
+                    remakes=again,
+                    overwrites=moved(operation.overwrites),
+                )
+            )
+            slices.append(OfSlice(number, (operation.name, index), index < problem.boundary))
+        sizes += problem.sizes
+        held |= {value + first: min(until + at, at + len(problem.operations)) for value, until in problem.held.items()}
+        operations.append(Operation(total, (len(sizes),), 0.0, repeatable=False, name="sum"))
+        slices.append(None)
+        total = (len(sizes),)
+        sizes.append(sums)
+    held[total[0]] = end
+    whole = Problem(tuple(operations), tuple(sizes), resident=problem.resident, held=held, boundary=problem.boundary)
+    return whole, slices
+
+
+def test_the_part_is_the_slice_that_takes_most() -> None:
+    problem = seeded_problem(3, fewest=8, most=12)
+    whole, slices = sliced(problem, 3, sums=50)
+    plans = SlicedPlans(Scheduler(whole), slices)
+    assert plans.count == 3
+    assert plans.number > 0  # with what slices before it have left
+    size = len(problem.operations) + 1
+    assert plans.span == (plans.number * size, plans.number * size + problem.boundary, (plans.number + 1) * size - 1)
+    assert len(plans.part.operations) == len(problem.operations) + 1
+    plain = Scheduler(whole).evaluate(frozenset()).bytes[plans.span.start : plans.span.stop]
+    assert Scheduler(plans.part).evaluate(frozenset()).bytes[1:] == plain
+
+
+@given(problem=problems(fewest=3, most=8), count=st.integers(2, 4), sums=st.integers(0, 40))
+@examples(30, many=400)
+def test_plans_of_a_slice_are_plans_of_all(problem: Problem, count: int, sums: int) -> None:
+    whole, slices = sliced(problem, count, sums)
+    scheduler = Scheduler(whole)
+    plans = SlicedPlans(scheduler, slices)
+    found = find_frontier(plans.part)
+    frontier = plans.frontier(found)
+    plain = scheduler.evaluate(frozenset())
+    points = list(frontier)
+    assert points[-1].again == 0.0
+    assert points[-1].peak == plain.peak
+    for point in points:
+        simulated = simulate(whole, scheduler.evaluate(point.drops).plan)
+        assert (simulated.peak, simulated.again) == (point.peak, point.again)
+        best = found.within(point.peak)
+        if best is not None:  # no slice runs more again than the one that takes most has to
+            assert point.again <= count * best.again * (1 + 1e-12)
+    if sums == 0:  # all slices are alike
+        assert frontier.lowest.peak <= found.lowest.peak
+
+
+def test_a_slice_with_more_room_runs_less_again() -> None:
+    """The first slice has nothing of others beside it."""
+    chain = [Operation((i - 1,) if i else (), (i,), 1.0, name=f"f{i}") for i in range(6)]
+    back = [Operation((5 - i, *((5 + i,) if i else ())), (6 + i,), 2.0, repeatable=False) for i in range(6)]
+    problem = Problem((*chain, *back), (100,) * 6 + (10,) * 6, boundary=6)
+    whole, slices = sliced(problem, 3, sums=200)
+    scheduler = Scheduler(whole)
+    plans = SlicedPlans(scheduler, slices)
+    frontier = plans.frontier(find_frontier(plans.part))
+    point = frontier.within(scheduler.evaluate(frozenset()).peak - 1)
+    assert point is not None
+    repeats = scheduler.evaluate(point.drops).plan.repeats()
+    size = len(problem.operations) + 1
+    runs = [sum(step // size == number for step in repeats) for number in range(3)]
+    assert runs[0] == 0
+    assert runs[1] == runs[2] > 0
+
+
+def test_plans_between_neighbours_are_found_for_all_slices() -> None:
+    whole, slices = sliced(seeded_problem(11, fewest=40, most=40), 2, sums=10)
+    scheduler = Scheduler(whole)
+    plans = SlicedPlans(scheduler, slices)
+    frontier = plans.frontier(find_frontier(plans.part))
+    budgets = range(frontier.lowest.peak, scheduler.evaluate(frozenset()).peak)
+    found = [point for budget in budgets for point in plans.around(budget)]
+    assert {(point.peak, point.again) for point in found} == {
+        (simulated.peak, simulated.again) for point in found for simulated in [scheduler.evaluate(point.drops)]
+    }
+    seconds = [min(p.again for p in (*frontier, *plans.around(budget)) if p.peak <= budget) for budget in budgets]
+    assert seconds == sorted(seconds, reverse=True)
