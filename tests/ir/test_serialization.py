@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import graphopt
 from graphopt import GraphoptError, Phase, Program
 from graphopt.ir.context import Context
-from graphopt.ir.node import NodeInfo, set_info, value_of
+from graphopt.ir.node import BatchSlice, NodeInfo, info, set_info, value_of
 from graphopt.ir.serialization import SCHEMA_VERSION
 from graphopt.passes.recompute import Recompute
 from graphopt.rewriting.pipeline import Pipeline
@@ -301,6 +301,32 @@ def test_python_avoids_the_names_it_uses_itself() -> None:
     program = graphopt.capture(model, (), {"math": x}, loss=lambda m, math: m(math).sum(), stage="forward")
     results = source_function(program)(real_inputs(program, model, x))
     assert torch.equal(results[0], model(x).sum())
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ([0, "relu"], "a number, the name of a call and a phase"),
+        (["0", "relu", "forward"], "a whole number"),
+        ([0, 1, "forward"], "text"),
+        ([0, "relu", "foward"], "did you mean 'forward'"),
+        ("relu", "a list"),
+    ],
+)
+def test_slices_of_the_batch_are_read_with_care(found: Any, message: str) -> None:
+    program, _, _ = build("dynamic-batch", "forward")
+    data = program.to_json()
+    calls = [node for node in data["nodes"] if node["op"] == "call_function"]
+    calls[0]["batch_slice"] = [2, "relu", "forward"]
+    read = Program.from_json(data)
+    assert [info(node).batch_slice for node in read.nodes if node.name == calls[0]["name"]] == [
+        BatchSlice(2, "relu", Phase.FORWARD)
+    ]
+    assert read.to_json() == data
+    calls[0]["batch_slice"] = found
+    with pytest.raises(GraphoptError, match=message) as refused:
+        Program.from_json(data)
+    assert ".batch_slice" in str(refused.value)
 
 
 def test_python_errors_say_what_cannot_be_written() -> None:
