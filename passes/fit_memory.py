@@ -84,8 +84,8 @@ class FitMemory(Pass):
     whole step updates run as soon as their gradients are final (``FuseUpdate``), unless they need all of them. A budget
     below every plan in that order gets one in the given order, which a larger budget does not.
 
-    A step that takes its batch in slices (``Microbatch``) is planned by the slice in which the most bytes are alive; each
-    of the others takes the fastest of these plans with which it stays within the budget.
+    A step that takes its batch in slices (``Microbatch``) is planned by the slice in which the most bytes are alive;
+    the others each take the fastest of these plans with which they stay within the budget.
 
     Where values are on several devices the budget is for each accelerator; plans lower the peak of the one that holds
     most, and a budget that another one exceeds is refused.
