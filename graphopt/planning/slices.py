@@ -137,8 +137,8 @@ class SlicedPlans:
 
     def _moment(self, at: int, of_slice: Mapping[Key, int]) -> int | None:
         """The operation of a slice that is like one of the planned slice, or like the next that it has."""
-        behind = self._keyed[bisect_left(self._keyed, at) :]
-        return next((of_slice[key] for index in behind if (key := self._keys[index]) in of_slice), None)
+        behind = range(bisect_left(self._keyed, at), len(self._keyed))
+        return next((of_slice[key] for i in behind if (key := self._keys[self._keyed[i]]) in of_slice), None)
 
 
 def _spread(points: Sequence[Point], most: int) -> Sequence[Point]:
