@@ -87,6 +87,7 @@ from graphopt._torch.dynamo import number_places as number_places
 from graphopt._torch.dynamo import with_paths as with_paths
 from graphopt._torch.eager_kernels import eager_kernels as eager_kernels
 from graphopt._torch.eager_layouts import eager_layouts as eager_layouts
+from graphopt._torch.eager_layouts import in_kernels_layout as in_kernels_layout
 from graphopt._torch.export_regions import AUTOCAST_BEGINS as AUTOCAST_BEGINS
 from graphopt._torch.export_regions import AUTOCAST_ENDS as AUTOCAST_ENDS
 from graphopt._torch.export_regions import SETS_GRAD_MODE as SETS_GRAD_MODE
@@ -231,6 +232,7 @@ __all__ = [
     "hooks_added",
     "in_forward_mode",
     "in_function_transform",
+    "in_kernels_layout",
     "inner_gradients",
     "input_sources",
     "intercept_checkpoint",

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from graphopt._torch.fake_tensors import device_kind
 from graphopt._torch.odd_strides import lays_out_anew, odd_strides, with_new_strides
 
-__all__ = ["eager_layouts"]
+__all__ = ["eager_layouts", "in_kernels_layout"]
 
 _CONTIGUOUS = -1
 """In place of an argument: the result is contiguous, whatever the arguments are."""
@@ -163,6 +163,24 @@ def eager_layouts() -> Iterator[None]:
         decomposition_table.update(saved)
         op_implementations_checks[:] = [each for each in op_implementations_checks if each not in ours]
         FakeTensorMode.cache_clear()
+
+
+def in_kernels_layout(op: Any, args: tuple[Any, ...], result: Any) -> Any:
+    """What torch makes of one call without data, in the layout of the op's kernel.
+
+    Args:
+        op: that was called.
+        args: without data.
+        result: of the call outside of ``eager_layouts``; pointwise ops on odd strides are left as they are.
+    """
+    name = f"{op.overloadpacket.__name__}.{op._overloadname}"
+    if _IN_FORMAT_OF.get(name, _LAID_OUT_AS.get(name, 0)) >= len(args):
+        return result  # named arguments
+    if name in _IN_FORMAT_OF:
+        return _formatted_result(result, _IN_FORMAT_OF[name], len(op._schema.returns) > 1, args)
+    if name in _LAID_OUT_AS and isinstance(result, torch.Tensor) and device_kind(result) == "cpu":
+        return _like_kernels(args, _LAID_OUT_AS[name], result.shape, result.dtype, result)
+    return result
 
 
 def _overloads() -> Iterator[tuple[Any, int]]:

@@ -282,6 +282,8 @@ class Program:
         mode = self.fake_mode
         with mode, torch.no_grad():
             value = node.target(*args, **kwargs)  # type: ignore[operator]
+            if isinstance(node.target, _torch.OpOverload):
+                value = _torch.in_kernels_layout(node.target, args, value)
         return _torch.pytree.tree_map(lambda v: mode.from_tensor(v, static_shapes=True) if _is_real(v) else v, value)
 
     def set_outputs(self, values: Iterable[Any], specs: Iterable[OutputSpec]) -> None:

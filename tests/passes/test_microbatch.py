@@ -18,6 +18,7 @@ from graphopt import PassError, Phase, PipelineError
 from graphopt.errors import ArgumentError
 from graphopt.ir.node import info, value_of
 from graphopt.passes import ClipGradients, FitMemory, FuseUpdate, Microbatch, MixedPrecision, Recompute
+from tests.support.covering import some_of
 from tests.support.properties import examples
 
 SAMPLES = 7
@@ -247,6 +248,16 @@ def test_the_peak_falls_with_the_slices_and_is_predicted() -> None:
         peaks.append(predicted)
     assert peaks[1] < 0.4 * peaks[0]
     assert peaks[2] < 0.15 * peaks[0]
+
+
+@pytest.mark.parametrize("case", some_of(list(CASES), "lstm, batch first"))
+def test_what_each_slice_allocates_is_predicted(case: str) -> None:
+    make, loss, draw, options = CASES[case]
+    torch.manual_seed(0)
+    batch = draw(SAMPLES)
+    step, _ = trained(make(), [Microbatch(3, **options)], loss, batch)
+    measured = graphopt.measure_peak(lambda: step(*batch)).allocated_peak_bytes
+    assert step.program.memory().allocated_peak_bytes == measured
 
 
 def test_auto_takes_as_many_as_lower_the_peak() -> None:
