@@ -55,7 +55,7 @@ class _Answer:
         reserved_bytes: what the device's allocator reserves; None where that is what is alive.
         fitted: the plan; None where none is needed, and where nothing fits.
         fitting: the search that the plan is of.
-        reason: why there is no plan, where none is needed.
+        reason: why there is no plan, where none is needed; why the plan is of another order of calls than the others.
         error: where nothing fits.
     """
 
@@ -129,7 +129,8 @@ class _Searches:
             fitting = self.fitting if reordered else self.given
             fitted = fitting.within(budget)
             if fitted is not None:
-                return _Answer(text, budget, reserved_bytes=fitted.reserved_bytes, fitted=fitted, fitting=fitting)
+                reason = "" if reordered else "in the given order of calls: in the other one no plan was found for it"
+                return _Answer(text, budget, 0, fitted.reserved_bytes, fitted, fitting, reason)
             errors.append(infeasible(fitting, budget))
         return _Answer(text, budget, error=min(errors, key=lambda error: error.smallest_bytes))
 
@@ -210,7 +211,8 @@ def _answer_text(answer: _Answer, costs: CostReport) -> str:
     fitting, fitted = answer.fitting, answer.fitted
     summary = summary_lines(fitting, fitted, answer.budget, costs)
     moved, kept = away_lines(fitting, fitted), plan_lines(fitting, fitted.simulated)
-    return "\n".join([head, *summary, *(["", *moved] if moved else []), "", *kept]) + "\n"
+    order = [answer.reason] if answer.reason else []
+    return "\n".join([head, *summary, *order, *(["", *moved] if moved else []), "", *kept]) + "\n"
 
 
 def _answer_json(answer: _Answer) -> dict[str, Any]:
