@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -165,21 +165,24 @@ def eager_layouts() -> Iterator[None]:
         FakeTensorMode.cache_clear()
 
 
-def in_kernels_layout(op: Any, args: tuple[Any, ...], result: Any) -> Any:
+def in_kernels_layout(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
     """What torch makes of one call without data, in the layout of the op's kernel.
 
     Args:
-        op: that was called.
+        op: that was called; functions that are no ops have no kernel.
         args: without data.
+        kwargs: without data.
         result: of the call outside of ``eager_layouts``; pointwise ops on odd strides are left as they are.
     """
-    name = f"{op.overloadpacket.__name__}.{op._overloadname}"
-    if _IN_FORMAT_OF.get(name, _LAID_OUT_AS.get(name, 0)) >= len(args):
-        return result  # named arguments
+    name = f"{op.overloadpacket.__name__}.{op._overloadname}" if isinstance(op, torch._ops.OpOverload) else ""
+    if name not in _IN_FORMAT_OF and name not in _LAID_OUT_AS:
+        return result
+    named = [argument.name for argument in op._schema.arguments[len(args) :]]
+    given = (*args, *(kwargs[key] for key in named if key in kwargs))
     if name in _IN_FORMAT_OF:
-        return _formatted_result(result, _IN_FORMAT_OF[name], len(op._schema.returns) > 1, args)
-    if name in _LAID_OUT_AS and isinstance(result, torch.Tensor) and device_kind(result) == "cpu":
-        return _like_kernels(args, _LAID_OUT_AS[name], result.shape, result.dtype, result)
+        return _formatted_result(result, _IN_FORMAT_OF[name], len(op._schema.returns) > 1, given)
+    if isinstance(result, torch.Tensor) and device_kind(result) == "cpu":
+        return _like_kernels(given, _LAID_OUT_AS[name], result.shape, result.dtype, result)
     return result
 
 

@@ -52,7 +52,7 @@ _LARGEST_EXPONENT = 8
 _MOST_DIMENSIONS = 64
 _LARGEST_CONSTANT = 16 * 1024 * 1024
 
-
+_PHASES = {phase.value: phase for phase in Phase}
 _DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 _TORCH_CONSTANTS = _DTYPES | {
     str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, (torch.memory_format, torch.layout))
@@ -432,7 +432,7 @@ def _info(record: Field, parts: Mapping[str, Field]) -> NodeInfo:
         raise record.error(f"{missing[0]!r} is missing")
     policy, region = parts["policy"], parts["region"]
     return NodeInfo(
-        phase=_phase(parts["phase"]),
+        phase=parts["phase"].one_of(_PHASES),
         module=parts["module"].text(),
         names=tuple(item.text() for item in parts["names"].items()),
         source=parts["source"].text(),
@@ -443,12 +443,8 @@ def _info(record: Field, parts: Mapping[str, Field]) -> NodeInfo:
     )
 
 
-def _phase(field: Field) -> Phase:
-    return field.one_of({phase.value: phase for phase in Phase})
-
-
 def _batch_slice(field: Field) -> BatchSlice:
     parts = list(field.items(most=3))
     if len(parts) != 3:
         raise field.expected("a number, the name of a call and a phase")
-    return BatchSlice(parts[0].whole(), parts[1].text(), _phase(parts[2]))
+    return BatchSlice(parts[0].whole(0), parts[1].text(), parts[2].one_of(_PHASES))

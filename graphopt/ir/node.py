@@ -26,6 +26,7 @@ __all__ = [
     "Stage",
     "TensorInfo",
     "info",
+    "info_like",
     "own_phase",
     "set_info",
     "set_value",
@@ -136,6 +137,12 @@ def info(node: fx.Node) -> NodeInfo:
             "add nodes with Program.insert, which fills in what passes, printers and the memory model need"
         )
     return found  # type: ignore[no-any-return]
+
+
+def info_like(like: fx.Node | None, phase: Phase, origin: str, names: tuple[str, ...]) -> NodeInfo:
+    """What is known of a call that is inserted: module and source of another one, nothing that was decided for that."""
+    base = info(like) if like is not None else NodeInfo(phase)
+    return replace(base, phase=phase, origin=origin, names=names, policy=None, region=None, batch_slice=None)
 
 
 def own_phase(node: fx.Node) -> Phase:

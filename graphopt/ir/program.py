@@ -29,6 +29,7 @@ from graphopt.ir.node import (
     Stage,
     TensorInfo,
     info,
+    info_like,
     set_info,
     set_value,
     value_of,
@@ -266,10 +267,7 @@ class Program:
         except Exception as error:
             self.graph.erase_node(node)
             raise GraphoptError(f"{origin}: {target} refuses the arguments {args}, {kwargs or {}}: {error}") from error
-        base = info(like) if like is not None else NodeInfo(phase)
-        set_info(
-            node, replace(base, phase=phase, origin=origin, names=names, policy=None, region=None, batch_slice=None)
-        )
+        set_info(node, info_like(like, phase, origin, names))
         if like is not None and "stack_trace" in like.meta:
             node.meta["stack_trace"] = like.meta["stack_trace"]
         return node
@@ -281,9 +279,7 @@ class Program:
         )
         mode = self.fake_mode
         with mode, torch.no_grad():
-            value = node.target(*args, **kwargs)  # type: ignore[operator]
-            if isinstance(node.target, _torch.OpOverload):
-                value = _torch.in_kernels_layout(node.target, args, value)
+            value = _torch.in_kernels_layout(node.target, args, kwargs, node.target(*args, **kwargs))  # type: ignore[operator]
         return _torch.pytree.tree_map(lambda v: mode.from_tensor(v, static_shapes=True) if _is_real(v) else v, value)
 
     def set_outputs(self, values: Iterable[Any], specs: Iterable[OutputSpec]) -> None:

@@ -308,6 +308,7 @@ def test_python_avoids_the_names_it_uses_itself() -> None:
     [
         ([0, "relu"], "a number, the name of a call and a phase"),
         (["0", "relu", "forward"], "a whole number"),
+        ([-1, "relu", "forward"], "a whole number from 0"),
         ([0, 1, "forward"], "text"),
         ([0, "relu", "foward"], "did you mean 'forward'"),
         ("relu", "a list"),

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from graphopt import _torch
-from graphopt.ir.node import Phase, info, set_info, set_value, value_of
+from graphopt.ir.node import Phase, info, info_like, set_info, set_value, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.batch_norm import without_statistics
 from graphopt.ir.program import Program
@@ -166,9 +166,5 @@ def _replay(program: Program, node: fx.Node, current: Callable[[fx.Node], fx.Nod
 def label_clone(clone: fx.Node, node: fx.Node, label: CloneLabel) -> None:
     """Give a clone the value and the source of its original, names of its own, and what is noted about it."""
     clone.meta = {key: value for key, value in node.meta.items() if key in ("val", "stack_trace")}
-    known = info(node)
-    names = tuple(name + "'" * label.number for name in known.names)
-    noted = replace(
-        known, phase=label.phase, names=names, origin=label.origin, policy=None, region=None, batch_slice=None
-    )
-    set_info(clone, noted)
+    names = tuple(name + "'" * label.number for name in info(node).names)
+    set_info(clone, info_like(node, label.phase, label.origin, names))
