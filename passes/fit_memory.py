@@ -80,9 +80,10 @@ class FitMemory(Pass):
 
     Where the budget is below the peak, what costs no time comes first, unless a compiler makes the code: the gradient
     of a loss over classes takes the place of its log-probabilities, so that one tensor of the logits' size is there and
-    not two (where the loss is in the program); calls of backward that free more than they make run first; and in a
-    whole step updates run as soon as their gradients are final (``FuseUpdate``), unless they need all of them. A budget
-    below every plan in that order gets one in the given order, which a larger budget does not.
+    not two (where the loss is in the program); gradients that are stacked and then copied in another order, as those of
+    queries, keys and values are, are stacked in that order; calls of backward that free more than they make run first;
+    and in a whole step updates run as soon as their gradients are final (``FuseUpdate``), unless they need all of them.
+    A budget below every plan in that order gets one in the given order, which a larger budget does not.
 
     A step that takes its batch in slices (``Microbatch``) is planned by the slice in which the most bytes are alive;
     the others each take the fastest of these plans with which they stay within the budget.

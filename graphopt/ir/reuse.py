@@ -20,7 +20,7 @@ from graphopt.ir.ops.inplace import InPlace, as_in_place, in_place
 from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
 
-__all__ = ["apply_reuse", "overwritable_in_forward", "reused_operands"]
+__all__ = ["apply_reuse", "overwritable_of_forward", "reused_operands"]
 
 _ADD = torch.ops.aten.add.Tensor
 _LAID_OUT_ANEW = ("mm", "addmm", "bmm", "baddbmm", "native_layer_norm_backward", "embedding_dense_backward")
@@ -48,6 +48,8 @@ def reused_operands(program: Program, *, in_forward: bool = True) -> dict[fx.Nod
         if form is None or phase_of(node) not in phases or (program.context.compiled and node.target is not _ADD):
             continue
         dying = [a for a in _operands(node, form) if last[root[a]] == position[node]]
+        if not in_forward:
+            dying = [a for a in dying if root[a].op != "call_function" or own_phase(root[a]) is not Phase.FORWARD]
         if not open_strides.isdisjoint(node.all_input_nodes):
             dying = [a for a in dying if form.dimension is None and a is node.args[form.layout]]
         operand = next((a for a in dying if _may_overwrite(node, a, root)), None)
@@ -75,16 +77,17 @@ def _with_open_strides(program: Program) -> set[fx.Node]:
     return found
 
 
-def overwritable_in_forward(program: Program) -> dict[fx.Node, list[fx.Node]]:
-    """For each call of forward that can be taken in place, the operands that it may overwrite once they die in it."""
+def overwritable_of_forward(program: Program) -> dict[fx.Node, list[fx.Node]]:
+    """For each call that can be taken in place, the operands of forward that it may overwrite once they die in it."""
     if program.context.compiled:
         return {}
     root, _ = _lives(program)
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in program.graph.nodes:
         form = in_place(node)
-        if form is not None and own_phase(node) is Phase.FORWARD:
-            found[node] = [a for a in _operands(node, form) if _may_overwrite(node, a, root)]
+        if form is not None:
+            mine = [a for a in _operands(node, form) if own_phase(root[a]) is Phase.FORWARD]
+            found[node] = [a for a in mine if _may_overwrite(node, a, root)]
     return found
 
 

@@ -126,14 +126,20 @@ class SlicedPlans:
         }
 
     def _decisions(self, drops: Drops, number: int) -> Iterable[Decision]:
-        """Decisions for ``part`` as those for another slice."""
+        """Decisions for ``part`` as those for another slice, but for what only another slice reads behind them."""
         of_slice = self._by_key[number]
+        _, end = self._ends[number]
         for moment, value, remake in drops:
             maker, place = self._made[self._values[value]]
             index = of_slice.get(self._keys[maker]) if maker in self._keys else None
             when = self._moment(self.span.start + moment - 1, of_slice)
-            if index is not None and when is not None:
-                yield Decision(when, self._scheduler.makes[index][place], remake)
+            if index is None or when is None:
+                continue
+            own = self._scheduler.makes[index][place]
+            readers = self._scheduler.readers(own)
+            behind = bisect_left(readers, when)
+            if behind == len(readers) or readers[behind] <= end:
+                yield Decision(when, own, remake)
 
     def _moment(self, at: int, of_slice: Mapping[Key, int]) -> int | None:
         """The operation of a slice that is like one of the planned slice, or like the next that it has."""

@@ -16,9 +16,11 @@ import graphopt
 from graphopt import Pass, PassError, Phase, Program
 from graphopt.analysis.costs.cost import costs_of
 from graphopt.ir.node import info
+from graphopt.ir.ops.loss_gradient import loss_gradient
 from graphopt.passes import FitMemory, Microbatch, MixedPrecision
 from graphopt.rewriting.memory.fit import Fitting
 from graphopt.rewriting.memory.planning_problem import planning_problem
+from graphopt.rewriting.memory.preparation import prepared
 from tests.support.budgets import fit, smallest_of
 from tests.support.fitting import step_peaks
 from tests.support.properties import examples
@@ -89,6 +91,34 @@ def test_the_first_slice_has_more_room() -> None:
     )
     assert runs[1] > 0
     assert runs[0] <= runs[1]
+
+
+def test_each_slice_is_prepared_as_a_whole_batch_is() -> None:
+    """Gradients of its loss in the place of its log-probabilities, and products that free an activation first."""
+    plain, _ = trained([Microbatch(3)], steps=1)
+    high = plain.program.memory().peak_bytes
+    step, _ = trained([Microbatch(3), fit(int(0.98 * high))], steps=1)
+    gradients = [info(node).batch_slice for node in step.program.nodes if node.target is loss_gradient]
+    assert [part.number for part in gradients if part is not None] == [0, 1, 2]
+    (line,) = [line for line in step.records[-1].changed.lines if "calls of backward run sooner" in line]
+    whole, _ = trained([fit("95%")], steps=1)
+    (once,) = [line for line in whole.records[-1].changed.lines if "calls of backward run sooner" in line]
+    assert int(line.split()[0]) > 2 * int(once.split()[0])
+
+
+def test_what_backward_takes_the_place_of_is_a_value_of_its_own_to_plans() -> None:
+    """Plans may drop and make again what forward of a slice made, but not what backward has made of it."""
+    program = prepared(by_slices(3)[0], "a test").program
+    planning = planning_problem(program, [1.0] * len(program.memory().nodes))
+    problem = planning.problem
+    found = [place for place, node in enumerate(planning.nodes) if node is not None and node.target is loss_gradient]
+    assert len(found) == 3
+    for place in found:
+        operation = problem.operations[place]
+        (over,) = operation.overwrites
+        assert operation.makes
+        assert problem.operations[problem.makers[over]].repeatable
+        assert not operation.repeatable
 
 
 @given(slices=st.integers(2, 5), share=st.floats(0, 1))

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphopt.planning import Operation, Problem, find_frontier, simulate
-from graphopt.planning.schedule import Scheduler
+from graphopt.planning.frontier import Frontier
+from graphopt.planning.schedule import Decision, Scheduler
 from graphopt.planning.slices import OfSlice, SlicedPlans
 from tests.support.planning_graphs import problems, seeded_problem
 from tests.support.properties import examples
@@ -122,3 +123,48 @@ def test_plans_between_neighbours_are_found_for_all_slices() -> None:
     }
     seconds = [min(p.again for p in (*frontier, *plans.around(budget)) if p.peak <= budget) for budget in budgets]
     assert seconds == sorted(seconds, reverse=True)
+
+
+def with_losses(count: int, layers: int) -> tuple[Problem, list[OfSlice | None]]:
+    """Slices of layers with a loss: the loss of the first one is the sum that later slices add theirs to."""
+    operations: list[Operation] = []
+    sizes: list[int] = []
+    slices: list[OfSlice | None] = []
+
+    def run(number: int, of: str, reads: tuple[int, ...], size: int, forward: bool = False) -> int:
+        operations.append(Operation(reads, (len(sizes),), 1.0, repeatable=forward, name=f"{of} of {number}"))
+        slices.append(OfSlice(number, (of, 0), forward))
+        sizes.append(size)
+        return len(sizes) - 1
+
+    total = -1
+    for number in range(count):
+        made: list[int] = []
+        for layer in range(layers):
+            made.append(run(number, f"layer {layer}", tuple(made[-1:]), 100, forward=True))
+        loss = run(number, "loss", (made[-1],), 1, forward=True)
+        total = loss if total < 0 else run(number, "sum", (total, loss), 1, forward=True)
+        gradient = run(number, "gradient", (made[-1],), 100)
+        for layer in reversed(range(layers)):
+            gradient = run(number, f"gradient {layer}", (gradient, made[layer]), 100)
+    held = {total: len(operations)}
+    return Problem(tuple(operations), tuple(sizes), held=held, boundary=layers), slices
+
+
+@given(count=st.integers(2, 4), layers=st.integers(2, 8))
+@examples(10, many=100)
+def test_what_another_slice_reads_is_not_made_again_there(count: int, layers: int) -> None:
+    whole, slices = with_losses(count, layers)
+    scheduler = Scheduler(whole)
+    plans = SlicedPlans(scheduler, slices)
+    part = Scheduler(plans.part)
+    of = {operation.name: index for index, operation in enumerate(plans.part.operations)}
+    dropped = {  # behind its sum, nothing in the slice that is planned reads its loss any more
+        Decision(of[f"gradient of {plans.number}"], plans.part.operations[of[f"{name} of {plans.number}"]].makes[0])
+        for name in ("layer 0", "loss")
+    }
+    found = Frontier()
+    found.offer(frozenset(dropped), part.evaluate(dropped))
+    (point, _) = plans.frontier(found)
+    repeats = scheduler.evaluate(point.drops).plan.repeats()
+    assert {whole.operations[step].name for step in repeats} == {f"layer 0 of {number}" for number in range(count)}

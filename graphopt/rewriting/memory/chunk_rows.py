@@ -58,14 +58,12 @@ def chunked(program: Program, region: RowRegion, chunks: int, origin: str) -> No
 
 
 def _added(chunk: _Chunk, node: fx.Node, step: Step, total: fx.Node | None) -> fx.Node:
-    """What chunks up to this one give, added up; a sum over slices of the batch is of none of them."""
+    """What chunks up to this one give, added up."""
     if total is None:
         made: fx.Node = step.emit(chunk)
         return made
     added = step.add(chunk, total) if step.add is not None else None
-    made = added or chunk.call(node, _aten.add.Tensor, [total, step.emit(chunk)])
-    set_info(made, replace(info(made), batch_slice=None))
-    return made
+    return added or chunk.call(node, _aten.add.Tensor, [total, step.emit(chunk)])
 
 
 def _joined(

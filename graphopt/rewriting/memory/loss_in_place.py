@@ -3,6 +3,7 @@
 Where the gradient that the loss begins with is known before the loss (a whole step, or a loss that is in the program),
 the gradient of the logits can be computed as soon as the loss is, and nothing needs the log-probabilities behind it.
 The calls of backward for it move to the end of forward, and are one call that writes where the log-probabilities are.
+In a step that takes its batch in slices, they are one call and stay where they are, right behind their slice's forward.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphopt.ir.node import Phase, info, set_info, value_of
+from graphopt.ir.node import Phase, info, own_phase, set_info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.loss_gradient import loss_gradient
 from graphopt.ir.ops.values import format_bytes, storage_bytes
@@ -57,8 +58,8 @@ def _pairs(program: Program) -> Iterator[tuple[fx.Node, fx.Node]]:
         nll, log_probs, dim, dtype = given
         if _is_of_classes(nll, log_probs, dim, dtype) and list(nll.users) == [softmax]:
             readers = [user for user in log_probs.users if user not in (nll, softmax)]
-            behind = [user for user in readers if user.op == "output" or info(user).phase is not Phase.FORWARD]
-            moved = _behind_forward(nll)
+            behind = [user for user in readers if user.op == "output" or own_phase(user) is not Phase.FORWARD]
+            moved = _moved(nll)
             known = tangents.isdisjoint({*nll.all_input_nodes, *_sources(moved)})
             if known and not behind and _can_move(program, moved):
                 yield nll, softmax
@@ -71,13 +72,15 @@ def _is_of_classes(nll: Any, log_probs: Any, dim: Any, dtype: Any) -> bool:
     if nll.target is not _aten.nll_loss_backward.default or nll.args[1] is not log_probs:
         return False
     value = value_of(log_probs)
-    of_forward = log_probs.target is _aten._log_softmax.default and info(log_probs).phase is Phase.FORWARD
+    of_forward = log_probs.target is _aten._log_softmax.default and own_phase(log_probs) is Phase.FORWARD
     plain = of_forward and value.dim() == 2 and value.is_contiguous() and value.dtype == dtype
     return plain and dim in (1, -1) and nll.args[4] in (_MEAN, _SUM)
 
 
-def _behind_forward(nll: fx.Node) -> list[fx.Node]:
-    """The calls of backward that the call reads, and they read, in any order."""
+def _moved(nll: fx.Node) -> list[fx.Node]:
+    """The calls of backward that the call reads, and they read, in any order; none in a slice of the batch."""
+    if info(nll).batch_slice is not None:
+        return []
     found: dict[fx.Node, None] = {}
     pending = list(nll.all_input_nodes)
     while pending:
@@ -107,8 +110,20 @@ def _rewrite(program: Program, nll: fx.Node, softmax: fx.Node, origin: str) -> i
     """Compute a gradient in forward, behind all that reads the log-probabilities; the bytes of these."""
     given: tuple[Any, ...] = nll.args
     grad_output, log_probs, *others = given
+    softmax.target, softmax.args = loss_gradient, (log_probs, grad_output, *others)
+    set_info(softmax, replace(info(softmax), origin=origin))
+    if info(nll).batch_slice is None:
+        _to_forward(program, nll, softmax)
+    program.graph.erase_node(nll)
+    return storage_bytes(value_of(log_probs))
+
+
+def _to_forward(program: Program, nll: fx.Node, softmax: fx.Node) -> None:
+    """Let a gradient and the calls that make what it reads be the last ones of forward."""
+    log_probs = softmax.args[0]
+    assert isinstance(log_probs, fx.Node)
     position = {node: place for place, node in enumerate(program.graph.nodes)}
-    moved = sorted(_behind_forward(nll), key=position.__getitem__)
+    moved = sorted(_moved(nll), key=position.__getitem__)
     there = {*nll.all_input_nodes, *_sources(moved), *log_probs.users}.difference(moved, (nll, softmax))
     place = max(there, key=position.__getitem__).next
     while place in moved:
@@ -119,7 +134,4 @@ def _rewrite(program: Program, nll: fx.Node, softmax: fx.Node, origin: str) -> i
     while place in (nll, softmax):
         place = place.next
     place.prepend(softmax)
-    softmax.target, softmax.args = loss_gradient, (log_probs, grad_output, *others)
-    set_info(softmax, replace(info(softmax), phase=Phase.FORWARD, origin=origin))
-    program.graph.erase_node(nll)
-    return storage_bytes(value_of(log_probs))
+    set_info(softmax, replace(info(softmax), phase=Phase.FORWARD))

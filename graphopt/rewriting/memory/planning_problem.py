@@ -16,7 +16,7 @@ from graphopt.ir.node import Phase, info, own_phase, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.batch_norm import without_statistics
 from graphopt.ir.program import Program
-from graphopt.ir.reuse import overwritable_in_forward
+from graphopt.ir.reuse import overwritable_of_forward
 from graphopt.ir.timeline import MemoryTimeline, Storage
 from graphopt.planning import Operation, Problem
 from graphopt.planning.slices import OfSlice
@@ -131,7 +131,7 @@ class _Reader:
         self._seconds = seconds
         self._refers = memory.refers
         self._repeatable = _Repeatable(program, memory)
-        self._overwritable = overwritable_in_forward(program)
+        self._overwritable = overwritable_of_forward(program)
         self._numbers: dict[int, int] = {}
         self._storages: list[Storage] = []
         self._operations: list[Operation] = []
@@ -229,7 +229,7 @@ class _Reader:
         self._places.append(place)
 
     def _overwrites(self, node: fx.Node, makes: Sequence[int]) -> tuple[int, ...]:
-        """The values that the result of a call of forward may take the place of."""
+        """The values of forward that the result of a call may take the place of."""
         found = [self._numbers.get(id(s)) for a in self._overwritable.get(node, ()) for s in self._refers[a]]
         size = sum(self._storages[made].bytes for made in makes) if len(makes) == 1 else -1
         return tuple(value for value in found if value is not None and self._storages[value].bytes == size)

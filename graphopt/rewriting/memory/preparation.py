@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from graphopt.ir.program import Program
 from graphopt.rewriting.memory.backward_order import freeing_first
+from graphopt.rewriting.memory.copied_stacks import stacks_as_copied
 from graphopt.rewriting.memory.early_updates import EarlyUpdates, early_updates
 from graphopt.rewriting.memory.loss_in_place import loss_gradients_in_place
 
@@ -35,7 +36,7 @@ class Prepared:
 
 
 def prepared(program: Program, origin: str, *, reorder: bool = True) -> Prepared:
-    """A program with gradients of losses in place, calls of backward that free more sooner, and updates early.
+    """A program whose losses, stacks of gradients, order of backward and updates take fewer bytes at once.
 
     Args:
         program: is only read.
@@ -43,10 +44,11 @@ def prepared(program: Program, origin: str, *, reorder: bool = True) -> Prepared
         reorder: whether calls of backward may have another order: what runs again may need more in that.
     """
     changes: list[str] = []
-    in_place = loss_gradients_in_place(program, origin)
-    if in_place is not None:
-        program = in_place[0]
-        changes.append(in_place[1])
+    for rewrite in (loss_gradients_in_place, stacks_as_copied):
+        rewritten = rewrite(program, origin)
+        if rewritten is not None:
+            program = rewritten[0]
+            changes.append(rewritten[1])
     ordered = freeing_first(program) if reorder else None
     if ordered is not None:
         program = ordered[0]
