@@ -13,6 +13,7 @@ from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
 from graphopt.rewriting.memory.chunk_rows import chunked
+from graphopt.rewriting.memory.loss_in_place import chunks_in_place
 from graphopt.rewriting.memory.row_regions import RowRegion, row_region, sizes_that_vary
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
@@ -26,6 +27,9 @@ _CANDIDATES = (2, 4, 8, 16, 32, 64)
 _WORTH = 0.01
 """The share of the peak that twice as many chunks have to save."""
 
+_ENOUGH_TOKENS = 256
+"""In a chunk, for ``auto``: with fewer, reading and writing a large weight's gradient takes a good part of the time."""
+
 
 @final
 @dataclass(frozen=True)
@@ -35,7 +39,8 @@ class ChunkLoss(Pass):
     Logits are by far the largest tensor of a language model with a large vocabulary, and three of their size live
     together: the log-probabilities, their gradient, and the gradient of the logits. In a whole step the gradient of
     the loss is known before the loss, so each chunk of tokens goes through projection, softmax, loss and their
-    backward before the next one begins; what stays is the gradient of the hidden states and of the weight.
+    backward before the next one begins; what stays is the gradient of the hidden states and of the weight. The
+    gradient of a cross entropy takes the place of the chunk's log-probabilities, unless a compiler makes the code.
 
     Found by itself: a matrix product whose rows are tokens, with or without a bias, tied or not; and behind it calls
     that work on each token by itself: casts, soft caps (``tanh``), softmax, cross entropy with ``ignore_index``,
@@ -51,8 +56,8 @@ class ChunkLoss(Pass):
 
     Args:
         chunks: how many; ``auto`` takes the fewest that bring the peak as low as more would, by the program's timeline.
-            Each chunk adds to all of the weight's gradient, so it leaves chunks at least half as many tokens as the
-            hidden states have features.
+            Each chunk adds to all of the weight's gradient, so it leaves chunks at least as many tokens as the hidden
+            states have features, of up to 256 features, and half as many of more than 512.
 
     Raises:
         GraphoptError: for fewer than two chunks; for a given number, where the program has no such loss, with the call
@@ -99,6 +104,7 @@ class ChunkLoss(Pass):
             )
         rows = region.rows
         chunked(program, region, chunks, _ORIGIN)
+        chunks_in_place(program, _ORIGIN)
         return Changed(
             counts={"chunks": -(-rows // -(-rows // chunks)), "calls for each": len(region.steps)},
             tensors=tuple(info(region.projection).names[:1]),
@@ -115,12 +121,13 @@ class ChunkLoss(Pass):
             return min(self.chunks, region.rows)
         best, found = 1, program.memory(measure=False).peak_bytes
         for chunks in _CANDIDATES:
-            if chunks > region.rows or region.rows < chunks * region.width / 2:
+            if region.rows < chunks * max(min(region.width, _ENOUGH_TOKENS), region.width / 2):
                 break
             trial = program.copy()
             again = row_region(trial, next(node for node in trial.nodes if node.name == region.projection.name))
             assert isinstance(again, RowRegion)
             chunked(trial, again, chunks, _ORIGIN)
+            chunks_in_place(trial, _ORIGIN)
             peak = trial.memory(measure=False).peak_bytes
             if peak < found * (1 - _WORTH):
                 best, found = chunks, peak

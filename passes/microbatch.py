@@ -14,6 +14,7 @@ from graphopt.ir.ops.values import format_bytes, tensors_of
 from graphopt.ir.program import Program
 from graphopt.rewriting.memory.batch_region import batch_inputs, batch_region
 from graphopt.rewriting.memory.chunk_rows import chunked
+from graphopt.rewriting.memory.loss_in_place import chunks_in_place
 from graphopt.rewriting.memory.row_regions import RowRegion, sizes_that_vary
 from graphopt.rewriting.memory.token_rows import Rows
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
@@ -39,6 +40,8 @@ class Microbatch(Pass):
     slices need not be alike. What mixes samples is refused by its name and place: batch norm that trains, contrastive
     losses, a maximum over the batch; and what no rule knows. Values that belong to samples are followed through views
     and transposes by the program's own shapes.
+
+    The gradient of a cross entropy takes the place of a slice's log-probabilities, unless a compiler makes the code.
 
     Masks of dropout are drawn for the whole batch in front, as without the pass, and so the random stream is as before.
 
@@ -106,6 +109,7 @@ class Microbatch(Pass):
         whole = list(_written(region))
         given = [spec.target for node, spec in program.inputs_of("input") if node in self._batch(program)]
         chunked(program, region, slices, _ORIGIN)
+        chunks_in_place(program, _ORIGIN)
         return Changed(
             counts={"slices": -(-region.rows // size), "calls for each": calls},
             tensors=tuple(given),
@@ -135,6 +139,7 @@ class Microbatch(Pass):
         for slices in _doubled(region.rows):
             trial = program.copy()
             chunked(trial, self._region(trial), slices, _ORIGIN)
+            chunks_in_place(trial, _ORIGIN)
             peak = trial.memory(measure=False).peak_bytes
             if peak > found * (1 - _WORTH):
                 break

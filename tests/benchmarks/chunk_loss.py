@@ -69,9 +69,9 @@ def compared(steps: Mapping[str, graphopt.TrainStep], batch: Sequence[Any], roun
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
-            started = time.process_time()
+            started = time.perf_counter()
             step(*batch)
-            seconds[name].append(time.process_time() - started)
+            seconds[name].append(time.perf_counter() - started)
     found = []
     for name, step in steps.items():
         pairs = zip(seconds[name], seconds["no passes"], strict=True)

@@ -17,6 +17,8 @@ import graphopt
 from graphopt import PassError, Phase, PipelineError
 from graphopt.errors import ArgumentError
 from graphopt.ir.node import info, value_of
+from graphopt.ir.ops.loss_gradient import loss_gradient
+from graphopt.ir.reuse import reused_operands
 from graphopt.passes import ClipGradients, FitMemory, FuseUpdate, Microbatch, MixedPrecision, Recompute
 from tests.support.covering import some_of
 from tests.support.properties import examples
@@ -248,6 +250,20 @@ def test_the_peak_falls_with_the_slices_and_is_predicted() -> None:
         peaks.append(predicted)
     assert peaks[1] < 0.4 * peaks[0]
     assert peaks[2] < 0.15 * peaks[0]
+
+
+def test_the_gradient_of_a_cross_entropy_takes_the_place_of_log_probabilities() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 50))
+
+    def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(x), y)
+
+    program = graphopt.capture(model, (torch.randn(12, 16), torch.arange(12)), loss=loss)
+    graphopt.Pipeline([Microbatch(3)]).run(program)
+    made = [node for node in program.nodes if node.target is loss_gradient]
+    assert len(made) == 3
+    assert reused_operands(program).keys() >= set(made)
 
 
 @pytest.mark.parametrize("case", some_of(list(CASES), "lstm, batch first"))

@@ -3,7 +3,7 @@
 Where the gradient that the loss begins with is known before the loss (a whole step, or a loss that is in the program),
 the gradient of the logits can be computed as soon as the loss is, and nothing needs the log-probabilities behind it.
 The calls of backward for it move to the end of forward, and are one call that writes where the log-probabilities are.
-In a step that takes its batch in slices, they are one call and stay where they are, right behind their slice's forward.
+Where both run in chunks of rows, or in slices of the batch, they are one call and stay where they are.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphopt.ir.node import Phase, info, own_phase, set_info, value_of
+from graphopt.ir.node import Phase, info, set_info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.loss_gradient import loss_gradient
 from graphopt.ir.ops.values import format_bytes, storage_bytes
 from graphopt.ir.program import Program
 
-__all__ = ["loss_gradients_in_place"]
+__all__ = ["chunks_in_place", "loss_gradients_in_place"]
 
 _aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
@@ -48,6 +48,18 @@ def loss_gradients_in_place(program: Program, origin: str) -> tuple[Program, str
     return trial, f"gradients of losses take the place of log-probabilities: {format_bytes(sum(sizes))} less there"
 
 
+def chunks_in_place(program: Program, origin: str) -> None:
+    """Make gradients of losses that are computed in chunks in the place of their log-probabilities.
+
+    Args:
+        program: is rewritten, unless a compiler makes the code.
+        origin: who does it, for people.
+    """
+    if not program.context.compiled:
+        for nll, softmax in [pair for pair in _pairs(program) if _in_chunks(pair[0])]:
+            _rewrite(program, nll, softmax, origin)
+
+
 def _pairs(program: Program) -> Iterator[tuple[fx.Node, fx.Node]]:
     """The two calls of each gradient that can be made in place: for the log-probabilities, and for the logits."""
     tangents = {node for node, _ in program.inputs_of("tangent")}
@@ -57,8 +69,9 @@ def _pairs(program: Program) -> Iterator[tuple[fx.Node, fx.Node]]:
         given: tuple[Any, ...] = softmax.args
         nll, log_probs, dim, dtype = given
         if _is_of_classes(nll, log_probs, dim, dtype) and list(nll.users) == [softmax]:
-            readers = [user for user in log_probs.users if user not in (nll, softmax)]
-            behind = [user for user in readers if user.op == "output" or own_phase(user) is not Phase.FORWARD]
+            behind = [
+                user for user in log_probs.users if user not in (nll, softmax) and not _is_in_front(user, softmax)
+            ]
             moved = _moved(nll)
             known = tangents.isdisjoint({*nll.all_input_nodes, *_sources(moved)})
             if known and not behind and _can_move(program, moved):
@@ -72,14 +85,29 @@ def _is_of_classes(nll: Any, log_probs: Any, dim: Any, dtype: Any) -> bool:
     if nll.target is not _aten.nll_loss_backward.default or nll.args[1] is not log_probs:
         return False
     value = value_of(log_probs)
-    of_forward = log_probs.target is _aten._log_softmax.default and own_phase(log_probs) is Phase.FORWARD
-    plain = of_forward and value.dim() == 2 and value.is_contiguous() and value.dtype == dtype
+    made_once = log_probs.target is _aten._log_softmax.default and info(log_probs).phase is not Phase.RECOMPUTE
+    plain = made_once and value.dim() == 2 and value.is_contiguous() and value.dtype == dtype
     return plain and dim in (1, -1) and nll.args[4] in (_MEAN, _SUM)
 
 
+def _in_chunks(nll: fx.Node) -> bool:
+    """Whether the log-probabilities were made in backward too, of a chunk of rows or a slice of the batch."""
+    log_probs = nll.args[1]
+    return isinstance(log_probs, fx.Node) and info(log_probs).phase is Phase.BACKWARD
+
+
+def _is_in_front(reader: fx.Node, softmax: fx.Node) -> bool:
+    """Whether what reads the log-probabilities does so before the gradient will be made."""
+    if reader.op == "output":
+        return False
+    nll = softmax.args[0]
+    assert isinstance(nll, fx.Node)
+    return reader < softmax if _in_chunks(nll) else info(reader).phase is Phase.FORWARD
+
+
 def _moved(nll: fx.Node) -> list[fx.Node]:
-    """The calls of backward that the call reads, and they read, in any order; none in a slice of the batch."""
-    if info(nll).batch_slice is not None:
+    """The calls of backward that the call reads, and they read, in any order; none where it stays where it is."""
+    if _in_chunks(nll):
         return []
     found: dict[fx.Node, None] = {}
     pending = list(nll.all_input_nodes)
@@ -112,7 +140,7 @@ def _rewrite(program: Program, nll: fx.Node, softmax: fx.Node, origin: str) -> i
     grad_output, log_probs, *others = given
     softmax.target, softmax.args = loss_gradient, (log_probs, grad_output, *others)
     set_info(softmax, replace(info(softmax), origin=origin))
-    if info(nll).batch_slice is None:
+    if not _in_chunks(nll):
         _to_forward(program, nll, softmax)
     program.graph.erase_node(nll)
     return storage_bytes(value_of(log_probs))
