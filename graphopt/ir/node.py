@@ -30,6 +30,7 @@ __all__ = [
     "own_phase",
     "set_info",
     "set_value",
+    "slice_number",
     "unique_names",
     "value_of",
 ]
@@ -149,6 +150,12 @@ def own_phase(node: fx.Node) -> Phase:
     """The phase of a call; in a slice of the batch, the one that it has there."""
     known = info(node)
     return known.phase if known.batch_slice is None else known.batch_slice.phase
+
+
+def slice_number(node: fx.Node) -> int | None:
+    """Which slice of the batch a call is for; None where it is for the whole batch."""
+    part = info(node).batch_slice
+    return None if part is None else part.number
 
 
 def set_info(node: fx.Node, known: NodeInfo) -> None:

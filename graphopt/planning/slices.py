@@ -126,7 +126,7 @@ class SlicedPlans:
         }
 
     def _decisions(self, drops: Drops, number: int) -> Iterable[Decision]:
-        """Decisions for ``part`` as those for another slice, but for what only another slice reads behind them."""
+        """Decisions for ``part`` as those for a slice, without those about what only other slices read from then on."""
         of_slice = self._by_key[number]
         _, end = self._ends[number]
         for moment, value, remake in drops:

@@ -14,7 +14,7 @@ from itertools import groupby
 from torch import fx
 
 from graphopt.analysis.liveness import storages_of
-from graphopt.ir.node import Phase, info, own_phase
+from graphopt.ir.node import Phase, own_phase, slice_number
 from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import Storage
@@ -48,8 +48,7 @@ def _runs(program: Program) -> Iterator[list[fx.Node]]:
     def kind(node: fx.Node) -> tuple[bool, int | None]:
         if node.op != "call_function" or own_phase(node) is not Phase.BACKWARD:
             return False, None
-        part = info(node).batch_slice
-        return True, None if part is None else part.number
+        return True, slice_number(node)
 
     for (backward, _), run in groupby(program.graph.nodes, kind):
         if backward:

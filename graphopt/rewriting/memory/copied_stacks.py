@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphopt.ir.node import Phase, info, own_phase, set_info, value_of
+from graphopt.ir.node import Phase, info, own_phase, set_info, slice_number, value_of
 from graphopt.ir.ops.values import format_bytes, storage_bytes
 from graphopt.ir.program import Program
 
@@ -45,8 +45,10 @@ def stacks_as_copied(program: Program, origin: str) -> tuple[Program, str] | Non
     saved = [size for size in sizes if size]
     if not saved:
         return None
-    less = format_bytes(max(saved))
-    return trial, f"{len(saved)} stacks of gradients are made in the order in which they are copied: {less} less there"
+    made = "stack of gradients is made in the order in which it is copied"
+    if len(saved) > 1:
+        made = "stacks of gradients are made in the order in which they are copied"
+    return trial, f"{len(saved)} {made}: {format_bytes(max(saved))} less there"
 
 
 def _copied(program: Program) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
@@ -68,12 +70,7 @@ def _is_only_for(joined: fx.Node, order: fx.Node, copy: fx.Node) -> bool:
     of_backward = info(joined).phase is own_phase(joined) is own_phase(copy) is Phase.BACKWARD
     axes = value_of(joined).dim() - (joined.target is _aten.stack.default)
     plain = all(value_of(item).dim() == axes for item in joined.all_input_nodes)  # cat takes empty ones of one axis
-    return alone and of_backward and plain and _slice_of(joined) == _slice_of(copy)
-
-
-def _slice_of(node: fx.Node) -> int | None:
-    part = info(node).batch_slice
-    return None if part is None else part.number
+    return alone and of_backward and plain and slice_number(joined) == slice_number(copy)
 
 
 def _rewrite(program: Program, joined: fx.Node, order: fx.Node, copy: fx.Node, origin: str) -> int:

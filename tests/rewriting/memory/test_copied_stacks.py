@@ -81,7 +81,7 @@ def test_the_gradients_of_attention_are_copied_once() -> None:
     found = stacks_as_copied(program, "a test")
     assert found is not None
     rewritten, line = found
-    assert line.startswith("1 stacks of gradients are made in the order in which they are copied")
+    assert line.startswith("1 stack of gradients is made in the order in which it is copied")
     (copy,) = [node for node in program.nodes if node.target is aten.clone.default]
     (stack,) = [node for node in rewritten.nodes if node.target is aten.stack.default]
     assert value_of(stack).shape == value_of(copy).shape
