@@ -63,7 +63,7 @@ class StandIn:
 
 
 def stand_in_mode(device: Any) -> FakeTensorMode:
-    """A mode of values that stand for those of a device with this profile, which has a ``name`` and a ``kind``."""
+    """A mode of values that stand for those of a device with this profile, whose ``kind`` is its type."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     setattr(mode, _STANDS_FOR, StandIn(device, device.kind))
     return mode

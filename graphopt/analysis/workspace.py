@@ -10,22 +10,31 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
 from graphopt import _torch
-from graphopt.analysis.costs.isolated_call import LARGEST_CALL, Fill, call_bytes, call_key, call_tensors, prepare, sizes
+from graphopt.analysis.costs.isolated_call import (
+    LARGEST_CALL,
+    Fill,
+    call_bytes,
+    call_key,
+    call_tensors,
+    prepare,
+    refusal,
+    sizes,
+)
 from graphopt.analysis.smaller_calls import SmallerCall, extrapolated, smaller_calls
-from graphopt.analysis.workspace_formulas import temporary_bytes
+from graphopt.analysis.workspace_formulas import described_call, is_chosen_on_device, temporary_bytes
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.opaque_update import opaque_update_
 from graphopt.ir.ops.values import is_dense, storage_bytes, tensors_of
 
-__all__ = ["Usage", "measured_usage"]
+__all__ = ["Usage", "measured_temporaries", "measured_usage"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +52,9 @@ class Usage:
     temporary: int = 0
     results: tuple[int, ...] | None = None
 
+
+_Call: TypeAlias = "fx.Node | SmallerCall | _There"
+"""What can be run by itself: a call of a program, a smaller one like it, or one on another device."""
 
 _MARK = "measured call "
 """How the marks in a profile begin; no op is called so."""
@@ -73,7 +85,41 @@ def _by_formula(node: fx.Node, other: _torch.StandIn) -> Usage:
         return Usage()
     if node.target is opaque_update_:
         return Usage(int(node.args[4]))  # type: ignore[arg-type]
-    return Usage(temporary_bytes(node, other.device.name, other.kind))
+    return Usage(temporary_bytes(node, other.device.name, other.kind, other.device.temporaries))
+
+
+def measured_temporaries(nodes: Iterable[fx.Node], device: torch.device) -> dict[str, int]:
+    """Bytes that calls of a program without data allocate for themselves on a device, where each is run once on zeros.
+
+    Args:
+        nodes: of the program; those whose libraries choose what they allocate are run (``is_chosen_on_device``).
+        device: cpu or a CUDA device of this machine.
+
+    Returns:
+        bytes by ``described_call``. A call that does not run there is left out, which the log says.
+    """
+    calls = {described_call(n): _There(n, device) for n in nodes if is_chosen_on_device(n) and not refusal(n)}
+    if device.type == "cpu":
+        return {key: usage.temporary for key, usage in _measure_cpu(calls).items()}
+    found: dict[str, int] = {}
+    for key, call in calls.items():
+        try:
+            found[key] = _cuda_temporary(call, device)
+        except Exception as error:  # too large for the device, or refused by the library
+            logger.warning("what %s allocates for itself on %s could not be measured: %s", key, device, error)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _There:
+    """A call that is run on another device than its example values are on."""
+
+    node: fx.Node
+    device: torch.device
+
+    def prepare(self, fill: Fill) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """The op with arguments on the device; see ``isolated_call.prepare``."""
+        return prepare(self.node, lambda count, dtype, _: fill(count, dtype, self.device))
 
 
 def _writing_key(node: fx.Node) -> str:
@@ -203,7 +249,7 @@ def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
     return torch.zeros(count, dtype=dtype, device=device)
 
 
-def _measure_cpu(calls: Mapping[str, fx.Node | SmallerCall]) -> dict[str, Usage]:
+def _measure_cpu(calls: Mapping[str, _Call]) -> dict[str, Usage]:
     """Run every call in one profile, and read the allocator's events between its marks."""
     done: list[str] = []
     results: list[tuple[int, ...]] = []
@@ -222,13 +268,13 @@ def _measure_cpu(calls: Mapping[str, fx.Node | SmallerCall]) -> dict[str, Usage]
     return {key: Usage(peaks.get(index, 0), results[index]) for index, key in enumerate(done)}
 
 
-def _node(call: fx.Node | SmallerCall) -> fx.Node:
-    return call.node if isinstance(call, SmallerCall) else call
+def _node(call: _Call) -> fx.Node:
+    return call if isinstance(call, fx.Node) else call.node
 
 
-def _prepared(call: fx.Node | SmallerCall) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def _prepared(call: _Call) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     filled = _filled(_node(call))
-    return call.prepare(filled) if isinstance(call, SmallerCall) else prepare(call, filled)
+    return prepare(call, filled) if isinstance(call, fx.Node) else call.prepare(filled)
 
 
 def _measure_cuda(node: fx.Node, devices: set[torch.device]) -> Usage:
@@ -250,7 +296,7 @@ def _measure_cuda(node: fx.Node, devices: set[torch.device]) -> Usage:
         return found
 
 
-def _cuda_temporary(call: fx.Node | SmallerCall, device: torch.device) -> int:
+def _cuda_temporary(call: _Call, device: torch.device) -> int:
     """Bytes of a device's peak while a call runs there, above what is allocated when it has run."""
     with torch.cuda.device(device), torch.random.fork_rng(devices=[device]), torch.no_grad():
         target, args, kwargs = _prepared(call)

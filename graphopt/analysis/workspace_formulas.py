@@ -3,15 +3,17 @@
 The formulas follow the sources of torch's kernels (``aten/src/ATen/native/cuda``, ``.../transformers/cuda/flash_attn``
 and ``aten/src/ATen/native/cpu``). Where bytes depend on values, such as how many different rows an embedding looks up,
 they are what the kernel takes at most. Ops that are made to need nothing beside their results have no formula; the few
-whose kernels choose their workspace on the device, convolutions and linear algebra, are named in the log. cuDNN keeps
-no workspace between calls: each convolution allocates its own from torch's allocator and frees it, as a temporary.
+whose kernels choose their workspace on the device, convolutions and linear algebra, are taken from the device's profile
+where they were measured for it, and named in the log elsewhere. cuDNN keeps no workspace between calls: each
+convolution allocates its own from torch's allocator and frees it, as a temporary.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from graphopt.analysis.costs.isolated_call import real_call, sizes
 from graphopt.ir.node import value_of
 from graphopt.ir.ops.loss_gradient import rows_at_a_time
 
-__all__ = ["temporary_bytes"]
+__all__ = ["described_call", "is_chosen_on_device", "temporary_bytes"]
 
 logger = logging.getLogger("graphopt")
 
@@ -35,32 +37,73 @@ _told: set[tuple[str, str]] = set()
 _CHOSEN_ON_DEVICE = ("convolution", "convolution_backward", "_fft_r2c", "_fft_c2c", "_fft_c2r", "_cudnn_rnn")
 """Ops whose libraries choose an algorithm, and with it a workspace, when they see the device."""
 
-_NOT_COUNTED = "is not counted: the peak may be higher by its workspace"
+_NOT_COUNTED = "is not counted: the peak may be higher by its workspace (graphopt profile --calls measures it there)"
 _FILTERS_COUNTED = (
     "is counted for filters of 3 × 3 in float32, as Winograd's algorithm transforms them: the peak may be higher where "
     "it takes more"
 )
 
 
-def temporary_bytes(node: fx.Node, device: str, kind: str) -> int:
+def is_chosen_on_device(node: fx.Node) -> bool:
+    """Whether a call's library chooses what it allocates for itself when it sees the device."""
+    target, _, _ = real_call(node)
+    return isinstance(target, _torch.OpOverload) and _is_chosen(_name(target))
+
+
+def _name(target: _torch.OpOverload) -> str:
+    return str(target._schema.name.partition("::")[2])
+
+
+def _is_chosen(name: str) -> bool:
+    return name in _CHOSEN_ON_DEVICE or name.startswith(("linalg_", "_linalg_"))
+
+
+def described_call(node: fx.Node) -> str:
+    """Equal for calls that run alike on any device: op, dtypes, shapes, strides where they are not dense, and numbers.
+
+    By this text a device's profile knows what a call allocates for itself (``DeviceProfile.temporaries``).
+    """
+    target, args, kwargs = real_call(node)
+    given = [_described(argument) for argument in args]
+    given += [f"{name}={_described(argument)}" for name, argument in kwargs.items()]
+    return f"{target}({', '.join(given)})"
+
+
+def _described(argument: Any) -> str:
+    value = value_of(argument) if isinstance(argument, fx.Node) else argument
+    if isinstance(value, torch.Tensor):
+        shape, strides = list(sizes(value.shape)), list(sizes(value.stride()))
+        dense = strides == list(torch.empty(shape, device="meta").stride())
+        return f"{str(value.dtype).removeprefix('torch.')}{shape}{'' if dense else f' strides {strides}'}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_described, value))}]"
+    return str(_torch.size_hint(value) if isinstance(value, torch.SymInt) else value)
+
+
+def temporary_bytes(node: fx.Node, device: str, kind: str, measured: Mapping[str, int] = MappingProxyType({})) -> int:
     """Bytes that a call allocates and frees again while it runs, beyond its results.
 
     Args:
         node: a call of a program without data.
         device: what the program is for, for people.
         kind: the type of this device, ``"cuda"`` or ``"cpu"``.
+        measured: what calls allocate there whose libraries choose it on the device, by ``described_call``.
     """
     target, args, _ = real_call(node)
     if not isinstance(target, _torch.OpOverload):
         return 0
-    name = target._schema.name.partition("::")[2]
+    name = _name(target)
+    if measured and _is_chosen(name):
+        known = measured.get(described_call(node))
+        if known is not None:
+            return known
     formula = (_CUDA if kind == "cuda" else _CPU).get(name)
     if formula is not None:
         found = formula(*(value_of(arg) if isinstance(arg, fx.Node) else arg for arg in args))
         if name in _CHOSEN_ON_DEVICE:
             _tell(name, device, _FILTERS_COUNTED)
         return found
-    if kind == "cuda" and (name in _CHOSEN_ON_DEVICE or name.startswith(("linalg_", "_linalg_"))):
+    if kind == "cuda" and _is_chosen(name):
         _tell(name, device, _NOT_COUNTED)
     return 0
 

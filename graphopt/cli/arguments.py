@@ -15,6 +15,7 @@ from graphopt.ir.phases import Stage
 
 __all__ = [
     "REMEASURE_HELP",
+    "batch_arguments",
     "budget_argument",
     "budget_problem",
     "byte_count",
@@ -86,6 +87,11 @@ def device_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("a device that need not be here")
     group.add_argument("--device", choices=FileOr(DEVICES), metavar="DEVICE", help=_DEVICE_HELP)
     group.add_argument("--devices", type=positive, default=1, metavar="N", help=_DEVICES_HELP)
+    batch_arguments(group)
+
+
+def batch_arguments(group: argparse._ActionsContainer) -> None:
+    """Add what describes the batch of an hf: target."""
     group.add_argument(
         "--batch", type=positive, metavar="N", help="sequences in a batch, for an hf: target (default 1)"
     )

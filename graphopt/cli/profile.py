@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
@@ -13,7 +13,9 @@ from graphopt.analysis.costs.calibration import measured_profile
 from graphopt.analysis.costs.device_names import is_profile_file
 from graphopt.analysis.costs.figures import remeasure
 from graphopt.analysis.costs.profiles import DeviceProfile
+from graphopt.analysis.workspace import measured_temporaries
 from graphopt.cli.output import check_output, print_json, print_report
+from graphopt.cli.programs import program_without_data
 from graphopt.errors import GraphoptError
 from graphopt.ir.columns import aligned
 from graphopt.ir.ops.values import format_bytes, format_seconds
@@ -36,6 +38,8 @@ def profile(options: argparse.Namespace) -> None:
     place = options.place or ("cuda" if torch.cuda.is_available() else "cpu")
     with terminal.working(f"measuring {place}"):
         found = measured_profile(place)
+    if options.calls:
+        found = replace(found, temporaries=_temporaries(found, torch.device(place), options))
     if options.output is not None:
         found.save(options.output)
         terminal.write(f"wrote {options.output} ({options.output.stat().st_size} bytes)", sys.stderr)
@@ -43,6 +47,13 @@ def profile(options: argparse.Namespace) -> None:
         print_json({"device": found.name, "profile": asdict(found)})
     else:
         print_report(f"{found.name} ({place})", "\n".join(aligned(list(_rows(found)), right=(1,))))
+
+
+def _temporaries(profile: DeviceProfile, device: torch.device, options: argparse.Namespace) -> dict[str, int]:
+    """What calls of the targets allocate for themselves on the device, by their text."""
+    nodes = [node for text in options.calls for node in program_without_data(text, profile, options).nodes]
+    with terminal.working(f"measuring calls on {device}"):
+        return measured_temporaries([node for node in nodes if node.op == "call_function"], device)
 
 
 def _rows(found: DeviceProfile) -> Iterator[tuple[str, str]]:
@@ -55,6 +66,9 @@ def _rows(found: DeviceProfile) -> Iterator[tuple[str, str]]:
     yield "a small op", format_seconds(found.overhead)
     yield "memory in all", format_bytes(found.memory_bytes)
     yield "memory for tensors", format_bytes(found.usable_bytes)
+    if found.temporaries:
+        most = format_bytes(max(found.temporaries.values()))
+        yield "calls that were measured", f"{len(found.temporaries)}, up to {most} for itself"
 
 
 def _per_second(rate: float) -> str:

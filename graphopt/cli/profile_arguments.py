@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from graphopt.cli.arguments import REMEASURE_HELP
+from graphopt.cli.arguments import REMEASURE_HELP, batch_arguments
 
 __all__ = ["profile_arguments"]
 
@@ -17,8 +17,12 @@ user's cache folder. With several GPUs, so is the link between two of them. Meas
 The file is TOML, to be read and changed. It stands wherever a device is named: --device FILE, --cost FILE, and in
 Python FitMemory(cost=FILE) and capture(device=FILE).
 
+Libraries choose on the device what convolutions and linear algebra allocate for themselves. With --calls, those of the
+targets are run once each, and the file knows for the next plan what they take.
+
 examples:
   graphopt profile -o mine.toml
+  graphopt profile --calls examples/resnet50_checkpoints.py:factory -o mine.toml
   graphopt plan examples/train_gpt.py:factory --budget 60% --cost mine.toml
 """
 
@@ -32,4 +36,13 @@ def profile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="write the profile to FILE, which ends in .toml"
     )
+    parser.add_argument(
+        "--calls",
+        nargs="+",
+        default=(),
+        metavar="TARGET",
+        help="measure what convolutions and linear algebra of these targets allocate for themselves; a target is what "
+        "graphopt plan --device takes",
+    )
+    batch_arguments(parser)
     parser.add_argument("--remeasure", action="store_true", help=REMEASURE_HELP)

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from graphopt import _torch
 from graphopt.analysis.costs.figures import remeasure
-from graphopt.analysis.costs.profiles import device_profile
+from graphopt.analysis.costs.profiles import DeviceProfile, device_profile
 from graphopt.capture.meta_tensors import without_data
 from graphopt.cli.model_config import PREFIX, model_of_config
 from graphopt.cli.target import Target, checked_target, load_target
@@ -28,6 +28,7 @@ from graphopt.runtime.rewrite import Checks, Rewritten, Verify, rewrite
 __all__ = [
     "before_passes",
     "pipeline_of",
+    "program_without_data",
     "rewritten_program",
     "stage_to_show",
 ]
@@ -54,7 +55,7 @@ def rewritten_program(options: argparse.Namespace, pipeline: Pipeline | None = N
         remeasure()
     with contextlib.redirect_stdout(sys.stderr), terminal.working(f"capturing {options.target}"):
         profile = None if options.device is None else device_profile(options.device)
-        target = _target(options)
+        target = _target(options.target, options, data=options.device is None)
         stage = stage_to_show(options.stage, target, pipeline, options.verify)
         session, context = target.session(profile), Context(device=profile)
         with _torch.ranks_without_network(options.devices):
@@ -64,14 +65,32 @@ def rewritten_program(options: argparse.Namespace, pipeline: Pipeline | None = N
     return rewritten
 
 
-def _target(options: argparse.Namespace) -> Target:
-    """The target: what a factory returns, made without data where a device is named, or a model by configuration."""
-    if options.target.startswith(PREFIX):
-        path = Path(options.target.removeprefix(PREFIX))
+def program_without_data(text: str, profile: DeviceProfile, options: argparse.Namespace) -> Program:
+    """The program of a target without passes, captured for a device without data.
+
+    Args:
+        text: names the target.
+        profile: of the device.
+        options: ``batch``, ``tokens`` and ``dtype``, for an ``hf:`` target.
+
+    Raises:
+        GraphoptError: for a target that gives no program.
+    """
+    with contextlib.redirect_stdout(sys.stderr), terminal.working(f"capturing {text}"):
+        target = _target(text, options, data=False)
+        stage = stage_to_show(None, target, Pipeline([]))
+        found = rewrite(target.session(profile), Pipeline([]), until=stage, context=Context(device=profile))
+    return found.stages[stage]
+
+
+def _target(text: str, options: argparse.Namespace, *, data: bool) -> Target:
+    """The target: what a factory returns, with or without data, or a model by configuration."""
+    if text.startswith(PREFIX):
+        path = Path(text.removeprefix(PREFIX))
         parts = model_of_config(path, batch=options.batch or 1, tokens=options.tokens, dtype=options.dtype)
-        return checked_target(parts, options.target)
-    with contextlib.nullcontext() if options.device is None else without_data():
-        return load_target(options.target)
+        return checked_target(parts, text)
+    with contextlib.nullcontext() if data else without_data():
+        return load_target(text)
 
 
 def pipeline_of(options: argparse.Namespace, *, fitted: bool = True) -> Pipeline:

@@ -22,6 +22,11 @@ class Device(Protocol):
         """Its type as torch names it."""
         ...
 
+    @property
+    def temporaries(self) -> Mapping[str, int]:
+        """Bytes that calls allocate for themselves there, by their text, as far as they were measured."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class NamedDevice:
@@ -29,6 +34,7 @@ class NamedDevice:
 
     name: str
     kind: str
+    temporaries: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from graphopt.errors import ArgumentError, GraphoptError, PipelineError, did_you_mean
-from graphopt.ir.toml_text import toml_text
+from graphopt.ir.toml_text import read_toml, toml_text
 from graphopt.rewriting.pass_data import passes_from_data, passes_to_data
 from graphopt.rewriting.registry import find_pass
 from graphopt.rewriting.yaml_text import read_yaml, yaml_text
@@ -108,7 +107,7 @@ def _entries(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-_READERS: dict[str, Callable[[str], Any]] = {"TOML": tomllib.loads, "JSON": _read_json, "YAML": read_yaml}
+_READERS: dict[str, Callable[[str], Any]] = {"TOML": read_toml, "JSON": _read_json, "YAML": read_yaml}
 
 
 def _indented(text: str) -> str:

@@ -75,6 +75,27 @@ def test_the_device_of_the_call_is_asked_whatever_device_is_current(asked: list[
     assert {device for _, device in asked} == {THERE}
 
 
+def test_a_call_of_a_program_without_data_is_run_on_the_device_that_is_named(
+    asked: list[tuple[str, torch.device]],
+) -> None:
+    ops = (torch.ops.aten._fft_r2c.default, torch.ops.aten.sin.default)  # the second takes nothing that is chosen
+    found = workspace.measured_temporaries([call(op, (8, 8), device=torch.device("cpu")) for op in ops], THERE)
+    assert found == {"aten._fft_r2c.default(float32[8, 8])": 40}
+    assert {device for _, device in asked} == {THERE}
+
+
+def test_arguments_are_made_on_the_device_that_is_named() -> None:
+    node = call(torch.ops.aten._fft_r2c.default, (8, 8), device=torch.device("cpu"))
+    made: list[torch.device] = []
+
+    def fill(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        made.append(device)
+        return torch.zeros(count, dtype=dtype)
+
+    workspace._There(node, THERE).prepare(fill)
+    assert made == [THERE]
+
+
 BACKWARD = torch.ops.aten.embedding_dense_backward.default
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,36 @@ def test_a_device_that_is_neither_a_name_nor_a_file_is_refused(run: Command, tmp
     assert "there is no file" in gone.err
     both = run("plan", target("plain"), "--cost", tmp_path / "mine.toml", "--remeasure")
     assert both.code == 2
+
+
+def test_calls_of_a_target_are_measured_for_other_machines(
+    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_folder(tmp_path, monkeypatch)
+    path, plain = tmp_path / "mine.toml", tmp_path / "plain.toml"
+    outcome = run("profile", "cpu", "--calls", target("wide_filters"), "-o", path)
+    assert outcome.code == 0, outcome.err
+    profile = DeviceProfile.load(path)
+    assert {call.partition("(")[0] for call in profile.temporaries} == {
+        "aten.convolution.default",
+        "aten.convolution_backward.default",
+    }
+    assert f"{len(profile.temporaries)}, up to" in outcome.out
+    replace(profile, temporaries={}).save(plain)
+    peaks = {}
+    for name, arguments in {"here": (), "measured": ("--device", path), "plain": ("--device", plain)}.items():
+        planned = run("plan", target("wide_filters"), *arguments, "--json")
+        assert planned.code == 0, planned.err
+        peaks[name] = planned.data["plain"]["peak_bytes"]
+    assert peaks["measured"] == peaks["here"]
+    assert peaks["plain"] < peaks["here"]
+
+
+def test_a_target_of_calls_that_is_not_there_is_refused(
+    run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_folder(tmp_path, monkeypatch)
+    outcome = run("profile", "cpu", "--calls", "missing.py:factory", "-o", tmp_path / "mine.toml")
+    assert outcome.code == 1
+    assert "there is no file 'missing.py'" in outcome.err
+    assert not (tmp_path / "mine.toml").exists()

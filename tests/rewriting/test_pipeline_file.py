@@ -134,6 +134,7 @@ BOMB = "a: &a [x, x]\nb: &b [*a, *a]\npasses: *b\n"
         ("pipeline.tml", "", r"did you mean '\.toml'"),
         ("pipeline.toml", "passes = ", "is not TOML: "),
         ("pipeline.toml", "a = " + "[" * 100_000, "nested too deeply"),
+        ("pipeline.toml", "a" + ".a" * 40_000 + " = 1", "line 1 has 40000 dots"),
         ("pipeline.json", "{", "is not JSON: "),
         ("pipeline.json", '{"passes": {"offload": {}, "offload": {}}}', "'offload' stands twice"),
         ("pipeline.json", '{"passes": {"offload": {"min-bytes": ' + "9" * 5000 + "}}}", "is not JSON: "),

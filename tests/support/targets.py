@@ -60,6 +60,18 @@ def plain() -> tuple[nn.Module, tuple[torch.Tensor]]:
     return Small(), (batch()[0],)
 
 
+def wide_filters() -> dict[str, Any]:
+    """A step whose convolutions lay out columns of their own on a CPU."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, dilation=2), nn.ReLU(), nn.Conv2d(8, 4, 5, stride=2)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    inputs = torch.zeros(2, 3, 24, 24, dtype=torch.float64)
+    return {"model": model, "example_inputs": inputs, "loss": mean_square, "optimizer": optimizer}
+
+
+def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
 def talkative() -> tuple[nn.Module, torch.Tensor]:
     """One tensor in place of a tuple, and a script's habit of printing."""
     print("building the model")

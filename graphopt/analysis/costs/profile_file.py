@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -13,19 +12,20 @@ from graphopt.analysis.allocator.rules import CACHING, PLAIN, AllocatorRules
 from graphopt.analysis.costs.device_names import is_profile_file
 from graphopt.errors import ArgumentError, GraphoptError, shown
 from graphopt.ir.checked_json import Field
-from graphopt.ir.toml_text import toml_text
+from graphopt.ir.toml_text import read_toml, toml_text
 
 __all__ = ["read_profile", "write_profile"]
 
-_LARGEST = 100_000
-"""Bytes of a file; a profile takes some thousand."""
+_LARGEST = 1_000_000
+"""Bytes of a file; a profile takes some thousand, and some hundred for each call whose temporaries it has."""
 
 _NEEDED = ("name", "memory_bytes", "memory_bandwidth", "host_bandwidth", "overhead", "flops")
 _BANDWIDTHS = ("memory_bandwidth", "host_bandwidth", "peer_bandwidth", "network_bandwidth", "disk_bandwidth")
 _COUNTS = ("memory_bytes", "context_bytes", "devices_per_host")
-_OTHERS = ("kind", "efficiency", "allocator", "workspaces", "sources")
+_OTHERS = ("kind", "efficiency", "allocator", "workspaces", "sources", "temporaries")
 _KINDS = {"cuda": "cuda", "cpu": "cpu"}
 _MOST_ITEMS, _LONGEST = 100, 1_000
+_MOST_CALLS = 4_000
 _LARGEST_COUNT = 2**60
 
 
@@ -77,7 +77,7 @@ def _document(path: Path) -> Any:
             content = file.read(_LARGEST + 1)
         if len(content) > _LARGEST:
             raise GraphoptError(f"{str(path)!r} is larger than the {_LARGEST:,} bytes that are read of a profile")
-        return tomllib.loads(content.decode("utf-8"))
+        return read_toml(content.decode("utf-8"))
     except FileNotFoundError:
         raise GraphoptError(f"there is no file {str(path)!r}; graphopt profile -o {path.name} writes one") from None
     except OSError as error:
@@ -101,6 +101,9 @@ def _arguments(document: Field) -> dict[str, Any]:
     if "workspaces" in given:
         sizes = given["workspaces"].entries(_MOST_ITEMS)
         found["workspaces"] = {library: size.whole(0, _LARGEST_COUNT) for library, size in sizes}
+    if "temporaries" in given:
+        calls = given["temporaries"].entries(_MOST_CALLS)
+        found["temporaries"] = {call: size.whole(0, _LARGEST_COUNT) for call, size in calls}
     if "sources" in given:
         found["sources"] = tuple(source.text(_LONGEST) for source in given["sources"].items(_MOST_ITEMS))
     return found

@@ -47,6 +47,8 @@ class DeviceProfile:
         context_bytes: bytes that the device's driver and libraries take outside of the allocator.
         sources: where the figures are published.
         disk_bandwidth: bytes per second between the device and a disk of its host; 0 where it is not known.
+        temporaries: bytes that calls allocate for themselves while they run, by their text, for ops whose libraries
+            choose that on the device (convolutions, linear algebra); ``graphopt profile --calls`` measures them.
 
     Raises:
         GraphoptError: for a figure that is not positive (``overhead`` and what may be unknown may be 0), or without
@@ -76,6 +78,7 @@ class DeviceProfile:
     context_bytes: int = 0
     sources: tuple[str, ...] = ()
     disk_bandwidth: float = 0.0
+    temporaries: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DeviceProfile:
@@ -111,6 +114,7 @@ class DeviceProfile:
         unknown = ("overhead", "peer_bandwidth", "network_bandwidth", "disk_bandwidth", "context_bytes")
         figures = {name: getattr(self, name) for name in unknown}
         figures |= {f"workspaces[{library!r}]": size for library, size in self.workspaces.items()}
+        figures |= {f"temporaries[{call!r}]": size for call, size in self.temporaries.items()}
         wrong += [f"{key} is {value!r}" for key, value in figures.items() if not 0 <= value < math.inf]
         wrong += [f"devices_per_host is {self.devices_per_host!r}"] if self.devices_per_host < 1 else []
         if wrong:

@@ -175,12 +175,18 @@ WRONG = {
     "rules of the allocator that are none": (GOOD + "[allocator]\nround_byte = 1\n", "did you mean 'round_bytes'"),
     "a rule of another type": (GOOD + "[allocator]\ncaching = 1\n", r"\$.allocator.caching: expected true or false"),
     "a workspace below 0": (GOOD + "[workspaces]\ncublas = -1\n", r"\$.workspaces.cublas: expected a whole number"),
+    "temporaries below 0": (
+        GOOD + '[temporaries]\n"aten.mm.default()" = -1\n',
+        r"\$.temporaries\[.*\]: expected a whole number",
+    ),
+    "temporaries that are none": ("temporaries = 3\n" + GOOD, r"\$.temporaries: expected an object"),
+    "a key of many parts": ("a" + ".a" * 40_000 + " = 1", "line 1 has 40000 dots"),
     "a name on two lines": (GOOD.replace('"mine"', '"a\\nb"'), r"\$.name: a name that can be read on one line"),
     "devices of no number": ("devices_per_host = 0\n" + GOOD, "devices_per_host is 0"),
     "a source that is no text": ("sources = [1]\n" + GOOD, r"\$.sources\[0\]: expected text"),
     "no TOML": ("name =", "is not TOML"),
     "depth": ("x = " + "[" * 40_000, "nested too deeply|is not TOML"),
-    "a file too large": ("#" * 200_000, "larger than the 100,000 bytes"),
+    "a file too large": ("#" * 1_000_001, "larger than the 1,000,000 bytes"),
 }
 
 
