@@ -103,7 +103,7 @@ def temporary_bytes(node: fx.Node, device: str, kind: str, measured: Mapping[str
         if name in _CHOSEN_ON_DEVICE:
             _tell(name, device, _FILTERS_COUNTED)
         return found
-    if kind == "cuda" and _is_chosen(name):
+    if _is_chosen(name):
         _tell(name, device, _NOT_COUNTED)
     return 0
 

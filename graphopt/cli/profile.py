@@ -11,7 +11,7 @@ import torch
 
 from graphopt.analysis.costs.calibration import measured_profile
 from graphopt.analysis.costs.device_names import is_profile_file
-from graphopt.analysis.costs.figures import remeasure
+from graphopt.analysis.costs.figures import device_here, remeasure
 from graphopt.analysis.costs.profiles import DeviceProfile
 from graphopt.analysis.workspace import measured_temporaries
 from graphopt.cli.output import check_output, print_json, print_report
@@ -39,7 +39,7 @@ def profile(options: argparse.Namespace) -> None:
     with terminal.working(f"measuring {place}"):
         found = measured_profile(place)
     if options.calls:
-        found = replace(found, temporaries=_temporaries(found, torch.device(place), options))
+        found = replace(found, temporaries=_temporaries(found, device_here(place), options))
     if options.output is not None:
         found.save(options.output)
         terminal.write(f"wrote {options.output} ({options.output.stat().st_size} bytes)", sys.stderr)

@@ -27,9 +27,20 @@ examples:
 """
 
 
+def _problem(options: argparse.Namespace) -> str:
+    configs = [text for text in options.calls if text.startswith("hf:")]
+    given = [f"--{name}" for name in ("batch", "tokens", "dtype") if getattr(options, name) is not None]
+    if configs and options.tokens is None:
+        return f"{configs[0]} is a configuration without a batch: give --tokens, and --batch for more than one row"
+    if given and not configs:
+        return f"{given[0]} is for calls of a target such as hf:config.json, and --calls names none"
+    return ""
+
+
 def profile_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command, and an example."""
     parser.epilog = _EPILOG
+    parser.set_defaults(problem=_problem)
     parser.add_argument(
         "place", nargs="?", metavar="DEVICE", help="cpu, cuda or cuda:1 (default: cuda where there is one, else cpu)"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -122,3 +123,16 @@ def test_attention_on_a_cpu_is_about_what_is_measured() -> None:
     assert measured[0] > 0
     for one, other in zip(measured, computed, strict=True):
         assert abs(one - other) <= 0.5 * max(one, other)
+
+
+def test_a_processor_chooses_for_convolutions_too(caplog: pytest.LogCaptureFixture) -> None:
+    """What it allocates is counted where its profile knows it, and said not to be elsewhere."""
+    workspace_formulas._told.clear()
+    model, inputs = nn.Conv2d(2, 2, 3, dilation=2).double(), (torch.zeros(1, 2, 9, 9, dtype=torch.float64),)
+    known = {"aten.convolution.default(float64[1, 2, 9, 9], float64[2, 2, 3, 3], float64[2], [1, 1], [0, 0], [2, 2], "
+             "False, [0, 0], 1)": 3600}  # fmt: skip
+    mine = replace(CPU, temporaries=known)
+    assert _temporaries(graphopt.capture(model, inputs, device=mine), "convolution.default") == [3600]
+    assert not any("aten.convolution " in record.message for record in caplog.records)
+    assert _temporaries(graphopt.capture(model, inputs, device=CPU), "convolution.default") == [0]
+    assert any("aten.convolution allocates for itself on a CPU" in record.message for record in caplog.records)

@@ -101,3 +101,17 @@ def test_a_target_of_calls_that_is_not_there_is_refused(
     assert outcome.code == 1
     assert "there is no file 'missing.py'" in outcome.err
     assert not (tmp_path / "mine.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--calls", "hf:config.json"), "hf:config.json is a configuration without a batch: give --tokens"),
+        (("--batch", "2"), "--batch is for calls of a target such as hf:config.json, and --calls names none"),
+        (("--calls", target("plain"), "--tokens", "4"), "--tokens is for calls of a target such as hf:config.json"),
+    ],
+)
+def test_what_describes_no_batch_is_refused(run: Command, arguments: tuple[str, ...], message: str) -> None:
+    outcome = run("profile", "cpu", *arguments)
+    assert outcome.code == 2
+    assert message in outcome.err

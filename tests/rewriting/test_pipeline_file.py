@@ -134,7 +134,7 @@ BOMB = "a: &a [x, x]\nb: &b [*a, *a]\npasses: *b\n"
         ("pipeline.tml", "", r"did you mean '\.toml'"),
         ("pipeline.toml", "passes = ", "is not TOML: "),
         ("pipeline.toml", "a = " + "[" * 100_000, "nested too deeply"),
-        ("pipeline.toml", "a" + ".a" * 40_000 + " = 1", "line 1 has 40000 dots"),
+        ("pipeline.toml", "a" + ".a" * 40_000 + " = 1", "a key in line 1 has 40001 parts"),
         ("pipeline.json", "{", "is not JSON: "),
         ("pipeline.json", '{"passes": {"offload": {}, "offload": {}}}', "'offload' stands twice"),
         ("pipeline.json", '{"passes": {"offload": {"min-bytes": ' + "9" * 5000 + "}}}", "is not JSON: "),
@@ -198,3 +198,17 @@ def test_any_text_is_read_or_refused(suffix: str, text: str, tmp_path_factory: p
     else:
         said = str(path)
     assert str(path) in said
+
+
+def test_many_names_on_a_line_are_no_key_of_many_parts(tmp_path: Path) -> None:
+    names = tuple(f"model.layers.{number}.mlp.down_proj" for number in range(300))
+    path = tmp_path / "pipeline.toml"
+    configs.save([Recompute(names)], path)
+    assert configs.load(path).passes == Pipeline([Recompute(names)]).passes
+
+
+def test_a_key_of_many_parts_does_not_hide_behind_a_string(tmp_path: Path) -> None:
+    path = tmp_path / "pipeline.toml"
+    path.write_text("x = {a = '''\n\"''', " + "b." * 40_000 + 'b = "1"}')
+    with pytest.raises(GraphoptError, match="a key in line 2 has"):
+        configs.load(path)

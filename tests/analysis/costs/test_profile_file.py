@@ -180,7 +180,7 @@ WRONG = {
         r"\$.temporaries\[.*\]: expected a whole number",
     ),
     "temporaries that are none": ("temporaries = 3\n" + GOOD, r"\$.temporaries: expected an object"),
-    "a key of many parts": ("a" + ".a" * 40_000 + " = 1", "line 1 has 40000 dots"),
+    "a key of many parts": ("a" + ".a" * 40_000 + " = 1", "a key in line 1 has 40001 parts"),
     "a name on two lines": (GOOD.replace('"mine"', '"a\\nb"'), r"\$.name: a name that can be read on one line"),
     "devices of no number": ("devices_per_host = 0\n" + GOOD, "devices_per_host is 0"),
     "a source that is no text": ("sources = [1]\n" + GOOD, r"\$.sources\[0\]: expected text"),

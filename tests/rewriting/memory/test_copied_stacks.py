@@ -115,7 +115,7 @@ def test_any_order_has_the_same_bits(model: Parts, rows: int) -> None:
 
 
 def test_orders_are_followed() -> None:
-    """Those that hypothesis draws may need no copy; these do."""
+    """All orders of three axes, most of which need a copy."""
     rewritten = 0
     for whole in (False, True):
         for order in itertools.permutations(range(3)):
