@@ -40,6 +40,7 @@ from graphopt._torch.c10d import broadcast as broadcast
 from graphopt._torch.c10d import broadcast_ as broadcast_
 from graphopt._torch.c10d import collectives_draw_apart as collectives_draw_apart
 from graphopt._torch.c10d import default_store as default_store
+from graphopt._torch.c10d import group_on_host as group_on_host
 from graphopt._torch.c10d import is_gloo as is_gloo
 from graphopt._torch.c10d import is_tcp_store as is_tcp_store
 from graphopt._torch.c10d import process_groups as process_groups
@@ -223,6 +224,7 @@ __all__ = [
     "fixed_size_guard",
     "generated_function",
     "global_module_hooks",
+    "group_on_host",
     "guard_texts",
     "has_autocast_rule",
     "has_global_backward_hooks",

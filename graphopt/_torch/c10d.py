@@ -28,6 +28,7 @@ __all__ = [
     "broadcast_",
     "collectives_draw_apart",
     "default_store",
+    "group_on_host",
     "is_gloo",
     "is_tcp_store",
     "process_groups",
@@ -95,6 +96,23 @@ def default_store() -> Any:
     if store is None:
         raise RuntimeError("this process group has no store")
     return store
+
+
+def group_on_host(group: Any) -> Any | None:
+    """A group of the same ranks that exchanges tensors on the host; None where its backend is the one for tests.
+
+    All ranks of the group have to come here together for the first time: where it has no backend for the host, as with
+    NCCL alone, one of gloo is made for them.
+    """
+    import torch.distributed as dist
+
+    backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
+    if "fake" in backends.values():
+        return None
+    if "cpu" in backends:
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
 
 def abort_group(group: Any) -> None:

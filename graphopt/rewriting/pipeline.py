@@ -107,6 +107,23 @@ class Pipeline:
         dividing = (current for current in self.training if type(current).shards is not TrainingPass.shards)
         return next((str(getattr(current, "group", "")) for current in dividing), None)
 
+    @property
+    def trains_apart(self) -> bool:
+        """Whether a pass lets ranks train by themselves for a while (``TrainingPass.settle``)."""
+        return any(type(current).settle is not TrainingPass.settle for current in self.training)
+
+    @property
+    def groups(self) -> list[str]:
+        """The process groups that passes are told to exchange over, by name; ``""`` is the default group.
+
+        From their options ``group``, ``groups`` (entries ``GLOB=GROUP``) and ``replicas``.
+        """
+        found = [getattr(current, "group", None) for current in self.passes]
+        found += [getattr(current, "replicas", None) or None for current in self.passes]
+        entries = [entry for current in self.passes for entry in getattr(current, "groups", ())]
+        named = [name for name in found if isinstance(name, str)]
+        return list(dict.fromkeys([*named, *(entry.rpartition("=")[2] for entry in entries)]))
+
     def due(self, stage: Stage, *, last: bool) -> list[Pass]:
         """The passes for a program of a stage, in order; ``last`` says whether it is the one that runs."""
         return self.of(stage) + (self.of("last") if last else [])

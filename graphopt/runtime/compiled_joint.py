@@ -27,6 +27,7 @@ from graphopt.runtime.compile.backend import Boxed, compile_module
 from graphopt.runtime.compile.partition import bind_state, partition, take_any_strides
 from graphopt.runtime.compile.pruned_backward import run_pruned
 from graphopt.runtime.missing_gradients import MissingGradients
+from graphopt.runtime.ranks.exchange_plan import ExchangePlan, exchange_plan
 from graphopt.runtime.runner import Capture, Runner
 
 __all__ = ["CompiledJoint", "compile_joint"]
@@ -56,6 +57,7 @@ class CompiledJoint(Capture):
         stay: which of these are one object until an assignment to the model.
         tangents: which outputs a gradient has to reach.
         checked: what the program checks for infinities, where it does.
+        exchanges: what the program exchanges with other ranks.
         explained: whether a second derivative gives graphopt's error.
     """
 
@@ -67,6 +69,7 @@ class CompiledJoint(Capture):
     stay: list[bool]
     tangents: MissingGradients
     checked: CheckedGradients | None
+    exchanges: ExchangePlan
     explained: bool = False
     _resident: list[Callable[[], Any]] = field(default_factory=list[Any])
     _version: int | None = None
@@ -144,6 +147,7 @@ def compile_joint(
         [stays(spec, session.model) for spec in joint.inputs],
         tangents,
         checked_gradients(program),
+        exchange_plan(program),
     )
 
 

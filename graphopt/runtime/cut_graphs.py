@@ -108,6 +108,7 @@ class CutGraph:
         """Run the program."""
         assert self.compiled is not None
         owner = self.owner.owner
+        self.owner.agree(self.compiled)
         owner.begins(self)
         result = self.compiled.call([get(arguments) for get in self.fetch])
         owner.ran(self, result)
@@ -284,6 +285,14 @@ class CutGraphs:
                 graph.session.joint = joint
                 self._use(graph, capture)
         return found
+
+    def agree(self, compiled: CompiledJoint) -> None:
+        """Wait until all ranks that a graph exchanges with have said that they run the same.
+
+        Raises:
+            RankError: where they do not.
+        """
+        self._runner.wait(self._runner.agreement.begin(compiled.exchanges), compiled.rewritten.program)
 
     def use_smallest(self, graph: CutGraph) -> None:
         """Let a graph run its program of the fewest bytes, which is compiled; a joint program can be that once."""

@@ -90,9 +90,11 @@ class DropIn:
             self.parts = None
         if self.parts is None:
             try:
-                with CAPTURE_LOCK:
+                with CAPTURE_LOCK, self.runner.agreement.reporting():
                     found, tensors = self.runner.find(model, args, kwargs, _Maker(self, model, args, kwargs))
+                    begun = self.runner.agreement.begin(found.exchanges)
                     arguments = found.gather(tensors, self.runner.serving.changes)
+                self.runner.wait(begun, found.rewritten.program)
                 return found.call(arguments)
             except _ReplacedError:
                 why = "its parameters are other tensors in this call (torch.func.functional_call)"
@@ -117,7 +119,8 @@ class DropIn:
     def prepare(self, model: nn.Module, example_inputs: Any) -> None:
         """Capture for positional example inputs."""
         try:
-            self.runner.find_example(model, example_inputs, lambda args: _Maker(self, model, args, {}))
+            found = self.runner.find_example(model, example_inputs, lambda args: _Maker(self, model, args, {}))
+            self.runner.compare_new(found.rewritten.program, found.exchanges)
         except GraphBreakError as error:
             self.parts = Parts(self.original, what_runs(model), self.runner, error)
             self.parts.tell_beforehand()

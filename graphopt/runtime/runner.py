@@ -31,7 +31,8 @@ from graphopt.runtime.captures import Captures
 from graphopt.runtime.check_numerics import check_numerics
 from graphopt.runtime.compile.backend import Backend, check_backend
 from graphopt.runtime.observers import tell_observers
-from graphopt.runtime.ranks.agreement import Agreement
+from graphopt.runtime.ranks.agreement import Agreement, Round
+from graphopt.runtime.ranks.exchange_plan import ExchangePlan
 from graphopt.runtime.ranks.watch import StepWatch
 from graphopt.runtime.reserve import reserve_host
 from graphopt.runtime.rewrite import Checks, Rewritten, Verify, rewrite
@@ -100,6 +101,7 @@ class Runner(Generic[C]):
         serving: finds what serves a call.
         store: the tensors that passes keep across runs.
         watch: of the ranks that programs exchange with.
+        agreement: of these ranks on what they exchange.
         cache: of captures, beyond this process.
     """
 
@@ -117,7 +119,7 @@ class Runner(Generic[C]):
         self.store = StateStore(parameter)
         self.watch = StepWatch()
         self._until: Stage = until
-        self._agreement = Agreement()
+        self.agreement = Agreement(options.pipeline.groups)
         self._told: set[str] = set()
         self.cache = ProgramCache(options, until)
         self._context = Context(numbers={} if numbers is None else numbers, compiled=options.backend != "eager")
@@ -205,7 +207,7 @@ class Runner(Generic[C]):
             raise CaptureError(
                 f"example_inputs is a tuple with the positional arguments of a call, got {shown(inputs)}"
             )
-        with CAPTURE_LOCK:
+        with CAPTURE_LOCK, self.agreement.reporting():
             return self.find(model, tuple(inputs), {}, maker(tuple(inputs)))[0]
 
     def rewrite(
@@ -233,7 +235,8 @@ class Runner(Generic[C]):
         lookup = self.cache.look_up(session, part, target)
         if lookup is not None and lookup.found is not None:
             return Capture(lookup.found, lookup.rules)
-        with self.watch.capturing(), contextlib.nullcontext() if lookup is None else lookup.listening():
+        listening = contextlib.nullcontext() if lookup is None else lookup.listening()
+        with self.watch.capturing(), self.agreement.making("a capture"), listening:
             session.forward(options.pipeline.autocast)
             wanted = self.serving.targets(session, target) if room is None else [None]
             rewritten = self._rewrite_for(session, wanted, room, plans)
@@ -282,20 +285,43 @@ class Runner(Generic[C]):
         """Let passes prepare the model, before the first program of all runs."""
         training = self.options.pipeline.training
         if training:
-            with self.watch.meeting(rewritten.program):
+            with self.watch.meeting(rewritten.program), self.agreement.making("the first step"):
+                self.agreement.require_together("the first step of this rank")
                 for current in training:
                     current.prepare(model)
 
     def make_ready(self, program: Program) -> None:
-        """What has to be so before a program runs: pass state exists, host memory is there, ranks agree.
+        """What has to be so before a program runs: pass state exists, host memory is there.
 
         Raises:
             GraphoptError: where one of these fails, with what is missing.
         """
         self.store.require(program.pass_state)
         reserve_host(program)
-        with self.watch.meeting(program):
-            self._agreement.check(program)
+
+    def wait(self, begun: Round, program: Program) -> None:
+        """Before a program runs: wait until all ranks have said that they run the same.
+
+        Args:
+            begun: what ``agreement.begin`` gave.
+            program: that is going to run.
+
+        Raises:
+            RankError: where they do not, or one of them is at fault.
+        """
+        if begun:
+            with self.watch.meeting(program):
+                begun.wait()
+
+    def compare_new(self, program: Program, plan: ExchangePlan) -> None:
+        """Behind a capture that no call asked for: compare what its program exchanges, if that is new.
+
+        Raises:
+            RankError: as ``wait`` raises it.
+        """
+        if plan.lines:
+            with self.watch.meeting(program):
+                self.agreement.compare_new(plan)
 
     def announce(self, capture: Capture) -> None:
         """Tell observers of a capture that is about to train."""

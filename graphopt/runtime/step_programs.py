@@ -32,6 +32,7 @@ from graphopt.runtime.closures import asks_again, evaluate
 from graphopt.runtime.compile.backend import compile_program
 from graphopt.runtime.held_parameters import HeldParameters
 from graphopt.runtime.kept_state import KeptState, resident_inputs
+from graphopt.runtime.ranks.exchange_plan import exchange_plan
 from graphopt.runtime.rewrite import Rewritten
 from graphopt.runtime.runner import Options, Runner
 from graphopt.runtime.settings_read import follow_settings, with_numbers_read
@@ -83,6 +84,7 @@ class StepPrograms:
         self._held = HeldParameters(model, optimizer)
         self._looked_at: Hashable = None
         self.kept = KeptState(model, optimizer, self.runner.store, self.progress, options.pipeline)
+        self._trains_apart = options.pipeline.trains_apart
 
     def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[CapturedStep, list[torch.Tensor]]:
         """The capture that serves a call, and the tensors of the call."""
@@ -110,7 +112,8 @@ class StepPrograms:
             self._looked_at = version
         seen = settings_key(self._optimizer)
         if seen != captured.seen:
-            follow_settings(captured, self._optimizer)
+            with self.runner.agreement.making("other settings"):
+                follow_settings(captured, self._optimizer)
             captured.seen = seen
         compiled = self._compiled(captured, self._due(captured, version))
         self.kept.settle(compiled.program, compiled.elsewhere, version)
@@ -171,7 +174,8 @@ class StepPrograms:
 
     def _compiled(self, captured: CapturedStep, key: Variant) -> CompiledStep:
         if key not in captured.variants:
-            captured.variants[key] = self._compile_variant(captured, key)
+            with self.runner.agreement.making(str(key)):
+                captured.variants[key] = self._compile_variant(captured, key)
         return captured.variants[key]
 
     @no_collection()
@@ -191,6 +195,8 @@ class StepPrograms:
             batch,
             asks_again(program),
             resident_inputs(program),
+            exchange_plan(program, f"{program.title}: {wanted}", wanted.every),
+            wanted.kind in ("begin", "middle", "evaluation") or self._trains_apart,
         )
 
     def _due(self, captured: CapturedStep, version: Hashable) -> Variant:

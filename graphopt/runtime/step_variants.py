@@ -17,6 +17,7 @@ from graphopt.ir.program import Program
 from graphopt.rewriting.precision.scaling import CheckedGradients
 from graphopt.runtime.binding import Binding
 from graphopt.runtime.compile.backend import Boxed
+from graphopt.runtime.ranks.exchange_plan import ExchangePlan
 from graphopt.runtime.runner import Capture
 
 __all__ = ["CapturedStep", "CompiledStep", "Variant", "stored_name"]
@@ -63,6 +64,8 @@ class CompiledStep:
         batch: the names of the tensors of a call.
         evaluates: whether the optimizer evaluates the model again while the program runs.
         elsewhere: the inputs that are to reside on the host or a disk.
+        exchanges: what it exchanges with other ranks.
+        silent: whether all ranks may run it without meeting, where it exchanges nothing.
     """
 
     program: Program
@@ -73,6 +76,8 @@ class CompiledStep:
     batch: tuple[str, ...]
     evaluates: bool
     elsewhere: Sequence[tuple[InputSpec, Tier]]
+    exchanges: ExchangePlan
+    silent: bool
 
 
 @dataclass

@@ -116,12 +116,14 @@ class TrainStep:
         self._programs.weighed = self._ends is not None and self._ends.announce((args, kwargs))
         self._leftovers.before(self._model)
         self._programs.kept.sharded.refuse_step()
-        with CAPTURE_LOCK, self._programs.kept.sharded.described():
+        with CAPTURE_LOCK, self._runner.agreement.reporting(), self._programs.kept.sharded.described():
             captured, batch = self._programs.find(args, kwargs)
             self._foreign.refuse(self._runner.changes)
             version = self._programs.version()
             compiled = self._programs.variant(captured, version)
+            begun = self._runner.agreement.begin(compiled.exchanges, silent=compiled.silent)
             inputs = compiled.binding.gather(batch, version)
+        self._runner.wait(begun, compiled.program)
         with self._programs.kept.whole_step(compiled.module, self._whole_state):
             if self._ends is not None:
                 self._ends.put_weight(compiled.program)
@@ -173,13 +175,15 @@ class TrainStep:
     @public
     def prepare(self, *args: Any, **kwargs: Any) -> TrainStep:
         """Capture and compile for a batch like this one without running; returns the step itself."""
-        with CAPTURE_LOCK, self._programs.kept.sharded.described():
-            self._programs.variant(self._programs.find(args, kwargs)[0])
+        with CAPTURE_LOCK, self._runner.agreement.reporting(), self._programs.kept.sharded.described():
+            compiled = self._programs.variant(self._programs.find(args, kwargs)[0])
+        self._runner.compare_new(compiled.program, compiled.exchanges)
         return self
 
     def prepare_example(self, example_inputs: Any) -> None:
         """Capture and compile for a batch given as a tuple, as ``example_inputs=`` is."""
-        self._programs.variant(self._programs.find_example(example_inputs))
+        compiled = self._programs.variant(self._programs.find_example(example_inputs))
+        self._runner.compare_new(compiled.program, compiled.exchanges)
 
     @public
     def accumulate(self, batches: int, *, mean: bool = True) -> TrainStep:

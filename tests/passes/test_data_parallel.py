@@ -394,10 +394,8 @@ def test_one_rank_alone_may_get_a_smaller_batch(said: tuple[int, list[Any]]) -> 
 
 def test_ranks_with_other_models_are_told_before_the_first_step(said: tuple[int, list[Any]]) -> None:
     for found, *_ in said[1]:
-        assert (
-            "the ranks of the group '0' do not mean to do the same: step 0 is 'all_reduce to f32[68]"
-            in (found["other model"])
-        )
+        assert "the ranks of the group '0' do not run the same program in this call: rank 1 " in found["other model"]
+        assert "first difference: exchange 0 is 'all_reduce to f32[85]" in found["other model"]
 
 
 def test_a_rank_that_dies_is_an_error_on_the_others(said: tuple[int, list[Any]]) -> None:

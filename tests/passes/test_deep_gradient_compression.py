@@ -24,7 +24,7 @@ from graphopt.passes import DataParallel, DeepGradientCompression
 from graphopt.rewriting.clock import Clock
 from graphopt.rewriting.distributed.sparsity_schedule import Rampup
 from graphopt.rewriting.pass_ import Changed
-from graphopt.runtime.ranks.agreement import collective_plan
+from graphopt.runtime.ranks.exchange_plan import exchange_plan
 
 NAME = "deep-gradient-compression"
 PUBLISHED = (0.75, 0.9375, 0.984375, 0.996, 0.999)
@@ -235,7 +235,7 @@ def test_each_step_runs_as_many_sparse_exchanges_as_there_are_buckets() -> None:
     assert list(step.programs) == [
         f"update, {NAME}: dense", f"update, {NAME}: sparsity 0.5", f"update, {NAME}: sparsity 0.9", "update",
     ]  # fmt: skip
-    plans = {label: collective_plan(program)["0"] for label, program in step.programs.items()}
+    plans = {label: exchange_plan(program).lines["0"] for label, program in step.programs.items()}
     gathers = {label: sum("all_gather" in line for line in plan) for label, plan in plans.items()}
     assert list(gathers.values()) == [0, 0, 2, 2]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,10 @@ import torch.distributed as dist
 from graphopt import _torch
 from graphopt.errors import GraphoptError, did_you_mean
 
-__all__ = ["Group", "alone", "check_grid", "find_group", "is_talking", "talking", "times_talked"]
+__all__ = [
+    "Group", "alone", "check_grid", "find_group", "is_talking", "made_together", "making_programs", "require_together",
+    "talking", "times_talked",
+]  # fmt: skip
 
 _talks = 0
 _times = 0
@@ -51,6 +55,45 @@ def times_talked() -> int:
     return _times
 
 
+_together: ContextVar[Callable[[Group], bool]] = ContextVar("together", default=lambda _: True)
+
+
+@contextlib.contextmanager
+def making_programs(together: Callable[[Group], bool]) -> Iterator[None]:
+    """While a program is made; ``together`` finds out whether all ranks of a group make one of the same kind now."""
+    token = _together.set(together)
+    try:
+        yield
+    finally:
+        _together.reset(token)
+
+
+def made_together(group: Group) -> bool:
+    """Whether all ranks of a group make a program now, so that they may talk about it.
+
+    A rank may make one alone, for a size of batch that others have a program for: it then has to decide alone, and
+    whether what it exchanges is the same is compared before it runs.
+    """
+    return _together.get()(group)
+
+
+def require_together(group: Group, what: str) -> None:
+    """Refuse to talk to ranks that do not listen.
+
+    Args:
+        group: the ranks.
+        what: cannot be done without them, for the message.
+
+    Raises:
+        GraphoptError: where other ranks of the group make no program now.
+    """
+    if not made_together(group):
+        raise GraphoptError(
+            f"{what}: this rank makes a program that other ranks of the group {group.name!r} do not make in this call, "
+            "so that they cannot agree on it; let all ranks begin together, with batches of the same shapes"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """A process group that this process belongs to.
@@ -75,15 +118,17 @@ class Group:
     def agree(self, plan: Sequence[str], what: str) -> None:
         """Compare a plan with that of every other rank, so that they do not wait for each other later.
 
-        Every rank of the group has to call this; one that does not makes the others wait for the group's timeout.
+        Every rank of the group has to call this while it makes a program.
 
         Args:
             plan: what this rank is going to do, step by step.
             what: whose plan it is, for the message.
 
         Raises:
-            GraphoptError: naming the first rank whose plan differs from that of rank 0, and the first step.
+            GraphoptError: naming the first rank whose plan differs from that of rank 0, and the first step; and where
+                other ranks make no program now.
         """
+        require_together(self, what)
         plans: list[list[str]] = [[] for _ in range(self.size)]
         with talking():
             dist.all_gather_object(plans, list(plan), group=self.handle)
@@ -156,7 +201,7 @@ def _of_dimension(name: str, groups: Mapping[str, Any]) -> str:
 def check_grid(whole: Group, rows: Group, columns: Group, what: str) -> None:
     """Raise unless a group is a grid of two others: each rank in one row and one column, which share it alone.
 
-    Every rank of the groups has to call this.
+    Nothing is checked for a program that this rank makes alone: the first one was, which all ranks make together.
 
     Args:
         whole: the group.
@@ -164,6 +209,8 @@ def check_grid(whole: Group, rows: Group, columns: Group, what: str) -> None:
         columns: that along the other one; its ranks have the same places in their rows.
         what: who asks, for the message.
     """
+    if not (made_together(rows) and made_together(columns)):
+        return
     me = dist.get_rank()
     with talking():
         found: list[Any] = [None] * rows.size

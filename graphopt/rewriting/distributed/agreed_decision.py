@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from graphopt.errors import GraphoptError
-from graphopt.ir.ops.groups import Group, find_group, talking
+from graphopt.ir.ops.groups import Group, find_group, made_together, talking
 from graphopt.ir.program import Program
 
 __all__ = ["decided_by_first_rank", "decided_in_group"]
@@ -21,7 +21,7 @@ T = TypeVar("T")
 def decided_by_first_rank(program: Program, decide: Callable[[], T]) -> T:
     """What the first rank decides, on every rank of the group whose shards a program keeps.
 
-    All of them have to come here. In a program without shards of parameters each process decides for itself.
+    In a program without shards of parameters each process decides for itself.
 
     Args:
         program: that is decided about.
@@ -35,7 +35,9 @@ def decided_by_first_rank(program: Program, decide: Callable[[], T]) -> T:
 
 
 def decided_in_group(group: Group, decide: Callable[[], T]) -> T:
-    """What the first rank of a group decides, on every rank of it; all of them have to come here.
+    """What the first rank of a group decides, on every rank of it, where all of them make a program.
+
+    A rank that makes one alone decides alone; what it exchanges is compared with the others' before it runs.
 
     Args:
         group: the ranks.
@@ -44,6 +46,8 @@ def decided_in_group(group: Group, decide: Callable[[], T]) -> T:
     Raises:
         GraphoptError: on the others, the same as on the first rank, or one that says what that raises.
     """
+    if not made_together(group):
+        return decide()
     found: list[Any] = [None, None]
     if group.rank == 0:
         try:

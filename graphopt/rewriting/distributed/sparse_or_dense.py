@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from graphopt.errors import GraphoptError, did_you_mean
-from graphopt.ir.ops.groups import Group, talking
+from graphopt.ir.ops.groups import Group, require_together, talking
 from graphopt.ir.ops.values import format_seconds, storage_bytes
 from graphopt.rewriting.distributed.prediction.compressed import Sparse
 from graphopt.rewriting.distributed.prediction.link import Link, format_bandwidth, parse_bandwidth
@@ -145,6 +145,7 @@ def speeds_of(group: Group, device: torch.device, option: str | float, known: Mu
     if _COPY not in known or _SELECT not in known:
         if group.handle not in _agreed_rates:
             own = rates_of(device)
+            require_together(group, "what selecting and copying cost has not been compared")
             with talking():
                 _agreed_rates[group.handle] = Rates(*largest_of_all([own.copy, own.select], group, device))
         known[_COPY], known[_SELECT] = astuple(_agreed_rates[group.handle])

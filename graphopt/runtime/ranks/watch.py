@@ -26,7 +26,7 @@ from graphopt.errors import GraphoptError, RankError
 from graphopt.ir.ops.groups import find_group, talking
 from graphopt.ir.program import Program
 from graphopt.runtime.compile.backend import Boxed
-from graphopt.runtime.ranks.agreement import collective_plan
+from graphopt.runtime.ranks.exchange_plan import exchange_groups
 from graphopt.runtime.ranks.heartbeat import Heartbeat, Here, heartbeat
 from graphopt.runtime.ranks.messages import Verdict
 from graphopt.runtime.ranks.places import follow, place_of
@@ -103,7 +103,7 @@ class StepWatch:
             return run
         follow(module)
         device = device_of_exchanges(program)
-        groups = [find_group(name).handle for name in collective_plan(program)] if device is not None else []
+        groups = [find_group(name).handle for name in exchange_groups(program)] if device is not None else []
 
         def guarded(args: list[Any]) -> Any:
             heart = heartbeat(_here) if self._ranks else None
@@ -205,7 +205,7 @@ def _is_distributed() -> bool:
 
 def _ranks_of(program: Program) -> set[int]:
     """The ranks of the default group that a program exchanges with, this one among them; none without exchanges."""
-    groups = [find_group(name).handle for name in collective_plan(program)]
+    groups = [find_group(name).handle for name in exchange_groups(program)]
     return {rank for group in groups for rank in dist.get_process_group_ranks(group)}
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from graphopt.errors import GraphoptError
-from graphopt.ir.ops.groups import Group, talking
+from graphopt.ir.ops.groups import Group, require_together, talking
 from graphopt.rewriting.distributed.prediction.link import Link
 from graphopt.rewriting.distributed.prediction.volume import all_reduce
 
@@ -51,6 +51,7 @@ def agreed_link(group: Group, device: torch.device) -> Link:
         GraphoptError: as ``measure_link`` raises it.
     """
     if group.handle not in _agreed:
+        require_together(group, "the link between them has not been measured")
         with talking():
             _agreed[group.handle] = measure_link(group, device)
     return _agreed[group.handle]

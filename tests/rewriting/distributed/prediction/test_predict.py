@@ -51,7 +51,7 @@ from graphopt.rewriting.distributed.prediction.volume import (
     reduce_scatter,
 )
 from graphopt.rewriting.distributed.prediction.workload import Rates, Workload, workload_of
-from graphopt.runtime.ranks.agreement import collective_plan
+from graphopt.runtime.ranks.exchange_plan import exchange_plan
 from tests.support.costs import use_folder
 from tests.support.exchanging import CPU, gradient, links, plain_step, step_with, wide, workload, workloads
 from tests.support.properties import examples
@@ -220,7 +220,7 @@ ITEMSIZE = {"f32": 4, "bf16": 2, "u8": 1, "f64": 8, "i64": 8, "b8": 1}
 def exchanged(program: Program, ranks: int) -> Volume:
     """What the collectives of a rewritten program put in and move, from the plan that ranks compare before they run."""
     found = Volume()
-    for step in (step for steps in collective_plan(program).values() for step in steps):
+    for step in (step for steps in exchange_plan(program).lines.values() for step in steps):
         match = re.match(r"(\w+) to (\w+)\[([\d, ]*)\]", step)
         assert match is not None, step
         size = ITEMSIZE[match[2]] * math.prod(int(number) for number in match[3].split(",") if number)
