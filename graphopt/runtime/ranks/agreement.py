@@ -11,7 +11,6 @@ line by line, and raise the same error.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -290,7 +289,9 @@ def _listed(names: Sequence[str]) -> str:
 
 def _shortened(one: str, other: str) -> tuple[str, str]:
     """Two lines around the place where they begin to differ, without what is far from it."""
-    start = max(len(os.path.commonprefix([one, other])) - _LONGEST // 2, 0)
+    pairs = enumerate(zip(one, other, strict=False))
+    differs = next((place for place, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
+    start = max(differs - _LONGEST // 2, 0)
     cut = [f"{'…' * (start > 0)}{line[start : start + _LONGEST]}" for line in (one, other)]
     first, second = (text + "…" * (start + _LONGEST < len(line)) for text, line in zip(cut, (one, other), strict=True))
     return first, second
