@@ -14,7 +14,7 @@ from hypothesis import settings
 from tests.support import searching
 from tests.support.fixed_figures import keep_figures
 from tests.support.properties import examples
-from tests.support.swept import SWEPT, UNMATCHED, swept_by
+from tests.support.sweeping import sweep_cases
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, the notebooks' kernels among them
 
@@ -27,16 +27,20 @@ gc.disable()  # until everything is imported
 logging.getLogger("torch.__trace").propagate = True
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, object, object]:
+    """All cases of a test, before any of them is selected."""
+    made = yield
+    if isinstance(made, list):
+        sweep_cases(made)
+    return made
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    found: set[str] = set()
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        patterns = swept_by(item.nodeid)
-        found.update(patterns)
-        if patterns or item.path.suffix == ".ipynb":
+        if item.path.suffix == ".ipynb":
             item.add_marker(pytest.mark.sweep)
-    whole = config.args == config.getini("testpaths") and not config.getoption("ignore")
-    config.stash[UNMATCHED] = [pattern for pattern in SWEPT if whole and pattern not in found]
 
 
 def pytest_collection_finish() -> None:

@@ -48,6 +48,7 @@ def message(name: str, feature: str, version: str = torch.__version__) -> list[s
 # --- versions --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_a_newer_torch_is_told_in_one_line() -> None:
     done = run(of_version("2.99.1+cpu") + "import graphopt, graphopt.passes, graphopt.cli.main\nimport graphopt._torch")
     assert done.returncode == 0, done.stderr
@@ -76,6 +77,7 @@ _ALSO_KNOWN = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("version", ["2.14.9", *_ALSO_KNOWN])
 def test_a_known_torch_is_not_worth_a_line(version: str) -> None:
     done = run(of_version(version) + "import graphopt")
@@ -111,6 +113,7 @@ REMOVED = {
 _SWEPT = [pytest.param(name, marks=pytest.mark.sweep) for name in list(REMOVED)[1:]]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", [next(iter(REMOVED)), *_SWEPT])
 def test_a_missing_name_is_an_error_when_graphopt_is_imported(name: str) -> None:
     code, feature = REMOVED[name]
@@ -178,6 +181,7 @@ USES: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
+@pytest.mark.sweep(cases=("torch._inductor.compile_fx.compile_fx_inner", "torch._C._dispatch_get_all_op_names"))
 @pytest.mark.parametrize("name", list(USES))
 def test_a_missing_name_is_an_error_where_it_is_needed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use, feature = USES[name]
@@ -190,6 +194,7 @@ def test_a_missing_name_is_an_error_where_it_is_needed(name: str, monkeypatch: p
     assert told[told.index(message(name, feature)[0]) :].splitlines() == message(name, feature)
 
 
+@pytest.mark.sweep
 def test_other_features_work_where_a_name_of_one_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in USES:
         if not name.startswith("torch.utils.checkpoint"):

@@ -57,6 +57,7 @@ def appended(program: Program, op: Any, args: tuple[Any, ...], value: Any, **kwa
     return node.name
 
 
+@pytest.mark.sweep(but=("fused",))
 @pytest.mark.parametrize("passes", [(), (FuseUpdate(),), (ClipGradients(1.0),)], ids=["plain", "fused", "clipped"])
 def test_a_plain_step_waits_nowhere_and_can_be_a_graph(passes: tuple[Any, ...]) -> None:
     program = captured(*passes)
@@ -65,6 +66,7 @@ def test_a_plain_step_waits_nowhere_and_can_be_a_graph(passes: tuple[Any, ...]) 
     require_graph(program)
 
 
+@pytest.mark.sweep
 def test_scaled_gradients_are_checked_without_waiting() -> None:
     program = captured(MixedPrecision("float16"), optimizer=None)
     assert host_waits(program) == []
@@ -103,6 +105,7 @@ def test_a_boundary_that_synchronizes_waits() -> None:
     assert {wait.why for wait in host_waits(program)} == {"the boundary of a checkpoint that synchronizes"}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("tier", "waits"), [("host", 0), ("disk", 2)])
 def test_transfers_through_streams_do_not_wait_and_are_no_part_of_a_graph(tier: str, waits: int) -> None:
     moving = Offload(tensors=("drop",), tier=tier, min_bytes=0, keep_last=0, cost="roofline")
@@ -123,6 +126,7 @@ def test_randomness_that_is_replayed_is_no_part_of_a_graph() -> None:
     assert host_waits(program) == []
 
 
+@pytest.mark.sweep
 def test_updates_in_python_and_numbers_of_the_host_are_no_part_of_a_graph() -> None:
     class Own(torch.optim.SGD):
         """An optimizer that reads its gradients in Python."""

@@ -115,6 +115,7 @@ RECOMPUTE = {"plain": False, "recompute": True}
 # --- exactness -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(but=("softmax-recompute",))
 @covering(case=list(CASES), recompute=RECOMPUTE)
 def test_the_predicted_peak_is_the_measured_peak(case: str, recompute: bool) -> None:
     make, x, loss, checkpoints = CASES[case]
@@ -133,6 +134,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.sweep
 @covering(kind=list(OPTIMIZERS), recompute=RECOMPUTE)
 def test_whole_steps_are_predicted_too(kind: str, recompute: bool) -> None:
     model, passes = Blocks(1), "recompute{checkpoints=blocks.*}" if recompute else ""
@@ -144,6 +146,7 @@ def test_whole_steps_are_predicted_too(kind: str, recompute: bool) -> None:
     assert measured.retained_bytes == FLOAT  # the loss
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("rows", [3, 40])
 def test_sizes_that_vary_are_counted_as_in_the_example(rows: int) -> None:
     shapes = ({0: torch.export.Dim("rows", min=2, max=64)},)
@@ -168,6 +171,7 @@ def test_drop_in_training_peaks_no_higher_than_eager() -> None:
     assert plain <= eager
 
 
+@pytest.mark.sweep
 def test_drop_in_recomputation_lowers_the_measured_peak() -> None:
     blocks = (nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(4))
     eager, plain, recomputed = drop_in_peaks(nn.Sequential(*blocks), torch.randn(512, 8), ["0", "1", "2"])
@@ -209,6 +213,7 @@ def test_a_timeline_by_hand() -> None:
     assert "test_liveness.py" in y.source
 
 
+@pytest.mark.sweep
 @covering(stage=["forward", "joint", "step"], passes=["recompute{checkpoints=blocks.*}", ""])
 def test_everything_adds_up(stage: Any, passes: str) -> None:
     model = Blocks(2)

@@ -48,6 +48,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", PROGRAMS)
 def test_reserved_covers_allocated_which_covers_what_is_asked_for(case: str) -> None:
     program = PROGRAMS[case]()
@@ -99,6 +100,7 @@ def test_workspaces_are_held_from_the_first_call_that_uses_them() -> None:
     assert neither.workspaces == {"nccl": 4096}
 
 
+@pytest.mark.sweep
 def test_a_device_that_is_too_small_is_told() -> None:
     program = captured(wide(), ROWS)
     needed = program.reserved(toy_device()).reserved_peak_bytes
@@ -169,6 +171,7 @@ def test_what_is_on_the_host_is_not_reserved_on_the_device() -> None:
     assert program.reserved().reserved_peak_bytes == 4 * 24 * MIB
 
 
+@pytest.mark.sweep
 def test_growing_segments_leave_less_unused() -> None:
     program = captured(wide(), ROWS)
     growing = toy_device(allocator=replace(toy_device().allocator, expandable_segments=True))

@@ -41,6 +41,7 @@ def taken(node: fx.Node) -> int:
     return usage.temporary
 
 
+@pytest.mark.sweep(cases=("convolution",))
 @pytest.mark.parametrize("make", [
     lambda rows: call(ATEN.add.Tensor, ((rows, 4096), torch.float32), ((rows, 4096), torch.float64)),
     lambda rows: call(ATEN.mse_loss.default, *[((rows, 4096), torch.float32)] * 2),

@@ -30,6 +30,7 @@ def predicted_and_measured(model: nn.Module, x: torch.Tensor) -> tuple[int, int]
     return step.program.memory().allocated_peak_bytes, peak
 
 
+@pytest.mark.sweep(but=("0.001",))
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 0.05, 0.5])
 def test_a_matrix_exponential_is_bounded_for_every_norm(scale: float) -> None:
     predicted, measured = predicted_and_measured(Exponential(scale), torch.ones(24, 2))
@@ -51,6 +52,7 @@ SCATTERS = {
 }
 
 
+@pytest.mark.sweep(but=("twice",))
 @pytest.mark.parametrize("name", list(SCATTERS))
 def test_ops_that_copy_all_of_the_storage_behind_a_view_are_counted_so(name: str) -> None:
     """Eight rows of five elements, cut out of the middle of 64 rows of 64."""
@@ -89,6 +91,7 @@ def fused(change: str = "") -> graphopt.Program:
     return program
 
 
+@pytest.mark.sweep(but=("gradient",))
 @pytest.mark.parametrize("change", ["parameter", "gradient", "buffer", "length", "rate"])
 def test_a_fused_update_whose_tensors_do_not_fit_is_not_run(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel would write past the end of the smaller one."""

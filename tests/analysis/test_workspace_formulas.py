@@ -43,6 +43,7 @@ def test_flash_attention_sums_the_gradient_of_queries_in_float32() -> None:
     assert _temporaries(program, "flash_attention.default") == [0]
 
 
+@pytest.mark.sweep
 def test_grouped_attention_makes_gradients_for_each_head_of_queries_first() -> None:
     plain, grouped = _attended(1, 8, 128, 64), _attended(1, 8, 128, 64, groups=2)
     more = 2 * 128 * 8 * 64 * 2
@@ -50,6 +51,7 @@ def test_grouped_attention_makes_gradients_for_each_head_of_queries_first() -> N
     assert _temporaries(grouped, "flash_attention_backward") == [least + more]
 
 
+@pytest.mark.sweep(but=("64-False",))
 @pytest.mark.parametrize(("tokens", "known"), [(64, False), (4096, True)])
 def test_an_embedding_sorts_many_indices(tokens: int, known: bool) -> None:
     model = nn.Embedding(1000, 16)

@@ -65,6 +65,7 @@ def test_a_table_of_another_size_is_told_by_name_and_after_one_eager_call_traini
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), eager.parameters(), strict=True))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("function", "told"),
     [
@@ -94,6 +95,7 @@ def test_what_fits_is_written_into_the_buffer() -> None:
     assert buffer.tolist() == [3.0] * 3
 
 
+@pytest.mark.sweep
 def test_an_observer_that_has_seen_nothing_is_refused_and_trained_as_in_eager_mode_behind_one_call() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), qat.Linear(8, 4, qconfig=get_default_qat_qconfig("fbgemm")))

@@ -98,6 +98,7 @@ def trained(model: nn.Module, x: torch.Tensor, call: Any) -> list[torch.Tensor]:
     return [*losses, *model.parameters()]
 
 
+@pytest.mark.sweep
 @covering(kind=MODELS, passes=PASSES, whole=[False, True])
 def test_training_is_eagers(kind: tuple[Callable[[], nn.Module], torch.Tensor], passes: list[Any], whole: bool) -> None:
     make, x = kind
@@ -144,6 +145,7 @@ class ChangesLate(Changes):
         return y + self.weight.sum()
 
 
+@pytest.mark.sweep(but=("clamp-False", "detach-False"))
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("kind", ["clamp", "detach", "row"])
 def test_a_change_behind_a_use_is_refused(kind: str, whole: bool) -> None:

@@ -62,6 +62,7 @@ KEEPING: dict[str, tuple[Callable[[], Any], Callable[[Any, torch.Tensor], None]]
 }
 
 
+@pytest.mark.sweep(but=("list",))
 @pytest.mark.parametrize("kind", KEEPING)
 def test_nothing_of_a_trace_stays_in_containers(kind: str) -> None:
     made, keep = KEEPING[kind]
@@ -260,6 +261,7 @@ def trained(model: nn.Module) -> list[float]:
     return found
 
 
+@pytest.mark.sweep(cases=("dictionary", "list in a dictionary", "namespace"))
 @pytest.mark.parametrize("way", WAYS)
 def test_tensors_that_a_model_keeps_elsewhere_are_there_as_in_eager_mode(way: str) -> None:
     note, read, _ = WAYS[way]
@@ -268,6 +270,7 @@ def test_tensors_that_a_model_keeps_elsewhere_are_there_as_in_eager_mode(way: st
     assert (trained(graphopt.optimize(Notes(note))), plain(read())) == eager
 
 
+@pytest.mark.sweep(cases=("dictionary", "list in a dictionary", "entry", "namespace", "default"))
 @pytest.mark.parametrize("way", WAYS)
 def test_tensors_that_a_loss_keeps_elsewhere_are_refused_by_name_and_taken_back(way: str) -> None:
     note, read, name = WAYS[way]
@@ -284,6 +287,7 @@ def test_tensors_that_a_loss_keeps_elsewhere_are_refused_by_name_and_taken_back(
     assert plain(read()) == before
 
 
+@pytest.mark.sweep(cases=("dictionary", "list in a dictionary", "entry", "namespace", "default"))
 @pytest.mark.parametrize("way", WAYS)
 def test_numbers_that_are_kept_elsewhere_are_told_by_name(way: str, caplog: pytest.LogCaptureFixture) -> None:
     note, read, name = WAYS[way]
@@ -522,6 +526,7 @@ class Draws(nn.Module):
         return y * self.draw(self.generators[0])
 
 
+@pytest.mark.sweep(cases=("RandomState-False", "RandomState-True", "numpy.random-False", "numpy.random-True"))
 @pytest.mark.parametrize("looks", [False, True])
 @pytest.mark.parametrize("kind", GENERATORS)
 def test_drop_in_models_draw_from_other_generators_as_eager_mode_does(kind: str, looks: bool) -> None:
@@ -544,6 +549,7 @@ def test_a_budget_is_refused_for_a_model_that_runs_in_eager_mode() -> None:
         model(X)
 
 
+@pytest.mark.sweep(cases=("RandomState", "numpy.random"))
 @pytest.mark.parametrize("kind", GENERATORS)
 def test_whole_steps_refuse_to_draw_from_other_generators(kind: str) -> None:
     make, draw = GENERATORS[kind]
@@ -650,6 +656,7 @@ class DrawsOfSystem(nn.Module):
         return self.linear(x) * 0 + self.draw()
 
 
+@pytest.mark.sweep(but=("identifier",))
 @pytest.mark.parametrize("kind", DRAWS)
 def test_random_numbers_of_the_operating_system_are_drawn_at_each_call_or_refused(kind: str) -> None:
     model = DrawsOfSystem(DRAWS[kind])

@@ -37,6 +37,7 @@ OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.sweep(but=("inv-plain", "solve-plain", "slogdet-plain", "eigh-plain"))
 @pytest.mark.parametrize("passes", [(), (Recompute("auto"),)], ids=["plain", "recomputed"])
 @pytest.mark.parametrize("op", OPS)
 def test_training_equals_eager_training(op: str, passes: tuple[Recompute, ...]) -> None:
@@ -51,6 +52,7 @@ def test_training_equals_eager_training(op: str, passes: tuple[Recompute, ...]) 
     assert torch.equal(results[0][1], results[1][1])
 
 
+@pytest.mark.sweep(cases=("True",))
 @pytest.mark.parametrize("whole_step", [False, True])
 def test_a_check_that_fails_raises_as_in_eager_mode(whole_step: bool) -> None:
     model, x = Function(lambda x, w: x @ torch.linalg.inv(w)), torch.randn(4, 4)

@@ -221,6 +221,7 @@ def test_a_change_of_what_is_kept_is_another_key(kind: str) -> None:
     assert fingerprint(model) is second
 
 
+@pytest.mark.sweep(but=("deque-False", "array of NumPy-False", "slots-False", "class of an object-False"))
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("kind", CASES)
 def test_a_change_of_what_is_kept_acts_as_in_eager_mode(kind: str, whole: bool) -> None:
@@ -288,6 +289,17 @@ HIDDEN: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(
+    but=(
+        "eval mode-True",
+        "number-True",
+        "parameter in place-True",
+        "another parameter-True",
+        "state-True",
+        "module inside-True",
+        "hook-True",
+    )
+)
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("kind", HIDDEN)
 def test_a_module_in_a_list_is_read_like_one_of_the_model(kind: str, whole: bool) -> None:

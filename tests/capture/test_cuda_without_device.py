@@ -108,6 +108,7 @@ if COMPILER is not None:
         states = 3 * 16  # of three dropouts, as CUDA's generator keeps them
         assert found["recompute"]["others"]["cpu"] == found["none"]["others"]["cpu"] + states
 
+    @pytest.mark.sweep
     def test_each_device_has_a_timeline_and_the_budget(library: Path) -> None:
         code = """
 two = ("cuda:0", "cuda:0", "cuda:1")

@@ -66,6 +66,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.sweep
 @examples(6, many=300)
 @given(
     kind=st.sampled_from(["LSTM", "GRU", "RNN"]), layers=st.integers(1, 2), hidden=st.sampled_from([3, 16, 40]),
@@ -90,6 +91,7 @@ PASSES: dict[str, list[Pass]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("passes", PASSES.values(), ids=PASSES)
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_passes_keep_their_bits(kind: str, passes: list[Pass]) -> None:
@@ -102,6 +104,7 @@ def test_passes_keep_their_bits(kind: str, passes: list[Pass]) -> None:
     assert graphopt.measure_peak(lambda: step(ROWS)).allocated_peak_bytes <= step.program.memory().allocated_peak_bytes
 
 
+@pytest.mark.sweep
 def test_an_lstm_under_autocast() -> None:
     torch.manual_seed(0)
     base = Recurrent("LSTM")
@@ -118,6 +121,7 @@ def test_the_workspace_of_an_lstm_is_counted() -> None:
     assert storage_bytes(layer.meta["val"][3]) > 10_000
 
 
+@pytest.mark.sweep
 def test_an_lstm_of_varying_sizes_is_refused_with_the_way_out() -> None:
     shapes = ({1: torch.export.Dim("batch", min=2, max=64)},)
     with pytest.raises(CaptureError, match=r"known for fixed sizes only.*mkldnn\.flags\(enabled=False\)"):
@@ -144,6 +148,7 @@ class Cells(nn.Module):
         return state[0] if isinstance(state, tuple) else state  # type: ignore[return-value]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["GRUCell", "LSTMCell", "RNNCell"])
 def test_cells_equal_eagers(kind: str) -> None:
     torch.manual_seed(0)
@@ -198,6 +203,7 @@ LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.sweep(but=("multi margin", "hardshrink"))
 @pytest.mark.parametrize("function", LOSSES.values(), ids=LOSSES)
 def test_other_ops_equal_eagers(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = torch.randn(6, 6)

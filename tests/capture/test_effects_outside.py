@@ -61,6 +61,7 @@ EFFECTS: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.sweep(but=("open", "open by name", "exists", "torch.save", "torch.save by name", "print", "subprocess"))
 @pytest.mark.parametrize("kind", EFFECTS)
 def test_an_effect_is_told_once(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a.txt").write_text("1")

@@ -90,6 +90,7 @@ def assert_same(model: nn.Module, optimized: nn.Module, *args: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.sweep(but=("a number of the model",))
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_after_the_first_call_acts_as_in_eager_mode(change: str) -> None:
     model = Reads()
@@ -111,6 +112,7 @@ ARGUMENTS: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[tuple[Any, .
 }
 
 
+@pytest.mark.sweep(but=("minus zero",))
 @pytest.mark.parametrize("case", ARGUMENTS)
 def test_arguments_count_by_value_and_tensors_by_strides(case: str) -> None:
     first, then = ARGUMENTS[case]
@@ -173,6 +175,7 @@ def setting(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
     torch.backends.cuda.enable_flash_sdp(kept[2])
 
 
+@pytest.mark.sweep
 def test_settings_of_torch_are_part_of_the_signature(setting: Callable[[], None]) -> None:
     class Attends(nn.Module):
         def __init__(self) -> None:
@@ -291,6 +294,7 @@ def test_a_key_that_is_made_again_is_the_same_object_where_nothing_has_changed()
     assert fingerprint(model) == first
 
 
+@pytest.mark.sweep(but=("captured",))
 @pytest.mark.parametrize("way", ["drop-in", "whole step", "captured"])
 def test_a_model_without_sizes_is_refused_by_name_and_trained_behind_its_first_batch(way: str) -> None:
     model, x = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d()), torch.linspace(-1, 1, 8).view(4, 2)

@@ -65,6 +65,7 @@ def test_a_program_is_the_same_from_a_model_with_data_without_data_and_on_meta()
     assert "# device: h100-80gb, captured without data" in texts[0]
 
 
+@pytest.mark.sweep
 def test_a_program_for_a_cpu_is_that_of_an_ordinary_capture() -> None:
     model, x = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(8, 8), nn.GELU()))), torch.empty(64, 8)
     cpu = DeviceProfile("a CPU", {"float32": 1e12}, 1e11, 1e-6, 1e10, 10**11)
@@ -89,6 +90,7 @@ def test_nothing_of_the_model_changes_and_nothing_is_allocated() -> None:
     assert next(iter(before.values())).is_meta
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("dtype", "masked", "device", "wanted"),
     [
@@ -152,6 +154,7 @@ def test_autocast_for_cuda_casts_by_the_lists_for_cuda() -> None:
         assert norm_dtype(None, mean_square) is torch.bfloat16
 
 
+@pytest.mark.sweep
 def test_passes_rewrite_a_program_without_data() -> None:
     model = nn.Sequential(*(Block() for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -181,6 +184,7 @@ def test_times_are_those_of_the_device_and_nothing_runs(monkeypatch: pytest.Monk
     assert Pipeline([FitMemory("90%")]).run(program)[0].changed.counts["run again"]
 
 
+@pytest.mark.sweep
 def test_mixed_precision_tries_no_kernels_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphopt.rewriting.precision.kernels._attempt", _fail)
     program = graphopt.capture(Block(), (torch.empty(2, 9, 32),), loss=mean_square, device="h100-80gb", stage="forward")
@@ -190,6 +194,7 @@ def test_mixed_precision_tries_no_kernels_for_a_device(monkeypatch: pytest.Monke
     Pipeline([MixedPrecision("bf16")]).run(program.lower(program))
 
 
+@pytest.mark.sweep
 def test_exchange_is_planned_by_the_figures_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphopt.analysis.costs.cost.Measurements.run", _fail)
     monkeypatch.setattr("graphopt.rewriting.distributed.prediction.workload._selection_seconds", _fail)
@@ -202,6 +207,7 @@ def _fail(*_: Any, **__: Any) -> None:
     raise AssertionError("something was run")
 
 
+@pytest.mark.sweep
 def test_auto_is_what_the_device_has_for_tensors() -> None:
     program = _captured(Block(), torch.empty(4, 64, 32), step=True)
     (record,) = Pipeline([FitMemory("auto")]).run(program)
@@ -257,6 +263,7 @@ def test_what_cannot_be_copied_without_data_is_refused() -> None:
         _captured(model, torch.empty(2, 3))
 
 
+@pytest.mark.sweep
 def test_recurrent_layers_are_counted_by_their_products_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     from graphopt.capture import device_kernels
 
@@ -278,6 +285,7 @@ def test_tied_and_shared_tensors_stay_one() -> None:
     assert len(program.outputs_of("loss")) == 1
 
 
+@pytest.mark.sweep
 @given(width=st.integers(1, 9), rows=st.integers(1, 5), layers=st.integers(1, 3), bias=st.booleans())
 @examples(5, many=200)
 def test_bytes_are_those_of_a_capture_with_data(width: int, rows: int, layers: int, bias: bool) -> None:

@@ -78,6 +78,7 @@ def test_what_a_program_would_lose_is_refused_with_its_line(
 seed_taken_before = torch.manual_seed
 
 
+@pytest.mark.sweep(cases=("True",))
 @pytest.mark.parametrize("same", [True, False])
 def test_a_seed_by_a_function_that_was_taken_before_is_refused(same: bool) -> None:
     """Also where the generator has had that very seed; its state stays what it was."""
@@ -115,6 +116,7 @@ OUTSIDE = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("function", OUTSIDE)
 def test_what_a_program_cannot_do_again_is_refused_and_a_drop_in_model_does_it(
     function: Callable[[torch.Tensor], torch.Tensor],
@@ -167,6 +169,7 @@ HOOKS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
+@pytest.mark.sweep(but=("full backward pre-False",))
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("kind", HOOKS)
 def test_backward_hooks_of_submodules_are_refused_whenever_they_come(kind: str, later: bool) -> None:
@@ -206,6 +209,7 @@ def test_a_backward_hook_for_all_modules_is_refused() -> None:
         graphopt.optimize(Calls(torch.tanh))(X)
 
 
+@pytest.mark.sweep(but=("False-register_hook",))
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 @pytest.mark.parametrize("later", [False, True])
 def test_hooks_of_parameters_act_in_a_loop_and_are_refused_by_a_step(kind: str, later: bool) -> None:
@@ -234,6 +238,7 @@ def test_hooks_of_parameters_act_in_a_loop_and_are_refused_by_a_step(kind: str, 
     assert not gradients[0].any()
 
 
+@pytest.mark.sweep(cases=("True",))
 @pytest.mark.parametrize("captured", [False, True])
 def test_an_optimized_model_inside_of_a_checkpoint(captured: bool) -> None:
     model = Calls(torch.tanh)
@@ -268,6 +273,7 @@ def draws_and_drops() -> nn.Module:
     return nn.Dropout(0.5)
 
 
+@pytest.mark.sweep
 def test_a_module_made_at_the_first_call_is_not_made_again() -> None:
     torch.manual_seed(0)
     model = Late(draws_and_drops)
@@ -319,6 +325,7 @@ class Warms(nn.Module):
         return y.sin() if first else y
 
 
+@pytest.mark.sweep(but=("drop-in-True",))
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("way", ["drop-in", "step"])
 def test_what_the_first_call_sets_is_found_by_the_second(inner: bool, way: str) -> None:
@@ -410,6 +417,7 @@ WRITES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.sweep(but=("an attribute-False", "twice-False"))
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("kind", WRITES)
 def test_a_capture_writes_into_no_tensor_of_the_model(kind: str, whole: bool) -> None:

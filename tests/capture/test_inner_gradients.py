@@ -235,6 +235,7 @@ def trained(case: Case, passes: list[Any] | None, *, whole_step: bool) -> list[t
     return [*losses, *(tensor.detach() for tensor in model.state_dict().values()), torch.rand(1)]
 
 
+@pytest.mark.sweep(but=("forces-recompute",))
 @pytest.mark.parametrize("passes", PASSES)
 @pytest.mark.parametrize("name", INSIDE)
 def test_training_is_eagers_to_the_last_bit(name: str, passes: str) -> None:
@@ -244,6 +245,7 @@ def test_training_is_eagers_to_the_last_bit(name: str, passes: str) -> None:
         assert all(identical(one, other) for one, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", IN_LOSSES)
 def test_losses_may_differentiate_as_well(name: str) -> None:
     expected = trained(IN_LOSSES[name], None, whole_step=False)
@@ -302,6 +304,7 @@ def by_edges(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return slope.square().sum()
 
 
+@pytest.mark.sweep(but=("by_edges-edges of the graph",))
 @pytest.mark.parametrize(
     ("loss", "message"), [(backward_inside, r"calls backward\(\)"), (by_edges, "edges of the graph")]
 )
@@ -358,6 +361,7 @@ def test_mixed_precision_where_it_casts_what_is_differentiated_by_is_refused() -
         model(torch.ones(8, 3))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("make", [Forces, Hidden])
 @pytest.mark.parametrize("how", ["O1", "ambient"])
 def test_under_autocast_bits_are_eagers(how: str, make: Callable[[], nn.Module]) -> None:
@@ -376,6 +380,7 @@ def test_under_autocast_bits_are_eagers(how: str, make: Callable[[], nn.Module])
     assert all(identical(one, other) for one, other in zip(*found, strict=True))
 
 
+@pytest.mark.sweep(cases=("joint",))
 @pytest.mark.parametrize("stage", ["forward", "joint"])
 def test_programs_are_read_and_written(stage: Any) -> None:
     program = graphopt.capture(Forces(), (torch.ones(8, 3),), stage=stage)

@@ -102,6 +102,7 @@ X = torch.linspace(-1, 1, 12).reshape(3, 4)
 MASKS = {"bool": X > 0, "float": (X > 0).float(), "float with gradient": X.cos().requires_grad_()}
 
 
+@pytest.mark.sweep(but=("False-plain",))
 @covering(needs_grad=[False, True], passes=PASSES)
 def test_one_in_one_out(needs_grad: bool, passes: list[Pass]) -> None:
     x = X.clone().requires_grad_(needs_grad)
@@ -117,17 +118,20 @@ OF_TWO: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.sweep(but=("three out, other order-bool-recompute",))
 @covering(then=OF_TWO, mask=MASKS, passes=PASSES)
 def test_two_in(then: Callable[..., Any], mask: torch.Tensor, passes: list[Pass]) -> None:
     assert_drop_in_is_eager(then, passes, X, mask)
 
 
+@pytest.mark.sweep
 @covering(mask=MASKS, passes=PASSES)
 def test_two_in_as_whole_steps(mask: torch.Tensor, passes: list[Pass]) -> None:
     model = Layers(lambda h, x, m: (h * m, x + h))
     assert_same_training(model, "momentum", total, [(X, mask)], passes, steps=2)
 
 
+@pytest.mark.sweep(but=("plain",))
 @with_and_without
 def test_one_tensor_given_twice(passes: list[Pass]) -> None:
     """A later call with two different tensors is not answered by the program for one."""
@@ -145,6 +149,7 @@ def test_one_tensor_given_twice(passes: list[Pass]) -> None:
         assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+@pytest.mark.sweep
 @covering(first_is_none=[False, True], passes=PASSES)
 def test_none_as_an_argument(first_is_none: bool, passes: list[Pass]) -> None:
     def then(h: torch.Tensor, x: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor:
@@ -173,6 +178,7 @@ def scale(value: Any) -> float:
     return {type(None): 0.5, bool: 0.25, int: 2.0, float: 2.5, str: 3.0}.get(type(value), 1.0)
 
 
+@pytest.mark.sweep(but=("none and float-recompute",))
 @covering(extra=NOT_TENSORS, passes=PASSES)
 def test_inputs_that_are_not_tensors(extra: Any, passes: list[Pass]) -> None:
     def then(h: torch.Tensor, x: torch.Tensor, given: Any) -> torch.Tensor:
@@ -184,6 +190,7 @@ def test_inputs_that_are_not_tensors(extra: Any, passes: list[Pass]) -> None:
     assert_same_training(Layers(then), "sgd", total, [(X, extra)], passes, steps=2)
 
 
+@pytest.mark.sweep
 @with_and_without
 def test_another_number_is_another_program(passes: list[Pass]) -> None:
     model = Layers(lambda h, x, factor: h * factor)
@@ -195,6 +202,7 @@ def test_another_number_is_another_program(passes: list[Pass]) -> None:
         assert torch.equal(found, model(X, factor))
 
 
+@pytest.mark.sweep(but=("bool-plain",))
 @covering(extra=NOT_TENSORS, passes=PASSES)
 def test_outputs_that_are_not_tensors(extra: Any, passes: list[Pass]) -> None:
     assert_drop_in_is_eager(lambda h, x: (h, extra), passes, X)
@@ -217,11 +225,13 @@ OUTPUTS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.sweep(but=("list-recompute",))
 @covering(then=OUTPUTS, passes=PASSES)
 def test_outputs_of_every_order_and_kind(then: Callable[..., Any], passes: list[Pass]) -> None:
     assert_drop_in_is_eager(then, passes, X)
 
 
+@pytest.mark.sweep(but=("plain",))
 @with_and_without
 def test_keyword_arguments(passes: list[Pass]) -> None:
     def then(h: torch.Tensor, x: torch.Tensor, *, mask: torch.Tensor, factor: float = 1, flag: bool = False) -> Any:
@@ -231,6 +241,7 @@ def test_keyword_arguments(passes: list[Pass]) -> None:
     assert_drop_in_is_eager(then, passes, X, flag=True, factor=2.5, mask=X.exp())
 
 
+@pytest.mark.sweep
 @with_and_without
 def test_keyword_arguments_of_whole_steps(passes: list[Pass]) -> None:
     model = Layers(lambda h, x, *, mask, factor: h * mask * factor)
@@ -256,6 +267,7 @@ def test_keyword_arguments_of_whole_steps(passes: list[Pass]) -> None:
     assert all(torch.equal(losses[i], losses[i + 3]) for i in range(3))
 
 
+@pytest.mark.sweep(cases=("plain",))
 @with_and_without
 def test_nested_arguments(passes: list[Pass]) -> None:
     def then(h: torch.Tensor, x: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:

@@ -96,6 +96,18 @@ def losses(model: nn.Module) -> list[float]:
     return found
 
 
+@pytest.mark.sweep(
+    but=(
+        "chain-attribute",
+        "count-attribute",
+        "generator-attribute",
+        "generator-list",
+        "list-attribute",
+        "list-list",
+        "user's-attribute",
+        "user's-list",
+    )
+)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", ITERATORS)
 def test_a_drop_in_model_takes_an_item_at_each_call(kind: str, place: str) -> None:
@@ -105,6 +117,18 @@ def test_a_drop_in_model_takes_an_item_at_each_call(kind: str, place: str) -> No
     assert next(ours) == next(theirs)
 
 
+@pytest.mark.sweep(
+    but=(
+        "generator-attribute",
+        "generator-list",
+        "list-attribute",
+        "list-list",
+        "map-attribute",
+        "map-list",
+        "user's-attribute",
+        "user's-list",
+    )
+)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", ITERATORS)
 def test_a_whole_step_refuses_it_before_an_item_is_gone(kind: str, place: str) -> None:
@@ -142,6 +166,7 @@ class TakesFromItsArgument(Takes):
         return y * next(items)
 
 
+@pytest.mark.sweep(but=("generator", "list", "user's"))
 @pytest.mark.parametrize("kind", ITERATORS)
 def test_an_iterator_that_is_an_argument(kind: str) -> None:
     def outputs(model: nn.Module) -> list[float]:

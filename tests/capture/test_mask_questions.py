@@ -101,25 +101,30 @@ def assert_equal_to_eager(model: nn.Module, batches: Sequence[Batch], **options:
     return len(drop_in._graphopt.runner.captures.all())
 
 
+@pytest.mark.sweep(cases=("bert",))
 def test_a_mask_counts_where_it_hides_something(model: nn.Module) -> None:
     assert assert_equal_to_eager(model, [whole(), padded(), whole(), padded()]) == 2
 
 
+@pytest.mark.sweep
 def test_positions_count_where_they_are_of_several_sequences() -> None:
     assert assert_equal_to_eager(llama(), [counted(), packed(), counted()]) == 2
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("passes", [Recompute("auto"), FitMemory("98%", cost="roofline")], ids=lambda one: one.name)
 def test_each_answer_is_a_capture_whatever_the_pass(model: nn.Module, passes: graphopt.Pass) -> None:
     assert assert_equal_to_eager(model, [padded(), whole(), padded()], passes=[passes]) == 2
 
 
+@pytest.mark.sweep
 def test_sizes_vary_for_each_answer(model: nn.Module) -> None:
     """The second size opens the axis for all answers: two captures for masks that hide nothing, one for the others."""
     batches = [make(length) for length in (8, 12, 10, 14) for make in (whole, padded)]
     assert assert_equal_to_eager(model, batches) <= 4
 
 
+@pytest.mark.sweep
 def test_without_a_mask_sizes_vary_without_one() -> None:
     batches = [tokens(length) for length in (8, 12, 10, 14)]
     model = llama()
@@ -130,6 +135,7 @@ def test_without_a_mask_sizes_vary_without_one() -> None:
     assert "attn_mask" not in drop_in.program.to_text()
 
 
+@pytest.mark.sweep
 def test_a_mask_that_hides_nothing_is_not_in_the_program(model: nn.Module) -> None:
     drop_in = graphopt.optimize(model)
     texts = []
@@ -140,6 +146,7 @@ def test_a_mask_that_hides_nothing_is_not_in_the_program(model: nn.Module) -> No
     assert hidden[0] == 0 < hidden[1]
 
 
+@pytest.mark.sweep
 def test_a_program_by_itself_serves_any_mask(model: nn.Module) -> None:
     """Nobody looks again before it runs."""
     program = graphopt.capture(model, (), whole(), loss=True)
@@ -164,6 +171,7 @@ class Written(nn.Module):
         return self.inner(**{**batch, "attention_mask": mask})
 
 
+@pytest.mark.sweep
 def test_what_has_been_written_is_not_the_mask_of_the_call(model: nn.Module) -> None:
     wrapped = Written(model)
 
@@ -175,6 +183,7 @@ def test_what_has_been_written_is_not_the_mask_of_the_call(model: nn.Module) -> 
     assert_same(eager, train(graphopt.optimize(copy.deepcopy(wrapped)), adamw, loss, batches), "drop-in")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("order", [(whole, padded), (padded, whole)], ids=["whole first", "padded first"])
 def test_answers_are_kept_with_what_is_stored(
     model: nn.Module, order: Sequence[Callable[[], Batch]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -200,6 +209,7 @@ def test_a_saved_step_asks_again(tmp_path: Path) -> None:
     assert_same(eager, found.end(again, optimizer), "loaded step", skip=".gradient")
 
 
+@pytest.mark.sweep
 def test_where_ranks_train_together_the_mask_stays_and_that_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

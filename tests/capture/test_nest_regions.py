@@ -71,6 +71,9 @@ def assert_equal(expected: dict[str, torch.Tensor | None], found: dict[str, torc
         assert value is None or mine is None or (mine.dtype == value.dtype and torch.equal(mine, value)), name
 
 
+@pytest.mark.sweep(
+    but=("[['autocast', [['no_grad', []]]], 0]-False", "[['no_grad', [['elsewhere plain', [0]]]]]-False")
+)
 @pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize(
     "code",
@@ -100,12 +103,14 @@ steps = st.recursive(
 )
 
 
+@pytest.mark.sweep
 @examples(6, many=400)
 @given(st.lists(steps, min_size=1, max_size=3), st.booleans())
 def test_any_nesting(code: Code, outside: bool) -> None:
     assert_as_eager(code, outside)
 
 
+@pytest.mark.sweep
 def test_parameters_whose_names_are_numbers() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     x = torch.ones(2, 4)
@@ -113,6 +118,7 @@ def test_parameters_whose_names_are_numbers() -> None:
     assert_equal(expected, trained(graphopt.optimize(model), x, True))
 
 
+@pytest.mark.sweep
 def test_a_weight_used_again_under_the_callers_autocast_is_cast_once() -> None:
     """So that its gradients are summed in low precision, as eager mode does."""
     assert_as_eager([0, 0, 0, 1, 0], True)

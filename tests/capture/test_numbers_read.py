@@ -44,6 +44,21 @@ class Reads(nn.Module):
         return self.linear(x) * self.read(places[self.place])
 
 
+@pytest.mark.sweep(
+    but=(
+        "item-attribute",
+        "item-container",
+        "item-global",
+        "float-attribute",
+        "int-attribute",
+        "tolist-attribute",
+        "index-attribute",
+        "bool-attribute",
+        "range-attribute",
+        "text-attribute",
+        "in-attribute",
+    )
+)
 @pytest.mark.parametrize("place", ["attribute", "container", "global"])
 @pytest.mark.parametrize("way", READS)
 def test_a_model_has_the_number_that_is_there_at_the_call(way: str, place: str) -> None:

@@ -85,6 +85,7 @@ ONE_ELEMENT: dict[str, Function] = {
 }
 
 
+@pytest.mark.sweep(but=("1.0-nanmedian", "-1.0-max of ties"))
 @pytest.mark.parametrize("function", ONE_ELEMENT.values(), ids=ONE_ELEMENT)
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_zeros_keep_their_sign(function: Function, sign: float) -> None:
@@ -138,6 +139,7 @@ SHARED: dict[str, tuple[Function, bool]] = {
 }
 
 
+@pytest.mark.sweep(cases=("a copy", "one of them"))
 @pytest.mark.parametrize(("function", "told"), SHARED.values(), ids=SHARED)
 def test_views_of_one_tensor_are_told_where_it_is_read_too(
     function: Function, told: bool, caplog: pytest.LogCaptureFixture
@@ -160,6 +162,7 @@ COMPLEX: dict[str, Function] = {
 }
 
 
+@pytest.mark.sweep(cases=("hfft",))
 @pytest.mark.parametrize("function", COMPLEX.values(), ids=COMPLEX)
 def test_what_torch_adds_behind_backward_is_backward(function: Function) -> None:
     model = Weighted(function)

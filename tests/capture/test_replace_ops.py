@@ -89,6 +89,7 @@ def ops(program: Program, phase: Phase) -> list[str]:
 # --- the ops by themselves -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(but=("torch.float32", "torch.float64"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dropout_in_two_calls_gives_the_bits_of_dropout(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -146,6 +147,7 @@ NAMED = [Recompute("layers.*")]
 FITTED = [FitMemory("75%", cost="roofline")]
 
 
+@pytest.mark.sweep(but=("float32",))
 @pytest.mark.parametrize(
     ("dtype", "passes"),
     [
@@ -165,6 +167,7 @@ def test_training_with_dropout_and_hidden_rows_equals_eager(dtype: torch.dtype, 
         assert all(map(identical, trained(graphopt.optimize(model, passes), *args), expected))
 
 
+@pytest.mark.sweep
 def test_sizes_that_differ_from_call_to_call_keep_their_bits() -> None:
     model = stacked()
     optimized = graphopt.optimize(
@@ -186,6 +189,7 @@ def test_a_result_of_dropout_is_made_again_from_its_mask() -> None:
     assert not any("rng" in op for op in again)
 
 
+@pytest.mark.sweep
 def test_the_mask_of_a_checkpoint_is_kept_with_it() -> None:
     program = captured(stacked(), ROWS, loss=mean_square)
     graphopt.Pipeline([Recompute("layers.*.drop")]).run(program)
@@ -218,6 +222,7 @@ class Dropping(nn.Module):
         return out
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["in place", "turned", "expanded", "alpha", "channels", "attention"])
 def test_dropout_of_nothing_of_some_and_of_all_equals_eager(kind: str) -> None:
     """Where nothing or all is dropped, nothing is drawn."""

@@ -38,6 +38,7 @@ def _sum(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return sum(result.square().sum() for result in model(x))  # type: ignore[return-value]
 
 
+@pytest.mark.sweep(but=("parameter",))
 @pytest.mark.parametrize("what", ["argument", "parameter", "views"])
 def test_results_that_are_other_tensors_are_captured_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
@@ -68,6 +69,7 @@ def joint() -> tuple[CaptureSession, Program]:
     return session, session.lower_forward(session.forward())
 
 
+@pytest.mark.sweep
 def test_the_layout_of_gradients_is_that_of_the_capture(joint: tuple[CaptureSession, Program]) -> None:
     session, program = joint
     assert session.joint is not None

@@ -47,6 +47,7 @@ GIVEN: dict[str, Given] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("passes", [[], [Recompute("linear")]], ids=["none", "recompute"])
 def test_gradients_are_those_of_eager_mode_however_arguments_are_shared(passes: list[graphopt.Pass]) -> None:
     model = Twofold()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.ranks import run_ranks
 
 PROLOGUE = """
@@ -86,6 +88,7 @@ say(step.records[-1].changed.counts)
         assert counts == {"partitioned": 1}
 
 
+@pytest.mark.sweep
 def test_one_dimension_of_a_mesh_has_parts_and_the_other_one_batches(tmp_path: Path) -> None:
     script = """
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))

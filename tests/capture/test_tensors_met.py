@@ -47,6 +47,7 @@ def losses(model: nn.Module, called: nn.Module) -> list[float]:
     return found
 
 
+@pytest.mark.sweep(cases=("the size of a gradient", "any gradient"))
 @pytest.mark.parametrize("kind", READS)
 def test_a_drop_in_model_reads_what_eager_mode_reads_and_a_step_refuses(kind: str) -> None:
     model, plain, whole = (Reads(READS[kind]) for _ in range(3))

@@ -48,6 +48,7 @@ TOLD: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
+@pytest.mark.sweep(cases=("a function", "a class's method"))
 @pytest.mark.parametrize("kind", TOLD)
 def test_what_code_asks_is_told_once(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     ask, words = TOLD[kind]

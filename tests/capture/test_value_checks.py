@@ -32,6 +32,7 @@ def checks(program: Program) -> int:
     return sum(node.target is check_value for node in program.nodes)
 
 
+@pytest.mark.sweep(but=("plain-an_error", "plain-an_error_otherwise", "fit-an_assert", "fit-an_error_otherwise"))
 @pytest.mark.parametrize("forward", CHECKS)
 @pytest.mark.parametrize("passes", [[], [Recompute("auto")], [FitMemory("100%")]], ids=["plain", "recompute", "fit"])
 def test_checks_raise_as_forward_does(forward: Forward, passes: list[Any]) -> None:
@@ -90,6 +91,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(D.Distribution, "_validate_args", True)
 
 
+@pytest.mark.sweep(but=("gaussian",))
 @pytest.mark.usefixtures("checked")
 @pytest.mark.parametrize("forward", [normal, categorical, beta, gaussian])
 def test_distributions_check_their_arguments(forward: Forward) -> None:

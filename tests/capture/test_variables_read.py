@@ -165,6 +165,7 @@ LOSSES: dict[str, Callable[[], tuple[Any, Any]]] = {
 }
 
 
+@pytest.mark.sweep(but=("global",))
 @pytest.mark.parametrize("kind", LOSSES)
 def test_a_loss_reads_what_has_changed(kind: str) -> None:
     loss, change = LOSSES[kind]()
@@ -195,6 +196,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 }
 
 
+@pytest.mark.sweep(but=("method-False", "closure of a function-False"))
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_reads_what_has_changed(kind: str, whole: bool) -> None:
@@ -352,6 +354,7 @@ class Derived(Base):
         return super().encode(x)
 
 
+@pytest.mark.sweep
 def test_methods_behind_super_are_followed() -> None:
     model = Derived()
     optimized = graphopt.optimize(model)

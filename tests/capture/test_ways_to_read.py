@@ -258,6 +258,22 @@ def test_a_key_follows_what_is_read(way: str, as_before: Callable[[Callable[[flo
     assert first == back
 
 
+@pytest.mark.sweep(
+    but=(
+        "globals()",
+        "eval",
+        "getattr",
+        "getattr of a name that is made",
+        "weak reference",
+        "descriptor",
+        "__getattr__",
+        "function in a container",
+        "lru_cache",
+        "code of a function",
+        "array of NumPy",
+        "number that processes share",
+    )
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_reads_as_in_eager_mode(way: str, as_before: Callable[[Callable[[float], None]], None]) -> None:
     read, change = WAYS[way]

@@ -63,6 +63,7 @@ def test_explain_says_what_differed_and_what_was_not_kept(run: Command, folder: 
     assert [item["model"] for item in data["refused"]] == ["Net"]
 
 
+@pytest.mark.sweep
 def test_explain_one_lists_what_it_depends_on(run: Command, folder: Path) -> None:
     newest = keys(run)[0]
     text = run("cache", "explain", newest[:8]).out
@@ -82,6 +83,7 @@ def test_clear_removes_one_or_all(run: Command, folder: Path) -> None:
     assert "not kept" not in run("cache", "explain").out
 
 
+@pytest.mark.sweep
 def test_path_is_the_folder(run: Command, folder: Path) -> None:
     assert run("cache", "path").out.strip() == str(folder)
 
@@ -95,6 +97,7 @@ def test_an_unknown_key_is_an_error_and_a_broken_entry_is_shown(run: Command, fo
     assert "cannot be read" in run("cache").out
 
 
+@pytest.mark.sweep
 def test_where_it_is_off_list_says_so(run: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAPHOPT_CACHE_PROGRAMS", "0")
     assert "it is off here" in run("cache").out

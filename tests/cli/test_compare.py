@@ -82,6 +82,7 @@ blocks.2  value  f32[16, 8]          0  bitwise equal""",
     )
 
 
+@pytest.mark.sweep
 def test_a_drop_in_program_and_a_pass_that_does_nothing(run: Command) -> None:
     outcome = run("compare", target("plain"), "-p", "idle", "--limit", "0")
     assert outcome.code == 0
@@ -89,6 +90,7 @@ def test_a_drop_in_program_and_a_pass_that_does_nothing(run: Command) -> None:
     assert "idle: nothing: there is no work" in outcome.err
 
 
+@pytest.mark.sweep
 def test_the_joint_stage_of_a_whole_step(run: Command) -> None:
     data = run("compare", low("training"), "-p", LOW, "--stage", "joint", "--json").data
     assert data["stage"] == "joint"
@@ -107,6 +109,7 @@ def test_data(run: Command) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.sweep
 def test_tolerance(run: Command) -> None:
     fine = run("compare", low("exact"), "-p", LOW, "--tolerance", "1e-9")
     assert (fine.code, fine.err) == (0, "")
@@ -172,6 +175,7 @@ verified: allowing any one of them again breaks the tolerance
     )
 
 
+@pytest.mark.sweep
 def test_what_bisection_prints_can_be_pasted(run: Command) -> None:
     given = "low-linear{dtype=float16},recompute{checkpoints=layers.*}"
     found = run("compare", low("overflowing"), "-p", given, "--bisect", "0.001", "--json").data
@@ -184,6 +188,7 @@ def test_what_bisection_prints_can_be_pasted(run: Command) -> None:
         assert run("compare", low("overflowing"), "-p", fewer, "--tolerance", "0.001").code == 1
 
 
+@pytest.mark.sweep
 def test_bisection_by_op_and_for_chosen_tensors(run: Command) -> None:
     by_op = run("compare", low("unfit"), "-p", LOW, "--bisect", "0.001", "--by", "op")
     assert "1 of 1 op in float32" in by_op.out
@@ -200,6 +205,7 @@ def test_bisection_without_a_pass_that_can_deny(run: Command) -> None:
     assert "a pass with the option deny, such as mixed-precision, and these are recompute{checkpoints=a}" in outcome.err
 
 
+@pytest.mark.sweep
 def test_bisection_that_cannot_succeed(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphopt.cli.compare.deniable", lambda *_: ["layers.0"])
     outcome = run("compare", low("unfit"), "-p", LOW, "--bisect", "0.001")
@@ -207,6 +213,7 @@ def test_bisection_that_cannot_succeed(run: Command, monkeypatch: pytest.MonkeyP
     assert "with all that can be denied (1 by module) the relative error of 'loss' is still inf" in outcome.err
 
 
+@pytest.mark.sweep
 def test_an_interrupted_bisection_shows_the_best_set(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     trials: list[object] = []
     within = Trial.within

@@ -15,6 +15,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Command:
     return Command(capsys)
 
 
+@pytest.mark.sweep(but=("memory",))
 @pytest.mark.parametrize("command", ["dump", "memory", "diff", "compare", "plan", "view"])
 def test_a_file_says_what_passes_say(run: Command, command: str, tmp_path: Path) -> None:
     path = configs.save(RECOMPUTE, tmp_path / "pipeline.toml")

@@ -69,6 +69,7 @@ def test_the_step_stage_needs_an_optimizer(run: Command) -> None:
     assert "gives no optimizer" in outcome.err
 
 
+@pytest.mark.sweep
 def test_a_pass_that_did_nothing_is_reported(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, Idle)
     outcome = run("dump", target("plain"), "-p", "idle")
@@ -89,6 +90,7 @@ def test_verify_numerics_compares_results(run: Command, monkeypatch: pytest.Monk
     assert "--verify numerics compares outputs and gradients" in outcome.err
 
 
+@pytest.mark.sweep
 def test_verify_off_skips_the_invariants(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, Rename)
     outcome = run("dump", target("plain"), "-p", "rename")
@@ -97,6 +99,7 @@ def test_verify_off_skips_the_invariants(run: Command, monkeypatch: pytest.Monke
     assert run("dump", target("plain"), "-p", "rename", "--verify", "off").code == 0
 
 
+@pytest.mark.sweep
 def test_dump_directory_of_the_environment(run: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("GRAPHOPT_DUMP", str(tmp_path))
     assert run("diff", target("plain"), "-p", RECOMPUTE).code == 0

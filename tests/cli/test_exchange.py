@@ -126,6 +126,7 @@ def test_the_text_says_what_to_use_and_why(run: Command) -> None:
     assert re.match(r"local SGD, interval: faster than fused dense exchange from k = \d+ on; from k = \d+ on", evens[2])
 
 
+@pytest.mark.sweep
 def test_what_stays_dense_is_listed_with_its_bytes(run: Command) -> None:
     kept = section(planned(run).out, "what stays dense in sparse exchange")
     assert kept[0].startswith("6 of 8 gradients, 6.2 kB of 239.0 kB: vectors, fewer than 16384 elements")
@@ -136,6 +137,7 @@ def test_what_stays_dense_is_listed_with_its_bytes(run: Command) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.sweep
 def test_the_same_as_data(run: Command) -> None:
     outcome = planned(run, "--latency", "1ms", "--density", "1%", "--k-steps", "32,2", "--algorithm", "tree", "--json")
     data = outcome.data
@@ -169,6 +171,7 @@ def test_ten_thousand_ranks(run: Command) -> None:
     assert section(outcome.out, "what stays dense")[0].startswith("8 of 8 gradients")
 
 
+@pytest.mark.sweep
 def test_seconds_are_measured_unless_told_otherwise(run: Command) -> None:
     outcome = run("plan", FILE, *NETWORK, "--json")
     assert outcome.code == 0
@@ -177,6 +180,7 @@ def test_seconds_are_measured_unless_told_otherwise(run: Command) -> None:
     assert outcome.data["computation"]["seconds"] > 0
 
 
+@pytest.mark.sweep
 def test_passes_run_before_and_those_that_exchange_are_left_out(run: Command) -> None:
     outcome = planned(run, "-p", f"data-parallel,{RECOMPUTE}", "--json", of=target("step"))
     assert outcome.code == 0
@@ -184,6 +188,7 @@ def test_passes_run_before_and_those_that_exchange_are_left_out(run: Command) ->
     assert outcome.data["passes"] == [RECOMPUTE]
 
 
+@pytest.mark.sweep
 def test_a_program_is_fitted_into_memory_before_its_exchange_is_planned(run: Command) -> None:
     fitted = f"fit-memory{{budget=75% cost={COST}}}"
     outcome = planned(run, "-p", fitted, "--json", of=target("step"))
@@ -206,6 +211,7 @@ def test_drop_in_models_have_no_update(run: Command) -> None:
     assert "in a whole step, LocalSGD(k_steps=16) would take " in outcome.out
 
 
+@pytest.mark.sweep
 def test_into_a_file(run: Command, tmp_path: Path) -> None:
     file = tmp_path / "exchange.txt"
     outcome = planned(run, "-o", file)

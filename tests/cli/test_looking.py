@@ -50,6 +50,7 @@ def test_every_command_is_below(run: Command) -> None:
     assert commands_of(run) == {*COMMANDS, "help", "completion"}
 
 
+@pytest.mark.sweep(but=("passes", "formats", "cache", "profile"))
 @pytest.mark.parametrize("command", list(COMMANDS))
 def test_every_command_speaks_json_with_a_schema(
     run: Command, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -68,6 +69,7 @@ def test_every_command_speaks_json_with_a_schema(
     assert keys <= set(data)
 
 
+@pytest.mark.sweep
 def test_programs_after_each_pass_have_a_schema_each(run: Command) -> None:
     each = run("dump", target("plain"), "--after-each", "--json").data
     assert each["schema"] == JSON_SCHEMA
@@ -81,6 +83,7 @@ def rows(run: Command, *arguments: object) -> list[dict[str, Any]]:
     return run("tensors", target("plain"), "--json", *arguments).data["tensors"]
 
 
+@pytest.mark.sweep
 def test_match_is_a_pattern(run: Command) -> None:
     found = rows(run, "--match", "blocks.0", "--match", "blocks.2")
     assert [row["name"] for row in found] == ["blocks.0", "blocks.2"]
@@ -90,6 +93,7 @@ def test_match_is_a_pattern(run: Command) -> None:
     assert "'block.0' names no tensor; did you mean 'blocks.0'" in unknown.err
 
 
+@pytest.mark.sweep
 def test_phase(run: Command) -> None:
     everything = rows(run)
     backward = rows(run, "--phase", "backward")
@@ -101,6 +105,7 @@ def test_phase(run: Command) -> None:
     assert (none.code, none.out) == (0, "0 tensors, 0 B\n")
 
 
+@pytest.mark.sweep
 def test_sort(run: Command) -> None:
     everything = rows(run)
     by_bytes = rows(run, "--sort", "bytes")
@@ -109,6 +114,7 @@ def test_sort(run: Command) -> None:
     assert rows(run, "--sort", "name") == sorted(everything, key=lambda row: row["name"])
 
 
+@pytest.mark.sweep
 def test_limit_counts_the_rest(run: Command) -> None:
     whole = run("tensors", target("plain"), "--sort", "bytes").out.splitlines()
     data = run("tensors", target("plain"), "--sort", "bytes", "--limit", "3", "--json").data
@@ -119,6 +125,7 @@ def test_limit_counts_the_rest(run: Command) -> None:
     assert lines[-2] == f"3 tensors, {format_bytes(sum(row['bytes'] for row in data['tensors']))}"
 
 
+@pytest.mark.sweep
 def test_checkpoints_are_sorted_and_limited_too(run: Command) -> None:
     data = run("tensors", target("plain"), "--checkpoints", "--sort", "bytes", "--limit", "2", "--json").data
     assert len(data["checkpoints"]) == 2
@@ -138,6 +145,7 @@ def test_limit_has_to_be_a_number_above_0(run: Command) -> None:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_memory_as_svg(run: Command, tmp_path: Path) -> None:
     file = tmp_path / "memory.svg"
     outcome = run("memory", target("plain"), "-p", RECOMPUTE, "--format", "svg", "-o", file)
@@ -151,11 +159,13 @@ def test_memory_as_svg(run: Command, tmp_path: Path) -> None:
     assert root.findtext(f"{SVG}title") == "Small, joint stage: predicted memory"
 
 
+@pytest.mark.sweep
 def test_memory_as_svg_without_passes_compares_nothing(run: Command) -> None:
     root = ET.fromstring(run("memory", target("plain"), "--format", "svg").out)
     assert "before:" not in (root.findtext(f"{SVG}desc") or "")
 
 
+@pytest.mark.sweep
 def test_memory_as_text_in_a_file(run: Command, tmp_path: Path) -> None:
     file = tmp_path / "memory.txt"
     assert run("memory", target("plain"), "-o", file).code == 0
@@ -219,6 +229,7 @@ def test_two_formats_of_memory(run: Command) -> None:
 # --- exports ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_dump_for_perfetto(run: Command) -> None:
     outcome = run("dump", target("step"), "-p", RECOMPUTE, "--format", "perfetto")
     assert outcome.code == 0
@@ -247,6 +258,7 @@ def test_one_file_holds_one_program(run: Command, form: str) -> None:
 FITTED = ("--budget", "90%", "--cost", "a100-80gb")
 
 
+@pytest.mark.sweep
 def test_commands_that_show_a_program_fit_it_into_a_budget(run: Command, tmp_path: Path) -> None:
     data = run("memory", target("step"), *FITTED, "--json").data
     assert data["after"]["peak_bytes"] <= 0.9 * data["before"]["peak_bytes"]

@@ -142,6 +142,7 @@ def test_tensors_lists_names_bytes_and_lines(run: Command) -> None:
     assert "head.weight" not in outcome.out
 
 
+@pytest.mark.sweep
 def test_tensors_as_data(run: Command) -> None:
     data = run("tensors", target("plain"), "--json").data
     rows = {row["name"]: row for row in data["tensors"]}
@@ -150,6 +151,7 @@ def test_tensors_as_data(run: Command) -> None:
     assert rows["head.weight"]["role"] == "parameter"
 
 
+@pytest.mark.sweep
 def test_tensors_of_each_stage(run: Command) -> None:
     names = {}
     for stage in ("forward", "joint", "step"):
@@ -163,6 +165,7 @@ def test_tensors_of_each_stage(run: Command) -> None:
     assert {row["name"] for row in default["tensors"]} == names["step"]
 
 
+@pytest.mark.sweep
 def test_tensors_filters(run: Command) -> None:
     everything = run("tensors", target("plain"), "--json").data["tensors"]
     saved = run("tensors", target("plain"), "--saved", "--json").data["tensors"]
@@ -207,6 +210,7 @@ def test_tensors_errors(run: Command) -> None:
 # --- dump ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(but=("plain-forward-# Small, forward stage",))
 @pytest.mark.parametrize(
     ("name", "stage", "first"),
     [
@@ -231,6 +235,7 @@ def test_what_the_users_code_prints_is_not_output(run: Command) -> None:
     assert "building the model" in outcome.err
 
 
+@pytest.mark.sweep
 def test_own_loss_only_where_the_target_says_so(run: Command) -> None:
     with_loss = Program.from_json(run("dump", target("labelled"), "--json").data)
     assert [spec.role for spec in with_loss.outputs if spec.role != "gradient"] == ["loss"]
@@ -254,6 +259,7 @@ def test_dump_formats(run: Command) -> None:
     assert program.history == (RECOMPUTE,)
 
 
+@pytest.mark.sweep
 def test_dump_after_each_heads_every_program(run: Command) -> None:
     outcome = run("dump", target("step"), "-p", RECOMPUTE, "--after-each")
     assert outcome.code == 0
@@ -265,6 +271,7 @@ def test_dump_after_each_heads_every_program(run: Command) -> None:
     assert sum(line.startswith("def step(") for line in outcome.out.splitlines()) == 4
 
 
+@pytest.mark.sweep
 def test_dump_after_each_ends_with_the_wanted_stage(run: Command) -> None:
     data = run("dump", target("step"), "-p", RECOMPUTE, "--after-each", "--stage", "joint", "--json").data
     labels = [entry["label"] for entry in data["snapshots"]]
@@ -312,6 +319,7 @@ def test_memory_shows_the_peak_before_and_after(run: Command) -> None:
     assert record["peak_bytes"] == [both["before"]["peak_bytes"], both["after"]["peak_bytes"]]
 
 
+@pytest.mark.sweep
 def test_memory_of_a_step_compares_with_the_step_without_passes(run: Command) -> None:
     before = run("memory", target("step"), "--json").data
     both = run("memory", target("step"), "-p", RECOMPUTE, "--json").data
@@ -340,6 +348,7 @@ def test_diff_shows_what_was_added(run: Command) -> None:
     assert data["diff"] in outcome.out
 
 
+@pytest.mark.sweep
 def test_diff_of_a_step_compares_with_the_step_without_passes(run: Command) -> None:
     outcome = run("diff", target("step"), "-p", RECOMPUTE)
     assert outcome.code == 0

@@ -36,6 +36,7 @@ def config(folder: Path, **changes: Any) -> str:
     return f"hf:{path}"
 
 
+@pytest.mark.sweep
 def test_a_model_of_transformers_is_planned_by_its_configuration(run: Command, tmp_path: Path) -> None:
     options = ("--batch", 256, "--tokens", 64, "--device", "h100-80gb")
     done = run("plan", config(tmp_path, num_hidden_layers=1), *options, "--budget", "90%", "--json")
@@ -50,6 +51,7 @@ def test_a_model_of_transformers_is_planned_by_its_configuration(run: Command, t
     assert "aten._fused_adamw_.tensor_lr(" in text
 
 
+@pytest.mark.sweep
 def test_the_dtype_is_that_of_the_file_or_the_one_given(run: Command, tmp_path: Path) -> None:
     options = ("--tokens", 8, "--device", "a100-40gb")
     assert "f16[128, 64]" in run("dump", config(tmp_path, torch_dtype="float16"), *options).out
@@ -63,6 +65,7 @@ def test_a_factory_is_captured_for_a_device_without_data(run: Command) -> None:
     assert run("memory", target("step"), "--device", "h200", "--json").data["program"]["peak_bytes"] > 0
 
 
+@pytest.mark.sweep
 def test_several_devices_share_the_optimizer_without_their_processes(run: Command, tmp_path: Path) -> None:
     options = ("--tokens", 8, "--device", "h100-80gb", "--json")
     alone = run("memory", config(tmp_path), *options).data["program"]
@@ -91,6 +94,7 @@ def test_a_link_is_for_a_page_of_ranks(run: Command) -> None:
     assert (done.code, "--latency is for --format ranks or perfetto" in done.err) == (2, True)
 
 
+@pytest.mark.sweep(cases=("changes7-",))
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -116,6 +116,7 @@ def test_without_a_budget_the_trade_as_text(run: Command) -> None:
     assert "====" not in outcome.out
 
 
+@pytest.mark.sweep
 def test_the_trade_as_data_is_the_frontier(run: Command) -> None:
     data = planned(run, "--json", of=STEP).data
     fitting = fitting_of(STEP)
@@ -133,6 +134,7 @@ def test_the_trade_as_data_is_the_frontier(run: Command) -> None:
     assert (data["cut_short"], data["budgets"]) == ("", [])
 
 
+@pytest.mark.sweep
 def test_a_chart_in_a_file(run: Command, tmp_path: Path) -> None:
     file = tmp_path / "frontier.svg"
     outcome = planned(run, "--format", "svg", "-b", "90%", "-o", file)
@@ -145,6 +147,7 @@ def test_a_chart_in_a_file(run: Command, tmp_path: Path) -> None:
     assert any(text.startswith("budget 90%, ") for text in told)
 
 
+@pytest.mark.sweep
 def test_passes_run_before(run: Command) -> None:
     outcome = planned(run, "-p", RECOMPUTE, "--json", of=target("plain"))
     assert outcome.err.startswith(f"{RECOMPUTE}: ")
@@ -154,6 +157,7 @@ def test_passes_run_before(run: Command) -> None:
     assert [data["plain"]["peak_bytes"]] == [record.peak_after for record in rewritten.records]
 
 
+@pytest.mark.sweep
 def test_times_are_measured_anew_where_that_is_asked_for(
     run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +177,7 @@ def test_times_are_measured_anew_where_that_is_asked_for(
     assert f"--cost {COST} takes no time from it" in refused.err
 
 
+@pytest.mark.sweep
 def test_times_of_a_busy_machine_are_told(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_folder(tmp_path, monkeypatch)
     monkeypatch.setattr(measurements, "measured_seconds", lambda node, device: figures.Figure(1e-3, doubtful=True))
@@ -200,6 +205,7 @@ def test_of_a_drop_in_model_and_of_a_chosen_stage(run: Command) -> None:
     assert "gives no optimizer" in no_step.err
 
 
+@pytest.mark.sweep
 def test_seconds_are_measured_unless_told_otherwise(run: Command) -> None:
     outcome = run("plan", TINY, "--json")
     assert outcome.code == 0
@@ -210,6 +216,7 @@ def test_seconds_are_measured_unless_told_otherwise(run: Command) -> None:
 # --- budgets ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_several_budgets_each_get_a_plan(run: Command) -> None:
     fitting = fitting_of(TINY)
     exact = fitting.frontier.lowest.peak
@@ -227,6 +234,7 @@ def test_several_budgets_each_get_a_plan(run: Command) -> None:
     assert "is within the budget of 1.0 GB" in wide[1]
 
 
+@pytest.mark.sweep
 def test_budgets_as_data_are_what_fit_memory_does(run: Command) -> None:
     (answer, sooner, auto) = planned(run, "-b", "75%", "-b", "90%", "-b", "auto", "--json").data["budgets"]
     records = rewrite(session_of(TINY), Pipeline([FitMemory("75%", cost=COST)]), until="joint").records
@@ -241,6 +249,7 @@ def test_budgets_as_data_are_what_fit_memory_does(run: Command) -> None:
         assert found["peak_bytes"] == peak
 
 
+@pytest.mark.sweep
 def test_a_budget_that_nothing_meets_is_fit_memorys_error(run: Command) -> None:
     outcome = planned(run, "-b", "75%", "-b", "30kB")
     assert outcome.code == 1
@@ -330,6 +339,7 @@ def test_a_program_in_which_nothing_can_be_dropped(run: Command, tmp_path: Path)
     ET.fromstring(chart.out)
 
 
+@pytest.mark.sweep
 def test_what_moves_to_the_host_is_named(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def fast(planning: PlanningProblem, room: int | None) -> Lanes:
         assert room is None
@@ -356,6 +366,7 @@ def interrupted() -> Iterator[Callable[..., None]]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.sweep
 def test_ctrl_c_during_the_search_shows_what_was_found(
     run: Command, monkeypatch: pytest.MonkeyPatch, interrupted: Callable[..., None]
 ) -> None:
@@ -371,6 +382,7 @@ def test_ctrl_c_during_the_search_shows_what_was_found(
     assert "interrupted" in planned(run, "--format", "svg").out
 
 
+@pytest.mark.sweep
 def test_a_second_ctrl_c_ends_the_program(
     run: Command, monkeypatch: pytest.MonkeyPatch, interrupted: Callable[..., None]
 ) -> None:
@@ -388,6 +400,7 @@ def test_ctrl_c_in_a_training_script_is_not_swallowed(
         rewrite(session, Pipeline([FitMemory("75%", cost=COST)]), until="joint")
 
 
+@pytest.mark.sweep
 def test_a_time_limit_ends_the_search(run: Command) -> None:
     data = planned(run, "--time-limit", "1e-9", "--json").data
     assert data["cut_short"] == "time limit"
@@ -427,6 +440,7 @@ class LastOfAll(Pass):
         return Changed(counts={"renamed": 1})
 
 
+@pytest.mark.sweep
 def test_other_passes_of_the_last_stage_run(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, LastOfAll, pipeline.find_pass("fit-memory"))
     outcome = planned(run, "-p", "last-of-all,fit-memory{budget=1kB}", "--json")

@@ -18,6 +18,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Command:
     return Command(capsys)
 
 
+@pytest.mark.sweep
 def test_a_measured_machine_is_a_device_for_other_commands(
     run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Command:
     return Command(capsys)
 
 
+@pytest.mark.sweep(cases=("tensors", "checkpoints", "memory", "precision", "compare", "bisect", "plan", "exchange"))
 @pytest.mark.parametrize("command", TABLES.values(), ids=list(TABLES))
 def test_nothing_is_wider_than_80_columns(
     run: Command, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

@@ -26,6 +26,7 @@ print(code, heavy)
 """
 
 
+@pytest.mark.sweep(cases=("words2-commands:", "words4-model-explorer"))
 @pytest.mark.parametrize(
     ("words", "shown"),
     [

@@ -96,6 +96,7 @@ def train(
 WAYS = ("drop-in", "whole step")
 
 
+@pytest.mark.sweep(but=("prepared before-options2",))
 @pytest.mark.parametrize(
     ("way", "options"),
     [

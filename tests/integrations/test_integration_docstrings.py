@@ -22,6 +22,7 @@ from tests.support.loops import Rows, gpt
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries, about themselves
 
 
+@pytest.mark.sweep(but=("Optimize",))
 @pytest.mark.parametrize("public", [prepare_step, Optimize, Trainer], ids=lambda public: public.__name__)
 def test_an_example_runs(public: Any, tmp_path: Path) -> None:
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}

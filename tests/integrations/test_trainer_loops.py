@@ -19,6 +19,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("plain")
 
 
+@pytest.mark.sweep(but=("defaults-drop-in",))
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_a_trainer_trains_as_without_graphopt(name: str, way: str, folder: Path, tmp_path: Path) -> None:
@@ -47,6 +48,7 @@ def assert_read(name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert count(programs) == kept > 0
 
 
+@pytest.mark.sweep(but=("defaults-whole step",))
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", KEPT)
 def test_a_second_start_reads_what_the_first_captured(

@@ -72,6 +72,7 @@ class Listening(transformers.TrainerCallback):
         """Where others look at gradients."""
 
 
+@pytest.mark.sweep
 def test_a_checkpoint_without_the_state_of_a_step_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saving = arguments(tmp_path, save_strategy="steps", save_steps=1, per_device_train_batch_size=2)
     rows = Rows(8, classes=True)
@@ -88,6 +89,7 @@ def test_a_checkpoint_without_the_state_of_a_step_is_told(tmp_path: Path, caplog
     assert f"checkpoint-1 has no {STATE_FILE}" in caplog.text
 
 
+@pytest.mark.sweep
 def test_the_batch_is_planned(tmp_path: Path) -> None:
     rows = Rows(64, classes=True)
     finding = arguments(tmp_path, auto_find_batch_size=True, max_steps=1)

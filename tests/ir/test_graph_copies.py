@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import fx, nn
 
@@ -51,6 +52,7 @@ def test_a_copy_has_the_same_nodes_under_the_same_names_and_numbers_new_ones_ali
     assert names[0] == names[1]
 
 
+@pytest.mark.sweep
 def test_nodes_are_found_by_op_and_linked_in_order() -> None:
     graph = program().graph
     copy = copy_graph(graph)

@@ -116,6 +116,7 @@ TARGETS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sweep(cases=("True-operator.call", "True-math.__loader__"))
 @pytest.mark.parametrize("target", TARGETS, ids=lambda text: text[:30])
 @pytest.mark.parametrize("computed", [False, True])
 def test_nothing_is_looked_up_outside_of_the_list(target: str, computed: bool) -> None:

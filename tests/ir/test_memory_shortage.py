@@ -52,6 +52,7 @@ def _loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
 
 
+@pytest.mark.sweep(but=("of torch's CPU allocator",))
 @pytest.mark.parametrize("kind", SHORTAGES)
 def test_a_forward_for_which_there_is_no_memory_is_told_as_that(kind: str) -> None:
     model = Needy(Short(SHORTAGES[kind]()))

@@ -66,6 +66,7 @@ ROWS = torch.linspace(-1, 1, 64 * 16).reshape(64, 16)
 with_and_without = pytest.mark.parametrize("passes", [[], [Recompute("a")]], ids=["plain", "recompute"])
 
 
+@pytest.mark.sweep
 @with_and_without
 def test_training_with_sums_in_place_is_eager_training(passes: list[Pass]) -> None:
     assert len(reused_operands(rewritten(Uses(), ROWS, passes=passes))) >= 5
@@ -85,6 +86,7 @@ def test_training_with_activations_in_place_is_eager_training() -> None:
     assert_same_training(Pictures(), "adamw", mean_square, [(PICTURES.clone().requires_grad_(),)], steps=3)
 
 
+@pytest.mark.sweep
 def test_backward_can_run_twice() -> None:
     """What forward has kept for backward is not overwritten by it."""
     model = graphopt.optimize(Pictures())
@@ -99,6 +101,7 @@ def run(module: fx.GraphModule, program: Program, model: nn.Module, x: torch.Ten
         return module.forward(Binding(program, model).gather([x]))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("make", "x", "loss"),
     [(Uses, ROWS, mean_square), (lambda: Blocks(2), TOKENS, next_token), (lambda: Pictures(), PICTURES, mean_square)],
@@ -291,6 +294,7 @@ UNSAFE: dict[str, Callable[[Build], Any]] = {
 }
 
 
+@pytest.mark.sweep(but=("read later through a view", "what was fetched"))
 @pytest.mark.parametrize("build", list(UNSAFE.values()), ids=list(UNSAFE))
 def test_where_an_operand_may_not_be_overwritten(build: Callable[[Build], Any]) -> None:
     b = Build()
@@ -340,6 +344,7 @@ SAFE: dict[str, Callable[[Build], tuple[fx.Node, fx.Node]]] = {
 }
 
 
+@pytest.mark.sweep(but=("one of several results",))
 @pytest.mark.parametrize("build", list(SAFE.values()), ids=list(SAFE))
 def test_where_an_operand_is_overwritten(build: Callable[[Build], tuple[fx.Node, fx.Node]]) -> None:
     b = Build()
@@ -406,6 +411,7 @@ def test_the_argument_that_gives_the_layout_is_the_one_that_is_named(op: Any) ->
         assert (op(*turned).stride() == (1, 2)) == (place == IN_PLACE[op].layout)
 
 
+@pytest.mark.sweep(cases=("aten._softmax_backward_data.default", "aten._log_softmax_backward_data.default"))
 @pytest.mark.parametrize("op", [op for op, form in IN_PLACE.items() if form.dimension is not None], ids=str)
 def test_softmax_in_place_gives_the_same_bits_at_every_width(op: Any) -> None:
     form, generator = IN_PLACE[op], torch.Generator().manual_seed(0)
@@ -450,6 +456,7 @@ def _arguments(op: Any, layout: str, dtype: torch.dtype, number: float) -> list[
     return found
 
 
+@pytest.mark.sweep
 def test_products_of_complex_numbers_are_not_written_over_a_factor() -> None:
     """Written in place, they round otherwise: the gradient of ``torch.linalg.eigvals`` multiplies such numbers."""
 
@@ -480,6 +487,7 @@ class OneByOne(nn.Module):
         return torch.exp(-((x * self.weight).transpose(1, 3).contiguous().transpose(1, 3) * 0.5))
 
 
+@pytest.mark.sweep(but=("strides0",))
 @pytest.mark.parametrize("strides", [(8, 1, 8, 8), (8, 1, 1, 1)])
 def test_axes_of_one_element_have_the_strides_that_kernels_give(strides: tuple[int, ...]) -> None:
     x = torch.linspace(-1, 1, 16).as_strided((2, 8, 1, 1), strides)

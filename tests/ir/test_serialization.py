@@ -190,6 +190,7 @@ def source_function(program: Program) -> Callable[[list[Any]], Any]:
 # --- JSON ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(but=("autocast-forward",))
 @covering(case=list(CASES), stage=STAGES)
 def test_json_round_trip(case: str, stage: str) -> None:
     program, _, _ = build(case, stage)
@@ -202,6 +203,7 @@ def test_json_round_trip(case: str, stage: str) -> None:
     assert restored.diff(program).endswith("the programs are equal\n")
 
 
+@pytest.mark.sweep(but=("custom-function-joint",))
 @covering(case=list(CASES), stage=["joint", "step"])
 def test_restored_program_computes_the_same(case: str, stage: str) -> None:
     program, model, x = build(case, stage)
@@ -257,6 +259,7 @@ def test_json_errors_say_what_to_do() -> None:
 # --- Python ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(cases=("True",))
 @pytest.mark.parametrize("recompute", [False, True])
 def test_python_replays_dropout_as_the_module_does(recompute: bool) -> None:
     program, model, x = build("dropout", "joint", recompute=recompute)
@@ -273,6 +276,7 @@ def test_python_replays_dropout_as_the_module_does(recompute: bool) -> None:
     assert_same(gradients, [known[target].grad for target in targets if known[target].grad is not None])
 
 
+@pytest.mark.sweep(but=("autocast-forward",))
 @covering(case=sorted(set(CASES) - {"custom-function"}), stage=STAGES)
 def test_python_computes_what_the_module_does(case: str, stage: str) -> None:
     program, model, x = build(case, stage)
@@ -330,6 +334,7 @@ def test_slices_of_the_batch_are_read_with_care(found: Any, message: str) -> Non
     assert ".batch_slice" in str(refused.value)
 
 
+@pytest.mark.sweep
 def test_python_errors_say_what_cannot_be_written() -> None:
     program, _, _ = build("autocast", "forward")
     name = next(iter(program.attributes))

@@ -148,6 +148,7 @@ def test_all_variants_and_signatures_share_it() -> None:
     assert len(step._runner.captures.all()) == 2
 
 
+@pytest.mark.sweep
 def test_behind_a_compiler() -> None:
     model = network(0.0)
     step = graphopt.optimize_step(model, sgd(model.parameters()), [Count()], loss=mean_square, backend=Compiler())
@@ -156,6 +157,7 @@ def test_behind_a_compiler() -> None:
     assert torch.equal(step.state_dict()["held"][SUM], plain_sums(ROWS))
 
 
+@pytest.mark.sweep(cases=("True",))
 @pytest.mark.parametrize("captured", [False, True])
 def test_loading(captured: bool) -> None:
     model = network(0.0)
@@ -183,6 +185,7 @@ def changed(state: dict[str, Any], **held: Any) -> dict[str, Any]:
     return {**state, "held": {**kept, **{f"count/{name}": value for name, value in held.items() if value is not None}}}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("captured", [False, True])
 def test_loading_what_does_not_fit(captured: bool) -> None:
     step = step_of(network(0.0))
@@ -221,6 +224,7 @@ def test_loading_what_does_not_fit(captured: bool) -> None:
 # --- drop-in ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_model_keeps_its_state(compiled: bool) -> None:
     model = graphopt.optimize(network(0.0), [Count()], backend=Compiler() if compiled else "eager")

@@ -72,6 +72,7 @@ NAMES = [
 # --- the pass --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_where_marks_stand(plain: Program) -> None:
     program = marked(plain, CheckpointBoundaries())
     marks = [node for node in program.nodes if node.target is MARK]
@@ -90,6 +91,7 @@ def info_origin(node: torch.fx.Node) -> str:
     return "" if node.op == "output" else info(node).origin
 
 
+@pytest.mark.sweep(but=("True",))
 @pytest.mark.parametrize("profile", [False, True])
 def test_marks_change_neither_bits_nor_draws_nor_bytes(model: nn.Module, plain: Program, profile: bool) -> None:
     program, x = marked(plain, CheckpointBoundaries(profile=profile)), torch.randn(16, 4)
@@ -100,11 +102,13 @@ def test_marks_change_neither_bits_nor_draws_nor_bytes(model: nn.Module, plain: 
     assert intervals() == (NAMES if profile else [])
 
 
+@pytest.mark.sweep
 def test_training_equals_eager_bitwise() -> None:
     passes = [Recompute("blocks.*"), CheckpointBoundaries(profile=True)]
     assert_same_training(Blocks(1), "sgd", next_token, [[torch.randint(11, (2, 6))]], passes, steps=1)
 
 
+@pytest.mark.sweep
 def test_times_of_a_whole_step(model: nn.Module) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     passes = "recompute{checkpoints=net.0,net.1},checkpoint-boundaries{profile=true}"

@@ -136,6 +136,7 @@ def whole(module: type[nn.Module]) -> int:
     return ROWS * TOKENS * HIDDEN if module is Hidden else ROWS * HEADS * TOKENS * TOKENS
 
 
+@pytest.mark.sweep(but=("Hidden-gelu-0",))
 @pytest.mark.parametrize(("module", "kind", "axis"), CASES)
 def test_training_is_the_same_within_rounding_and_values_are_never_whole(
     module: type[nn.Module], kind: str, axis: int
@@ -163,6 +164,7 @@ def test_any_number_of_chunks_gives_the_same(
     assert_close(model, other, 1e-5)
 
 
+@pytest.mark.sweep
 def test_the_predicted_peak_is_the_measured_one() -> None:
     for passes in ([Chunk("blocks.*", 0, 3)], [Chunk("blocks.1", 1, 5), FuseUpdate(), FitMemory("95%")]):
         x = batch()
@@ -171,6 +173,7 @@ def test_the_predicted_peak_is_the_measured_one() -> None:
         assert measured.allocated_peak_bytes == step.program.memory().allocated_peak_bytes
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("passes", "within"),
     [
@@ -204,6 +207,7 @@ def test_a_drop_in_model_is_chunked_too() -> None:
         torch.testing.assert_close(dropped(batch()), other(batch()))
 
 
+@pytest.mark.sweep
 def test_the_random_stream_is_as_before() -> None:
     after = []
     for passes in ([], [Chunk("blocks.*", chunks=5)]):
@@ -215,6 +219,7 @@ def test_the_random_stream_is_as_before() -> None:
 # --- how many, and which ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_auto_takes_as_many_as_lower_the_peak() -> None:
     program = graphopt.capture(made(Scores, "causal"), (batch(2, 128),), loss=squares)
     before = program.memory(measure=False).peak_bytes
@@ -226,6 +231,7 @@ def test_auto_takes_as_many_as_lower_the_peak() -> None:
     assert again.changed.reason == "the modules are in chunks already"
 
 
+@pytest.mark.sweep
 def test_auto_leaves_what_would_not_lower_the_peak() -> None:
     small = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4))
     model = nn.Sequential(small, nn.Linear(4, 4000), nn.ReLU(), nn.Linear(4000, 4))
@@ -234,6 +240,7 @@ def test_auto_leaves_what_would_not_lower_the_peak() -> None:
     assert record.changed.reason == "chunks would not lower the peak"
 
 
+@pytest.mark.sweep
 def test_several_patterns_name_modules_together() -> None:
     step, _ = trained([Chunk(("blocks.1", "blocks.0"), (0, 1), chunks=2)], made(Hidden, "gelu"), batch())
     changed = step.records[0].changed
@@ -256,6 +263,7 @@ class Whole(Scores):
         return self.out(scores @ x) + scores.cumsum(-2)[..., :1] / 100  # type: ignore[no-any-return]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("build", "given", "message"),
     [

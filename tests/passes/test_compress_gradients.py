@@ -192,6 +192,7 @@ def travelling(program: Program) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.sweep(but=("fp16-torch.float16",))
 @pytest.mark.usefixtures("four_ranks")
 @pytest.mark.parametrize(("how", "dtype"), [("bf16", "torch.bfloat16"), ("fp16", "torch.float16")])
 def test_each_bucket_is_cast_and_cast_back(how: str, dtype: str) -> None:
@@ -211,6 +212,7 @@ def test_each_bucket_is_cast_and_cast_back(how: str, dtype: str) -> None:
     assert again.changed.reason == "the gradients of this program are compressed already"
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("four_ranks")
 def test_gradients_of_16_bits_are_left_alone_and_the_record_says_so() -> None:
     _, (_, record) = step_program(small().bfloat16(), DataParallel(), CompressGradients("bf16"))
@@ -222,6 +224,7 @@ def test_gradients_of_16_bits_are_left_alone_and_the_record_says_so() -> None:
     assert travelling(program) == {"torch.bfloat16": [72, 528]}
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("four_ranks")
 def test_a_drop_in_model_casts_too_and_has_no_factors() -> None:
     model = graphopt.optimize(small(), [DataParallel(), CompressGradients()], example_inputs=(torch.randn(8, 32),))
@@ -250,6 +253,7 @@ def test_factors_travel_together_and_the_record_lists_what_is_dense() -> None:
     assert again.changed.reason == "the gradients of this program are compressed already"
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("four_ranks")
 def test_first_factors_start_beside_backward() -> None:
     program, _ = step_program(small(), DataParallel(bucket_mb=0.01, first_bucket_mb=0.001), FACTORS)
@@ -269,6 +273,7 @@ def test_without_feedback_and_warm_start_nothing_but_a_count_is_kept() -> None:
     assert [spec.target for _, spec in program.inputs_of("pass_state")] == ["compress-gradients/step"]
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("four_ranks")
 def test_where_no_matrix_is_large_enough_nothing_changes() -> None:
     _, (_, record) = step_program(small(), DataParallel(), CompressGradients("powersgd", rank=40, start_step=0))
@@ -477,11 +482,13 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [found[0] for found in run_ranks(SCRIPT, 2, store)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", ["bf16", "fp16"])
 def test_casts_equal_torch_s_hook_to_the_last_bit(said: list[dict[str, Any]], how: str) -> None:
     assert [found[how] for found in said] == [[0.0, 0.0]] * 2
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_factors_train_as_torch_s_hook_does(said: list[dict[str, Any]], rank: int) -> None:
     """Parameters after 12 steps, 10 of them compressed, from the same first factors."""
@@ -491,6 +498,7 @@ def test_factors_train_as_torch_s_hook_does(said: list[dict[str, Any]], rank: in
         assert same
 
 
+@pytest.mark.sweep
 def test_what_is_sent_is_a_power_iteration_of_the_mean_and_the_rest_is_kept(said: list[dict[str, Any]]) -> None:
     for found in said:
         for rank, from_iteration, lost, largest in found["one step"]:
@@ -501,6 +509,7 @@ def test_what_is_sent_is_a_power_iteration_of_the_mean_and_the_rest_is_kept(said
         assert found["kept"] == [True, False], "factors are the same on all ranks, residuals are not"
 
 
+@pytest.mark.sweep
 def test_training_converges_as_with_dense_exchange_thanks_to_feedback(said: list[dict[str, Any]]) -> None:
     losses = said[0]["losses"]
     assert losses["rank 1"] < 1.1 * losses["dense"]
@@ -508,14 +517,17 @@ def test_training_converges_as_with_dense_exchange_thanks_to_feedback(said: list
     assert losses["rank 1, no feedback"] > 2 * losses["dense"]
 
 
+@pytest.mark.sweep
 def test_a_resumed_run_is_the_same_to_the_last_bit(said: list[dict[str, Any]]) -> None:
     assert all(found["resumed"] for found in said)
 
 
+@pytest.mark.sweep
 def test_what_is_not_finite_is_not_kept(said: list[dict[str, Any]]) -> None:
     """The update gets it, as from dense exchange."""
     assert [found["not finite"] for found in said] == [[True, True]] * 2
 
 
+@pytest.mark.sweep
 def test_under_loss_scaling_all_ranks_skip_and_keep_what_they_had(said: list[dict[str, Any]]) -> None:
     assert [found["skipped"] for found in said] == [[True, True, 2.0, True, True, True]] * 2

@@ -52,17 +52,20 @@ BOTH = [Recompute("net.*"), ContiguousCheckpoints()]
 # --- bits and bytes --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(but=("adamw",))
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
 def test_training_equals_eager(optimizer: str) -> None:
     assert_same_training(layers(), optimizer, mean_square, [(ROWS,), (ROWS.sin(),)], BOTH, steps=3)
 
 
+@pytest.mark.sweep
 def test_training_a_transformer_equals_eager() -> None:
     tokens = torch.arange(64).reshape(4, 16) % 11
     passes = [Recompute("blocks.*"), ContiguousCheckpoints()]
     assert_same_training(Blocks(2), "sgd", next_token, [(tokens,)], passes, steps=2, whole_step=False)
 
 
+@pytest.mark.sweep
 def test_convolutions_whose_channels_are_last() -> None:
     torch.manual_seed(0)
     images = torch.randn(4, 3, 9, 9).to(memory_format=torch.channels_last)
@@ -90,6 +93,7 @@ def test_the_peak_is_the_predicted_one() -> None:
     assert torch.equal(state, after)
 
 
+@pytest.mark.sweep
 def test_whole_steps_and_drop_in_models_peak_as_predicted() -> None:
     step, measured = step_peaks(layers(), OPTIMIZERS["adamw"], mean_square, (ROWS,), BOTH)
     assert measured == step.program.memory().allocated_peak_bytes
@@ -113,6 +117,7 @@ def _place(x: torch.Tensor) -> int:
     return x.data_ptr()
 
 
+@pytest.mark.sweep
 def test_places_are_aligned_as_memory_of_their_own_would_be() -> None:
     """33 × 7 numbers are 924 bytes; each place starts at a multiple of 64."""
     program, _ = applied(captured(layers(), ROWS[:33]), *BOTH)
@@ -122,6 +127,7 @@ def test_places_are_aligned_as_memory_of_their_own_would_be() -> None:
     assert {info(node).policy for node in stored(program)} == {Policy.MUST_SAVE}
 
 
+@pytest.mark.sweep
 def test_everything_reads_a_checkpoint_at_its_place() -> None:
     program, record = applied(captured(layers(), ROWS), *BOTH)
     for node in stored(program):
@@ -135,6 +141,7 @@ def test_everything_reads_a_checkpoint_at_its_place() -> None:
 # --- with other passes -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_what_stays_on_the_device_is_stored_and_the_rest_waits_on_the_host() -> None:
     passes = [*BOTH, Offload(min_bytes=0, cost="roofline", keep_last=2), CheckpointBoundaries()]
     names = [current.name for current in Pipeline(passes).passes]
@@ -145,6 +152,7 @@ def test_what_stays_on_the_device_is_stored_and_the_rest_waits_on_the_host() -> 
     assert_same_training(layers(6), "sgd", mean_square, [(rows,)], passes, steps=2)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("size", [2, 3])
 def test_slices_of_partitioned_checkpoints_are_stored(size: int) -> None:
     program, _ = applied(captured(layers(p=0.0), ROWS), Recompute("net.*"))
@@ -158,6 +166,7 @@ def test_slices_of_partitioned_checkpoints_are_stored(size: int) -> None:
     assert {node.args[0] for node in gathers} == set(stored(changed))
 
 
+@pytest.mark.sweep
 def test_checkpoints_of_two_shapes_get_two_blocks() -> None:
     model = Net(*list(layers(2, 7).net), nn.Linear(7, 14), *list(layers(2, 14).net))
     program, record = applied(captured(model, ROWS), Recompute(("net.0", "net.1", "net.3", "net.4")), BOTH[1])
@@ -198,6 +207,7 @@ class Returned(nn.Module):
         return fourth.as_strided((64, 7), (7, 1), 0).sin().exp(), first
 
 
+@pytest.mark.sweep
 def test_checkpoints_that_cannot_be_stored_are_named() -> None:
     program = graphopt.capture(Returned(), (ROWS,))
     changed, record = applied(program, Recompute(("first", "second", "third", "fourth")), ContiguousCheckpoints())
@@ -207,6 +217,7 @@ def test_checkpoints_that_cannot_be_stored_are_named() -> None:
     assert "fourth stays as it is: a view of it counts from the start of its storage" in said
 
 
+@pytest.mark.sweep
 def test_one_checkpoint_alone_stays() -> None:
     plain, _ = applied(captured(layers(), ROWS), Recompute("net.1"))
     program, record = applied(plain, ContiguousCheckpoints())
@@ -223,6 +234,7 @@ def test_without_checkpoints_and_a_second_time() -> None:
     assert structure(again) == structure(program)
 
 
+@pytest.mark.sweep
 def test_as_text_and_as_json() -> None:
     assert Pipeline("contiguous-checkpoints").passes == (ContiguousCheckpoints(),)
     model = layers(p=0.0)

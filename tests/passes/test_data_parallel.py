@@ -150,6 +150,7 @@ def test_dtypes_never_share_a_bucket() -> None:
     assert sorted(str(value_of(start).dtype) for start in starts) == ["torch.float32", "torch.float64"]
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("four_ranks")
 @pytest.mark.parametrize(("buffers", "op", "count"), [("broadcast", BROADCAST, 1), ("mean", ALL_REDUCE, 4)])
 def test_buffers_are_exchanged_in_one_piece(buffers: str, op: Any, count: int) -> None:
@@ -157,6 +158,7 @@ def test_buffers_are_exchanged_in_one_piece(buffers: str, op: Any, count: int) -
     assert len(calls(program, op)) == count
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("four_ranks")
 def test_parameters_of_another_group_travel_on_their_own() -> None:
     pair = dist.new_group([0, 1]).group_name
@@ -178,6 +180,7 @@ def test_a_group_for_parameters_that_do_not_exist_is_an_error() -> None:
         DataParallel(groups=("experts",))
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("four_ranks")
 def test_the_record_says_what_was_fused() -> None:
     program = graphopt.capture(small(), (torch.randn(8, 16),), loss=mean_square, stage="joint")
@@ -208,6 +211,7 @@ def test_accumulated_gradients_are_exchanged_once() -> None:
     assert exchanged == {"begin": 0, "middle": 0, "first update": 3, "update": 3}
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("four_ranks")
 def test_recomputation_and_fused_updates_go_with_it() -> None:
     program = step_program(small(), SMALL, FuseUpdate())
@@ -365,6 +369,7 @@ def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 WAYS = ["sgd, whole step", "sgd, drop-in", "adamw, whole step", "adamw, drop-in", "recomputed", "accumulated"]
 
 
+@pytest.mark.sweep(but=("2-accumulated",))
 @pytest.mark.parametrize("way", WAYS)
 def test_training_equals_distributed_data_parallel(said: tuple[int, list[Any]], way: str) -> None:
     """Parameters and buffers after 20 steps, to the last bit where ranks are added up in the same order."""

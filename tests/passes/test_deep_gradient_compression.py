@@ -156,6 +156,7 @@ EDGES = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", list(EDGES))
 def test_a_tensor_is_dense_where_sparse_exchange_takes_as_many_bytes(ranks: int, kind: str) -> None:
     """About where ranks times density is 1, for entries as long as two elements."""
@@ -179,6 +180,7 @@ def test_the_record_says_which_sparsities_of_the_warm_up_are_dense() -> None:
     )
 
 
+@pytest.mark.sweep(but=("float16-6",))
 @pytest.mark.usefixtures("four_ranks")
 @pytest.mark.parametrize(("wire", "each"), [("float32", 8), ("bfloat16", 6), ("float16", 6)])
 def test_what_is_sent_is_an_index_and_a_value_for_each_entry(wire: str, each: int) -> None:
@@ -194,6 +196,7 @@ def test_what_is_sent_is_an_index_and_a_value_for_each_entry(wire: str, each: in
     assert dense / sent >= 250
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("four_ranks")
 def test_the_entries_of_a_large_bucket_travel_in_messages_of_16_kib_or_more() -> None:
     """8,384 bytes for each tensor of a million elements: one in the small first bucket, then two and two, and one."""
@@ -271,6 +274,7 @@ def test_one_gradient_of_two_parameters_is_exchanged_once_and_refused_with_weigh
         step_program(Sum(), DeepGradientCompression(weight_decay=0.1, **options), x=torch.randn(2, 40))
 
 
+@pytest.mark.sweep(but=("options3",))
 @pytest.mark.usefixtures("four_ranks")
 @pytest.mark.parametrize(
     "options", [{}, {"sparsity": (0.0,)}, {"correction": "feedback"}, {"sparsity": (0.0,), "correction": "feedback"}]

@@ -100,6 +100,7 @@ EDGES = {
 }
 
 
+@pytest.mark.sweep(but=("bfloat16",))
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("kind", list(EDGES))
 def test_dense_exchange_begins_where_its_bytes_take_as_long_as_selecting(
@@ -122,6 +123,7 @@ def test_dense_exchange_begins_where_its_bytes_take_as_long_as_selecting(
         assert changed.counts.get("sparse gradients", 0) == sparse
 
 
+@pytest.mark.sweep(but=("momentum",))
 @pytest.mark.usefixtures("four_ranks", "measured")
 @pytest.mark.parametrize("correction", ["momentum", "feedback"])
 def test_programs_at_both_ends_are_those_by_bytes_and_without_compression(correction: str) -> None:
@@ -134,6 +136,7 @@ def test_programs_at_both_ends_are_those_by_bytes_and_without_compression(correc
     assert slow != fast
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("four_ranks", "measured")
 def test_what_bytes_and_shapes_decide_is_decided_by_them_first() -> None:
     _, changed = compressed(two_sizes(), bandwidth="1kbit", sparsity=(0.75, 0.99), min_elements=20000)
@@ -165,6 +168,7 @@ def test_the_record_says_which_sparsities_of_the_warm_up_are_dense_by_time() -> 
     assert any(line.startswith("sparsity 0.999 here; 0.875 from step 0 (dense), 0.999 from step 50") for line in lines)
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("four_ranks", "measured")
 def test_feedback_that_goes_densely_altogether_does_nothing_and_says_why() -> None:
     _, changed = compressed(
@@ -210,6 +214,7 @@ def test_slower_links_and_higher_sparsities_never_turn_to_dense_exchange(
 # --- measuring -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_what_work_costs_is_measured_once_for_a_group(
     use_ranks: Callable[[int], None], measured: list[torch.device]
 ) -> None:
@@ -268,6 +273,7 @@ def test_a_link_is_measured_as_it_is(bandwidth: float, latency: float, ranks: in
         assert network.now < 1 + 60 * 2 * (ranks - 1) * latency
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("four_ranks", "measured")
 def test_a_group_that_moves_nothing_cannot_be_measured() -> None:
     message = r"group '0' has the backend 'fake', which moves nothing.* give the bandwidth as a figure, such as '1Gbit'"
@@ -304,6 +310,7 @@ def trained(bandwidth: float) -> dict[str, Any]:
     return step.state_dict()
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("four_ranks", "measured")
 def test_a_state_whose_residuals_would_be_lost_is_refused() -> None:
     """A run that chooses otherwise than the saved one does not drop what is waiting; the first call says so."""
@@ -338,6 +345,7 @@ def measure_as(monkeypatch: pytest.MonkeyPatch, bandwidth: float) -> None:
     monkeypatch.setattr(measured_link, "_agreed", WeakKeyDictionary())
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("four_ranks", "measured")
 @pytest.mark.parametrize(("then", "now", "sparse"), [(SLOW, FAST, 2), (FAST, SLOW, 0)])
 def test_a_run_that_continues_chooses_by_what_was_measured_when_it_began(
@@ -360,6 +368,7 @@ def test_a_run_that_continues_chooses_by_what_was_measured_when_it_began(
     assert continued.program.to_text() == whole.program.to_text()
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("four_ranks", "measured")
 def test_a_bandwidth_that_is_given_counts_more_than_a_measured_one_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
     measure_as(monkeypatch, FAST)

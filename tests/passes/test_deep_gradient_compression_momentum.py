@@ -47,6 +47,7 @@ PICKED = ("weight decay, clipping", "nesterov")
 """What `make test` has of them."""
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("changed", ["", ", changed"])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in PICKED else pytest.mark.sweep) for name in CASES]
@@ -61,12 +62,14 @@ def test_training_is_that_of_a_plain_loop(two: Said, name: str, changed: str) ->
             assert [line for line in lines if CASES[name] in line] if CASES[name] else not lines
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", ["dense", "switched", "resumed"])
 def test_states_go_on_to_the_last_bit(two: Said, case: str) -> None:
     """Dense steps are the optimizer's own; the pass may come later; a run that is resumed is the same run."""
     assert all(found[case] for found in two)
 
 
+@pytest.mark.sweep
 def test_the_optimizer_goes_on_without_the_pass(two: Said) -> None:
     """From the state of one rank."""
     for found in two:
@@ -75,6 +78,7 @@ def test_the_optimizer_goes_on_without_the_pass(two: Said) -> None:
         assert same
 
 
+@pytest.mark.sweep
 def test_a_first_step_that_is_skipped_makes_no_buffers(two: Said) -> None:
     for found in two:
         nothing, same, buffers = found["skipped"]
@@ -83,6 +87,7 @@ def test_a_first_step_that_is_skipped_makes_no_buffers(two: Said) -> None:
         assert buffers == 5
 
 
+@pytest.mark.sweep
 def test_updates_at_the_entries_that_arrive_are_those_of_dense_sums(two: Said) -> None:
     assert [found["entries"] for found in two] == [[True, True]] * 2
 
@@ -165,6 +170,7 @@ REFUSED: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any], s
 }
 
 
+@pytest.mark.sweep(but=("nesterov",))
 @pytest.mark.usefixtures("two_ranks")
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_what_cannot_be_taken_over_is_refused(name: str) -> None:
@@ -174,6 +180,7 @@ def test_what_cannot_be_taken_over_is_refused(name: str) -> None:
         whole_step(model, optimizer, **options).prepare(torch.randn(4, 16))
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("two_ranks")
 def test_a_buffer_that_lies_otherwise_is_refused() -> None:
     model = nn.Linear(16, 16, bias=False)

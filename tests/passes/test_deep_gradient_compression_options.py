@@ -137,6 +137,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 MOMENTUM = {"AdamW": torch.optim.AdamW, "RMSprop": torch.optim.RMSprop}
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("two_ranks")
 @covering(name=list(MOMENTUM), form=["", "sparsity 0.5", "dense"])
 def test_the_state_of_other_optimizers_is_refused(name: str, form: str) -> None:
@@ -228,6 +229,7 @@ aten.add_.Tensor(deep_gradient_compression_left_out, sum_default)
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("two_ranks")
 def test_feedback_keeps_residuals_only_and_leaves_dense_steps_as_they_are() -> None:
     program = rewritten(torch.optim.AdamW, correction="feedback")

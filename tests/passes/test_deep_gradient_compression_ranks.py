@@ -117,6 +117,7 @@ def of_two(way: str) -> Any:
     return pytest.param("two", way, marks=() if way in PICKED else pytest.mark.sweep)
 
 
+@pytest.mark.sweep(cases=("two-plain",))
 @pytest.mark.parametrize(
     ("said", "way"), [*(of_two(way) for way in WAYS), *(of_four(way) for way in WAYS[:4])], indirect=["said"]
 )
@@ -235,6 +236,7 @@ def test_ranks_choose_alike_by_the_slowest(two: Said, case: str, sparse: int | N
     assert sparse is None or len(tensors) == sparse
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("two")
 def test_resuming_in_the_middle_of_the_warm_up_is_exact(folder: Path) -> None:
     """New processes go on from model, optimizer and each rank's step, to the last bit of all three."""

@@ -54,6 +54,7 @@ def losses(step: graphopt.TrainStep, steps: int = 8) -> list[float]:
     return [step(TOKENS).item() for _ in range(steps)]
 
 
+@pytest.mark.sweep
 def test_values_are_compressed_where_that_takes_less_time_than_running_calls_again() -> None:
     rows = torch.randn(512, 256)
 
@@ -82,6 +83,7 @@ def test_values_are_compressed_where_that_takes_less_time_than_running_calls_aga
     assert re.search(r"the step takes .* with it \(expected\); with values as they are it takes ", text)
 
 
+@pytest.mark.sweep
 def test_alone_it_compresses_as_the_pass_does_and_the_numbers_are_those_of_the_seed() -> None:
     ours, one = step_of(fit("85%", "compress"))
     losses(ours)
@@ -92,6 +94,7 @@ def test_alone_it_compresses_as_the_pass_does_and_the_numbers_are_those_of_the_s
     assert ops(ours.program, Phase.FORWARD).count("quantize") == ours.records[-1].changed.counts["compressed"]
 
 
+@pytest.mark.sweep
 def test_without_need_nothing_is_done_and_the_bits_are_eagers() -> None:
     ours, one = step_of(fit("100%", "recompute", "compress"))
     plain, other = step_of(())
@@ -99,11 +102,13 @@ def test_without_need_nothing_is_done_and_the_bits_are_eagers() -> None:
     assert all(torch.equal(*pair) for pair in zip(one.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.sweep
 def test_a_budget_that_nothing_meets_is_refused_with_what_every_plan_takes() -> None:
     with pytest.raises(graphopt.GraphoptError, match=r"no plan fits into .* bytes\): .*(every plan takes|found is) "):
         step_of(fit("25%", "recompute", "compress"))[0].prepare(TOKENS)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("allow", [("compress",), ("recompute", "compress")], ids=",".join)
 def test_accumulated_steps_and_a_drop_in_model(allow: tuple[str, ...]) -> None:
     ours, made = step_of(fit("92%", *allow))
@@ -138,6 +143,7 @@ class Branching(nn.Module):
         return found * 2 if found.sum().item() > 1e9 else found
 
 
+@pytest.mark.sweep
 def test_models_in_parts_are_not_compressed(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
     plain, drop_in = Branching(), graphopt.optimize(Branching(), [fit("90%", "recompute", "compress")])
@@ -150,6 +156,7 @@ def test_models_in_parts_are_not_compressed(caplog: pytest.LogCaptureFixture) ->
     assert all(torch.equal(one.grad, other.grad) for one, other in pairs)  # type: ignore[arg-type]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("share", [92, 97])
 def test_values_that_the_other_pass_has_compressed_stay_so(share: int) -> None:
     """Nor is what they are stored as computed again."""

@@ -27,6 +27,7 @@ def _searched_once() -> Iterator[None]:
 BIG = torch.linspace(-1, 1, 2048 * 8).reshape(2048, 8).cos()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("allow", [("offload",), ("recompute", "offload")])
 def test_with_a_host_budget_tensors_can_wait_there(allow: tuple[str, ...]) -> None:
     model = wide(inner=256)
@@ -45,6 +46,7 @@ def test_with_a_host_budget_tensors_can_wait_there(allow: tuple[str, ...]) -> No
     assert transfers.statistics().stored_bytes == 0
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("rate", [1e4, 1e8])
 def test_over_a_slow_link_the_computation_waits_and_the_peak_is_met(
     rate: float, monkeypatch: pytest.MonkeyPatch

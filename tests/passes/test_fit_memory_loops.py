@@ -112,6 +112,7 @@ def test_the_budget_holds(loop: str, percent: int, add_up: bool) -> None:
     assert peak(model, LOOPS[loop], add_up=add_up) <= memory.allocated_peak_bytes + SMALL
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 def test_gradients_lie_in_memory_as_eagers_do(loop: Callable[[nn.Module], object]) -> None:
     plain, model = head(), graphopt.optimize(head(), [fit("70%")])
@@ -125,6 +126,7 @@ def test_gradients_lie_in_memory_as_eagers_do(loop: Callable[[nn.Module], object
     assert model.first.grad.data_ptr() != model.second.grad.data_ptr()  # type: ignore[union-attr]
 
 
+@pytest.mark.sweep(but=("100",))
 @pytest.mark.parametrize("percent", [62, 80, 100])
 def test_outputs_that_are_kept_are_predicted_to_the_byte(percent: int) -> None:
     model = graphopt.optimize(head(), [fit(f"{percent}%")])

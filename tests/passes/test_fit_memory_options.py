@@ -34,6 +34,7 @@ def _searched_once() -> Iterator[None]:
 # --- nothing to do, and what cannot be done --------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("more", [0, 1, 10**9])
 def test_a_budget_above_the_peak_leaves_the_program_as_it_is(more: int) -> None:
     plain = captured(wide(), ROWS)
@@ -55,6 +56,7 @@ def test_the_smallest_budget_of_the_error_is_met_and_a_byte_less_is_not() -> Non
     assert f"({smallest - 1} bytes): " in str(error)
 
 
+@pytest.mark.sweep
 def test_the_error_names_the_largest_tensors() -> None:
     plain = captured(wide(), ROWS)
     smallest, _ = applied(plain, fit(smallest_of(plain)))
@@ -74,6 +76,7 @@ def test_a_program_whose_peak_is_not_in_what_forward_keeps() -> None:
     assert "no plan fits" in str(error)
 
 
+@pytest.mark.sweep
 def test_applied_twice_it_does_nothing() -> None:
     program, first = applied(captured(wide(), ROWS), fit("70%"))
     again, second = applied(program, fit("60%"))
@@ -96,6 +99,7 @@ def test_budgets_can_be_written_in_several_ways() -> None:
     assert not applied(plain, fit("512MiB"))[1].changed
 
 
+@pytest.mark.sweep
 def test_auto_is_what_is_there_and_most_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = captured(wide(), ROWS)
     memory = plain.memory()
@@ -143,6 +147,7 @@ def test_a_number_that_is_no_budget(budget: Any, message: str) -> None:
         FitMemory(budget)
 
 
+@pytest.mark.sweep(cases=("8e9-8GB", "8 GB-8GB"))
 @pytest.mark.parametrize(("budget", "same"), [(8e9, 8 * 10**9), ("8e9", "8GB"), ("8 GB", "8GB"), ("60 %", "60%")])
 def test_other_spellings_of_a_budget(budget: Any, same: Any) -> None:
     memory = captured(Net(nn.Linear(4, 4)), torch.randn(2, 4)).memory()
@@ -208,6 +213,7 @@ def test_the_text_form_goes_both_ways(text: str) -> None:
     assert Pipeline(str(pipeline)).passes == pipeline.passes
 
 
+@pytest.mark.sweep
 def test_the_text_form_runs() -> None:
     model = graphopt.optimize(wide(), "fit-memory{budget=70% cost=roofline}")
     model(ROWS).sum().backward()
@@ -241,6 +247,7 @@ def test_a_time_limit_ends_the_search_with_what_was_found() -> None:
     assert program.memory().peak_bytes <= 0.9 * plain.memory().peak_bytes
 
 
+@pytest.mark.sweep
 def test_without_recomputing_and_without_a_host_nothing_fits() -> None:
     plain = captured(wide(), ROWS)
     assert "no plan fits" in str(attempt(lambda: applied(plain, fit("70%", allow=("offload",)))))

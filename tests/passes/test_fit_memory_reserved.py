@@ -68,6 +68,7 @@ def test_a_budget_between_the_peak_and_what_is_reserved_is_not_met_as_it_is(plai
     assert untouched.changed.reason.startswith(f"what toy reserves for the program as it is, {taken / 1000:.1f} kB")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("host", [False, SWEPT(True)])
 def test_more_bytes_never_cost_more_seconds_reserved(plain: Program, host: bool) -> None:
     fitting = fitting_of(plain, host=host)
@@ -88,6 +89,7 @@ def test_more_bytes_never_cost_more_seconds_reserved(plain: Program, host: bool)
     assert fitting.within(low - 1) is None
 
 
+@pytest.mark.sweep
 def test_a_budget_that_cannot_be_met_is_told_by_what_is_reserved(plain: Program) -> None:
     ways = [prepared(plain, "a test", reorder=reorder).program for reorder in (True, False)]
     least = min(fitting_of(way).smallest().taken_bytes for way in ways)
@@ -106,6 +108,7 @@ def test_shares_are_of_what_is_reserved(plain: Program) -> None:
     assert budget_bytes("auto", memory) == DEVICE.memory_bytes - DEVICE.context_bytes
 
 
+@pytest.mark.sweep
 def test_a_program_on_a_plain_heap_is_fitted_by_its_peak() -> None:
     program = captured(wide(), ROWS)
     fitting = fitting_of(program)
@@ -120,6 +123,7 @@ def test_a_program_on_a_plain_heap_is_fitted_by_its_peak() -> None:
     assert same[0] == same[1]
 
 
+@pytest.mark.sweep
 def test_a_part_of_a_model_is_fitted_by_its_peak(plain: Program) -> None:
     part = plain.copy()
     room = part.memory().peak_bytes

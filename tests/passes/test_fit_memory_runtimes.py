@@ -25,6 +25,7 @@ def _searched_once() -> Iterator[None]:
 # --- runtimes --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_another_shape_is_fitted_on_its_own() -> None:
     model = graphopt.optimize(wide(), [fit("75%")], dynamic_shapes=None)
     for rows in (ROWS, ROWS[:96]):
@@ -35,6 +36,7 @@ def test_another_shape_is_fitted_on_its_own() -> None:
         assert model.program.memory().peak_bytes <= 0.75 * peak
 
 
+@pytest.mark.sweep
 def test_in_eval_mode_the_plain_forward_runs() -> None:
     model, optimized = wide(), None
     optimized = graphopt.optimize(copy.deepcopy(model), [fit("75%")])
@@ -44,6 +46,7 @@ def test_in_eval_mode_the_plain_forward_runs() -> None:
     assert torch.equal(optimized.eval()(ROWS), model.eval()(ROWS))
 
 
+@pytest.mark.sweep
 def test_sizes_that_vary() -> None:
     shapes = ({0: torch.export.Dim("rows", min=2, max=512)},)
     model = graphopt.optimize(wide(p=0.0), [fit("80%")], dynamic_shapes=shapes, example_inputs=(ROWS,))
@@ -96,6 +99,7 @@ def test_numerics_can_be_verified() -> None:
     assert model.records[0].changed
 
 
+@pytest.mark.sweep
 def test_nothing_stays_behind_between_steps() -> None:
     model = wide()
     step = graphopt.optimize_step(model, OPTIMIZERS["sgd"](model.parameters()), [fit("55%")], loss=mean_square)

@@ -60,6 +60,7 @@ def bounds(slices: int) -> tuple[int, int]:
     return smallest_of(program), program.memory().peak_bytes
 
 
+@pytest.mark.sweep(but=("3",))
 @pytest.mark.parametrize("slices", [2, 3])
 def test_slices_run_again_what_a_budget_asks_for(slices: int) -> None:
     plain, expected = trained([Microbatch(slices)])
@@ -143,6 +144,7 @@ def test_more_budget_never_costs_more() -> None:
     assert seconds[0] > seconds[-1] == 0.0
 
 
+@pytest.mark.sweep
 def test_it_goes_with_mixed_precision() -> None:
     passes = [MixedPrecision("bf16"), Microbatch(3)]
     plain, expected = trained(passes)

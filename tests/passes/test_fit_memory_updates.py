@@ -47,6 +47,7 @@ def fit(budget: int | str) -> FitMemory:
     return FitMemory(budget, cost="roofline", allow=("recompute",))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_budget_below_all_gradients_is_met_with_eagers_bits(name: str) -> None:
     program, budget = captured(OPTIMIZERS[name])
@@ -70,6 +71,7 @@ def test_the_smallest_budget_is_that_with_updates_moved_by_name() -> None:
     assert smallest[0] == smallest[1] != ""
 
 
+@pytest.mark.sweep
 def test_updates_stay_where_the_program_fits_already() -> None:
     program, _ = captured(OPTIMIZERS["sgd"])
     before = [node.name for node in program.nodes]
@@ -86,6 +88,7 @@ def test_updates_that_need_all_gradients_stay_behind_backward() -> None:
         step.prepare(X)
 
 
+@pytest.mark.sweep
 def test_what_a_compiler_runs_has_its_updates_behind() -> None:
     """It runs the update behind what it compiles, so that nothing may be planned upon an earlier one."""
     model = wide()

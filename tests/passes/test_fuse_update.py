@@ -131,6 +131,7 @@ def test_the_record_says_what_moved_and_what_it_saves() -> None:
     assert str(record).startswith("fuse-update: 11 updates moved, 1 list ops split; peak ")
 
 
+@pytest.mark.sweep
 def test_a_peak_that_is_elsewhere_stays_and_the_record_says_where() -> None:
     model = Net(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
     step = graphopt.optimize_step(model, sgd(model.parameters()), FUSED, loss=mean_square)
@@ -141,6 +142,7 @@ def test_a_peak_that_is_elsewhere_stays_and_the_record_says_where() -> None:
     assert any(line.startswith("the predicted peak stays ") and "it is reached at" in line for line in changed.lines)
 
 
+@pytest.mark.sweep
 def test_a_second_application_does_nothing() -> None:
     program = step_program(network(), adamw, X)
     before = str(program.graph)
@@ -150,6 +152,7 @@ def test_a_second_application_does_nothing() -> None:
     assert str(program.graph) == before
 
 
+@pytest.mark.sweep
 def test_programs_without_an_update() -> None:
     model = graphopt.optimize(network(), FUSED)
     mean_square(model, X).backward()
@@ -211,6 +214,7 @@ def scheduled(kind: str, model: nn.Module, passes: Passes | None) -> Training:
     return found.end(model, optimizer)
 
 
+@pytest.mark.sweep(but=("SGD",))
 @pytest.mark.parametrize(
     "kind", some_of(OPTIMIZERS, "SGD", "momentum foreach", "nesterov loop", "Adam", "AdamW", "RMSprop", "Rprop")
 )
@@ -218,6 +222,7 @@ def test_training_equals_eager(kind: str) -> None:
     assert_same(scheduled(kind, network(), None), scheduled(kind, network(), FUSED), kind)
 
 
+@pytest.mark.sweep
 @covering(every=[2, 3], make={"adamw": adamw, "momentum": momentum})
 def test_accumulation_equals_eager(every: int, make: MakeOptimizer) -> None:
     batches = [(X.roll(number, 0),) for number in range(2 * every)]
@@ -283,6 +288,7 @@ COMBINED = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("kind", "make", "backend"), COMBINED, ids=[f"{c[0]} {n}" for n, c in enumerate(COMBINED)])
 def test_models_train_as_in_eager_mode(kind: str, make: MakeOptimizer, backend: Any) -> None:
     build, loss, batches = MODELS[kind]
@@ -324,6 +330,7 @@ def test_random_networks(kinds: list[str], widths: list[int], make: MakeOptimize
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(but=("adamw",))
 @pytest.mark.parametrize("make", [sgd, adamw, momentum], ids=["sgd", "adamw", "momentum"])
 def test_gradients_die_one_by_one(make: MakeOptimizer) -> None:
     layers, width = 6, 96
@@ -350,6 +357,7 @@ def test_gradients_are_told_from_the_rest() -> None:
     assert max(alive) == 1
 
 
+@pytest.mark.sweep
 def test_the_first_step_creates_state_where_that_does_not_raise_the_peak() -> None:
     torch.manual_seed(0)
     model = Net(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
@@ -373,6 +381,7 @@ def test_the_order_in_which_passes_are_given_is_free() -> None:
     assert Pipeline("fuse-update").passes == (FuseUpdate(),)
 
 
+@pytest.mark.sweep
 def test_with_recompute() -> None:
     torch.manual_seed(0)
     model = Blocks(2)
@@ -382,6 +391,7 @@ def test_with_recompute() -> None:
     assert step.records[-1].changed.counts["updates moved"] > 20
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("share", [60, 85])
 def test_with_fit_memory(share: int) -> None:
     torch.manual_seed(0)
@@ -506,6 +516,7 @@ def test_an_update_may_depend_on_one_number_and_its_own_gradient() -> None:
     assert record.changed, record.changed.reason
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("optimizer", "op"), [(Clipped, "stack"), (Checked, "logical_and_")])
 def test_an_update_that_needs_all_gradients_stays(optimizer: type[torch.optim.SGD], op: str) -> None:
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -576,6 +587,7 @@ def test_gradients_that_another_pass_makes_final_late() -> None:
 # --- what relied on the update coming last ---------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_an_update_in_front_of_a_reader_is_not_valid() -> None:
     program = step_program(network(), sgd, X)
     weight = next(node for node, spec in program.inputs_of("parameter") if spec.target == "net.4.weight")
@@ -587,6 +599,7 @@ def test_an_update_in_front_of_a_reader_is_not_valid() -> None:
         verify(program)
 
 
+@pytest.mark.sweep
 def test_the_picture_keeps_its_rows() -> None:
     plain, fused = (step_program(network(), adamw, X, passes=passes) for passes in ([], FUSED))
     before, after = (lay_out([program])[0] for program in (plain, fused))
@@ -597,6 +610,7 @@ def test_the_picture_keeps_its_rows() -> None:
     assert "optimizer.step" in fused.to_svg()
 
 
+@pytest.mark.sweep
 def test_the_program_prints_loads_and_runs() -> None:
     program = step_program(network(), adamw, X)
     loaded = Program.from_json(program.to_json())

@@ -211,6 +211,7 @@ def test_the_record_says_what_is_averaged_and_how_much_travels() -> None:
     assert "no gradients are exchanged in this program" in again.changed.reason
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("four_ranks")
 def test_the_average_stands_behind_every_write_of_the_update() -> None:
     model = small()
@@ -401,6 +402,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [found[0] for found in run_ranks(SCRIPT, 2, store)]
 
 
+@pytest.mark.sweep
 def test_averaging_at_every_step_is_training_on_the_mean_gradient(said: list[dict[str, Any]]) -> None:
     for found in said:
         same, difference = found["k = 1"]
@@ -408,34 +410,41 @@ def test_averaging_at_every_step_is_training_on_the_mean_gradient(said: list[dic
         assert difference < 1e-6
 
 
+@pytest.mark.sweep
 def test_ranks_differ_between_two_averages_and_are_identical_there(said: list[dict[str, Any]]) -> None:
     for found in said:
         assert found["post-local"] == [True] * 5 + [False, False, True, False, False, True] + [True]
 
 
+@pytest.mark.sweep
 def test_until_it_begins_training_is_that_of_data_parallelism(said: list[dict[str, Any]]) -> None:
     assert [found["post-local, until it begins"] for found in said] == [0.0, 0.0]
 
 
+@pytest.mark.sweep
 def test_training_equals_that_of_torch_s_averager(said: list[dict[str, Any]]) -> None:
     """Of the same schedule, on each rank, between averages too."""
     assert all(found["post-local, torch's own"] < 1e-6 for found in said)
 
 
+@pytest.mark.sweep
 def test_updates_may_run_early(said: list[dict[str, Any]]) -> None:
     for found in said:
         assert found["fused updates"] == 0
         assert found["fused updates, records"][-1].endswith("updates moved, 1 list ops split")
 
 
+@pytest.mark.sweep
 def test_a_compiler_backend_averages_what_the_update_has_left(said: list[dict[str, Any]]) -> None:
     assert [found["a compiler"] for found in said] == [0.0, 0.0]
 
 
+@pytest.mark.sweep
 def test_local_steps_clip_the_rank_s_own_gradients(said: list[dict[str, Any]]) -> None:
     assert all(found["own gradients are clipped"] < 1e-6 for found in said)
 
 
+@pytest.mark.sweep
 def test_synchronize_brings_the_mean_of_the_ranks(said: list[dict[str, Any]]) -> None:
     for found in said:
         before, after, difference = found["synchronize"]
@@ -445,10 +454,12 @@ def test_synchronize_brings_the_mean_of_the_ranks(said: list[dict[str, Any]]) ->
         assert found["synchronize, and on"]
 
 
+@pytest.mark.sweep
 def test_buffers_are_exchanged_at_averaging_steps_only(said: list[dict[str, Any]]) -> None:
     assert [found["buffers"] for found in said] == [[False, True, False, True]] * 2
 
 
+@pytest.mark.sweep
 def test_momentum_is_averaged_where_it_is_asked_for(said: list[dict[str, Any]]) -> None:
     for found in said:
         assert found["momentum"] == [False, False]
@@ -456,6 +467,7 @@ def test_momentum_is_averaged_where_it_is_asked_for(said: list[dict[str, Any]]) 
         assert found["averaged momentum, synchronize"] == [True, True]
 
 
+@pytest.mark.sweep
 def test_the_interval_is_the_published_rule_s_on_the_mean_loss(said: list[dict[str, Any]]) -> None:
     (one, rates, agreed), (other, _, _) = (found["adaptive"] for found in said)
     mean = [(a + b) / 2 for a, b in zip(one, other, strict=True)]
@@ -472,6 +484,7 @@ def test_the_interval_is_the_published_rule_s_on_the_mean_loss(said: list[dict[s
     assert interval > 3
 
 
+@pytest.mark.sweep
 def test_a_loss_that_is_no_number_leaves_the_interval(said: list[dict[str, Any]]) -> None:
     for found in said:
         numbers = found["adaptive, no number"]
@@ -480,6 +493,7 @@ def test_a_loss_that_is_no_number_leaves_the_interval(said: list[dict[str, Any]]
         assert "adaptive-local-sgd/first loss" not in numbers
 
 
+@pytest.mark.sweep
 def test_a_step_is_skipped_on_all_ranks_or_on_none(said: list[dict[str, Any]]) -> None:
     for found in said:
         kept, scale, agreed = found["skipped"]
@@ -488,11 +502,13 @@ def test_a_step_is_skipped_on_all_ranks_or_on_none(said: list[dict[str, Any]]) -
         assert agreed == [False, False, True, False, False, True]
 
 
+@pytest.mark.sweep
 def test_copies_in_low_precision_follow_the_mean(said: list[dict[str, Any]]) -> None:
     for found in said:
         assert found["copies"] == [[True] * 4, [False, True, False, True]]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["local", "adaptive"])
 def test_a_resumed_run_is_the_same_to_the_last_bit(said: list[dict[str, Any]], name: str) -> None:
     assert all(found[f"resumed, {name}"] == [0.0] * 7 for found in said)

@@ -109,6 +109,7 @@ say(["accumulated", same(one, two), same_on_all(one[6:])])
         assert len(said) == 6
 
 
+@pytest.mark.sweep
 def test_a_run_goes_on_from_its_checkpoint_and_gives_a_whole_state(tmp_path: Path) -> None:
     script = (
         HYBRID
@@ -132,6 +133,7 @@ say(rank != 0 or [tuple(v["exp_avg"].shape) for v in state["optimizer"]["state"]
     assert run(script, 4, tmp_path) == [[True, True, True]] * 4
 
 
+@pytest.mark.sweep
 def test_another_number_of_ranks_goes_on_and_another_division_is_refused(tmp_path: Path) -> None:
     save = (
         HYBRID
@@ -167,6 +169,7 @@ say(same_on_all([p.detach() for p in step.model.parameters()]))
             assert everywhere
 
 
+@pytest.mark.sweep
 def test_a_dimension_is_a_group_by_its_name(tmp_path: Path) -> None:
     """Whose own name differs from rank to rank; with one rank in it there is nothing to do along it."""
     script = """
@@ -203,6 +206,7 @@ say(message(lambda: find_group("shard")))
         assert f"and {other}: give the dimensions names of their own" in refused
 
 
+@pytest.mark.sweep
 def test_groups_that_are_no_grid_are_refused(tmp_path: Path) -> None:
     script = (
         HYBRID

@@ -189,6 +189,7 @@ def assert_alike(one: nn.Module, two: nn.Module, rtol: float = 1e-5) -> None:
         assert float((first - second).detach().abs().max()) <= bound
 
 
+@pytest.mark.sweep(but=("penalised",))
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_in_slices_is_that_of_the_whole_batch(case: str) -> None:
     make, loss, draw, options = CASES[case]
@@ -239,6 +240,7 @@ def wide(samples: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(samples, 1024 // samples, 32), torch.randn(samples, 1024 // samples, 32)
 
 
+@pytest.mark.sweep
 def test_the_peak_falls_with_the_slices_and_is_predicted() -> None:
     peaks = []
     for slices in (1, 4, 16):
@@ -276,6 +278,7 @@ def test_what_each_slice_allocates_is_predicted(case: str) -> None:
     assert step.program.memory().allocated_peak_bytes == measured
 
 
+@pytest.mark.sweep
 def test_auto_takes_as_many_as_lower_the_peak() -> None:
     torch.manual_seed(0)
     program = graphopt.capture(Wide(), wide(16), loss=squares)
@@ -292,6 +295,7 @@ def test_auto_leaves_a_batch_whose_bytes_are_not_the_peak() -> None:
     assert "would not lower the peak" in step.records[0].changed.reason
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("passes", "rtol"),
     [
@@ -313,6 +317,7 @@ def test_it_goes_with_other_passes(passes: list[Any], rtol: float) -> None:
     assert_alike(model, other, rtol)
 
 
+@pytest.mark.sweep
 def test_what_is_computed_again_is_so_for_each_slice() -> None:
     torch.manual_seed(0)
     batch = wide()
@@ -323,6 +328,7 @@ def test_what_is_computed_again_is_so_for_each_slice() -> None:
 _RECOMPUTED: list[list[Any]] = [[Recompute("*")], [Microbatch(4)], [Recompute("*"), Microbatch(4)]]
 
 
+@pytest.mark.sweep
 def test_accumulated_steps_and_evaluation_equal_those_without() -> None:
     torch.manual_seed(0)
     model, batch = Wide(), wide()
@@ -370,6 +376,7 @@ def centred(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (z - z.mean(0)).square().mean()
 
 
+@pytest.mark.sweep(but=("centred", "cumsum"))
 @pytest.mark.parametrize(
     ("make", "loss", "draw", "said"),
     [
@@ -412,6 +419,7 @@ def test_text_and_arguments_go_back_and_forth() -> None:
     assert found == Microbatch(4, axis=1, whole=("args[2]",))
 
 
+@pytest.mark.sweep
 def test_a_budget_that_cannot_be_met_names_the_pass() -> None:
     torch.manual_seed(0)
     model = Wide()

@@ -71,6 +71,7 @@ def test_matrix_products_run_in_the_low_dtype_and_outputs_stay_float32() -> None
     assert [info(node).origin for node in casts(program)][-1] == "mixed-precision: as in the plain program"
 
 
+@pytest.mark.sweep
 def test_a_parameter_is_cast_once_in_front_of_its_first_use_and_can_be_found_at_every_stage() -> None:
     model = Net(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     model.net[2].weight = model.net[0].weight
@@ -87,6 +88,7 @@ def test_a_parameter_is_cast_once_in_front_of_its_first_use_and_can_be_found_at_
     assert is_cast(first), "level O2 casts parameters at the beginning"
 
 
+@pytest.mark.sweep(cases=("float16",))
 @pytest.mark.parametrize("dtype", LOW)
 def test_tied_weights_gather_their_gradient_as_autocast_does(dtype: str) -> None:
     model = Net(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8, bias=False))
@@ -94,6 +96,7 @@ def test_tied_weights_gather_their_gradient_as_autocast_does(dtype: str) -> None
     assert_same_as_under_autocast(model, (X,), dtype, [MixedPrecision(dtype, scale_loss=False)])
 
 
+@pytest.mark.sweep
 def test_frozen_parameters_and_inputs_that_need_gradients_are_as_under_autocast() -> None:
     model = blocks(1)
     model.net[0].q.weight.requires_grad_(False)
@@ -141,6 +144,7 @@ def test_explicit_dtypes_of_the_user_stay() -> None:
     assert made_by(program, "linear") == [BF16]
 
 
+@pytest.mark.sweep
 def test_a_cast_that_a_module_asks_for_holds_in_that_module_only() -> None:
     """``x.float()`` does nothing to float32, so a capture has later readers of ``x`` read it too."""
 
@@ -185,6 +189,7 @@ def test_what_a_module_hands_over_in_a_list_is_read_from_there() -> None:
     assert_same_as_under_autocast(Reads(), (X,), "bfloat16", [MixedPrecision()])
 
 
+@pytest.mark.sweep
 def test_regions_of_the_users_own_stay_as_they_are() -> None:
     model = Mixed()
     plain = graphopt.capture(model, (X,), loss=mean_square)
@@ -252,6 +257,7 @@ class Composite(nn.Module):
         return torch.cosine_similarity(y[:, :4], z[:, :4])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", LOW)
 def test_composite_ops_are_taken_apart_where_autocast_acts_inside_of_them(dtype: str) -> None:
     assert_same_as_under_autocast(Composite(), (X,), dtype, [MixedPrecision(dtype, scale_loss=False)])
@@ -276,6 +282,7 @@ class Recurrent(nn.Module):
         return self.b(result[0] if isinstance(result, tuple) else result)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize(
     ("kind", "options"),
@@ -312,6 +319,7 @@ class ReadsDtypes(nn.Module):
         return y.to(self.a(x).dtype) if self.last == "read" else y
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("last", ["computed", "read"])
 def test_python_reads_the_dtypes_that_tensors_have_under_autocast(dtype: str, last: str) -> None:
@@ -324,6 +332,7 @@ def test_python_reads_the_dtypes_that_tensors_have_under_autocast(dtype: str, la
     assert identical(output, theirs.float())
 
 
+@pytest.mark.sweep
 def test_an_output_in_low_precision_without_the_pass_is_so_with_it() -> None:
     model = ReadsDtypes("computed").to(BF16)
     assert graphopt.optimize(model, [MixedPrecision()])(X.to(BF16)).dtype == BF16
@@ -335,6 +344,7 @@ def test_a_program_captured_without_autocast_says_so() -> None:
     assert any(line.startswith("captured without autocast") for line in record.changed.lines)
 
 
+@pytest.mark.sweep(but=("O1",))
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_statistics_of_batch_norm_stay_float32_and_are_eagers(level: str) -> None:
     torch.manual_seed(0)
@@ -354,6 +364,7 @@ def test_a_model_in_eval_mode_runs_as_it_is() -> None:
     assert identical(model(X), blocks(1)(X))
 
 
+@pytest.mark.sweep
 def test_numbers_beyond_the_range_of_the_low_dtype_become_its_limits() -> None:
     """A model that fills with the lowest number of the dtype it sees does so in the low dtype as well."""
 
@@ -394,6 +405,7 @@ class ByHand(nn.Module):
         return x
 
 
+@pytest.mark.sweep(cases=("float16",))
 @pytest.mark.parametrize("dtype", LOW)
 def test_o2_equals_the_recipe_written_by_hand(dtype: str) -> None:
     model = blocks()
@@ -440,6 +452,7 @@ def test_casts_up_and_back_down_vanish_and_casts_down_and_back_up_stay() -> None
     assert_same_as_under_autocast(UpDown(), (X,), "bfloat16", [MixedPrecision()])
 
 
+@pytest.mark.sweep
 def test_what_forward_casts_up_is_kept_low_and_cast_up_again() -> None:
     program = rewrite_all(blocks(), (X,), [MixedPrecision(level="O2")]).program
     again = casts(program, Phase.RECOMPUTE)
@@ -448,6 +461,7 @@ def test_what_forward_casts_up_is_kept_low_and_cast_up_again() -> None:
     assert all(info(node).origin == "mixed-precision: the same cast again" for node in again)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_second_application_does_nothing(level: str) -> None:
     mixed = MixedPrecision(level=level, deny=("**.k",))
@@ -495,6 +509,7 @@ def test_the_more_specific_entry_counts() -> None:
     assert linears(deny=("net.0.q",), allow=("net.0.q::linear",)) == [BF16] * 6
 
 
+@pytest.mark.sweep
 def test_denying_everything_leaves_float32s_bits() -> None:
     value, gradients = loss_and_gradients(blocks(), (X,), [MixedPrecision(deny=("net",))])
     plain, theirs = loss_and_gradients(blocks(), (X,), [])
@@ -502,6 +517,7 @@ def test_denying_everything_leaves_float32s_bits() -> None:
     assert all(identical(gradients[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.sweep
 def test_denied_composites_and_custom_functions_run_in_float32() -> None:
     program = forward_program(Composite(), (X,), MixedPrecision(deny=("einsum",)))
     assert made_by(program, "einsum") == [F32] * 3
@@ -530,6 +546,7 @@ def test_wrong_options_are_refused_at_once(options: dict[str, object], message: 
         MixedPrecision(**options)  # type: ignore[arg-type]
 
 
+@pytest.mark.sweep(but=("options2-allow= and deny= both name 'linear' .*more specific",))
 @pytest.mark.parametrize(
     ("options", "message"),
     [

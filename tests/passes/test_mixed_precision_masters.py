@@ -42,6 +42,7 @@ def copies(step: graphopt.TrainStep) -> dict[str, torch.Tensor]:
     return {name.removeprefix(COPIES): step._store[name] for name in step.program.pass_state if name.startswith(COPIES)}
 
 
+@pytest.mark.sweep(but=("float16-[ClipGradients(max_norm=0.5, max_value=None, norm_type=2.0, keep_norm=False)]",))
 @covering(dtype=["float16", "bfloat16"], more=[[], [Recompute("blocks.*")], [ClipGradients(0.5)]])
 def test_held_copies_train_to_the_same_bits_as_casts_at_every_step(dtype: str, more: list[graphopt.Pass]) -> None:
     """A drop-in model casts its parameters at every call; the whole step holds the copies."""
@@ -70,6 +71,7 @@ def _clips(more: list[graphopt.Pass]) -> bool:
     return any(isinstance(item, ClipGradients) for item in more)
 
 
+@pytest.mark.sweep
 def test_model_and_optimizer_keep_float32_and_checkpoints_leave_the_copies_out() -> None:
     model, optimizer, step = whole_step([MixedPrecision(level="O2")])
     step(*batches(1)[0])
@@ -96,6 +98,7 @@ def replace(model: nn.Module) -> None:
     parameter.data = parameter.data * 0.5
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("change", [load, write, replace])
 def test_a_parameter_that_is_changed_from_outside_is_copied_again(change: Callable[[nn.Module], None]) -> None:
     first, second = batches(2)
@@ -108,6 +111,7 @@ def test_a_parameter_that_is_changed_from_outside_is_copied_again(change: Callab
     del optimizer
 
 
+@pytest.mark.sweep
 def test_accumulation_and_a_second_shape_share_the_copies() -> None:
     model, _, step = whole_step([MixedPrecision(level="O2")])
     step.accumulate(2)
@@ -121,6 +125,7 @@ def test_accumulation_and_a_second_shape_share_the_copies() -> None:
         assert torch.equal(copy, model.get_parameter(name).bfloat16())
 
 
+@pytest.mark.sweep
 def test_frozen_parameters_are_held_too() -> None:
     model, optimizer = build()
     model.get_parameter("blocks.0.fc.weight").requires_grad_(False)
@@ -144,6 +149,7 @@ def test_gradients_wait_for_the_update_in_low_precision() -> None:
     assert all(place[node] > backward for node in late)
 
 
+@pytest.mark.sweep
 def test_a_step_with_fused_updates_renews_the_copies() -> None:
     model, _, step = whole_step([MixedPrecision(level="O2"), FuseUpdate()])
     for batch in batches(3):
@@ -152,6 +158,7 @@ def test_a_step_with_fused_updates_renews_the_copies() -> None:
         assert torch.equal(copy, model.get_parameter(name).bfloat16())
 
 
+@pytest.mark.sweep
 def test_the_peak_with_copies_is_predicted() -> None:
     _, _, step = whole_step([MixedPrecision(level="O2")])
     x, y = batches(1)[0]

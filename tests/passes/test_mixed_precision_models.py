@@ -30,12 +30,14 @@ MODELS = ("GPT", "BERT", "ResNet", "ViT")
 SETTINGS = [*((name, "bfloat16") for name in MODELS), ("GPT", "float16")]
 
 
+@pytest.mark.sweep(but=("BERT-bfloat16",))
 @covering(name=[*MODELS, "T5"], dtype=["float16", "bfloat16"])
 def test_the_loss_and_every_gradient_equal_eager_under_autocast(name: str, dtype: str) -> None:
     model, batches, loss = model_of(name)
     assert_same_as_under_autocast(model, batches[0], dtype, [MixedPrecision(dtype, scale_loss=False)], loss)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("setting", some_of(SETTINGS, ("GPT", "float16"), ("ResNet", "bfloat16"), ("ViT", "bfloat16")))
 def test_training_in_whole_steps_equals_the_eager_loop_under_autocast(setting: tuple[str, str]) -> None:
     """Losses, parameters, buffers (BatchNorm's statistics), optimizer state and generator, over three steps."""
@@ -50,6 +52,7 @@ def test_training_in_whole_steps_equals_the_eager_loop_under_autocast(setting: t
     assert all(value.dtype != LOW[dtype] for value in stepped.tensors.values())
 
 
+@pytest.mark.sweep
 def test_one_activation_for_queries_keys_and_values_is_cast_once_and_gradients_sum_as_before() -> None:
     model, (batch, _), loss = model_of("BERT")
     rewritten = rewrite_all(model, batch, [MixedPrecision()], loss)
@@ -64,6 +67,7 @@ def test_one_activation_for_queries_keys_and_values_is_cast_once_and_gradients_s
     assert rewritten.records[1].peak_after < rewritten.records[1].peak_before
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_recomputed_casts_give_the_same_bits_dropout_included(level: str) -> None:
     torch.manual_seed(0)
@@ -75,6 +79,7 @@ def test_recomputed_casts_give_the_same_bits_dropout_included(level: str) -> Non
     assert all(identical(gradients[name], others[name]) for name in gradients)
 
 
+@pytest.mark.sweep
 def test_training_with_recomputation_transfers_and_early_updates_gives_the_same_bits() -> None:
     torch.manual_seed(0)
     model, run = Blocks(layers=1), [(torch.randint(11, (2, 6)),) for _ in range(2)]
@@ -84,6 +89,7 @@ def test_training_with_recomputation_transfers_and_early_updates_gives_the_same_
     assert_same(plain, again, ", ".join(map(str, more)))
 
 
+@pytest.mark.sweep
 def test_recomputation_makes_casts_of_activations_again() -> None:
     model, (batch, _), loss = model_of("GPT")
     program = rewrite_all(model, batch, [MixedPrecision(), Recompute("blocks.*")], loss).program
@@ -104,6 +110,7 @@ def test_the_order_in_the_list_means_nothing() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", some_of(["GPT", "ResNet"], "GPT"))
 @pytest.mark.parametrize(("dtype", "near"), [("bfloat16", 0.01), ("float16", 0.002)])
 def test_o2_is_about_as_near_to_float32_as_autocast(name: str, dtype: str, near: float) -> None:
@@ -122,6 +129,7 @@ def distance(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> 
     return float(sum((some[name] - others[name]).square().sum() for name in others) ** 0.5)
 
 
+@pytest.mark.sweep
 def test_activations_take_less_than_two_thirds_of_the_bytes() -> None:
     """At this size the loss, in float32, weighs more than in a large model."""
     torch.manual_seed(0)
@@ -135,6 +143,7 @@ def test_activations_take_less_than_two_thirds_of_the_bytes() -> None:
         assert rewritten.categories["activations"] < 0.66 * plain.categories["activations"]
 
 
+@pytest.mark.sweep
 def test_a_drop_in_model_trains_as_under_autocast_and_returns_float32() -> None:
     model, (batch, _), _ = model_of("GPT")
     eager, mine = copy.deepcopy(model), graphopt.optimize(copy.deepcopy(model), [MixedPrecision()])
@@ -149,6 +158,7 @@ def test_a_drop_in_model_trains_as_under_autocast_and_returns_float32() -> None:
     assert all(identical(one.grad, other.grad) for one, other in pairs)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_dropout_gives_the_bits_of_eager_under_autocast_and_leaves_the_generator_there(dtype: str) -> None:
     torch.manual_seed(0)

@@ -51,6 +51,7 @@ def final_loss(task: Callable[[], Task], passes: list[graphopt.Pass]) -> tuple[f
     return torch.stack(losses[-7:]).mean().item(), step
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("task", [digits, pytest.param(text, marks=pytest.mark.sweep)])
 def test_the_final_loss_is_that_of_float32_within_one_per_cent(task: Callable[[], Task]) -> None:
     full, _ = final_loss(task, [])
@@ -90,6 +91,7 @@ class CachedAttention(nn.Module):
         return F.scaled_dot_product_attention(q, torch.cat([cache, k], 1), torch.cat([cache, v], 1), dropout_p=0.2)
 
 
+@pytest.mark.sweep
 def test_attention_with_dropout_and_operands_of_two_dtypes() -> None:
     torch.manual_seed(0)
     model, x = CachedAttention(), torch.randn(2, 6, 8)

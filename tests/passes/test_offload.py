@@ -40,6 +40,7 @@ def _nothing_is_held_afterwards() -> Iterator[None]:
 # --- bits and bytes --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(but=("host-auto",))
 @covering(tier=transfers.TIERS, prefetch=["auto", 0, 1, 3])
 def test_results_are_the_programs_and_the_peak_is_the_predicted_one(tier: str, prefetch: int | str) -> None:
     model = layers()
@@ -56,12 +57,14 @@ def test_results_are_the_programs_and_the_peak_is_the_predicted_one(tier: str, p
     assert torch.equal(state, after)
 
 
+@pytest.mark.sweep(but=("host-adamw",))
 @pytest.mark.parametrize(("tier", "optimizer"), [("host", "adamw"), ("disk", "momentum")])
 def test_training_equals_eager(tier: str, optimizer: str) -> None:
     batches = [(ROWS,), (ROWS.sin(),)]
     assert_same_training(layers(), optimizer, mean_square, batches, [off(tier=tier)], steps=3)
 
 
+@pytest.mark.sweep
 def test_training_with_recomputation_and_offloaded_checkpoints_equals_eager() -> None:
     passes = [Recompute(["net.3", "net.5", "net.7"]), off()]
     assert_same_training(layers(), "sgd", mean_square, [(ROWS,)], passes, steps=2)
@@ -78,6 +81,7 @@ def conv() -> nn.Module:
     ).to(memory_format=torch.channels_last)  # fmt: skip
 
 
+@pytest.mark.sweep
 def test_convolutions_whose_channels_are_last_come_back_with_their_strides() -> None:
     images = torch.randn(8, 4, 16, 16).to(memory_format=torch.channels_last)
     passes = [off(min_bytes=1000, keep_last=0)]
@@ -98,6 +102,7 @@ def test_a_whole_step_peaks_as_predicted() -> None:
     assert measured == step.program.memory().allocated_peak_bytes < plain.program.memory().allocated_peak_bytes
 
 
+@pytest.mark.sweep
 def test_drop_in_training_peaks_lower() -> None:
     def peak(model: nn.Module) -> int:
         model(ROWS).sum().backward()
@@ -143,6 +148,7 @@ def test_what_is_moved_is_not_read_by_backward_itself() -> None:
         assert readers <= {Phase.FORWARD, Phase.TRANSFER}
 
 
+@pytest.mark.sweep
 def test_how_far_ahead_copies_back_start() -> None:
     plain = captured(layers(), ROWS)
     together = {}
@@ -157,6 +163,7 @@ def test_how_far_ahead_copies_back_start() -> None:
     assert together[0] < together[1] < together[3]
 
 
+@pytest.mark.sweep
 def test_whatever_the_link_the_peak_goes_as_low(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a slow link the computation waits, and in drop-in training no copy away goes on in backward."""
     plain, found = captured(layers(), ROWS), set()
@@ -172,6 +179,7 @@ def test_whatever_the_link_the_peak_goes_as_low(monkeypatch: pytest.MonkeyPatch)
     assert found.pop() < 0.65 * plain.memory().peak_bytes
 
 
+@pytest.mark.sweep
 def test_the_record_says_where_tensors_wait_and_for_how_long() -> None:
     _, record = applied(captured(layers(), ROWS), off(tier="disk"))
     text = "\n".join(record.changed.lines)
@@ -197,6 +205,7 @@ class Views(nn.Module):
         return self.b(self.b(z).tanh()).sigmoid()
 
 
+@pytest.mark.sweep
 def test_views_are_made_anew_on_what_came_back() -> None:
     model = Views()
     plain = captured(model, ROWS)
@@ -223,6 +232,7 @@ class Parts(nn.Module):
         return (z * values.gather(-1, order)).sin().cos().tanh()
 
 
+@pytest.mark.sweep
 def test_results_of_an_op_with_several_are_moved_one_by_one() -> None:
     model = Parts()
     plain = captured(model, ROWS)

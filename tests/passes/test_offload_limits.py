@@ -36,6 +36,7 @@ def _nothing_is_held_afterwards() -> Iterator[None]:
 # --- limits ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("tier", transfers.TIERS)
 def test_too_little_room_is_an_error_before_the_first_step(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     offload = sys.modules[Offload.__module__]
@@ -126,6 +127,7 @@ def forward_without_backward(model: nn.Module) -> None:
     mean_square(model, ROWS).backward()
 
 
+@pytest.mark.sweep(but=("backward_twice-disk",))
 @covering(
     use={
         use.__name__: use
@@ -144,6 +146,7 @@ def test_whatever_the_user_does_with_the_graph(use: Callable[[nn.Module], None],
     assert stored_bytes() == 0
 
 
+@pytest.mark.sweep
 def test_a_loss_that_is_kept_holds_what_backward_will_need() -> None:
     model = graphopt.optimize(layers(), [off()])
     loss = mean_square(model, ROWS)

@@ -36,6 +36,7 @@ def declined(plain: Program, options: Offload) -> PassRecord:
     return record
 
 
+@pytest.mark.sweep
 def test_where_it_cannot_lower_the_peak_nothing_is_moved() -> None:
     class Peaked(nn.Module):
         """The peak is inside of backward's first op, where nothing waits."""
@@ -57,6 +58,7 @@ def test_tensors_that_are_too_small_stay() -> None:
     assert "large enough" in record.changed.reason
 
 
+@pytest.mark.sweep
 def test_applied_twice_it_does_nothing() -> None:
     program, _ = applied(captured(layers(), ROWS), off())
     again, record = applied(program, off(tier="disk"))
@@ -64,6 +66,7 @@ def test_applied_twice_it_does_nothing() -> None:
     assert structure(again) == structure(program)
 
 
+@pytest.mark.sweep(but=("net.0.weight-it is an input",))
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -169,11 +169,13 @@ def rank(request: pytest.FixtureRequest, said: dict[str, Any]) -> dict[str, Any]
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("model", ["transformer", "channels last"])
 def test_training_equals_eager_bitwise(rank: dict[str, Any], model: str) -> None:
     assert rank[model]
 
 
+@pytest.mark.sweep(but=("1",))
 def test_slices_of_uneven_size_give_the_same_bits_at_a_lower_peak(rank: dict[str, Any]) -> None:
     """31031 elements for two ranks."""
     assert rank["bitwise"]

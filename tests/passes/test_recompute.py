@@ -38,6 +38,7 @@ def wide_net(depth: int = 4, p: float = 0.0) -> Net:
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(but=("blocks.*.mlp-expected2",))
 @pytest.mark.parametrize(
     ("pattern", "expected"),
     [
@@ -54,6 +55,7 @@ def test_a_star_is_one_level(pattern: str, expected: list[str]) -> None:
     assert sorted(program.find(pattern)) == expected
 
 
+@pytest.mark.sweep
 def test_two_stars_are_any_text() -> None:
     program = captured(Blocks(2), TOKENS, loss=next_token)
     everything = program.names()
@@ -64,6 +66,7 @@ def test_two_stars_are_any_text() -> None:
     assert set(program.find("**")) == set(everything)
 
 
+@pytest.mark.sweep
 def test_globs_and_names_choose_the_same_checkpoints() -> None:
     model = Blocks(3)
     by_glob = rewritten(model, TOKENS, passes=[Recompute("blocks.*")], loss=next_token)
@@ -111,6 +114,7 @@ class Parts(nn.Module):
         return out.tanh()
 
 
+@pytest.mark.sweep
 def test_parts_of_results_have_names() -> None:
     program = captured(Parts(), torch.randn(2, 3, 8))
     shapes = {name: tuple(value_of(node).shape) for name, node in program.find("q", "largest", "rnn[0]").items()}
@@ -126,6 +130,7 @@ def test_a_given_name_has_no_glob_characters(bad: str) -> None:
         graphopt.name(torch.ones(1), bad)
 
 
+@pytest.mark.sweep(but=("loss~-computed in backward", "net.00-did you mean 'net.0"))
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -215,6 +220,7 @@ def test_a_view_that_crosses_keeps_its_storage_and_is_listed_with_all_of_it() ->
     assert_same_training(model, "sgd", mean_square, [(WIDE,)], [Recompute("b")], steps=2)
 
 
+@pytest.mark.sweep
 def test_nothing_crosses_where_the_network_is_a_chain() -> None:
     (record,) = Pipeline([Recompute("net.*")]).run(captured(wide_net(), WIDE))
     assert record.changed.lines == ()
@@ -231,6 +237,7 @@ def test_marks_say_what_was_decided() -> None:
     assert all(name.endswith("'") for node in clones for name in info(node).names)
 
 
+@pytest.mark.sweep
 def test_applying_it_twice_does_nothing_the_second_time() -> None:
     program = rewritten(Blocks(2, p=0.5), TOKENS, passes=[Recompute("blocks.*")], loss=next_token)
     before = [(n.name, str(n.args)) for n in program.nodes]
@@ -240,6 +247,7 @@ def test_applying_it_twice_does_nothing_the_second_time() -> None:
     assert [(n.name, str(n.args)) for n in program.nodes] == before
 
 
+@pytest.mark.sweep
 def test_auto_applied_twice_does_nothing_the_second_time() -> None:
     model = Net(*(m for _ in range(9) for m in (nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.3))))
     program = rewritten(model, WIDE, passes=[Recompute("auto")])
@@ -263,6 +271,7 @@ def test_no_checkpoints_is_a_pass_that_says_it_did_nothing() -> None:
     assert "no checkpoints" in str(record)
 
 
+@pytest.mark.sweep
 def test_auto_takes_about_the_square_root_of_the_separating_tensors() -> None:
     model = wide_net(9)
     program = captured(model, WIDE)
@@ -286,6 +295,7 @@ def test_candidates_are_the_tensors_that_separate_the_network() -> None:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(but=("auto-0.0",))
 @covering(checkpoints=["net.2", "net.2,net.5", "net.*", "auto", "args[0]", "net.11"], p=[0.2, 0.0])
 def test_the_peak_is_predicted_and_never_above_plain(checkpoints: str, p: float) -> None:
     model = wide_net(4, p)

@@ -19,6 +19,7 @@ def program() -> graphopt.Program:
     return captured(model, torch.randn(3, 4))
 
 
+@pytest.mark.sweep(cases=("1", "2"))
 @pytest.mark.parametrize("number", [1, 2, 3, 99])
 def test_so_many_checkpoints(program: graphopt.Program, number: int) -> None:
     (record,) = Pipeline([RecomputeEvenly(number)]).run(program.copy())
@@ -43,6 +44,7 @@ def assert_even(program: graphopt.Program, names: tuple[str, ...]) -> None:
     assert max(sums) - min(sums) <= 2 * max(whole)
 
 
+@pytest.mark.sweep
 def test_so_many_checkpoints_in_training() -> None:
     model = Net(*(nn.Sequential(nn.Linear(4, 9), nn.Dropout(0.2), nn.Linear(9, 4)) for _ in range(4)))
     assert_same_training(model, "sgd", mean_square, [[torch.randn(3, 4)]], [RecomputeEvenly(2)], steps=2)

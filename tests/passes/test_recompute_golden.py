@@ -168,6 +168,7 @@ def test_adjacent_checkpoints() -> None:
     assert saved(program) == ["mul_out", "b1_out"]
 
 
+@pytest.mark.sweep
 def test_checkpoints_out_of_order() -> None:
     shuffled, ordered = recomputed("b2_out", "mul_out"), recomputed("mul_out", "b2_out")
     assert late(shuffled) == late(ordered) == [*BEFORE_B1[:3], "mul", *BEFORE_B1[3:], *AFTER_B1]
@@ -315,6 +316,7 @@ def test_copies_carry_the_names_of_what_they_copy() -> None:
     assert "b2_out'" not in names
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("checkpoints", ["b1_out", "mul_out,b2_out", "mul_out,b1_out", "args[0],b2_out", "dropped"])
 def test_every_case_trains_like_eager(checkpoints: str) -> None:
     assert_same_training(Dropped(), "momentum", own_loss, [(X,)], [Recompute(checkpoints.split(","))], steps=3)

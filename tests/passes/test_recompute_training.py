@@ -30,6 +30,7 @@ WIDE = torch.linspace(-1, 1, 512 * 16).reshape(512, 16)
 _SWEPT = [pytest.param(name, marks=pytest.mark.sweep) for name in ("sgd", "adam", "rmsprop", "adagrad")]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw", *_SWEPT])
 def test_training_equals_eager(optimizer: str) -> None:
     model = Blocks(2 if optimizer == "adamw" else 1)  # what an update does is the same for one block and for several
@@ -64,12 +65,14 @@ class Random(nn.Module):
         return self.c(torch.tanh(x))
 
 
+@pytest.mark.sweep
 @covering(kind=list(DRAWS), checkpoints=["a,b", "c", "b"])
 def test_random_numbers_replay_and_the_generator_ends_where_eager_leaves_it(kind: str, checkpoints: str) -> None:
     passes = [Recompute(checkpoints.split(","))]
     assert_same_training(Random(kind), "momentum", mean_square, [(torch.randn(4, 8),)], passes, steps=3)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("p", "replayed"), [(0.0, 0), (0.5, 1)])
 def test_attention_without_dropout_is_an_ordinary_op(p: float, replayed: int) -> None:
     class Attention(nn.Module):
@@ -88,6 +91,7 @@ def test_attention_without_dropout_is_an_ordinary_op(p: float, replayed: int) ->
     assert bool(attention) == (not replayed)
 
 
+@pytest.mark.sweep
 def test_batch_norm_updates_its_statistics_once() -> None:
     model = Net(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))
     batches = [(torch.randn(3, 2, 8, 8),), (torch.randn(3, 2, 8, 8) + 1,)]
@@ -110,6 +114,7 @@ class Transposed(nn.Module):
         return x.square().mean() + self.a(x)
 
 
+@pytest.mark.sweep
 def test_batch_norm_of_a_transposed_tensor() -> None:
     assert_same_training(Transposed(), "sgd", mean_square, [(torch.randn(24, 8),)], [Recompute("norm")], steps=2)
 
@@ -132,6 +137,7 @@ class Averages(nn.Module):
         return self.b(x).sin()
 
 
+@pytest.mark.sweep(but=("b",))
 @pytest.mark.parametrize("checkpoints", ["a", "b", "a,b"])
 def test_values_from_before_a_buffer_was_written_are_not_read_again(checkpoints: str) -> None:
     passes = [Recompute(checkpoints.split(","))]
@@ -155,6 +161,7 @@ class InPlace(nn.Module):
         return out.cos()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("checkpoints", ["a", "b"])
 def test_operations_in_place_keep_their_meaning(checkpoints: str) -> None:
     batch = (torch.randn(4, 8),)
@@ -175,6 +182,7 @@ class Cast(nn.Module):
             return self.net(x).float()
 
 
+@pytest.mark.sweep
 def test_autocast_regions_stay_casts_and_their_modules_have_names() -> None:
     assert_same_training(Cast(), "adamw", mean_square, [(torch.randn(4, 8),)], [Recompute(["net.2"])])
     program = captured(Cast(), torch.randn(4, 8))
@@ -191,6 +199,7 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.again(torch.tanh(self.a(self.embed(tokens))))))
 
 
+@pytest.mark.sweep
 def test_tied_weights_and_shared_modules() -> None:
     assert_same_training(Tied(), "adamw", next_token, [(TOKENS,)], [Recompute(["embed", "a@1"])])
     assert_same_training(Tied(), "adamw", next_token, [(TOKENS,)], [Recompute(["a"])])
@@ -203,6 +212,7 @@ def test_frozen_parameters_and_inputs_that_need_gradients() -> None:
     assert_same_training(model, "momentum", mean_square, [batch], [Recompute(["net.1", "net.3"])])
 
 
+@pytest.mark.sweep
 def test_two_forwards_before_one_backward() -> None:
     model = Blocks(2, p=0.5)
     losses, gradients = [], []
@@ -253,6 +263,7 @@ class Checkpointed(nn.Module):
         return x
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("run", list(RUNS))
 def test_checkpoint_calls_in_the_model_become_segments(run: str) -> None:
     model, batch = Checkpointed(run), (WIDE.clone().requires_grad_(),)
@@ -264,6 +275,7 @@ def test_checkpoint_calls_in_the_model_become_segments(run: str) -> None:
     assert program.memory().peak_bytes < 0.75 * plain.memory().peak_bytes
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_reentrant_checkpoints_of_what_has_no_gradient_give_none() -> None:
     """As in eager mode: reentrant autograd sees its arguments only, and parameters inside stay without a gradient."""

@@ -76,6 +76,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch
     return [tensor.detach().clone() for tensor in tensors]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_bad_gradient_leaves_everything_as_it_is(kind: str) -> None:
     model = Fragile()
@@ -96,6 +97,7 @@ def test_a_bad_gradient_leaves_everything_as_it_is(kind: str) -> None:
     assert scale(step, SKIPPED) == 0
 
 
+@pytest.mark.sweep(but=("adamw",))
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_equal_eager_ones(kind: str) -> None:
     run = batches("bbgggbggbbgggg")
@@ -117,6 +119,7 @@ def test_state_is_created_by_the_first_good_step() -> None:
     assert len(optimizer.state_dict()["state"]) == 4
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("kind", "every"), [("adamw", 2), ("rmsprop", 3), ("momentum", 3)])
 def test_accumulation_unscales_once(kind: str, every: int) -> None:
     run = batches("bggggg ggbggg bbbggg gggggb".replace(" ", ""))
@@ -159,6 +162,7 @@ TOGETHER = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", list(TOGETHER))
 def test_with_other_passes(name: str) -> None:
     torch.manual_seed(3)
@@ -179,6 +183,7 @@ def test_fuse_update_says_why_it_waits() -> None:
     assert "check_and_unscale_) depends on 4 gradients" in record.changed.reason
 
 
+@pytest.mark.sweep
 def test_behind_a_compiler() -> None:
     compiler = Compiler()
     expected, scales = eager(Fragile(), MORE["adam"], batches("ggbgg"), growth_interval=2)
@@ -187,6 +192,7 @@ def test_behind_a_compiler() -> None:
     assert levels == scales
 
 
+@pytest.mark.sweep
 def test_with_sizes_that_vary() -> None:
     run = [(x[: 3 + number % 3], f) for number, (x, f) in enumerate(batches("gggbgg"))]
     shapes = {"x": {0: torch.export.Dim("rows", min=2, max=64)}, "factors": None}
@@ -222,6 +228,7 @@ def test_gradients_in_one_memory() -> None:
     assert sorted(site.tensor for site in checked.sites) == ["a and b", "c"]
 
 
+@pytest.mark.sweep
 def test_a_loss_in_half_precision_overflows_as_in_torch() -> None:
     def half(model: nn.Module, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         return loss_of(model, x, factors).half()
@@ -233,6 +240,7 @@ def test_a_loss_in_half_precision_overflows_as_in_torch() -> None:
     assert levels[0] == 32768.0  # 65536 is infinite in float16
 
 
+@pytest.mark.sweep
 def test_under_autocast() -> None:
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.float16):
@@ -248,6 +256,7 @@ def test_under_autocast() -> None:
     assert min(levels) < max(levels)
 
 
+@pytest.mark.sweep
 def test_half_precision_parameters() -> None:
     model = Fragile().half()
     run = [(x.half(), f.half()) for x, f in batches("gggg")]
@@ -257,6 +266,7 @@ def test_half_precision_parameters() -> None:
     assert step.program.outputs_of("loss")
 
 
+@pytest.mark.sweep(but=("1",))
 @pytest.mark.parametrize("every", [1, 2])
 def test_gradients_of_inputs_are_unscaled(every: int) -> None:
     found = []
@@ -360,6 +370,7 @@ def test_no_limit() -> None:
     assert scale(step) == 2.0**-44
 
 
+@pytest.mark.sweep
 def test_state_continues_elsewhere() -> None:
     run = batches("ggbgggbggg")
     expected, scales, _ = stepping(Fragile(), MORE["adam"], run)
@@ -431,6 +442,7 @@ def test_what_the_program_is() -> None:
     assert {site.tensor for site in checked.sites} == set(NAMES)
 
 
+@pytest.mark.sweep
 def test_the_program_survives_a_file() -> None:
     _, _, step = stepping(Fragile(), MORE["rmsprop"], batches("gg"))
     again = Program.from_json(step.program.to_json())
@@ -445,11 +457,13 @@ def kept(kind: str) -> Iterator[int]:
         yield from (count for what, count in record.changed.counts.items() if "kept" in what)
 
 
+@pytest.mark.sweep
 def test_only_what_no_fused_op_skips_is_kept() -> None:
     assert [list(kept(kind)) for kind in ("momentum", "adagrad")] == [[]] * 2
     assert list(kept("rmsprop")) == [12]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["adamw", "momentum", "rmsprop"])
 def test_predicted_and_measured_peak(kind: str) -> None:
     torch.manual_seed(0)
@@ -481,6 +495,7 @@ def test_a_step_without_a_scaled_backward_is_refused() -> None:
         Pipeline([FAST]).run(program)
 
 
+@pytest.mark.sweep
 def test_provenance() -> None:
     _, _, step = stepping(Fragile(), MORE["rmsprop"], batches("gg"))
     origins = {info(node).origin for node in step.program.nodes if info_of(node) and "scale-loss" in info(node).origin}

@@ -195,6 +195,7 @@ def test_gradients_are_scattered_beside_backward_and_parameters_gathered_behind_
     assert sum(value_of(node).numel() for node in gathers) == elements
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("four_ranks")
 def test_the_peak_falls_by_the_share_of_the_state() -> None:
     def model() -> nn.Module:
@@ -245,6 +246,7 @@ def test_optimizers_that_mix_elements_are_refused() -> None:
         step_of(uneven(), DataParallel(), ShardOptimizer(), make=Normed)
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("four_ranks")
 def test_groups_have_to_be_one() -> None:
     two = dist.new_group([2, 3])
@@ -437,6 +439,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [found[0] for found in run_ranks(TWO, 2, store)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("make", "limit"), [("sgd", 0), ("rmsprop", 0), ("adamw", ROUNDING), ("adagrad", ROUNDING)])
 def test_training_equals_data_parallelism_with_half_of_the_state(
     two: list[dict[str, Any]], make: str, limit: float
@@ -452,11 +455,13 @@ def test_training_equals_data_parallelism_with_half_of_the_state(
     assert surplus == 0, "shards of both ranks together are the whole state"
 
 
+@pytest.mark.sweep
 def test_it_goes_with_other_passes(two: list[dict[str, Any]]) -> None:
     way = "low precision, fused updates, clipped by value, accumulated"
     assert [found[way] for found in two] == [[0.0, True]] * 2
 
 
+@pytest.mark.sweep
 def test_norms_are_those_of_all_shards_also_where_a_compiler_takes_the_program(two: list[dict[str, Any]]) -> None:
     for found in two:
         difference, agreed = found["clipped, with a compiler"]
@@ -464,6 +469,7 @@ def test_norms_are_those_of_all_shards_also_where_a_compiler_takes_the_program(t
         assert agreed
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("make", "limit"), [("sgd", 0), ("adamw", ROUNDING)])
 def test_all_ranks_skip_where_one_shard_is_not_finite(two: list[dict[str, Any]], make: str, limit: float) -> None:
     """The gradient of one element is infinite, and only one rank has it; the first step is one of them."""
@@ -473,16 +479,19 @@ def test_all_ranks_skip_where_one_shard_is_not_finite(two: list[dict[str, Any]],
         assert others == [True, 65536 / 4, True]
 
 
+@pytest.mark.sweep
 def test_the_shards_of_all_ranks_are_the_whole_state(two: list[dict[str, Any]]) -> None:
     assert all(found["consolidated"] for found in two)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["own", "whole"])
 def test_a_resumed_run_is_the_same_to_the_last_bit(two: list[dict[str, Any]], name: str) -> None:
     assert [found[f"resumed, {name}"][0] for found in two] == [0.0, 0.0]
     assert two[0]["resumed, own"] == two[0]["resumed, whole"], "a whole state is cut"
 
 
+@pytest.mark.sweep
 def test_a_whole_state_that_comes_too_late_is_an_error(two: list[dict[str, Any]]) -> None:
     for found in two:
         assert "/square_avg has the shape [" in found["whole state too late"]

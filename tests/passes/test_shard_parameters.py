@@ -130,6 +130,7 @@ say([peak, memory.allocated_peak_bytes, 3 * largest])
         assert abs(predicted - measured) < slack  # gloo gives back its buffers, as large as a parameter, when it likes
 
 
+@pytest.mark.sweep
 def test_accumulation_and_sizes_that_change(tmp_path: Path) -> None:
     script = """
 one, two = stepping(sharded()), stepping(ShardOptimizer())
@@ -145,6 +146,7 @@ say(one.evaluate(X).item() == two.evaluate(X).item())
     assert run(script, 2, tmp_path) == [True, True, True]
 
 
+@pytest.mark.sweep
 def test_fit_memory_plans_around_gathers(tmp_path: Path) -> None:
     script = """
 torch.manual_seed(0)
@@ -197,6 +199,7 @@ for keep in ("auto", "20kB", 2**20):
     assert most > fewer > fewest == 14  # each of them once
 
 
+@pytest.mark.sweep
 def test_a_budget_leaves_no_more_room_than_keep(tmp_path: Path) -> None:
     script = """
 with_link(1e9)
@@ -212,6 +215,7 @@ for keep in ("auto", 0, "20kB"):
         assert fewest == 14 < fewer < many
 
 
+@pytest.mark.sweep
 def test_fit_memory_weighs_gathers_against_what_runs_again(tmp_path: Path) -> None:
     script = """
 with_link(5e5)
@@ -250,6 +254,7 @@ for share in (38, 25):
     assert said[1] is True
 
 
+@pytest.mark.sweep
 def test_what_is_cast_before_it_is_read_is_gathered_in_fewer_bytes(tmp_path: Path) -> None:
     script = """
 torch.manual_seed(rank)
@@ -271,6 +276,7 @@ for level in ("O1", "O2"):
     assert run(script, 2, tmp_path) == [True] * 8
 
 
+@pytest.mark.sweep
 def test_no_rank_has_more_than_one_tensor_whole_where_all_are_saved_or_put_together(tmp_path: Path) -> None:
     script = f"""
 step, other = stepping(sharded(min_bytes=1024), layers=20), stepping(ShardOptimizer(), layers=20)
@@ -298,6 +304,7 @@ say(same(trained(step, rank, world, 1, 3), trained(again, rank, world, 1, 3)))
     assert run(script, 2, tmp_path) == [True, small, True, True, True]
 
 
+@pytest.mark.sweep
 def test_checkpoints_go_over_to_other_passes_and_other_numbers_of_ranks(tmp_path: Path) -> None:
     save = f"""
 step = stepping(sharded())
@@ -330,6 +337,7 @@ with step.whole_parameters():
     assert one == two
 
 
+@pytest.mark.sweep
 def test_what_is_changed_inside_is_kept(tmp_path: Path) -> None:
     script = """
 one, two = stepping(sharded()), stepping(ShardOptimizer())
@@ -344,6 +352,7 @@ say(same([one(X[rank::world])], [two(X[rank::world])]))
     assert run(script, 2, tmp_path) == [True]
 
 
+@pytest.mark.sweep
 def test_reading_a_parameter_without_memory_is_an_error_with_its_name(tmp_path: Path) -> None:
     script = """
 import copy
@@ -374,6 +383,7 @@ say(torch.equal(step(X[rank::world]).isfinite(), torch.tensor(True)))
     assert said == [*[True] * 8, [[65, 32], "torch.float32", True, 2080, True, True], [12, 31], True, True, True]
 
 
+@pytest.mark.sweep
 def test_one_rank_changes_nothing(tmp_path: Path) -> None:
     script = """
 step = stepping(sharded())
@@ -397,6 +407,7 @@ def test_what_does_not_go_together_is_refused() -> None:
             ShardParameters(keep=keep)
 
 
+@pytest.mark.sweep
 def test_parameters_in_shards_are_not_moved_to_a_disk(tmp_path: Path) -> None:
     script = """
 one = stepping(sharded(), OffloadState(("optimizer", "parameters"), min_bytes=64, cost="roofline"))
@@ -406,6 +417,7 @@ say(any("each rank keeps a shard of it" in line for record in one.records for li
     assert run(script, 2, tmp_path) == [True, True]
 
 
+@pytest.mark.sweep
 def test_an_update_that_reads_whole_parameters_is_refused(tmp_path: Path) -> None:
     script = """
 try:
@@ -416,6 +428,7 @@ except graphopt.GraphoptError as error:
     assert run(script, 2, tmp_path) == [True]
 
 
+@pytest.mark.sweep
 def test_a_program_is_read_from_its_description(tmp_path: Path) -> None:
     script = """
 step = stepping(sharded()).prepare(X[rank::world])

@@ -42,6 +42,7 @@ def test_it_is_never_above_the_best_of_all_plans(problem: Problem, share: float)
     assert best is None or least <= simulate(problem, best).again + 1e-9
 
 
+@pytest.mark.sweep
 @given(seed=st.integers(0, 10**6))
 @examples(6, many=1000)
 def test_it_is_never_above_a_plan_that_overwrites(seed: int) -> None:
@@ -76,6 +77,7 @@ def test_what_no_plan_can_do_is_known() -> None:
     assert bound(chain(6, sizes=[10] * 6), 9) == math.inf
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "most"), [("unet", 1e-6), ("googlenet", 0.002), ("resnet50", 0.1)])
 def test_plans_of_published_graphs_are_near(name: str, most: float) -> None:
     problem = published_problem(name)

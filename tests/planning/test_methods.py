@@ -131,6 +131,7 @@ def test_a_plan_that_cannot_run_is_refused(problem: Problem, steps: tuple[int, .
         simulate(problem, Plan(steps))
 
 
+@pytest.mark.sweep(but=("segments", "all lower sets, memory", "chain"))
 @each_method
 @given(problem=problems(most=7), share=st.floats(0.3, 1.0))
 @examples(10, many=100)
@@ -290,6 +291,7 @@ def fewest_again(length: int, budget: int) -> int:
     return again
 
 
+@pytest.mark.sweep(but=("8-budgets0",))
 @pytest.mark.parametrize(("length", "budgets"), [(8, range(3, 10)), (20, range(3, 22, 3)), (60, (3, 5, 23, 55))])
 def test_uniform_chains_run_as_little_again_as_is_known_to_be_possible(length: int, budgets: Iterable[int]) -> None:
     problem = chain(length)
@@ -299,6 +301,7 @@ def test_uniform_chains_run_as_little_again_as_is_known_to_be_possible(length: i
         assert fastest([*plans, scheduler.evaluate(())], budget) == fewest_again(length, budget)
 
 
+@pytest.mark.sweep
 def test_the_binomial_law_is_the_optimum_of_the_integer_program() -> None:
     for length in range(3, 9):
         assert smallest_peak(chain(length)) == 3
@@ -323,6 +326,7 @@ def test_a_chain_that_cannot_fit_gives_no_plans() -> None:
     assert not list(chain_plans(scheduler, 1))
 
 
+@pytest.mark.sweep
 def test_stages_of_different_bytes_and_seconds_come_close_to_the_optimum() -> None:
     problem = chain(8, sizes=[3, 1, 6, 2, 5, 2, 4, 1], seconds=[2.0, 9.0, 1.0, 4.0, 3.0, 8.0, 1.0, 5.0])
     scheduler = Scheduler(problem)
@@ -338,6 +342,7 @@ def test_stages_of_different_bytes_and_seconds_come_close_to_the_optimum() -> No
 # --- optimal plans ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(but=("9", "10", "240", "273"))
 @pytest.mark.parametrize("seed", [5, 6, 8, 9, 10, 11, 12, 13, 19, 240, 273])
 def test_the_integer_program_is_as_good_as_every_possible_plan(seed: int) -> None:
     problem = seeded_problem(seed, fewest=3, most=5)
@@ -357,6 +362,7 @@ def test_a_second_sweep_allows_another_order_between_two_first_runs() -> None:
     assert (smallest_peak(problem), smallest_peak(problem, sweeps=2)) == (78, 72)
 
 
+@pytest.mark.sweep(but=("0", "3"))
 @pytest.mark.parametrize("seed", range(8))
 def test_no_method_is_better_than_the_optimum(seed: int) -> None:
     problem = seeded_problem(seed, fewest=4, most=8)
@@ -394,6 +400,7 @@ def test_a_search_for_the_optimum_that_is_stopped_says_so() -> None:
 # --- published plans -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(but=("unet",))
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_plans_are_met_in_bytes_with_fewer_seconds_again(name: str) -> None:
     problem = published_problem(name)
@@ -405,6 +412,7 @@ def test_published_plans_are_met_in_bytes_with_fewer_seconds_again(name: str) ->
         assert found / forward < theirs.again
 
 
+@pytest.mark.sweep(but=("time",))
 @pytest.mark.parametrize("objective", ["time", "memory"])
 def test_lower_sets_of_a_published_graph_reach_what_the_authors_reach(objective: Literal["time", "memory"]) -> None:
     problem = published_problem("resnet50")
@@ -433,6 +441,7 @@ REACHED = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", some_of(PUBLISHED, "resnet50"))
 def test_the_planner_runs_less_again_than_the_published_plans_within_their_bytes(name: str) -> None:
     problem = published_problem(name)
@@ -449,6 +458,7 @@ def test_the_planner_runs_less_again_than_the_published_plans_within_their_bytes
     assert frontier.lowest.peak <= REACHED[name].lowest_peak
 
 
+@pytest.mark.sweep(but=("5",))
 @pytest.mark.parametrize("seed", [2, 5])
 def test_plans_of_small_graphs_keep_their_budget_and_are_optimal(seed: int) -> None:
     problem = seeded_problem(seed)

@@ -85,6 +85,7 @@ def again_in_front(stops: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[int
     return [(index, list(steps)) for index, steps in stops if steps]
 
 
+@pytest.mark.sweep(cases=("6",))
 @pytest.mark.parametrize("seed", range(12))
 def test_a_walk_through_decisions_of_a_large_problem(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As searches do it: a few decisions come or go, and now and then the plan that others are derived from changes."""
@@ -119,6 +120,7 @@ def test_decisions_that_differ_in_much_are_not_derived() -> None:
     assert StepTrace(Stops(problem), one).derive(other) is None
 
 
+@pytest.mark.sweep
 @given(st.data())
 @examples(30, many=1000)
 def test_lists_and_arrays_give_the_bytes_of_the_simulator(data: st.DataObject) -> None:

@@ -17,6 +17,7 @@ def test_every_public_object_has_an_example() -> None:
     assert [name for name, value in PUBLIC.items() if not examples(value)] == []
 
 
+@pytest.mark.sweep(cases=("graphopt.passes.Chunk",))
 @pytest.mark.parametrize("name", PUBLIC)
 def test_an_example_does_what_it_says(name: str) -> None:
     before = dict(graphopt.ir.formats._registered)

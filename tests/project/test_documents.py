@@ -104,6 +104,7 @@ def command_settings() -> list[Any]:
     ]
 
 
+@pytest.mark.sweep(but=("passes", "profile cpu -o mine.toml"))
 @pytest.mark.parametrize("arguments", command_settings())
 def test_commands_work(
     arguments: list[str],

@@ -74,6 +74,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return Run(request.param, status, printed.getvalue(), folder)
 
 
+@pytest.mark.sweep
 def test_results_are_equal_and_memory_is_as_predicted(run: Run) -> None:
     assert run.status == 0
     ways = WAYS[run.name]
@@ -90,6 +91,7 @@ def test_results_are_equal_and_memory_is_as_predicted(run: Run) -> None:
     assert "equal to the last bit" in " ".join(run.printed.split())
 
 
+@pytest.mark.sweep(but=("train_gpt",))
 def test_the_rewritten_program_is_written_and_named(run: Run) -> None:
     for file in run.folder.iterdir():
         assert str(file) in run.printed
@@ -149,6 +151,7 @@ def test_the_page_of_the_fit_is_written_and_named(fit: Run) -> None:
     assert "fit-memory" in page.read_text(encoding="utf-8")
 
 
+@pytest.mark.sweep
 def test_a_budget_that_is_no_limit_is_told(load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert load("fit_gpt").main([*FITTED, "--budget", "1GB", "--out", str(tmp_path)]) == 1
     assert "which fits into 1GB as it is: lower --budget" in " ".join(capsys.readouterr().out.split())
@@ -195,6 +198,7 @@ def test_too_few_steps_are_refused(name: str, load: Load, capsys: pytest.Capture
     assert "take at least 3" in capsys.readouterr().err
 
 
+@pytest.mark.sweep(but=("fit_gpt-4.9",))
 @pytest.mark.parametrize(("name", "millions"), [("train_gpt", 9.7), ("fit_gpt", 4.9), ("resnet50_checkpoints", 23.5)])
 def test_factories_are_targets_of_the_command_line(name: str, millions: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -233,6 +237,7 @@ def test_batches_are_text_and_what_follows_it(load: Load) -> None:
         assert all(bytes(row.tolist()) in whole for row in x)
 
 
+@pytest.mark.sweep
 def test_batches_of_all_sizes_share_a_capture(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--steps", "4", "--batch", "2", "--layers", "1", "--d", "16", "--heads", "2", "--longest", "160"]
     assert load("packing").main([*sizes, "--share", "0.85"]) == 0
@@ -251,6 +256,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.sweep(but=("lightning_fit",))
 @pytest.mark.filterwarnings("ignore")  # of the libraries, about themselves
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_that_others_own_gives_equal_results(name: str, load: Load) -> None:

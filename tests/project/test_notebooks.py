@@ -86,6 +86,7 @@ def test_a_file_is_small_and_tells_nothing_of_the_machine(path: Path) -> None:
     assert not any(cell.metadata for cell in notebook.cells)
 
 
+@pytest.mark.sweep
 def test_what_is_stored_has_no_log_lines_and_no_leftovers_of_displays(tmp_path: Path) -> None:
     source = """
 import sys

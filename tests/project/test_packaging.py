@@ -195,6 +195,7 @@ WRONG_IMPORTS = {
 _ALSO = [pytest.param(wrong, marks=pytest.mark.sweep) for wrong in list(WRONG_IMPORTS)[1:]]
 
 
+@pytest.mark.sweep(cases=("None",))
 @pytest.mark.parametrize("wrong", [None, next(iter(WRONG_IMPORTS)), *_ALSO])
 def test_lint_checks_which_way_imports_run(tmp_path: Path, wrong: str | None) -> None:
     for name in ("graphopt", "passes", "pyproject.toml"):

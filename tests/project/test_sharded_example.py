@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import free_address
 
@@ -32,6 +34,7 @@ def run(ranks: int, *arguments: str) -> str:
     return texts[0][0]
 
 
+@pytest.mark.sweep
 def test_two_processes_train_and_one_goes_on(tmp_path: Path) -> None:
     first = run(
         2, "--folder", str(tmp_path / "run"), "--steps", "2", "--budget", "100%", "--page", str(tmp_path / "page.html")

@@ -52,6 +52,7 @@ def shown(value: Any) -> str:
 # --- static ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_a_program_shows_facts_and_its_picture(step: graphopt.TrainStep) -> None:
     page = shown(step.program)
     assert "<b>Sequential</b>, step stage" in page

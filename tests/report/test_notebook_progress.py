@@ -67,6 +67,7 @@ def run() -> Recording:
     return client
 
 
+@pytest.mark.sweep
 def test_a_capture_and_a_search_show_how_far_they_are(run: Recording) -> None:
     texts = [bundle["text/plain"] for bundle in run.shown[1]]
     assert "capturing Sequential" in texts
@@ -78,12 +79,14 @@ def test_a_capture_and_a_search_show_how_far_they_are(run: Recording) -> None:
     assert any('<progress max="1" value="0.' in bundle["text/html"] for bundle in run.shown[1])
 
 
+@pytest.mark.sweep
 def test_nothing_of_it_stays(run: Recording) -> None:
     left = [output.data for output in run.nb.cells[1].outputs if output.output_type == "display_data"]
     assert left
     assert all(set(data.values()) == {""} for data in left)
 
 
+@pytest.mark.sweep
 def test_a_name_is_text(run: Recording) -> None:
     pages = [bundle["text/html"] for bundle in run.shown[2]]
     assert any("reading &lt;b&gt;names&lt;/b&gt; layer &amp; 1" in page for page in pages)
@@ -100,6 +103,7 @@ def test_show_gives_the_page_below_the_cell(run: Recording) -> None:
     assert "fit-memory" in html.unescape(page)
 
 
+@pytest.mark.sweep
 def test_one_rank_speaks_for_all(run: Recording) -> None:
     assert 4 not in run.shown
 

@@ -69,6 +69,7 @@ def test_a_run_has_a_manifest_and_a_file_per_stage_and_pass(dump: Path) -> None:
     assert record["peak_bytes"] == [optimized.records[0].peak_before, optimized.records[0].peak_after]
 
 
+@pytest.mark.sweep
 def test_the_files_are_the_snapshots(dump: Path) -> None:
     optimized = graphopt.optimize(model(), [Recompute("net.3")])
     optimized(X)
@@ -78,6 +79,7 @@ def test_the_files_are_the_snapshots(dump: Path) -> None:
         assert read.to_text() == kept.to_text()
 
 
+@pytest.mark.sweep
 def test_every_capture_and_rank_has_its_own_place(dump: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     optimized = graphopt.optimize(model())
     optimized(X)

@@ -129,6 +129,7 @@ def run_with_plugin(folder: Path, entries: str, code: str) -> subprocess.Complet
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.sweep
 def test_a_plugin_brings_a_pass_by_its_entry_point(tmp_path: Path) -> None:
     code = (
         "from graphopt.rewriting.pipeline import Pipeline\n"

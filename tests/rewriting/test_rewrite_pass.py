@@ -87,6 +87,9 @@ def found(pattern: Callable[..., Any], function: Callable[..., torch.Tensor]) ->
     return [match for match in matches if isinstance(match, Match)]
 
 
+@pytest.mark.sweep(
+    cases=("<lambda>-<lambda>-1_0", "<lambda>-<lambda>-1_4", "<lambda>-<lambda>-1_5", "<lambda>-<lambda>-0_7")
+)
 @pytest.mark.parametrize(
     ("pattern", "function", "count"),
     [
@@ -297,6 +300,7 @@ def test_a_replacement_takes_the_arguments_of_its_pattern() -> None:
         run(captured(lambda x: x.cos()), Strange())
 
 
+@pytest.mark.sweep
 def test_training_with_transposes_folded_equals_eager_training() -> None:
     model, tokens = Blocks(layers=2, p=0.1), [torch.randint(11, (2, 5)) for _ in range(3)]
     assert_same_training(model, "adamw", next_token, [(batch,) for batch in tokens], [FoldTransposes()])

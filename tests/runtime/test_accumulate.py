@@ -39,6 +39,7 @@ def accumulated(make: Make, every: int, batches: list[tuple[Any, ...]]) -> Train
     return found.end(model, optimizer)
 
 
+@pytest.mark.sweep(but=("2-sgd-False",))
 @covering(every=[2, 3, 1], make={"sgd": sgd, "adamw": adamw}, interrupted=[False, True])
 def test_accumulation_equals_eager(make: Make, every: int, interrupted: bool) -> None:
     model = network()
@@ -85,6 +86,7 @@ class Sometimes(nn.Module):
         return self.b(y) if use else y
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("order", [(True, False), (False, True), (False, True, False, True)], ids=str)
 def test_batches_may_train_different_parameters(order: tuple[bool, ...]) -> None:
     model, every = Sometimes(), 2
@@ -122,6 +124,7 @@ def test_mistakes_with_accumulation() -> None:
 # --- sums ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("limit", [0.05, math.inf])
 def test_sums_of_windows_of_any_length_are_clipped_as_eager_does(limit: float) -> None:
     def net() -> nn.Module:

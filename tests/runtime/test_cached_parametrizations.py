@@ -61,6 +61,7 @@ def test_a_drop_in_model_without_parametrizations_runs_its_program() -> None:
     assert model.program.stage == "joint"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("around", [False, True])
 def test_a_whole_step_computes_them_once(around: bool) -> None:
     model = parametrized()

@@ -45,6 +45,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 0.1, foreach=True)
 
 
+@pytest.mark.sweep(but=("Sigmoids-True", "Doubled-True"))
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("mode", [Sigmoids, Doubled])
 def test_a_drop_in_model_runs_in_eager_mode(mode: Any, first: bool, caplog: pytest.LogCaptureFixture) -> None:

@@ -42,6 +42,7 @@ def test_what_the_warning_says_to_write_captures_once(caplog: pytest.LogCaptureF
     assert len(again._runner.captures.all()) == 1
 
 
+@pytest.mark.sweep
 def test_a_drop_in_model_names_the_arguments_of_forward(caplog: pytest.LogCaptureFixture) -> None:
     model = graphopt.optimize(Net(nn.Linear(4, 4)), dynamic_shapes=None)
     for rows in (3, 5, 6):

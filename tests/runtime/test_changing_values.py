@@ -51,6 +51,7 @@ def test_what_it_says_to_write_captures_once(caplog: pytest.LogCaptureFixture) -
     assert len(again._graphopt.runner.captures.all()) == 1  # type: ignore[attr-defined]
 
 
+@pytest.mark.sweep
 def test_values_in_containers_are_named_by_their_place(caplog: pytest.LogCaptureFixture) -> None:
     model = graphopt.optimize(Scaled())
     for bias in (1, 2, 3):

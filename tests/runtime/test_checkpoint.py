@@ -51,6 +51,7 @@ def assert_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
     assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("before", [0, 2])
 def test_training_goes_on_bit_for_bit(tmp_path: Path, format: Format, before: int) -> None:
@@ -113,6 +114,7 @@ def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest
     assert checkpoint.load(tmp_path, {"step": step}) == {"number": 1}
 
 
+@pytest.mark.sweep(but=("[1]-what is a step, or a mapping o",))
 @pytest.mark.parametrize(
     ("what", "message"),
     [
@@ -266,6 +268,7 @@ def test_tensors_keep_their_bits_and_strides() -> None:
         assert one.numel() == 0 or one.stride() == other.stride()
 
 
+@pytest.mark.sweep
 def test_a_state_that_an_earlier_version_saved() -> None:
     """Without what says which parameters are shards."""
     step, other = training(), training()

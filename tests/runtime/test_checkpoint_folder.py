@@ -78,6 +78,7 @@ def _further(folder: Path, done: int) -> bool:
     return max((int(path.name.partition("-")[2]) for path in folder.glob("checkpoint-????????")), default=0) > done
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("format", FORMATS)
 def test_killed_at_any_moment(tmp_path: Path, format: Format) -> None:
     kill_again_and_again(tmp_path, format, kills=3, seed=7)

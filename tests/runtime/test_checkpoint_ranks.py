@@ -133,6 +133,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
     return folder, [{(one, other): value for one, other, value in said[0]} for said in ranks]
 
 
+@pytest.mark.sweep(cases=("dgc",))
 @pytest.mark.parametrize("kind", ["dgc", "powersgd", "sharded", "local"])
 def test_each_rank_goes_on_bit_for_bit(resumed: Resumed, kind: str) -> None:
     for said in resumed[1]:
@@ -228,6 +229,7 @@ say([run.done, *alike, run(5) == expected])
 )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("format", "seed"),
     [

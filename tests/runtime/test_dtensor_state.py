@@ -120,6 +120,7 @@ def stepping(seed: int = 0, width: int = 5, **options: Any) -> TrainStep:
     return graphopt.optimize_step(model, optimizer, loss=mean_square)
 
 
+@pytest.mark.sweep(but=("0",))
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("before", [0, 2])
 def test_a_step_without_ranks_goes_on_where_it_was_saved(before: int, tmp_path: Path) -> None:
@@ -169,6 +170,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 }
 
 
+@pytest.mark.sweep(cases=("a part is missing", "no groups", "a name of the optimizer", "the step"))
 @pytest.mark.parametrize("case", WRONG)
 def test_what_does_not_fit_is_named_and_changes_nothing(case: str) -> None:
     step = stepping()

@@ -186,6 +186,7 @@ FEW = {("broken", "fit"), ("loop", "none"), ("gpt", "recompute"), ("bert", "fit"
 """What runs in each test run; the sweep has all pairs."""
 
 
+@pytest.mark.sweep(but=("conv-none",))
 @pytest.mark.parametrize(
     ("name", "passes"),
     [
@@ -204,6 +205,7 @@ def test_training_equals_eager_training(name: str, passes: str | None) -> None:
     assert len(programs) >= (1 if name in ("gpt", "bert") else 2)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("passes", ["recompute{checkpoints=blocks.*}", FIT], ids=["recompute", "fit"])
 def test_one_graph_is_what_optimize_makes_of_it(passes: str) -> None:
     model, eager, (batch, *_) = pair("gpt")
@@ -229,6 +231,7 @@ def peak(call: Callable[..., Any], batch: torch.Tensor) -> int:
     return graphopt.measure_peak(lambda: loss_of(call(batch)).backward()).allocated_peak_bytes
 
 
+@pytest.mark.sweep
 def test_one_budget_covers_all_graphs() -> None:
     model, plain, _ = pair("broken")
     batch = numbers(64)
@@ -247,6 +250,7 @@ def test_one_budget_covers_all_graphs() -> None:
     assert len(graphopt.compiled_graphs(compiled)) == 2
 
 
+@pytest.mark.sweep
 def test_a_budget_that_the_graphs_do_not_meet_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     model, _, (batch, *_) = pair("broken")
     compiled = compiled_with(model, passes=[FitMemory(9_000, cost="roofline")])
@@ -255,6 +259,7 @@ def test_a_budget_that_the_graphs_do_not_meet_is_refused(caplog: pytest.LogCaptu
         compiled(batch)
 
 
+@pytest.mark.sweep
 def test_a_second_batch_size_does_not_take_from_the_budget_of_the_first() -> None:
     model, eager, _ = pair("broken")
     compiled = compiled_with(model, passes=[FitMemory("100%", cost="roofline")])
@@ -265,6 +270,7 @@ def test_a_second_batch_size_does_not_take_from_the_budget_of_the_first() -> Non
     assert not any(record.changed for graph in graphs for record in graph.records)  # 100 % of each is all of each
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
 def test_a_graph_for_any_size_has_a_program_for_each(dynamic: bool | None, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
@@ -280,6 +286,7 @@ def test_a_graph_for_any_size_has_a_program_for_each(dynamic: bool | None, caplo
     assert len(sizes) >= 4
 
 
+@pytest.mark.sweep
 def test_more_sizes_than_programs_are_made_run_as_they_are_or_are_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -298,6 +305,7 @@ def test_more_sizes_than_programs_are_made_run_as_they_are_or_are_refused(
             assert graphopt.compiled_graphs(compiled)[-1].reason.startswith("it has had 2 programs")
 
 
+@pytest.mark.sweep
 def test_functions_and_modules_compiled_in_place() -> None:
     torch.manual_seed(0)
     layer, batch = Layer(), numbers()
@@ -339,6 +347,7 @@ class Checkpointed(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.sweep(but=("True",))
 @pytest.mark.parametrize("hooked", [False, True])
 def test_checkpointed_regions_draw_the_same_numbers_again(hooked: bool) -> None:
     torch.manual_seed(0)
@@ -362,6 +371,7 @@ class Scheduled(nn.Module):
         return F.dropout(self.layer(x), self.p) * self.scale
 
 
+@pytest.mark.sweep
 def test_numbers_that_change_are_followed() -> None:
     torch.manual_seed(0)
     model, batch = Scheduled(), numbers()
@@ -379,6 +389,7 @@ def test_numbers_that_change_are_followed() -> None:
     assert torch.equal(model.layer.weight.grad, eager.layer.weight.grad)
 
 
+@pytest.mark.sweep
 def test_accumulated_and_repeated_backward() -> None:
     model, eager, batches = pair("broken")
     compiled = compiled_with(model, passes=EASY)
@@ -393,6 +404,7 @@ def test_accumulated_and_repeated_backward() -> None:
     assert_equal({n: p.grad for n, p in model.named_parameters()}, {n: p.grad for n, p in eager.named_parameters()})
 
 
+@pytest.mark.sweep
 def test_models_of_one_class_keep_their_own_parameters() -> None:
     batches = [numbers() for _ in range(3)]
     for seed in (0, 1):
@@ -402,6 +414,7 @@ def test_models_of_one_class_keep_their_own_parameters() -> None:
         assert_equal(trained(model, compiled_with(model), batches), trained(eager, eager, batches))
 
 
+@pytest.mark.sweep
 def test_a_model_that_is_gone_leaves_no_parameters_behind() -> None:
     model, _, (batch, *_) = pair("broken")
     weight = weakref.ref(model.blocks[0].up.weight)
@@ -413,6 +426,7 @@ def test_a_model_that_is_gone_leaves_no_parameters_behind() -> None:
     assert weight() is None
 
 
+@pytest.mark.sweep
 def test_under_autocast_and_with_numbers_verified() -> None:
     model, eager, (batch, *_) = pair("broken")
     compiled = compiled_with(model, passes=FULL, verify="numerics")
@@ -459,6 +473,7 @@ def test_a_mode_of_torchs_compiler_is_refused() -> None:
         torch.compile(nn.Linear(16, 2), backend="graphopt", mode="max-autotune")(numbers())
 
 
+@pytest.mark.sweep
 def test_passes_that_need_a_whole_model_are_refused_where_it_is_cut() -> None:
     passes = [Recompute("auto"), graphopt.passes.ContiguousCheckpoints()]
     with pytest.raises(GraphoptError, match=r"has cut Broken into several graphs, and contiguous-checkpoints cannot"):
@@ -475,6 +490,7 @@ def test_only_what_torch_has_compiled_can_be_looked_at() -> None:
     assert graphopt.compiled_graphs(torch.compile(nn.Linear(2, 2), backend="eager")) == ()
 
 
+@pytest.mark.sweep
 def test_generated_code_may_be_compiled_by_a_callable() -> None:
     seen: list[str] = []
 

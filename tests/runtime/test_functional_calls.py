@@ -42,6 +42,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.sweep(cases=("jvp",))
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own call
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_transforms_run_in_eager_mode_and_are_told_once(

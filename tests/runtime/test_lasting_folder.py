@@ -68,6 +68,7 @@ def plain(steps: int) -> TrainStep:
 # --- going on --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", WAYS)
 def test_a_new_step_goes_on_from_the_last_finished_one(tmp_path: Path, way: str) -> None:
     step = training(tmp_path, way)
@@ -85,6 +86,7 @@ def test_a_new_step_goes_on_from_the_last_finished_one(tmp_path: Path, way: str)
     assert same(again, expected)
 
 
+@pytest.mark.sweep
 def test_the_state_of_another_way_is_taken_over(tmp_path: Path) -> None:
     step = training(tmp_path, "all", MixedPrecision("float16"))
     for number in range(3):
@@ -113,6 +115,7 @@ def test_a_finished_step_is_read_without_a_step_of_the_same_passes(tmp_path: Pat
     assert set(state["step"]) == {"model", "optimizer", "sharded", "shards", "step"}
 
 
+@pytest.mark.sweep
 def test_accumulated_batches_count_when_the_update_is_done(tmp_path: Path) -> None:
     step = training(tmp_path).accumulate(2)
     step(batch(0))
@@ -121,6 +124,7 @@ def test_accumulated_batches_count_when_the_update_is_done(tmp_path: Path) -> No
     assert json.loads((tmp_path / RECORD).read_text())["steps"] == 1
 
 
+@pytest.mark.sweep
 def test_files_of_earlier_processes_are_removed_when_a_new_step_counts(tmp_path: Path) -> None:
     for number in range(3):
         step = training(tmp_path)
@@ -171,6 +175,7 @@ def kill_again_and_again(folder: Path, way: str, kills: int, seed: int) -> None:
     assert same(found, expected)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", WAYS)
 def test_killed_at_any_moment(tmp_path: Path, way: str) -> None:
     kill_again_and_again(tmp_path, way, kills=3, seed=7)
@@ -182,6 +187,7 @@ def test_killed_at_many_moments(tmp_path: Path, way: str) -> None:
     kill_again_and_again(tmp_path, way, kills=25, seed=11)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("at", [1, 3, 6])
 def test_a_step_that_fails_in_its_update_is_noticed_and_taken_back(
@@ -238,6 +244,7 @@ def state_in(folder: Path) -> list[torch.Tensor]:
     return contents(step)
 
 
+@pytest.mark.sweep(cases=("all",))
 @pytest.mark.parametrize("way", WAYS)
 def test_a_record_that_cannot_be_written_leaves_the_one_before_whole(
     tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
@@ -265,6 +272,7 @@ def test_a_record_that_cannot_be_written_leaves_the_one_before_whole(
     assert same(step, plain(5))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", WAYS)
 def test_an_interrupt_between_the_record_and_the_tensors(
     tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
@@ -293,6 +301,7 @@ def test_an_interrupt_between_the_record_and_the_tensors(
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_steps_that_nobody_loaded_are_not_written_over(tmp_path: Path) -> None:
     step = training(tmp_path)
     step(batch(0))
@@ -312,6 +321,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     assert "cannot be used" in str(error)
 
 
+@pytest.mark.sweep
 def test_several_ranks_are_refused_with_the_way_out(tmp_path: Path) -> None:
     script = f"""
 import graphopt

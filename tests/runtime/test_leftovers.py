@@ -38,6 +38,9 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
     return copy.deepcopy((dict(model.state_dict()), optimizer.state_dict(), torch.get_rng_state()))
 
 
+@pytest.mark.sweep(
+    cases=("False-no_grad-True", "False-inference_mode-True", "True-no_grad-True", "True-inference_mode-True")
+)
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("training", [False, True])
@@ -123,6 +126,7 @@ def test_an_optimizer_step_of_the_old_loop_is_told_once(caplog: pytest.LogCaptur
     assert "ClipGradients" in said
 
 
+@pytest.mark.sweep
 def test_hooks_of_the_user_on_the_optimizer_are_called() -> None:
     model, seen = network(), []
     optimizer = sgd(model.parameters())
@@ -171,6 +175,7 @@ class Two(nn.Module):
         return self.one(x).square().mean(), self.other(x).sum()
 
 
+@pytest.mark.sweep(but=("used2",))
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
 def test_a_loss_can_be_changed_in_place(used: tuple[int, ...]) -> None:
     model = Two()
@@ -187,6 +192,7 @@ def test_a_loss_can_be_changed_in_place(used: tuple[int, ...]) -> None:
     assert same(*gradients)
 
 
+@pytest.mark.sweep
 def test_a_glob_for_checkpoints_leaves_tangents_out() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     optimized = graphopt.optimize(copy.deepcopy(model), [Recompute("**")])

@@ -56,6 +56,7 @@ def test_a_loaded_step_trains_like_the_one_that_was_saved(saved: tuple[Path, Tra
     assert str(step.pipeline) == PASSES
 
 
+@pytest.mark.sweep
 def test_other_calls_are_captured_behind_the_first(saved: tuple[Path, Training]) -> None:
     model = network()
     step = load(saved[0], model)
@@ -64,6 +65,7 @@ def test_other_calls_are_captured_behind_the_first(saved: tuple[Path, Training])
     assert not is_loaded(step)
 
 
+@pytest.mark.sweep
 def test_a_machine_of_another_kind_takes_it(saved: tuple[Path, Training], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_key, "_machine", lambda devices: {"device cpu": "another one", "threads": "64"})
     step = load(saved[0], network())
@@ -95,6 +97,7 @@ OTHERS: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("use", "words"), OTHERS.values(), ids=OTHERS)
 def test_what_differs_is_named(saved: tuple[Path, Training], use: Callable[[Path], Any], words: str) -> None:
     with pytest.raises(GraphoptError, match=words):
@@ -136,6 +139,7 @@ def test_an_optimizer_that_runs_as_it_is_cannot_be_saved(tmp_path: Path) -> None
         step.save(tmp_path / "step")
 
 
+@pytest.mark.sweep
 def test_a_backend_of_the_user_is_given_again(tmp_path: Path) -> None:
     model, compiler = network(), Compiler()
     step = graphopt.optimize_step(model, adamw(model.parameters()), loss=mean_square, backend=compiler)
@@ -168,6 +172,7 @@ def test_files_of_strangers_are_errors(saved: tuple[Path, Training], tmp_path: P
             load(tmp_path / "other", network())
 
 
+@pytest.mark.sweep
 def test_what_is_compiled_is_left_alone_unless_it_is_trusted(
     saved: tuple[Path, Training], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

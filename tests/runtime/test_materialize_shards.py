@@ -106,6 +106,7 @@ say([all(map(torch.equal, found[0], other)) for other in found[1:]])
     assert run(script, 2, tmp_path) == [*[True] * 9, [True, True]]
 
 
+@pytest.mark.sweep
 def test_modules_set_their_own_parameters_and_ranks_take_those_of_the_first(tmp_path: Path) -> None:
     script = """
 with torch.device("meta"):
@@ -124,6 +125,7 @@ say(step(TOKENS[:4]).isfinite().item())
     assert (biases, variances, finite) == (0, 16, True)
 
 
+@pytest.mark.sweep
 def test_what_the_program_does_not_shard_becomes_whole_and_is_told(tmp_path: Path) -> None:
     script = """
 import logging

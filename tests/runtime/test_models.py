@@ -73,6 +73,7 @@ def averaged(model: Layers, x: torch.Tensor) -> torch.Tensor:
     return x - model.seen / model.count
 
 
+@pytest.mark.sweep(but=("counted-plain",))
 @covering(
     then={function.__name__: function for function in (changed_in_place, counted, averaged)},
     passes=PASSES,
@@ -115,6 +116,7 @@ def test_tensors_kept_in_attributes_are_refused() -> None:
         graphopt.capture(Keeps(), (X,))
 
 
+@pytest.mark.sweep(cases=("spectral_norm",))
 @pytest.mark.parametrize(
     ("change", "way_out"),
     [
@@ -199,6 +201,7 @@ FUNCTIONS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.sweep
 @covering(then=FUNCTIONS, passes=PASSES)
 def test_custom_functions_keep_their_backward(then: Callable[..., torch.Tensor], passes: list[Pass]) -> None:
     assert_same_both_ways(then, passes)
@@ -231,6 +234,7 @@ def trained_in_phases(way: str, passes: list[Pass]) -> Training:
     return found.end(model, optimizer)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("passes", [[], [Recompute("net.3")]], ids=["plain", "recompute"])
 def test_parameters_may_be_frozen_and_unfrozen(passes: list[Pass]) -> None:
     eager = trained_in_phases("eager", [])
@@ -285,6 +289,7 @@ class Decides(nn.Module):
         return y
 
 
+@pytest.mark.sweep(but=("step",))
 @pytest.mark.parametrize("way", ["capture", "step"])
 def test_control_flow_on_values_names_the_line(way: str) -> None:
     model = Decides()
@@ -346,6 +351,7 @@ def test_an_exception_in_the_model_of_a_step_leaves_everything_as_it_was() -> No
     assert same(*found)
 
 
+@pytest.mark.sweep
 def test_an_exception_in_a_drop_in_model_leaves_what_eager_mode_leaves() -> None:
     found = []
     for optimized in (False, True):
@@ -364,6 +370,7 @@ def test_an_exception_in_a_drop_in_model_leaves_what_eager_mode_leaves() -> None
     assert same(*found)
 
 
+@pytest.mark.sweep
 def test_checkpoints_of_another_part_of_a_model_are_told_and_not_refused(caplog: pytest.LogCaptureFixture) -> None:
     model = graphopt.optimize(Fails(), [Recompute("norm")])
     with pytest.raises(ValueError, match="out of luck"):
@@ -424,6 +431,7 @@ def compared(way: str, *passes: Pass) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.sweep(but=("step",))
 @pytest.mark.parametrize("way", ["drop-in", "step"])
 def test_comparing_numbers_finds_wrong_passes_and_passes_right_ones(way: str, caplog: pytest.LogCaptureFixture) -> None:
     compared(way, Recompute("net.3"))

@@ -28,6 +28,7 @@ SGD = "momentum"
 # --- shapes ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_another_shape_is_captured_once_more() -> None:
     model, compiler = network(), Compiler()
     optimized = graphopt.optimize(copy.deepcopy(model), backend=compiler)
@@ -36,6 +37,7 @@ def test_another_shape_is_captured_once_more() -> None:
     assert compiler.halves == 2
 
 
+@pytest.mark.sweep
 def test_one_program_serves_a_range_of_sizes() -> None:
     model, compiler = network(), Compiler()
     batches = [(rows(count),) for count in (4, 7, 2, 33)]
@@ -52,6 +54,7 @@ def test_one_program_serves_a_range_of_sizes() -> None:
     assert same(gradients(optimized, rows(5)), gradients(model, rows(5)))
 
 
+@pytest.mark.sweep
 def test_sizes_with_one_name_must_agree() -> None:
     dim = torch.export.Dim("rows", min=2, max=64)
     optimized = graphopt.optimize(Gate(), dynamic_shapes={"x": {0: dim}, "y": {0: dim}})
@@ -96,6 +99,7 @@ def test_piling_captures_up_is_said(caplog: pytest.LogCaptureFixture) -> None:
 # --- precision -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(but=("dtype0-network",))
 @pytest.mark.parametrize("make", [lambda: network(p=0.0), Mixed], ids=["network", "network with regions"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_ambient_autocast(dtype: torch.dtype, make: Callable[[], nn.Module]) -> None:
@@ -114,6 +118,7 @@ def test_ambient_autocast(dtype: torch.dtype, make: Callable[[], nn.Module]) -> 
     assert compiler.halves == 2
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_capture_under_autocast_can_be_lowered_elsewhere(dtype: torch.dtype) -> None:
     with torch.autocast("cpu", dtype=dtype):
@@ -125,6 +130,7 @@ def test_a_capture_under_autocast_can_be_lowered_elsewhere(dtype: torch.dtype) -
     assert lowered.to_text() == expected.to_text()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("passes", [[], [Recompute(["a.net.3", "c"])]], ids=["plain", "recompute"])
 def test_autocast_regions_stay_casts(passes: list[Pass]) -> None:
     assert_same_training(Mixed(), SGD, mean_square, [(X,)], passes, steps=3)
@@ -133,6 +139,7 @@ def test_autocast_regions_stay_casts(passes: list[Pass]) -> None:
     assert (dtypes["a.net.3"], dtypes["c"], dtypes["b.net.3"]) == (torch.bfloat16, torch.float32, torch.float16)
 
 
+@pytest.mark.sweep
 def test_a_model_moved_to_another_precision_is_captured_anew() -> None:
     model, compiler = network(), Compiler()
     optimized = graphopt.optimize(copy.deepcopy(model), backend=compiler)
@@ -168,6 +175,7 @@ def test_a_callable_gets_both_halves() -> None:
         assert [value.shape for value in inputs] == shapes
 
 
+@pytest.mark.sweep
 def test_torch_s_own_backends_take_both_halves() -> None:
     """They say that they take one list, and take ``*args``."""
     model = network()
@@ -200,6 +208,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sweep(but=("torch.save-False",))
 @covering(how=list(COPIES), called=[False, True])
 def test_copies_are_optimized_models_of_their_own(how: str, called: bool) -> None:
     model = network()
@@ -234,6 +243,7 @@ def test_the_model_and_its_optimized_form_share_everything() -> None:
 # --- what is called with it ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(but=("no_grad",))
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_calls_without_gradients_and_in_eval_mode_run_the_plain_forward(context: Callable[[], Any]) -> None:
     model, compiler = Net(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)), Compiler()
@@ -269,6 +279,7 @@ LOSSES: dict[str, Callable[[dict[str, Any]], torch.Tensor]] = {
 }
 
 
+@pytest.mark.sweep
 @covering(loss=LOSSES, passes={"recompute": [Recompute("c")], "plain": []})
 def test_several_losses(passes: list[Pass], loss: Callable[[dict[str, Any]], torch.Tensor]) -> None:
     assert_same_training(TwoLosses(), SGD, lambda model, x: loss(model(x)), [(X,)], passes, steps=3)

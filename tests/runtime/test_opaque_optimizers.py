@@ -129,6 +129,7 @@ def is_opaque(step: TrainStep) -> bool:
     return any(node.target is opaque_update_ for node in step.program.phase_nodes(Phase.UPDATE))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("every", [1, 3])
 def test_training_equals_eager_training(make: Make, every: int) -> None:
@@ -137,6 +138,7 @@ def test_training_equals_eager_training(make: Make, every: int) -> None:
     assert same(found, eager(make, every))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_peaks_are_predicted_to_the_byte(make: Make) -> None:
     model = net()
@@ -163,6 +165,7 @@ def test_any_settings(name: str, options: dict[str, Any], foreach: bool | None, 
     assert same(stepped(make)[0], eager(make))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["NAdam", "Lion"])
 def test_passes_see_its_gradients(name: str) -> None:
     make = OPTIMIZERS[name]
@@ -173,6 +176,7 @@ def test_passes_see_its_gradients(name: str) -> None:
     assert "the update has to wait for all of them" in step.records[0].changed.reason
 
 
+@pytest.mark.sweep
 def test_a_step_whose_gradients_are_not_finite_is_skipped() -> None:
     model = net()
     optimizer = Lion(model.parameters())
@@ -195,6 +199,7 @@ def test_what_is_special_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "of state and" in line
 
 
+@pytest.mark.sweep(cases=("Lion-its step changes 'count' of its parameter groups",))
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -248,6 +253,7 @@ def exchange(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[0]["params"][1] = model[0].weight  # type: ignore[index]
 
 
+@pytest.mark.sweep(cases=("Lion-add", "Lion-remove", "Lion-exchange", "lists-add", "lists-remove", "lists-exchange"))
 @pytest.mark.parametrize("change", [add, remove, exchange])
 @pytest.mark.parametrize(
     "make",
@@ -286,6 +292,7 @@ RATES: dict[str, Make] = {
 }
 
 
+@pytest.mark.sweep(cases=("SGD",))
 @pytest.mark.parametrize("make", RATES.values(), ids=RATES)
 def test_learning_rates_that_are_tensors_are_inputs_of_the_program(
     make: Make, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
@@ -297,6 +304,7 @@ def test_learning_rates_that_are_tensors_are_inputs_of_the_program(
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("make", CLOSURES.values(), ids=CLOSURES)
 def test_an_optimizer_that_evaluates_the_model_again(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     def with_norm() -> nn.Module:
@@ -333,6 +341,7 @@ def test_what_acts_once_per_step_is_refused_where_the_model_is_evaluated_again()
         stepped(CLOSURES["LBFGS"], every=3)
 
 
+@pytest.mark.sweep
 def test_it_cannot_be_sharded() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
@@ -342,6 +351,7 @@ def test_it_cannot_be_sharded() -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.sweep
 def test_a_program_from_a_file_calls_no_optimizer() -> None:
     model = net()
     optimizer = Lion(model.parameters())

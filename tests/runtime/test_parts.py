@@ -158,6 +158,7 @@ def batches(count: int, rows: int = 16, d: int = 8) -> list[torch.Tensor]:
     return [torch.randn(rows, d) for _ in range(count)]
 
 
+@pytest.mark.sweep(but=("none-keeping",))
 @pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize(
     "passes",
@@ -176,6 +177,7 @@ def test_training_equals_eager_training(name: str, passes: list[Pass]) -> None:
     assert [record.name for record in records] == [current.name for current in passes] * len(optimized.programs)
 
 
+@pytest.mark.sweep
 @examples(3, many=60)
 @given(st.integers(0, 2**20), st.integers(1, 4), st.floats(0, 0.9), st.booleans())
 def test_any_choice_of_layers_and_sizes(seed: int, layers: int, drop: float, transposed: bool) -> None:
@@ -188,6 +190,7 @@ def test_any_choice_of_layers_and_sizes(seed: int, layers: int, drop: float, tra
     assert_equal(trained(graphopt.optimize(model), given), expected)
 
 
+@pytest.mark.sweep
 def test_why_it_is_in_parts_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     model = graphopt.optimize(Checked())
     with caplog.at_level(logging.WARNING, "graphopt"):
@@ -202,6 +205,7 @@ def test_why_it_is_in_parts_is_said_once(caplog: pytest.LogCaptureFixture) -> No
         _ = model.program
 
 
+@pytest.mark.sweep
 def test_each_call_that_captures_parts_is_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -222,6 +226,7 @@ def test_each_call_that_captures_parts_is_a_line_in_the_log(caplog: pytest.LogCa
     assert " B predicted, no passes, " in lines[0]
 
 
+@pytest.mark.sweep
 def test_example_inputs_capture_nothing_of_a_model_in_parts(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     base, (batch,) = Checked(), batches(1)
@@ -233,6 +238,7 @@ def test_example_inputs_capture_nothing_of_a_model_in_parts(caplog: pytest.LogCa
     assert len(model.programs) == 2
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["skipping", "checked"])
 def test_numbers_of_parts_are_verified(name: str) -> None:
     torch.manual_seed(0)
@@ -243,6 +249,7 @@ def test_numbers_of_parts_are_verified(name: str) -> None:
     assert optimized.programs
 
 
+@pytest.mark.sweep
 def test_nothing_of_torchs_own_advice_is_logged() -> None:
     program = textwrap.dedent("""
         import random, torch, graphopt
@@ -330,6 +337,7 @@ def test_one_budget_covers_all_parts(searched: list[Problem]) -> None:
     assert torch.equal(*losses)
 
 
+@pytest.mark.sweep
 def test_the_first_step_is_within_the_budget_as_well() -> None:
     torch.manual_seed(0)
     base, batch = Looking(), torch.randn(64, 16)
@@ -340,6 +348,7 @@ def test_the_first_step_is_within_the_budget_as_well() -> None:
     assert graphopt.measure_peak(loss.backward).allocated_peak_bytes <= 0.77 * highest
 
 
+@pytest.mark.sweep
 def test_no_activation_of_the_first_call_stays_alive() -> None:
     model, batch = graphopt.optimize(Looking()), torch.randn(67, 16)  # a shape of no other test
     model(batch).sum().backward()
@@ -348,6 +357,7 @@ def test_no_activation_of_the_first_call_stays_alive() -> None:
     assert [tensor for tensor in tensors if tensor is not batch and tensor.untyped_storage().nbytes()] == []
 
 
+@pytest.mark.sweep
 def test_a_budget_that_the_parts_do_not_meet_is_refused_with_the_smallest_peak() -> None:
     model = graphopt.optimize(Looking(), [FitMemory(9_000, cost="roofline")])
     with pytest.raises(
@@ -369,6 +379,7 @@ class Prepared(TrainingPass):
         del model
 
 
+@pytest.mark.sweep
 def test_more_graphs_than_are_made_end_where_a_budget_would_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphopt._torch.MOST_GRAPHS", 3)
     base = Looking()
@@ -385,6 +396,7 @@ def test_more_graphs_than_are_made_end_where_a_budget_would_not_hold(monkeypatch
     assert torch.equal(*found)
 
 
+@pytest.mark.sweep
 def test_more_graphs_than_are_made_run_as_they_are_without_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphopt._torch.dynamo.MOST_GRAPHS", 2)
     base = Looking()
@@ -398,6 +410,7 @@ def test_more_graphs_than_are_made_run_as_they_are_without_a_budget(monkeypatch:
     assert len(model.programs) == 4
 
 
+@pytest.mark.sweep(cases=("passes0-mixed-precision",))
 @pytest.mark.parametrize(
     ("passes", "named"),
     [
@@ -449,6 +462,7 @@ def test_errors_of_the_model_are_its_own() -> None:
     assert_equal(trained(optimized, batches(2)), trained(model, batches(2)))
 
 
+@pytest.mark.sweep
 def test_hooks_added_later_act(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = Checked()
@@ -486,6 +500,7 @@ def test_what_is_around_a_call_counts() -> None:
             assert_equal(trained(optimized, batches(2, rows=300)), trained(model, batches(2, rows=300)))
 
 
+@pytest.mark.sweep
 def test_arguments_that_share_memory() -> None:
     class Adds(nn.Module):
         def __init__(self) -> None:
@@ -517,6 +532,7 @@ def test_backward_hooks_of_submodules_are_refused() -> None:
         graphopt.optimize(model)(batches(1)[0])
 
 
+@pytest.mark.sweep
 def test_without_gradients_and_in_eval_mode_the_plain_forward_runs() -> None:
     torch.manual_seed(0)
     model = Checked()
@@ -528,6 +544,7 @@ def test_without_gradients_and_in_eval_mode_the_plain_forward_runs() -> None:
         _ = optimized.program
 
 
+@pytest.mark.sweep
 def test_under_autocast() -> None:
     def run(model: nn.Module) -> dict[str, torch.Tensor]:
         torch.manual_seed(3)
@@ -541,6 +558,7 @@ def test_under_autocast() -> None:
         assert_equal(run(graphopt.optimize(copy.deepcopy(model))), run(model))
 
 
+@pytest.mark.sweep
 def test_accumulated_gradients_and_copies() -> None:
     torch.manual_seed(0)
     model = Skipping()
@@ -553,6 +571,7 @@ def test_accumulated_gradients_and_copies() -> None:
     assert_equal(trained(copy.deepcopy(optimized), batches(2)), trained(copy.deepcopy(plain), batches(2)))
 
 
+@pytest.mark.sweep
 def test_several_threads() -> None:
     torch.manual_seed(0)
     model = Checked().requires_grad_(True)

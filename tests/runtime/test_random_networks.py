@@ -150,6 +150,7 @@ RAISING = {
 """Networks in which what is computed again is more than what forward kept."""
 
 
+@pytest.mark.sweep(but=("a new buffer value",))
 @pytest.mark.parametrize("recipe", list(RAISING.values()), ids=list(RAISING))
 def test_recomputing_more_than_was_kept_says_that_the_peak_rises(recipe: Recipe) -> None:
     plain = captured(Network(recipe), torch.randn(SHAPE).requires_grad_(), loss=own_loss)

@@ -120,6 +120,7 @@ def test_recompute_replays_what_a_stream_gave() -> None:
     assert_equal_states(one.state_dict(), other.state_dict())
 
 
+@pytest.mark.sweep
 def test_a_whole_step_inside_of_a_stream() -> None:
     tokens = torch.randint(11, (2, 6))
     losses = []

@@ -36,6 +36,7 @@ def offloaded() -> Program:
     return program
 
 
+@pytest.mark.sweep
 def test_as_many_bytes_as_a_run_holds_at_once() -> None:
     program = offloaded()
     sizes = [aligned(storage_bytes(value_of(node.args[0]))) for node in calls(program, "offload")]  # type: ignore[union-attr]
@@ -55,6 +56,7 @@ def test_no_step_takes_more_than_what_was_reserved() -> None:
     assert transfers.statistics().capacity_bytes == reserved
 
 
+@pytest.mark.sweep
 def test_blocks_that_are_not_held_together_share_their_place() -> None:
     """A tensor that is brought back before another one goes away."""
     program = captured(layers(p=0.0), ROWS)
@@ -80,6 +82,7 @@ def test_a_host_without_room_is_an_error_that_counts_all_ranks(monkeypatch: pyte
     assert transfers.statistics().capacity_bytes == need
 
 
+@pytest.mark.sweep(but=("passes0",))
 @pytest.mark.parametrize("passes", [[], [Recompute("net.3")], [off(tier="disk")]])
 def test_programs_that_move_nothing_to_the_host_reserve_nothing(passes: list[Recompute | Offload]) -> None:
     program = captured(layers(), ROWS)
@@ -90,6 +93,7 @@ def test_programs_that_move_nothing_to_the_host_reserve_nothing(passes: list[Rec
     assert transfers.statistics().capacity_bytes == 0
 
 
+@pytest.mark.sweep
 def test_a_budget_that_is_met_by_moving() -> None:
     rows = torch.linspace(-1, 1, 4096 * 8).reshape(4096, 8).cos()
     budget = FitMemory("70%", host_budget="1GB", allow=("offload",), cost="roofline")

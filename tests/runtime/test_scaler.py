@@ -117,11 +117,13 @@ def both(
     return model, scaler
 
 
+@pytest.mark.sweep
 @covering(name=list(LOOPS), kind=["adamw", "rmsprop"])
 def test_loops_equal_torchs(name: str, kind: str) -> None:
     both(LOOPS[name], kind, batches("bbgggbggbbggg"))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("place", range(4))
 def test_inf_in_each_gradient(place: int) -> None:
     model, _ = both(plain_loop, "adam", batches("ggbg", [place]))
@@ -209,6 +211,7 @@ def several(mine: bool, *, bad_first: bool) -> tuple[list[float], list[torch.Ten
     return scales, [p for model in models for p in model.parameters()]
 
 
+@pytest.mark.sweep(but=("True",))
 @pytest.mark.parametrize("bad_first", [False, True])
 def test_two_models_optimizers_and_losses(bad_first: bool) -> None:
     scales, expected = several(False, bad_first=bad_first)
@@ -246,6 +249,7 @@ def test_parameters_outside_of_the_model() -> None:
     assert scaler.get_scale() == 32768.0
 
 
+@pytest.mark.sweep
 def test_sparse_gradients_outside_of_the_model() -> None:
     model, table = graphopt.optimize(Fragile(), [FAST]), nn.Embedding(4, 2, sparse=True)
     scaler, (x, factors) = graphopt.scaler(model), batch(0)
@@ -327,6 +331,7 @@ def test_settings_come_from_the_pass() -> None:
     assert patient.state_dict()["_hysteresis_tracker"] == 0
 
 
+@pytest.mark.sweep
 def test_scale_grows_after_the_interval_is_lowered() -> None:
     model = graphopt.optimize(Fragile(), [ScaleLoss(growth_interval=50)])
     scaler, optimizer = graphopt.scaler(model), torch.optim.SGD(model.parameters(), lr=0.0)
@@ -339,6 +344,7 @@ def test_scale_grows_after_the_interval_is_lowered() -> None:
     assert scaler.get_scale() == 131072.0
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("when", ["before the first call", "later"])
 def test_state_goes_to_and_from_torchs_scaler(when: str) -> None:
     _, scaler, optimizer = ready()
@@ -443,6 +449,7 @@ def test_what_scaler_takes() -> None:
         graphopt.scaler(*late)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_copies_keep_the_scale(how: str) -> None:
     model, scaler, optimizer = ready()
@@ -489,6 +496,7 @@ class Autocast(nn.Module):
             return self.inner(x).float()
 
 
+@pytest.mark.sweep
 def test_autocast_with_a_scaler() -> None:
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, run: list[Any]) -> Iterator[float]:
         for x in run:
@@ -505,6 +513,7 @@ def test_autocast_with_a_scaler() -> None:
 # --- other passes, backends, signatures ------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("passes", [[FAST, Recompute("blocks.*")], [FAST, Recompute("blocks.*"), Offload(min_bytes=1)]])
 def test_with_other_passes(passes: Any) -> None:
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, run: list[Any]) -> Iterator[float]:
@@ -521,6 +530,7 @@ def test_with_other_passes(passes: Any) -> None:
     both(loop, "adamw", tokens, passes, make=lambda: copy.deepcopy(base))
 
 
+@pytest.mark.sweep
 def test_behind_a_compiler() -> None:
     both(plain_loop, "adam", batches("ggbgg"), backend=Compiler())
 
@@ -531,6 +541,7 @@ def test_one_scale_for_all_signatures() -> None:
     assert scaler.get_scale() > 0
 
 
+@pytest.mark.sweep
 def test_sizes_that_vary() -> None:
     shapes = {"x": {0: torch.export.Dim("rows", min=2, max=64)}, "factors": None}
     run = [(x[: 3 + n % 3], f) for n, (x, f) in enumerate(batches("ggbggg"))]

@@ -68,6 +68,7 @@ def assert_equal(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
     assert all(map(torch.equal, ours, plain))
 
 
+@pytest.mark.sweep(but=("set_in_place-True",))
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("setter", SETTERS)
 def test_it_is_captured(setter: Any, late: bool) -> None:
@@ -87,6 +88,7 @@ def test_it_is_captured(setter: Any, late: bool) -> None:
     assert len(model._graphopt.runner.captures.all()) == 1 + late
 
 
+@pytest.mark.sweep
 def test_several_and_what_a_caller_asks_of_them() -> None:
     plain, model = Net(), graphopt.optimize(Net())
     for each in (plain, model):
@@ -97,6 +99,7 @@ def test_several_and_what_a_caller_asks_of_them() -> None:
     assert list(inspect.signature(model.forward).parameters) == list(inspect.signature(plain.forward).parameters)
 
 
+@pytest.mark.sweep
 def test_taking_it_away_gives_the_one_of_the_class() -> None:
     model = graphopt.optimize(Net())
     original = model.forward
@@ -128,6 +131,7 @@ def test_a_copy_has_its_own() -> None:
     assert all(parameter.grad is not None for parameter in copied.parameters())
 
 
+@pytest.mark.sweep
 def test_a_model_in_parts_follows_it() -> None:
     class Branching(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -114,6 +114,7 @@ SCHEDULE: list[Change] = [
 ]
 
 
+@pytest.mark.sweep(but=("1-AdamW", "1-Adam", "1-SGD", "1-tensor rate"))
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_schedule_of_numbers_takes_no_further_trace(make: Make, every: int, traces: list[None]) -> None:
@@ -133,6 +134,7 @@ PASSES: dict[str, Any] = {
 }
 
 
+@pytest.mark.sweep(cases=("scale-loss", "recompute"))
 @pytest.mark.parametrize("passes", PASSES.values(), ids=PASSES)
 def test_passes_do_not_run_again(passes: Any, traces: list[None]) -> None:
     found, _ = stepped(OPTIMIZERS["AdamW"], SCHEDULE, passes)
@@ -140,6 +142,7 @@ def test_passes_do_not_run_again(passes: Any, traces: list[None]) -> None:
     assert not traces
 
 
+@pytest.mark.sweep(but=("O2",))
 @pytest.mark.parametrize("passes", [[MixedPrecision(level="O2")], [ClipGradients(0.1)]], ids=["O2", "clip"])
 def test_results_are_those_of_a_step_that_is_traced_each_time(
     passes: Any, monkeypatch: pytest.MonkeyPatch, traces: list[None]

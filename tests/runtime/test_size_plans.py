@@ -39,6 +39,7 @@ def fit(budget: int | str) -> FitMemory:
     return FitMemory(budget, cost="roofline")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", ["drop-in", "step"])
 def test_bits_and_plans(way: Way) -> None:
     model = Lengths(layers=2)
@@ -58,6 +59,7 @@ def _said(record: object) -> str:
     return " ".join((*record.changed.lines, record.changed.reason))  # type: ignore[attr-defined]
 
 
+@pytest.mark.sweep
 def test_the_measured_peak_is_within_the_budget_at_every_length() -> None:
     model = Lengths(layers=2)
     budget = int(0.75 * plain_peak(model, LONGEST))
@@ -74,6 +76,7 @@ def test_the_measured_peak_is_within_the_budget_at_every_length() -> None:
     assert len(step._runner.captures.all()) == 2
 
 
+@pytest.mark.sweep
 def test_a_share_is_of_the_peak_at_the_largest_sizes() -> None:
     model = Lengths(layers=1)
     found = assert_trains_alike("step", model, next_word, sentences([90, 60, 128, 8]), passes=[fit("75%")])
@@ -82,6 +85,7 @@ def test_a_share_is_of_the_peak_at_the_largest_sizes() -> None:
     assert found.captures == 2
 
 
+@pytest.mark.sweep
 def test_declared_sizes_are_planned_for_as_they_come() -> None:
     model = Lengths(layers=1)
     budget = int(0.75 * plain_peak(model, LONGEST))
@@ -94,6 +98,7 @@ def test_declared_sizes_are_planned_for_as_they_come() -> None:
     assert max(program.context.sizes[name] for program in found.programs for name in program.context.sizes) == LONGEST
 
 
+@pytest.mark.sweep
 def test_sizes_for_which_there_is_no_plan_are_refused_and_smaller_ones_go_on() -> None:
     model = Lengths(layers=1)
     budget = int(1.05 * plain_peak(model, 40))
@@ -152,6 +157,7 @@ def losses(passes: list[Any] | None, batches: list[torch.Tensor]) -> list[torch.
     return found
 
 
+@pytest.mark.sweep
 def test_what_is_advised_where_no_plan_fits_fixes_no_size() -> None:
     """The next step above a size has no plan, which asks what would lower the peak; the size itself has one."""
     batches = rows(8, 5, 7, 3, 12, 1, 5)
@@ -172,6 +178,7 @@ class Asking(Pass):
         return Changed(counts={"asked": 1})
 
 
+@pytest.mark.sweep
 def test_a_pass_that_fixes_a_size_is_told_and_does_no_harm(caplog: pytest.LogCaptureFixture) -> None:
     batches = rows(8, 5, 7, 3, 12, 13, 5)
     with caplog.at_level(logging.WARNING, "graphopt"):
@@ -188,6 +195,7 @@ KEPT_OPEN = (
 )  # fmt: skip
 
 
+@pytest.mark.sweep(but=("checkpoint-boundaries",))
 @pytest.mark.parametrize("passes", KEPT_OPEN)
 def test_no_pass_fixes_a_size(passes: str) -> None:
     shapes = ({0: torch.export.Dim("count", min=2, max=64)},)
@@ -198,6 +206,7 @@ def test_no_pass_fixes_a_size(passes: str) -> None:
     assert list(step.program.symbols.values()) == [8]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("current", [ChunkLoss(2), Chunk("net", chunks=2), Microbatch(2)], ids=lambda one: one.name)
 def test_passes_that_divide_rows_refuse_declared_sizes_by_name(current: Pass) -> None:
     model = Weighted()

@@ -90,6 +90,14 @@ BETWEEN = [
 ]  # fmt: skip
 
 
+@pytest.mark.sweep(
+    but=(
+        "adamw-forget_state_of_one",
+        "adamw-replace_parameter_without_its_state",
+        "momentum-forget_state_of_one",
+        "momentum-replace_parameter_without_its_state",
+    )
+)
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("name", ["adamw", "momentum"])
 def test_what_is_replaced_between_steps_acts_on_the_next_one(name: str, between: Between) -> None:
@@ -119,6 +127,7 @@ def put_another(model: nn.Module) -> None:
     model[0].weight = nn.Parameter(torch.zeros_like(model[0].weight))  # type: ignore[index]
 
 
+@pytest.mark.sweep(cases=("adamw-assign", "adamw-put_another"))
 @pytest.mark.parametrize("replace", [assign, put_another])
 @pytest.mark.parametrize("make", [OPTIMIZERS["adamw"], OPTIMIZERS["momentum"]], ids=["adamw", "momentum"])
 def test_parameters_that_the_optimizer_does_not_hold_any_more_are_refused(make: Any, replace: Any) -> None:
@@ -177,6 +186,7 @@ def test_a_version_changes_with_assignments_and_stays_with_writes() -> None:
     assert optimizer_version(optimizer) != version
 
 
+@pytest.mark.sweep
 def test_state_that_has_no_versions_has_no_version() -> None:
     model, optimizer, _ = trained()
     optimizer.state[model[0].weight] = [1, 2]  # type: ignore[index, assignment]

@@ -100,6 +100,9 @@ def same(one: Any, other: Any) -> bool:
     )
 
 
+@pytest.mark.sweep(
+    but=("plain-dict", "plain-dataclass", "plain-shared memory", "recompute-dict", "accumulated-dict", "sizes-dict")
+)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize(
     ("passes", "every", "sizes"),
@@ -171,6 +174,7 @@ def test_without_training_it_returns_the_same_form() -> None:
     assert same(expected, step.evaluate(rows(4)))
 
 
+@pytest.mark.sweep(cases=("dict",))
 @pytest.mark.parametrize("form", ["dict", "dataclass"])
 def test_a_stored_step_returns_them_too(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_programs(tmp_path, monkeypatch)

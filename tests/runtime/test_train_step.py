@@ -81,6 +81,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], str, dict[str, Any]]] =
 }
 
 
+@pytest.mark.sweep
 @covering(kind=list(OPTIMIZERS), named={"implementation left open": False, "implementation named": True})
 def test_optimizers_update_as_in_eager_mode(kind: str, named: bool) -> None:
     cls, implementation, options = OPTIMIZERS[kind]
@@ -91,6 +92,7 @@ def test_optimizers_update_as_in_eager_mode(kind: str, named: bool) -> None:
     assert step.records[0].changed
 
 
+@pytest.mark.sweep(but=("fused",))
 @pytest.mark.parametrize(
     ("make", "told"),
     [
@@ -111,6 +113,7 @@ def test_a_kernel_that_nobody_asked_for_is_told_once(
     assert sum("since no implementation was asked for" in line for line in caplog.messages) == told
 
 
+@pytest.mark.sweep(but=("True",))
 @pytest.mark.parametrize("frozen", [False, True])
 def test_parameters_that_get_gradients_in_eager_mode_only_are_told_once(
     frozen: bool, caplog: pytest.LogCaptureFixture
@@ -132,6 +135,7 @@ def test_other_mistakes_with_optimizers() -> None:
         graphopt.optimize_step(model, sgd(network().parameters()), loss=mean_square)
 
 
+@pytest.mark.sweep(cases=("<lambda>-nothing in Net requires a gradient",))
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [
@@ -187,6 +191,7 @@ def test_parameter_groups_and_a_scheduler_act_without_recapture() -> None:
     assert len(compiler.given) == 2  # the first step, which makes the state, and all others
 
 
+@pytest.mark.sweep
 def test_other_settings_are_traced_again() -> None:
     def between(number: int, optimizer: torch.optim.Optimizer) -> None:
         if number == 2:
@@ -200,6 +205,7 @@ def test_other_settings_are_traced_again() -> None:
     assert not identical(found.tensors["model.net.0.weight"], without.tensors["model.net.0.weight"])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("make", [sgd, adamw])
 def test_a_state_loaded_between_steps_is_used(make: Make) -> None:
     kept: dict[str, Any] = {}
@@ -214,6 +220,7 @@ def test_a_state_loaded_between_steps_is_used(make: Make) -> None:
     assert_same(eager(make, BATCHES, between), found, "loaded state")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("make", [sgd, adamw])
 def test_training_goes_on_from_a_checkpoint_file(make: Make) -> None:
     whole, _ = stepping(make, BATCHES, nothing)
@@ -255,6 +262,7 @@ def test_gradients_from_outside_are_refused() -> None:
     assert not any(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.sweep
 def test_inputs_get_gradients_that_add_up() -> None:
     found = []
     for whole in (False, True):
@@ -287,6 +295,7 @@ def test_one_step_program_serves_a_range_of_sizes() -> None:
         step(rows(65))
 
 
+@pytest.mark.sweep(but=("inside of the loss-dtype0",))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("where", ["around", "inside of the loss"])
 def test_autocast_around_a_step_and_in_its_loss(dtype: torch.dtype, where: str) -> None:
@@ -331,6 +340,7 @@ def test_inductor_is_close_to_eager() -> None:
     assert torch.equal(found.tensors["generator"], expected.tensors["generator"])
 
 
+@pytest.mark.sweep
 def test_a_callable_gets_everything_but_the_update() -> None:
     compiler = Compiler()
     found, _ = stepping(adamw, BATCHES[:2], nothing, backend=compiler)

@@ -103,6 +103,7 @@ def stepped(case: Case, passes: list[Pass]) -> Stepped:
     return Stepped(case, passes, step, found.end(model, optimizer))
 
 
+@pytest.mark.sweep
 def test_drop_in_training_is_eager_training(case: Case, passes: list[Pass]) -> None:
     optimized = graphopt.optimize(copy.deepcopy(case.model), passes)
     found = train(optimized, adamw, own_loss, [(batch,) for batch in case.batches])
@@ -113,10 +114,12 @@ def test_drop_in_training_is_eager_training(case: Case, passes: list[Pass]) -> N
         assert (record.changed.counts["random ops replayed"] > 0) == case.draws
 
 
+@pytest.mark.sweep
 def test_whole_steps_are_eager_steps(stepped: Stepped) -> None:
     assert_same(stepped.case.eager, stepped.training, "whole step", skip=".gradient.")
 
 
+@pytest.mark.sweep(but=("Qwen3-plain",))
 def test_gradients_inside_of_the_step_are_eagers(stepped: Stepped) -> None:
     model, eager = copy.deepcopy(stepped.case.model), stepped.case.eager.tensors
     program = [program for _, program in stepped.step.snapshots if program.stage == "joint"][-1]
@@ -147,6 +150,7 @@ def eager_peak(case: Case) -> int:
     return measured(run)
 
 
+@pytest.mark.sweep
 def test_the_peak_is_predicted_and_not_above_eager(stepped: Stepped) -> None:
     peak = measured(lambda: stepped.step(**stepped.case.batches[0]))
     assert stepped.step.program.memory().allocated_peak_bytes == pytest.approx(peak, rel=1e-3)
@@ -154,6 +158,7 @@ def test_the_peak_is_predicted_and_not_above_eager(stepped: Stepped) -> None:
         assert peak <= eager_peak(stepped.case)
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_of_the_model_becomes_segments(reentrant: bool) -> None:
@@ -181,6 +186,7 @@ def packed(length: int) -> torch.Tensor:
     return torch.arange(length).remainder(length // 2).expand(2, -1)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("options", [{}, {"position_ids": packed(LENGTH)}], ids=["one sequence", "two sequences"])
 def test_a_causal_mask_is_left_to_the_kernel_where_eager_leaves_it(options: Batch) -> None:
     torch.manual_seed(0)

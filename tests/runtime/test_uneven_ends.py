@@ -92,6 +92,7 @@ for counts in ([5, 3, 2], [1, 4, 4]):
     assert run(script, 3, tmp_path) == [[[5, True, True], True, [4, True, True], True]] * 3
 
 
+@pytest.mark.sweep
 def test_beside_other_passes_and_accumulation(tmp_path: Path) -> None:
     script = """
 counts = [4, 2]
@@ -108,6 +109,7 @@ say([same_everywhere(step), step.steps])
     assert run(script, 2, tmp_path) == [[[True, 4], [True, 4], [True, 4], [True, 2], [True, 4]]] * 2
 
 
+@pytest.mark.sweep
 def test_ranks_weigh_by_their_rows(tmp_path: Path) -> None:
     script = """
 rows = [6, 2]
@@ -122,6 +124,7 @@ say(sorted(even.programs))
     assert first == second == [[True, True], 0, ["first update", "update"]]
 
 
+@pytest.mark.sweep
 def test_a_rank_without_any_batch(tmp_path: Path) -> None:
     script = """
 step = train([2, 0], example=(batch(1, 0),))
@@ -134,6 +137,7 @@ except graphopt.GraphoptError as error:
     assert run(script, 2, tmp_path) == [[[True, True, 2], True]] * 2
 
 
+@pytest.mark.sweep
 def test_an_exception_inside_is_not_waited_for(tmp_path: Path) -> None:
     script = """
 step = train([1, 1])
@@ -153,6 +157,7 @@ except graphopt.GraphoptError as error:
     assert run(script, 2, tmp_path) == [["mine", True]] * 2
 
 
+@pytest.mark.sweep
 def test_what_takes_all_ranks_is_refused_inside(tmp_path: Path) -> None:
     script = f"""
 step = train([1, 1], ShardParameters(min_bytes=64, cost="roofline"))

@@ -41,6 +41,7 @@ def noise(*shape: int) -> tuple[torch.Tensor]:
 # --- one capture for all sizes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @WAYS
 def test_lengths_in_random_order_take_two_captures(way: Way) -> None:
     lengths = random.Random(0).sample(range(2, LONGEST + 1), 12)
@@ -48,6 +49,7 @@ def test_lengths_in_random_order_take_two_captures(way: Way) -> None:
     assert found.captures == 2
 
 
+@pytest.mark.sweep
 @settings(max_examples=3, deadline=None)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 5), st.integers(1, LONGEST)), min_size=3, max_size=7),
@@ -58,6 +60,7 @@ def test_any_lengths_and_batch_sizes(shapes: list[tuple[int, int]], way: Way) ->
     assert_trains_alike(way, Lengths(), next_word, batches)
 
 
+@pytest.mark.sweep(cases=("step",))
 @WAYS
 def test_the_last_batch_of_an_epoch_is_smaller(way: Way) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 2))
@@ -65,6 +68,7 @@ def test_the_last_batch_of_an_epoch_is_smaller(way: Way) -> None:
     assert assert_trains_alike(way, model, mean_square, batches).captures == 2
 
 
+@pytest.mark.sweep
 @WAYS
 def test_images_of_changing_height_and_width(way: Way) -> None:
     class Net2d(nn.Module):
@@ -82,6 +86,7 @@ def test_images_of_changing_height_and_width(way: Way) -> None:
     assert assert_trains_alike(way, Net2d(), mean_square, last).captures == 2
 
 
+@pytest.mark.sweep
 @WAYS
 def test_padding_masks_in_containers(way: Way) -> None:
     class Encoder(nn.Module):
@@ -102,16 +107,19 @@ def test_padding_masks_in_containers(way: Way) -> None:
     assert assert_trains_alike(way, Encoder(), loss, batches).captures == 2
 
 
+@pytest.mark.sweep
 def test_batches_that_are_accumulated() -> None:
     batches = sentences([9, 5, 30, 17, 12, 64, 3, 9])
     assert assert_trains_alike("step", Lengths(), next_word, batches, every=2).captures == 2
 
 
+@pytest.mark.sweep
 def test_axes_that_change_one_after_the_other() -> None:
     batches = [sentences([length], rows)[0] for rows, length in ((3, 9), (3, 12), (4, 12), (5, 31), (2, 7), (7, 2))]
     assert assert_trains_alike("drop-in", Lengths(), next_word, batches).captures == 3
 
 
+@pytest.mark.sweep
 def test_arguments_that_are_parts_of_larger_tensors() -> None:
     whole = torch.randint(13, (3, 40), generator=torch.Generator().manual_seed(0))
     wider = torch.randint(13, (3, 50), generator=torch.Generator().manual_seed(0))
@@ -119,16 +127,19 @@ def test_arguments_that_are_parts_of_larger_tensors() -> None:
     assert assert_trains_alike("step", Lengths(), next_word, batches).captures == 2
 
 
+@pytest.mark.sweep
 def test_each_size_is_captured_by_itself_where_that_is_wanted() -> None:
     batches = [noise(rows, 4) for rows in (3, 5, 7)]
     assert assert_trains_alike("step", Net(nn.Linear(4, 4)), mean_square, batches, dynamic_shapes=None).captures == 3
 
 
+@pytest.mark.sweep
 def test_sizes_of_one_are_a_capture_of_their_own() -> None:
     found = assert_trains_alike("step", Net(nn.Linear(4, 4)), mean_square, [noise(n, 4) for n in (5, 1, 7, 6, 1)])
     assert found.captures == 3
 
 
+@pytest.mark.sweep
 def test_a_range_that_the_model_gives() -> None:
     model = graphopt.optimize(Lengths())
     for tokens, _ in sentences([9, 20, LONGEST]):
@@ -151,6 +162,7 @@ class Branching(nn.Module):
         return self.long(x) if x.shape[1] > 10 else self.short(x)
 
 
+@pytest.mark.sweep
 @WAYS
 def test_each_path_of_a_model_has_a_capture(way: Way) -> None:
     batches = [noise(2, length, 4) for length in (8, 6, 30, 3, 11, 10, 50)]
@@ -185,6 +197,7 @@ class Recurrent(nn.Module):
         return self.layer(x)[0]
 
 
+@pytest.mark.sweep
 @WAYS
 @pytest.mark.parametrize(
     ("make", "captures", "reason"),
@@ -229,6 +242,7 @@ def test_another_program_than_for_fixed_sizes_is_not_taken(
     assert "with sizes that vary, torch traces mul in place of add" in caplog.text
 
 
+@pytest.mark.sweep
 def test_a_pass_that_moves_tensors_of_fixed_sizes(caplog: pytest.LogCaptureFixture) -> None:
     batches = [noise(length, 4) for length in (12, 7, 9)]
     found = assert_trains_alike("step", Net(nn.Linear(4, 4)), mean_square, batches, passes=[Offload(min_bytes=16)])
@@ -236,6 +250,7 @@ def test_a_pass_that_moves_tensors_of_fixed_sizes(caplog: pytest.LogCaptureFixtu
     assert caplog.text.count("offload acts on tensors of fixed sizes only") == 1
 
 
+@pytest.mark.sweep
 def test_passes_that_round_do_so_as_for_fixed_sizes() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Dropout(0.2), nn.Linear(8, 2))
     batches = [noise(rows, 4) for rows in (6, 9, 4)]
@@ -247,6 +262,7 @@ def test_passes_that_round_do_so_as_for_fixed_sizes() -> None:
     assert all(map(torch.equal, varying.tensors, fixed.tensors))
 
 
+@pytest.mark.sweep
 def test_many_paths_are_told(caplog: pytest.LogCaptureFixture) -> None:
     class Staircase(Branching):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -59,6 +59,7 @@ def test_calls_that_are_alike_are_measured_once_and_cost_the_same(blocks: Progra
     assert len(set(report.seconds)) == 1
 
 
+@pytest.mark.sweep
 def test_replayed_random_ops_are_measured_as_the_op_itself() -> None:
     program = rewritten(Blocks(2), TOKENS, loss=next_token, passes=[Recompute("blocks.*")])
     replayed = [node for node in program.nodes if isinstance(node.target, torch._ops.HigherOrderOperator)]
@@ -131,6 +132,7 @@ def test_calls_run_on_numbers_that_make_kernels_work_in_the_layout_of_the_progra
         assert (like.shape, like.stride()) == (strided.shape, strided.stride())
 
 
+@pytest.mark.sweep(but=("measured",))
 @pytest.mark.parametrize("method", ["measured", "roofline"])
 def test_generators_are_left_as_they_were(blocks: Program, method: cost.Method) -> None:
     torch.manual_seed(7)

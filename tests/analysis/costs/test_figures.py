@@ -74,6 +74,7 @@ def test_another_process_uses_the_figures_in_the_file(
     assert set(kept(folder.parent / "changed")["seconds"].values()) == {1234.5}
 
 
+@pytest.mark.sweep
 def test_without_the_cache_nothing_is_written(program: Program, folder: Path) -> None:
     for _ in range(2):
         report = cost_report(program.nodes, cache=False)
@@ -196,6 +197,7 @@ def test_marks_that_are_none_leave_the_figures_as_they_are(tmp_path: Path, marks
     assert Figures(path, {}).get("seconds", "a") == Figure(1.0)
 
 
+@pytest.mark.sweep
 def test_what_is_measured_anew_replaces_what_is_in_the_file(
     program: Program, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,6 +268,7 @@ def test_the_cpu_is_measured_once(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert other.flops["float32"] == profile.flops["float32"]
 
 
+@pytest.mark.sweep
 def test_without_a_profile_the_roofline_is_that_of_the_device_here(program: Program) -> None:
     here = op_seconds(program.nodes, method="roofline")
     assert here == op_seconds(program.nodes, method="roofline", profile=profile_of("cpu"))

@@ -54,6 +54,7 @@ MATRIX: dict[str, tuple[Callable[..., Any], list[torch.Tensor], int, int]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(but=("a sum",))
 @pytest.mark.parametrize("case", MATRIX)
 def test_matrix_products_are_counted_as_by_hand(case: str) -> None:
     op, args, flops, elements = MATRIX[case]
@@ -75,6 +76,7 @@ CONVOLUTIONS: dict[str, tuple[nn.Module, tuple[int, ...], int]] = {
 }
 
 
+@pytest.mark.sweep(but=("strided",))
 @pytest.mark.parametrize("case", CONVOLUTIONS)
 def test_convolutions_and_each_of_their_gradients_are_counted_as_by_hand(case: str) -> None:
     layer, shape, flops = CONVOLUTIONS[case]
@@ -98,6 +100,7 @@ def heads(length: int) -> torch.Tensor:
     return torch.randn(2, 3, length, 8, requires_grad=True)
 
 
+@pytest.mark.sweep(cases=("False-5-1",))
 @pytest.mark.parametrize(("causal", "queries", "share"), [(False, 12, 1), (False, 5, 1), (True, 12, 2)])
 def test_attention_is_two_products_forward_and_five_backward(causal: bool, queries: int, share: int) -> None:
     program = captured(Attention(causal), heads(queries), heads(12), heads(12))
@@ -127,6 +130,7 @@ def test_a_random_op_whose_state_is_saved_or_replayed_counts_as_itself() -> None
     assert all(flops_of(node) == 0 for nodes in wrapped.values() for node in nodes)
 
 
+@pytest.mark.sweep
 def test_ops_of_a_forward_program_are_counted_by_their_parts() -> None:
     program = graphopt.capture(Blocks(1), (TOKENS,), stage="forward")
     tokens, d = TOKENS.numel(), 8
@@ -177,6 +181,7 @@ def test_a_larger_product_never_costs_less(shape: tuple[int, int, int], axis: in
     assert seconds(large) > seconds(small) > TOY.overhead
 
 
+@pytest.mark.sweep
 def test_symbolic_sizes_cost_what_their_example_costs(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use_folder(tmp_path, monkeypatch)
     model = Net(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
@@ -201,6 +206,7 @@ def shape_of(node: fx.Node) -> Any:
     return value.shape if isinstance(value, torch.Tensor) else ()
 
 
+@pytest.mark.sweep
 def test_numbers_in_symbols_are_told_apart_by_their_example() -> None:
     keys = set()
     for rows in (6, 12):

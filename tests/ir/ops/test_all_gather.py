@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import fx, nn
 
@@ -31,6 +32,7 @@ say([wrong, WAIT(ALL_GATHER(rows, world, group)).tolist()])
 """
 
 
+@pytest.mark.sweep
 def test_several_gathers_may_be_under_way(tmp_path: Path) -> None:
     """Torch's own op corrupts the heap there: in two runs of three one of the ranks aborts within 800 steps."""
     rows = [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]

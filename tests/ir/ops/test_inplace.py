@@ -24,6 +24,7 @@ def temporaries(program: Program, op: str) -> list[int]:
     ]
 
 
+@pytest.mark.sweep
 def test_a_peak_at_a_number_that_is_wrapped_in_a_tensor() -> None:
     """With few rows the peak is where RMSprop adds 1 to its steps, and eps to its averages."""
     model = wide()
@@ -35,6 +36,7 @@ def test_a_peak_at_a_number_that_is_wrapped_in_a_tensor() -> None:
     assert measure_peak(lambda: step(ROWS)).allocated_peak_bytes == memory.allocated_peak_bytes
 
 
+@pytest.mark.sweep(but=("momentum",))
 @pytest.mark.parametrize("optimizer", ["adamw", "rmsprop", "momentum", "adagrad"])
 def test_fused_kernels_take_nothing_and_counting_steps_eight_bytes(optimizer: str) -> None:
     model = wide()

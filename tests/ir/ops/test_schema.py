@@ -111,6 +111,7 @@ def test_readers_of_a_tensor_that_is_moved_do_not_read_the_handle() -> None:
         assert not schema.is_view(wait)
 
 
+@pytest.mark.sweep(cases=("offload_wait",))
 @pytest.mark.parametrize("op", ["offload_wait", "prefetch_wait"])
 def test_waits_of_transfers_are_no_views(op: str) -> None:
     model = Net(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())

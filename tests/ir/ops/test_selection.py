@@ -101,6 +101,17 @@ LARGE: dict[str, Callable[[int], torch.Tensor]] = {
 }
 
 
+@pytest.mark.sweep(
+    cases=(
+        "normal-cpu",
+        "of few values-cpu",
+        "of equal upper bits-cpu",
+        "denormal-cpu",
+        "double-cpu",
+        "half-cpu",
+        "with gaps-cpu",
+    )
+)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", list(LARGE))
 def test_selecting_from_large_tensors(name: str, device: str) -> None:
@@ -112,6 +123,7 @@ def test_selecting_from_large_tensors(name: str, device: str) -> None:
         assert values.dtype is v.dtype
 
 
+@pytest.mark.sweep(cases=("small pieces",))
 @pytest.mark.parametrize("way", WAYS)
 def test_selecting_at_the_borders_of_pieces_and_blocks(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "small pieces":
@@ -122,6 +134,7 @@ def test_selecting_at_the_borders_of_pieces_and_blocks(way: str, monkeypatch: py
             assert_selected(v, k)
 
 
+@pytest.mark.sweep(cases=("normal-0", "normal-4", "normal-40"))
 @pytest.mark.parametrize("deviations", [-4, 0, 4, 40])
 @pytest.mark.parametrize("name", ["normal", "mostly zeros", "ascending", "periodic"])
 def test_a_sample_that_tells_a_wrong_bound_changes_nothing(

@@ -508,6 +508,7 @@ CALLS: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
 }
 
 
+@pytest.mark.sweep(cases=("accumulate_", "accumulate_ with everything"))
 @pytest.mark.parametrize("name", list(CALLS))
 def test_example_runs_agree_with_real_ones(name: str) -> None:
     op, arguments = CALLS[name]

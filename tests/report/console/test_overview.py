@@ -72,6 +72,7 @@ graphopt: Sequential, step stage, 47 calls, 2 passes
     )
 
 
+@pytest.mark.sweep
 def test_the_peaks_are_those_of_the_records_and_of_the_program() -> None:
     step = step_of(Recompute(("a", "b"))).prepare(X)
     (record,) = step.records
@@ -83,6 +84,7 @@ def test_the_peaks_are_those_of_the_records_and_of_the_program() -> None:
     assert f"predicted peak  {size(step.program.memory().peak_bytes)}, of which" in text
 
 
+@pytest.mark.sweep
 def test_numerics_are_those_of_the_weakest_pass_that_did_something() -> None:
     step = step_of(MixedPrecision(), Recompute(("a",))).prepare(X)
     text = overview_text(step._pipeline.passes, step.records, step.program)
@@ -133,6 +135,7 @@ def test_what_is_exchanged_is_counted() -> None:
     assert f"this rank puts {graphopt.ir.ops.values.format_bytes(size)} per step into collectives: 6 all_reduce" in text
 
 
+@pytest.mark.sweep
 def test_long_values_are_cut_and_names_are_only_text() -> None:
     passes = (Recompute(tuple(f"{STEERING}{number}" for number in range(100))),)
     lines = list(overview_spans(passes, [], hostile()))
@@ -208,6 +211,7 @@ def test_a_setting_that_means_nothing_is_named(
     assert "GRAPHOPT_OVERVIEW is 'yes', and means nothing" in caplog.text
 
 
+@pytest.mark.sweep
 def test_a_pipeline_object_is_fine_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("GRAPHOPT_OVERVIEW", "1")
     graphopt.optimize(model(), Pipeline("recompute{checkpoints=a}").passes, example_inputs=(X,))

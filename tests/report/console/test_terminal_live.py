@@ -113,6 +113,7 @@ def test_what_is_captured_is_printed_as_in_plain_text(doubled: Rewritten) -> Non
     assert written[:end] == whole[:end]
 
 
+@pytest.mark.sweep
 def test_dump_after_each_has_colors_on_a_terminal_only(
     make_screen: Callable[[], Terminal], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +185,7 @@ def memory_label(timeline: graphopt.ir.timeline.MemoryTimeline) -> str:
     return graphopt.ir.ops.values.format_bytes(timeline.peak_bytes)
 
 
+@pytest.mark.sweep
 def test_memory_on_a_terminal(make_screen: Callable[[], Terminal]) -> None:
     screen = make_screen()
     assert main(["memory", target("plain"), "-p", RECOMPUTE]) == 0

@@ -99,6 +99,7 @@ def test_one_slice_for_each_call_as_long_as_the_cost_model_says(stepping: Progra
     assert slices(trace, "compute") == found
 
 
+@pytest.mark.sweep
 def test_lanes_are_named_and_nothing_overlaps_on_one(
     stepping: Program, exchanging: Program, offloading: Program
 ) -> None:
@@ -236,6 +237,7 @@ def test_nodes_say_what_is_known_of_them(stepping: Program) -> None:
     assert "predicted peak" in graph["groupNodeAttributes"][""]
 
 
+@pytest.mark.sweep(but=("perfetto",))
 @pytest.mark.parametrize("form", ["perfetto", "model-explorer"])
 def test_hostile_names_survive_as_data(form: str) -> None:
     program = hostile()
@@ -249,6 +251,7 @@ def test_hostile_names_survive_as_data(form: str) -> None:
     assert LONG in found
 
 
+@pytest.mark.sweep
 def test_a_slash_in_a_name_is_no_group_of_its_own() -> None:
     nodes = graph_of(hostile())["nodes"]
     depths = {node["namespace"].count("/") for node in nodes if not node["namespace"].startswith(("inputs", "outputs"))}

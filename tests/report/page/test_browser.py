@@ -65,6 +65,7 @@ def placed(program: Program) -> Placement:
 # --- passes and the sentence -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_the_sentence_and_the_table_say_what_the_records_say(page: Opened, story: Story) -> None:
     before, after = (format_bytes(program.memory().peak_bytes) for program in programs(story))
     assert f"predicted peak {before} → {after}" in page.text("#sentence")
@@ -84,6 +85,7 @@ def test_the_sentence_and_the_table_say_what_the_records_say(page: Opened, story
     assert "checkpoints=blocks.*" in rows[0][0]
 
 
+@pytest.mark.sweep
 def test_predicted_and_measured_peaks_stand_apart(page: Opened, story: Story) -> None:
     after = programs(story)[1].memory()
     caption = page.text("#chart-after figcaption")
@@ -112,6 +114,7 @@ def assert_moment(page: Opened, program: Program, position: int) -> None:
     assert page.table("#moment-categories", "tfoot")[0][1] == format_bytes(timeline.bytes[position])
 
 
+@pytest.mark.sweep
 def test_the_page_opens_at_the_peak(page: Opened, story: Story) -> None:
     timeline = programs(story)[1].memory()
     assert_moment(page, programs(story)[1], timeline.bytes.index(timeline.peak_bytes))
@@ -183,6 +186,7 @@ def test_search_and_click_show_a_calls_facts(page: Opened, story: Story) -> None
     )
 
 
+@pytest.mark.sweep
 def test_users_and_arguments_are_links(page: Opened, story: Story) -> None:
     after = programs(story)[1]
     page.find("blocks.0::add")
@@ -192,6 +196,7 @@ def test_users_and_arguments_are_links(page: Opened, story: Story) -> None:
     assert page.ask("selected") == user.name
 
 
+@pytest.mark.sweep
 def test_hovering_marks_a_call_and_says_what_it_is(page: Opened) -> None:
     page.find("head")
     name = page.ask("selected")
@@ -251,6 +256,7 @@ def test_the_slider_tells_what_a_pass_did_and_nothing_moves(page: Opened, story:
     assert len({tuple(place) for place in page.places(names[0] | names[1]).values()}) == len(names[0] | names[1])
 
 
+@pytest.mark.sweep
 def test_a_moved_call_is_told_from_a_new_one(page: Opened, story: Story) -> None:
     page.slide(len(story.snapshots) - 1)
     changes = page.ask("changes")
@@ -264,6 +270,7 @@ def test_a_moved_call_is_told_from_a_new_one(page: Opened, story: Story) -> None
 # --- changes, activations, origin ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_the_diffs_are_the_programs_diffs(page: Opened, story: Story) -> None:
     index = next(i for i, s in enumerate(story.snapshots) if s.record is not None)
     expected = story.snapshots[index - 1].program.diff(story.snapshots[index].program).splitlines()
@@ -279,6 +286,7 @@ def test_the_diffs_are_the_programs_diffs(page: Opened, story: Story) -> None:
         assert block.locator(".cut code").inner_text() == "graphopt diff a.py:b"
 
 
+@pytest.mark.sweep
 def test_activations_are_sorted_by_any_column(page: Opened) -> None:
     rows = page.table("#activations-table")
     page.show("#activations-table")
@@ -293,6 +301,7 @@ def test_activations_are_sorted_by_any_column(page: Opened) -> None:
     assert page.details()["names"].startswith(folded.replace("*", "0"))
 
 
+@pytest.mark.sweep
 def test_the_origin_can_be_copied(page: Opened, story: Story) -> None:
     assert page.page.locator("#origin pre").all_inner_texts() == [story.pipeline, "graphopt view a.py:b"]
     assert story.pipeline == PASSES
@@ -308,6 +317,7 @@ def test_the_origin_can_be_copied(page: Opened, story: Story) -> None:
 # --- other programs --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_a_program_without_calls_has_a_page(browser: Browser, tmp_path: Path) -> None:
     file = tmp_path / "empty.html"
     file.write_text(graphopt.capture(nn.Identity(), (torch.zeros(2),), stage="forward").to_html(), encoding="ascii")
@@ -356,6 +366,7 @@ def test_dark_follows_the_system_and_the_button(browser: Browser, file: Path) ->
         assert colour(page) == "rgb(255, 255, 255)"
 
 
+@pytest.mark.sweep(but=("size0",))
 @pytest.mark.parametrize("size", SIZES)
 def test_nothing_sticks_out_at_any_size(browser: Browser, file: Path, size: tuple[int, int]) -> None:
     with opened(browser, file, size=size) as page:
@@ -396,6 +407,7 @@ def test_keys_move_and_zoom_the_picture(page: Opened) -> None:
     assert page.page.locator("#help").is_visible()
 
 
+@pytest.mark.sweep
 def test_keys_step_through_the_modules_and_fold_them(page: Opened) -> None:
     page.show("#graph").focus()
     rows = [label for label, _ in page.ask("bands")]
@@ -441,6 +453,7 @@ def test_bands_are_as_wide_as_their_bytes_folded_or_not(page: Opened) -> None:
         assert all(one["width"] == pytest.approx(one["bytes"] * scale) for one in thick)
 
 
+@pytest.mark.sweep
 def test_views_are_folded_away_until_they_are_wanted(page: Opened, story: Story) -> None:
     after = programs(story)[1]
     view = next(node.name for node in after.graph.nodes if node.op == "call_function" and schema.is_view(node))
@@ -452,6 +465,7 @@ def test_views_are_folded_away_until_they_are_wanted(page: Opened, story: Story)
     assert not page.ask("place", view)["closed"]
 
 
+@pytest.mark.sweep
 def test_enter_steps_through_the_hits(page: Opened) -> None:
     page.page.fill("#search", "addmm")
     total = int(page.text("#hits").split()[0])

@@ -124,6 +124,7 @@ def test_the_table_follows_the_slider_and_the_way_back_is_there(page: Opened, fr
     assert "the plan that was carried out" in page.text("#budget-figures")
 
 
+@pytest.mark.sweep
 def test_keys_and_buttons_step_from_plan_to_plan(page: Opened, frontier: dict[str, Any]) -> None:
     choose(page, 1)
     page.show("#budget-slider").focus()
@@ -138,6 +139,7 @@ def test_keys_and_buttons_step_from_plan_to_plan(page: Opened, frontier: dict[st
     assert "as it is" in page.text("#budget-figures")
 
 
+@pytest.mark.sweep
 def test_bars_show_seconds_where_they_are_known(page: Opened) -> None:
     before = page.page.locator("#graph").screenshot()
     page.page.click("#by-seconds")
@@ -146,6 +148,7 @@ def test_bars_show_seconds_where_they_are_known(page: Opened) -> None:
     assert page.page.locator("#graph").screenshot() != before
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_axe_finds_no_serious_fault(browser: Browser, file: Path, dark: bool) -> None:
     axe = (files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8")
@@ -161,6 +164,7 @@ def test_axe_finds_no_serious_fault(browser: Browser, file: Path, dark: bool) ->
         assert len(result["passes"]) > 10
 
 
+@pytest.mark.sweep
 def test_a_phone_shows_all_of_it(browser: Browser, file: Path) -> None:
     with opened(browser, file, size=(390, 844)) as page:
         assert page.page.evaluate("document.documentElement.scrollWidth") <= 390

@@ -47,6 +47,7 @@ def test_view_has_a_default_file(run: Command, tmp_path: Path, monkeypatch: pyte
     assert shown["stage"] == "forward"
 
 
+@pytest.mark.sweep
 def test_view_tells_machines_what_it_wrote(run: Command, tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     outcome = run("view", target("with_loss"), "--passes", RECOMPUTE, "-o", file, "--json")
@@ -75,6 +76,7 @@ def test_what_the_model_prints_is_not_in_the_way(run: Command, tmp_path: Path) -
     assert "building the model" in outcome.err
 
 
+@pytest.mark.sweep
 def test_dump_writes_the_same_page(run: Command, tmp_path: Path) -> None:
     plain = run("dump", target("step"), "--passes", RECOMPUTE, "--format", "html")
     assert plain.code == 0

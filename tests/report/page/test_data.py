@@ -70,6 +70,7 @@ def calls(program: Program) -> list[str]:
 # --- stories ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_a_story_compares_the_last_stage_with_and_without_passes(story: Story) -> None:
     told = [(snapshot.label, snapshot.program.stage) for snapshot in story.snapshots]
     assert told == [
@@ -83,6 +84,7 @@ def test_a_story_compares_the_last_stage_with_and_without_passes(story: Story) -
     assert not list(before.phase_nodes(Phase.RECOMPUTE))
 
 
+@pytest.mark.sweep
 def test_passes_of_the_last_stage_need_no_further_program() -> None:
     story = story_of_snapshots(*_parts(rewritten_step("recompute{checkpoints=blocks.*}", 2, optimizer=False)))
     assert [snapshot.label for snapshot in story.snapshots][-2:] == [
@@ -92,12 +94,14 @@ def test_passes_of_the_last_stage_need_no_further_program() -> None:
     assert (story.before, story.after) == (1, 2)
 
 
+@pytest.mark.sweep
 def test_a_story_without_passes_compares_nothing() -> None:
     story = story_of_snapshots(*_parts(rewritten_step("", 1, optimizer=False)))
     assert story.before == story.after == 1
     assert list(page_data(story)["timelines"]) == ["after"]
 
 
+@pytest.mark.sweep
 def test_programs_that_cannot_be_lowered_again_are_shown_as_they_are(result: Rewritten) -> None:
     loaded = [(label, Program.from_json(program.to_json())) for label, program in result.snapshots]
     story = story_of_snapshots(loaded, result.records)
@@ -229,6 +233,7 @@ def test_the_tree_covers_every_row_once_and_groups_equal_blocks() -> None:
     assert [len(child.children) for child in group.children] == [len(group.children[0].children)] * 4
 
 
+@pytest.mark.sweep
 def test_blocks_that_one_snapshot_tells_apart_are_not_grouped() -> None:
     program = captured(Blocks(4, p=0.0), torch.randint(0, 11, (2, 6)), loss=next_token)
     changed = recomputed(program, "blocks.0", "blocks.1")
@@ -308,6 +313,7 @@ def test_a_page_without_a_search_has_no_frontier(data: dict[str, Any]) -> None:
 # --- diffs, options, the file ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_long_diffs_are_cut_and_say_how_to_get_the_rest(result: Rewritten) -> None:
     plain = story_of_snapshots(result.snapshots, result.records)
     (first, second) = text_diffs(plain)
@@ -325,6 +331,7 @@ def test_every_option_in_force_is_told(data: dict[str, Any]) -> None:
     assert data["passes"][1]["options"] == []
 
 
+@pytest.mark.sweep
 def test_the_policy_has_the_hashes_of_script_and_style(result: Rewritten) -> None:
     text = page_of_rewritten(result)
     policy = re.search('Content-Security-Policy" content="([^"]*)"', text)
@@ -349,6 +356,7 @@ def test_a_forward_program_has_a_page() -> None:
     assert "forward stage" in program.to_html()
 
 
+@pytest.mark.sweep
 @examples(5, many=40)
 @given(st.lists(st.sampled_from(["linear", "gelu", "norm", "drop"]), max_size=5))
 def test_any_chain_of_modules_has_a_page(kinds: list[str]) -> None:

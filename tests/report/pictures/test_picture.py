@@ -190,6 +190,7 @@ def test_a_module_called_again_has_a_row_for_each_visit() -> None:
 # --- boxes -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(cases=("True",))
 @pytest.mark.parametrize("fold", [True, False])
 def test_every_call_has_one_place_inside_its_box(everywhere: Program, fold: bool) -> None:
     layout = only(everywhere, fold=fold)
@@ -324,6 +325,7 @@ def crossing_bytes(program: Program) -> int:
     )  # fmt: skip
 
 
+@pytest.mark.sweep(but=("True",))
 @pytest.mark.parametrize("fold", [True, False])
 def test_saved_arrows_carry_each_kept_tensor_once(plain: Program, everywhere: Program, fold: bool) -> None:
     for program in (plain, everywhere):
@@ -372,6 +374,7 @@ def test_the_same_program_gives_the_same_picture(everywhere: Program) -> None:
     assert to_dot(everywhere) == to_dot(everywhere.copy())
 
 
+@pytest.mark.sweep
 def test_modules_do_not_move_from_pass_to_pass(plain: Program, everywhere: Program) -> None:
     some = recomputed(plain, "blocks.0", "blocks.1")
     layouts = lay_out([plain, everywhere, some])
@@ -500,6 +503,7 @@ def test_the_file_needs_nothing_else_and_knows_the_dark(everywhere: Program) -> 
     assert all(rule.strip().startswith((".gou", "}")) or not rule.strip() for rule in outermost.split("\n"))
 
 
+@pytest.mark.sweep
 def test_a_deep_program_is_a_small_picture() -> None:
     paths = [
         f"layers.{i}.{leaf}" for i in range(300) for leaf in ("norm", "attn.qkv", "attn.out", "mlp.up", "mlp.down")

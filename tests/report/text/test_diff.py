@@ -63,6 +63,7 @@ def test_diff_of_recomputation() -> None:
     )
 
 
+@pytest.mark.sweep
 def test_equal_programs_have_no_diff() -> None:
     first, second = joint(Net(), 3, 4), joint(Net(), 3, 4)
     assert re.fullmatch(r"\+0 nodes, -0 nodes; peak \d+ B: the programs are equal\n", first.diff(second))
@@ -132,6 +133,7 @@ def test_diff_of_signatures() -> None:
     assert "+return neg,  # gradient linear.weight" in text
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("checkpoints", ["blocks.0", "blocks.*"])
 def test_diff_holds_both_sides(checkpoints: str) -> None:
     before = joint(Net(3), 3, 4)
@@ -155,6 +157,7 @@ def _check_hunks(text: str, old: list[str]) -> None:
         assert sum(line[0] != "-" for line in lines) == new_size
 
 
+@pytest.mark.sweep
 def test_texts_say_the_peak() -> None:
     before = joint(Net(1), 512, 4)
     after = recomputed(before, "blocks.0")

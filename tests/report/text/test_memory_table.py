@@ -74,6 +74,7 @@ def test_memory_text() -> None:
     assert without_line_numbers(text) == MEMORY
 
 
+@pytest.mark.sweep
 def test_memory_text_says_what_the_timeline_says() -> None:
     program = recomputed(joint(Net(8), 64, 4), "blocks.*")
     timeline = program.memory()

@@ -118,6 +118,7 @@ known formulas, with 8 bytes of optimizer state for each trained parameter
     )
 
 
+@pytest.mark.sweep
 def test_text_without_a_known_formula() -> None:
     text = precision_text(*pair(Deep(), LowLinear()))
     head = next(line for line in text.splitlines() if "rewritten" in line)
@@ -149,6 +150,7 @@ def test_the_known_formulas_with_adam(level: str, letters: tuple[int, int]) -> N
     assert (known.weights + lasting + known.gradients + 8, known.activations) == letters
 
 
+@pytest.mark.sweep
 def test_what_changes_precision() -> None:
     assert changes_precision(*pair(Deep(), MixedPrecision()))
     assert changes_precision(*pair(Deep(), LowLinear(deny=("first",))))
@@ -170,6 +172,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return Command(capsys)
 
 
+@pytest.mark.sweep
 def test_memory_explains_precision_where_a_dtype_changes(run: Command) -> None:
     outcome = run("memory", target("step"), "-p", "mixed-precision{level=O2}")
     assert outcome.code == 0
@@ -180,12 +183,14 @@ def test_memory_explains_precision_where_a_dtype_changes(run: Command) -> None:
     assert "O1     16 P + 2 N  = 18.0 kB  and 2 P = 1.8 kB more while it runs" in text
 
 
+@pytest.mark.sweep
 def test_memory_is_silent_about_precision_otherwise(run: Command) -> None:
     assert "precision" not in run("memory", target("step"), "-p", "recompute{checkpoints=blocks.*}").out
     assert "precision" not in run("memory", target("step"), "--json").data
     assert "==== precision" not in run("memory", target("plain"), "--stage", "forward", "--precision").out
 
 
+@pytest.mark.sweep
 def test_memory_explains_precision_when_asked(run: Command) -> None:
     alone = run("memory", target("plain"), "--precision").out
     assert "plain  8 P + 4 N" in alone[alone.index("==== precision\n") :]
@@ -194,6 +199,7 @@ def test_memory_explains_precision_when_asked(run: Command) -> None:
     assert data["precision"]["before"]["activations"] > data["precision"]["after"]["activations"]
 
 
+@pytest.mark.sweep
 def test_memory_explains_precision_as_data(run: Command) -> None:
     data = run("memory", target("step"), "-p", "mixed-precision", "--json").data["precision"]
     assert (data["parameters"], data["level"]) == (876, "O1")

@@ -86,6 +86,7 @@ def _few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scattered, "FEWEST", 32)
 
 
+@pytest.mark.sweep(but=("{'foreach': False}",))
 @pytest.mark.usefixtures("two_ranks")
 @pytest.mark.parametrize("options", IMPLEMENTATIONS, ids=str)
 def test_sgd_updates_the_entries_that_arrive(options: dict[str, Any]) -> None:
@@ -111,6 +112,7 @@ OTHERS: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], dict[str, 
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("two_ranks")
 @pytest.mark.parametrize("name", list(OTHERS))
 def test_other_updates_read_dense_sums(name: str) -> None:
@@ -184,6 +186,7 @@ def trained(name: str, options: dict[str, Any], *, poisoned: bool = False) -> tu
     return [parameter.detach().clone() for parameter in model.parameters()], step
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("two_ranks")
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -203,6 +206,7 @@ def test_training_is_that_with_dense_sums(name: str, options: dict[str, Any], mo
     assert step.program.memory().peak_bytes <= dense.program.memory().peak_bytes
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("two_ranks")
 def test_residuals_and_momenta_are_the_same_where_steps_are_checked_and_none_is_skipped() -> None:
     """What is sent is taken from them by another op there, which takes nothing in a step that is skipped."""

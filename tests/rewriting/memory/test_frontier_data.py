@@ -85,6 +85,7 @@ def test_decisions_are_those_of_the_plan(told: dict[str, Any], fitting: Fitting,
             assert problem.makers[value] not in again
 
 
+@pytest.mark.sweep
 def test_a_long_frontier_is_thinned_evenly(fitting: Fitting) -> None:
     whole = fitting.trade(10**6)
     few = fitting.trade(5)

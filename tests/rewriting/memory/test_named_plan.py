@@ -44,6 +44,7 @@ def tiny() -> tuple[nn.Module, torch.Tensor]:
     return wide(), ROWS
 
 
+@pytest.mark.sweep(but=("fused update-adamw",))
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
 @pytest.mark.parametrize("before", [(), (FuseUpdate(),)], ids=["alone", "fused update"])
 def test_a_step_is_searched_once_and_its_first_run_is_within_the_same_bytes(
@@ -64,6 +65,7 @@ def test_a_step_is_searched_once_and_its_first_run_is_within_the_same_bytes(
     assert all(program.memory().peak_bytes <= 0.7 * record.peak_before for program in programs.values())
 
 
+@pytest.mark.sweep
 def test_a_drop_in_model_is_searched_once(searched: list[Frontier]) -> None:
     model = graphopt.optimize(wide(), [fit(SHARE)])
     for _ in range(2):
@@ -77,6 +79,7 @@ def test_the_command_plan_searches_once(searched: list[Frontier], capsys: pytest
     assert len(searched) == 1
 
 
+@pytest.mark.sweep
 def test_a_trace_of_changed_settings_takes_the_plan_over(searched: list[Frontier]) -> None:
     model = wide()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -88,6 +91,7 @@ def test_a_trace_of_changed_settings_takes_the_plan_over(searched: list[Frontier
     assert any("'" in name for name in step.program.names())  # something runs again
 
 
+@pytest.mark.sweep
 def test_programs_outside_of_a_capture_are_searched_one_by_one(searched: list[Frontier]) -> None:
     program = captured(wide(), ROWS, loss=mean_square)
     first, other = program.copy(), captured(wide(inner=48), ROWS, loss=mean_square)
@@ -113,6 +117,7 @@ def named(program: Program) -> tuple[NamedPlan, Program]:
     return fitting.named(Fitted(simulated, simulated.peak)), planned(fitting, simulated)
 
 
+@pytest.mark.sweep
 def test_a_plan_does_to_an_equal_program_what_it_does_to_its_own() -> None:
     one, other = step_program(wide()), step_program(wide())
     plan, rewritten = named(one)
@@ -145,18 +150,21 @@ def _joint(program: Program) -> Program:
     return captured(wide(), ROWS, loss=mean_square)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("make", "same"), [(_other_update, True), (_other_model, False), (_joint, True)])
 def test_programs_share_a_plan_where_only_the_update_differs(make: Callable[[Program], Program], same: bool) -> None:
     program = step_program(wide())
     assert (shared_calls(program) == shared_calls(make(program))) == same
 
 
+@pytest.mark.sweep
 def test_a_plan_is_not_carried_to_a_program_that_lacks_what_runs_again() -> None:
     plan, _ = named(step_program(wide()))
     small = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 4))
     assert not plan.fits(step_program(small), ENOUGH)
 
 
+@pytest.mark.sweep
 def test_what_an_update_overwrites_meanwhile_is_not_run_again() -> None:
     program = step_program(wide())
     plan, _ = named(program)
@@ -170,6 +178,7 @@ def test_what_an_update_overwrites_meanwhile_is_not_run_again() -> None:
     assert not plan.fits(program, ENOUGH)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("share", [0.76, 0.85])
 def test_the_accumulating_programs_of_a_step_stay_within_the_budget_after_one_search(share: float) -> None:
     model, optimizer = wide(), OPTIMIZERS["adamw"]
@@ -184,6 +193,7 @@ def test_the_accumulating_programs_of_a_step_stay_within_the_budget_after_one_se
     assert len(searches) == 1
 
 
+@pytest.mark.sweep
 def test_a_search_carried_to_an_equal_program_gives_it_the_same_plans() -> None:
     one, other = step_program(wide()), step_program(wide())
     memory = one.memory()

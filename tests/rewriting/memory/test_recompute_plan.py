@@ -97,6 +97,7 @@ def test_random_plans_for_random_networks_keep_every_promise(recipe: Recipe, den
     assert measured == predicted
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("density", [0.03, 0.3])
 def test_training_with_a_random_plan_equals_eager(density: float) -> None:
     passes = [RandomPlan(density=density, seed=3)]
@@ -119,6 +120,7 @@ def test_a_value_runs_again_several_times_and_each_reader_reads_the_newest() -> 
     assert_same_results(program, plain, chain(), X)
 
 
+@pytest.mark.sweep
 def test_what_runs_again_reads_what_ran_again_before_it() -> None:
     plain = captured(chain(), X)
     place = "net.5::tanh_backward~"
@@ -189,6 +191,7 @@ def test_views_are_made_anew_on_what_ran_again() -> None:
     assert predicted == measured
 
 
+@pytest.mark.sweep
 def test_a_view_is_made_once_for_all_that_read_it() -> None:
     plain = captured(chain(), X)
     program, _ = run_again(plain, ("net.1", "net.5::tanh_backward~"))
@@ -208,6 +211,7 @@ class Results(nn.Module):
         return self.norm(values.sin()) * x.gather(-1, order).tanh()
 
 
+@pytest.mark.sweep
 def test_an_op_with_several_results_runs_again_once_for_all_of_them() -> None:
     model, x = Results(), torch.randn(4, 8).requires_grad_()
     plain = captured(model, x)
@@ -272,6 +276,7 @@ def test_a_random_op_replays_its_numbers_every_time_it_runs_again() -> None:
 # --- within forward --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_what_runs_again_within_forward_stays_in_the_forward_half() -> None:
     model = Noisy()
     optimized = graphopt.optimize(copy.deepcopy(model), [RunAgain(("a", "first"), ("second",))])

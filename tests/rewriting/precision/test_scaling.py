@@ -113,12 +113,14 @@ SCRIPTS = {
 }
 
 
+@pytest.mark.sweep(cases=("the defaults",))
 @pytest.mark.parametrize("name", list(SCRIPTS))
 def test_scale_moves_as_in_torch(name: str) -> None:
     script, options = SCRIPTS[name]
     assert trace(LossScaling(**options), script) == torch_trace(script, **options)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("share", "interval"), [(0.01, 20), (0.3, 3)])
 def test_scale_moves_as_in_torch_over_random_steps(share: float, interval: int) -> None:
     script = random_steps(5_000, share)
@@ -129,6 +131,7 @@ def test_scale_moves_as_in_torch_over_random_steps(share: float, interval: int) 
     assert min(scale for scale, _ in found) >= SMALLEST
 
 
+@pytest.mark.sweep(but=("common",))
 @pytest.mark.parametrize("options", [LEGACY, COMMON], ids=["legacy", "common"])
 def test_scale_moves_as_in_paddle(options: dict[str, Any]) -> None:
     script = steps("gbbgbgbb 1000g b 1001g bb 2000g b 40b g bb") + random_steps(10_000, 0.002) + random_steps(500, 0.5)

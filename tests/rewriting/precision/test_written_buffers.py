@@ -108,6 +108,31 @@ WAYS: dict[str, tuple[Passes, bool]] = {
 """Passes, and whether the model is in parts."""
 
 
+@pytest.mark.sweep(
+    but=(
+        "add_to_rows-O2",
+        "add_without_gradients-plain",
+        "add_without_gradients-recompute",
+        "add_without_gradients-O1",
+        "add_without_gradients-O2",
+        "add_without_gradients-half",
+        "add_without_gradients-all low",
+        "add_without_gradients-parts",
+        "add_without_gradients-recompute in parts",
+        "add_to_transposed-O2",
+        "add_to_one_of_many-O2",
+        "view_without_gradients-O2",
+        "view_before-O2",
+        "under_autocast-O2",
+        "set_signs-O2",
+        "set_signs-parts",
+        "put_at-O1",
+        "put_at-O2",
+        "add_at-O1",
+        "add_at-O2",
+        "whole-O2",
+    )
+)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("write", WRITES)
 def test_what_is_written_is_in_the_buffer(write: Callable[[torch.Tensor, torch.Tensor], None], way: str) -> None:

@@ -112,6 +112,7 @@ def test_entries_name_modules_and_calls_of_outer_modules() -> None:
     assert deniable(found.original.forward, found.original.forward, "op") == []
 
 
+@pytest.mark.sweep
 def test_every_entry_can_be_denied() -> None:
     target = {"model": Small(depth=1), "example_inputs": (torch.ones(2, 8),), "loss": mean_square}
     found, outcome = rewritten(target, MixedPrecision())
@@ -124,6 +125,7 @@ def test_every_entry_can_be_denied() -> None:
 _ALSO = pytest.param(LowLinear(dtype="float16"), marks=pytest.mark.sweep)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("current", [_ALSO, MixedPrecision(dtype="float16")])
 @pytest.mark.parametrize(
     ("target", "culprits"), [(unfit, ("layers.2",)), (overflowing, ("layers.2", "layers.3"))], ids=["weight", "value"]

@@ -141,6 +141,7 @@ def test_gradients_and_updated_parameters_have_their_names() -> None:
     assert all(torch.equal(kept[name], tensor) for name, tensor in target["model"].state_dict().items())
 
 
+@pytest.mark.sweep
 def test_buffers_are_compared_as_they_are_left() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     rows = compared({"model": model, "example_inputs": (torch.randn(8, 4),), "loss": mean_square}, LowLinear())
@@ -150,6 +151,7 @@ def test_buffers_are_compared_as_they_are_left() -> None:
     assert torch.equal(model[1].running_mean, torch.zeros(4))
 
 
+@pytest.mark.sweep
 def test_a_drop_in_program_has_outputs_and_gradients_of_inputs() -> None:
     x = torch.randn(3, 8, requires_grad=True)
     rows = compared({"model": Small(), "example_inputs": (x,)}, LowLinear())
@@ -171,6 +173,7 @@ def test_parameters_with_equal_gradients_are_all_listed() -> None:
     assert {"one~", "other~"} <= set(rows)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stage", ["joint", "step"])
 def test_random_numbers_are_the_same_in_both(stage: Literal["joint", "step"]) -> None:
     model = Blocks(layers=1, p=0.3)
@@ -185,6 +188,7 @@ def test_random_numbers_are_the_same_in_both(stage: Literal["joint", "step"]) ->
     assert torch.is_grad_enabled()
 
 
+@pytest.mark.sweep
 def test_each_seed_is_another_dropout() -> None:
     target = {"model": Blocks(layers=1, p=0.5), "example_inputs": (torch.randint(11, (2, 6)),), "loss": next_token}
     one = trial(target)
@@ -194,6 +198,7 @@ def test_each_seed_is_another_dropout() -> None:
     assert first != second
 
 
+@pytest.mark.sweep
 def test_a_loss_scale_is_taken_out_of_gradients() -> None:
     model = Small()
     target = {"model": model, "example_inputs": (torch.randn(4, 8),), "loss": mean_square}
@@ -205,6 +210,7 @@ def test_a_loss_scale_is_taken_out_of_gradients() -> None:
         assert {row.kind for row in result.tensors} == {"gradient"} | ({"parameter"} if stage == "step" else set())
 
 
+@pytest.mark.sweep
 def test_an_optimizer_that_has_state_makes_its_next_step() -> None:
     model, x = Small(), torch.randn(4, 8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
@@ -220,6 +226,7 @@ def test_an_optimizer_that_has_state_makes_its_next_step() -> None:
     assert all(torch.equal(before["state"][i]["exp_avg"], after[i]["exp_avg"]) for i in after)
 
 
+@pytest.mark.sweep(but=("momentum",))
 @pytest.mark.parametrize("name", ["adam", "momentum", "rmsprop"])
 def test_a_fresh_optimizer_makes_its_first_step(name: str) -> None:
     model, x = Small(depth=1), torch.randn(4, 8)
@@ -265,6 +272,7 @@ def test_users_names_are_listed_and_ops_only_when_asked_for() -> None:
     assert set(compared(named(), LowLinear(), tensors=["hidden", "::relu"])) == {"hidden"}
 
 
+@pytest.mark.sweep
 def test_ops_that_are_called_more_often_are_not_matched_by_number() -> None:
     found = compared(named(), LowLinear(), tensors=["up::*"])
     assert "up::addmm" in found

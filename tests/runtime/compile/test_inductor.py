@@ -156,6 +156,7 @@ def test_what_takes_too_much_is_divided_until_the_budget_holds(hoarder: Compiler
     assert resident + drop_in_peak(optimized, next_token, TOKENS) <= budget
 
 
+@pytest.mark.sweep
 def test_a_whole_step_that_takes_too_much_is_divided(hoarder: Compiler) -> None:
     model = gpt()
     budget, resident = budgets(model, next_token, TOKENS, 0.75)
@@ -167,6 +168,7 @@ def test_a_whole_step_that_takes_too_much_is_divided(hoarder: Compiler) -> None:
     assert resident + graphopt.measure_peak(lambda: step(TOKENS)).allocated_peak_bytes <= budget
 
 
+@pytest.mark.sweep
 def test_what_takes_no_more_is_not_divided(frugal: Compiler) -> None:
     graphopt.optimize(gpt(), [FitMemory("80%")], backend="inductor")(TOKENS)
     assert len(frugal.given) == 2
@@ -234,6 +236,7 @@ def fitted_program(p: float) -> tuple[Program, nn.Module]:
     return program, model
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("p", [0.0, 0.1])
 def test_a_dry_run_predicts_the_measured_peak(p: float) -> None:
     program, model = fitted_program(p)
@@ -249,6 +252,7 @@ def test_a_dry_run_predicts_the_measured_peak(p: float) -> None:
     assert max(chain.peaks()) == pytest.approx(measured, rel=1e-3)
 
 
+@pytest.mark.sweep
 @examples(6, many=60)
 @given(p=st.sampled_from([0.0, 0.1]), cuts=st.lists(st.integers(1, 400), max_size=6))
 def test_dividing_changes_neither_results_nor_the_peak(p: float, cuts: list[int]) -> None:
@@ -270,6 +274,7 @@ def test_dividing_changes_neither_results_nor_the_peak(p: float, cuts: list[int]
     assert all(map(identical, *outcomes))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("passes", [[Recompute("blocks.*")], [Offload(tier="disk", min_bytes=1)]])
 def test_what_waits_elsewhere_or_runs_again_survives_division(hoarder: Compiler, passes: list[graphopt.Pass]) -> None:
     model = gpt(0.1)
@@ -285,6 +290,7 @@ def padded_loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -
     return F.cross_entropy(model(tokens).flatten(0, 1), moved.flatten(), ignore_index=-100)
 
 
+@pytest.mark.sweep
 @quiet
 def test_code_for_sizes_that_vary_serves_them_all() -> None:
     model = Lengths()

@@ -149,6 +149,7 @@ def smallest(model: nn.Module, x: torch.Tensor) -> int:
     return int(str(failed.value).partition("the smallest peak found is ")[2].split()[0])
 
 
+@pytest.mark.sweep(but=("normed",))
 @pytest.mark.parametrize("name", list(MODELS))
 def test_training_equals_eager_training_at_any_budget(name: str) -> None:
     torch.manual_seed(0)
@@ -182,6 +183,7 @@ def test_pytorch_190758_random_numbers_of_forward_are_used_again_at_any_budget()
             assert same(found, expected)
 
 
+@pytest.mark.sweep(but=("True",))
 @pytest.mark.parametrize("graphsafe", [False, True])
 def test_pytorch_190717_a_dropout_mask_is_the_same_in_backward_at_the_lowest_budget(graphsafe: bool) -> None:
     torch.manual_seed(0)
@@ -203,6 +205,7 @@ def test_pytorch_190717_a_dropout_mask_is_the_same_in_backward_at_the_lowest_bud
     assert torch.equal(weight, eager[0].weight.grad)
 
 
+@pytest.mark.sweep
 def test_pytorch_197838_measured_peaks_fall_with_the_budget() -> None:
     """Blocks in which a low budget of torch's takes more memory than a higher one."""
     torch.manual_seed(0)
@@ -218,6 +221,7 @@ def test_pytorch_197838_measured_peaks_fall_with_the_budget() -> None:
     assert found[-1] < 0.6 * found[0]
 
 
+@pytest.mark.sweep
 def test_pytorch_193193_backward_holds_one_block_where_blocks_are_passed_through_twice() -> None:
     """Checkpointed blocks that a graph has twice: what is computed again does not pile up."""
     torch.manual_seed(0)
@@ -233,6 +237,7 @@ def test_pytorch_193193_backward_holds_one_block_where_blocks_are_passed_through
     assert peaks[1] <= 1.05 * peaks[0]
 
 
+@pytest.mark.sweep
 def test_a_smaller_budget_never_keeps_more(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model, x = layers(6), torch.randn(256, 32)
@@ -256,6 +261,7 @@ def in_bytes(text: str) -> float:
     return float(number) * {"B": 1, "kB": 1e3, "MB": 1e6}[unit]
 
 
+@pytest.mark.sweep
 def test_graphs_for_any_size_and_without_gradients() -> None:
     torch.manual_seed(0)
     model = layers(2)
@@ -271,6 +277,7 @@ def test_graphs_for_any_size_and_without_gradients() -> None:
         assert torch.equal(compiled.eval()(x), eager.eval()(x))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["dropout", pytest.param("noisy", marks=pytest.mark.sweep)])
 def test_inductors_own_results_do_not_change(name: str) -> None:
     """Its random numbers are not eager mode's; they are the same ones whatever is kept."""
@@ -301,6 +308,7 @@ def test_what_is_no_budget_is_refused(budget: Any) -> None:
         graphopt.partitioner(budget)
 
 
+@pytest.mark.sweep
 def test_a_budget_that_nothing_fits_is_refused_with_the_smallest_peak() -> None:
     model, x = layers(), torch.randn(32, 32)
     least = smallest(model, x)

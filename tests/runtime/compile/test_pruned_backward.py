@@ -65,6 +65,7 @@ PASSES: dict[str, list[graphopt.Pass]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("passes", PASSES)
 def test_every_choice_of_outputs_has_eager_modes_gradients(passes: str) -> None:
     model = Several()
@@ -82,6 +83,7 @@ def test_nothing_that_a_loss_leaves_out_makes_gradients_no_numbers() -> None:
     assert any(gradient is not None and bool(gradient.view(torch.float32).isnan().any()) for gradient in with_length)
 
 
+@pytest.mark.sweep
 def test_each_backward_of_one_call_looks_anew() -> None:
     model = Several()
     results = []
@@ -94,6 +96,7 @@ def test_each_backward_of_one_call_looks_anew() -> None:
     assert all(torch.equal(a, b) for a, b in zip(results[:3], results[3:], strict=True))
 
 
+@pytest.mark.sweep
 def test_calls_whose_backwards_take_turns_are_told_apart() -> None:
     model = Several()
     results = []
@@ -106,6 +109,7 @@ def test_calls_whose_backwards_take_turns_are_told_apart() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))  # type: ignore[arg-type]
 
 
+@pytest.mark.sweep
 def test_low_precision_and_sizes_that_change() -> None:
     model = Several()
     for passes in ([MixedPrecision("bf16")], []):
@@ -194,6 +198,7 @@ def consuming(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
     return kept
 
 
+@pytest.mark.sweep(but=("eager-2.5",))
 @pytest.mark.parametrize("power", [0.3, -1.5, 2.5])
 @pytest.mark.parametrize("backend", ["eager", consuming])
 def test_what_is_left_out_is_not_computed_in_place_either(power: float, backend: Any) -> None:
@@ -249,6 +254,7 @@ class WithLogits(nn.Module):
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
+@pytest.mark.sweep(but=("True",))
 @pytest.mark.parametrize("keeps", [False, True])
 def test_zeros_for_a_gradient_that_does_not_come_are_gone_before_backward_runs(keeps: bool) -> None:
     model = graphopt.optimize(WithLogits())

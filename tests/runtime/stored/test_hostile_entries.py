@@ -46,6 +46,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_files_that_are_not_whole(
     stored: tuple[Training, list[Path]], change: Change, caplog: pytest.LogCaptureFixture
@@ -127,6 +128,7 @@ def test_entries_whose_data_is_changed_anywhere(stored: tuple[Training, list[Pat
         change_everywhere(stored, number, lambda: step_run(network(), sgd, BATCHES)[0])
 
 
+@pytest.mark.sweep
 def test_entries_of_drop_in_models_whose_data_is_changed_anywhere(folder: Path) -> None:
     expected, _ = drop_in_run(network(), sgd, BATCHES)
     (entry,) = entries(folder)
@@ -158,6 +160,7 @@ PROGRAMS: dict[str, Callable[[Any], None]] = {
 }
 
 
+@pytest.mark.sweep(but=("another parameter of another shape", "a size"))
 @pytest.mark.parametrize("change", PROGRAMS.values(), ids=PROGRAMS)
 def test_programs_that_a_stranger_wrote_do_not_run(
     stored: tuple[Training, list[Path]], change: Callable[[Any], None], caplog: pytest.LogCaptureFixture
@@ -212,6 +215,7 @@ def test_text_that_unpacks_to_more_than_is_read_is_refused(tmp_path: Path, monke
         read_checked(tmp_path / "file")
 
 
+@pytest.mark.sweep
 def test_what_was_used_longest_ago_goes_first(folder: Path) -> None:
     for count in (2, 3, 4):
         step_run(network(), sgd, [(rows(count),)])

@@ -43,6 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # --- what is read is what was captured -------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("passes", PASSES.values(), ids=PASSES)
 def test_a_stored_step_trains_like_a_captured_one(folder: Path, passes: str) -> None:
     first, captured = step_run(network(), adamw, [(X,)] * 3, passes)
@@ -56,6 +57,7 @@ def test_a_stored_step_trains_like_a_captured_one(folder: Path, passes: str) -> 
     assert loaded.program.to_graph_module().code == captured.program.to_graph_module().code
 
 
+@pytest.mark.sweep(but=("recompute",))
 @pytest.mark.parametrize(
     "passes", ["", PASSES["recompute"], PASSES["mixed-precision"]], ids=["none", "recompute", "bf16"]
 )
@@ -79,6 +81,7 @@ class Several(nn.Module):
         return {"y": self.head(h) + self.shift, "more": [h.argmax(1), (number, None)]}
 
 
+@pytest.mark.sweep
 def test_results_in_containers_buffers_and_gradients_of_inputs_are_as_before(folder: Path) -> None:
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         result = model(x)
@@ -253,6 +256,7 @@ def _thaw_bias(module: nn.Module) -> None:
         module.bias.requires_grad_(True)
 
 
+@pytest.mark.sweep(but=("global",))
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_forward_reads_decides(
     folder: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[pytest.MonkeyPatch], Reads]
@@ -266,6 +270,7 @@ def test_what_forward_reads_decides(
     assert_same(step_run(model, sgd, [(X,)] * 2)[0], found, "changed")
 
 
+@pytest.mark.sweep
 def test_options_call_and_optimizer_decide(folder: Path) -> None:
     step_run(network(), sgd, [(X,)])
     runs = [
@@ -281,6 +286,7 @@ def test_options_call_and_optimizer_decide(folder: Path) -> None:
     assert is_loaded(step_run(network(), lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.9, fused=True), [(X,)])[1])
 
 
+@pytest.mark.sweep
 def test_a_forward_hook_is_part_of_the_program(folder: Path) -> None:
     def hooked(factor: float) -> nn.Module:
         model = network()
@@ -323,6 +329,7 @@ class Odd(nn.Module):
         return Double.apply(y) if self.around == "function" else y
 
 
+@pytest.mark.sweep(but=("sets-forward sets calls",))
 @pytest.mark.parametrize(
     ("around", "reason"),
     [("generator", "torch._C.Generator"), ("sets", "forward sets calls")],
@@ -350,6 +357,7 @@ def _hooked(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return optimizer
 
 
+@pytest.mark.sweep
 def test_an_optimizer_that_runs_as_it_is_stays_in_its_process(folder: Path) -> None:
     for _ in range(2):
         _, step = step_run(network(), _hooked, [(X,)])
@@ -384,6 +392,7 @@ def test_the_log_says_where_a_capture_comes_from(folder: Path, caplog: pytest.Lo
     assert "Net: loaded from the cache" in caplog.text
 
 
+@pytest.mark.sweep
 def test_a_dump_and_a_numeric_check_want_a_capture(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,6 +413,7 @@ def test_it_is_off_without_a_folder_or_where_it_is_turned_off(folder: Path, monk
     assert not folder.exists()
 
 
+@pytest.mark.sweep
 def test_training_goes_on_where_nothing_can_be_written(folder: Path) -> None:
     folder.parent.mkdir(parents=True)
     folder.write_text("a file where the folder should be")

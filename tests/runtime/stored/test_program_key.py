@@ -106,6 +106,7 @@ print(json.dumps(list(keys())))
 """
 
 
+@pytest.mark.sweep
 def test_models_of_transformers_have_the_same_key_in_each_process() -> None:
     """Their configurations note what ``hash`` gave of a text."""
     processes = [

@@ -64,6 +64,7 @@ def gradients(model: Any, x: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.sweep(but=("in_parts-none", "in_parts-fit"))
 @pytest.mark.parametrize(
     "passes",
     [[], [Recompute("auto")], [FitMemory("90%", cost="roofline")]],
@@ -106,6 +107,7 @@ print(all(map(torch.equal, gradients(model, X), expected)))
 """
 
 
+@pytest.mark.sweep
 def test_another_process_says_that_it_has_loaded_them(tmp_path: Path) -> None:
     root = str(Path(__file__).parents[3])
     environment = {**os.environ, "GRAPHOPT_CACHE": str(tmp_path), "GRAPHOPT_CACHE_PROGRAMS": "1"}

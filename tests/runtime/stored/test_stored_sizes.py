@@ -68,6 +68,7 @@ def fit(budget: int | str) -> FitMemory:
 # --- what is read serves the sizes that it served --------------------------------------------------------------------
 
 
+@pytest.mark.sweep(but=("recompute{checkpoints=blocks.*}-drop-in",))
 @pytest.mark.parametrize("way", ["drop-in", "step"])
 @pytest.mark.parametrize("passes", ["", "recompute{checkpoints=blocks.*}", "mixed-precision{dtype=bfloat16}"])
 def test_it_trains_as_before_in_any_order(folder: Path, way: Way, passes: str) -> None:
@@ -88,6 +89,7 @@ def test_it_trains_as_before_in_any_order(folder: Path, way: Way, passes: str) -
     assert [all(read(again)), all(read(other)), count(folder)] == [True, True, kept]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", ["drop-in", "step"])
 def test_all_plans_are_read_and_the_budget_holds(folder: Path, way: Way) -> None:
     model = Lengths(layers=1)
@@ -113,6 +115,7 @@ def test_a_plan_for_other_sizes_is_read_too(folder: Path) -> None:
     assert all(capture.rewritten.loaded for capture in loaded._runner.serving.everything())
 
 
+@pytest.mark.sweep
 def test_a_length_without_a_plan_is_planned_from_a_capture_of_its_own(folder: Path) -> None:
     model = Lengths(layers=1)
     budget = int(0.75 * plain_peak(model, LONGEST))
@@ -126,6 +129,7 @@ def test_a_length_without_a_plan_is_planned_from_a_capture_of_its_own(folder: Pa
     assert all(read(again))
 
 
+@pytest.mark.sweep
 def test_a_share_means_the_peak_at_the_largest_sizes(folder: Path) -> None:
     model = Lengths(layers=1)
     budget = int(0.75 * plain_peak(model, LONGEST))
@@ -135,6 +139,7 @@ def test_a_share_means_the_peak_at_the_largest_sizes(folder: Path) -> None:
     assert all(read(found))
 
 
+@pytest.mark.sweep
 def test_accumulated_batches_have_their_programs_there_too(folder: Path) -> None:
     model = Lengths()
     for _ in range(2):
@@ -206,6 +211,7 @@ def test_declared_sizes_are_part_of_the_key_and_still_bounds(folder: Path) -> No
     assert [is_loaded(automatic), count(folder)] == [False, 3]
 
 
+@pytest.mark.sweep
 def test_fixed_sizes_never_take_a_capture_whose_sizes_vary(folder: Path) -> None:
     step_run(network(), adamw, [(rows(4),), (rows(7),)])
     _, step = step_run(network(), adamw, [(rows(9),)], dynamic_shapes=None)
@@ -215,6 +221,7 @@ def test_fixed_sizes_never_take_a_capture_whose_sizes_vary(folder: Path) -> None
 # --- files that are shipped ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_a_saved_step_serves_the_same_sizes(tmp_path: Path) -> None:
     model = Lengths(layers=1)
     budget = int(0.75 * plain_peak(model, LONGEST))
@@ -275,6 +282,7 @@ def _varying(folder: Path) -> Path:
     return found
 
 
+@pytest.mark.sweep(but=("a condition that is code", "no inputs"))
 @pytest.mark.parametrize("change", BAD_SIZES.values(), ids=BAD_SIZES)
 def test_sizes_that_a_stranger_wrote_are_not_taken(
     folder: Path, change: Callable[[dict[str, Any]], object], caplog: pytest.LogCaptureFixture
@@ -292,6 +300,7 @@ def test_sizes_that_a_stranger_wrote_are_not_taken(
     assert "cannot be used" in caplog.text
 
 
+@pytest.mark.sweep(but=("unlimited",))
 @pytest.mark.parametrize("name", ["stage-joint", "stage-step", "unlimited"])
 def test_a_program_that_cannot_be_read_is_captured_anew(
     folder: Path, name: str, caplog: pytest.LogCaptureFixture

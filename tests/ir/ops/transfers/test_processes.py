@@ -147,6 +147,7 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**said, "code": str(process.returncode), "files": str(list(folder.iterdir()))}
 
 
+@pytest.mark.sweep
 def test_a_forked_child_starts_anew_and_the_parent_goes_on(forked: dict[str, str]) -> None:
     assert (forked.get("child"), forked.get("parent")) == ("0", "goes on")
 
@@ -155,10 +156,12 @@ def test_a_process_ends_in_the_middle_of_copies(forked: dict[str, str]) -> None:
     assert (forked.get("end"), forked["code"], forked["files"]) == ("now", "0", "[]")
 
 
+@pytest.mark.sweep
 def test_activations_on_disk_take_no_memory(limited: dict[str, str]) -> None:
     """A process that may have 100 MB more holds 192 MB on disk; the system refuses them as host memory, and kept."""
     assert (limited.get("disk"), limited.get("host"), limited.get("kept")) == ("192000000", "True", "True")
 
 
+@pytest.mark.sweep
 def test_a_killed_process_leaves_no_file(limited: dict[str, str]) -> None:
     assert (limited.get("writing"), limited["code"], limited["files"]) == ("now", str(-signal.SIGKILL), "[]")

@@ -116,6 +116,7 @@ def test_compilers_take_the_ops() -> None:
 # --- programs --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_program_whose_activations_are_moved_computes_the_same(tier: str) -> None:
     model, tokens = Blocks(layers=2), torch.randint(0, 11, (2, 6))
@@ -130,6 +131,7 @@ def test_a_program_whose_activations_are_moved_computes_the_same(tier: str) -> N
     assert transfers.statistics(tier).offloads == transfers.statistics(tier).prefetches == moved
 
 
+@pytest.mark.sweep
 def test_moving_activations_lowers_the_peak_by_their_bytes() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Sigmoid()) for _ in range(8)))
     x = torch.randn(512, 64)

@@ -232,6 +232,7 @@ def exchanged(program: Program, ranks: int) -> Volume:
     return found
 
 
+@pytest.mark.sweep(but=("2-options1-strategy1",))
 @pytest.mark.parametrize(
     ("options", "strategy"),
     [
@@ -247,6 +248,7 @@ def test_dense_volumes_are_those_of_data_parallel(ranks: int, options: dict[str,
     assert predicted.received == pytest.approx(found.received, rel=1e-12)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("sparsity", [0.999, 0.75, 0.5])
 @pytest.mark.parametrize("bucket_mb", [32.0, 0.05])
 def test_sparse_volumes_are_those_of_deep_gradient_compression(ranks: int, sparsity: float, bucket_mb: float) -> None:
@@ -259,6 +261,7 @@ def test_sparse_volumes_are_those_of_deep_gradient_compression(ranks: int, spars
     assert predicted.received == pytest.approx(found.received, rel=1e-12)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("bucket_mb", [32.0, 0.05])
 @pytest.mark.parametrize(
     ("compressed", "strategy"),
@@ -278,6 +281,7 @@ def test_compressed_volumes_are_those_of_compress_gradients(
     assert predicted.received == pytest.approx(found.received, rel=1e-12)
 
 
+@pytest.mark.sweep(but=("4-32.0",))
 @pytest.mark.parametrize("bucket_mb", [32.0, 0.05])
 def test_local_volumes_are_those_of_local_sgd_over_its_interval(ranks: int, bucket_mb: float) -> None:
     predicted = predict(plain_step(wide()), ranks, 1e9, strategy=Local(4, bucket_mb=bucket_mb), cost=COST)
@@ -286,6 +290,7 @@ def test_local_volumes_are_those_of_local_sgd_over_its_interval(ranks: int, buck
     assert predicted.received == pytest.approx(found.received / 4, rel=1e-12)
 
 
+@pytest.mark.sweep
 def test_a_drop_in_program_is_predicted_too(ranks: int) -> None:
     model = wide()
     program = graphopt.capture(model, (torch.randn(8, 64),))
@@ -294,6 +299,7 @@ def test_a_drop_in_program_is_predicted_too(ranks: int) -> None:
     assert predicted.payload == exchanged(program, ranks).payload
 
 
+@pytest.mark.sweep
 def test_programs_that_exchange_already_are_refused(ranks: int) -> None:
     with pytest.raises(GraphoptError, match=r"exchanged already \('.*' by data-parallel.*: plan the program without"):
         predict(step_with(DataParallel()), ranks, 1e9, cost=COST)
@@ -302,6 +308,7 @@ def test_programs_that_exchange_already_are_refused(ranks: int) -> None:
 # --- workloads -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_gradients_are_ready_as_backward_makes_them() -> None:
     program = plain_step(wide())
     found = workload_of(program, COST)
@@ -323,6 +330,7 @@ def graphopt_seconds(program: Program) -> list[float]:
     return op_seconds(calls, method="roofline", profile=PROFILES[COST])
 
 
+@pytest.mark.sweep
 def test_selection_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     use_folder(tmp_path, monkeypatch)
     runs: list[torch.device] = []
