@@ -14,7 +14,7 @@ from hypothesis import settings
 from tests.support import searching
 from tests.support.fixed_figures import keep_figures
 from tests.support.properties import examples
-from tests.support.sweeping import sweep_cases
+from tests.support.sweeping import check_core, sweep_cases
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, the notebooks' kernels among them
 
@@ -37,10 +37,11 @@ def pytest_pycollect_makeitem() -> Generator[None, object, object]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.suffix == ".ipynb":
             item.add_marker(pytest.mark.sweep)
+    check_core(items, whole=config.args == config.getini("testpaths") and not config.getoption("ignore"))
 
 
 def pytest_collection_finish() -> None:

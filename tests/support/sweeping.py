@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from importlib.metadata import entry_points
+from itertools import product
 
 import pytest
 
-__all__ = ["sweep_cases"]
+from tests.support.core_passes import DOORS, MODELS
+
+__all__ = ["check_core", "sweep_cases"]
 
 
 def sweep_cases(items: Sequence[pytest.Item]) -> None:
@@ -32,6 +36,30 @@ def sweep_cases(items: Sequence[pytest.Item]) -> None:
         for name, item in ids.items():
             if (name in named) == (form == "but"):
                 item.own_markers.remove(mark)
+
+
+def check_core(items: Iterable[pytest.Item], *, whole: bool) -> None:
+    """Core tests run by default, and each pass has them.
+
+    Args:
+        items: what was collected.
+        whole: whether that is everything, so that a pass has a case or none.
+
+    Raises:
+        pytest.UsageError: what is marked ``core`` and ``sweep``; a registered pass without a case for a door and model.
+    """
+    core = [item for item in items if item.get_closest_marker("core")]
+    if swept := [item.nodeid for item in core if item.get_closest_marker("sweep")]:
+        raise pytest.UsageError(f"core tests are never swept: {', '.join(swept)}")
+    if not whole:
+        return
+    params = [item.callspec.params for item in core if hasattr(item, "callspec")]
+    cases = {tuple(p.get(key) for key in ("name", "door", "kind")) for p in params}
+    registered = [entry.name for entry in entry_points(group="graphopt.passes") if entry.value.startswith("graphopt.")]
+    if missing := [case for case in product(registered, DOORS, MODELS) if case not in cases]:
+        raise pytest.UsageError(
+            "these have no core test: " + "; ".join(map(", ".join, missing)) + " (tests/support/core_passes.py)"
+        )
 
 
 def _some(mark: pytest.Mark) -> bool:
