@@ -198,7 +198,7 @@ class FitMemory(Pass):
         assert plans is not None
         key = str(self), "compress"
         if key not in plans:
-            budget = self._bytes(program, memory, None)
+            budget = self._bytes(program, memory)
             if within_already(memory, budget, reserved_where_cached(program, memory)):
                 return self._fit_uncompressed(program)
             plans[key] = budget, decided_by_first_rank(program, lambda: self._choose_values(program, budget))
@@ -230,7 +230,7 @@ class FitMemory(Pass):
         """Fit a program some of whose inputs reside elsewhere; each plan is one around their copies."""
         with elsewhere(program, nodes_of(program, lifted)):
             room = program.context.room
-            budget = self._bytes(program, program.memory(), None) if room is None else room
+            budget = self._bytes(program, program.memory()) if room is None else room
         if program.context.plans is None:
             program.context = replace(program.context, plans={})
         done, swapped = self._around(program, lifted, budget)
@@ -243,7 +243,7 @@ class FitMemory(Pass):
     def _smallest(self, program: Program) -> int | None:
         """The smallest peak of a program that was found; None where there was no search."""
         known = (program.context.plans or {}).get(self._key(program))
-        return None if known is None else known.fitting.smallest().taken_bytes
+        return known[0].fitting.smallest().taken_bytes if known else None
 
     def _key(self, program: Program) -> _Key:
         """What plans of programs with the same calls, for the same sizes, are kept under."""
@@ -259,7 +259,7 @@ class FitMemory(Pass):
         assert plans is not None
         key = str(self), "state"
         actions: list[StateAction] | None = plans.get(key)
-        budget = self._bytes(program, memory, None) if context.room is None else context.room
+        budget = self._bytes(program, memory) if context.room is None else context.room
         if actions is None:
             state = movable_state(program)
             if not state:
@@ -336,9 +336,9 @@ class FitMemory(Pass):
         """
         memory = program.memory()
         room = program.context.room
-        plans, key = program.context.plans, self._key(program)
-        carried = known or (plans.get(key) if plans is not None else None)
-        budget = room if room is not None else share or self._bytes(program, memory, carried)
+        key = self._key(program)
+        carried = [known] if known else list((program.context.plans or {}).get(key, ()))
+        budget = room if room is not None else share or self._bytes(program, memory)
         reason = within_already(memory, budget, reserved_where_cached(program, memory))
         if reason:
             sizes = written_sizes(program)
@@ -356,7 +356,7 @@ class FitMemory(Pass):
                 raise min(refused, error, key=lambda each: each.smallest_bytes) from None
 
     def _decide_prepared(
-        self, program: Program, ready: Prepared, budget: int, key: _Key, carried: Planned | None
+        self, program: Program, ready: Prepared, budget: int, key: _Key, carried: Sequence[Planned]
     ) -> Decision:
         """What is to be done to a program that is prepared for it.
 
@@ -365,7 +365,7 @@ class FitMemory(Pass):
             ready: the program, prepared.
             budget: in bytes.
             key: what plans of the program are kept under.
-            carried: a plan that was found for such a program before.
+            carried: the plans that were found for such programs before.
         """
         program.graph = ready.program.graph
         memory = program.memory()
@@ -375,15 +375,15 @@ class FitMemory(Pass):
             return Decision(prepared=ready)
         shared = room is not None
         searches = None if plans is None or not wanted else plans.setdefault((str(self), calls), Searches())
-        found = None if carried is None else carry(program, memory, carried, budget, shared=shared)
+        found = carry(program, memory, carried, budget, shared=shared)
         if found is None and searches is not None:
             found = searches.plan_within(program, budget)
         if found is None:
             found = self._search(program, memory, budget, shared=shared)
             if searches is not None:
                 searches.add(found)
-        if plans is not None:
-            plans.setdefault(key, found)
+        if plans is not None and all(found is not other for other in plans.setdefault(key, [])):
+            plans[key].append(found)
         return Decision(found=found, prepared=ready)
 
     def _search(self, program: Program, memory: MemoryTimeline, budget: int, *, shared: bool) -> Planned:
@@ -410,17 +410,23 @@ class FitMemory(Pass):
             raise error
         return plan_of(fitting, fitted or fitting.smallest(), budget, costs)
 
-    def _bytes(self, program: Program, memory: MemoryTimeline, carried: Planned | None) -> int:
-        """The budget in bytes; a share means that of the program that was planned, in all programs of a step.
+    def _bytes(self, program: Program, memory: MemoryTimeline) -> int:
+        """The budget in bytes; a share means that of the program that was planned first, in all programs of a step.
 
+        Where gradients are accumulated, it is a share of the highest peak of the calls of an update, the updating one.
         Where sizes vary, it is a share of the peak at the largest that have come up.
         """
-        shares = isinstance(self.budget, str) and self.budget.endswith("%")
-        if carried is not None and shares:
-            return carried.budget
-        largest = program.context.largest
+        shares = isinstance(self.budget, str) and self.budget.strip().endswith("%")
+        largest, plans = program.context.largest, program.context.plans
         counted = program.memory(sizes=largest) if shares and largest else memory
-        return budget_bytes(self.budget, counted, reserved_where_cached(program, counted) if shares else None)
+        key = str(self), "budget", tuple(sorted(largest.items())), tuple(sorted(program.context.sizes.items()))
+        known = 0 if plans is None else plans.get(key, 0)
+        if known and not program.inputs_of("gradient"):
+            return known
+        found = budget_bytes(self.budget, counted, reserved_where_cached(program, counted) if shares else None)
+        if plans is not None:
+            plans[key] = max(known, found)
+        return max(known, found)
 
     def limit(self, memory: MemoryTimeline) -> int:
         """The budget in bytes."""

@@ -73,6 +73,7 @@ def storages_of(
     position = {node: index for index, node in enumerate(calls)}
     refers = _input_storages(program, len(calls))
     storages = [storage for owned in refers.values() for storage in owned]
+    storages += _persistent_storages(program, len(calls))
     reused = reused_operands(program, in_forward=forward_in_place)
     for node in calls:
         operand = reused.get(node)
@@ -103,6 +104,16 @@ def _input_storages(program: Program, end: int) -> dict[fx.Node, list[Storage]]:
             for tensor in tensors_of(value_of(node))
         ]
     return refers
+
+
+def _persistent_storages(program: Program, end: int) -> list[Storage]:
+    """The storages of what is in memory throughout without being an input; they belong to the first input."""
+    inputs = {(spec.role, spec.target) for spec in program.inputs}
+    return [
+        Storage(program.placeholders[0], _size(value), _INPUT_CATEGORY[role], -1, end, (target,), device_of(value))
+        for (role, target), value in program.context.persistent.items()
+        if (role, target) not in inputs
+    ]
 
 
 def _live_to_last_use(refers: dict[fx.Node, list[Storage]], position: dict[fx.Node, int], outside: int | None) -> None:

@@ -64,6 +64,8 @@ class Context:
             memory decide, the pass is not there.
         keep: bytes that inputs which stay between two calls may add to the peak, by the pass that has put their copies
             in; where a budget alone decides, the pass is not there.
+        persistent: tensors that are in memory while the program runs without being its inputs, by role and target (the
+            optimizer's state in a call that adds up gradients), as fake tensors; those that are inputs count once.
     """
 
     history: tuple[str, ...] = ()
@@ -79,6 +81,7 @@ class Context:
     elsewhere: frozenset[str] = frozenset()
     prefetch: Mapping[str, int] = field(default_factory=dict)
     keep: Mapping[str, int] = field(default_factory=dict)
+    persistent: Mapping[tuple[str, str], Any] = field(default_factory=dict)
 
     def after(self, spec: str) -> Context:
         """The context behind one more pass; a pass of several stages counts once."""

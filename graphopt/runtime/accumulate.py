@@ -15,26 +15,46 @@ from graphopt.ir.program import Program
 from graphopt.ir.state import PassState
 from graphopt.rewriting.memory.named_plan import ACCUMULATION
 
-__all__ = ["WEIGHT", "accumulate_gradients", "add_gradients", "scale_seed", "weigh_seed"]
+__all__ = ["WEIGHT", "accumulating", "add_gradients"]
 
 WEIGHT = "join/weight"
 """The name of the number by which the gradients of this rank count, where ranks end at different times."""
 
 
-def scale_seed(program: Program, batches: int) -> None:
+def accumulating(
+    joint: Program, divisor: int, begun: Collection[str], *, last: bool = True, weighed: bool = False
+) -> Program:
+    """The program of one batch of an accumulation, without an update.
+
+    Args:
+        joint: of stage joint with a loss; it is only read.
+        divisor: what gradients are divided by, the number of batches; 0 for their sum.
+        begun: the parameters that have an accumulator already; none in the first batch.
+        last: whether an update follows.
+        weighed: whether gradients count by a number that is set before each run.
+    """
+    program = joint.copy()
+    if divisor:
+        _scale_seed(program, divisor)
+    if weighed:
+        _weigh_seed(program)
+    return _accumulate_gradients(program, begun, last=last) if begun else program
+
+
+def _scale_seed(program: Program, batches: int) -> None:
     """Let the backward of a joint program start from ``1 / batches``, as ``(loss / batches).backward()`` does."""
     seed = _seed(program)
     shape, _ = seed.args
     seed.args = (shape, 1.0 / batches)
 
 
-def weigh_seed(program: Program) -> None:
+def _weigh_seed(program: Program) -> None:
     """Multiply what the backward of a joint program starts from by a number that is set before each run."""
     seed = _seed(program)
     value = value_of(seed)
     weight = program.add_state(WEIGHT, PassState((), value.dtype, value.device, fill=1.0, saved=False))
-    common: dict[str, Any] = {"after": seed, "phase": Phase.BACKWARD, "like": seed, "origin": WEIGHT}
-    weighed = program.insert(torch.ops.aten.mul.Tensor, (seed, weight), **common)
+    common: dict[str, Any] = {"after": seed, "phase": Phase.BACKWARD, "like": seed, "origin": ACCUMULATION}
+    weighed = program.insert(torch.ops.aten.mul.Tensor, (seed, weight), hint="weighed", **common)
     for reader in [user for user in seed.users if user is not weighed]:
         reader.replace_input_with(seed, weighed)
 
@@ -47,15 +67,17 @@ def _seed(program: Program) -> fx.Node:
     return seed
 
 
-def accumulate_gradients(program: Program, begun: Collection[str], *, last: bool) -> Program:
-    """A joint program that adds its gradients to what earlier batches left, in place, as each becomes final.
+def _accumulate_gradients(result: Program, begun: Collection[str], *, last: bool) -> Program:
+    """Add the gradients of a joint program to what earlier batches left, in place, as each becomes final.
+
+    Accumulators that this batch does not add to are inputs as well: they are in memory. Gradients of parameters without
+    an accumulator are returned and become one.
 
     Args:
-        program: of stage joint with a loss.
-        begun: the parameters that have an accumulator already; gradients of others are returned and become one.
-        last: return every accumulated gradient (an update follows), also those that this batch does not add to.
+        result: of stage joint with a loss.
+        begun: the parameters that have an accumulator already.
+        last: return every accumulated gradient (an update follows).
     """
-    result = program.copy()
     parameters = {spec.target: node for node, spec in result.inputs_of("parameter")}
     values: list[Any] = []
     specs: list[OutputSpec] = []
@@ -79,9 +101,11 @@ def accumulate_gradients(program: Program, begun: Collection[str], *, last: bool
         if last:
             values.append(total)
             specs.append(spec)
-    for name in sorted(set(begun) - added) if last else ():
-        values.append(_accumulator(result, name, value_of(parameters[name])))
-        specs.append(OutputSpec("gradient", name))
+    for name in sorted(set(begun) - added):
+        kept = _accumulator(result, name, value_of(parameters[name]))
+        if last:
+            values.append(kept)
+            specs.append(OutputSpec("gradient", name))
     result.set_outputs(values, specs)
     return result
 

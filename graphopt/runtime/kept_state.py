@@ -85,7 +85,7 @@ class KeptState:
         lasting = self._folder()
         if self.sharded.waits or any(state.shard is not None for state in program.pass_state.values()):
             self.sharded.take(program.pass_state)
-        if not wanted or (version is not None and self._settled[0] is wanted and self._settled[1] == version):
+        if not wanted or (version is not None and self._settled[0] == wanted and self._settled[1] == version):
             return
         with torch.no_grad():
             for spec, tier in wanted:

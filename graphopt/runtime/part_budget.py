@@ -129,6 +129,7 @@ def fit_together(parts: Sequence[Rewrites], pipeline: Pipeline, resident: int) -
             f"is {peak} bytes ({format_bytes(peak)}), of which {format_bytes(resident)} are parameters, buffers and "
             "inputs",
             peak,
+            limit,
         )
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):

@@ -19,6 +19,7 @@ from graphopt.rewriting.pass_ import Pass, PassRecord
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.progress import working
 from graphopt.rewriting.shards import Shards
+from graphopt.runtime.accumulate import accumulating
 
 __all__ = ["Checks", "Keeper", "Rewritten", "Verify", "rewrite"]
 
@@ -67,6 +68,8 @@ class Rewritten:
         seconds: that capture, lowering and passes took, or reading them.
         entry: where programs of this capture are kept beyond the process; None for nowhere.
         variants: its programs beside those of the stages, as far as they were needed, by what they depend on.
+        divisor: for how many batches the program of the stage step updates, as the last of them; 0 for a sum of
+            however many. Its inputs are the gradients of those before.
     """
 
     session: CaptureSession
@@ -78,6 +81,7 @@ class Rewritten:
     seconds: float = 0.0
     entry: Keeper | None = None
     variants: dict[str, Program] = field(default_factory=dict)
+    divisor: int = 1
 
     @property
     def program(self) -> Program:
@@ -108,9 +112,9 @@ class Rewritten:
             name: says everything that it depends on beside the capture.
             make: makes it.
         """
-        program = make() if self.entry is None else self.entry.variant(name, make)
-        self.variants[name] = program
-        return program
+        if name not in self.variants:
+            self.variants[name] = make() if self.entry is None else self.entry.variant(name, make)
+        return self.variants[name]
 
     def unlimited(self, limited: Iterable[Pass]) -> Program:
         """The last program before the passes that keep it within a number of bytes.
@@ -128,21 +132,24 @@ class Rewritten:
         """The program of the next stage, as it is before the passes of that stage."""
         if program.stage == "forward":
             return self.session.lower_forward(program)
-        return self.session.lower_joint(program, shards=self._shards(program))
+        return self.session.lower_joint(self._updating(program), shards=self._shards(program))
+
+    def _updating(self, joint: Program) -> Program:
+        """The joint program of the call that updates."""
+        if self.divisor == 1:
+            return joint
+        return accumulating(joint, self.divisor, self.session.trained(joint))
 
     @no_collection()
-    def lower_joint(
-        self, *, first: bool = False, program: Program | None = None, forms: Mapping[str, str] | None = None
-    ) -> Program:
+    def lower_joint(self, program: Program, *, first: bool = False, forms: Mapping[str, str] | None = None) -> Program:
         """A step program, with its passes, of the rewritten joint program or of a variant of it.
 
         Args:
+            program: the one of stage joint; it is only read.
             first: make the program of the optimizer's first step, which creates its state.
-            program: a variant of the joint program.
             forms: which of their programs passes want, by their names (``TrainingPass.form``).
         """
-        source = program or self.stages["joint"]
-        lowered = self.session.lower_joint(source, first=first, shards=self.shards)
+        lowered = self.session.lower_joint(program, first=first, shards=self.shards)
         lowered.context = replace(lowered.context, forms=forms or {})
         self.pipeline.run(lowered, verify=self.verify)
         return lowered
@@ -169,7 +176,7 @@ class Rewritten:
 
     def retrace(self) -> None:
         """Trace the optimizer again, after its settings changed."""
-        self.replace(self.lower_joint())
+        self.replace(self.lower_joint(self._updating(self.stages["joint"])))
 
 
 @dataclass(frozen=True)
@@ -193,6 +200,7 @@ def rewrite(
     until: Stage,
     checks: Checks | None = None,
     context: Context | None = None,
+    divisor: int = 1,
     log: bool = True,
 ) -> Rewritten:
     """Run a pipeline over a capture, lowering it to stage ``until``.
@@ -206,10 +214,11 @@ def rewrite(
         until: the last stage.
         checks: what is checked of the programs; each pass's structure by default.
         context: of the programs; an empty one by default.
+        divisor: as ``Rewritten`` has it.
         log: log what each pass does.
     """
     checks = checks or Checks()
-    result = Rewritten(session, pipeline, checks.verify)
+    result = Rewritten(session, pipeline, checks.verify, divisor=divisor)
     started = time.perf_counter()
     snapshots = Snapshots()
     with working(f"capturing {session.title}") as show:

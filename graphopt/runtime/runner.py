@@ -26,6 +26,7 @@ from graphopt.errors import CaptureError, GraphoptError, choice, shown
 from graphopt.ir.context import Context
 from graphopt.ir.node import Stage
 from graphopt.ir.program import Program
+from graphopt.rewriting.memory.budget import budget_error
 from graphopt.rewriting.pipeline import Passes, Pipeline
 from graphopt.runtime.captures import Captures
 from graphopt.runtime.check_numerics import check_numerics
@@ -36,7 +37,7 @@ from graphopt.runtime.ranks.exchange_plan import ExchangePlan
 from graphopt.runtime.ranks.watch import StepWatch
 from graphopt.runtime.reserve import reserve_host
 from graphopt.runtime.rewrite import Checks, Rewritten, Verify, rewrite
-from graphopt.runtime.serving import Capture, Maker, Serving, lacks_bytes
+from graphopt.runtime.serving import Capture, Maker, Serving
 from graphopt.runtime.size_plans import Target
 from graphopt.runtime.state_store import StateStore
 from graphopt.runtime.stored.program_cache import ProgramCache
@@ -217,6 +218,7 @@ class Runner(Generic[C]):
         room: int | None = None,
         plans: dict[Hashable, Any] | None = None,
         target: Target | None = None,
+        divisor: int = 1,
     ) -> Capture:
         """Run the passes over a capture.
 
@@ -225,21 +227,23 @@ class Runner(Generic[C]):
             target: the sizes that it is planned for once more, where they vary.
             room: the bytes that its program may take where it is one part of a model (``Context.room``).
             plans: what passes have planned for the session before, where it is rewritten again (``Context.plans``).
+            divisor: of the program of a step that accumulates (``Rewritten``).
 
         Raises:
             RankError: where passes talk to other ranks, and that fails.
             VerifyError: for ``verify="numerics"``, where results differ.
         """
         options = self.options
-        part = replace(self._context, room=room, part=isinstance(session.model, GraphPart))
-        lookup = self.cache.look_up(session, part, target)
+        known: dict[Hashable, Any] = {} if plans is None else plans
+        context = replace(self._context, room=room, plans=known, part=isinstance(session.model, GraphPart))
+        lookup = self.cache.look_up(session, context, target)
         if lookup is not None and lookup.found is not None:
             return Capture(lookup.found, lookup.rules)
         listening = contextlib.nullcontext() if lookup is None else lookup.listening()
         with self.watch.capturing(), self.agreement.making("a capture"), listening:
             session.forward(options.pipeline.autocast)
             wanted = self.serving.targets(session, target) if room is None else [None]
-            rewritten = self._rewrite_for(session, wanted, room, plans)
+            rewritten = self._rewrite_for(session, wanted, context, divisor)
             self._tell_assignments(session)
             self._tell_effects(session)
             self._tell_left_out(session)
@@ -253,18 +257,11 @@ class Runner(Generic[C]):
 
     @no_collection()
     def _rewrite_for(
-        self,
-        session: CaptureSession,
-        wanted: Sequence[Target | None],
-        room: int | None,
-        plans: dict[Hashable, Any] | None,
+        self, session: CaptureSession, wanted: Sequence[Target | None], context: Context, divisor: int
     ) -> Rewritten:
         """Run the passes for the first of some sizes for which there is a plan."""
         options = self.options
-        plans = {} if plans is None else plans
         for target in wanted:
-            part = isinstance(session.model, GraphPart)
-            context = replace(self._context, room=room, plans=plans, part=part)
             if target is not None:
                 context = replace(context, sizes=target.sizes, largest=target.largest, plans=target.plans)
             try:
@@ -274,10 +271,11 @@ class Runner(Generic[C]):
                     until=self._until,
                     checks=Checks(options.verify, functools.partial(self.serving.check, session)),
                     context=context,
-                    log=room is None and target is None,
+                    divisor=divisor,
+                    log=context.room is None and target is None,
                 )
             except GraphoptError as error:
-                if target is wanted[-1] or not lacks_bytes(error):
+                if target is wanted[-1] or not budget_error(error):
                     raise
         raise AssertionError("there is always something wanted")
 

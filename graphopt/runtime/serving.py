@@ -23,7 +23,7 @@ from graphopt.capture.variables_read import VariablesRead
 from graphopt.capture.varying_axes import VaryingAxes
 from graphopt.errors import GraphoptError, RankError
 from graphopt.ir.program import Program
-from graphopt.rewriting.memory.budget import BudgetError
+from graphopt.rewriting.memory.budget import budget_error
 from graphopt.rewriting.pass_ import Pass
 from graphopt.runtime.captures import Captures
 from graphopt.runtime.changing_sizes import ChangingSizes
@@ -34,7 +34,7 @@ from graphopt.runtime.size_plans import SizePlans, Target, targets
 from graphopt.runtime.size_rules import SizeRules, size_rules
 from graphopt.runtime.varying_sizes import Answers, Key, Served, VaryingSizes, open_axes
 
-__all__ = ["Capture", "Maker", "Serving", "lacks_bytes"]
+__all__ = ["Capture", "Maker", "Serving"]
 
 logger = logging.getLogger(__name__)
 
@@ -256,7 +256,7 @@ class Serving(Generic[C]):
         except RankError:
             raise
         except Exception as error:
-            if lacks_bytes(error):
+            if budget_error(error):
                 return None  # with fixed sizes there is more that a plan can do
             logger.debug("not captured with sizes open", exc_info=True)
             self._tell(call.model, self._varying.refuse(kind, axes, call.tensors, _reason(error), self._names(call)))
@@ -359,9 +359,9 @@ class Serving(Generic[C]):
             self._tell(call.model, f"{reason} {', '.join(sizes)}")
         except GraphoptError as error:
             found = plans.find(values, near=False)
-            if found is not None and lacks_bytes(error):
+            if found is not None and budget_error(error):
                 return found
-            if not self.automatic or not lacks_bytes(error):
+            if not self.automatic or not budget_error(error):
                 raise
         return self._capture_fixed(key, call, maker).capture  # where there is more that a plan can do, or it raises
 
@@ -385,13 +385,6 @@ def _as_captured(rewritten: Rewritten) -> Program | None:
     if rewritten.loaded:
         return None
     return next(program for label, program in rewritten.snapshots if label == "captured joint")
-
-
-def lacks_bytes(error: BaseException | None) -> bool:
-    """Whether an error is that no plan fits into a number of bytes."""
-    while error is not None and not isinstance(error, BudgetError):
-        error = error.__cause__
-    return error is not None
 
 
 def _reason(error: Exception) -> str:

@@ -58,7 +58,7 @@ def follow_settings(captured: CapturedStep, optimizer: torch.optim.Optimizer) ->
         captured.read = frozenset()
         _tell(captured, optimizer, changed)
     captured.variants.clear()
-    captured.settings, captured.looked_at = now, None
+    captured.settings, captured.looked_at, captured.ahead = now, None, None
 
 
 def _tell(captured: CapturedStep, optimizer: torch.optim.Optimizer, changed: Sequence[Number]) -> None:

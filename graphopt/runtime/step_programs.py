@@ -6,8 +6,8 @@ import functools
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -19,14 +19,16 @@ from graphopt.capture.garbage_collection import no_collection
 from graphopt.capture.step import settings, settings_key
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import value_of
+from graphopt.ir.ops import schema
 from graphopt.ir.ops.groups import find_group
 from graphopt.ir.ops.opaque_update import Evaluate
 from graphopt.ir.ops.values import format_bytes, storage_bytes
 from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.named_shards import accept_named_shards, name_shards
+from graphopt.rewriting.memory.budget import BudgetError, budget_error
 from graphopt.rewriting.precision.scaling import checked_gradients
 from graphopt.rewriting.shards import shard_state
-from graphopt.runtime.accumulate import accumulate_gradients, scale_seed, weigh_seed
+from graphopt.runtime.accumulate import accumulating
 from graphopt.runtime.binding import Binding
 from graphopt.runtime.closures import asks_again, evaluate
 from graphopt.runtime.compile.backend import compile_program
@@ -39,7 +41,14 @@ from graphopt.runtime.settings_read import follow_settings, with_numbers_read
 from graphopt.runtime.size_plans import Target
 from graphopt.runtime.state_versions import optimizer_version
 from graphopt.runtime.step_progress import StepProgress
-from graphopt.runtime.step_variants import CapturedStep, CompiledStep, Variant, stored_name
+from graphopt.runtime.step_variants import (
+    CapturedStep,
+    CompiledStep,
+    Kind,
+    Variant,
+    refused_budget,
+    stored_name,
+)
 
 __all__ = ["StepPrograms"]
 
@@ -63,6 +72,7 @@ class StepPrograms:
         progress: how far training is, which decides what a call has to do.
         kept: where model, optimizer and passes keep their tensors.
         weighed: whether gradients of ranks weigh differently in the next call.
+        joins: whether they may do so in later ones.
     """
 
     def __init__(
@@ -80,7 +90,7 @@ class StepPrograms:
         self.runner: Runner[CapturedStep] = Runner(options, "step", model.get_parameter, numbers)
         self.runner.serving.names = argument_names(model, loss)
         self.progress = StepProgress(options.pipeline, self.runner.store, self._rates, numbers)
-        self.weighed = False
+        self.weighed = self.joins = False
         self._held = HeldParameters(model, optimizer)
         self._looked_at: Hashable = None
         self.kept = KeptState(model, optimizer, self.runner.store, self.progress, options.pipeline)
@@ -115,6 +125,10 @@ class StepPrograms:
             with self.runner.agreement.making("other settings"):
                 follow_settings(captured, self._optimizer)
             captured.seen = seen
+        coming = self._coming()
+        if captured.ahead != coming:
+            self._plan_ahead(captured.rewritten)
+            captured.ahead = coming
         compiled = self._compiled(captured, self._due(captured, version))
         self.kept.settle(compiled.program, compiled.elsewhere, version)
         return compiled
@@ -152,8 +166,15 @@ class StepPrograms:
 
     def capture(self, session: CaptureSession, target: Target | None) -> CapturedStep:
         """What passes make of a session, ready to run; ``target`` for one that is planned once more."""
-        runner = self.runner
-        capture = runner.rewrite(session, target=target)
+        runner, update = self.runner, Variant("update", self.progress.divisor, frozenset(), ())
+        try:
+            capture = runner.rewrite(session, target=target, divisor=update.every)
+        except GraphoptError as error:
+            lacks = budget_error(error)
+            if lacks is None or update.every == 1:
+                raise
+            raise refused_budget(self.progress.every, [(update, lacks)]) from lacks
+        self._plan_ahead(capture.rewritten)
         rewritten, shards = capture.rewritten, capture.rewritten.shards
         if shards is not None:
             group = find_group(runner.options.pipeline.shard_group or "")
@@ -170,7 +191,63 @@ class StepPrograms:
         results = None if session.outputs.is_alone else session.outputs
         if results is not None and target is None:
             _tell_of_results(rewritten.program)
-        return CapturedStep(rewritten, capture.rules, settings(self._optimizer), results)
+        return CapturedStep(rewritten, capture.rules, settings(self._optimizer), results, ahead=self._coming())
+
+    def _coming(self) -> Hashable:
+        """What decides which programs the calls up to the next update need, where these are made ahead; else None."""
+        progress = self.progress
+        limited = any(current.has_limit for current in self._options.pipeline.passes)
+        if not limited or (progress.every == 1 and not self.joins):
+            return None
+        return progress.divisor, progress.every > 2, self.joins, self._forms()
+
+    def _plan_ahead(self, rewritten: Rewritten) -> None:
+        """Make the programs of all calls up to an update, where passes keep them within a number of bytes.
+
+        The one that takes most is planned first, and the others as it is.
+
+        Raises:
+            BudgetError: where one of them cannot be, before anything has run.
+        """
+        if self._coming() is None:
+            return
+        refused: list[tuple[Variant, BudgetError]] = []
+        with self.runner.watch.capturing(), self.runner.agreement.making("the programs up to an update"):
+            for wanted in self._variants_ahead(rewritten):
+                try:
+                    self._program(rewritten, wanted)
+                except GraphoptError as error:
+                    lacks = budget_error(error)
+                    if lacks is None:
+                        raise
+                    refused.append((wanted, lacks))
+        if refused:
+            raise refused_budget(self.progress.every, refused) from max(
+                (lacks for _, lacks in refused), key=lambda lacks: lacks.smallest_bytes
+            )
+
+    def _variants_ahead(self, rewritten: Rewritten) -> list[Variant]:
+        """The programs of all calls up to an update, the one that takes most of memory first."""
+        progress, kinds = self.progress, list[Kind](["update"])
+        missing = self._missing(rewritten.state)
+        if missing:
+            kinds.append("first update")
+        waiting = frozenset[str]()
+        if progress.every > 1:
+            waiting = frozenset({*rewritten.session.trained(rewritten.stages["joint"]), *progress.gradients})
+            kinds += ["middle", "begin"] if progress.every > 2 or progress.divisor == 0 else ["begin"]
+        return [
+            Variant(
+                kind,
+                progress.divisor,
+                frozenset() if kind == "begin" else waiting,
+                self._forms() if kind in ("update", "first update") else (),
+                weighed,
+                frozenset() if kind == "update" else missing,
+            )
+            for weighed in ((False, True) if self.joins else (False,))
+            for kind in kinds
+        ]
 
     def _compiled(self, captured: CapturedStep, key: Variant) -> CompiledStep:
         if key not in captured.variants:
@@ -181,6 +258,19 @@ class StepPrograms:
     @no_collection()
     def _compile_variant(self, captured: CapturedStep, wanted: Variant) -> CompiledStep:
         program = with_numbers_read(captured, self._program(captured.rewritten, wanted), self._optimizer)
+        elsewhere = resident_inputs(program)
+        if wanted.kind in ("begin", "middle"):
+            elsewhere += [
+                item
+                for item in resident_inputs(captured.rewritten.program)
+                if item[0].role in _KEPT and item not in elsewhere and item[0].target not in wanted.missing
+            ]
+            alike = (
+                found for key, found in captured.variants.items() if key._replace(missing=wanted.missing) == wanted
+            )
+            found = next(alike, None)
+            if found is not None:
+                return replace(found, program=program, elsewhere=elsewhere)
         self.runner.make_ready(program)
         module, run = compile_program(program, self._options.backend)
         run = self.runner.watch.guard(run, module, program, "step")
@@ -194,7 +284,7 @@ class StepPrograms:
             checked_gradients(program),
             batch,
             asks_again(program),
-            resident_inputs(program),
+            elsewhere,
             exchange_plan(program, f"{program.title}: {wanted}", wanted.every),
             wanted.kind in ("begin", "middle", "evaluation") or self._trains_apart,
         )
@@ -202,40 +292,44 @@ class StepPrograms:
     def _due(self, captured: CapturedStep, version: Hashable) -> Variant:
         """Which program the next call runs."""
         batches, divisor, waiting = self.progress.batches, self.progress.divisor, frozenset(self.progress.gradients)
-        if batches < self.progress.every - 1:
-            return Variant("begin" if batches == 0 else "middle", divisor, waiting, (), self.weighed)
-        forms = {current.name: current.form(self.progress.clock) for current in self._options.pipeline.training}
-        wanted = tuple((name, form) for name, form in forms.items() if form)
         if version is None or captured.looked_at != version:
             captured.missing = self._missing(captured.rewritten.state)
             captured.looked_at = version
-        kind: Literal["update", "first update"] = "first update" if captured.missing else "update"
-        return Variant(kind, divisor, waiting, wanted, self.weighed, captured.missing)
+        if batches < self.progress.every - 1:
+            before: Kind = "begin" if batches == 0 else "middle"
+            return Variant(before, divisor, waiting, (), self.weighed, captured.missing)
+        kind: Kind = "first update" if captured.missing else "update"
+        return Variant(kind, divisor, waiting, self._forms(), self.weighed, captured.missing)
+
+    def _forms(self) -> tuple[tuple[str, str], ...]:
+        """Which of their programs passes want for the next update, where they have several."""
+        forms = {current.name: current.form(self.progress.clock) for current in self._options.pipeline.training}
+        return tuple((name, form) for name, form in forms.items() if form)
 
     def _program(self, rewritten: Rewritten, wanted: Variant) -> Program:
         """The program of a variant, which may be kept beyond the process."""
+        if wanted._replace(waiting=frozenset()) == Variant("update", rewritten.divisor, frozenset(), ()):
+            kept = frozenset(spec.target for _, spec in rewritten.program.inputs_of("gradient"))
+            if kept == wanted.waiting:
+                return rewritten.program
         name = stored_name(wanted, self._optimizer, self._model)
-        plain = wanted == Variant("update", 1, frozenset(), ())
-        make = functools.partial(self._make, rewritten, wanted)
-        return make() if plain else rewritten.variant(name, make)
+        program = rewritten.variant(name, functools.partial(self._make, rewritten, wanted))
+        if wanted.kind not in ("begin", "middle"):
+            return program
+        there = {key: value for key, value in _persistent(rewritten).items() if key[1] not in wanted.missing}
+        return replace(program, context=replace(program.context, persistent=there))
 
     def _make(self, rewritten: Rewritten, wanted: Variant) -> Program:
-        first = wanted.kind == "first update"
-        forms = dict(wanted.forms)
-        if wanted.every == 1 and wanted.kind != "evaluation" and not wanted.weighed:
-            plain = not first and not forms
-            return rewritten.program if plain else rewritten.lower_joint(first=first, forms=forms)
-        program = rewritten.stages["joint"].copy()
-        if self.progress.divisor:
-            scale_seed(program, self.progress.divisor)
-        if wanted.weighed:
-            weigh_seed(program)
-        if wanted.kind in ("middle", "update", "first update"):
-            program = accumulate_gradients(program, self.progress.gradients.keys(), last=wanted.kind != "middle")
-        if wanted.kind in ("begin", "middle", "evaluation"):
-            rewritten.finish(program)
-            return program
-        return rewritten.lower_joint(first=first, program=program, forms=forms)
+        joint = rewritten.stages["joint"]
+        if wanted.every != 1 or wanted.weighed or wanted.kind == "evaluation":
+            last = wanted.kind != "middle"
+            joint = accumulating(joint, wanted.every, wanted.waiting, last=last, weighed=wanted.weighed)
+        if wanted.updates:
+            return rewritten.lower_joint(joint, first=wanted.kind == "first update", forms=dict(wanted.forms))
+        if wanted.kind != "evaluation":
+            joint.context = replace(joint.context, persistent=_persistent(rewritten))
+        rewritten.finish(joint)
+        return joint
 
     def _missing(self, targets: Sequence[str]) -> frozenset[str]:
         """The state, as ``parameter/key``, that the optimizer does not have."""
@@ -248,6 +342,16 @@ class StepPrograms:
 
     def _rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for group in self._optimizer.param_groups)
+
+
+_KEPT = ("state", "pass_state")
+"""The inputs of an update that are in memory in the calls before as well."""
+
+
+def _persistent(rewritten: Rewritten) -> dict[tuple[str, str], Any]:
+    """What an update finds in memory, and the calls before it leave there (``Context.persistent``)."""
+    kept = rewritten.program.inputs_of(*_KEPT)
+    return {(spec.role, spec.target): value_of(node) for node, spec in kept if not schema.resides_elsewhere(node)}
 
 
 def _tell_of_results(program: Program) -> None:

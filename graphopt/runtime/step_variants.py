@@ -13,14 +13,19 @@ from graphopt.capture.flatten import Structure
 from graphopt.capture.update_settings import Number, UpdateSettings
 from graphopt.ir.node import InputSpec
 from graphopt.ir.ops.transfers import Tier
+from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
+from graphopt.rewriting.memory.budget import BudgetError
 from graphopt.rewriting.precision.scaling import CheckedGradients
 from graphopt.runtime.binding import Binding
 from graphopt.runtime.compile.backend import Boxed
 from graphopt.runtime.ranks.exchange_plan import ExchangePlan
 from graphopt.runtime.runner import Capture
 
-__all__ = ["CapturedStep", "CompiledStep", "Variant", "stored_name"]
+__all__ = ["CapturedStep", "CompiledStep", "Kind", "Variant", "refused_budget", "stored_name"]
+
+
+Kind = Literal["begin", "middle", "update", "first update", "evaluation"]
 
 
 class Variant(NamedTuple):
@@ -28,19 +33,61 @@ class Variant(NamedTuple):
 
     Of however many batches where ``every`` is 0, whose gradients are added up. Where ``weighed``, this rank's gradients
     count by a number that is set before each run. A first update makes the state of the optimizer that is ``missing``:
-    all of it, or that of parameters which the optimizer holds anew.
+    all of it, or that of parameters which the optimizer holds anew; calls before that are without it.
     """
 
-    kind: Literal["begin", "middle", "update", "first update", "evaluation"]
+    kind: Kind
     every: int
     waiting: frozenset[str]
     forms: tuple[tuple[str, str], ...]
     weighed: bool = False
     missing: frozenset[str] = frozenset()
 
+    @property
+    def updates(self) -> bool:
+        """Whether the optimizer's update is a part of it."""
+        return self.kind in ("update", "first update")
+
     def __str__(self) -> str:
         weighed = ["weighed"] if self.weighed else []
         return ", ".join([self.kind, *weighed, *(f"{name}: {form}" for name, form in self.forms)])
+
+
+_CALLS = {
+    "begin": "the first call",
+    "middle": "a call in between",
+    "update": "the updating call",
+    "first update": "the first updating call",
+}
+
+
+def refused_budget(every: int, refused: Sequence[tuple[Variant, BudgetError]]) -> BudgetError:
+    """The error where calls of an update cannot be kept within a budget: which ones, and what all of them take.
+
+    Args:
+        every: how many batches an update takes.
+        refused: these calls, and why.
+    """
+    _, worst = max(refused, key=lambda item: item[1].smallest_bytes)
+    least, budget = worst.smallest_bytes, worst.budget
+    lacks = "; ".join(
+        f"{_CALLS[wanted.kind]}{' where ranks weigh differently' * wanted.weighed} lacks "
+        f"{format_bytes(error.smallest_bytes - error.budget)} ({error.smallest_bytes - error.budget} bytes)"
+        for wanted, error in refused
+    )
+    reached = "the smallest budget that all calls meet is" if worst.searched else "every budget below"
+    behind = "" if worst.searched else " is too small"
+    cycle = f"accumulate({every})" if every > 1 else "join"
+    error = BudgetError(
+        f"the calls of {cycle} do not fit into {format_bytes(budget)} ({budget} bytes): {lacks}; {reached} {least} "
+        f"bytes ({format_bytes(least)}){behind}. Nothing has run: {worst}",
+        least,
+        budget,
+        searched=worst.searched,
+    )
+    for note in getattr(worst, "__notes__", ()):
+        error.add_note(note)
+    return error
 
 
 def stored_name(variant: Variant, optimizer: torch.optim.Optimizer, model: nn.Module) -> str:
@@ -93,6 +140,7 @@ class CapturedStep(Capture):
         traced: how often the update was traced anew for other settings, and for how many seconds.
         missing: the state that the program reads and the optimizer did not have, when that was looked at.
         looked_at: the program and the version of the optimizer's state at that time.
+        ahead: for which calls to come programs are made (``StepPrograms.plan_ahead``).
     """
 
     settings: UpdateSettings
@@ -104,7 +152,9 @@ class CapturedStep(Capture):
     variants: dict[Variant, CompiledStep] = field(default_factory=dict)
     missing: frozenset[str] = frozenset()
     looked_at: Hashable = None
+    ahead: Hashable = None
 
     def programs(self) -> list[Program]:
         """See ``Capture``."""
-        return [self.rewritten.program, *(compiled.program for compiled in self.variants.values())]
+        compiled = (compiled.program for compiled in self.variants.values())
+        return [self.rewritten.program, *self.rewritten.variants.values(), *compiled]

@@ -113,6 +113,7 @@ class TrainStep:
         if not torch.is_grad_enabled():
             return self._loss_alone(args, kwargs)
         refuse_modes()
+        self._programs.joins = self._ends is not None
         self._programs.weighed = self._ends is not None and self._ends.announce((args, kwargs))
         self._leftovers.before(self._model)
         self._programs.kept.sharded.refuse_step()
@@ -239,7 +240,7 @@ class TrainStep:
             yield
             self._ends.go_on(self)
         finally:
-            self._ends, self._programs.weighed = None, False
+            self._ends, self._programs.weighed, self._programs.joins = None, False, False
 
     def refuse_in_join(self, what: str) -> None:
         """Raise inside of ``join``, where other ranks may have ended, for what takes all of them.
@@ -371,8 +372,10 @@ class TrainStep:
     def graph_module(self) -> fx.GraphModule:
         """The generated module of the latest signature's program; it takes a list of inputs and empties it."""
         captured = self._latest()
-        found = captured.variants.get(Variant("update", self._progress.divisor, frozenset(), ()))
-        return found.module if found else captured.rewritten.program.to_graph_module()
+        rewritten = captured.rewritten
+        shown = Variant("update", rewritten.divisor, frozenset(), ())
+        found = (each.module for key, each in captured.variants.items() if key._replace(waiting=frozenset()) == shown)
+        return next(found, None) or rewritten.program.to_graph_module()
 
     @property
     def programs(self) -> dict[str, Program]:

@@ -132,12 +132,11 @@ class _Divided:
 def _holdings(program: Program, memory: MemoryTimeline, divided: Sequence[_Divided]) -> list[_Holding]:
     """By kind, in the order of the program's inputs; a parameter whose values are in shards takes no bytes itself."""
     ranks_of = {found.name: found.ranks for found in divided}
-    bytes_of = {storage.owner: storage.bytes for storage in memory.storages if storage.is_input}
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for node, spec in zip(program.placeholders, program.inputs, strict=True):
         if spec.role in ("input", "tangent", "hyperparameter"):
             continue
-        size = bytes_of.get(node, 0)
+        size = sum(storage.bytes for storage in memory.refers[node])
         kind, ranks = _KINDS.get(spec.role, spec.role), 1
         state = program.pass_state.get(spec.target) if spec.role == "pass_state" else None
         if state is not None and state.shard is not None:

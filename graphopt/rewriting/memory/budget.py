@@ -24,6 +24,7 @@ from graphopt.rewriting.memory.planned import Planned
 __all__ = [
     "BudgetError",
     "budget_bytes",
+    "budget_error",
     "check_budget",
     "infeasible",
     "refuse_elsewhere",
@@ -38,6 +39,7 @@ class BudgetError(GraphoptError):
     Args:
         message: for people.
         smallest_bytes: the smallest peak that was found; where nothing was searched, bytes that every plan takes.
+        budget: in bytes.
         searched: whether plans were searched; they are not where the budget is below what every plan takes.
 
     Attributes:
@@ -46,15 +48,23 @@ class BudgetError(GraphoptError):
 
     smallest: Planned | None = None
 
-    def __init__(self, message: str, smallest_bytes: int, *, searched: bool = True) -> None:
+    def __init__(self, message: str, smallest_bytes: int, budget: int, *, searched: bool = True) -> None:
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
+        self.budget = budget
         self.searched = searched
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The same error for another rank, without the plan."""
         told = {"searched": self.searched, "__notes__": getattr(self, "__notes__", [])}
-        return type(self), (str(self), self.smallest_bytes), told
+        return type(self), (str(self), self.smallest_bytes, self.budget), told
+
+
+def budget_error(error: BaseException | None) -> BudgetError | None:
+    """That no plan fits into a budget, where this is what an error says, or was caused by."""
+    while error is not None and not isinstance(error, BudgetError):
+        error = error.__cause__
+    return error
 
 
 def check_budget(budget: object) -> None:
@@ -185,6 +195,7 @@ def refuse_elsewhere(memory: MemoryTimeline, budget: int) -> None:
         f"({format_bytes(memory.peak_bytes)}) only; it takes {peaks}, more than the budget of {format_bytes(budget)}\n"
         "  what to do: move layers from one device to the other, or name what is recomputed (Recompute)",
         max(memory.others[where].peak_bytes for where in over),
+        budget,
         searched=False,
     )
 
@@ -210,6 +221,7 @@ def refuse_hopeless(program: Program, memory: MemoryTimeline, budget: int, *, mo
         f"{resident}, with what the program leaves behind {format_bytes(always_alive(memory))}, and every plan takes "
         f"{format_bytes(least)} ({least} bytes) or more; nothing was searched",
         least,
+        budget,
         searched=False,
     )
     residents = sorted((s for s in memory.storages if s.is_input and s.bytes), key=lambda s: -s.bytes)
@@ -250,6 +262,7 @@ def infeasible(fitting: Fitting, budget: int) -> BudgetError:
         f"bytes ({format_bytes(least)}), of which {format_bytes(memory.resident_bytes)} are parameters, "
         "optimizer state and inputs",
         least,
+        budget,
     )
     error.add_note(f"the smallest peak is reached at {_named(memory)}; the largest tensors alive there:")
     for item in memory.alive[:_SHOWN]:

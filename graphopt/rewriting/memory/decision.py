@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from graphopt.analysis.program_replay import reserved_where_cached
-from graphopt.ir.node import Phase, info
+from graphopt.ir.node import info
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
-from graphopt.rewriting.memory.named_plan import ACCUMULATION, NamedPlan
+from graphopt.rewriting.memory.named_plan import NamedPlan
 from graphopt.rewriting.memory.other_sizes import written_sizes
 from graphopt.rewriting.memory.planned import Planned, plan_of
 from graphopt.rewriting.memory.preparation import Prepared
@@ -67,23 +67,27 @@ class Decision:
         return Told(self.reason, self.counts, plan, (*lines, *self.also), ready is not None, reorders)
 
 
-def carry(program: Program, memory: MemoryTimeline, known: Planned, budget: int, *, shared: bool) -> Planned | None:
-    """A plan for a program out of the search for another one with the same calls; None where none of them fits.
+def carry(
+    program: Program, memory: MemoryTimeline, known: Sequence[Planned], budget: int, *, shared: bool
+) -> Planned | None:
+    """A plan for a program out of the searches for others with the same calls; None where none of them fits.
 
     Args:
         program: is only read.
         memory: its timeline.
-        known: what was planned for the other program: taken as it is where it fits, and only the update differs.
+        known: what was planned for the others, which is taken as it is where it fits.
         budget: in bytes.
         shared: whether it is one part's share, which differs from that of the other program.
     """
-    if not shared and not _accumulates(program, known) and known.plan.fits(program, budget):
-        return known
-    fitting = known.fitting.carried_to(program, memory)
-    fitted = fitting.within(budget)
-    if fitted is None and not shared:
-        return None
-    return plan_of(fitting, fitted or fitting.smallest(), budget, known.costs)
+    for planned in known if not shared else ():
+        if planned.plan.fits(program, budget):
+            return planned
+    for planned in known:
+        fitting = planned.fitting.carried_to(program, memory)
+        fitted = fitting.within(budget)
+        if fitted is not None or shared:
+            return plan_of(fitting, fitted or fitting.smallest(), budget, planned.costs)
+    return None
 
 
 def taken_bytes(program: Program) -> int:
@@ -91,12 +95,6 @@ def taken_bytes(program: Program) -> int:
     memory = program.memory()
     reserved = reserved_where_cached(program, memory)
     return memory.peak_bytes if reserved is None else reserved.reserved_peak_bytes
-
-
-def _accumulates(program: Program, known: Planned) -> bool:
-    """Whether a program is one of gradient accumulation, whose bytes differ from those of the one that was planned."""
-    calls = program.phase_nodes(Phase.BACKWARD)
-    return program.stage != known.fitting.program.stage or any(info(node).origin == ACCUMULATION for node in calls)
 
 
 def carry_out(program: Program, found: Planned, also: tuple[str, ...], *, origin: str) -> Changed:

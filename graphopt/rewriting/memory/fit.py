@@ -170,6 +170,11 @@ class Fitting:
         return carried
 
     @property
+    def is_carried(self) -> bool:
+        """Whether the search was for another program; which of its plans takes least here takes long to find."""
+        return self._repeatable is not None
+
+    @property
     def span(self) -> Span:
         """The operations whose results plans decide about first: forward, and where backward begins."""
         problem = self.planning.problem
@@ -205,7 +210,8 @@ class Fitting:
         reserves: where that is above what the planner expected, the next best plan is taken. More bytes never get a
         slower plan: what there is to choose from does not depend on the budget, but for plans between its neighbours
         on the frontier, none of which is faster than the next one there. What is reserved is looked at for plans that
-        are farther apart (``_STEP``), without any between them.
+        are farther apart (``_STEP``), without any between them. Of plans carried over from another program none is
+        looked at that is expected to take more: a search for this program by itself finds better ones.
         """
         above = self._lower  # a carried program takes so much more or less than expected, as far as is known
         waiting = self._tried() if self.reserved is not None else [*self._choices(), *self._refined(budget - above)]
@@ -217,10 +223,12 @@ class Fitting:
             fitted = self._fitted(choice)
             if fitted.taken_bytes <= budget:
                 return fitted
-            if self._repeatable is not None and fitted.peak_bytes < _IMPOSSIBLE:
+            if self.is_carried and fitted.peak_bytes < _IMPOSSIBLE:
                 above = max(above, fitted.peak_bytes - choice.peak)
             if self.reserved is None and isinstance(choice.plan, Point) and choice.plan in self.frontier:
                 waiting += self._refined(choice.peak - 1)
+        if self.is_carried:
+            return None
         smallest = self.smallest()
         return smallest if smallest.taken_bytes <= budget else None
 

@@ -23,7 +23,7 @@ from graphopt.rewriting.memory.transfer_insertion import Move, move
 __all__ = ["ACCUMULATION", "NamedMove", "NamedPlan", "shared_calls"]
 
 ACCUMULATION = "gradient accumulation"
-"""The origin of the calls that add up the gradients of several batches."""
+"""The origin of the calls that weigh the gradients of a batch, and add up those of several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +150,19 @@ def shared_calls(program: Program) -> str:
     """
     outside = (Phase.UPDATE, Phase.SYNC, Phase.TRANSFER)
     calls = [
-        (node.name, str(node.target), [source.name for source in node.all_input_nodes], type_text(value_of(node)))
+        (node.name, str(node.target), [_shared(s).name for s in node.all_input_nodes], type_text(value_of(node)))
         for node in program.graph.nodes
-        if node.op == "call_function" and info(node).phase not in outside and info(node).origin != ACCUMULATION
+        if node.op == "call_function" and info(node).phase not in outside and not _accumulates(node)
     ]
     return hashlib.sha256(repr(calls).encode()).hexdigest()
+
+
+def _accumulates(node: fx.Node) -> bool:
+    return node.op == "call_function" and info(node).origin == ACCUMULATION
+
+
+def _shared(source: fx.Node) -> fx.Node:
+    """What a call reads in a program without accumulation."""
+    while _accumulates(source):
+        source = next(node for node in source.all_input_nodes if node.op == "call_function")
+    return source

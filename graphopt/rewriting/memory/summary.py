@@ -95,10 +95,10 @@ def summary_lines(fitting: Fitting, fitted: Fitted, budget: int, costs: CostRepo
     """What a plan within ``budget`` bytes takes, in bytes and in seconds, next to the program as it is."""
     share = fitted.seconds / fitting.seconds if fitting.seconds else 0.0
     how = "measured" if costs.measured or costs.cached else "roofline"
+    least = "" if fitting.is_carried else f"; the smallest peak found is {format_bytes(fitting.smallest_peak)}"
     peak = (
         f"peak {format_bytes(fitted.peak_bytes)} of {format_bytes(budget)} allowed; with nothing run again it takes "
-        f"{format_bytes(fitting.memory.peak_bytes)}; the smallest peak found is "
-        f"{format_bytes(fitting.smallest_peak)}"
+        f"{format_bytes(fitting.memory.peak_bytes)}{least}"
     )
     time = (
         f"what runs again takes {format_seconds(fitted.simulated.again)} on top of {format_seconds(fitting.seconds)}"
@@ -135,11 +135,12 @@ def reserved_lines(fitting: Fitting, fitted: Fitted) -> list[str]:
     if reserved is None or fitted.reserved_bytes is None:
         return []
     more = fitted.reserved_bytes - fitted.peak_bytes
+    least = ""
+    if not fitting.is_carried:
+        least = f", and under the plan that takes least {format_bytes(fitting.smallest().taken_bytes)}"
     line = (
         f"{reserved.device} reserves {format_bytes(fitted.reserved_bytes)} for it, {format_bytes(more)} beyond the "
-        f"peak{_workspaces(reserved)}; with nothing run again "
-        f"{format_bytes(reserved.reserved_peak_bytes)}, and under the plan that takes least "
-        f"{format_bytes(fitting.smallest().taken_bytes)}"
+        f"peak{_workspaces(reserved)}; with nothing run again {format_bytes(reserved.reserved_peak_bytes)}{least}"
     )
     return [line]
 

@@ -51,7 +51,7 @@ __all__ = ["UNLIMITED", "CaptureNotes", "StoredCapture", "not_kept", "read_captu
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 4
+_FORMAT = 5
 
 UNLIMITED = "unlimited"
 """The file of the program before the passes that keep it within a number of bytes."""
@@ -67,6 +67,7 @@ class StoredCapture:
         state: the optimizer state that the step program takes, by target.
         pass_state: what passes keep in the program that runs.
         loaded: whether the capture was read from here.
+        divisor: of the program of a step that accumulates (``Rewritten``).
     """
 
     files: ProgramFiles
@@ -76,6 +77,7 @@ class StoredCapture:
     state: tuple[str, ...] = ()
     pass_state: Mapping[str, PassState] = field(default_factory=dict)
     loaded: bool = False
+    divisor: int = 1
     _unlimited: Program | None = None
 
     def variant(self, name: str, make: Callable[[], Program]) -> Program:
@@ -211,6 +213,7 @@ def header_of(key: Key, rewritten: Rewritten, notes: CaptureNotes) -> dict[str, 
         "sizes": notes.sizes,
         "pipeline": str(rewritten.pipeline),
         "stages": list(_written_stages(rewritten)),
+        "divisor": rewritten.divisor,
         "seconds": rewritten.seconds,
         "records": write_records(rewritten.records),
         "warnings": [list(item) for item in notes.said],
@@ -258,6 +261,7 @@ def read_capture(
         tuple(_state_of(target, session) for target in header["state"].items()),
         {name: read_pass_state(item) for name, item in header["pass_state"].entries()},
         loaded=True,
+        divisor=header["divisor"].whole(0),
     )
     missing = [stage for stage in stages if f"stage-{stage}" not in own]
     if missing:
@@ -266,7 +270,8 @@ def read_capture(
     if sizes is not None:
         _read_at_once(entry, lazy, pipeline)
     records = read_records(header["records"])
-    rewritten = Rewritten(session, pipeline, verified, lazy, records, LazySnapshots(lazy), entry=entry)
+    snapshots = LazySnapshots(lazy)
+    rewritten = Rewritten(session, pipeline, verified, lazy, records, snapshots, entry=entry, divisor=entry.divisor)
     if session.optimizer is None:
         _replay(header, rewritten, tensors, classes)
     else:
@@ -342,7 +347,12 @@ def _stages(entry: StoredCapture, stages: list[Stage], pipeline: Pipeline, verif
             except GraphoptError as error:
                 logger.warning("a stored program cannot be used, and is captured anew: %s", error)
                 made = rewrite(
-                    entry.session, pipeline, until=stages[-1], checks=Checks(verified), context=entry.context
+                    entry.session,
+                    pipeline,
+                    until=stages[-1],
+                    checks=Checks(verified),
+                    context=entry.context,
+                    divisor=entry.divisor,
                 )
                 entry.write(f"stage-{stage}", made.stages[stage])
                 return made.stages[stage]
