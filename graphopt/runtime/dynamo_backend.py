@@ -282,7 +282,7 @@ def compiled_graphs(compiled: Any) -> tuple[CompiledGraph, ...]:
 
 def _seen(graph: CutGraph) -> CompiledGraph:
     program = None if graph.compiled is None else graph.compiled.rewritten.program
-    return CompiledGraph(program, tuple(graph.records), graph.reason)
+    return CompiledGraph(program, tuple(graph.records), graph.why)
 
 
 def _within(calls: _Calls, known: _Calls) -> bool:
