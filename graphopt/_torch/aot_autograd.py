@@ -22,6 +22,7 @@ from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors, ao
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from graphopt._torch.checks_in_graphs import plain_checks
+from graphopt._torch.interception import hooks_of_users_modules
 from graphopt._torch.private_names import JOINT, attribute
 from graphopt.errors import CaptureError
 
@@ -154,7 +155,7 @@ class JointTrace:
     def __init__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         # torch wants the stack open until compilation; but its contexts make every tensor op of the thread fake, and
         # user code runs in between. Nothing that compile() does below needs them.
-        with contextlib.ExitStack() as stack, torch.enable_grad(), plain_checks():
+        with contextlib.ExitStack() as stack, torch.enable_grad(), plain_checks(), hooks_of_users_modules():
             self._joint = aot_export_joint_with_descriptors(
                 stack, module, args, decompositions={}, keep_inference_input_mutations=True
             )

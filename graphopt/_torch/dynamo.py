@@ -12,7 +12,7 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,10 +25,12 @@ __all__ = [
     "cut",
     "cut_as_in_eager",
     "function_that_is_cut",
+    "guard_by",
+    "guard_hooks",
     "input_paths",
     "input_sources",
     "number_places",
-    "told_of_limits",
+    "tell_of_limits",
     "with_paths",
 ]
 
@@ -43,7 +45,7 @@ _LIMITS = logging.getLogger("torch._dynamo.convert_frame")
 _ROOT = re.compile(r"^[LG]\['\w+'\]\.?|^L__self___?")
 
 
-def told_of_limits(tell: Callable[[str], bool]) -> Callable[[logging.LogRecord], bool]:
+def _told_of_limits(tell: Callable[[str], bool]) -> Callable[[logging.LogRecord], bool]:
     """A filter of ``_LIMITS`` that tells whose graphs these are.
 
     Args:
@@ -64,7 +66,7 @@ def cut_as_in_eager(limited: bool, tell: Callable[[str], bool]) -> Iterator[None
 
     Args:
         limited: let a function of more than ``MOST_GRAPHS`` graphs run without being cut.
-        tell: is called where one does (``told_of_limits``).
+        tell: is called where one does (``_told_of_limits``).
 
     Raises:
         TorchVersionError: where the installed torch lacks what it takes.
@@ -77,7 +79,7 @@ def cut_as_in_eager(limited: bool, tell: Callable[[str], bool]) -> Iterator[None
         "suppress_errors": True,  # code that Dynamo cannot read runs as it is
         "trace_numpy": False,  # NumPy's own results, and its own random numbers
     }
-    beyond = told_of_limits(tell)
+    beyond = _told_of_limits(tell)
     _CUT_HINTS.addFilter(_is_no_hint)
     _LIMITS.addFilter(beyond)
     try:
@@ -112,6 +114,42 @@ def cut(
     warnings.filterwarnings("ignore", "Dynamo does not know how to trace the builtin", UserWarning)
     result: Callable[..., Any] = torch.compile(function, backend=backend, **apart)
     return result
+
+
+def guard_hooks() -> None:
+    """Have Dynamo look at the hooks of modules in every call, in the whole process: it makes it more careful only."""
+    _config().skip_nnmodule_hook_guards = False
+
+
+def tell_of_limits(tell: Callable[[str], bool]) -> None:
+    """Tell, in the whole process from now on, of each function that torch cuts no more (``_told_of_limits``)."""
+    _LIMITS.addFilter(_told_of_limits(tell))
+
+
+_Same = Callable[[Mapping[str, Any]], bool]
+
+
+def guard_by(make: Callable[[Mapping[str, Any]], _Same], what: str) -> None:
+    """While Dynamo hands over a graph: have it cut anew at a later call for which a condition does not hold.
+
+    Args:
+        make: is given the local variables of the function that is cut, and gives the condition on those of a call.
+        what: the condition, for the log of torch's guards.
+
+    Raises:
+        TorchVersionError: where the installed torch lacks what it takes.
+    """
+    require(PARTS)
+    from torch._dynamo.source import GlobalStateSource
+    from torch._guards import Guard, TracingContext
+
+    def create(builder: Any, guard: Any) -> None:
+        same = make(builder.scope["L"])
+        builder.guard_manager.root.add_lambda_guard(same, [what], guard.user_stack)
+
+    context = TracingContext.try_get()
+    if context is not None:
+        context.guards_context.dynamo_guards.add(Guard(GlobalStateSource(), create))
 
 
 def function_that_is_cut() -> int:

@@ -213,7 +213,8 @@ PARTS = Feature(
             "accumulated_recompile_limit patch recompile_limit "
             "rewrite_assert_with_torch_assert skip_nnmodule_hook_guards suppress_errors trace_numpy"
         ),
-        "torch._guards": "CompileContext.current_compile_id",
+        "torch._dynamo.source": "GlobalStateSource",
+        "torch._guards": "CompileContext.current_compile_id Guard TracingContext.try_get",
     },
 )
 

@@ -25,6 +25,7 @@ from graphopt.runtime.compiled_joint import CompiledJoint, compile_joint
 from graphopt.runtime.part_budget import PartBytes, Together, fit_together
 from graphopt.runtime.runner import Capture, Runner
 from graphopt.runtime.signature import part_signature
+from graphopt.runtime.unguarded import Unguarded, decides_on_masks
 
 __all__ = ["CutGraph", "CutGraphs", "Owner", "calls_in_eager"]
 
@@ -48,6 +49,10 @@ class Owner(Protocol):
 
     def names(self) -> Mapping[int, str]:
         """What the model's parameters and buffers are called, by their ``id``."""
+        ...
+
+    def subject(self) -> tuple[nn.Module, object]:
+        """The model that is cut, or an empty one and a function."""
         ...
 
 
@@ -75,7 +80,6 @@ class CutGraph:
         fetch: gives the arguments of what runs, one by one, from those of a call.
         variants: by what Dynamo does not look at (``part_signature``) or leaves open (sizes), what runs of this graph.
         late: whether it runs for all sizes and numbers that come after too many others.
-        calls: how often it ran.
     """
 
     owner: CutGraphs
@@ -97,7 +101,6 @@ class CutGraph:
     fetch: list[Callable[[tuple[Any, ...]], Any]] = field(default_factory=list)
     variants: dict[Hashable, CutGraph] = field(default_factory=dict)
     late: bool = False
-    calls: int = 0
 
     def __call__(self, *arguments: Any) -> Any:
         """What the graph gives."""
@@ -106,7 +109,8 @@ class CutGraph:
             given = tuple(map(self._given, range(len(arguments)), arguments))
         key = (*part_signature(given), _numbers(given))
         found = self.variants.get(key) or self.owner.variant(self, key, given)
-        found.calls += 1
+        if found.late:
+            self.owner.late_calls[self.function] += 1
         return found.run(given) if found.is_program(given) else as_it_is(self.graph)(*arguments)
 
     def _given(self, place: int, argument: Any) -> Any:
@@ -133,7 +137,11 @@ class CutGraph:
     @property
     def why(self) -> str:
         """Why it runs as it is, and how often it did where it once had programs."""
-        return f"{self.reason}, and {calls_in_eager(self.calls)} since" if self.late else self.reason
+        return (
+            f"{self.reason}, and {calls_in_eager(self.owner.late_calls[self.function])} since"
+            if self.late
+            else self.reason
+        )
 
     @property
     def records(self) -> list[PassRecord]:
@@ -152,20 +160,27 @@ class CutGraphs:
 
     Attributes:
         limited: whether a pass keeps programs within a limit.
-        as_they_are: graphs that run as they are and should not.
+        as_they_are: graphs that run as they are and should not; of the late ones the first of each function.
+        late_calls: how often late ones ran, by their functions.
     """
 
     def __init__(self, owner: Owner, runner: Runner[CompiledJoint], title: str, *, resident: bool = True) -> None:
         self.owner = owner
         self.limited = any(each.has_limit for each in runner.options.pipeline.passes)
         self.as_they_are: list[CutGraph] = []
+        self.late_calls: Counter[int] = Counter()
         self.title = title
         self._programs: Counter[int] = Counter()
+        self._unguarded = Unguarded()
+        self._told_of_masks = False
         self._runner = runner
         self._resident = resident
 
     def take(self, graph: fx.GraphModule, *, whole: bool = False) -> CutGraph:
         """What runs in place of a graph that Dynamo hands over; to be called while it does."""
+        self._unguarded.guard(graph, *self.owner.subject())
+        if not self._told_of_masks and decides_on_masks(graph):
+            self._tell_masks()
         paths, sources = _torch.input_paths(graph), _torch.input_sources(graph)
         numbers = _torch.number_places(graph)
         opened, places = open_numbers(graph, numbers, sources)
@@ -190,17 +205,28 @@ class CutGraphs:
         self._programs[graph.function] += 1
         if _numbers(arguments):
             self._tell_numbers(graph, arguments)
-        made = replace(graph, compiled=None, reason="", times=0, calls=0, variants={}) if graph.variants else graph
+        made = replace(graph, compiled=None, reason="", times=0, variants={}) if graph.variants else graph
         graph.variants[key] = made
         return made
 
     def _late(self, graph: CutGraph) -> CutGraph:
         """What runs of a graph for all further sizes and numbers: the graph as it is."""
         reason = f"it has had {_torch.MOST_GRAPHS} programs, one for each size or number"
-        made = replace(graph, compiled=None, reason=reason, late=True, times=0, calls=0, variants={})
+        made = replace(graph, compiled=None, reason=reason, late=True, times=0, variants={})
         graph.variants[_LATE] = made
-        self._note(made)
+        if graph.function not in self.late_calls:
+            self._note(made)
         return made
+
+    def _tell_masks(self) -> None:
+        """Say that Dynamo does not ask what eager mode asks of masks."""
+        self._told_of_masks = True
+        logger.warning(
+            "%s keeps its attention mask where torch cuts it, also where the mask hides nothing and positions count up: "
+            "eager mode then leaves it to the attention kernel, which rounds otherwise (graphopt.optimize asks as eager "
+            "mode does, for a model that is one graph)",
+            self.title,
+        )
 
     def _tell_numbers(self, graph: CutGraph, arguments: tuple[Any, ...]) -> None:
         """Say that a graph for any size has a program for each size."""
@@ -215,14 +241,24 @@ class CutGraphs:
             ", ".join(given),
         )
 
-    def too_many(self) -> GraphBreakError:
-        """The error for one graph or size too many, where without its program a limit would not hold."""
+    def too_many(self, where: str = "") -> GraphBreakError:
+        """The error for one graph or size too many, where without its program a limit would not hold.
+
+        Args:
+            where: the function whose graphs are too many for torch, as torch names it.
+        """
+        count = f"has had {_torch.MOST_GRAPHS} graphs"
+        had = f"{where} has had as many graphs as torch makes" if where else f"one function of it {count}"
+        more = (
+            "let torch make more (torch._dynamo.config.recompile_limit), or compile it anew"
+            if where
+            else ("or optimize it anew, which forgets the programs of now")
+        )
         limits = ", ".join(str(each) for each in self._runner.options.pipeline.passes if each.has_limit)
         return GraphBreakError(
-            f"{self.title} runs in parts, and one function of it has had {_torch.MOST_GRAPHS} graphs, one for each "
-            "combination of sizes and values that it looked at\n"
+            f"{self.title} runs in parts, and {had}, one for each combination of sizes and values that it looked at\n"
             f"  limit: {limits} would not hold for one more, since no other program is made for it\n"
-            "  to do: give it inputs of fewer sizes (pad them), or optimize it anew, which forgets the programs of now"
+            f"  to do: give it inputs of fewer sizes (pad them), {more}"
         )
 
     def capture(self, graph: CutGraph, arguments: tuple[Any, ...]) -> None:

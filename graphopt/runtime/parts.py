@@ -8,6 +8,7 @@ the first call, one by one, each has its smallest peak there; behind that call a
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -78,6 +79,7 @@ class Parts:
         self._graphs = CutGraphs(self, runner, original.__name__)
         self._parts: list[CutGraph] = []
         self._names: dict[int, str] = {}
+        self._model: Callable[[], nn.Module | None] = lambda: None
         self._resident = 0
         self._title = original.__name__
         self._made: Counter[CutGraph] = Counter()
@@ -115,6 +117,7 @@ class Parts:
             if not self._settled:
                 self._look_at(model, args, kwargs)
             self._made.clear()
+            self._model = weakref.ref(model)
             result = self._function(model, *args, **kwargs)
             self._count()
             ran = {part.function for part in self._made}
@@ -137,6 +140,10 @@ class Parts:
     def names(self) -> dict[int, str]:
         """What the tensors of the model are called."""
         return self._names
+
+    def subject(self) -> tuple[nn.Module, object]:
+        """The model that is cut."""
+        return self._model() or nn.Module(), None
 
     def _cut(self, graph: fx.GraphModule, _examples: Any) -> Callable[..., Any]:
         """What torch calls a backend: takes one of Dynamo's graphs, and gives what runs in its place."""

@@ -42,8 +42,8 @@ OPEN: dict[str, Callable[[Any, Any], torch.Tensor]] = {
     "quotient, number first": lambda tensor, number: number / (tensor.abs() + 1),
     "functions": lambda tensor, number: torch.mul(torch.add(torch.div(tensor, number), number), number).sub(number),
     "comparison": lambda tensor, number: torch.where(tensor > number / 9, tensor, tensor * number),
-    "values of where": lambda tensor, number: torch.where(tensor > 0, number, tensor) + torch.where(
-        tensor < 0, tensor, number
+    "values of where": lambda tensor, number: (
+        torch.where(tensor > 0, number, tensor) + torch.where(tensor < 0, tensor, number)
     ),
     "numbers of numbers": lambda tensor, number: tensor * (1 - number * 0.3) / (number / 2 + 1) + (-number),
     "rounded": lambda tensor, number: tensor * int(number * 10) - int(number * 10),
