@@ -82,9 +82,12 @@ from graphopt._torch.dynamo import MOST_GRAPHS as MOST_GRAPHS
 from graphopt._torch.dynamo import cut as cut
 from graphopt._torch.dynamo import cut_as_in_eager as cut_as_in_eager
 from graphopt._torch.dynamo import function_that_is_cut as function_that_is_cut
+from graphopt._torch.dynamo import guard_by as guard_by
+from graphopt._torch.dynamo import guard_hooks as guard_hooks
 from graphopt._torch.dynamo import input_paths as input_paths
 from graphopt._torch.dynamo import input_sources as input_sources
 from graphopt._torch.dynamo import number_places as number_places
+from graphopt._torch.dynamo import tell_of_limits as tell_of_limits
 from graphopt._torch.dynamo import with_paths as with_paths
 from graphopt._torch.eager_kernels import eager_kernels as eager_kernels
 from graphopt._torch.eager_layouts import eager_layouts as eager_layouts
@@ -110,6 +113,7 @@ from graphopt._torch.inductor_code import InductorCode as InductorCode
 from graphopt._torch.inductor_code import compile_with_inductor as compile_with_inductor
 from graphopt._torch.inductor_code import generated_function as generated_function
 from graphopt._torch.interception import as_in_eager as as_in_eager
+from graphopt._torch.interception import hooks_of_users_modules as hooks_of_users_modules
 from graphopt._torch.interception import intercept_checkpoint as intercept_checkpoint
 from graphopt._torch.interception import parametrizations_are_cached as parametrizations_are_cached
 from graphopt._torch.interception import parametrized_apart as parametrized_apart
@@ -225,6 +229,8 @@ __all__ = [
     "generated_function",
     "global_module_hooks",
     "group_on_host",
+    "guard_by",
+    "guard_hooks",
     "guard_texts",
     "has_autocast_rule",
     "has_global_backward_hooks",
@@ -232,6 +238,7 @@ __all__ = [
     "has_no_data",
     "higher_order_ops",
     "hooks_added",
+    "hooks_of_users_modules",
     "in_forward_mode",
     "in_function_transform",
     "in_kernels_layout",

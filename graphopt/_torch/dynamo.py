@@ -12,7 +12,7 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,9 +25,12 @@ __all__ = [
     "cut",
     "cut_as_in_eager",
     "function_that_is_cut",
+    "guard_by",
+    "guard_hooks",
     "input_paths",
     "input_sources",
     "number_places",
+    "tell_of_limits",
     "with_paths",
 ]
 
@@ -36,15 +39,34 @@ MOST_GRAPHS = 64
 
 _CUT_HINTS = logging.getLogger("torch._dynamo.variables.tensor")
 
+_LIMITS = logging.getLogger("torch._dynamo.convert_frame")
+"""Where torch says that a function has had as many graphs as it makes: it tells nobody in another way."""
+
 _ROOT = re.compile(r"^[LG]\['\w+'\]\.?|^L__self___?")
 
 
+def _told_of_limits(tell: Callable[[str], bool]) -> Callable[[logging.LogRecord], bool]:
+    """A filter of ``_LIMITS`` that tells whose graphs these are.
+
+    Args:
+        tell: is called with the function that runs in eager mode from now on, as torch names it, in the thread of the
+            call; says whether torch is to log it too. What it raises is what the call raises.
+    """
+
+    def look(record: logging.LogRecord) -> bool:
+        reached = "hit config." in str(record.msg) and isinstance(record.args, tuple) and len(record.args) > 2
+        return tell(str(record.args[2])) if reached else True  # type: ignore[index]
+
+    return look
+
+
 @contextlib.contextmanager
-def cut_as_in_eager(limited: bool = True) -> Iterator[None]:
+def cut_as_in_eager(limited: bool, tell: Callable[[str], bool]) -> Iterator[None]:
     """While functions are cut: hooks of modules are looked at in every call, and NumPy runs as it is.
 
     Args:
         limited: let a function of more than ``MOST_GRAPHS`` graphs run without being cut.
+        tell: is called where one does (``_told_of_limits``).
 
     Raises:
         TorchVersionError: where the installed torch lacks what it takes.
@@ -57,11 +79,14 @@ def cut_as_in_eager(limited: bool = True) -> Iterator[None]:
         "suppress_errors": True,  # code that Dynamo cannot read runs as it is
         "trace_numpy": False,  # NumPy's own results, and its own random numbers
     }
+    beyond = _told_of_limits(tell)
     _CUT_HINTS.addFilter(_is_no_hint)
+    _LIMITS.addFilter(beyond)
     try:
         with _config().patch(changes):
             yield
     finally:
+        _LIMITS.removeFilter(beyond)
         _CUT_HINTS.removeFilter(_is_no_hint)
 
 
@@ -87,8 +112,44 @@ def cut(
     )
     # A cut is told by us; torch's advice at calls into C would have the user file an issue or register an operator.
     warnings.filterwarnings("ignore", "Dynamo does not know how to trace the builtin", UserWarning)
-    result: Callable[..., Any] = torch.compile(function, backend=backend, dynamic=False, **apart)
+    result: Callable[..., Any] = torch.compile(function, backend=backend, **apart)
     return result
+
+
+def guard_hooks() -> None:
+    """Have Dynamo look at the hooks of modules in every call, in the whole process: it makes it more careful only."""
+    _config().skip_nnmodule_hook_guards = False
+
+
+def tell_of_limits(tell: Callable[[str], bool]) -> None:
+    """Tell, in the whole process from now on, of each function that torch cuts no more (``_told_of_limits``)."""
+    _LIMITS.addFilter(_told_of_limits(tell))
+
+
+_Same = Callable[[Mapping[str, Any]], bool]
+
+
+def guard_by(make: Callable[[Mapping[str, Any]], _Same], what: str) -> None:
+    """While Dynamo hands over a graph: have it cut anew at a later call for which a condition does not hold.
+
+    Args:
+        make: is given the local variables of the function that is cut, and gives the condition on those of a call.
+        what: the condition, for the log of torch's guards.
+
+    Raises:
+        TorchVersionError: where the installed torch lacks what it takes.
+    """
+    require(PARTS)
+    from torch._dynamo.source import GlobalStateSource
+    from torch._guards import Guard, TracingContext
+
+    def create(builder: Any, guard: Any) -> None:
+        same = make(builder.scope["L"])
+        builder.guard_manager.root.add_lambda_guard(same, [what], guard.user_stack)
+
+    context = TracingContext.try_get()
+    if context is not None:
+        context.guards_context.dynamo_guards.add(Guard(GlobalStateSource(), create))
 
 
 def function_that_is_cut() -> int:

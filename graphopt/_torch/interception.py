@@ -23,6 +23,7 @@ from graphopt._torch.versions import checkpoint_generator, has_flag
 
 __all__ = [
     "as_in_eager",
+    "hooks_of_users_modules",
     "intercept_checkpoint",
     "parametrizations_are_cached",
     "parametrized_apart",
@@ -44,6 +45,37 @@ def parametrized_apart() -> Iterator[None]:
         yield
     finally:
         parametrize._cache_enabled, parametrize._cache = saved
+
+
+_TRACERS = ("graphopt.", "torch._dynamo.", "torch._export.", "torch._functorch.", "torch.export.")
+
+
+@contextlib.contextmanager
+def hooks_of_users_modules(apart: torch.nn.Module | None = None) -> Iterator[None]:
+    """While a model is traced, hooks of all modules act on the user's modules, and on none that the trace is made of.
+
+    Args:
+        apart: a module for which they act around the trace.
+    """
+
+    def kept_to_users(hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def call(module: torch.nn.Module, *rest: Any) -> Any:
+            of_user = module is not apart and not type(module).__module__.startswith(_TRACERS)
+            return hook(module, *rest) if of_user else None
+
+        return call
+
+    modules: Any = importlib.import_module("torch.nn.modules.module")
+    tables = modules._global_forward_pre_hooks, modules._global_forward_hooks
+    saved = [dict(table) for table in tables]
+    for table in tables:
+        table.update({number: kept_to_users(hook) for number, hook in table.items()})
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, saved, strict=True):
+            table.update({number: hook for number, hook in hooks.items() if number in table})
 
 
 @contextlib.contextmanager

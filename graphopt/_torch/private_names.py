@@ -114,8 +114,10 @@ JOINT = Feature(
             "MemoryFormatMeta OutputAliasInfo PlainTensorMeta ViewAndMutationMeta.bw_donated_idxs"
         ),
         "torch._functorch.config": "donated_buffer patch",
+        "torch._functorch._aot_autograd.runtime_wrappers": "",
         "torch.autograd": "_engine_run_backward",
         "torch.fx.graph": "CodeGen.gen_fn_def",
+        "torch.utils._python_dispatch": "_get_current_dispatch_mode _pop_mode_temporarily",
     },
 )
 
@@ -211,7 +213,8 @@ PARTS = Feature(
             "accumulated_recompile_limit patch recompile_limit "
             "rewrite_assert_with_torch_assert skip_nnmodule_hook_guards suppress_errors trace_numpy"
         ),
-        "torch._guards": "CompileContext.current_compile_id",
+        "torch._dynamo.source": "GlobalStateSource",
+        "torch._guards": "CompileContext.current_compile_id Guard TracingContext.try_get",
     },
 )
 

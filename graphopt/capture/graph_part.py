@@ -195,7 +195,7 @@ def as_it_is(graph: fx.GraphModule) -> Callable[..., Any]:
     """
     if any(str(node.target) == _CHECKPOINT for node in graph.graph.nodes):
         return _NodeByNode(graph, None).run
-    return graph
+    return graph.forward  # hooks of all modules have acted already
 
 
 def _refuse_unknown(graph: fx.GraphModule, title: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["TYPES_COMPARED", "told_call"]
+__all__ = ["TYPES_COMPARED", "asks_whether_compiled", "told_call"]
 
 _CLOCK = "reads the clock ({}), and a program has the time of its capture at every call"
 _ANSWER = "asks for {}, and a program has the answer of its capture at every call"
@@ -41,6 +41,11 @@ _OF_PROCESS = (
     *("numpy.geterr", "threading.current_thread", "threading.get_ident", "warnings.filters"),
 )
 _TOLD = dict.fromkeys(_CLOCKS, _CLOCK) | dict.fromkeys(_QUESTIONS, _COMPILED) | dict.fromkeys(_OF_PROCESS, _ANSWER)
+
+
+def asks_whether_compiled(sentence: str) -> bool:
+    """Whether what is told is that code asks whether it is compiled."""
+    return sentence.endswith(_COMPILED.partition("{}")[2])
 
 
 def told_call(value: object, rest: Sequence[str]) -> str | None:

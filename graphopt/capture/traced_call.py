@@ -240,6 +240,7 @@ def _export(model: nn.Module, traced: _Trace, path: Path) -> Any:
         _torch.without_regions(),
         warnings.catch_warnings(record=True) as caught,
         _torch.refusals_expected(),
+        _torch.hooks_of_users_modules(model if traced.call.by_values and not traced.call.scalar_loss else None),
         marks_undone(traced.tensors),
         writes,
     ):

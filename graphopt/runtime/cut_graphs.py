@@ -6,6 +6,7 @@ Whoever has Dynamo cut (``parts.py``, ``dynamo_backend.py``) says when graphs ru
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from torch import fx, nn
 from graphopt import _torch
 from graphopt.capture import CaptureSession
 from graphopt.capture.graph_part import GraphPart, as_it_is, cut_of
+from graphopt.capture.open_numbers import open_numbers
 from graphopt.capture.without_memory import parameter_without_memory, without_memory
 from graphopt.errors import CaptureError, GraphBreakError
 from graphopt.rewriting.pass_ import PassRecord
@@ -23,8 +25,9 @@ from graphopt.runtime.compiled_joint import CompiledJoint, compile_joint
 from graphopt.runtime.part_budget import PartBytes, Together, fit_together
 from graphopt.runtime.runner import Capture, Runner
 from graphopt.runtime.signature import part_signature
+from graphopt.runtime.unguarded import Unguarded, decides_on_masks
 
-__all__ = ["CutGraph", "CutGraphs", "Owner"]
+__all__ = ["CutGraph", "CutGraphs", "Owner", "calls_in_eager"]
 
 logger = logging.getLogger("graphopt.runtime.parts")
 
@@ -48,6 +51,10 @@ class Owner(Protocol):
         """What the model's parameters and buffers are called, by their ``id``."""
         ...
 
+    def subject(self) -> tuple[nn.Module, object]:
+        """The model that is cut, or an empty one and a function."""
+        ...
+
 
 @dataclass(eq=False)
 class CutGraph:
@@ -56,9 +63,12 @@ class CutGraph:
     Attributes:
         owner: captures it when it is called first.
         graph: as Dynamo made it.
+        opened: what is captured of it: the same, with tensors in the place of numbers where that gives the same bits.
         paths: where its arguments come from.
         sources: what they are in the function that was cut.
-        numbers: which of them are tensors that stand for a number of Python's.
+        numbers: which of them are tensors that stand for a number of Python's, and are captured as that.
+        open: which of them are numbers, or stand for one, and are captured as tensors.
+        function: which function it is of, or the rest of one behind a cut.
         whole: whether it is all that is computed in a call, so that it is planned by itself.
         times: how often it runs in one call of the model, at most.
         compiled: what runs; None before the first call, and for a graph that runs as it is.
@@ -69,13 +79,17 @@ class CutGraph:
         storages: the bytes of its arguments, and of those among them that nothing before it has computed, by storage.
         fetch: gives the arguments of what runs, one by one, from those of a call.
         variants: by what Dynamo does not look at (``part_signature``) or leaves open (sizes), what runs of this graph.
+        late: whether it runs for all sizes and numbers that come after too many others.
     """
 
     owner: CutGraphs
     graph: fx.GraphModule
+    opened: fx.GraphModule
     paths: list[str]
     sources: list[str]
     numbers: frozenset[int]
+    open: frozenset[int]
+    function: int
     whole: bool = False
     times: int = 0
     compiled: CompiledJoint | None = None
@@ -86,17 +100,24 @@ class CutGraph:
     storages: tuple[dict[int, int], dict[int, int]] = ({}, {})
     fetch: list[Callable[[tuple[Any, ...]], Any]] = field(default_factory=list)
     variants: dict[Hashable, CutGraph] = field(default_factory=dict)
+    late: bool = False
 
     def __call__(self, *arguments: Any) -> Any:
         """What the graph gives."""
         given = arguments
-        if self.numbers:
-            given = tuple(a.item() if place in self.numbers else a for place, a in enumerate(arguments))
+        if self.numbers or self.open:
+            given = tuple(map(self._given, range(len(arguments)), arguments))
         key = (*part_signature(given), _numbers(given))
-        if key not in self.variants:
-            self.variants[key] = self.owner.variant(self, given)
-        found = self.variants[key]
+        found = self.variants.get(key) or self.owner.variant(self, key, given)
+        if found.late:
+            self.owner.late_calls[self.function] += 1
         return found.run(given) if found.is_program(given) else as_it_is(self.graph)(*arguments)
+
+    def _given(self, place: int, argument: Any) -> Any:
+        """An argument as what is captured takes it."""
+        if place in self.open and not isinstance(argument, torch.Tensor):
+            return torch.tensor(argument)
+        return argument.item() if place in self.numbers else argument
 
     def is_program(self, arguments: tuple[Any, ...]) -> bool:
         """Whether there is a program for these arguments; it is captured at the first call, where it can be."""
@@ -115,6 +136,15 @@ class CutGraph:
         return result
 
     @property
+    def why(self) -> str:
+        """Why it runs as it is, and how often it did where it once had programs."""
+        return (
+            f"{self.reason}, and {calls_in_eager(self.owner.late_calls[self.function])} since"
+            if self.late
+            else self.reason
+        )
+
+    @property
     def records(self) -> list[PassRecord]:
         """What passes did."""
         return [] if self.compiled is None else self.compiled.rewritten.records
@@ -131,40 +161,73 @@ class CutGraphs:
 
     Attributes:
         limited: whether a pass keeps programs within a limit.
-        as_they_are: why graphs run as they are that should not.
+        as_they_are: graphs that run as they are and should not; of the late ones the first of each function.
+        late_calls: how often late ones ran, by their functions.
     """
 
     def __init__(self, owner: Owner, runner: Runner[CompiledJoint], title: str, *, resident: bool = True) -> None:
         self.owner = owner
         self.limited = any(each.has_limit for each in runner.options.pipeline.passes)
-        self.as_they_are: list[str] = []
+        self.as_they_are: list[CutGraph] = []
+        self.late_calls: Counter[int] = Counter()
         self.title = title
+        self._programs: Counter[int] = Counter()
+        self._unguarded = Unguarded()
+        self._told_of_masks = False
         self._runner = runner
         self._resident = resident
 
     def take(self, graph: fx.GraphModule, *, whole: bool = False) -> CutGraph:
         """What runs in place of a graph that Dynamo hands over; to be called while it does."""
+        self._unguarded.guard(graph, *self.owner.subject())
+        if not self._told_of_masks and decides_on_masks(graph):
+            self._tell_masks()
         paths, sources = _torch.input_paths(graph), _torch.input_sources(graph)
-        return CutGraph(self, graph, paths, sources, _torch.number_places(graph), whole)
+        numbers = _torch.number_places(graph)
+        opened, places = open_numbers(graph, numbers, sources)
+        function = _torch.function_that_is_cut()
+        return CutGraph(self, graph, opened, paths, sources, numbers - places, places, function, whole)
 
-    def variant(self, graph: CutGraph, arguments: tuple[Any, ...]) -> CutGraph:
+    def variant(self, graph: CutGraph, key: Hashable, arguments: tuple[Any, ...]) -> CutGraph:
         """What runs of a graph for arguments that none of its programs is for.
 
+        Args:
+            graph: that is called.
+            key: of the arguments.
+            arguments: of the call.
+
         Raises:
-            GraphBreakError: for sizes too many, where a limit would not hold without a program.
+            GraphBreakError: for one too many, where a limit would not hold without a program.
         """
-        numbers = _numbers(arguments)
-        if numbers:
-            self._tell_numbers(graph, arguments)
-        if not graph.variants:
-            return graph
-        made = replace(graph, compiled=None, reason="", times=0, variants={})
-        if numbers and len(graph.variants) >= _torch.MOST_GRAPHS:
+        if self._programs[graph.function] >= _torch.MOST_GRAPHS:
             if self.limited:
                 raise self.too_many()
-            made.reason = f"it has had {_torch.MOST_GRAPHS} programs, one for each size or number"
+            return graph.variants.get(_LATE) or self._late(graph)
+        self._programs[graph.function] += 1
+        if _numbers(arguments):
+            self._tell_numbers(graph, arguments)
+        made = replace(graph, compiled=None, reason="", times=0, variants={}) if graph.variants else graph
+        graph.variants[key] = made
+        return made
+
+    def _late(self, graph: CutGraph) -> CutGraph:
+        """What runs of a graph for all further sizes and numbers: the graph as it is."""
+        reason = f"it has had {_torch.MOST_GRAPHS} programs, one for each size or number"
+        made = replace(graph, compiled=None, reason=reason, late=True, times=0, variants={})
+        graph.variants[_LATE] = made
+        if graph.function not in self.late_calls:
             self._note(made)
         return made
+
+    def _tell_masks(self) -> None:
+        """Say that Dynamo does not ask what eager mode asks of masks."""
+        self._told_of_masks = True
+        logger.warning(
+            "%s keeps its attention mask where torch cuts it, also where the mask hides nothing and positions count up: "
+            "eager mode then leaves it to the attention kernel, which rounds otherwise (graphopt.optimize asks as eager "
+            "mode does, for a model that is one graph)",
+            self.title,
+        )
 
     def _tell_numbers(self, graph: CutGraph, arguments: tuple[Any, ...]) -> None:
         """Say that a graph for any size has a program for each size."""
@@ -179,14 +242,24 @@ class CutGraphs:
             ", ".join(given),
         )
 
-    def too_many(self) -> GraphBreakError:
-        """The error for one graph or size too many, where without its program a limit would not hold."""
+    def too_many(self, where: str = "") -> GraphBreakError:
+        """The error for one graph or size too many, where without its program a limit would not hold.
+
+        Args:
+            where: the function whose graphs are too many for torch, as torch names it.
+        """
+        count = f"has had {_torch.MOST_GRAPHS} graphs"
+        had = f"{where} has had as many graphs as torch makes" if where else f"one function of it {count}"
+        more = (
+            "let torch make more (torch._dynamo.config.recompile_limit), or compile it anew"
+            if where
+            else ("or optimize it anew, which forgets the programs of now")
+        )
         limits = ", ".join(str(each) for each in self._runner.options.pipeline.passes if each.has_limit)
         return GraphBreakError(
-            f"{self.title} runs in parts, and one function of it has had {_torch.MOST_GRAPHS} graphs, one for each "
-            "combination of sizes and values that it looked at\n"
+            f"{self.title} runs in parts, and {had}, one for each combination of sizes and values that it looked at\n"
             f"  limit: {limits} would not hold for one more, since no other program is made for it\n"
-            "  to do: give it inputs of fewer sizes (pad them), or optimize it anew, which forgets the programs of now"
+            f"  to do: give it inputs of fewer sizes (pad them), {more}"
         )
 
     def capture(self, graph: CutGraph, arguments: tuple[Any, ...]) -> None:
@@ -198,7 +271,7 @@ class CutGraphs:
         try:
             given = self._resident_arguments(arguments)
             names = {id(given[place]): name for place, name in self._names(graph, arguments).items()}
-            module = GraphPart(graph.graph, given, names, graph.paths, self.title, shared=not graph.whole)
+            module = GraphPart(graph.opened, given, names, graph.paths, self.title, shared=not graph.whole)
             session = CaptureSession(module, self._examples([arguments[place] for place in cut_of(module).others]))
             with _torch.transforms_undone():
                 capture = self._runner.rewrite(session, room=0 if share else None, plans=graph.plans)
@@ -228,8 +301,9 @@ class CutGraphs:
 
     def _note(self, graph: CutGraph) -> None:
         """Say that a graph runs as it is."""
-        self.as_they_are.append(graph.reason)
-        logger.warning("a part of %s runs as it is, and its bytes are not counted: %s", self.title, graph.reason)
+        self.as_they_are.append(graph)
+        how = "runs in eager mode from now on" if graph.late else "runs as it is"
+        logger.warning("a part of %s %s, and its bytes are not counted: %s", self.title, how, graph.reason)
 
     @property
     def _numerics(self) -> bool:
@@ -316,6 +390,15 @@ class _Rewrites:
         capture = self._runner.rewrite(self._session, room=room, plans=self._plans)
         self._runner.make_ready(capture.rewritten.program)
         return PartBytes.of(capture.rewritten.program, self.times), (capture, self._session.joint)
+
+
+_LATE = "late"
+"""The key, beside those of arguments, of what runs for sizes and numbers that are too many."""
+
+
+def calls_in_eager(calls: int) -> str:
+    """That so many calls ran without a program."""
+    return "1 call runs in eager mode" if calls == 1 else f"{calls} calls run in eager mode"
 
 
 def _numbers(arguments: tuple[Any, ...]) -> Hashable:

@@ -18,7 +18,9 @@ import torch
 from torch import fx, nn
 
 from graphopt import _torch
+from graphopt.capture.code_of_model import found_by
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
+from graphopt.capture.told_calls import asks_whether_compiled
 from graphopt.errors import GraphoptError, wrong_argument
 from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
@@ -81,7 +83,12 @@ class _Compiled:
         title = type(call.module).__name__ if call.module else getattr(call.function, "__name__", "a function")
         self._runner: Runner[CompiledJoint] = Runner(options, "joint", self._parameter)
         self._graphs = CutGraphs(self, self._runner, title, resident=False)
+        self._function = None if call.module else call.function
+        for sentence in found_by(*self.subject()).told:
+            if asks_whether_compiled(sentence):
+                logger.warning("%s", sentence)
         self._taken: list[CutGraph] = []
+        self._beyond: list[str] = []
         self._alive: list[weakref.ref[_Run]] = []
         self._due: _Calls = ()
         self._planned: list[tuple[_Calls, int, int]] = []
@@ -114,6 +121,22 @@ class _Compiled:
         """What the tensors of the module are called."""
         module = self._module()
         return {} if module is None else {id(t): n for n, t in [*module.named_parameters(), *module.named_buffers()]}
+
+    def subject(self) -> tuple[nn.Module, object]:
+        """The module that is compiled, or an empty one and the function."""
+        return self._module() or nn.Module(), self._function
+
+    def goes_beyond(self, where: str) -> bool:
+        """Say that torch cuts a function no more, and runs it in eager mode.
+
+        Raises:
+            GraphBreakError: where a limit would not hold then.
+        """
+        if self._graphs.limited:
+            raise self._graphs.too_many(where)
+        self._beyond.append(f"{where} has had as many graphs as torch makes, and runs in eager mode since")
+        logger.warning("a part of %s is not counted from now on: %s", self._graphs.title, self._beyond[-1])
+        return True
 
     def begins(self, graph: CutGraph) -> None:
         """Plan what ran before the last backward, where that was something new, and say what runs."""
@@ -199,8 +222,9 @@ class _Compiled:
         tell_observers(graph.compiled.rewritten, first)
 
     def look(self) -> tuple[CompiledGraph, ...]:
-        """The graphs that have run, in the order in which they were cut."""
-        return tuple(_seen(variant) for graph in self._taken for variant in graph.variants.values())
+        """The graphs that have run, in the order in which they were cut; then functions that are cut no more."""
+        found = [_seen(variant) for graph in self._taken for variant in graph.variants.values()]
+        return (*found, *(CompiledGraph(None, (), why) for why in self._beyond))
 
 
 class _Locked:
@@ -219,6 +243,16 @@ _compiled: weakref.WeakKeyDictionary[Any, _Compiled] = weakref.WeakKeyDictionary
 """By the object that torch has for each use of ``torch.compile``."""
 
 
+def _goes_beyond(where: str) -> bool:
+    context = _torch.compiled_call().context
+    found = None if context is None else _compiled.get(context)
+    return found is None or found.goes_beyond(where)
+
+
+_torch.guard_hooks()
+_torch.tell_of_limits(_goes_beyond)
+
+
 def backend(
     graph: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
 ) -> Callable[..., Any]:
@@ -231,6 +265,9 @@ def backend(
             ``"8GB"``, or ``"60%"`` of the peak without it), ``verify`` (``"structure"``, ``"numerics"`` or False) and
             ``codegen`` (``"eager"``, ``"inductor"``, or a callable, as the ``backend`` of ``graphopt.optimize``).
         mode: of torch's own compiler; there is none here.
+
+    Torch imports this file when it looks the backend up. That has Dynamo look at the hooks of modules in every call, for
+    the whole process (``torch._dynamo.config.skip_nnmodule_hook_guards = False``): a hook that is registered later acts.
 
     Returns:
         What runs in its place. Torch would wrap an error that is raised here, so that is raised where it runs.
@@ -282,7 +319,7 @@ def compiled_graphs(compiled: Any) -> tuple[CompiledGraph, ...]:
 
 def _seen(graph: CutGraph) -> CompiledGraph:
     program = None if graph.compiled is None else graph.compiled.rewritten.program
-    return CompiledGraph(program, tuple(graph.records), graph.reason)
+    return CompiledGraph(program, tuple(graph.records), graph.why)
 
 
 def _within(calls: _Calls, known: _Calls) -> bool:

@@ -8,8 +8,10 @@ the first call, one by one, each has its smallest peak there; behind that call a
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
 from graphopt.rewriting.pass_ import Changed, PassRecord
 from graphopt.runtime.compiled_joint import CompiledJoint
-from graphopt.runtime.cut_graphs import CutGraph, CutGraphs
+from graphopt.runtime.cut_graphs import CutGraph, CutGraphs, calls_in_eager
 from graphopt.runtime.runner import Runner
 
 __all__ = ["Parts"]
@@ -32,6 +34,14 @@ capture_logger = logging.getLogger("graphopt.capture")
 
 
 _BETWEEN = "eager code between them whose bytes are not counted"
+
+
+@dataclass
+class _Beyond:
+    """A function that torch cuts no more: why, and how many calls ran none of its programs since."""
+
+    why: str
+    calls: int = 0
 
 
 class Parts:
@@ -69,10 +79,11 @@ class Parts:
         self._graphs = CutGraphs(self, runner, original.__name__)
         self._parts: list[CutGraph] = []
         self._names: dict[int, str] = {}
+        self._model: Callable[[], nn.Module | None] = lambda: None
         self._resident = 0
         self._title = original.__name__
         self._made: Counter[CutGraph] = Counter()
-        self._cuts: Counter[int] = Counter()
+        self._beyond: dict[int, _Beyond] = {}
         self._settled = self._told = False
         self._passes = len(runner.options.pipeline.passes)
 
@@ -85,9 +96,13 @@ class Parts:
     def records(self) -> list[PassRecord]:
         """Why the model is in parts and what runs as it is; then what passes did, part by part."""
         as_they_are = self._graphs.as_they_are
-        lines = (_first_lines(self._reason), _BETWEEN, *(f"runs as it is: {reason}" for reason in as_they_are))
-        counts = {"parts with a program": len(self.programs), "parts as they are": len(as_they_are)}
-        changed = Changed(counts=counts, lines=lines)
+        lines = [_first_lines(self._reason), _BETWEEN, *(f"runs as it is: {graph.why}" for graph in as_they_are)]
+        lines += [f"{calls_in_eager(each.calls)} since {each.why}" for each in self._beyond.values()]
+        counts = {
+            "parts with a program": len(self.programs),
+            "parts as they are": len(as_they_are) + len(self._beyond),
+        }
+        changed = Changed(counts=counts, lines=tuple(lines))
         first = PassRecord("parts", "parts", "joint", "bitwise", changed, 0.0, 0, 0, None, None)
         return [first, *(record for part in self._parts for record in part.records)]
 
@@ -98,12 +113,16 @@ class Parts:
             CaptureError: for backward hooks of submodules, which a part would lose.
             GraphoptError: where passes keep programs within a limit that the parts together do not meet.
         """
-        with CAPTURE_LOCK, _torch.cut_as_in_eager(limited=not self._graphs.limited):
+        with CAPTURE_LOCK, _torch.cut_as_in_eager(not self._graphs.limited, self._goes_beyond):
             if not self._settled:
                 self._look_at(model, args, kwargs)
             self._made.clear()
+            self._model = weakref.ref(model)
             result = self._function(model, *args, **kwargs)
             self._count()
+            ran = {part.function for part in self._made}
+            for function, beyond in self._beyond.items():
+                beyond.calls += function not in ran
         return result
 
     def begins(self, graph: CutGraph) -> None:
@@ -122,20 +141,25 @@ class Parts:
         """What the tensors of the model are called."""
         return self._names
 
-    def _cut(self, graph: fx.GraphModule, _examples: Any) -> Callable[..., Any]:
-        """What torch calls a backend: takes one of Dynamo's graphs, and gives what runs in its place.
+    def subject(self) -> tuple[nn.Module, object]:
+        """The model that is cut."""
+        return self._model() or nn.Module(), None
 
-        Dynamo does not raise what a backend raises, so that what cannot be within a limit is said when it is to run.
-        """
-        function = _torch.function_that_is_cut()
-        self._cuts[function] += 1
-        if self._graphs.limited and self._cuts[function] > _torch.MOST_GRAPHS:
-            return self._refuse_another
+    def _cut(self, graph: fx.GraphModule, _examples: Any) -> Callable[..., Any]:
+        """What torch calls a backend: takes one of Dynamo's graphs, and gives what runs in its place."""
         return self._graphs.take(graph)
 
-    def _refuse_another(self, *_arguments: Any) -> Any:
-        """Runs in place of one graph too many, where without its program a limit would not hold."""
-        raise self._graphs.too_many()
+    def _goes_beyond(self, where: str) -> bool:
+        """Say that torch cuts a function no more, and runs it in eager mode; count the calls in which it does."""
+        function = _torch.function_that_is_cut()
+        if all(part.function != function for part in self._parts):
+            return True  # of another model, in another thread
+        why = f"{where} has had {_torch.MOST_GRAPHS} graphs, one for each size and value that it looked at"
+        self._beyond[function] = _Beyond(why)
+        logger.warning(
+            "a part of %s runs in eager mode from now on, and its bytes are not counted: %s", self._title, why
+        )
+        return False
 
     def _look_at(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Remember what the model's tensors are called, and what is resident in any case."""

@@ -379,6 +379,20 @@ class Prepared(TrainingPass):
         del model
 
 
+class Choosing(nn.Module):
+    """Looks at a text behind a cut, so that torch makes a graph for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        x = self.first(x)
+        if x.detach().abs().max() > 1e9:
+            return x
+        return self.second(x) * len(name)
+
+
 @pytest.mark.sweep
 def test_more_graphs_than_are_made_end_where_a_budget_would_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphopt._torch.MOST_GRAPHS", 3)
@@ -396,18 +410,27 @@ def test_more_graphs_than_are_made_end_where_a_budget_would_not_hold(monkeypatch
     assert torch.equal(*found)
 
 
-@pytest.mark.sweep
-def test_more_graphs_than_are_made_run_as_they_are_without_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphopt._torch.dynamo.MOST_GRAPHS", 2)
-    base = Looking()
+@pytest.mark.parametrize("what", ["programs", "graphs"])
+def test_going_over_to_eager_mode_is_said_in_the_call_that_does_and_counted(
+    what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where a graph has had as many programs as are made, and where torch makes no more graphs."""
+    monkeypatch.setattr(
+        "graphopt._torch.MOST_GRAPHS" if what == "programs" else "graphopt._torch.dynamo.MOST_GRAPHS", 2
+    )
+    base = Choosing()
     model = graphopt.optimize(copy.deepcopy(base))
-    for rows in (7, 8, 9, 10):
-        found = []
-        for one in (model, base):
-            torch.manual_seed(1)
-            found.append(one(torch.ones(rows, 16)))
-        assert torch.equal(*found)
-    assert len(model.programs) == 4
+    said = []
+    for number in range(1, 6):
+        x, name = (torch.ones(6 + number, 16), "a") if what == "programs" else (torch.ones(7, 16), "a" * number)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "graphopt"):
+            assert torch.equal(model(x, name), base(x, name))
+        said.append("in eager mode from now on" in caplog.text)
+    assert said == [False, False, True, False, False]
+    lines = [line for line in model.records[0].changed.lines if "since" in line]
+    assert any("3 calls run in eager mode" in line for line in lines), lines
+    assert len(model.programs) == (4 if what == "programs" else 3)
 
 
 @pytest.mark.sweep(cases=("passes0-mixed-precision",))
