@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,9 +30,10 @@ from graphopt.rewriting.memory.budget import (
     refuse_hopeless,
     within_already,
 )
+from graphopt.rewriting.memory.checkpoint_segments import has_segments
 from graphopt.rewriting.memory.compress_action import CompressAction, choose_values, values_of
 from graphopt.rewriting.memory.compression import Compression
-from graphopt.rewriting.memory.decision import Decision, carry, carry_out
+from graphopt.rewriting.memory.decision import Decision, carry, carry_out, or_own_segments
 from graphopt.rewriting.memory.fit import Fitting, FittingOptions
 from graphopt.rewriting.memory.lifted_copies import Swaps, lift_gathers, lift_swaps, nodes_of
 from graphopt.rewriting.memory.named_plan import shared_calls
@@ -319,20 +321,22 @@ class FitMemory(Pass):
             decision = self._decide(program, share, known)
             if decision.found is None:
                 return Changed(counts=decision.counts, reason=decision.reason, lines=decision.also)
-            return carry_out(program, decision.found, decision.also, origin=_ORIGIN)
+            return carry_out(program, decision, decision.found, origin=_ORIGIN)
         told = decided_by_first_rank(program, lambda: self._decide(program.copy(), share).told)
         if told.prepares:
-            program.graph = prepared(program, _ORIGIN, reorder=told.reorders).program.graph
+            ready = prepared(program, _ORIGIN, reorder=told.reorders, undo=told.undoes)
+            program.graph = ready.program.graph
         if told.plan is None:
             return Changed(counts=told.counts, reason=told.reason, lines=told.lines)
         told.plan.apply(program, origin=_ORIGIN)
-        counts = {"run again": len(told.plan.again), "offloaded": len(told.plan.moves)}
+        counts = {"run again": len(told.plan.again), "offloaded": len(told.plan.moves), **told.counts}
         return Changed(counts, reason="nothing that is run again makes the peak smaller", lines=told.lines)
 
     def _decide(self, program: Program, share: int | None, known: Planned | None = None) -> Decision:
         """What is to be done to a program; what comes before the plan is done already.
 
-        Where no plan is found with calls of backward in another order, one is looked for in theirs.
+        Where the model has segments of ``torch.utils.checkpoint``, it is planned as if it had none, also within a
+        budget above its peak; parts of a model share a limit by their bytes, and stay as they are there.
         """
         memory = program.memory()
         room = program.context.room
@@ -340,9 +344,20 @@ class FitMemory(Pass):
         carried = [known] if known else list((program.context.plans or {}).get(key, ()))
         budget = room if room is not None else share or self._bytes(program, memory)
         reason = within_already(memory, budget, reserved_where_cached(program, memory))
-        if reason:
+        segments = has_segments(program)
+        if reason and not (segments and room is None):
             sizes = written_sizes(program)
             return Decision(reason=f"{reason}, up to {sizes}" if sizes else reason)
+        if not segments:
+            return self._decide_in_an_order(program, budget, key, carried)
+        plan = functools.partial(self._decide_in_an_order, program, budget, key, carried)
+        return or_own_segments(program, plan, budget, self.cost, _ORIGIN)
+
+    def _decide_in_an_order(self, program: Program, budget: int, key: _Key, carried: Sequence[Planned]) -> Decision:
+        """What is to be done to a program that exceeds its budget, or has segments.
+
+        Where no plan is found with calls of backward in another order, one is looked for in theirs.
+        """
         original, ready = program.graph, prepared(program, _ORIGIN)
         try:
             return self._decide_prepared(program, ready, budget, key, carried)
@@ -371,7 +386,8 @@ class FitMemory(Pass):
         memory = program.memory()
         room, plans = program.context.room, program.context.plans
         _, calls, wanted = key
-        if ready.lines and room is None and within_already(memory, budget, reserved_where_cached(program, memory)):
+        changed = bool(ready.lines) or ready.segments is not None
+        if changed and room is None and within_already(memory, budget, reserved_where_cached(program, memory)):
             return Decision(prepared=ready)
         shared = room is not None
         searches = None if plans is None or not wanted else plans.setdefault((str(self), calls), Searches())

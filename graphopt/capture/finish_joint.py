@@ -13,6 +13,7 @@ from graphopt.ir.node import Phase, info, set_info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
+from graphopt.rewriting.memory.checkpoint_segments import CHECKPOINT
 from graphopt.rewriting.memory.rematerialize import rematerialize
 
 __all__ = [
@@ -96,7 +97,7 @@ def honour_regions(program: Program) -> None:
     regions = [n for n in program.phase_nodes(Phase.FORWARD) if info(n).region is not None]
     inner = [node for node in regions if all(_stays_inside(node, user) for user in node.users)]
     if inner:
-        rematerialize(program, inner, origin="torch.utils.checkpoint")
+        rematerialize(program, inner, origin=CHECKPOINT)
 
 
 def _stays_inside(node: fx.Node, user: fx.Node) -> bool:

@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -32,6 +32,8 @@ from graphopt.report.console.progress_bar import progress_bar
 from graphopt.report.pictures.frontier_chart import BudgetMark, frontier_svg
 from graphopt.report.text.frontier_table import FrontierPoint, FrontierReport, fitted_point, frontier_report
 from graphopt.rewriting.memory.budget import budget_bytes, infeasible, within_already
+from graphopt.rewriting.memory.checkpoint_segments import Segments
+from graphopt.rewriting.memory.decision import own_segments
 from graphopt.rewriting.memory.fit import Fitted, Fitting, FittingOptions
 from graphopt.rewriting.memory.preparation import prepared
 from graphopt.rewriting.memory.summary import away_lines, decisions, plan_lines, summary_lines
@@ -55,7 +57,7 @@ class _Answer:
         reserved_bytes: what the device's allocator reserves; None where that is what is alive.
         fitted: the plan; None where none is needed, and where nothing fits.
         fitting: the search that the plan is of.
-        reason: why there is no plan, where none is needed; why the plan is of another order of calls than the others.
+        reason: why there is no plan, where none is needed; what else there is to say about a plan.
         error: where nothing fits.
     """
 
@@ -79,6 +81,7 @@ class _Searches:
     Attributes:
         plain: the timeline of the program as it is.
         ready: the program with what is done first.
+        first: what that is, for people.
         costs: how long its calls take.
         fitting: its plans.
     """
@@ -88,6 +91,8 @@ class _Searches:
         self.plain = program.memory()
         self.cost = options.cost or "measured"
         self.ready = prepared(program, _FITTER)
+        segments = self.ready.segments
+        self.first = (*([] if segments is None else [segments.line()]), *self.ready.lines)
         self._time_limit: float | None = options.time_limit
         self.costs, self.fitting = self._search(self.ready.program)
 
@@ -115,13 +120,28 @@ class _Searches:
         reserved = reserved_where_cached(self.program, self.plain)
         budget = budget_bytes(text, self.plain, reserved)
         reason = within_already(self.plain, budget, reserved)
-        if reason:
+        if reason and self.ready.segments is None:
             return _Answer(text, budget, self.plain.peak_bytes, _reserved_bytes(reserved), reason=reason)
         memory, reserved = self.fitting.memory, self.fitting.reserved
         if within_already(memory, budget, reserved):
             reason = f"with what is done first the peak is {format_bytes(memory.peak_bytes)}: nothing has to run again"
             return _Answer(text, budget, memory.peak_bytes, _reserved_bytes(reserved), reason=reason)
-        return self._planned(text, budget)
+        answer = self._planned(text, budget)
+        return answer if self.ready.segments is None else self._with_segments(answer, self.ready.segments)
+
+    def _with_segments(self, answer: _Answer, segments: Segments) -> _Answer:
+        """The same, or the model's own segments as they are where no plan is faster."""
+        fitted, fitting = answer.fitted, answer.fitting
+        own = own_segments(self.program, answer.budget, self.cost, _FITTER)
+        if own is not None and (fitted is None or fitting is None or own.seconds <= fitting.seconds + fitted.seconds):
+            memory = own.program.memory()
+            reserved = reserved_where_cached(own.program, memory)
+            reason = own.decision.note
+            return _Answer(answer.text, answer.budget, memory.peak_bytes, _reserved_bytes(reserved), reason=reason)
+        if fitted is None or fitting is None:
+            return answer
+        line = segments.line(fitting.named(fitted).again)
+        return replace(answer, reason=f"{answer.reason}\n{line}" if answer.reason else line)
 
     def _planned(self, text: str, budget: int) -> _Answer:
         errors = []
@@ -156,7 +176,7 @@ def plan(options: argparse.Namespace) -> None:
     report_passes(rewritten)
     searches = _Searches(rewritten.program, options)
     costs = searches.costs
-    report = frontier_report(searches.fitting, searches.cost, costs, rewritten.program, searches.ready.lines)
+    report = frontier_report(searches.fitting, searches.cost, costs, rewritten.program, searches.first)
     answers = [searches.answer(text) for text in options.budget]
     write_output(options, _render(format_of(options), report, answers, costs))
     if report.remark and (options.output is not None or format_of(options) != "text"):

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from graphopt import _torch
-from graphopt.ir.node import BatchSlice, info, set_info, value_of
+from graphopt.ir.node import BatchSlice, Phase, info, set_info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
 from graphopt.rewriting.memory.row_regions import RowRegion
@@ -167,8 +167,10 @@ class _Once:
             hint=f"{like.name}_chunk",
         )
         if self.region.of_batch and number is not None:
-            of = next(iter(info(like).names), like.name)
-            set_info(made, replace(info(made), batch_slice=BatchSlice(number, of, info(like).phase)))
+            known = info(like)
+            part = BatchSlice(number, next(iter(known.names), like.name), known.phase)
+            origin = known.origin if known.phase is Phase.RECOMPUTE else info(made).origin  # who asks for a second run
+            set_info(made, replace(info(made), origin=origin, batch_slice=part))
         return made
 
     def once(self, key: Any, make: Callable[[Any], fx.Node]) -> fx.Node:

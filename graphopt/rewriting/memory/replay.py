@@ -19,8 +19,10 @@ __all__ = [
     "CloneLabel",
     "can_recompute",
     "clone_call",
+    "forget_generator",
     "is_replayable",
     "label_clone",
+    "replayed_result",
     "save_generator",
     "sources",
     "stale_values",
@@ -107,6 +109,43 @@ def save_generator(program: Program, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     node.replace_all_uses_with(result)
     program.graph.erase_node(node)
     return result, state
+
+
+def replayed_result(program: Program, state: fx.Node) -> fx.Node:
+    """The result of the random op that has saved a state of the generator; it is there again where nothing read it."""
+    both: Any = state.args[0]
+    found = next((user for user in both.users if is_replayable(user)), None)
+    if found is None:
+        how: dict[str, Any] = {"phase": Phase.FORWARD, "origin": info(both).origin, "like": both}
+        found = program.insert(operator.getitem, (both, 1), after=both, **how)
+        set_value(found, value_of(both)[1])
+    return found
+
+
+def forget_generator(program: Program, result: fx.Node) -> fx.Node:
+    """Let a random op that has saved the generator's state be as it was before, where nothing replays it.
+
+    Args:
+        program: rewritten in place.
+        result: of the op; see ``save_generator``.
+
+    Returns:
+        the node of the op; ``result`` itself, where its state is read.
+    """
+    both: Any = result.args[0]
+    states = [user for user in both.users if user is not result]
+    if any(state.users for state in states):
+        return result
+    target, *args = both.args
+    known = info(result)
+    how: dict[str, Any] = {"phase": known.phase, "origin": "capture", "like": both, "names": known.names}
+    plain = program.insert(target, args, dict(both.kwargs), before=both, hint=both.name.removesuffix("_random"), **how)
+    set_value(plain, value_of(result))
+    set_info(plain, replace(info(plain), region=known.region))
+    result.replace_all_uses_with(plain)
+    for node in (result, *states, both):
+        program.graph.erase_node(node)
+    return plain
 
 
 @dataclass(frozen=True, slots=True)
