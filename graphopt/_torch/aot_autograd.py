@@ -7,6 +7,7 @@ that takes a rewritten graph back.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensorMeta
 from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors, aot_export_joint_with_descriptors
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from graphopt._torch.checks_in_graphs import plain_checks
 from graphopt._torch.private_names import JOINT, attribute
@@ -115,6 +118,34 @@ class _Any:
 
 
 _ANY: Any = _Any()
+
+
+_FIRST_CALL_CHECK: type[Any] | None = getattr(runtime_wrappers, "_AnalyzeCustomOpInputOutputMode", None)
+"""The dispatch mode under which torch runs the first call of what it compiles; None for a torch without it."""
+
+
+def without_first_call_check(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """What a first call runs as every later one does: outside of torch's look at how custom ops share memory.
+
+    Torch looks under a dispatch mode in the first call of each compiled callable (``check_custom_op_aliasing``). Some
+    kernels give other results under any such mode, ``torch.linalg.pinv`` of complex matrices wrong ones. Switched off
+    by the setting, the look would only wait for the next call.
+
+    Args:
+        run: takes its arguments in a list.
+    """
+    if _FIRST_CALL_CHECK is None:
+        return run
+    check = _FIRST_CALL_CHECK
+
+    @functools.wraps(run)
+    def call(args: list[Any]) -> Any:
+        if torch._C._len_torch_dispatch_stack() and isinstance(_get_current_dispatch_mode(), check):
+            with _pop_mode_temporarily():
+                return run(args)
+        return run(args)
+
+    return call
 
 
 class JointTrace:
@@ -222,7 +253,7 @@ class JointTrace:
             compiled = aot_compile_joint_with_descriptors(
                 self._joint,
                 partition_fn=partition_fn,
-                fw_compiler=forward_compiler,  # type: ignore[arg-type]
+                fw_compiler=lambda *half: without_first_call_check(forward_compiler(*half)),  # type: ignore[arg-type]
                 bw_compiler=backward_compiler,  # type: ignore[arg-type]
             )
         if tangents_as_they_are:

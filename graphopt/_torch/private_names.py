@@ -114,8 +114,10 @@ JOINT = Feature(
             "MemoryFormatMeta OutputAliasInfo PlainTensorMeta ViewAndMutationMeta.bw_donated_idxs"
         ),
         "torch._functorch.config": "donated_buffer patch",
+        "torch._functorch._aot_autograd.runtime_wrappers": "",
         "torch.autograd": "_engine_run_backward",
         "torch.fx.graph": "CodeGen.gen_fn_def",
+        "torch.utils._python_dispatch": "_get_current_dispatch_mode _pop_mode_temporarily",
     },
 )
 
