@@ -140,6 +140,7 @@ class CodeFollower:
     def _follow(self, function: types.FunctionType, owner: object) -> None:
         code, name = function.__code__, function.__qualname__
         self.names.update(names_in(code))
+        self.found.names |= names_in(code)
         self.texts.update(found_by_text(code))
         self._all_texts.update(texts_in(code))
         if computes_names(code):

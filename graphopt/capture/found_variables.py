@@ -49,6 +49,8 @@ class FoundVariables:
         variables: that code sets or reads.
         told: what is to be said of functions that code calls.
         of_libraries: the plain values and small containers that installed libraries' code reads, by these names.
+        names: of attributes and variables that code loads.
+        classes: of tensors that code names.
     """
 
     def __init__(self) -> None:
@@ -62,6 +64,8 @@ class FoundVariables:
         self.variables: list[Variable] = []
         self.told: dict[str, None] = {}
         self.of_libraries: dict[str, object] = {}
+        self.names: set[str] = set()
+        self.classes: set[type] = set()
         self._seen: set[tuple[int, str]] = set()
         self._of_classes: dict[type, types.MappingProxyType[str, Any]] = {}
         self._bases: dict[type, Bases] = {}

@@ -17,6 +17,7 @@ import types
 from collections.abc import Collection, Hashable
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import nn
 
 from graphopt.capture.contents import DEEPEST, PLAIN, is_code, is_container, items_of
@@ -142,6 +143,7 @@ class LibraryCode:
     def _follow(self, function: types.FunctionType, owner: object) -> None:
         code, known = function.__code__, function.__globals__
         self._names, self._texts = names_in(code), found_by_text(code)
+        self._found.names |= self._names
         where = f"{known.get('__name__')}."
         cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=False))
         in_module, in_closures = variables_set(code)
@@ -200,6 +202,8 @@ class LibraryCode:
     def _value(self, value: object, path: list[str], where: str) -> None:
         """A class, an object or a container that a chain has come to, with the names that follow."""
         if isinstance(value, type):
+            if issubclass(value, torch.Tensor):
+                self._found.classes.add(value)
             self._methods(value, value, self._names | _NOT_NAMED)
         elif is_container(value):
             for item in items_of(value) if len(items_of(value)) <= _MOST_ITEMS else ():

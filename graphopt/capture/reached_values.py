@@ -106,6 +106,8 @@ class ReachedValues:
             if hasattr(builtins, name):
                 self._found.builtin(name)
             return
+        if isinstance(value, type) and issubclass(value, torch.Tensor):
+            self._found.classes.add(value)
         if isinstance(value, (types.ModuleType, type)) and is_of_library(value):
             if isinstance(value, abc.ABCMeta):
                 self._found.bases(value)
@@ -133,6 +135,8 @@ class ReachedValues:
                 self._found.of_library(value, where)
             else:
                 self._found.same(value, where)
+        if isinstance(value, type) and issubclass(value, torch.Tensor):
+            self._found.classes.add(value)
         self._code.libraries.handed_on(value, rest, where)
 
     def _value(self, value: object, rest: list[str], where: str) -> None:

@@ -158,6 +158,7 @@ def _call(subject: Subject, forms: StableForms) -> dict[str, Form]:
     found: dict[str, Form] = {"structure": spec, "values": values, "sharing": str(sharing)}
     if subject.sizes is not None:
         found["sizes that vary"] = _form(forms, subject.sizes, "dynamic_shapes")
+    found |= {f"class of tensor {index}": qualified_name(cls) for index, cls in enumerate(structure.classes) if cls}
     found |= {f"tensor {index}": str(each) for index, each in enumerate(described)}
     return found | {f"tensor {index} is": kind for index, tensor in enumerate(tensors) if (kind := known_kind(tensor))}
 
