@@ -90,7 +90,7 @@ class TensorsUnchanged:
     """Whether some tensors still have the dtype, device, sizes, strides and ``requires_grad`` that they had."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = tuple(tensors)
+        self._tensors = tuple({id(tensor): tensor for tensor in tensors}.values())  # torch refuses one that comes twice
         sizes: Any = [list(tensor.shape) for tensor in self._tensors]
         strides: Any = [list(tensor.stride()) for tensor in self._tensors]
         self._guards = (

@@ -60,9 +60,18 @@ BORDER = (
         "environment, the context (`contextvars`), names that it gives as texts (`getattr`, `globals()`, "
         "`sys.modules`); code put in the place of other code, a library's functions too",
         "signature",
-        "by value, in functions of the user's own files; not what an installed library's code reads; a name that is "
+        "by value, in functions of the user's own files; a name that is "
         "put together while code runs is found by how it begins, one that comes from elsewhere among all texts of "
         "that code, of what it reads and of the model",
+    ),
+    Row(
+        "variables that the code of installed libraries reads, in functions that layers and the user's code call, and "
+        "in those that these call: numbers, texts, flags and small containers of them, in modules, classes, objects, "
+        "closures, defaults and the environment; functions put in the place of others there",
+        "signature",
+        "not what torch and Python's own library read, beside the settings in this table, and not what the library's "
+        "code changes itself while it is captured: its counts and caches; a warning says where a library has more than "
+        "2,000 such functions",
     ),
     Row(
         "classes: that of an object, bases, classes that are registered with abstract ones; methods that others are "

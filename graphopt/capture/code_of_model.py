@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from torch import nn
@@ -29,8 +29,14 @@ class Reached(NamedTuple):
     iterators: list[str]
 
 
-def found_by(model: nn.Module, called: object) -> FoundVariables:
-    """What the code of a model, and of a function that is captured around it, reads."""
+def found_by(model: nn.Module, called: object, changing: Collection[str] = ()) -> FoundVariables:
+    """What the code of a model, and of a function that is captured around it, reads.
+
+    Args:
+        model: that is captured.
+        called: a function that is captured around it, a loss for instance; None for the model alone.
+        changing: what installed libraries read and change themselves at each call, by names for people: left out.
+    """
     follower = CodeFollower(model)
     for module in _one_of_each(model):
         follower.module(module)
@@ -39,6 +45,7 @@ def found_by(model: nn.Module, called: object) -> FoundVariables:
     elif called is not None:
         follower.call(called)
     follower.follow()
+    follower.libraries.note(changing)
     return follower.found
 
 

@@ -343,12 +343,21 @@ def _watch(model: nn.Module) -> tuple[Callable[[nn.Module], bool], list[str]]:
         known.update(map(id, new))
         contents.modules.clear()
     same_tensors = _torch.TensorsUnchanged(tensors)
-    hooks, classes = _torch.hooks_added(), list(map(type, modules))
+    classes, added = list(map(type, modules)), _torch.hooks_added()
+    without_hooks = [each for module in modules for kind in _HOOKS if not (each := vars(module).get(kind))]
+
+    def same_hooks() -> bool:
+        nonlocal added
+        if (now := _torch.hooks_added()) != added:  # a call of a model with several results registers some on these
+            if any(without_hooks):
+                return False
+            added = now
+        return True
 
     def unchanged(current: nn.Module) -> bool:
         return (
             current is model
-            and _torch.hooks_added() == hooks
+            and same_hooks()
             and list(map(type, modules)) == classes
             and same_tensors()
             and contents.unchanged()

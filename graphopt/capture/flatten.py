@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 
 from graphopt import _torch
 from graphopt.capture.fingerprint import by_value
+from graphopt.capture.tensor_classes import adds_nothing, data_of
 
-__all__ = ["Structure", "flatten", "flatten_call"]
+__all__ = ["Results", "Structure", "flatten", "flatten_call"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -20,13 +22,15 @@ class Structure:
     """The shape of a nested value whose tensors have been taken out.
 
     ``leaves`` holds each leaf that is not a tensor, ``None`` marking a tensor's place in ``is_tensor``; ``paths`` names
-    every tensor (``args[0]``, ``batch['mask']``).
+    every tensor (``args[0]``, ``batch['mask']``). ``classes`` holds the class of each tensor that has one of its own,
+    which adds nothing to how torch computes; plain tensors with their data have been taken out.
     """
 
     spec: Any
     leaves: tuple[Any, ...]
     is_tensor: tuple[bool, ...]
     paths: tuple[str, ...]
+    classes: tuple[type[torch.Tensor] | None, ...] = ()
 
     def restore(self, tensors: Any) -> Any:
         """The nested value with ``tensors`` (any iterable, in order) put back."""
@@ -45,7 +49,16 @@ class Structure:
         constants = tuple(
             by_value(leaf) for leaf, tensor in zip(self.leaves, self.is_tensor, strict=True) if not tensor
         )
-        return str(self.spec), self.is_tensor, constants
+        return str(self.spec), self.is_tensor, constants, self.classes
+
+
+class Results(Structure):
+    """The shape of a result, whose tensors get the classes that they have in eager mode."""
+
+    def restore(self, tensors: Any) -> Any:
+        """The result with ``tensors`` put back."""
+        classes = itertools.chain(self.classes, itertools.repeat(None))
+        return super().restore(t if cls is None else t.as_subclass(cls) for t, cls in zip(tensors, classes))
 
 
 _ALONE = _torch.pytree.tree_flatten(0)[1]
@@ -56,7 +69,7 @@ _OF_TENSORS: dict[tuple[int, tuple[str, ...]], Structure] = {}
 def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Structure]:
     """The same as ``flatten`` for the arguments of a call, without paths; at once where all of them are tensors."""
     tensors = [*args, *kwargs.values()]
-    if type(kwargs) is not dict or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+    if type(kwargs) is not dict or not all(map(_is_plain, tensors)):
         return flatten((args, kwargs), paths=False)
     known = len(args), tuple(kwargs)
     if known not in _OF_TENSORS:
@@ -82,9 +95,21 @@ def flatten(value: Any, *, paths: bool = True) -> tuple[list[torch.Tensor], Stru
         places, _ = _torch.pytree.tree_flatten_with_path(value)
         found = tuple(_torch.pytree.keystr(place) for place, leaf in places if isinstance(leaf, torch.Tensor))
     is_tensor = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], Structure(
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    classes: tuple[type[torch.Tensor] | None, ...] = ()
+    if not all(map(_is_plain, tensors)):
+        classes = tuple(type(tensor) if adds_nothing(type(tensor)) else None for tensor in tensors)
+        data = {id(tensor): data_of(tensor) for tensor, cls in zip(tensors, classes, strict=True) if cls is not None}
+        tensors = [data.get(id(tensor), tensor) for tensor in tensors]
+    return tensors, Structure(
         spec=spec,
         leaves=tuple(None if tensor else leaf for leaf, tensor in zip(leaves, is_tensor, strict=True)),
         is_tensor=is_tensor,
         paths=found,
+        classes=classes,
     )
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is a tensor that is taken out as it is."""
+    return type(value) is torch.Tensor or (isinstance(value, torch.Tensor) and not adds_nothing(type(value)))

@@ -1,7 +1,7 @@
 """What the code of a model and of a loss reads and may change: it is followed from function to function, and not run.
 
 Here the bytecode of functions is read: which names it loads, and which attributes of these. Functions of the user's
-files are followed; those of torch, Python and installed libraries are not.
+files are followed; those of torch and Python are not, and ``LibraryCode`` reads those of installed libraries.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 
 from graphopt.capture.contents import attributes_of, is_code, users
 from graphopt.capture.found_variables import FoundVariables
+from graphopt.capture.library_code import LibraryCode
 from graphopt.capture.named_values import attribute_values, texts_among
 from graphopt.capture.names_loaded import (
     begun,
@@ -59,6 +60,7 @@ class CodeFollower:
 
     Attributes:
         found: what it has noted.
+        libraries: reads the code of these.
 
     The other ones are those of ``reached_values.Code``.
     """
@@ -77,16 +79,18 @@ class CodeFollower:
         self._starts: set[str] = set()  # texts of code that puts names together
         self._computes = False
         self._of_attributes = texts_among(dict(attribute_values(model)))
+        self.libraries = LibraryCode(self.found, weakref.proxy(self))
         self._values = ReachedValues(weakref.proxy(self))  # so that nothing that was met outlives this object
 
     def follow(self) -> None:
         """Read the code of everything that was met."""
         whole = -1
-        while self._waiting or len(self.whole) > whole:
+        while self._waiting or self.libraries.follow() or len(self.whole) > whole:
             whole = len(self.whole)
             while self._waiting and len(self._met) < _MOST:
                 self._follow(*self._waiting.pop())
             if len(self._met) >= _MOST:
+                self.libraries.follow()
                 return
             if self._computes:
                 texts = self._all_texts.union(texts_among(self.found.plain), self._of_attributes)
@@ -136,6 +140,7 @@ class CodeFollower:
     def _follow(self, function: types.FunctionType, owner: object) -> None:
         code, name = function.__code__, function.__qualname__
         self.names.update(names_in(code))
+        self.found.names |= names_in(code)
         self.texts.update(found_by_text(code))
         self._all_texts.update(texts_in(code))
         if computes_names(code):
@@ -257,6 +262,8 @@ class CodeFollower:
 
     def method(self, function: object, owner: object) -> None:
         """Meet a function as one of an object; behind a decorator of a library, what it decorates."""
+        if not is_followed(function):
+            self.libraries.meet(function, owner)
         while not is_followed(function) and hasattr(function, "__wrapped__"):
             function = getattr(function, "__wrapped__", None)
         if isinstance(function, types.MethodType):

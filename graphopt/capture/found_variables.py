@@ -48,6 +48,9 @@ class FoundVariables:
         iterators: that code may take from, by names for people.
         variables: that code sets or reads.
         told: what is to be said of functions that code calls.
+        of_libraries: the plain values and small containers that installed libraries' code reads, by these names.
+        names: of attributes and variables that code loads.
+        classes: of tensors that code names.
     """
 
     def __init__(self) -> None:
@@ -60,6 +63,9 @@ class FoundVariables:
         self.iterators: list[str] = []
         self.variables: list[Variable] = []
         self.told: dict[str, None] = {}
+        self.of_libraries: dict[str, object] = {}
+        self.names: set[str] = set()
+        self.classes: set[type] = set()
         self._seen: set[tuple[int, str]] = set()
         self._of_classes: dict[type, types.MappingProxyType[str, Any]] = {}
         self._bases: dict[type, Bases] = {}
@@ -146,6 +152,16 @@ class FoundVariables:
         self.values.append((where, by_value(value)))
         self.plain |= kept_values(value, where)
         self.contents.add(value)
+
+    def of_library(self, value: object, where: str) -> None:
+        """Note a function, a plain value or a container of such that the code of a library reads."""
+        if isinstance(value, types.FunctionType):
+            self.same(value, where)
+            return
+        self.values.append((where, by_value(value)))
+        self.plain |= kept_values(value, where)
+        self.contents.add(value)
+        self.of_libraries[where] = value
 
     def takes(self, value: object, rest: list[str], where: str) -> None:
         """Note an iterator, or a container of some; of a user's one, other methods than ``__next__`` are read.

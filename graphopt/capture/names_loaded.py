@@ -6,13 +6,14 @@ import dis
 import functools
 import re
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = [
     "begun",
     "chains_of",
     "compares_types",
     "found_by_text",
+    "instructions_of",
     "loaded_names",
     "names_among",
     "names_in",
@@ -28,6 +29,12 @@ Chain = tuple[str, ...]
 function imports, ``("module", "package.config", "beta")``."""
 
 
+@functools.lru_cache(maxsize=32)
+def instructions_of(code: types.CodeType) -> tuple[dis.Instruction, ...]:
+    """The instructions of a function's code alone, which are read several times in a row."""
+    return tuple(dis.get_instructions(code))
+
+
 @functools.lru_cache(maxsize=10_000)
 def chains_of(code: types.CodeType) -> tuple[Chain, ...]:
     """What a function's code reads, with those inside of it; but for global variables that it sets, which are told."""
@@ -40,7 +47,7 @@ def chains_of(code: types.CodeType) -> tuple[Chain, ...]:
         pending += _inner(current)
         chain: Chain = ()
         imports = _imports(current)
-        for instruction in dis.get_instructions(current):
+        for instruction in instructions_of(current):
             if instruction.opname in _ATTRIBUTES and chain:
                 chain = (*chain, str(instruction.argval))
                 continue
@@ -69,7 +76,7 @@ def loaded_names(code: types.CodeType) -> frozenset[str]:
 
     What it reads as an attribute alone (``self.loss``) is not among them, whatever a global variable is called.
     """
-    found = {str(instruction.argval) for instruction in dis.get_instructions(code) if _loads_variable(instruction)}
+    found = {str(instruction.argval) for instruction in instructions_of(code) if _loads_variable(instruction)}
     return frozenset(found).union(*map(loaded_names, _inner(code)))
 
 
@@ -125,7 +132,7 @@ def computes_names(code: types.CodeType) -> bool:
     """Whether a function's code finds attributes by texts that are not in it as they are: ``getattr(owner, name)``."""
     if any(map(computes_names, _inner(code))):
         return True
-    steps = list(dis.get_instructions(code))
+    steps = instructions_of(code)
     if not {"__dict__", "vars", "attrgetter", "methodcaller"}.isdisjoint(code.co_names):
         return True
     if any(step.opname == "MATCH_CLASS" for step in steps):
@@ -137,7 +144,7 @@ def computes_names(code: types.CodeType) -> bool:
     )
 
 
-def _takes_a_constant(steps: list[dis.Instruction]) -> bool:
+def _takes_a_constant(steps: Sequence[dis.Instruction]) -> bool:
     """Whether the second argument of a function is a constant, by what follows where the function is loaded."""
     depth, ends = 0, dict[int, int]()  # of each argument, where it may be complete
     for place, step in enumerate(steps):
@@ -174,7 +181,7 @@ def _imports(code: types.CodeType) -> dict[str, Chain]:
     """What the variables of a function are that it imports."""
     found: dict[str, Chain] = {}
     module, name = "", ""
-    for instruction in dis.get_instructions(code):
+    for instruction in instructions_of(code):
         if instruction.opname == "IMPORT_NAME":
             module, name = str(instruction.argval), ""
         elif instruction.opname == "IMPORT_FROM":
@@ -198,7 +205,7 @@ def compares_types(code: types.CodeType) -> bool:
         return True
     called = False
     since: set[str] = set()
-    for instruction in dis.get_instructions(code):
+    for instruction in instructions_of(code):
         name = str(instruction.argval)
         if instruction.opname == "LOAD_GLOBAL" and name == "type":
             called, since = True, set()

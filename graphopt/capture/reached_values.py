@@ -21,6 +21,7 @@ from torch import nn
 
 from graphopt.capture.contents import CONTAINERS, MOST_ITEMS, PLAIN, is_code, is_container, items_of, raw_bytes, users
 from graphopt.capture.found_variables import FoundVariables
+from graphopt.capture.library_code import LibraryCode, is_plain
 from graphopt.capture.named_values import GETTERS, names_of
 from graphopt.capture.told_calls import told_call
 from graphopt.capture.variables import MISSING, Cell, Computed, Environment, InContext, InSlots, Variable
@@ -59,6 +60,7 @@ class Code(Protocol):
         whole: objects that code hands on as a whole, by their ids, with names for people.
         names: that code reads of objects.
         texts: by which code may find attributes.
+        libraries: reads their code.
     """
 
     title: str
@@ -67,6 +69,7 @@ class Code(Protocol):
     whole: dict[int, tuple[object, str]]
     names: set[str]
     texts: set[str]
+    libraries: LibraryCode
 
     def call(self, value: object) -> None:
         """Meet what is called."""
@@ -103,6 +106,8 @@ class ReachedValues:
             if hasattr(builtins, name):
                 self._found.builtin(name)
             return
+        if isinstance(value, type) and issubclass(value, torch.Tensor):
+            self._found.classes.add(value)
         if isinstance(value, (types.ModuleType, type)) and is_of_library(value):
             if isinstance(value, abc.ABCMeta):
                 self._found.bases(value)
@@ -113,11 +118,10 @@ class ReachedValues:
         self._value(value, rest, where)
 
     def _of_library(self, value: object, path: list[str], where: str) -> None:
-        """A function or a class that a library has under a name, where another one may be put in its place."""
-        for name in path:
-            if not isinstance(value, types.ModuleType):
-                return
-            module, place = value, cast(Any, vars(value))
+        """What a library has under a name, where another one may be put in its place, and what it reads itself."""
+        rest = list(path)
+        while rest and isinstance(value, types.ModuleType):
+            module, place, name = value, cast(Any, vars(value)), rest.pop(0)
             value = place.get(name, MISSING)
             if value is MISSING and hasattr(type(module), name):  # a setting: torch.backends.cudnn.benchmark
                 place = Computed(module)
@@ -125,8 +129,15 @@ class ReachedValues:
             if value is MISSING:
                 return
             where = f"{where}.{name}"
-            if self._found.place(place, name, value):
+            if not self._found.place(place, name, value):
+                continue
+            if is_plain(value) and not is_covered_file(getattr(module, "__file__", None) or ""):
+                self._found.of_library(value, where)
+            else:
                 self._found.same(value, where)
+        if isinstance(value, type) and issubclass(value, torch.Tensor):
+            self._found.classes.add(value)
+        self._code.libraries.handed_on(value, rest, where)
 
     def _value(self, value: object, rest: list[str], where: str) -> None:
         """What a chain has come to, with the names that follow."""

@@ -27,7 +27,7 @@ from graphopt.capture.checks import (
     refuse_wrapped,
 )
 from graphopt.capture.effects_outside import Effect, effects_noted
-from graphopt.capture.flatten import Structure, flatten
+from graphopt.capture.flatten import Results, Structure, flatten
 from graphopt.capture.for_device import stand_in, without_data_for
 from graphopt.capture.forward import ForwardCapture, capture_forward
 from graphopt.capture.garbage_collection import no_collection
@@ -39,6 +39,7 @@ from graphopt.capture.mask_questions import Question
 from graphopt.capture.numbers_read import NumbersRead
 from graphopt.capture.split_uses import split_uses
 from graphopt.capture.step import trace_optimizer
+from graphopt.capture.tensor_classes import refuse_classes, result_classes
 from graphopt.capture.tensors_met import refuse_outside
 from graphopt.capture.traced_call import TracedCall
 from graphopt.capture.without_memory import without_memory
@@ -105,6 +106,7 @@ class CaptureSession:
         by_values: answer what the model asks of the values of the call's masks (``questions``); the programs are then
             for calls that answer alike, which the caller sees to. By default they are for all values.
         joint: the joint program as it was lowered last.
+        classes: of the tensors of the call, where some have one of their own (``Structure``).
         repeated: for a part of a model, the inputs that its program takes again (``split_uses``).
 
     Raises:
@@ -126,6 +128,7 @@ class CaptureSession:
         leaves = _torch.pytree.tree_leaves((args, kwargs))
         refuse_distributed_arguments(model, leaves)
         refuse_compressed_arguments(model, leaves)
+        refuse_classes(model, None if isinstance(loss, bool) else loss, leaves)
         refuse_missing_data(model, leaves)
         check_loss(loss, model)
         check_dynamic_shapes(dynamic_shapes)
@@ -144,6 +147,7 @@ class CaptureSession:
         self._call = under_autocast(call)
         self._names = argument_names(model, loss)
         self.example = (args, kwargs or {})
+        self.classes = flatten(self.example, paths=False)[1].classes
         self.loss = loss
         self._scalar_loss = loss is not None
         self._dynamic_shapes = dynamic_shapes
@@ -225,6 +229,14 @@ class CaptureSession:
     def outputs(self) -> Structure:
         """The structure of what the call returns."""
         return self.captured.outputs if self._outputs is None else self._outputs
+
+    def results(self, program: Program) -> Structure:
+        """The structure of what a program of the call gives its caller."""
+        classes = result_classes(program, self.classes)
+        if not any(classes):
+            return self.outputs
+        outputs = self.outputs
+        return Results(outputs.spec, outputs.leaves, outputs.is_tensor, outputs.paths, classes)
 
     @property
     def questions(self) -> dict[Question, bool]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import abc
 import contextvars
 import dataclasses
-import dis
 import functools
 import os
 import sys
 import types
 from typing import Any
 
+from graphopt.capture.names_loaded import instructions_of
 from graphopt.capture.slots import in_slots
 
 __all__ = [
@@ -41,7 +41,7 @@ def variables_set(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...
     while pending:
         current = pending.pop()
         pending += [constant for constant in current.co_consts if isinstance(constant, types.CodeType)]
-        for instruction in dis.get_instructions(current):
+        for instruction in instructions_of(current):
             if instruction.opname in found:
                 found[instruction.opname][str(instruction.argval)] = None
     own = tuple(name for name in found["STORE_DEREF"] if name in code.co_freevars)

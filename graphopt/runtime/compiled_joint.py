@@ -139,7 +139,7 @@ def compile_joint(
     return CompiledJoint(
         capture.rewritten,
         capture.rules,
-        session.outputs,
+        session.results(program),
         forward,
         backward,
         function,

@@ -18,6 +18,7 @@ from graphopt import _torch
 from graphopt.capture import CaptureSession
 from graphopt.capture.graph_part import GraphPart, as_it_is, cut_of
 from graphopt.capture.open_numbers import open_numbers
+from graphopt.capture.tensor_classes import adds_nothing, data_of
 from graphopt.capture.without_memory import parameter_without_memory, without_memory
 from graphopt.errors import CaptureError, GraphBreakError
 from graphopt.rewriting.pass_ import PassRecord
@@ -272,7 +273,9 @@ class CutGraphs:
             given = self._resident_arguments(arguments)
             names = {id(given[place]): name for place, name in self._names(graph, arguments).items()}
             module = GraphPart(graph.opened, given, names, graph.paths, self.title, shared=not graph.whole)
-            session = CaptureSession(module, self._examples([arguments[place] for place in cut_of(module).others]))
+            others = [arguments[place] for place in cut_of(module).others]
+            session = CaptureSession(module, self._examples(list(map(data_of, others))))
+            session.classes = tuple(type(other) if adds_nothing(type(other)) else None for other in others)
             with _torch.transforms_undone():
                 capture = self._runner.rewrite(session, room=0 if share else None, plans=graph.plans)
         except CaptureError as error:
@@ -421,7 +424,7 @@ def _requires_grad(argument: Any) -> bool:
 
 
 def _argument(place: int) -> Callable[[tuple[Any, ...]], Any]:
-    return lambda arguments: arguments[place]
+    return lambda arguments: data_of(arguments[place])
 
 
 def _constant(value: torch.Tensor) -> Callable[[tuple[Any, ...]], Any]:

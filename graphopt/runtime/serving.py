@@ -200,6 +200,7 @@ class Serving(Generic[C]):
         for read in session.numbers:
             if all(known.tensor is not read.tensor for known in self._numbers):
                 self._numbers.append(read)
+        self._variables.captured(call.model, call.runs, self._fingerprint.changes)
         return key[0], self._answers(call)
 
     # --- captures ----------------------------------------------------------------------------------------------------

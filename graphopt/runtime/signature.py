@@ -9,6 +9,7 @@ import torch
 
 from graphopt.capture.fingerprint import by_value, global_flags
 from graphopt.capture.flatten import Structure
+from graphopt.capture.tensor_classes import has_rules
 from graphopt.capture.tensors_met import attributes_set
 from graphopt.ir.autocast import autocast_state
 
@@ -77,6 +78,7 @@ def _sharing(tensors: list[torch.Tensor]) -> Hashable:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Where a tensor lies; its own number where it takes no memory."""
-    place = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and tensor.numel() else 0
+    """Where a tensor lies; its own number where it takes no memory, or is made of others."""
+    made = tensor.layout is not torch.strided or has_rules(type(tensor))
+    place = 0 if made or not tensor.numel() else tensor.untyped_storage().data_ptr()
     return place or -id(tensor)

@@ -188,8 +188,9 @@ class StepPrograms:
         runner.store.require(rewritten.pass_state)
         runner.store.check_loaded()
         runner.announce(capture)
-        results = None if session.outputs.is_alone else session.outputs
-        if results is not None and target is None:
+        outputs = session.results(rewritten.program)
+        results = None if outputs.is_alone and not outputs.classes else outputs
+        if not outputs.is_alone and target is None:
             _tell_of_results(rewritten.program)
         return CapturedStep(rewritten, capture.rules, settings(self._optimizer), results, ahead=self._coming())
 

@@ -25,6 +25,7 @@ from graphopt.analysis.costs.cost import profile_of_cost
 from graphopt.analysis.costs.device_names import is_profile_file
 from graphopt.analysis.costs.figures import device_name
 from graphopt.capture.checks import step_hooks
+from graphopt.capture.code_of_model import found_by
 from graphopt.capture.fingerprint import global_flags, metadata, module_parts
 from graphopt.capture.flatten import flatten
 from graphopt.capture.graph_part import title_of
@@ -128,8 +129,14 @@ def program_key(subject: Subject) -> Key:
         "loss": {"loss": _form(forms, subject.loss, "the loss")},
         "optimizer": {} if subject.optimizer is None else _optimizer(subject.optimizer, subject.model, forms),
     }
-    sections["code"] = code.follow()
+    sections["code"] = code.follow() | _of_libraries(subject, forms)
     return Key(title_of(subject.model), {name: _readable(section) for name, section in sections.items()})
+
+
+def _of_libraries(subject: Subject, forms: StableForms) -> dict[str, Form]:
+    """The variables that the code of installed libraries reads."""
+    found = found_by(subject.model, subject.loss).of_libraries
+    return {f"variable {name}": _form(forms, value, f"the variable {name}") for name, value in found.items()}
 
 
 def _profiles(current: Pass) -> list[str]:
@@ -151,6 +158,7 @@ def _call(subject: Subject, forms: StableForms) -> dict[str, Form]:
     found: dict[str, Form] = {"structure": spec, "values": values, "sharing": str(sharing)}
     if subject.sizes is not None:
         found["sizes that vary"] = _form(forms, subject.sizes, "dynamic_shapes")
+    found |= {f"class of tensor {index}": qualified_name(cls) for index, cls in enumerate(structure.classes) if cls}
     found |= {f"tensor {index}": str(each) for index, each in enumerate(described)}
     return found | {f"tensor {index} is": kind for index, tensor in enumerate(tensors) if (kind := known_kind(tensor))}
 
