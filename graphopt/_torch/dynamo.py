@@ -12,7 +12,7 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,11 @@ MOST_GRAPHS = 64
 """Of one function, before it runs without being cut: Dynamo's own limit of 8 is for graphs that are compiled."""
 
 _CUT_HINTS = logging.getLogger("torch._dynamo.variables.tensor")
+_REFUSALS = [
+    logging.getLogger(f"torch.{name}")
+    for name in ("_dynamo.convert_frame", "_subclasses.fake_tensor", "fx.experimental.symbolic_shapes")
+]
+"""Where torch logs what it could not trace, with a traceback of its own code; what raises is raised besides."""
 
 _ROOT = re.compile(r"^[LG]\['\w+'\]\.?|^L__self___?")
 
@@ -57,12 +62,25 @@ def cut_as_in_eager(limited: bool = True) -> Iterator[None]:
         "suppress_errors": True,  # code that Dynamo cannot read runs as it is
         "trace_numpy": False,  # NumPy's own results, and its own random numbers
     }
-    _CUT_HINTS.addFilter(_is_no_hint)
+    with _filtered([_CUT_HINTS], _is_no_hint), _filtered(_REFUSALS, _is_asked_for), _config().patch(changes):
+        yield
+
+
+@contextlib.contextmanager
+def _filtered(loggers: Sequence[logging.Logger], wanted: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
+    """While the block runs, loggers give the records alone that are wanted."""
+    for logger in loggers:
+        logger.addFilter(wanted)
     try:
-        with _config().patch(changes):
-            yield
+        yield
     finally:
-        _CUT_HINTS.removeFilter(_is_no_hint)
+        for logger in loggers:
+            logger.removeFilter(wanted)
+
+
+def _is_asked_for(record: logging.LogRecord) -> bool:
+    """Whether a logger gives more than warnings: then the user has asked for it (TORCH_LOGS)."""
+    return logging.getLogger(record.name).isEnabledFor(logging.INFO)
 
 
 def _is_no_hint(record: logging.LogRecord) -> bool:
