@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from graphopt._torch.private_names import PARTS, require
+from graphopt.errors import quoted
 
 __all__ = [
     "MOST_GRAPHS",
@@ -33,6 +34,8 @@ __all__ = [
 
 MOST_GRAPHS = 64
 """Of one function, before it runs without being cut: Dynamo's own limit of 8 is for graphs that are compiled."""
+
+logger = logging.getLogger("graphopt.runtime.parts")
 
 _CUT_HINTS = logging.getLogger("torch._dynamo.variables.tensor")
 _REFUSALS = [
@@ -62,8 +65,11 @@ def cut_as_in_eager(limited: bool = True) -> Iterator[None]:
         "suppress_errors": True,  # code that Dynamo cannot read runs as it is
         "trace_numpy": False,  # NumPy's own results, and its own random numbers
     }
-    with _filtered([_CUT_HINTS], _is_no_hint), _filtered(_REFUSALS, _is_asked_for), _config().patch(changes):
+    unread: dict[str, None] = {}
+    with _filtered([_CUT_HINTS], _is_no_hint), _filtered(_REFUSALS, _asked_for(unread)), _config().patch(changes):
         yield
+    for words in unread:
+        logger.warning("%s, and its bytes are not counted", words)
 
 
 @contextlib.contextmanager
@@ -78,9 +84,28 @@ def _filtered(loggers: Sequence[logging.Logger], wanted: Callable[[logging.LogRe
             logger.removeFilter(wanted)
 
 
-def _is_asked_for(record: logging.LogRecord) -> bool:
-    """Whether a logger gives more than warnings: then the user has asked for it (TORCH_LOGS)."""
-    return logging.getLogger(record.name).isEnabledFor(logging.INFO)
+_UNREAD = "WON'T CONVERT "
+"""How Dynamo begins to say so."""
+
+
+def _asked_for(unread: dict[str, None]) -> Callable[[logging.LogRecord], bool]:
+    """Whether a record is of a logger that gives more than warnings, which the user has asked for (TORCH_LOGS).
+
+    Args:
+        unread: gets, in one line each, what Dynamo could not read and runs as it is.
+    """
+
+    def asked_for(record: logging.LogRecord) -> bool:
+        head, *_ = str(record.msg).splitlines() or [""]
+        if head.startswith(_UNREAD):
+            error = record.exc_info[1] if record.exc_info else None
+            reason = "" if error is None else f": {quoted(error).splitlines()[0]}"
+            unread[
+                f"{head.removeprefix(_UNREAD).strip()} runs as it is, since torch's Dynamo cannot read it{reason}"
+            ] = None
+        return logging.getLogger(record.name).isEnabledFor(logging.INFO)
+
+    return asked_for
 
 
 def _is_no_hint(record: logging.LogRecord) -> bool:

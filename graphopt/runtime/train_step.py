@@ -30,6 +30,7 @@ from graphopt.rewriting.pass_ import Records
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.precision.scaling import scaling_of
 from graphopt.runtime.accumulate import add_gradients
+from graphopt.runtime.broken_steps import UNCHANGED, left_behind
 from graphopt.runtime.closures import evaluations
 from graphopt.runtime.dtensor_state import dtensor_state, load_dtensor_state
 from graphopt.runtime.leftovers import LoopLeftovers, refuse_modes
@@ -142,7 +143,8 @@ class TrainStep:
         # behind the handler, so that no other error is shown above the one of the user's code
         eager.run()
         assert fails.__cause__ is not None
-        raise fails.__cause__  # that of backward, behind which nothing has changed but what forward changes
+        fails.__cause__.add_note(UNCHANGED)
+        raise fails.__cause__  # that of backward
 
     def _ready(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Ready:
         with CAPTURE_LOCK, self._programs.kept.sharded.described():
@@ -173,7 +175,11 @@ class TrainStep:
                 self._ends.put_weight(compiled.program)
             with torch.no_grad(), plain_precision(), self._closure(captured, compiled, batch):
                 self._store.refresh()
-                results = compiled.run(ready.inputs)
+                try:
+                    results = compiled.run(ready.inputs)
+                except BaseException as error:
+                    error.add_note(left_behind(error, compiled.module))
+                    raise
                 self._store.settle()
             return self._accept(captured, compiled, results, batch)
 
