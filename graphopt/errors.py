@@ -27,9 +27,11 @@ __all__ = [
     "check_type",
     "choice",
     "did_you_mean",
+    "is_own",
     "near_words",
     "no_such_word",
     "public",
+    "quoted",
     "short_traceback",
     "shown",
     "whole_number",
@@ -68,7 +70,11 @@ class CaptureError(GraphoptError):
     """A model, loss or optimizer cannot be turned into one program; the message says where and what to do.
 
     Raised by ``capture``, and at the first call of what ``optimize`` and ``optimize_step`` make. What to do: change the
-    line that the message names, or keep that piece out of the model.
+    line that the message names, or keep that piece out of the model. Where the same call fails in eager mode too, its
+    own error is raised in place of this one.
+
+    Attributes:
+        of_trace: whether torch or the model's own code raised while it was traced, so that eager mode may fail as well.
 
     Example:
         >>> graphopt.capture(nn.ReLU(), (x,))
@@ -76,6 +82,8 @@ class CaptureError(GraphoptError):
             ...
         graphopt.errors.CaptureError: ...
     """
+
+    of_trace = False
 
 
 class GraphBreakError(CaptureError):
@@ -86,6 +94,7 @@ class GraphBreakError(CaptureError):
 
     Attributes:
         in_parts: False where a drop-in model runs in eager mode as a whole, since its parts would not do as it does.
+        of_values: whether a way through the model, or a size, depends on values.
 
     Example:
         >>> class Branching(nn.Module):
@@ -98,6 +107,7 @@ class GraphBreakError(CaptureError):
     """
 
     in_parts = True
+    of_values = False
 
 
 class PipelineError(GraphoptError):
@@ -184,12 +194,13 @@ class RankError(GraphoptError, RuntimeError):
         self.ranks = ranks
 
 
-def as_cause(error: Exception) -> Exception:
-    """An error whose message another one repeats, to be its cause: it shows the line that raised it, and no more."""
-    while error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-        error.__traceback__ = error.__traceback__.tb_next
-    error.__cause__ = error.__context__ = None
-    return error
+def as_cause(error: Exception) -> Exception | None:
+    """An error whose message another one repeats, to be its cause: shown where everything is to be shown."""
+    return error if _everything_is_shown() else None
+
+
+def _everything_is_shown() -> bool:
+    return os.environ.get("GRAPHOPT_TRACEBACK", "").strip().lower() == "full"
 
 
 _TORCH = importlib.util.find_spec("torch")
@@ -197,21 +208,24 @@ _FOLDERS = [Path(__file__).parent, *map(Path, (_TORCH and _TORCH.submodule_searc
 _NOT_USERS = tuple(f"{place}{os.sep}" for folder in _FOLDERS for place in {folder, folder.resolve()})
 """Where files of graphopt and of torch are."""
 
+_OWN = tuple(f"{place}{os.sep}" for place in {_FOLDERS[0], _FOLDERS[0].resolve()})
+"""Where those of graphopt are."""
+
 
 def short_traceback(error: GraphoptError) -> GraphoptError:
-    """An error as it leaves graphopt: without the frames below, and its causes without those above the user's code.
+    """An error as it leaves graphopt: without the frames below, and its causes without those that are graphopt's.
 
     What a cause only says again is not shown twice: such a cause goes away, or keeps its type and attributes alone.
-    That of a ``RankError`` stays as it is.
+    That of a ``RankError`` stays as it is. Errors that other code has raised, the user's above all, are not touched.
 
     The environment variable ``GRAPHOPT_TRACEBACK=full`` keeps everything, for those who work on graphopt or on a pass.
     """
-    if os.environ.get("GRAPHOPT_TRACEBACK", "").strip().lower() == "full":
+    if _everything_is_shown() or not is_own(error):
         return error
     error.__traceback__ = None
     cause = error.__cause__
     if cause is not None and _repeats(cause, error):
-        if isinstance(cause, GraphoptError) and not isinstance(error, type(cause)):
+        if is_own(cause) and not isinstance(error, type(cause)):
             cause.args = ("what the error below says",)
             own, told = getattr(cause, "__notes__", []), getattr(error, "__notes__", [])
             cause.__notes__ = [note for note in own if note not in told]
@@ -221,10 +235,28 @@ def short_traceback(error: GraphoptError) -> GraphoptError:
     for _ in range(_LONGEST_CHAIN):
         if seen is None:
             break
-        while seen.__traceback__ is not None and seen.__traceback__.tb_next is not None and not _is_user(seen):
+        while is_own(seen) and len(_files(seen)) > 1 and _is_covered(_files(seen)[0]):
+            assert seen.__traceback__ is not None
             seen.__traceback__ = seen.__traceback__.tb_next
         seen = _shown_before(seen)
     return error
+
+
+def is_own(error: BaseException) -> bool:
+    """Whether an error is graphopt's and was raised by graphopt: what users raise stays as it is."""
+    if not isinstance(error, GraphoptError) or not type(error).__module__.startswith("graphopt."):
+        return False
+    files = _files(error)
+    return not files or files[-1].startswith(_OWN)
+
+
+def _files(error: BaseException) -> list[str]:
+    """The files of the frames between here and the line that raised an error."""
+    files, frame = list[str](), error.__traceback__
+    while frame is not None:
+        files.append(frame.tb_frame.f_code.co_filename)
+        frame = frame.tb_next
+    return files
 
 
 def _shown_before(error: BaseException) -> BaseException | None:
@@ -237,24 +269,28 @@ def _repeats(cause: BaseException, error: BaseException) -> bool:
 
     The failure that a ``RankError`` was raised for stays its cause: its class is what a launcher may decide by.
     """
-    if isinstance(error, RankError) or str(cause) not in str(error):
-        return False
-    frame = cause.__traceback__
-    while frame is not None:
-        if not frame.tb_frame.f_code.co_filename.startswith(_NOT_USERS):
-            return False
-        frame = frame.tb_next
-    return True
+    return not isinstance(error, RankError) and str(cause) in str(error) and all(map(_is_covered, _files(cause)))
+
+
+def _is_covered(file: str) -> bool:
+    return file.startswith(_NOT_USERS)
 
 
 _LONGEST_CHAIN = 20
 """Causes of causes that are looked at."""
 
 
-def _is_user(error: BaseException) -> bool:
-    """Whether the outermost frame of an error is in code of the user, or of another library."""
-    frame = error.__traceback__
-    return frame is not None and not frame.tb_frame.f_code.co_filename.startswith(_NOT_USERS)
+def quoted(error: BaseException, most: int | None = None) -> str:
+    """An error in the message of another one: its type and its text, or the text alone where it is graphopt's own.
+
+    Args:
+        error: whose text may be a word that says nothing by itself, as a ``KeyError``'s is.
+        most: letters of the text that are shown.
+    """
+    text = str(error).strip()[:most]
+    if isinstance(error, GraphoptError) and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def near_words(word: str, known: Iterable[str], limit: int = 5) -> list[str]:
@@ -395,6 +431,8 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except GraphoptError as error:
+            if not is_own(error):
+                raise
             raise short_traceback(error) from error.__cause__
 
     return call

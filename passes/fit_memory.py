@@ -320,14 +320,15 @@ class FitMemory(Pass):
         if not sharded_inputs(program):
             decision = self._decide(program, share, known)
             if decision.found is None:
-                return Changed(counts=decision.counts, reason=decision.reason, lines=decision.also)
+                within = bool(decision.reason)
+                return Changed(decision.counts, reason=decision.reason, lines=decision.also, satisfied=within)
             return carry_out(program, decision, decision.found, origin=_ORIGIN)
         told = decided_by_first_rank(program, lambda: self._decide(program.copy(), share).told)
         if told.prepares:
             ready = prepared(program, _ORIGIN, reorder=told.reorders, undo=told.undoes)
             program.graph = ready.program.graph
         if told.plan is None:
-            return Changed(counts=told.counts, reason=told.reason, lines=told.lines)
+            return Changed(told.counts, reason=told.reason, lines=told.lines, satisfied=bool(told.reason))
         told.plan.apply(program, origin=_ORIGIN)
         counts = {"run again": len(told.plan.again), "offloaded": len(told.plan.moves), **told.counts}
         return Changed(counts, reason="nothing that is run again makes the peak smaller", lines=told.lines)

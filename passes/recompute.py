@@ -18,7 +18,7 @@ from graphopt.ir.ops import schema
 from graphopt.ir.ops.dropout import masked_dropout
 from graphopt.ir.ops.values import format_bytes, storage_bytes
 from graphopt.ir.program import Program
-from graphopt.rewriting.memory.rematerialize import Rematerialized, rematerialize
+from graphopt.rewriting.memory.rematerialize import Rematerialized, recomputed, rematerialize
 from graphopt.rewriting.memory.replay import can_recompute
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
@@ -76,20 +76,27 @@ class Recompute(Pass):
             return Changed(reason="checkpoints have been chosen for this program already")
         chosen = _square_root_choice(program) if automatic else self._named(program)
         if not chosen:
-            none = "auto finds no tensor that separates the network in two" if automatic else "no checkpoints are given"
-            return Changed(reason=f"{none}, so everything is kept")
+            return Changed(reason=f"{self._none(automatic)}, so everything is kept")
         plan = _Plan(program, chosen)
+        if not _count_ops(recomputed(program, plan.recomputed)):
+            return Changed(reason="backward reads nothing between these checkpoints that is not kept anyway")
         origins = {node: f"{_ORIGIN}{plan.segment_name(node)}" for node in plan.recomputed}
         done = rematerialize(program, plan.recomputed, origin=origins)
         program.set_policy(plan.kept_roots, Policy.MUST_SAVE)
-        if not done.clones:
-            return Changed(reason="backward reads nothing between these checkpoints that is not kept anyway")
         counts = {
             "recomputed": _count_ops(done.clones),
             "checkpoints": len(plan.kept_roots),
             "random ops replayed": len(done.replayed),
         }
         return Changed(counts, tensors=tuple(chosen), lines=(*plan.report(), *_refused(done)))
+
+    def _none(self, automatic: bool) -> str:
+        """Why there are no checkpoints."""
+        if automatic:
+            return "auto finds no tensor that separates the network in two"
+        return (
+            "none of the checkpoints is in this part of the model" if self.checkpoints else "no checkpoints are given"
+        )
 
     def _named(self, program: Program) -> dict[str, fx.Node]:
         found = program.find(*self.checkpoints)

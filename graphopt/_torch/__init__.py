@@ -140,7 +140,9 @@ from graphopt._torch.partitioning import as_partitioner as as_partitioner
 from graphopt._torch.partitioning import is_free_to_go as is_free_to_go
 from graphopt._torch.partitioning import is_fusible as is_fusible
 from graphopt._torch.plain_calls import call_plainly as call_plainly
+from graphopt._torch.real_writes import ExchangeMetError as ExchangeMetError
 from graphopt._torch.real_writes import RealWrites as RealWrites
+from graphopt._torch.real_writes import TrialWrites as TrialWrites
 from graphopt._torch.second_derivatives import before_compiled_backward as before_compiled_backward
 from graphopt._torch.second_derivatives import connect_second_derivatives as connect_second_derivatives
 from graphopt._torch.second_derivatives import explain_second_derivatives as explain_second_derivatives
@@ -178,6 +180,7 @@ __all__ = [
     "CallRecorder",
     "CompiledCall",
     "DictionariesUnchanged",
+    "ExchangeMetError",
     "FakeTensor",
     "FakeTensorMode",
     "GradientRoutes",
@@ -192,6 +195,7 @@ __all__ = [
     "StandIn",
     "SymbolRange",
     "TensorsUnchanged",
+    "TrialWrites",
     "all_gather_into_tensor",
     "all_gather_into_tensor_out",
     "all_reduce",

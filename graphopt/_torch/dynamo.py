@@ -12,13 +12,14 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from graphopt._torch.private_names import PARTS, require
+from graphopt.errors import quoted
 
 __all__ = [
     "MOST_GRAPHS",
@@ -37,7 +38,14 @@ __all__ = [
 MOST_GRAPHS = 64
 """Of one function, before it runs without being cut: Dynamo's own limit of 8 is for graphs that are compiled."""
 
+logger = logging.getLogger("graphopt.runtime.parts")
+
 _CUT_HINTS = logging.getLogger("torch._dynamo.variables.tensor")
+_REFUSALS = [
+    logging.getLogger(f"torch.{name}")
+    for name in ("_dynamo.convert_frame", "_subclasses.fake_tensor", "fx.experimental.symbolic_shapes")
+]
+"""Where torch logs what it could not trace, with a traceback of its own code; what raises is raised besides."""
 
 _LIMITS = logging.getLogger("torch._dynamo.convert_frame")
 """Where torch says that a function has had as many graphs as it makes: it tells nobody in another way."""
@@ -79,15 +87,49 @@ def cut_as_in_eager(limited: bool, tell: Callable[[str], bool]) -> Iterator[None
         "suppress_errors": True,  # code that Dynamo cannot read runs as it is
         "trace_numpy": False,  # NumPy's own results, and its own random numbers
     }
-    beyond = _told_of_limits(tell)
-    _CUT_HINTS.addFilter(_is_no_hint)
-    _LIMITS.addFilter(beyond)
-    try:
+    unread: dict[str, None] = {}
+    beyond = _filtered([_LIMITS], _told_of_limits(tell))  # first: what the next one keeps quiet is still looked at
+    with _filtered([_CUT_HINTS], _is_no_hint), beyond, _filtered(_REFUSALS, _asked_for(unread)):
         with _config().patch(changes):
             yield
+    for words in unread:
+        logger.warning("%s, and its bytes are not counted", words)
+
+
+@contextlib.contextmanager
+def _filtered(loggers: Sequence[logging.Logger], wanted: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
+    """While the block runs, loggers give the records alone that are wanted."""
+    for logger in loggers:
+        logger.addFilter(wanted)
+    try:
+        yield
     finally:
-        _LIMITS.removeFilter(beyond)
-        _CUT_HINTS.removeFilter(_is_no_hint)
+        for logger in loggers:
+            logger.removeFilter(wanted)
+
+
+_UNREAD = "WON'T CONVERT "
+"""How Dynamo begins to say so."""
+
+
+def _asked_for(unread: dict[str, None]) -> Callable[[logging.LogRecord], bool]:
+    """Whether a record is of a logger that gives more than warnings, which the user has asked for (TORCH_LOGS).
+
+    Args:
+        unread: gets, in one line each, what Dynamo could not read and runs as it is.
+    """
+
+    def asked_for(record: logging.LogRecord) -> bool:
+        head, *_ = str(record.msg).splitlines() or [""]
+        if head.startswith(_UNREAD):
+            error = record.exc_info[1] if record.exc_info else None
+            reason = "" if error is None else f": {quoted(error).splitlines()[0]}"
+            unread[
+                f"{head.removeprefix(_UNREAD).strip()} runs as it is, since torch's Dynamo cannot read it{reason}"
+            ] = None
+        return logging.getLogger(record.name).isEnabledFor(logging.INFO)
+
+    return asked_for
 
 
 def _is_no_hint(record: logging.LogRecord) -> bool:

@@ -28,6 +28,7 @@ from graphopt.analysis.costs.isolated_call import (
 )
 from graphopt.analysis.smaller_calls import SmallerCall, extrapolated, smaller_calls
 from graphopt.analysis.workspace_formulas import described_call, is_chosen_on_device, temporary_bytes
+from graphopt.errors import quoted
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
@@ -106,7 +107,7 @@ def measured_temporaries(nodes: Iterable[fx.Node], device: torch.device) -> dict
         try:
             found[key] = _cuda_temporary(call, device)
         except Exception as error:  # too large for the device, or refused by the library
-            logger.warning("what %s allocates for itself on %s could not be measured: %s", key, device, error)
+            logger.warning("what %s allocates for itself on %s could not be measured: %s", key, device, quoted(error))
     return found
 
 
@@ -263,7 +264,7 @@ def _measure_cpu(calls: Mapping[str, _Call]) -> dict[str, Usage]:
                 del result, args, kwargs
                 done.append(key)
             except Exception as error:  # data-dependent checks refuse zeros; what the op needs stays unknown
-                logger.info("the temporaries of %s are not known: %s", _node(call).name, error)
+                logger.info("the temporaries of %s are not known: %s", _node(call).name, quoted(error))
     peaks = _torch.peaks_between_marks(profile, _MARK)
     return {key: Usage(peaks.get(index, 0), results[index]) for index, key in enumerate(done)}
 
@@ -291,7 +292,7 @@ def _measure_cuda(node: fx.Node, devices: set[torch.device]) -> Usage:
             node.name,
             device,
             found.temporary,
-            str(error).partition("\n")[0],
+            quoted(error).partition("\n")[0],
         )
         return found
 
@@ -340,7 +341,7 @@ def _temporaries(calls: tuple[SmallerCall, SmallerCall], device: torch.device | 
     try:
         return _cuda_temporary(calls[0], device), _cuda_temporary(calls[1], device)
     except Exception as error:  # another size may do
-        logger.info("a smaller call like %s does not run: %s", calls[0].node.name, error)
+        logger.info("a smaller call like %s does not run: %s", calls[0].node.name, quoted(error))
         return None
 
 

@@ -218,7 +218,7 @@ BORDER = (
         "at the capture",
         "none where it was stored before",
     ),
-    Row("`assert` and `if …: raise` on values", "traced", "as ops that raise the same, with the source line"),
+    Row("`assert` and `if …: raise` on values", "traced", "as ops; what is raised is what eager mode raises"),
     Row(
         "other control flow that depends on values, tensors kept in attributes",
         "honoured",
@@ -229,12 +229,24 @@ BORDER = (
         "refused",
         "a drop-in model runs in eager mode",
     ),
+    Row(
+        "what a call raises in eager mode",
+        "honoured",
+        "the same exception, from every door, where it cannot be captured or its program fails; for that the call is "
+        "run once more, on data, and what it does is taken back",
+    ),
     Row("outputs that the caller keeps", "honoured", "their bytes are counted until backward ends"),
     Row(
         "outputs that a loss leaves out",
         "honoured",
         "backward computes nothing for them, where `torch.compile` takes their gradients for zeros; what cannot be "
         "differentiated in them is refused",
+    ),
+    Row(
+        "gradients that are left where backward raises",
+        "told",
+        "none of that program's, in a note on the error, where eager mode leaves those of the last layers; where a "
+        "hook on a parameter raises, those of parameters whose turn came before, in another order than there",
     ),
     Row(
         "results that are views of one tensor which forward reads too",

@@ -25,7 +25,7 @@ from graphopt.capture.whose_code import (
 )
 from graphopt.errors import GraphBreakError
 
-__all__ = ["arguments_noted", "attributes_kept", "changes_noted"]
+__all__ = ["arguments_noted", "attributes_kept", "changes_noted", "reached_places"]
 
 _MOST = 100_000
 """Items of a container that is looked at."""
@@ -77,6 +77,21 @@ def changes_noted(model: nn.Module, called: object) -> Iterator[list[str]]:
         if isinstance(place.value, CONTAINERS):
             place.restore()
     names += [name for name in _globals_set(model) if name not in names]
+
+
+def reached_places(model: nn.Module, called: object, arguments: Iterable[Any]) -> list[Place]:
+    """What the code of a model, and of a loss around it, may change in Python, each able to restore what it is now.
+
+    Args:
+        model: whose code runs.
+        called: a loss around it, or None.
+        arguments: of the call.
+    """
+    reached = reached_by(model, called)
+    given = [("", part) for value in arguments for part in (value, *_torch.pytree.tree_leaves(value))]
+    others = [(name, part) for name, part in given if not isinstance(part, (nn.Module, type))]
+    kept = _kept([*_in_modules(model), *reached.objects, *others], set())
+    return [*kept, *_named(reached.variables, kept)]
 
 
 @contextlib.contextmanager

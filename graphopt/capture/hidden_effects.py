@@ -13,7 +13,7 @@ import random
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -28,11 +28,14 @@ from graphopt.capture.source_lines import user_frame
 from graphopt.capture.whose_code import is_covered_file
 from graphopt.errors import CaptureError, GraphBreakError
 from graphopt.ir.ops.recurrent import AS_IN_EAGER
+from graphopt.ir.ops.values import cuda_indices
 
 __all__ = [
     "CAPTURE_LOCK",
     "capturing",
     "drawing_refused",
+    "generators_now",
+    "modules_now",
     "refuse_backward_hooks",
     "refuse_parameter_hooks",
     "seeding_refused",
@@ -98,7 +101,25 @@ def capturing(model: nn.Module, called: object = None, *, keep: bool = False) ->
 _KEPT = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 """What stays set of what forward sets while it is captured: values that hold no tensors without data."""
 
-_REGISTERED = ("_modules", "_parameters", "_buffers")
+_REGISTERED = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
+
+
+def modules_now(model: nn.Module) -> Callable[[], None]:
+    """What gives all modules of a model the attributes, parts, training flags and hooks again that they have now."""
+    before = [
+        (module, dict(module.__dict__), {name: dict(module.__dict__[name]) for name in _REGISTERED})
+        for module in model.modules()
+    ]
+
+    def put_back() -> None:
+        for module, attributes, registered in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for name, entries in registered.items():
+                module.__dict__[name].clear()
+                module.__dict__[name].update(entries)
+
+    return put_back
 
 
 @contextlib.contextmanager
@@ -108,22 +129,14 @@ def _without_stand_ins(model: nn.Module) -> Iterator[None]:
     Raises:
         CaptureError: behind the block, the model's parts being what they were before.
     """
-    before = [
-        (module, dict(module.__dict__), {name: dict(module.__dict__[name]) for name in _REGISTERED})
-        for module in model.modules()
-    ]
+    put_back = modules_now(model)
     known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     yield
     tensors = [*model.named_parameters(), *model.named_buffers()]
     made = [name for name, tensor in tensors if id(tensor) not in known and _torch.has_no_data(tensor)]
     if not made:
         return
-    for module, attributes, registered in before:
-        module.__dict__.clear()
-        module.__dict__.update(attributes)
-        for name, entries in registered.items():
-            module.__dict__[name].clear()
-            module.__dict__[name].update(entries)
+    put_back()
     raise CaptureError(
         f"forward makes {made[0]!r} while it is traced, so that it would have no data\n"
         "  what to do: call the model once without graphopt, or make all modules, parameters and buffers in __init__"
@@ -217,6 +230,26 @@ def _other_generators() -> dict[str, tuple[Any, Callable[[], None]]]:
         "Python's random": (python, lambda: random.setstate(python)),
         "numpy.random": (comparable(numpy), lambda: np.random.set_state(numpy)),
     }
+
+
+def generators_now(tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
+    """What takes the random generators of torch, Python and NumPy back to where they are now.
+
+    Args:
+        tensors: on whose devices torch may draw.
+    """
+    host, devices = torch.get_rng_state(), cuda_indices(tensors)
+    states = [torch.cuda.get_rng_state(device) for device in devices]
+    others = _other_generators()
+
+    def put_back() -> None:
+        torch.set_rng_state(host)
+        for device, state in zip(devices, states, strict=True):
+            torch.cuda.set_rng_state(state, device)
+        for _, restore in others.values():
+            restore()
+
+    return put_back
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ from graphopt.capture.gradient_layouts import match_layouts, own_gradients
 from graphopt.capture.inner_gradients import refuse_arguments_without_gradients
 from graphopt.capture.replace_ops import use_own_ops
 from graphopt.capture.source_lines import user_frame
-from graphopt.errors import CaptureError, GraphBreakError
+from graphopt.errors import CaptureError, GraphBreakError, quoted
 from graphopt.ir.gradients import base_of
 from graphopt.ir.memory_shortage import refuse_shortage
 from graphopt.ir.node import TRACE_CONSTANT, InputSpec, NodeInfo, OutputSpec, Phase, info, set_info, set_value, value_of
@@ -143,7 +144,9 @@ def capture_joint(forward: Program, tensors: dict[str, torch.Tensor], examples: 
     refuse_varying_lstm(forward.graph)
     refuse_overlapping_writes(forward.title, (node for _, node in _marked(forward.graph, forward.attributes)))
     try:
-        trace = _torch.JointTrace(runner, tuple(args))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Error detected in", UserWarning)  # it is raised besides
+            trace = _torch.JointTrace(runner, tuple(args))
     except Exception as error:
         refuse_shortage(error, forward.title)
         raise _explain(error, forward.title) from error
@@ -184,14 +187,18 @@ def _explain(error: Exception, title: str) -> CaptureError:
             "changed values without a word: change it before its first use in forward, or behind the step"
         )
     kind = GraphBreakError if isinstance(error, _torch.NEEDS_VALUES) else CaptureError
-    return kind(
+    explained = kind(
         f"{title} cannot be differentiated as one program: {_first_line(error)}\n  where: {where}\n"
         f"  what to do: {advice}"
     )
+    explained.of_trace = True
+    if isinstance(explained, GraphBreakError):
+        explained.of_values = True
+    return explained
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else repr(error)
+    return quoted(error).splitlines()[0]
 
 
 class _Builder:

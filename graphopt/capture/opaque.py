@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from graphopt import _torch
+from graphopt.errors import quoted
 from graphopt.ir.node import InputSpec, set_value
 from graphopt.ir.ops.opaque_update import opaque_update_, stands_for
 from graphopt.ir.ops.values import cuda_indices, format_bytes, storage_bytes
@@ -157,7 +158,7 @@ def _try(optimizer: torch.optim.Optimizer, part: Mapping[str, torch.Tensor], mod
         state = {name: _examples(twin.state[zero], mode) for name, zero in zeros.items()}
         return _Tried(state, _measured(twin, next(iter(zeros.values())).device))
     except Exception as error:  # a user's class may need what the copy lacks: what it takes stays unknown
-        logger.info("an update by a copy of %s failed: %s", type(optimizer).__name__, error)
+        logger.info("an update by a copy of %s failed: %s", type(optimizer).__name__, quoted(error))
         return None
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from graphopt import _torch
 from graphopt.capture.joint import JointCapture
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, quoted
 from graphopt.ir.memory_shortage import refuse_shortage
 from graphopt.ir.node import InputSpec, value_of
 from graphopt.ir.program import Program
@@ -68,7 +68,7 @@ def replay_trace(
     except Exception as error:
         refuse_shortage(error, program.title or "the program")
         raise GraphoptError(
-            f"no trace of {program.title or 'the program'}: {str(error).splitlines()[0]:.200}"
+            f"no trace of {program.title or 'the program'}: {quoted(error).splitlines()[0]:.200}"
         ) from error
     wanted = [f"t{index}" for index in range(len(inputs))]
     if trace.parameter_order() != wanted or not trace.requires_grad:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 from torch import nn
@@ -26,24 +27,32 @@ from graphopt.capture.checks import (
     refuse_missing_data,
     refuse_wrapped,
 )
+from graphopt.capture.eager_trial import EagerCall, FailsInEagerError, autocast_devices
 from graphopt.capture.effects_outside import Effect, effects_noted
 from graphopt.capture.flatten import Results, Structure, flatten
 from graphopt.capture.for_device import stand_in, without_data_for
 from graphopt.capture.forward import ForwardCapture, capture_forward
 from graphopt.capture.garbage_collection import no_collection
 from graphopt.capture.graph_part import GraphPart, cut_of, title_of
-from graphopt.capture.hidden_effects import capturing, refuse_backward_hooks, refuse_parameter_hooks
+from graphopt.capture.hidden_effects import (
+    capturing,
+    modules_now,
+    refuse_backward_hooks,
+    refuse_parameter_hooks,
+)
 from graphopt.capture.joint import JointCapture, capture_joint
 from graphopt.capture.loss_results import loss_in
 from graphopt.capture.mask_questions import Question
 from graphopt.capture.numbers_read import NumbersRead
+from graphopt.capture.source_lines import user_frame
 from graphopt.capture.split_uses import split_uses
 from graphopt.capture.step import trace_optimizer
 from graphopt.capture.tensor_classes import refuse_classes, result_classes
 from graphopt.capture.tensors_met import refuse_outside
 from graphopt.capture.traced_call import TracedCall
+from graphopt.capture.varying_axes import VaryingAxes
 from graphopt.capture.without_memory import without_memory
-from graphopt.errors import CaptureError, choice, public, wrong_argument
+from graphopt.errors import CaptureError, GraphBreakError, choice, public, quoted, wrong_argument
 from graphopt.ir.autocast import mark_around, plain_precision, under_autocast
 from graphopt.ir.memory_shortage import shortage_named
 from graphopt.ir.node import Stage
@@ -51,9 +60,10 @@ from graphopt.ir.program import Program
 from graphopt.rewriting.precision.written_casts import write_casts
 from graphopt.rewriting.shards import Shards
 
-__all__ = ["CaptureSession", "call_loss", "capture"]
+__all__ = ["CaptureSession", "call_loss", "capture", "loss_call"]
 
 Loss = Callable[..., Any]
+T = TypeVar("T")
 
 
 def _call_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -81,8 +91,16 @@ def call_loss(model: nn.Module, loss: Loss | bool, args: tuple[Any, ...], kwargs
         args: positional parts of the batch.
         kwargs: those given by keyword.
     """
-    call = _own_loss if isinstance(loss, bool) else loss
-    return call(model, *args, **kwargs)
+    return loss_call(loss)(model, *args, **kwargs)
+
+
+def loss_call(loss: Loss | bool) -> Loss:
+    """The function of the model and a batch that gives the loss.
+
+    Args:
+        loss: as for ``CaptureSession``.
+    """
+    return _own_loss if isinstance(loss, bool) else loss
 
 
 class CaptureSession:
@@ -103,6 +121,8 @@ class CaptureSession:
         example: the positional and the keyword example inputs.
         loss: as given.
         keep: leave numbers and texts that forward sets in modules set, as behind a call in eager mode; not by default.
+        to_run: whether the call is the user's own, to be run and not only captured: where it cannot be captured and
+            raises in eager mode, ``FailsInEagerError`` says so, and in any other case what it raises is raised.
         by_values: answer what the model asks of the values of the call's masks (``questions``); the programs are then
             for calls that answer alike, which the caller sees to. By default they are for all values.
         joint: the joint program as it was lowered last.
@@ -153,8 +173,10 @@ class CaptureSession:
         self._dynamic_shapes = dynamic_shapes
         self.keep = False
         self.by_values = False
+        self.to_run = False
         self.repeated: list[str] = []
         self._captures: dict[torch.dtype | None, ForwardCapture] = {}
+        self._autocast: torch.dtype | None = None
         self._assigned: dict[str, None] = {}
         self._left_out: dict[str, None] = {}
         self._effects: dict[Effect, None] = {}
@@ -180,6 +202,40 @@ class CaptureSession:
         return program
 
     def _capture(self, autocast: torch.dtype | None) -> ForwardCapture:
+        self._autocast = autocast
+        return self._eager_error_first(functools.partial(self._traced, autocast))
+
+    def _eager_error_first(self, trace: Callable[[], T], *, backward: bool = False) -> T:
+        """What a trace gives; where it fails, and the same call fails in eager mode, raise that in its place.
+
+        Args:
+            trace: of the call, or of its backward.
+            backward: whether it is that of its backward.
+        """
+        as_before = modules_now(self.model)
+        try:
+            return trace()
+        except CaptureError as error:
+            as_before()  # the training flags too, which forward may set
+            if not error.of_trace or isinstance(self.model, GraphPart) or isinstance(self._dynamic_shapes, VaryingAxes):
+                raise
+            if self.to_run and self.loss is None and isinstance(error, GraphBreakError) and error.of_values:
+                raise  # the parts of the model, which run as in eager mode, raise what is raised there
+            refused = error
+        # behind the handler, so that no other error is shown above the one of the user's code
+        eager = EagerCall(self._call, self.model, *self.example, self.loss, self._autocast)
+        if not self.to_run:
+            eager.try_it(backward=backward)
+            raise refused
+        try:
+            eager.try_it(backward=backward)
+        except Exception as error:
+            what = f"{'the backward of' if backward else 'calling'} {self.title} raises {quoted(error)}"
+            what = f"{what}\n  where: {user_frame(error.__traceback__)}"
+            raise FailsInEagerError(what) from error
+        raise refused
+
+    def _traced(self, autocast: torch.dtype | None) -> ForwardCapture:
         args, kwargs = self.example
         call = self._call
         devices = self._devices() if autocast is not None else []
@@ -207,8 +263,7 @@ class CaptureSession:
     def _devices(self) -> list[str]:
         """The kinds of devices of the model's tensors and of the example inputs, for which there is autocast."""
         given = [leaf for leaf in _torch.pytree.tree_leaves(self.example) if isinstance(leaf, torch.Tensor)]
-        kinds = {tensor.device.type for tensor in (*self.tensors().values(), *given)}
-        return sorted(kind for kind in kinds if torch.amp.is_autocast_available(kind))
+        return autocast_devices((*self.tensors().values(), *given))
 
     @property
     def title(self) -> str:
@@ -318,12 +373,15 @@ class CaptureSession:
 
     def lower_forward(self, program: Program) -> Program:
         """The joint program of a (rewritten) forward program."""
-        with shortage_named(self.title), plain_precision(), capturing(self.model):
-            self.joint = capture_joint(write_casts(program), self.tensors(), self.captured.example_tensors)
+        self.joint = self._eager_error_first(functools.partial(self._differentiated, program), backward=True)
         lowered = self.joint.program
         if self.optimizer is not None:
             lowered.lower = self.lower_joint
         return lowered
+
+    def _differentiated(self, program: Program) -> JointCapture:
+        with shortage_named(self.title), plain_precision(), capturing(self.model):
+            return capture_joint(write_casts(program), self.tensors(), self.captured.example_tensors)
 
     def lower_joint(self, program: Program, *, first: bool = False, shards: Shards | None = None) -> Program:
         """The step program of a (rewritten) joint program.

@@ -16,7 +16,7 @@ from graphopt import _torch
 from graphopt.capture.checks import refuse_coupling, step_hooks
 from graphopt.capture.opaque import OpaqueUpdate, measure_update, stand_in, trace_opaque
 from graphopt.capture.update_settings import NO_SETTINGS, UpdateSettings, group_settings
-from graphopt.errors import CaptureError, GraphoptError
+from graphopt.errors import CaptureError, GraphoptError, quoted
 from graphopt.ir.memory_shortage import refuse_shortage
 from graphopt.ir.node import InputSpec
 from graphopt.rewriting.shards import Shards, check_dense, holds_elements
@@ -181,7 +181,7 @@ def _takes_closure(optimizer: torch.optim.Optimizer) -> str:
 
 def _reason(error: Exception) -> str:
     """Why an optimizer cannot be traced."""
-    text = str(error).splitlines()[0] if str(error) else repr(error)
+    text = quoted(error).splitlines()[0]
     if "_local_scalar_dense" in text or "data-dependent" in text or "capturable" in text:
         return "it reads tensors' values in Python"
     if "FakeTensor" in text:

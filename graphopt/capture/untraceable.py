@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from traceback import walk_tb
 
 from torch import nn
@@ -14,8 +15,10 @@ from graphopt.errors import GraphBreakError
 
 __all__ = ["depends_on_data", "explain"]
 
-_OF_PYTHON = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, TypeError)
-"""What Python raises, in eager mode too for most reasons."""
+_NEEDS_NUMBERS = re.compile(
+    r"numpy|\bnp\.|tolist|\.item\(|data.?ptr|data pointer|storage|\bprint\(|\bopen\(", re.IGNORECASE
+)
+"""What an error, or the line that raised it, says where Python takes the numbers of tensors."""
 
 
 def depends_on_data(error: Exception) -> bool:
@@ -27,7 +30,7 @@ def explain(error: Exception, model: nn.Module) -> GraphBreakError:
     """The error for one of torch's, or of Python's, that ended a trace."""
     where = user_frame(error.__traceback__)
     text = str(error).strip().split("\n")[0] or type(error).__name__
-    if isinstance(error, _OF_PYTHON):
+    if type(error) is not RuntimeError and not type(error).__module__.startswith("torch"):
         text = f"{type(error).__name__}: {text}"
     if "saved tensor hooks" in text:
         text = "forward uses a transform of torch.func that computes gradients (grad, vjp, jacrev, hessian)"
@@ -39,13 +42,20 @@ def explain(error: Exception, model: nn.Module) -> GraphBreakError:
         )
         if any("torch/distributions" in frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)):
             advice = "checks of its arguments choose between values here: give validate_args=False"
-    else:
+    elif _NEEDS_NUMBERS.search(f"{text} {where.rpartition(': ')[2]}"):
         advice = (
             "the model must run on tensors without data (torch.export, non-strict): keep NumPy, .tolist(), printing of "
             "values and file access out of forward"
         )
+    else:
+        advice = (
+            "the line fails where torch.export (non-strict) runs it on tensors without data: change it, or move it out "
+            "of the model"
+        )
     if "transform of torch.func" in text:
         advice = "take gradients by torch.autograd.grad(outputs, inputs, create_graph=True), which a program has too"
-    if isinstance(error, _OF_PYTHON):
-        advice = f"call the model once without graphopt: where that fails alike, mend the line; otherwise {advice}"
-    return GraphBreakError(f"{name} cannot be captured: {text}\n  where: {where}\n  what to do: {advice}{IN_PARTS}")
+    explained = GraphBreakError(
+        f"{name} cannot be captured: {text}\n  where: {where}\n  what to do: {advice}{IN_PARTS}"
+    )
+    explained.of_trace, explained.of_values = True, depends_on_data(error)
+    return explained

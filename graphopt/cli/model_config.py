@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from graphopt.capture.meta_tensors import without_data
-from graphopt.errors import GraphoptError, did_you_mean
+from graphopt.errors import GraphoptError, did_you_mean, quoted
 from graphopt.runtime.requirements import required
 
 __all__ = ["PREFIX", "model_of_config"]
@@ -90,7 +90,7 @@ def _config(transformers: Any, data: Mapping[str, Any], path: Path) -> Any:
     try:
         return transformers.AutoConfig.for_model(kind, **given)
     except Exception as error:  # each class of configuration checks its own fields
-        raise GraphoptError(f"{path}: transformers refuses this configuration: {error}") from error
+        raise GraphoptError(f"{path}: transformers refuses this configuration: {quoted(error)}") from error
 
 
 def _model(transformers: Any, config: Any, data: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Any:
@@ -109,7 +109,7 @@ def _model(transformers: Any, config: Any, data: Mapping[str, Any], path: Path, 
     except GraphoptError:
         raise
     except Exception as error:
-        raise GraphoptError(f"{path}: the model cannot be made: {type(error).__name__}: {error}") from error
+        raise GraphoptError(f"{path}: the model cannot be made: {quoted(error)}") from error
     finally:
         torch.set_default_dtype(before)
 

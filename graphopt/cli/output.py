@@ -90,7 +90,7 @@ def records_text(rewritten: Rewritten) -> str:
 
 
 def report_passes(rewritten: Rewritten) -> None:
-    """What the passes did, on stderr; those that did nothing are in the warnings."""
+    """What the passes did, on stderr; those that did nothing are in the warnings, where they should have."""
     for record in rewritten.records:
-        if record.changed:
+        if record.changed or record.changed.satisfied:
             terminal.write("\n".join(record_lines(record)), sys.stderr)

@@ -62,7 +62,7 @@ class Target:
         return "joint" if self.optimizer is None else "step"
 
     def session(self, profile: DeviceProfile | None = None) -> CaptureSession:
-        """A capture of the model on its example inputs.
+        """A capture of the model on its example inputs; an error of eager mode is told as one of the call.
 
         Args:
             profile: of the device for which it is captured without data; None for a capture of what is here.
@@ -74,9 +74,11 @@ class Target:
         if profile is not None:
             twins = without_data_for(profile, model, optimizer, args, kwargs, self.dynamic_shapes)
             model, optimizer, args, kwargs = twins.model, twins.optimizer, twins.args, twins.kwargs
-        return CaptureSession(
+        session = CaptureSession(
             model, args, kwargs, loss=self.loss, optimizer=optimizer, dynamic_shapes=self.dynamic_shapes
         )
+        session.to_run = True
+        return session
 
 
 def load_target(text: str) -> Target:

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from graphopt import _torch
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, quoted
 from graphopt.ir.call_targets import PYTHON_FUNCTIONS, read_target
 from graphopt.ir.checked_json import Field
 from graphopt.ir.context import Context, NamedDevice
@@ -255,7 +255,7 @@ class _Decoder:
                 try:
                     found[name] = fx.GraphModule(inner, self.graph(nodes))
                 except (RuntimeError, AttributeError, SyntaxError) as error:
-                    raise nodes.error(f"no graph that runs: {error}") from error
+                    raise nodes.error(f"no graph that runs: {quoted(error)}") from error
         return found
 
     def graph(self, field: Field) -> fx.Graph:
@@ -355,7 +355,7 @@ class _Decoder:
         try:
             return _torch.example_tensor(self._mode, shape, stride, dtype, device)
         except (RuntimeError, ValueError, TypeError, OverflowError) as error:
-            raise field.error(f"no tensor has this shape and stride: {str(error).splitlines()[0][:200]}") from error
+            raise field.error(f"no tensor has this shape and stride: {quoted(error).splitlines()[0][:200]}") from error
 
 
 def _name(field: Field) -> str:

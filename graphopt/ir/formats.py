@@ -20,7 +20,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from graphopt.errors import GraphoptError, check_type, did_you_mean, wrong_argument
+from graphopt.errors import GraphoptError, check_type, did_you_mean, quoted, wrong_argument
 
 __all__ = ["GROUP", "OWN", "Format", "available_formats", "find_format", "format_names", "register_format"]
 
@@ -129,7 +129,7 @@ def _loaded(entry: EntryPoint) -> Format:
         form = entry.load()
     except Exception as error:
         where = f"the format {entry.name!r} ({entry.value}, from {owner})"
-        raise GraphoptError(f"{where} cannot be imported: {error}") from error
+        raise GraphoptError(f"{where} cannot be imported: {quoted(error)}") from error
     if not isinstance(form, Format):
         raise GraphoptError(f"the entry point {entry.value} for {entry.name!r} (from {owner}) is not a graphopt.Format")
     if form.name != entry.name:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from graphopt import _torch
-from graphopt.errors import GraphoptError, check_type
+from graphopt.errors import GraphoptError, check_type, quoted
 from graphopt.ir.context import Context
 from graphopt.ir.described_tensors import described_tensors
 from graphopt.ir.formats import find_format
@@ -266,7 +266,9 @@ class Program:
             set_value(node, self.propagate(node))
         except Exception as error:
             self.graph.erase_node(node)
-            raise GraphoptError(f"{origin}: {target} refuses the arguments {args}, {kwargs or {}}: {error}") from error
+            raise GraphoptError(
+                f"{origin}: {target} refuses the arguments {args}, {kwargs or {}}: {quoted(error)}"
+            ) from error
         set_info(node, info_like(like, phase, origin, names))
         if like is not None and "stack_trace" in like.meta:
             node.meta["stack_trace"] = like.meta["stack_trace"]

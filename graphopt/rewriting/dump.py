@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from graphopt.errors import quoted
 from graphopt.ir.program import Program
 from graphopt.ir.serialization import SCHEMA_VERSION, to_json
 from graphopt.ir.version import VERSION
@@ -95,7 +96,7 @@ class DumpDirectory:
         self.record(f"before-{current.name}", before)
         script = self.path / "repro.py"
         self._write(script.name, _REPRODUCE.format(name=current.name, spec=str(current), file=self._files[-1]))
-        self._write_manifest("failed", [], error=f"{current.name}: {error}")
+        self._write_manifest("failed", [], error=f"{current.name}: {quoted(error)}")
         error.add_note(f"graph before this pass: {self.path / self._files[-1]}")
         error.add_note(f"reproduce: {sys.executable} {script}")
 

@@ -28,7 +28,7 @@ class Instrument(Protocol):
 
 
 class LogPasses:
-    """One line per pass on the logger of this module, at INFO; lines of passes that did nothing at WARNING."""
+    """One line per pass on the logger of this module, at INFO; at WARNING where one has not done what it is for."""
 
     def before_pass(self, current: Pass, program: Program) -> None:
         """Say at DEBUG that the pass starts."""
@@ -36,7 +36,8 @@ class LogPasses:
 
     def after_pass(self, current: Pass, program: Program, record: PassRecord) -> None:
         """Say what the pass did."""
-        logger.log(logging.INFO if record.changed else logging.WARNING, "%s", record)
+        done = record.changed or record.changed.satisfied
+        logger.log(logging.INFO if done else logging.WARNING, "%s", record)
         for line in record.changed.lines:
             logger.info("  %s", line)
 

@@ -37,6 +37,7 @@ class Changed:
         tensors: names of the tensors that the pass decided about.
         lines: what a user should read, one line each.
         reason: why nothing was done, for a pass that did nothing.
+        satisfied: whether that is since what the pass is for is so already: it is then no reason to warn.
         details: what reports can ask for, by name: each function gives plain data for JSON when it is called, so that
             only those who show it pay for it (``{"frontier": …}``).
 
@@ -53,6 +54,7 @@ class Changed:
     lines: tuple[str, ...] = ()
     reason: str = ""
     details: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    satisfied: bool = False
 
     def __post_init__(self) -> None:
         check_type("Changed's counts", self.counts, Mapping, "a dict of what was done to how often, {'recomputed': 4}")

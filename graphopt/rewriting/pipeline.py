@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from graphopt import _torch
-from graphopt.errors import GraphoptError, PassError, PipelineError, VerifyError, as_cause, check_type, shown
+from graphopt.errors import GraphoptError, PassError, PipelineError, VerifyError, check_type, quoted, shown
 from graphopt.ir import verify as verifier
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.memory_shortage import is_memory_shortage
@@ -162,10 +162,6 @@ class Pipeline:
             before = program.copy()
             try:
                 record = self._apply(current, program, before, verify is not False)
-            except GraphoptError as error:
-                for instrument in instruments:
-                    instrument.failed_pass(current, before, error)
-                raise self._failure(current, due, program.stage, error) from as_cause(error)
             except Exception as error:
                 for instrument in instruments:
                     instrument.failed_pass(current, before, error)
@@ -219,7 +215,7 @@ class Pipeline:
         shown = ", ".join(f">>> {p} <<<" if p is current else str(p) for p in self.passes)
         kind = VerifyError if isinstance(error, VerifyError) else PassError
         what = "left a program that is not valid" if isinstance(error, VerifyError) else "failed"
-        why = f"the machine's memory ran out ({error})" if is_memory_shortage(error) else error
+        why = f"the machine's memory ran out ({error})" if is_memory_shortage(error) else quoted(error)
         failure = kind(
             f"pass {due.index(current) + 1}/{len(due)} of the {stage} stage, {current.name!r}, {what}: {why}"
         )

@@ -6,7 +6,7 @@ import logging
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 
-from graphopt.errors import PipelineError, did_you_mean
+from graphopt.errors import PipelineError, did_you_mean, quoted
 from graphopt.rewriting.pass_ import Pass
 
 __all__ = ["available_passes", "find_pass"]
@@ -48,7 +48,9 @@ def find_pass(name: str) -> type[Pass]:
         cls = entry.load()
     except Exception as error:
         owner = entry.dist.name if entry.dist else "an unknown package"
-        raise PipelineError(f"the pass {name!r} ({entry.value}, from {owner}) cannot be imported: {error}") from error
+        raise PipelineError(
+            f"the pass {name!r} ({entry.value}, from {owner}) cannot be imported: {quoted(error)}"
+        ) from error
     if not (isinstance(cls, type) and issubclass(cls, Pass)):
         raise PipelineError(f"the entry point {entry.value} for {name!r} is not a subclass of graphopt.Pass")
     if cls.name != name:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_by_dcp
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, quoted
 from graphopt.ir.ops.groups import alone, talking
 from graphopt.runtime.packed_state import Packed, unpack
 from graphopt.runtime.state_dict import place
@@ -95,7 +95,7 @@ def read_states(folder: Path, *, ranks: int, rank: int) -> list[Any]:
     try:
         return _read_by_dcp(folder, ranks, rank) if by_dcp else _read_by_torch(folder, ranks, rank)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, AttributeError, ValueError) as error:
-        raise GraphoptError(f"the checkpoint {str(folder)!r} cannot be read: {error}") from error
+        raise GraphoptError(f"the checkpoint {str(folder)!r} cannot be read: {quoted(error)}") from error
     except CheckpointException as error:
         raise GraphoptError(f"the checkpoint {str(folder)!r} cannot be read: {error}") from None
 

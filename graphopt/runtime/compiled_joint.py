@@ -44,6 +44,12 @@ _BATCHED = (
 )
 
 
+_NONE_ADDED = (
+    "of the gradients that this backward of {0} computes, none has been added to any .grad, since it is one node of "
+    "autograd; in eager mode those of its last layers would have been"
+)
+
+
 @dataclass
 class CompiledJoint(Capture):
     """One capture, compiled into a differentiable function of parameters, buffers and inputs.
@@ -198,7 +204,11 @@ def _before_backward(run: Boxed, tell: Callable[[], None] | None, title: str, ta
             tell()
         if any(map(_torch.is_batched, args[len(args) - tangents :])):
             raise CaptureError(_BATCHED.format(title))
-        return run(args)
+        try:
+            return run(args)
+        except BaseException as error:
+            error.add_note(_NONE_ADDED.format(title))
+            raise
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call

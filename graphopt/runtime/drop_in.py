@@ -12,6 +12,7 @@ from torch import nn
 
 from graphopt.capture import CaptureSession
 from graphopt.capture.call_checks import argument_names
+from graphopt.capture.eager_trial import EagerCall, FailsInEagerError
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
 from graphopt.errors import GraphBreakError, GraphoptError
 from graphopt.rewriting.precision.scaling import CheckedGradients
@@ -91,22 +92,48 @@ class DropIn:
         if self.parts is None:
             try:
                 with CAPTURE_LOCK, self.runner.agreement.reporting():
-                    found, tensors = self.runner.find(model, args, kwargs, _Maker(self, model, args, kwargs))
+                    found, tensors = self.runner.find(model, args, kwargs, _Maker(self, model, args, kwargs, True))
                     begun = self.runner.agreement.begin(found.exchanges)
                     arguments = found.gather(tensors, self.runner.serving.changes)
                 self.runner.wait(begun, found.rewritten.program)
-                return found.call(arguments)
+                return self._run(found, arguments, self._eager(given, model, args, kwargs))
             except _ReplacedError:
                 why = "its parameters are other tensors in this call (torch.func.functional_call)"
                 return self.run_as_it_is(given, model, args, kwargs, why)
+            except FailsInEagerError as error:
+                fails: str | None = _first_line(error)
             except GraphBreakError as error:
-                self.parts = Parts(self.original, given, self.runner, error)
+                self.parts, fails = Parts(self.original, given, self.runner, error), None
+            if fails is not None:  # behind the handler, so that no other error is shown above that of the user's code
+                return self._tell_of(fails, self._eager(given, model, args, kwargs).run())
+        assert self.parts is not None
         return self.parts.call(model, args, kwargs)
+
+    def _eager(
+        self, given: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> EagerCall:
+        """A call of the model as eager mode has it."""
+        return EagerCall(given, model, args, kwargs, autocast=self.options.pipeline.autocast)
+
+    def _run(self, found: CompiledJoint, arguments: list[torch.Tensor], eager: EagerCall) -> Any:
+        """Run a program; where that fails, and the call fails in eager mode, raise what is raised there."""
+        try:
+            return found.call(arguments)
+        except GraphoptError:
+            raise
+        except Exception as error:
+            failed = error
+        eager.try_it()
+        raise failed
 
     def run_as_it_is(
         self, given: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], why: str
     ) -> Any:
-        """Run ``given`` for a call in eager mode; the first one for a reason is told."""
+        """Run ``given`` for a call in eager mode; the first one for a reason is told, where it raises nothing."""
+        return self._tell_of(why, given(model, *args, **kwargs))
+
+    def _tell_of(self, why: str, result: Any) -> Any:
+        """What a call in eager mode has given, told where it is the first one for a reason."""
         if why not in self._told:
             self._told.add(why)
             logger.warning(
@@ -114,7 +141,7 @@ class DropIn:
                 self.original.__name__,
                 why,
             )
-        return given(model, *args, **kwargs)
+        return result
 
     def prepare(self, model: nn.Module, example_inputs: Any) -> None:
         """Capture for positional example inputs."""
@@ -136,14 +163,19 @@ class DropIn:
         return self._plain()
 
 
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")
+
+
 @dataclass(frozen=True)
 class _Maker:
-    """Captures a call of an optimized model."""
+    """Captures a call of an optimized model; ``to_run`` where it is run, and not only prepared for."""
 
     owner: DropIn
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    to_run: bool = False
 
     @property
     def runs(self) -> Callable[..., Any]:
@@ -163,6 +195,7 @@ class _Maker:
         runner.serving.names = argument_names(plain, None)
         session = CaptureSession(plain, self.args, self.kwargs, dynamic_shapes=dynamic_shapes)
         session.keep, session.by_values = runner.is_first, True
+        session.to_run = self.to_run
         return session
 
     def compile(self, session: CaptureSession, target: Target | None) -> CompiledJoint:

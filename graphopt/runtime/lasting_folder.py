@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, quoted
 from graphopt.ir.checked_json import Field
 from graphopt.ir.ops.transfers import PagedFile, residents
 from graphopt.ir.ops.transfers.disk import DiskSpace
@@ -201,7 +201,7 @@ def finished_step(path: Path) -> Mapping[str, Any]:
             raise record["structure"].expected("text")
         found = unpack(structure, tensors)
     except (OSError, ValueError, RuntimeError, RecursionError, OverflowError, TypeError, MemoryError) as error:
-        raise GraphoptError(f"the finished step in {str(path)!r} cannot be read: {error}") from error
+        raise GraphoptError(f"the finished step in {str(path)!r} cannot be read: {quoted(error)}") from error
     if not isinstance(found, Mapping):
         raise GraphoptError(f"the finished step in {str(path)!r} is no state of a step")
     return found

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphopt.errors import ArgumentError, GraphoptError, public
+from graphopt.errors import ArgumentError, GraphoptError, public, quoted
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.runtime.compile.backend import Backend
 from graphopt.runtime.runner import Options
@@ -87,4 +87,6 @@ def _load_compiled(shipped: Shipped) -> None:
     try:
         torch.compiler.load_cache_artifacts(shipped.compiled)
     except Exception as error:  # whatever torch finds in bytes that it did not write
-        raise GraphoptError(f"{shipped.source}: torch cannot read what is compiled in it: {error!s:.200}") from error
+        raise GraphoptError(
+            f"{shipped.source}: torch cannot read what is compiled in it: {quoted(error, 200)}"
+        ) from error

@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from graphopt import _torch
 from graphopt.capture.fingerprint import refuse_lazy
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
-from graphopt.errors import CaptureError, GraphoptError, PipelineError, public, short_traceback
+from graphopt.errors import CaptureError, GraphoptError, PipelineError, is_own, public, short_traceback
 from graphopt.ir.methods import provided
 from graphopt.ir.program import Program
 from graphopt.rewriting.pass_ import Pass, Records
@@ -240,6 +240,8 @@ def _start(given: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs:
     try:
         return model._graphopt.call(model, args, kwargs)
     except GraphoptError as error:
+        if not is_own(error):
+            raise
         raise short_traceback(error) from error.__cause__
 
 

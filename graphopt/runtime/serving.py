@@ -21,7 +21,7 @@ from graphopt.capture.numbers_read import NumbersRead
 from graphopt.capture.tensors_met import attributes_set
 from graphopt.capture.variables_read import VariablesRead
 from graphopt.capture.varying_axes import VaryingAxes
-from graphopt.errors import GraphoptError, RankError
+from graphopt.errors import GraphoptError, RankError, quoted
 from graphopt.ir.program import Program
 from graphopt.rewriting.memory.budget import budget_error
 from graphopt.rewriting.pass_ import Pass
@@ -216,8 +216,11 @@ class Serving(Generic[C]):
             reason = f"{fixing} acts on tensors of fixed sizes only"
             self._tell(call.model, self._varying.refuse(kind, axes, call.tensors, reason, self._names(call)))
         served = self._capture_varying(key, kind, call, maker, axes) if axes and not fixing else None
-        if served is None:
-            served = self._capture_fixed(key, call, maker)
+        if not isinstance(served, Served):
+            why, served = served, self._capture_fixed(key, call, maker)
+            if why is not None:  # told now: where a call fails in eager mode too, that is all there is to tell
+                told = self._varying.refuse(kind, axes, call.tensors, why, self._names(call))
+                self._tell(call.model, told)
             base = _as_captured(served.capture.rewritten)
             if base is not None:
                 self._varying.add_fixed((kind[0], self._answers(call)), call.tensors, base)
@@ -247,8 +250,8 @@ class Serving(Generic[C]):
 
     def _capture_varying(
         self, key: Key, kind: Key, call: _Call, maker: Maker[C], axes: VaryingAxes
-    ) -> Served[C] | None:
-        """Capture a call with sizes open; None where that cannot be, which the user is told."""
+    ) -> Served[C] | str | None:
+        """Capture a call with sizes open; why that cannot be, or None where it is better not done in this call."""
         started = time.perf_counter()
         session = maker.session(axes)
         self._kind = kind
@@ -260,8 +263,7 @@ class Serving(Generic[C]):
             if budget_error(error):
                 return None  # with fixed sizes there is more that a plan can do
             logger.debug("not captured with sizes open", exc_info=True)
-            self._tell(call.model, self._varying.refuse(kind, axes, call.tensors, _reason(error), self._names(call)))
-            return None
+            return _reason(error)
         finally:
             self._kind = None
         served = self._keep_varying(self._answered(key, call, session), kind, call, capture, axes)
@@ -389,7 +391,7 @@ def _as_captured(rewritten: Rewritten) -> Program | None:
 
 
 def _reason(error: Exception) -> str:
-    return str(error).splitlines()[0].rstrip(".:") if str(error) else type(error).__name__
+    return quoted(error).splitlines()[0].rstrip(".:")
 
 
 def _name(path: str, names: Sequence[str]) -> str:

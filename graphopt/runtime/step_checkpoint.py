@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, quoted
 from graphopt.ir.ops.groups import find_group
 from graphopt.rewriting.distributed.named_shards import is_sharded, shard_place
 from graphopt.rewriting.distributed.sharded_state import consolidate, split
@@ -34,7 +34,7 @@ def load_step_state(step: TrainStep, states: Sequence[Mapping[str, Any]], rank: 
         step.load_model_state(model, shards)
         step.optimizer.load_state_dict(optimizer)
     except (RuntimeError, ValueError, KeyError) as error:
-        raise GraphoptError(f"the checkpoint is of another model or optimizer: {error}") from error
+        raise GraphoptError(f"the checkpoint is of another model or optimizer: {quoted(error)}") from error
     step.load_state_dict(mine)
 
 

@@ -96,10 +96,18 @@ class StepPrograms:
         self.kept = KeptState(model, optimizer, self.runner.store, self.progress, options.pipeline)
         self._trains_apart = options.pipeline.trains_apart
 
-    def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[CapturedStep, list[torch.Tensor]]:
-        """The capture that serves a call, and the tensors of the call."""
+    def find(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, to_run: bool = False
+    ) -> tuple[CapturedStep, list[torch.Tensor]]:
+        """The capture that serves a call, and the tensors of the call.
+
+        Args:
+            args: positional parts of the batch.
+            kwargs: those given by keyword.
+            to_run: whether the call is run, and not only prepared for.
+        """
         with _torch.without_dispatch_modes() if _torch.callers_modes()[1] else nullcontext():
-            return self.runner.find(self._model, args, kwargs, _Maker(self, args, kwargs))
+            return self.runner.find(self._model, args, kwargs, _Maker(self, args, kwargs, to_run))
 
     def find_example(self, example_inputs: Any) -> CapturedStep:
         """The capture for ``example_inputs=``."""
@@ -370,11 +378,12 @@ def _tell_of_results(program: Program) -> None:
 
 @dataclass(frozen=True)
 class _Maker:
-    """Captures a batch."""
+    """Captures a batch; ``to_run`` where the step is run, and not only prepared."""
 
     programs: StepPrograms
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    to_run: bool = False
 
     @property
     def runs(self) -> Callable[..., Any] | None:
@@ -383,7 +392,9 @@ class _Maker:
 
     def session(self, dynamic_shapes: Any) -> CaptureSession:
         """See ``Maker``."""
-        return self.programs.session(self.args, self.kwargs, dynamic_shapes)
+        session = self.programs.session(self.args, self.kwargs, dynamic_shapes)
+        session.to_run = self.to_run
+        return session
 
     def compile(self, session: CaptureSession, target: Target | None) -> CapturedStep:
         """See ``Maker``."""

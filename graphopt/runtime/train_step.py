@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from torch import fx, nn
 
 from graphopt import _torch
 from graphopt.capture.call_checks import check_call, check_loss, check_optimizer
+from graphopt.capture.eager_trial import EagerCall, FailsInEagerError
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
 from graphopt.capture.loss_results import detach_all
-from graphopt.capture.session import call_loss
+from graphopt.capture.session import call_loss, loss_call
 from graphopt.errors import GraphoptError, check_type, public
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.methods import provided
+from graphopt.ir.node import Phase
 from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.named_shards import accept_named_shards
 from graphopt.rewriting.gradient_norm import GRADIENT_NORM
@@ -27,9 +30,11 @@ from graphopt.rewriting.pass_ import Records
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.precision.scaling import scaling_of
 from graphopt.runtime.accumulate import add_gradients
+from graphopt.runtime.broken_steps import UNCHANGED, left_behind
 from graphopt.runtime.closures import evaluations
 from graphopt.runtime.dtensor_state import dtensor_state, load_dtensor_state
 from graphopt.runtime.leftovers import LoopLeftovers, refuse_modes
+from graphopt.runtime.ranks.places import reached
 from graphopt.runtime.ranks.watch import meeting
 from graphopt.runtime.runner import Options
 from graphopt.runtime.sharded_model_state import full_state, load_model_state
@@ -45,6 +50,16 @@ from graphopt.runtime.stored.stable_form import NoStableFormError
 from graphopt.runtime.uneven_ends import UnevenEnds, joined_group
 
 __all__ = ["TrainStep"]
+
+
+@dataclass
+class _Ready:
+    """A call that is about to run: what serves it, the program, the tensors of the call, the program's inputs."""
+
+    captured: CapturedStep
+    compiled: CompiledStep
+    batch: list[torch.Tensor]
+    inputs: list[Any]
 
 
 class TrainStep:
@@ -117,20 +132,58 @@ class TrainStep:
         self._programs.weighed = self._ends is not None and self._ends.announce((args, kwargs))
         self._leftovers.before(self._model)
         self._programs.kept.sharded.refuse_step()
+        eager = EagerCall(
+            loss_call(self._loss or True), self._model, args, kwargs, self._loss or True, self._pipeline.autocast
+        )
+        try:
+            ready = self._ready(args, kwargs)
+        except FailsInEagerError as error:
+            fails = error
+        else:
+            return self._run(ready, eager)
+        # behind the handler, so that no other error is shown above the one of the user's code
+        eager.run()
+        assert fails.__cause__ is not None
+        fails.__cause__.add_note(UNCHANGED)
+        raise fails.__cause__  # that of backward
+
+    def _ready(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Ready:
         with CAPTURE_LOCK, self._runner.agreement.reporting(), self._programs.kept.sharded.described():
-            captured, batch = self._programs.find(args, kwargs)
+            captured, batch = self._programs.find(args, kwargs, to_run=True)
             self._foreign.refuse(self._runner.changes)
             version = self._programs.version()
             compiled = self._programs.variant(captured, version)
             begun = self._runner.agreement.begin(compiled.exchanges, silent=compiled.silent)
-            inputs = compiled.binding.gather(batch, version)
+            ready = _Ready(captured, compiled, batch, compiled.binding.gather(batch, version))
         self._runner.wait(begun, compiled.program)
+        return ready
+
+    def _run(self, ready: _Ready, eager: EagerCall) -> Any:
+        """Run a program; where its forward fails, and the call fails in eager mode, raise what is raised there."""
+        try:
+            return self._run_program(ready)
+        except GraphoptError:
+            raise
+        except Exception as error:
+            if reached(error, ready.compiled.module, Phase.BACKWARD):
+                raise
+            failed = error
+        eager.try_it()
+        raise failed
+
+    def _run_program(self, ready: _Ready) -> Any:
+        """Run a program on its inputs, and hand out what it returns."""
+        captured, compiled, batch = ready.captured, ready.compiled, ready.batch
         with self._programs.kept.whole_step(compiled.module, self._whole_state):
             if self._ends is not None:
                 self._ends.put_weight(compiled.program)
             with torch.no_grad(), plain_precision(), self._closure(captured, compiled, batch):
                 self._store.refresh()
-                results = compiled.run(inputs)
+                try:
+                    results = compiled.run(ready.inputs)
+                except BaseException as error:
+                    error.add_note(left_behind(error, compiled.module))
+                    raise
                 self._store.settle()
             return self._accept(captured, compiled, results, batch)
 

@@ -51,10 +51,11 @@ def test_checks_raise_as_forward_does(forward: Forward, passes: list[Any]) -> No
     assert identical(optimized(X), model(X))  # and training goes on
 
 
-def test_the_message_is_the_users_with_the_place() -> None:
+def test_the_error_is_the_users_own() -> None:
     optimized = graphopt.optimize(Calls(an_error), example_inputs=(X,))
-    with pytest.raises(ValueError, match=r"^too large \(.*checked_models\.py:\d+\)$"):
+    with pytest.raises(ValueError, match=r"^too large$") as caught:
         optimized(X * 1e6)
+    assert caught.traceback[-1].path.name == "checked_models.py"
 
 
 def test_a_whole_step_that_fails_changes_nothing() -> None:
@@ -118,7 +119,7 @@ def test_programs_with_checks_are_written_and_read() -> None:
 @pytest.mark.parametrize("forward", CHOICES)
 def test_what_may_go_on_is_refused(forward: Forward) -> None:
     with pytest.raises(CaptureError, match=r"(?s)control flow depends on a tensor's values|data-dependent"):
-        graphopt.capture(Calls(forward), (X,))
+        graphopt.capture(Calls(forward), (-X.abs(),))
 
 
 @pytest.mark.usefixtures("checked")

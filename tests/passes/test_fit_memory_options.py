@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -42,6 +43,16 @@ def test_a_budget_above_the_peak_leaves_the_program_as_it_is(more: int) -> None:
     assert not record.changed
     assert "is within the budget" in record.changed.reason
     assert structure(program) == structure(plain)
+
+
+def test_a_budget_that_is_met_already_is_no_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="graphopt")
+    model = graphopt.optimize(wide(), fit(10**9), example_inputs=(ROWS,))
+    (record,) = model.records  # type: ignore[attr-defined]
+    assert record.changed.satisfied
+    told = [(entry.levelname, entry.getMessage()) for entry in caplog.records if "within the budget" in entry.message]
+    assert [level for level, _ in told] == ["INFO"]
+    assert not [entry for entry in caplog.records if entry.levelno >= logging.WARNING]
 
 
 def test_the_smallest_budget_of_the_error_is_met_and_a_byte_less_is_not() -> None:

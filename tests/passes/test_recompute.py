@@ -257,6 +257,48 @@ def test_auto_applied_twice_does_nothing_the_second_time() -> None:
     assert [(n.name, str(n.args)) for n in program.nodes] == before
 
 
+class OnlyViews(nn.Module):
+    """Between its two layers there are views alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).view(-1, 3).t().t())  # type: ignore[no-any-return]
+
+
+def test_views_alone_are_nothing_to_recompute() -> None:
+    program = captured(OnlyViews(), torch.randn(5, 4), loss=mean_square)
+
+    def state() -> list[object]:
+        calls = [node for node in program.nodes if node.op != "output"]
+        return [program.nodes[-1].args, *((node.name, str(node.args), info(node).policy) for node in calls)]
+
+    before = state()
+    (record,) = Pipeline([Recompute(("first", "second"))]).run(program)
+    assert not record.changed
+    assert "backward reads nothing between these checkpoints" in record.changed.reason
+    assert state() == before
+
+
+def test_in_a_part_without_its_checkpoints_it_says_so() -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Net(nn.Linear(4, 4), nn.Tanh()), Net(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.first(x)
+            return self.second(y) if y.sum() < 1e9 else y
+
+    model = graphopt.optimize(Branching(), Recompute("second.net.1"))
+    model(torch.randn(8, 4)).sum().backward()
+    reasons = [record.changed.reason for record in model.records if record.name == "recompute"]  # type: ignore[attr-defined]
+    assert any("none of the checkpoints is in this part of the model" in reason for reason in reasons)
+    assert not any("no checkpoints are given" in reason for reason in reasons)
+
+
 def test_auto_says_when_nothing_separates_the_network() -> None:
     program = captured(Net(nn.Linear(4, 4)), torch.randn(2, 4), loss=lambda model, x: model(x).sum())
     (record,) = Pipeline([Recompute("auto")]).run(program)

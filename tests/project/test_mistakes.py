@@ -405,8 +405,8 @@ class Broken(Pass):
         return count // 0
 
 
-def test_a_traceback_shows_the_users_lines_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of graphopt there is the line at which the error leaves; everything is there where it is asked for."""
+def test_a_traceback_shows_the_users_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of graphopt there is the line at which the error leaves, and what calls the user's pass; all where asked for."""
 
     def shown() -> list[str]:
         with pytest.raises(graphopt.PassError) as caught:
@@ -417,7 +417,7 @@ def test_a_traceback_shows_the_users_lines_alone(monkeypatch: pytest.MonkeyPatch
         return [Path(frame.filename).name for frame in chain]
 
     here = Path(__file__).name
-    assert shown() == [here, "errors.py", here, here]
+    assert shown() == [here, "errors.py", *["pipeline.py"] * 3, here, here]
     monkeypatch.setenv("GRAPHOPT_TRACEBACK", "full")
     full = shown()
     assert {"pipeline.py", "drop_in.py", "rewrite.py"} <= set(full)
@@ -440,6 +440,71 @@ def test_the_line_of_a_pass_that_refuses_is_kept() -> None:
     text = "".join(traceback.format_exception(caught.value))
     assert "in apply" in text
     assert Path(__file__).name in text
+
+
+class TasteError(GraphoptError):
+    """The user's own, of graphopt's family, which takes two arguments."""
+
+    def __init__(self, what: str, degree: int) -> None:
+        super().__init__(what, degree)
+
+
+@dataclass(frozen=True)
+class Raises(Pass):
+    """Raises what it is given, with notes and a cause."""
+
+    name, stage, numerics = "raises", "joint", "bitwise"
+
+    what: str = "own"
+
+    def apply(self, program: Program) -> Changed:
+        try:
+            {}[self.what]
+        except KeyError as missing:
+            if self.what == "missing":
+                raise
+            kind = {"own": TasteError, "graphopt": GraphoptError}[self.what]
+            error = kind("not to my taste", 3)
+            error.add_note("seen by the user")
+            raise error from missing
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("own", r"'raises', failed: \('not to my taste', 3\)"),
+        ("graphopt", r"'raises', failed: \('not to my taste', 3\)"),
+        ("missing", "'raises', failed: KeyError: 'missing'"),
+    ],
+)
+def test_what_a_users_pass_raises_stays_as_it_is(what: str, said: str) -> None:
+    with pytest.raises(graphopt.PassError, match=said) as caught:
+        optimize(NET, [Raises(what)], example_inputs=(X,))
+    cause = caught.value.__cause__
+    assert cause is not None
+    frames = traceback.extract_tb(cause.__traceback__)
+    assert [frame.name for frame in frames][-1] == "apply"
+    assert frames[0].filename.endswith("pipeline.py"), "and nothing is cut off its traceback"
+    if what != "missing":
+        assert cause.args == ("not to my taste", 3)
+        assert cause.__notes__ == ["seen by the user"]
+        assert isinstance(cause.__cause__, KeyError)
+
+
+def test_an_error_of_graphopts_family_that_a_loss_raises_is_not_touched() -> None:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return model(x) + {}["nothing"]  # type: ignore[no-any-return]
+        except KeyError as missing:
+            raise TasteError("loss", 4) from missing
+
+    step = optimize_step(NET, torch.optim.SGD(NET.parameters(), lr=0.1), loss=loss)
+    with pytest.raises(TasteError) as caught:
+        step(X)
+    assert caught.value.args == ("loss", 4)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "loss"
 
 
 QUIET = """
@@ -466,6 +531,9 @@ for model in (Jumpy(), Outside(), Misfit()):
             graphopt.capture(model, (x,), loss=loss)
         except graphopt.CaptureError as error:
             print(type(model).__name__, "is refused")
+        except RuntimeError as error:
+            assert str(error).startswith("mat1 and mat2 shapes cannot be multiplied"), error
+            print("fails as in eager mode")
         else:
             raise AssertionError(model)
 model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(6)])
@@ -494,7 +562,8 @@ def test_nothing_of_torch_reaches_stderr(tmp_path: Path) -> None:
         [sys.executable, "-c", QUIET], capture_output=True, text=True, check=False, timeout=300, env=environment
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("is refused") == 6
+    assert done.stdout.count("is refused") == 4
+    assert done.stdout.count("fails as in eager mode") == 2
     assert "True\nmemory is measured by torch's profiler, which is running already" in done.stdout
     lines = done.stderr.splitlines()
     assert [line for line in lines if not line.startswith("graphopt: ")] == []

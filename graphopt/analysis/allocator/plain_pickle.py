@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, quoted
 
 __all__ = ["read_plain_pickle"]
 
@@ -78,7 +78,9 @@ class _Machine:
         except GraphoptError:
             raise
         except (LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
-            raise GraphoptError(f"byte {start} of the pickle, instruction {code!r}: malformed ({error})") from None
+            raise GraphoptError(
+                f"byte {start} of the pickle, instruction {code!r}: malformed ({quoted(error)})"
+            ) from None
 
     # --- bytes -------------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from graphopt.analysis.costs.plausibility import is_large, outliers, shortest_po
 from graphopt.analysis.costs.profiles import DeviceProfile
 from graphopt.analysis.costs.roofline import call_device
 from graphopt.analysis.costs.timing import measured_seconds
+from graphopt.errors import quoted
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import cuda_indices, format_bytes, format_seconds
 
@@ -93,7 +94,7 @@ class Measurements:
         try:
             return measured_seconds(node, call_device(node))
         except Exception as error:  # checks of values refuse made-up data; the device may be full
-            self._refuse(node, str(error).splitlines()[0] if str(error) else type(error).__name__)
+            self._refuse(node, quoted(error).splitlines()[0])
             return None
 
     def _keep(self, key: str, node: fx.Node, figure: Figure) -> None:

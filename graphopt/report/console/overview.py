@@ -77,7 +77,12 @@ def overview_spans(passes: Sequence[Pass], records: Sequence[PassRecord], progra
         if not own:
             yield [("    did not run: there was nothing for it to do in this program", "yellow")]
         for record in own:
-            yield [(f"    {record.stage}: {record.changed}{_peak(record)}", "" if record.changed else "yellow")]
+            yield [
+                (
+                    f"    {record.stage}: {record.changed}{_peak(record)}",
+                    "" if record.changed or record.changed.satisfied else "yellow",
+                )
+            ]
     yield [(f"  predicted peak  {_peaks(records, program)}", "")]
     yield [(f"  numerics        {_numerics(records)}", "")]
     yield [(f"  exchange        {_exchange(program)}", "")]

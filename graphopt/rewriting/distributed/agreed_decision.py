@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, quoted
 from graphopt.ir.ops.groups import Group, find_group, made_together, talking
 from graphopt.ir.program import Program
 
@@ -72,4 +72,4 @@ def _for_others(error: Exception | None) -> GraphoptError | None:
         with contextlib.suppress(Exception):
             pickle.loads(pickle.dumps(error))
             return error
-    return GraphoptError(str(error) or type(error).__name__)
+    return GraphoptError(quoted(error))

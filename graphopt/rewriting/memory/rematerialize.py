@@ -21,7 +21,7 @@ from graphopt.rewriting.memory.replay import (
     stale_values,
 )
 
-__all__ = ["Rematerialized", "rematerialize"]
+__all__ = ["Rematerialized", "recomputed", "rematerialize"]
 
 
 @dataclass
@@ -72,6 +72,11 @@ def rematerialize(program: Program, nodes: Iterable[fx.Node], *, origin: str | M
                 _clone(program, value, consumer, origins, done)
                 consumer.replace_input_with(value, done.clones[value])
     return done
+
+
+def recomputed(program: Program, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Those of some forward nodes that ``rematerialize`` would compute again; the program is only read."""
+    return _needed(program, _allowed(program, [*nodes], Rematerialized()))
 
 
 def _allowed(program: Program, asked: list[fx.Node], done: Rematerialized) -> set[fx.Node]:

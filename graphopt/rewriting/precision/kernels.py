@@ -11,7 +11,7 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.analysis.costs.isolated_call import LARGEST_CALL, call_bytes, call_tensors, prepare, refusal
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, quoted
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.node import info, value_of
 from graphopt.ir.ops import schema
@@ -75,7 +75,7 @@ def _attempt(node: fx.Node) -> str:
                 torch.autograd.backward(results, [torch.zeros_like(t) for t in results])
     except Exception as error:
         text = str(error).split("\n")[0]
-        return text if _MISSING.search(text) and not text.startswith("derivative for") else ""
+        return quoted(error).split("\n")[0] if _MISSING.search(text) and not text.startswith("derivative for") else ""
     return ""
 
 

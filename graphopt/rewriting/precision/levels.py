@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from graphopt import _torch
-from graphopt.errors import GraphoptError, TorchVersionError
+from graphopt.errors import GraphoptError, TorchVersionError, quoted
 from graphopt.ir.node import info, value_of
 from graphopt.ir.ops import schema
 from graphopt.rewriting.precision.autocast_rules import ELIGIBLE, Autocast, Treatment, tensor_leaves
@@ -62,7 +62,7 @@ def refused(node: fx.Node, error: Exception) -> GraphoptError:
     place = ", ".join(part for part in (known.module, known.source) if part)
     name = schema.op_name(node)
     return GraphoptError(
-        f"{name} cannot run in mixed precision on what it is given here: {str(error).split(chr(10))[0]}\n"
+        f"{name} cannot run in mixed precision on what it is given here: {quoted(error).split(chr(10))[0]}\n"
         f"  where: {place or node.name}\n"
         f"  what to do: keep it in float32 with deny=({name!r},), or deny= its module"
     )

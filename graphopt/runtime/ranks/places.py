@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType
 
@@ -61,8 +61,13 @@ def _calls_by_line(module: fx.GraphModule) -> dict[int, fx.Node]:
     return found
 
 
-def reached(error: BaseException, module: fx.GraphModule, phase: Phase) -> bool | None:
-    """Whether a module's generated code had come to a call of a phase when it raised an error, or was interrupted.
+def reached(error: BaseException, module: fx.GraphModule, wanted: Phase | Callable[[fx.Node], bool]) -> bool | None:
+    """Whether a module's generated code had come to a certain call when it raised an error, or was interrupted.
+
+    Args:
+        error: as it was caught.
+        module: that ran.
+        wanted: whether a call is one of these; a phase stands for its calls.
 
     Returns:
         None where the error is from elsewhere.
@@ -74,7 +79,8 @@ def reached(error: BaseException, module: fx.GraphModule, phase: Phase) -> bool 
         trace = trace.tb_next
     if line is None:
         return None
-    return any(number <= line and info(node).phase is phase for number, node in _calls_by_line(module).items())
+    is_wanted = wanted if callable(wanted) else lambda node: info(node).phase is wanted
+    return any(number <= line and is_wanted(node) for number, node in _calls_by_line(module).items())
 
 
 def _place(node: fx.Node) -> Place:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import fx
 
 from graphopt import _torch
+from graphopt.errors import quoted
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.groups import find_group
@@ -122,7 +123,7 @@ def _abort_all(groups: Sequence[Any]) -> None:
         try:
             _torch.abort_group(group)
         except Exception as error:
-            logger.warning("a process group could not be aborted, and ends with its own timeout: %s", error)
+            logger.warning("a process group could not be aborted, and ends with its own timeout: %s", quoted(error))
 
 
 def device_of_exchanges(program: Program) -> torch.device | None:

@@ -84,6 +84,7 @@ def write_records(records: list[PassRecord]) -> list[dict[str, Any]]:
             "tensors": list(record.changed.tensors),
             "lines": list(record.changed.lines),
             "reason": record.changed.reason,
+            "satisfied": record.changed.satisfied,
         }
         for record in records
     ]
@@ -103,6 +104,7 @@ def read_records(field: Field) -> list[PassRecord]:
             tuple(name.text() for name in item["tensors"].items()),
             tuple(line.text() for line in item["lines"].items()),
             item["reason"].text(),
+            satisfied=item["satisfied"].truth(),
         )
         stage = item["stage"].one_of({name: name for name in get_args(Stage)})
         numerics = item["numerics"].one_of({name: name for name in get_args(Numerics)})

@@ -23,7 +23,7 @@ from graphopt.capture import CaptureSession
 from graphopt.capture.flatten import flatten
 from graphopt.capture.graph_part import GraphPart
 from graphopt.capture.whose_code import is_covered_class
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, quoted
 from graphopt.ir.context import Context
 from graphopt.ir.node import Stage
 from graphopt.rewriting.dump import DumpDirectory
@@ -120,9 +120,7 @@ class ProgramCache:
         except NoStableFormError as error:
             refuse(folder, session.title, str(error))
         except Exception as error:  # of what the user's objects do when they are looked at
-            refuse(
-                folder, session.title, f"looking at what it depends on raised {type(error).__name__}: {error!s:.200}"
-            )
+            refuse(folder, session.title, f"looking at what it depends on raised {quoted(error, 200)}")
         return None
 
     def _search(self, folder: Path, session: CaptureSession, context: Context, target: Target | None) -> CacheLookup:
@@ -159,7 +157,7 @@ class ProgramCache:
                 lookup.rules = self._rules(lookup.found)
                 return
             except Exception as error:  # whatever is in the files, training goes on
-                lookup.why = f"{'' if isinstance(error, GraphoptError) else type(error).__name__ + ': '}{error!s:.500}"
+                lookup.why = quoted(error, 500)
                 _tell_useless(lookup.key.title, error)
 
     def _rules(self, found: Rewritten) -> SizeRules:
@@ -269,7 +267,7 @@ class ProgramCache:
 
 
 def _tell_useless(title: str, error: Exception) -> None:
-    logger.warning("a stored capture of %s cannot be used, and it is captured anew: %s", title, error)
+    logger.warning("a stored capture of %s cannot be used, and it is captured anew: %s", title, quoted(error))
 
 
 def _nearest(folder: Path, key: Key) -> str:

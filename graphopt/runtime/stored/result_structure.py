@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from graphopt.capture.flatten import Structure, flatten
+from graphopt.errors import quoted
 from graphopt.ir.checked_json import Field
 from graphopt.runtime.stored.stable_form import NoStableFormError, qualified_name
 
@@ -80,7 +81,7 @@ def read_structure(field: Field, known: Collection[str]) -> Structure:
     try:
         return flatten(_read(field, known, 0))[1]
     except (TypeError, ValueError, AttributeError) as error:
-        raise field.error(f"no result of a model: {error!s:.200}") from error
+        raise field.error(f"no result of a model: {quoted(error, 200)}") from error
 
 
 def _read(field: Field, known: Collection[str], depth: int) -> Any:
