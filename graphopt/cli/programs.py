@@ -19,6 +19,7 @@ from graphopt.ir.context import Context
 from graphopt.ir.node import Stage
 from graphopt.ir.program import Program
 from graphopt.report.console import terminal
+from graphopt.rewriting.config_translation.config_file import load
 from graphopt.rewriting.pass_ import Pass
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.registry import find_pass
@@ -104,7 +105,7 @@ def pipeline_of(options: argparse.Namespace, *, fitted: bool = True) -> Pipeline
         GraphoptError: for passes that are wrong, for a file that cannot be read, and for two budgets.
     """
     config = getattr(options, "config", None)
-    given = Pipeline(options.passes if config is None else config)
+    given = Pipeline(options.passes) if config is None else load(config, allow_write=options.allow_write)
     budget = getattr(options, "budget", None) if fitted else None
     if budget is None:
         return given
