@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from graphopt.cli.exit_codes import UsageError, wrong_use
 from graphopt.cli.output import print_json, print_report, print_text
 from graphopt.errors import GraphoptError
 from graphopt.ir.columns import aligned
@@ -33,7 +34,10 @@ def cache(options: argparse.Namespace) -> None:
     """
     folder = programs_folder()
     if folder is None:
-        raise GraphoptError("there is no folder for a cache: set GRAPHOPT_CACHE")
+        raise UsageError("there is no folder for a cache: set GRAPHOPT_CACHE")
+    if options.key:
+        with wrong_use():
+            find_entry(folder, options.key)
     _ACTIONS[options.action](folder, options)
 
 

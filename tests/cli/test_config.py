@@ -36,7 +36,7 @@ def test_one_of_both(run: Command, tmp_path: Path) -> None:
     assert "not allowed with argument" in both.err
     assert run("diff", target("plain")).code == 2
     missing = run("dump", target("plain"), "--config", str(path))
-    assert missing.code == 1
+    assert missing.code == 2
     assert f"there is no file '{path}'" in missing.err
 
 

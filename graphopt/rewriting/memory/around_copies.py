@@ -152,6 +152,7 @@ class AroundCopies:
             f"no plan fits into {format_bytes(budget)} ({budget} bytes): with the copies of what resides elsewhere the "
             f"smallest peak found is {least} bytes ({format_bytes(least)})",
             least,
+            budget,
         )
         for note in getattr(refused, "__notes__", ()):
             nothing.add_note(note)

@@ -38,6 +38,7 @@ class BudgetError(GraphoptError):
     Args:
         message: for people.
         smallest_bytes: the smallest peak that was found; where nothing was searched, bytes that every plan takes.
+        budget: what was asked for, in bytes.
         searched: whether plans were searched; they are not where the budget is below what every plan takes.
 
     Attributes:
@@ -46,15 +47,38 @@ class BudgetError(GraphoptError):
 
     smallest: Planned | None = None
 
-    def __init__(self, message: str, smallest_bytes: int, *, searched: bool = True) -> None:
+    def __init__(self, message: str, smallest_bytes: int, budget: int, *, searched: bool = True) -> None:
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
+        self.budget = budget
         self.searched = searched
+
+    def in_shares(self, budget: object) -> BudgetError:
+        """The same error; where a share was asked for, it begins with the least share.
+
+        Args:
+            budget: as the user gave it.
+        """
+        percent = _PERCENT.fullmatch(budget) if isinstance(budget, str) else None
+        if percent is None or not self.budget:
+            return self
+        least = math.ceil(self.smallest_bytes * float(percent[1]) / self.budget)
+        that = "" if self.searched else " that any plan can take"
+        told = type(self)(
+            f"{least}% is the least{that}, and {budget} is asked for: {self}",
+            self.smallest_bytes,
+            self.budget,
+            searched=self.searched,
+        )
+        told.smallest = self.smallest
+        for note in getattr(self, "__notes__", ()):
+            told.add_note(note)
+        return told
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The same error for another rank, without the plan."""
         told = {"searched": self.searched, "__notes__": getattr(self, "__notes__", [])}
-        return type(self), (str(self), self.smallest_bytes), told
+        return type(self), (str(self), self.smallest_bytes, self.budget), told
 
 
 def check_budget(budget: object) -> None:
@@ -185,6 +209,7 @@ def refuse_elsewhere(memory: MemoryTimeline, budget: int) -> None:
         f"({format_bytes(memory.peak_bytes)}) only; it takes {peaks}, more than the budget of {format_bytes(budget)}\n"
         "  what to do: move layers from one device to the other, or name what is recomputed (Recompute)",
         max(memory.others[where].peak_bytes for where in over),
+        budget,
         searched=False,
     )
 
@@ -210,25 +235,24 @@ def refuse_hopeless(program: Program, memory: MemoryTimeline, budget: int, *, mo
         f"{resident}, with what the program leaves behind {format_bytes(always_alive(memory))}, and every plan takes "
         f"{format_bytes(least)} ({least} bytes) or more; nothing was searched",
         least,
+        budget,
         searched=False,
     )
     residents = sorted((s for s in memory.storages if s.is_input and s.bytes), key=lambda s: -s.bytes)
-    error.add_note("the largest tensors that are there all the time:")
-    for storage in residents[:_SHOWN]:
-        name = storage.names[0] if storage.names else storage.owner.name
-        error.add_note(f"  {name}: {format_bytes(storage.bytes)} ({storage.category})")
+    shown = [(s.names[0] if s.names else s.owner.name, s) for s in residents[:_SHOWN]]
+    largest = ", ".join(f"{name} ({format_bytes(storage.bytes)}, {storage.category})" for name, storage in shown)
+    error.add_note(f"the largest tensors that are there all the time: {largest}")
     _advise(error, program, memory, moves=moves)
     raise error
 
 
-_SHOWN = 8
+_SHOWN = 3
 """Tensors that an error names."""
 
 
 def _advise(error: BudgetError, program: Program, memory: MemoryTimeline, *, moves: bool) -> None:
-    error.add_note("what to do: a larger budget, a smaller batch, or passes that lower what is always there:")
-    for line in what_would_help(program, memory, moves=moves):
-        error.add_note(f"  {line}")
+    ways = ("a larger budget", "a smaller batch", *what_would_help(program, memory, moves=moves))
+    error.add_note(f"what to do: {', '.join(ways)}")
 
 
 def infeasible(fitting: Fitting, budget: int) -> BudgetError:
@@ -250,10 +274,13 @@ def infeasible(fitting: Fitting, budget: int) -> BudgetError:
         f"bytes ({format_bytes(least)}), of which {format_bytes(memory.resident_bytes)} are parameters, "
         "optimizer state and inputs",
         least,
+        budget,
     )
-    error.add_note(f"the smallest peak is reached at {_named(memory)}; the largest tensors alive there:")
-    for item in memory.alive[:_SHOWN]:
-        error.add_note(f"  {item.name}: {format_bytes(item.bytes)} ({item.category}) {item.source}".rstrip())
+    largest = ", ".join(
+        f"{item.name} ({', '.join(filter(None, (format_bytes(item.bytes), item.category, item.source)))})"
+        for item in memory.alive[:_SHOWN]
+    )
+    error.add_note(f"the smallest peak is reached at {_named(memory)}; the largest tensors there: {largest}")
     moves = fitting.lanes is not None and fitting.lanes.room > 0
     _advise(error, fitting.program, memory, moves=moves)
     return error

@@ -106,7 +106,8 @@ def _chosen(candidates: Sequence[Candidate], budget: int | str) -> Candidate:
         f"no partition fits into {format_bytes(limit)} ({limit} bytes): the smallest peak found is {lowest.peak_bytes} "
         f"bytes ({format_bytes(lowest.peak_bytes)}); torch's own partition takes {format_bytes(torchs.peak_bytes)}",
         lowest.peak_bytes,
-    )
+        limit,
+    ).in_shares(budget)
 
 
 def _bytes(budget: int | str, peak: int) -> int:
