@@ -13,7 +13,7 @@ from graphopt.errors import GraphoptError
 from graphopt.ir.columns import filled
 from graphopt.ir.program import Program
 from graphopt.report.console import terminal
-from graphopt.report.text.snapshots import record_lines
+from graphopt.rewriting.pass_ import record_lines
 from graphopt.runtime.rewrite import Rewritten
 
 __all__ = [

@@ -212,11 +212,15 @@ class Pipeline:
         return failure
 
 
+_BLOCK = 512
+"""Bytes that allocators round to: a peak that rises by less is not worth a word."""
+
+
 def _with_saving(changed: Changed, was: MemoryTimeline, now: MemoryTimeline) -> Changed:
     """Add how much lower the peak is; where it is higher, a line says so, and what it consists of."""
     saved = was.peak_bytes - now.peak_bytes
     lines = changed.lines
-    if saved < 0:
+    if -saved > max(_BLOCK, was.peak_bytes // 1000):
         largest = ", ".join(f"{item.name} ({format_bytes(item.bytes)})" for item in now.alive[:3])
         lines = (*lines, f"the predicted peak rises by {format_bytes(-saved)}; largest there: {largest}")
     return replace(changed, bytes_saved=saved, lines=lines)

@@ -175,7 +175,10 @@ def test_missing_factory_names_the_near_ones(tmp_path: Path) -> None:
         ("def build():\n    return nn.Linear(2, -2)", "where: made.py:6 in build: return nn.Linear(2, -2)"),
         ("def build(): pass", "made.py:build returned NoneType None; a factory returns (model, example_inputs), or a"),
         ("def build(): return 1, 2, 3", "made.py:build returned a tuple of 3 (int, int, int); a factory returns"),
-        ("class build(nn.ReLU): pass", "made.py:build is the class build, and a TARGET names a factory: a function with"),
+        (
+            "class build(nn.ReLU): pass",
+            "made.py:build is the class build, and a TARGET names a factory: a function with",
+        ),
         ("build = nn.Linear(2, 2)", "made.py:build is a model (of the class Linear), and a TARGET names a factory"),
         ("build = nn.Linear(2, 2)", "      def factory():\n          return build, (input,)"),
         ("build = nn.Bilinear(2, 2, 2)", "with tensors for input1 and input2, and name made.py:factory\n"),
