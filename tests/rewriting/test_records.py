@@ -65,8 +65,8 @@ def test_by_name_by_place_and_in_slices() -> None:
         ("ofload", "there is no record of a pass 'ofload'; those that ran are mixed-precision, fit-memory"),
         (
             "mixed-precision",
-            "'mixed-precision' ran 2 times, once for each program or stage: records[0] (forward stage), records[1] "
-            "(joint stage)",
+            "'mixed-precision' ran 2 times, once for each program or stage: records[0] (forward stage), "
+            "records[1] (joint stage)",
         ),
     ],
 )
