@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from graphopt.ir import handed_down
 
 if TYPE_CHECKING:
-    from graphopt.interface import *
+    from graphopt.report.interface import *
 
     __version__: str
 
@@ -71,7 +71,7 @@ class _Package(types.ModuleType):
 
 def _load() -> None:
     """Import everything that users have, and hand down what the layers above add to those below."""
-    from graphopt import interface
+    from graphopt.report import interface
 
     globals().update({name: getattr(interface, name) for name in __all__})
 

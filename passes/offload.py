@@ -261,8 +261,8 @@ class _Plan:
         late = sum(window.late for window in self._windows)
         amount, link = format_bytes(self.bytes), format_bytes(self._rate)
         summary = (
-            f"{amount} in {counted(len(self._chosen), 'tensors')} on the {self._options.tier}, over a link of {link}/s"
-            f"; the computation waits {late * 1e3:.3g} ms for copies (expected)"
+            f"{amount} in {counted(len(self._chosen), 'tensors')} wait on the {self._options.tier}, over a link of "
+            f"{link}/s; the computation waits {late * 1e3:.3g} ms for copies (expected)"
         )
         found = [summary]
         for name, copy, window in zip(self.names, self._copies, self._windows, strict=True):

@@ -120,8 +120,8 @@ def _values(options: Field, fields: list[OptionField]) -> tuple[dict[str, Any], 
     if options.value is None:
         return values, problems
     if not options.is_object:
-        names = ", ".join(field.name for field in fields) or "none"
-        raise PipelineError(f"{options.expected('an object')}; options stand there by name: {names}")
+        listed = ", ".join(field.name for field in fields) or "none"
+        raise PipelineError(f"{options.expected('an object')}; options stand there by name: {listed}")
     for name, found in options.entries():
         option = known.get(name)
         if option is None:

@@ -20,7 +20,7 @@ from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.rewriting.instruments import Instrument
-from graphopt.rewriting.pass_ import STAGES, Changed, Pass, PassRecord, PassStage
+from graphopt.rewriting.pass_ import STAGES, Changed, Pass, PassRecord, PassStage, Records
 from graphopt.rewriting.pipeline_file import read_passes
 from graphopt.rewriting.registry import find_pass
 from graphopt.rewriting.shards import Shards
@@ -118,7 +118,7 @@ class Pipeline:
         last: bool = True,
         verify: Literal["structure", "numerics"] | bool = "structure",
         instruments: Sequence[Instrument] = (),
-    ) -> list[PassRecord]:
+    ) -> Records:
         """Apply the passes of the program's stage to it, in place.
 
         Around each pass: instruments, apply, dead code, refreshed values, the invariant table.
@@ -137,7 +137,7 @@ class Pipeline:
         check_type(
             "Pipeline.run's program", program, Program, "a graphopt.Program", "graphopt.capture(model, args) makes one"
         )
-        records = []
+        records = Records()
         due = [current for current in self.due(program.stage, last=last) if current.concerns(program)]
         for current in due:
             for instrument in instruments:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import graphopt
-from graphopt import interface, passes
+from graphopt import passes
+from graphopt.report import interface
 
 
 def run(code: str, *arguments: str) -> str:

@@ -39,8 +39,9 @@ def freeing_first(program: Program) -> tuple[Program, str] | None:
     moved = sum(order.improve(run) for run in list(_runs(trial)))
     if not moved or trial.memory().peak_bytes > program.memory().peak_bytes:
         return None
-    calls = "1 call of backward runs" if moved == 1 else f"{moved} calls of backward run"
-    return trial, f"{calls} sooner, for what no call behind reads"
+    if moved == 1:
+        return trial, "1 call of backward runs sooner, for what it is the last to read"
+    return trial, f"{moved} calls of backward run sooner, for what they are the last to read"
 
 
 def _runs(program: Program) -> Iterator[list[fx.Node]]:

@@ -134,7 +134,8 @@ class _Candidate:
 
     def lines(self, was: MemoryTimeline) -> Iterable[str]:
         """What a user should read."""
-        yield f"updated while backward still runs: {len(self.early)} of {counted(len(self.trained), 'parameters')}"
+        early, are = len(self.early), "is" if len(self.early) == 1 else "are"
+        yield f"{early} of {counted(len(self.trained), 'parameters')} {are} updated while backward still runs"
         if self.late:
             yield "the others have room for what they allocate behind backward only, and stay there"
         before, after = format_bytes(was.peak_bytes), format_bytes(self.peak)

@@ -64,8 +64,9 @@ def what_would_help(program: Program, memory: MemoryTimeline, *, moves: bool) ->
     if samples > 1 and (most := kept * (samples - 1) // samples) > memory.peak_bytes // 100:
         yield f"Microbatch() (some of the {samples} samples at a time: up to {format_bytes(most)} less)"
     yield from _fewer_bits(memory, done)
-    if gradients and program.stage == "joint":
-        less = format_bytes(sum(gradients) - max(gradients))
+    early = sum(gradients) - max(gradients, default=0)
+    if early > memory.peak_bytes // 100 and program.stage == "joint":
+        less = format_bytes(early)
         yield f"graphopt.optimize_step with FuseUpdate() in the place of graphopt.optimize (up to {less} less)"
     if kept and not moves:
         there = format_bytes(kept)
