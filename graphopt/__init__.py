@@ -2,66 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+import types
 from typing import TYPE_CHECKING
 
-from graphopt.ir.version import VERSION
+from graphopt.ir import handed_down
 
+if TYPE_CHECKING:
+    from graphopt.report.interface import *
 
-def _prints_words_alone() -> bool:
-    """Whether this process is the command ``graphopt`` asked for its version, help or completion: no torch for that."""
-    program, *rest = sys.argv or [""]
-    name = program.replace("\\", "/").rpartition("/")[2].removesuffix(".exe")
-    as_module = program == "-m" and ("-m", "graphopt") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
-    asked = [word for word in rest if word in ("--version", "--help", "-h")]
-    return (name == "graphopt" or as_module) and bool(asked or rest[:1] in (["help"], ["completion"]))
-
-
-if TYPE_CHECKING or not _prints_words_alone():
-    from graphopt import _torch
-    from graphopt.analysis.measured_peak import MeasuredPeak, measure_peak
-    from graphopt.capture import capture, without_data
-    from graphopt.errors import (
-        ArgumentError,
-        CaptureError,
-        GraphoptError,
-        PassError,
-        PipelineError,
-        RankError,
-        TorchVersionError,
-        VerifyError,
-    )
-    from graphopt.ir import ops
-    from graphopt.ir.formats import Format, available_formats, register_format
-    from graphopt.ir.names import name
-    from graphopt.ir.node import Phase, Policy
-    from graphopt.ir.program import Program
-    from graphopt.report.register import register
-    from graphopt.rewriting import config_translation as configs
-    from graphopt.rewriting.distributed import sharded_state
-    from graphopt.rewriting.fx_pass import FxPass
-    from graphopt.rewriting.pass_ import Changed, Pass
-    from graphopt.rewriting.pipeline import Pipeline
-    from graphopt.rewriting.precision.devices import fast_dtype
-    from graphopt.rewriting.rewrite_pass import Rewrite
-    from graphopt.rewriting.training_pass import TrainingPass
-    from graphopt.runtime import checkpoint
-    from graphopt.runtime.compile.inductor_partitioner import partitioner
-    from graphopt.runtime.dynamo_backend import CompiledGraph, compiled_graphs
-    from graphopt.runtime.largest_batch import largest_batch
-    from graphopt.runtime.load_step import load_step
-    from graphopt.runtime.materialize_shards import materialize_shards
-    from graphopt.runtime.module import optimize
-    from graphopt.runtime.optimize_step import optimize_step
-    from graphopt.runtime.random_streams import RandomStreams
-    from graphopt.runtime.scaler import scaler
-    from graphopt.runtime.state_dict import redistribute
-    from graphopt.runtime.train_step import TrainStep
-
-    register()
-    _torch.offer_backend("graphopt", "graphopt.runtime.dynamo_backend:backend")
-
-__version__ = VERSION
+    __version__: str
 
 __all__ = [
     "ArgumentError",
@@ -108,3 +59,38 @@ __all__ = [
     "sharded_state",
     "without_data",
 ]
+
+
+class _Package(types.ModuleType):
+    """Keeps the function ``graphopt.capture`` in front of the folder of that name, which an import would put there."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in __all__ and isinstance(value, types.ModuleType) and value.__name__ == f"{__name__}.{name}"):
+            super().__setattr__(name, value)
+
+
+def _load() -> None:
+    """Import everything that users have, and hand down what the layers above add to those below."""
+    from graphopt.report import interface
+
+    globals().update({name: getattr(interface, name) for name in __all__})
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """A public name, or a folder of the package, imported now."""
+        if name in __all__:
+            _load()
+            return globals()[name]
+        if name in ("integrations", "passes", "planning"):
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+
+
+sys.modules[__name__].__class__ = _Package
+handed_down.by(_load)

@@ -163,7 +163,7 @@ class VerifyError(GraphoptError):
 class TorchVersionError(GraphoptError, ImportError):
     """The installed torch lacks something that graphopt needs; the message says what, what for, and what to install.
 
-    It is an ``ImportError`` as well: most of what graphopt needs is looked for when it is imported.
+    It is an ``ImportError`` as well: most of what graphopt needs is looked for when the first of its names is used.
 
     Example:
         >>> from graphopt._torch.private_names import Feature, require

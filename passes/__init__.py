@@ -54,3 +54,7 @@ __all__ = [
     "ShardOptimizer",
     "ShardParameters",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

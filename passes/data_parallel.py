@@ -16,7 +16,7 @@ from graphopt.ir.names import match_names
 from graphopt.ir.node import Phase, value_of
 from graphopt.ir.ops.collectives import WAIT
 from graphopt.ir.ops.groups import Group, find_group
-from graphopt.ir.ops.values import format_bytes, storage_bytes
+from graphopt.ir.ops.values import counted, format_bytes, storage_bytes
 from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.all_reduce import Exchange, exchange_buffers, exchange_gradients, final_gradients
 from graphopt.rewriting.distributed.bucket_choice import BucketChoice, choose_buckets
@@ -148,7 +148,7 @@ class DataParallel(TrainingPass):
         buffers = self._exchange_buffers(program)
         changed = _report(done, len(gradients))
         more = [chosen.line] if chosen.line else []
-        more += [f"{len(buffers)} buffers: {_BUFFERS[self.buffers]}"] if buffers else []
+        more += [f"{counted(len(buffers), 'buffers')}: {_BUFFERS[self.buffers]}"] if buffers else []
         return replace(changed, counts={**changed.counts, "buffers": len(buffers)}, lines=(*changed.lines, *more))
 
     def _buckets(self, program: Program, gradients: Mapping[str, fx.Node]) -> BucketChoice:

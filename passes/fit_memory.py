@@ -14,7 +14,7 @@ from graphopt.analysis.costs.cost import check_cost, costs_of, profile_of_cost
 from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.node import Phase, info, value_of
-from graphopt.ir.ops.values import parse_bytes, storage_bytes
+from graphopt.ir.ops.values import format_bytes, parse_bytes, storage_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning.offloading import Lanes
@@ -175,6 +175,13 @@ class FitMemory(Pass):
         """See the class; rewrites the program that runs."""
         if any(info(node).origin.startswith(_ORIGIN) for node in program.phase_nodes(Phase.RECOMPUTE, Phase.FORWARD)):
             return Changed(reason="the program has been fitted already")
+        try:
+            return self._fit_all(program)
+        except BudgetError as error:
+            raise error.in_shares(self.budget) from None
+
+    def _fit_all(self, program: Program) -> Changed:
+        """Fit a program that has not been fitted yet."""
         if "compress" not in self.allow:
             return self._fit_uncompressed(program)
         if program.context.room is None:
@@ -346,7 +353,10 @@ class FitMemory(Pass):
         budget = room if room is not None else share or self._bytes(program, memory)
         reason = within_already(memory, budget, reserved_where_cached(program, memory))
         segments = has_segments(program)
-        if reason and not (segments and room is None):
+        if reason and room is not None:
+            peak = format_bytes(memory.peak_bytes)
+            return Decision(reason=f"the peak of this part as it is, {peak}, is within its share of the budget")
+        if reason and not segments:
             sizes = written_sizes(program)
             return Decision(reason=f"{reason}, up to {sizes}" if sizes else reason)
         if not segments:

@@ -13,7 +13,7 @@ from graphopt.analysis.costs.cost import cost_report, link_bandwidth
 from graphopt.errors import GraphoptError, no_such_word
 from graphopt.ir.node import Phase, Policy, info, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.values import format_bytes
+from graphopt.ir.ops.values import counted, format_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning.copies import Copy, CopyOptions, Window, schedule_copies
@@ -261,8 +261,8 @@ class _Plan:
         late = sum(window.late for window in self._windows)
         amount, link = format_bytes(self.bytes), format_bytes(self._rate)
         summary = (
-            f"{amount} in {len(self._chosen)} tensors wait on the {self._options.tier}, over a link of {link}/s; "
-            f"the computation waits {late * 1e3:.3g} ms for copies (expected)"
+            f"{amount} in {counted(len(self._chosen), 'tensors')} wait on the {self._options.tier}, over a link of "
+            f"{link}/s; the computation waits {late * 1e3:.3g} ms for copies (expected)"
         )
         found = [summary]
         for name, copy, window in zip(self.names, self._copies, self._windows, strict=True):
@@ -273,7 +273,8 @@ class _Plan:
         operations = self._planning.problem.operations
         seconds = sum(operation.seconds for operation in operations[window.fetched : copy.needed])
         return (
-            f"freed {window.freed - copy.last} ops after its last use, fetched {copy.needed - window.fetched} ops "
+            f"freed {counted(window.freed - copy.last, 'ops')} after its last use, fetched "
+            f"{counted(copy.needed - window.fetched, 'ops')} "
             f"({seconds * 1e3:.3g} ms) before its next"
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, final
 
 import torch
@@ -93,7 +93,7 @@ class OffloadState(TrainingPass):
 
     what: tuple[str, ...] = ("optimizer",)
     tier: str = "disk"
-    folder: str = ""
+    folder: str = field(default="", metadata={"writes": True})
     prefetch: int | str = "auto"
     min_bytes: int = 65_536
     cost: str = "measured"

@@ -56,7 +56,8 @@ class RecomputeEvenly(Pass):
         changed = find_pass("recompute")(names).apply(program)  # type: ignore[call-arg]
         if not changed or len(names) == self.number:
             return changed
-        line = f"{self.number} checkpoints were asked for, and {len(names)} tensors separate the network in two"
+        found = f"{len(names)} tensors separate" if len(names) > 1 else "1 tensor separates"
+        line = f"{self.number} checkpoints were asked for, and {found} the network in two"
         return Changed(changed.counts, changed.bytes_saved, changed.tensors, (*changed.lines, line))
 
 

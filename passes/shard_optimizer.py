@@ -10,7 +10,7 @@ import torch
 
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.groups import Group, find_group
-from graphopt.ir.ops.values import format_bytes, storage_bytes
+from graphopt.ir.ops.values import counted, format_bytes, storage_bytes
 from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.remove_all_reduce import agree_on_skipping, reductions
 from graphopt.rewriting.distributed.sharded_update import (
@@ -117,10 +117,11 @@ def _report(program: Program, buckets: Sequence[Sequence[str]], sent: int, group
     )
     memory = (
         f"each of the {group.size} ranks of the group {group.name!r} keeps {format_bytes(kept)} of "
-        f"{format_bytes(whole)} of the optimizer's state, and updates its shard of {count} parameters"
+        f"{format_bytes(whole)} of the optimizer's state, and updates its shard of {counted(count, 'parameters')}"
     )
     traffic = (
-        f"{len(buckets)} all-reduces -> {len(buckets)} reduce-scatters of gradients and {len(buckets)} all-gathers of "
+        f"{counted(len(buckets), 'all-reduces')} -> {counted(len(buckets), 'reduce-scatters')} of gradients and "
+        f"{counted(len(buckets), 'all-gathers')} of "
         f"parameters: {format_bytes(sent)} of each per step"
     )
     counts = {"parameters sharded": count, "reduce-scatters": len(buckets), "all-gathers": len(buckets)}

@@ -12,7 +12,7 @@ from graphopt.analysis.costs.cost import check_cost
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.groups import Group, find_group
-from graphopt.ir.ops.values import format_bytes, format_seconds, parse_bytes, storage_bytes
+from graphopt.ir.ops.values import counted, format_bytes, format_seconds, parse_bytes, storage_bytes
 from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.remove_all_reduce import agree_on_skipping, reductions
 from graphopt.rewriting.distributed.sharded_parameters import (
@@ -180,12 +180,13 @@ class ShardParameters(TrainingPass):
             if info(node).origin.startswith(f"{self.name}: ") and "all_gather" in str(node.target)
         )
         memory = (
-            f"each of the {group.size} ranks of {group.name!r} keeps its shard of {len(parameters)} parameters, "
-            f"{format_bytes(-(-total // group.size))} of {format_bytes(total)}, and of their optimizer state"
+            f"each of the {group.size} ranks of {group.name!r} keeps its shard of "
+            f"{counted(len(parameters), 'parameters')}, {format_bytes(-(-total // group.size))} of "
+            f"{format_bytes(total)}, and of their optimizer state"
         )
         traffic = (
-            f"{swapped.visits} gathers of {format_bytes(sent)} in all for each batch; the computation waits "
-            f"{format_seconds(swapped.waited)} for them (expected)"
+            f"{counted(swapped.visits, 'gathers')} of {format_bytes(sent)} in all for each batch; the computation "
+            f"waits {format_seconds(swapped.waited)} for them (expected)"
         )
         counts = {"parameters sharded": len(parameters), "gathers": swapped.visits, "buckets scattered": buckets}
         return Changed(counts, tensors=tuple(parameters), lines=(memory, traffic))

@@ -48,6 +48,7 @@ _TARGET_HELP = (
 _VERIFY_HELP = "check the invariants after each pass (default), also compare results on the example inputs, or neither"
 _PASSES_HELP = 'passes as text, such as "recompute{checkpoints=blocks.*}"; `graphopt passes` lists them'
 _CONFIG_HELP = "a file with passes, as TOML, JSON or YAML; graphopt.configs.save writes one"
+_ALLOW_HELP = "where passes of --config may write, such as the folder of offload-state; elsewhere they are refused"
 
 
 def target_argument(parser: argparse.ArgumentParser) -> None:
@@ -56,10 +57,11 @@ def target_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def passes_argument(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
-    """Add ``--passes``, and ``--config``, one of which can be given."""
+    """Add ``--passes``, and ``--config``, one of which can be given, with ``--allow-write``."""
     group = parser.add_mutually_exclusive_group(required=required)
     group.add_argument("-p", "--passes", default="", metavar="PASSES", help=_PASSES_HELP)
     group.add_argument("--config", type=Path, metavar="FILE", help=_CONFIG_HELP)
+    parser.add_argument("--allow-write", type=Path, metavar="FOLDER", help=_ALLOW_HELP)
 
 
 def stage_argument(parser: argparse.ArgumentParser, stages: Sequence[Stage] = _STAGES) -> None:
@@ -229,7 +231,9 @@ def cost_problem(options: argparse.Namespace) -> str:
 
 
 def budget_problem(options: argparse.Namespace) -> str:
-    """What is wrong where a command fits its program into a budget: options without one; empty where nothing is."""
+    """What is wrong with a file's folder without a file, and with options for a budget without one; else empty."""
+    if getattr(options, "allow_write", None) is not None and options.config is None:
+        return "--allow-write is for the passes of a file: give --config too"
     if not getattr(options, "fits", False):
         return ""
     if device_problem(options):

@@ -7,10 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from graphopt.cli.exit_codes import UsageError, wrong_use
 from graphopt.cli.output import print_json, print_report, print_text
 from graphopt.errors import GraphoptError
 from graphopt.ir.columns import aligned
-from graphopt.ir.ops.values import format_bytes
+from graphopt.ir.ops.values import counted, format_bytes
 from graphopt.runtime.stored.program_folder import (
     StoredEntry,
     clear,
@@ -33,7 +34,10 @@ def cache(options: argparse.Namespace) -> None:
     """
     folder = programs_folder()
     if folder is None:
-        raise GraphoptError("there is no folder for a cache: set GRAPHOPT_CACHE")
+        raise UsageError("there is no folder for a cache: set GRAPHOPT_CACHE")
+    if options.key:
+        with wrong_use():
+            find_entry(folder, options.key)
     _ACTIONS[options.action](folder, options)
 
 
@@ -46,7 +50,7 @@ def _list(folder: Path, options: argparse.Namespace) -> None:
     rows += [_row(entry) for entry in found]
     total = sum(entry.bytes for entry in found)
     state = "" if is_on() else "; it is off here: GRAPHOPT_CACHE names no folder, or GRAPHOPT_CACHE_PROGRAMS is 0"
-    count = "1 capture" if len(found) == 1 else f"{len(found)} captures"
+    count = counted(len(found), "captures")
     print_report(f"{folder}: {count}, {format_bytes(total)}{state}", "\n".join(aligned(rows)) if found else "")
 
 
@@ -121,7 +125,7 @@ def _clear(folder: Path, options: argparse.Namespace) -> None:
     if options.json:
         print_json({"removed": [entry.key for entry in removed], "bytes": freed})
     else:
-        count = "1 capture" if len(removed) == 1 else f"{len(removed)} captures"
+        count = counted(len(removed), "captures")
         print_text(f"removed {count}, {format_bytes(freed)}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 
 from graphopt.cli.arguments import format_of, output_arguments, program_arguments, two_formats
 from graphopt.cli.cache_arguments import cache_arguments
@@ -10,6 +11,7 @@ from graphopt.cli.command_parser import CommandParser
 from graphopt.cli.compare_arguments import compare_arguments
 from graphopt.cli.completion import SHELLS
 from graphopt.cli.exchange_arguments import link_arguments, link_problem
+from graphopt.cli.exit_codes import EXIT_CODES
 from graphopt.cli.memory_arguments import memory_arguments
 from graphopt.cli.plan_arguments import plan_arguments
 from graphopt.cli.profile_arguments import profile_arguments
@@ -29,7 +31,7 @@ def command_line() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="graphopt",
         description="Look at a PyTorch training step as one program, and at what passes make of it.",
-        epilog=_EPILOG,
+        epilog=_epilog(),
     )
     parser.add_argument("--version", action="version", version=f"graphopt {VERSION}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -86,11 +88,7 @@ graphopt help COMMAND explains one. A TARGET is pkg.module:factory or
 path/file.py:factory; its factory returns (model, example_inputs).
 
 exit codes:
-  0    fine
-  1    a check failed: an error in the target or in passes, a budget that no
-       plan meets, a tolerance that is exceeded; the message is on stderr
-  2    wrong use: arguments that do not parse or do not go together
-  130  interrupted from the keyboard
+{codes}
 
 environment:
   GRAPHOPT_LOG       off, error, warning, info or debug: what goes to stderr
@@ -105,6 +103,11 @@ environment:
                      steps, and measured costs (GRAPHOPT_CACHE_PROGRAMS=0: only
                      those)
 """
+
+
+def _epilog() -> str:
+    codes = (textwrap.wrap(f"{code:<5}{text}", 78, subsequent_indent=" " * 5) for code, text in EXIT_CODES.items())
+    return _EPILOG.format(codes=textwrap.indent("\n".join(line for lines in codes for line in lines), "  "))
 
 
 def _dump_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,12 +9,14 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from graphopt.analysis.costs.device_names import DEVICES, near_devices
 from graphopt.errors import did_you_mean
 from graphopt.report.console import terminal
 
 __all__ = ["CommandParser", "commands_of"]
 
 _CHOICE = re.compile(r"invalid choice: '?(?P<given>[^']*?)'? \(choose from (?P<known>.*)\)")
+_NEGATIVE = re.compile(r"-\.?\d")
 _UNKNOWN = re.compile(r"unrecognized arguments: (?P<given>--?[\w-]+)")
 
 
@@ -38,6 +40,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"formatter_class": _Paragraphs, **kwargs})
+        self._negative_number_matcher = _NEGATIVE  # a value such as -5GB is no option, and refused as what it is
 
     def error(self, message: str) -> NoReturn:
         """Write what is wrong to stderr and exit with 2."""
@@ -49,7 +52,9 @@ class CommandParser(argparse.ArgumentParser):
     def _near(self, message: str) -> str:
         choice, unknown = _CHOICE.search(message), _UNKNOWN.search(message)
         if choice is not None:
-            return did_you_mean(choice["given"], re.findall(r"[^\s,']+", choice["known"]))
+            known = re.findall(r"[^\s,']+", choice["known"])
+            near = near_devices(choice["given"]) if set(DEVICES) <= set(known) else []
+            return did_you_mean(choice["given"], known) or (f"did you mean {', '.join(near)}?" if near else "")
         if unknown is not None:
             return did_you_mean(unknown["given"], self._option_string_actions)
         return ""

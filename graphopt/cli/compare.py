@@ -15,8 +15,9 @@ from graphopt.errors import GraphoptError
 from graphopt.report.console import terminal
 from graphopt.report.console.progress_bar import progress_bar
 from graphopt.report.text.comparison_table import comparison_json, comparison_text, denied_json, denied_text
-from graphopt.report.text.snapshots import record_lines, records_json
+from graphopt.report.text.snapshots import records_json
 from graphopt.rewriting.instruments import LogPasses
+from graphopt.rewriting.pass_ import record_lines
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.precision.scaling import scaling_of
 from graphopt.runtime.comparison.bisect import Denied, deniable, denying, precision_pass, smallest_denied

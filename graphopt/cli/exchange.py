@@ -9,9 +9,9 @@ import sys
 from graphopt.analysis.costs.profiles import device_profile
 from graphopt.cli.arguments import format_of
 from graphopt.cli.exchange_arguments import NO_BANDWIDTH, exchange_ranks
+from graphopt.cli.exit_codes import UsageError, wrong_use
 from graphopt.cli.output import check_output, report_passes, write_output
 from graphopt.cli.programs import pipeline_of, rewritten_program
-from graphopt.errors import GraphoptError
 from graphopt.ir.columns import filled
 from graphopt.report.console import terminal
 from graphopt.report.console.progress_bar import progress_bar
@@ -72,20 +72,19 @@ def _link(options: argparse.Namespace) -> Link:
     Raises:
         GraphoptError: for a device that is not known, and where its profile lacks what is not given.
     """
-    profile = None if options.device is None else device_profile(options.device)
+    with wrong_use():
+        profile = None if options.device is None else device_profile(options.device)
     bandwidth, ranks, inside = options.bandwidth, options.host_ranks, options.host_bandwidth
     if profile is not None:
         bandwidth = bandwidth or profile.network_bandwidth
         inside = inside or profile.peer_bandwidth
         ranks = ranks or profile.devices_per_host
     if not bandwidth:
-        raise GraphoptError(f"{NO_BANDWIDTH}, and the profile of --device {options.device} does not say")
+        raise UsageError(f"{NO_BANDWIDTH}, and the profile of --device {options.device} does not say")
     asked = (options.host_ranks, options.host_bandwidth, options.host_latency) != (None, None, None)
     if asked and (not inside or ranks < 2):
         missing = "--host-ranks" if inside else "--host-bandwidth"
-        raise GraphoptError(
-            f"give {missing} too: the profile of --device {options.device} has no links inside of a host"
-        )
+        raise UsageError(f"give {missing} too: the profile of --device {options.device} has no links inside of a host")
     host = HostLink(ranks, inside, options.host_latency or 0.0) if inside and ranks > 1 else None
     latency = _LATENCY if options.latency is None else options.latency
     return Link(bandwidth, latency, options.algorithm or "ring", host)

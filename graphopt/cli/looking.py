@@ -8,6 +8,7 @@ import sys
 
 from graphopt import _torch
 from graphopt.cli.arguments import format_of
+from graphopt.cli.exit_codes import wrong_use
 from graphopt.cli.output import (
     check_output,
     json_data,
@@ -37,7 +38,8 @@ __all__ = ["diff", "dump", "formats", "passes"]
 
 def passes(options: argparse.Namespace) -> None:
     """Run the command ``passes``."""
-    found = [find_pass(options.name)] if options.name else list(available_passes().values())
+    with wrong_use():
+        found = [find_pass(options.name)] if options.name else list(available_passes().values())
     if options.json:
         print_json({"passes": pass_table.passes_json(found)})
     else:

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 
 from graphopt.cli.arguments import budget_problem
 from graphopt.cli.command_line import command_line
+from graphopt.cli.exit_codes import exit_code
+from graphopt.cli.interruption import INTERRUPTED, SAID, end_at_once, raised
 from graphopt.errors import GraphoptError
 from graphopt.ir.columns import table_width
 from graphopt.report.console import terminal
@@ -27,9 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; the process's own by default.
 
     Returns:
-        0 where all went well, 1 for an error that graphopt found (its message is on stderr), 2 for arguments that do
-        not parse, 130 for an interruption from the keyboard.
+        0 where all went well, else what ``EXIT_CODES`` says; the message is on stderr.
     """
+    if argv is None:
+        end_at_once()
     try:
         options = _parse(argv)
     except SystemExit as stop:  # argparse has printed help, the version or what is wrong
@@ -43,11 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exception(error)
         else:
             terminal.write_error(error)
-        return 1
+        return exit_code(error)
     except BrokenPipeError:
         _leave_stdout()
     except KeyboardInterrupt:
-        return 130
+        terminal.write(SAID, sys.stderr)
+        return INTERRUPTED
     return 0
 
 
@@ -56,7 +60,9 @@ def _command(options: argparse.Namespace) -> None:
     module, _, name = options.command.partition(":")
     width = None if getattr(options, "output", None) is not None else terminal.shown_width(sys.stdout)
     with table_width(width):
-        getattr(importlib.import_module(f"graphopt.cli.{module}"), name)(options)
+        command = getattr(importlib.import_module(f"graphopt.cli.{module}"), name)
+        with raised():
+            command(options)
 
 
 def _leave_stdout() -> None:

@@ -8,11 +8,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from graphopt.cli.exit_codes import UsageError
 from graphopt.errors import GraphoptError
 from graphopt.ir.columns import filled
 from graphopt.ir.program import Program
 from graphopt.report.console import terminal
-from graphopt.report.text.snapshots import record_lines
+from graphopt.rewriting.pass_ import record_lines
 from graphopt.runtime.rewrite import Rewritten
 
 __all__ = [
@@ -33,13 +34,15 @@ JSON_SCHEMA = 1
 
 
 def check_output(options: argparse.Namespace) -> None:
-    """Refuse a file in a folder that does not exist, before there is work to lose.
+    """Refuse a file in a folder that does not exist, and a folder, before there is work to lose.
 
     Raises:
-        GraphoptError: with the folder.
+        UsageError: with the folder.
     """
     if options.output is not None and not options.output.parent.is_dir():
-        raise GraphoptError(f"cannot write {options.output}: there is no folder {options.output.parent}")
+        raise UsageError(f"cannot write {options.output}: there is no folder {options.output.parent}")
+    if options.output is not None and options.output.is_dir():
+        raise UsageError(f"cannot write {options.output}: it is a folder")
 
 
 def write_output(options: argparse.Namespace, text: str) -> None:

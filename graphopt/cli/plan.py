@@ -152,7 +152,7 @@ class _Searches:
                 reason = "" if reordered else "in the given order of calls: in the other one no plan was found for it"
                 return _Answer(text, budget, 0, fitted.reserved_bytes, fitted, fitting, reason)
             errors.append(infeasible(fitting, budget))
-        return _Answer(text, budget, error=min(errors, key=lambda error: error.smallest_bytes))
+        return _Answer(text, budget, error=min(errors, key=lambda error: error.smallest_bytes).in_shares(text))
 
 
 def _reserved_bytes(reserved: ReservedMemory | None) -> int | None:

@@ -14,9 +14,9 @@ from graphopt.analysis.costs.device_names import is_profile_file
 from graphopt.analysis.costs.figures import device_here, remeasure
 from graphopt.analysis.costs.profiles import DeviceProfile
 from graphopt.analysis.workspace import measured_temporaries
+from graphopt.cli.exit_codes import UsageError, wrong_use
 from graphopt.cli.output import check_output, print_json, print_report
 from graphopt.cli.programs import program_without_data
-from graphopt.errors import GraphoptError
 from graphopt.ir.columns import aligned
 from graphopt.ir.ops.values import format_bytes, format_seconds
 from graphopt.report.console import terminal
@@ -32,9 +32,12 @@ def profile(options: argparse.Namespace) -> None:
     """
     check_output(options)
     if options.output is not None and not is_profile_file(options.output.name):
-        raise GraphoptError(f"a profile is written as TOML: let {options.output} end in .toml")
+        raise UsageError(f"a profile is written as TOML: let {options.output} end in .toml")
     if options.remeasure:
         remeasure()
+    if options.place is not None:
+        with wrong_use():
+            device_here(options.place)
     place = options.place or ("cuda" if torch.cuda.is_available() else "cpu")
     with terminal.working(f"measuring {place}"):
         found = measured_profile(place)

@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any, get_args
 
 from graphopt import _torch
+from graphopt.analysis.costs.cost import check_cost
 from graphopt.analysis.costs.figures import remeasure
 from graphopt.analysis.costs.profiles import DeviceProfile, device_profile
 from graphopt.capture.meta_tensors import without_data
+from graphopt.cli.exit_codes import UsageError, wrong_use
 from graphopt.cli.model_config import PREFIX, model_of_config
 from graphopt.cli.target import Target, checked_target, load_target
-from graphopt.errors import GraphoptError, PipelineError
+from graphopt.errors import PipelineError
 from graphopt.ir.context import Context
 from graphopt.ir.node import Stage
 from graphopt.ir.program import Program
 from graphopt.report.console import terminal
+from graphopt.rewriting.config_translation.config_file import load
 from graphopt.rewriting.pass_ import Pass
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.registry import find_pass
@@ -54,7 +57,10 @@ def rewritten_program(options: argparse.Namespace, pipeline: Pipeline | None = N
     if getattr(options, "fits", False) and options.remeasure:
         remeasure()
     with contextlib.redirect_stdout(sys.stderr), terminal.working(f"capturing {options.target}"):
-        profile = None if options.device is None else device_profile(options.device)
+        with wrong_use():
+            profile = None if options.device is None else device_profile(options.device)
+            if getattr(options, "cost", None) is not None:
+                check_cost(options.cost)
         target = _target(options.target, options, data=options.device is None)
         stage = stage_to_show(options.stage, target, pipeline, options.verify)
         session, context = target.session(profile), Context(device=profile)
@@ -87,7 +93,8 @@ def _target(text: str, options: argparse.Namespace, *, data: bool) -> Target:
     """The target: what a factory returns, with or without data, or a model by configuration."""
     if text.startswith(PREFIX):
         path = Path(text.removeprefix(PREFIX))
-        parts = model_of_config(path, batch=options.batch or 1, tokens=options.tokens, dtype=options.dtype)
+        with wrong_use():
+            parts = model_of_config(path, batch=options.batch or 1, tokens=options.tokens, dtype=options.dtype)
         return checked_target(parts, text)
     with contextlib.nullcontext() if data else without_data():
         return load_target(text)
@@ -103,8 +110,13 @@ def pipeline_of(options: argparse.Namespace, *, fitted: bool = True) -> Pipeline
     Raises:
         GraphoptError: for passes that are wrong, for a file that cannot be read, and for two budgets.
     """
+    with wrong_use():
+        return _pipeline_of(options, fitted)
+
+
+def _pipeline_of(options: argparse.Namespace, fitted: bool) -> Pipeline:
     config = getattr(options, "config", None)
-    given = Pipeline(options.passes if config is None else config)
+    given = Pipeline(options.passes) if config is None else load(config, allow_write=options.allow_write)
     budget = getattr(options, "budget", None) if fitted else None
     if budget is None:
         return given
@@ -129,7 +141,7 @@ def stage_to_show(wanted: Stage | None, target: Target, pipeline: Pipeline, veri
     """
     stage = wanted or target.last_stage
     if stage == "step" and target.optimizer is None:
-        raise GraphoptError(
+        raise UsageError(
             f"{target.text} gives no optimizer, and the step stage holds its update: return a dict with the key "
             "'optimizer', or use --stage joint"
         )
@@ -139,7 +151,7 @@ def stage_to_show(wanted: Stage | None, target: Target, pipeline: Pipeline, veri
         way_out = f"--stage {late[-1].stage}" if wanted else "a dict with the key 'optimizer' in the target"
         raise PipelineError(f"{names} would not run, because the {stage} stage comes before: use {way_out}")
     if verify == "numerics" and stage == "forward":
-        raise GraphoptError("--verify numerics compares outputs and gradients: use --stage joint or --stage step")
+        raise UsageError("--verify numerics compares outputs and gradients: use --stage joint or --stage step")
     return stage
 
 

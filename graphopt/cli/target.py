@@ -22,6 +22,7 @@ from graphopt.analysis.costs.profiles import DeviceProfile
 from graphopt.capture import CaptureSession
 from graphopt.capture.for_device import without_data_for
 from graphopt.capture.source_lines import user_frame
+from graphopt.cli.exit_codes import UsageError
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.node import Stage
 
@@ -97,7 +98,7 @@ def load_target(text: str) -> Target:
     """
     place, colon, attribute = text.rpartition(":")
     if not (colon and place and attribute):
-        raise GraphoptError(
+        raise UsageError(
             f"{text!r} names no factory: write pkg.module:factory or path/file.py:factory, where factory is a function "
             f"without arguments that returns {_RETURNS}"
         )
@@ -121,12 +122,12 @@ def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         files = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
         hint = did_you_mean(path.name, files) or f"the working directory is {Path.cwd()}"
-        raise GraphoptError(f"there is no file {str(path)!r}; {hint}")
+        raise UsageError(f"there is no file {str(path)!r}; {hint}")
     _importable(path.parent)
     name = f"graphopt_target_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
-        raise GraphoptError(f"{str(path)!r} is no Python file: its name must end in .py")
+        raise UsageError(f"{str(path)!r} is no Python file: its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     loader = spec.loader
@@ -142,7 +143,7 @@ def _load_module(name: str) -> ModuleType:
     except GraphoptError as error:
         cause = error.__cause__
         if isinstance(cause, ModuleNotFoundError) and cause.name and f"{name}.".startswith(f"{cause.name}."):
-            raise GraphoptError(f"there is no module {cause.name!r}; {_near_modules(cause.name)}") from cause
+            raise UsageError(f"there is no module {cause.name!r}; {_near_modules(cause.name)}") from cause
         raise
 
 
@@ -161,7 +162,7 @@ def _attribute(module: ModuleType, name: str, place: str) -> Any:
         if not hasattr(found, part):
             known = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
             hint = did_you_mean(part, known) or f"it defines {', '.join(known[:8]) or 'no functions'}"
-            raise GraphoptError(f"{place} has no {name!r}; {hint}")
+            raise UsageError(f"{place} has no {name!r}; {hint}")
         found = getattr(found, part)
     return found
 
@@ -170,19 +171,48 @@ def _attribute(module: ModuleType, name: str, place: str) -> Any:
 
 
 def _check_callable(factory: Any, text: str) -> None:
+    model = factory if isinstance(factory, type) else type(factory)
+    if issubclass(model, nn.Module):
+        raise UsageError(f"{text} is {_is(factory)}, and {_FACTORY}\n{_written(factory, text)}")
     if not callable(factory):
-        raise GraphoptError(
+        raise UsageError(
             f"{text} is {_kind(factory)}, not a function: name a function without arguments that returns {_RETURNS}"
         )
     try:
         inspect.signature(factory).bind()
     except TypeError as error:
-        raise GraphoptError(
+        raise UsageError(
             f"{text} cannot be called without arguments ({error}): give its parameters defaults, or name a function "
             "that calls it"
         ) from error
     except ValueError:  # a callable whose signature Python does not know
         return
+
+
+def _is(model: Any) -> str:
+    return (
+        f"the class {model.__name__}" if isinstance(model, type) else f"a model (of the class {type(model).__name__})"
+    )
+
+
+_FACTORY = "a TARGET names a factory: a function without arguments that returns a model and inputs to capture it with"
+
+
+def _written(model: Any, text: str) -> str:
+    """How a factory for a model, or a class of models, is written, with the names that its forward has."""
+    place, _, name = text.rpartition(":")
+    made = f"{name}(...)" if isinstance(model, type) else name
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):  # Python knows no signature
+        parameters = {}.values()
+    names = [each.name for each in parameters if each.kind < each.VAR_POSITIONAL and each.name != "self"] or ["x"]
+    inputs = f"({names[0]},)" if len(names) == 1 else f"({', '.join(names)})"
+    return (
+        f"  what to do: write one, with tensors for {' and '.join(names)}, and name {place}:factory\n"
+        f"      def factory():\n"
+        f"          return {made}, {inputs}"
+    )
 
 
 def _user_code(what: str, action: Callable[[], T]) -> T:
@@ -256,7 +286,8 @@ def checked_target(value: Any, text: str) -> Target:
     if isinstance(value, (tuple, list)) and len(value) == 2:
         value = {"model": value[0], "example_inputs": value[1]}
     if not isinstance(value, Mapping):
-        raise GraphoptError(f"{text} returned {_kind(value)}; a factory returns {_RETURNS}")
+        inputs = ": the example inputs are missing" if isinstance(value, nn.Module) else ""
+        raise GraphoptError(f"{text} returned {_kind(value)}{inputs}; a factory returns {_RETURNS}")
     given = {key: value.get(key) for key in _KEYS}
     problems = [*_unknown_keys(value), *_wrong_values(given)]
     if problems:

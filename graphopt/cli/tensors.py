@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
+from graphopt.cli.exit_codes import UsageError
 from graphopt.cli.output import print_json, print_report, program_title
 from graphopt.cli.programs import rewritten_program
-from graphopt.errors import GraphoptError
 from graphopt.ir.names import match_names
 from graphopt.ir.program import Program
 from graphopt.report.console import terminal
@@ -24,7 +24,7 @@ def tensors(options: argparse.Namespace) -> None:
         GraphoptError: for a target that is wrong, a pattern that names nothing, or a phase that the program lacks.
     """
     if options.checkpoints and options.stage == "forward":
-        raise GraphoptError("--checkpoints counts what backward reads: use --stage joint or --stage step")
+        raise UsageError("--checkpoints counts what backward reads: use --stage joint or --stage step")
     program = rewritten_program(options).program
     patterns = [*options.patterns, *options.match]
     if options.checkpoints:

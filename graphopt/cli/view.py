@@ -24,6 +24,8 @@ def view_command(options: argparse.Namespace) -> str:
         words += ["--passes", options.passes]
     if options.config is not None:
         words += ["--config", str(options.config)]
+    if options.allow_write is not None:
+        words += ["--allow-write", str(options.allow_write)]
     if options.budget:
         words += ["--budget", options.budget]
     if options.cost:

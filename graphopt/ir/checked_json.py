@@ -136,11 +136,14 @@ class Field:
         found = dict(self.entries())
         missing = [name for name in required if name not in found]
         if missing:
-            raise self.error(f"{missing[0]!r} is missing")
+            near = did_you_mean(missing[0], [name[:100] for name in found if name not in (*required, *optional)], 1)
+            instead = near.replace("did you mean ", "").rstrip("?")
+            raise self.error(f"{missing[0]!r} is missing{instead and f'; {instead} stands there in its place'}")
         for name in found:
             if name not in required and name not in optional:
-                hint = did_you_mean(name[:100], (*required, *optional))
-                raise self.error(f"{_shown(name)} means nothing here; {hint}".rstrip("; "))
+                known = (*required, *optional)
+                hint = did_you_mean(name[:100], known) or f"known are {', '.join(map(repr, known))}"
+                raise self.error(f"{_shown(name)} means nothing here; {hint}")
         return found
 
     @property
@@ -164,7 +167,7 @@ class Field:
 def _shown(value: Any, longest: int = 80) -> str:
     """A value for an error message: short, on one line, and without walking through what is large or deep."""
     if isinstance(value, (list, dict)):
-        return f"a {'list' if isinstance(value, list) else 'object'} of {len(value)}"
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > _LARGEST:
         return f"a number of {value.bit_length()} bits"
     shown = ascii(value if not isinstance(value, str) else value[: longest + 1])

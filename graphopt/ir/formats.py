@@ -21,6 +21,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from graphopt.errors import GraphoptError, check_type, did_you_mean, quoted, wrong_argument
+from graphopt.ir import handed_down
 
 __all__ = ["GROUP", "OWN", "Format", "available_formats", "find_format", "format_names", "register_format"]
 
@@ -111,6 +112,7 @@ def find_format(name: str) -> Format:
     Raises:
         GraphoptError: for an unknown name, with the nearest ones; where what is registered is not a ``Format``.
     """
+    handed_down.complete()
     check_type("a format", name, str, "the name of one", f"known formats: {', '.join(_registered)}")
     if name in _registered:
         return _registered[name]
@@ -149,6 +151,7 @@ def available_formats() -> dict[str, Format]:
         >>> "svg" in graphopt.available_formats()
         True
     """
+    handed_down.complete()
     found = dict(_registered)
     for name in sorted(_entries()):
         if name in _registered:

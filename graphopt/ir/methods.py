@@ -1,7 +1,7 @@
 """Methods that the layers above give to objects of the layers below, such as ``program.memory()``.
 
 The classes of this layer declare such methods and look their functions up here, so that nothing below imports what
-stands above. ``graphopt`` fills the table when it is imported.
+stands above. ``graphopt`` fills the table when it is first looked into.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from graphopt.errors import GraphoptError
+from graphopt.ir import handed_down
 
 __all__ = ["provide", "provided"]
 
@@ -27,6 +28,7 @@ def provided(cls: type, name: str) -> Callable[..., Any]:
     Raises:
         GraphoptError: where the layer that has it is not imported.
     """
+    handed_down.complete()
     found = _provided.get((cls, name))
     if found is None:
         raise GraphoptError(f"{cls.__name__} has no {name!r} here: import graphopt, which brings it along")

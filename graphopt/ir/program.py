@@ -34,7 +34,7 @@ from graphopt.ir.node import (
     set_value,
     value_of,
 )
-from graphopt.ir.ops.values import tensors_of
+from graphopt.ir.ops.values import counted, tensors_of
 from graphopt.ir.program_arguments import (
     check_outputs,
     check_phases,
@@ -449,4 +449,5 @@ class Program:
 
     def __repr__(self) -> str:
         name = f" of {self.title}" if self.title else ""
-        return f"<Program{name}: {self.stage} stage, {len(self.graph.nodes)} nodes, {len(self.inputs)} inputs>"
+        nodes, inputs = counted(len(self.graph.nodes), "nodes"), counted(len(self.inputs), "inputs")
+        return f"<Program{name}: {self.stage} stage, {nodes}, {inputs}>"

@@ -15,7 +15,7 @@ from graphopt import _torch
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, info, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.values import format_bytes, tensors_of, type_text
+from graphopt.ir.ops.values import counted, format_bytes, tensors_of, type_text
 from graphopt.ir.program import Program
 from graphopt.ir.reuse import reused_operands
 
@@ -70,7 +70,7 @@ def _header(program: Program) -> list[str]:
     nodes = program.nodes
     calls = sum(1 for node in nodes if node.op not in ("placeholder", "output"))
     lines = [
-        f"# {program.title or 'program'}, {program.stage} stage: {len(nodes)} nodes, {calls} of them calls",
+        f"# {program.title or 'program'}, {program.stage} stage: {counted(len(nodes), 'nodes')}, {calls} of them calls",
         f"# passes: {', '.join(program.history) or 'none'}",
     ]
     if program.context.device is not None:

@@ -5,20 +5,30 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, SupportsIndex, overload
 
 import torch
 
-from graphopt.errors import check_type
+from graphopt.errors import GraphoptError, check_type, did_you_mean
 from graphopt.ir.methods import provided
 from graphopt.ir.node import Stage
-from graphopt.ir.ops.values import format_bytes
+from graphopt.ir.ops.values import counted, format_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.rewriting.pass_type import PassType
 from graphopt.rewriting.spec import format_pass
 
-__all__ = ["STAGES", "Changed", "Numerics", "Pass", "PassRecord", "PassStage", "Records"]
+__all__ = [
+    "STAGES",
+    "Changed",
+    "NoSuchRecordError",
+    "Numerics",
+    "Pass",
+    "PassRecord",
+    "PassStage",
+    "Records",
+    "record_lines",
+]
 
 Numerics = Literal["bitwise", "tolerant", "changes"]
 PassStage = Stage | Literal["last"]
@@ -53,7 +63,7 @@ class Changed:
     tensors: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
     reason: str = ""
-    details: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    details: Mapping[str, Callable[[], Any]] = field(default_factory=dict, repr=False)
     satisfied: bool = False
 
     def __post_init__(self) -> None:
@@ -71,7 +81,7 @@ class Changed:
     def __str__(self) -> str:
         if not self:
             return f"nothing: {self.reason or 'there was nothing to do'}"
-        return ", ".join(f"{count} {what}" for what, count in self.counts.items())
+        return ", ".join(counted(count, what) for what, count in self.counts.items())
 
 
 class Pass(metaclass=PassType):
@@ -167,7 +177,7 @@ class Pass(metaclass=PassType):
         return format_pass(self)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class PassRecord:
     """One pass that ran: its text form, what it did and cost, and the program's size and peak around it."""
 
@@ -191,9 +201,68 @@ class PassRecord:
             peak = f"; peak {format_bytes(self.peak_before)} -> {format_bytes(self.peak_after)} (predicted)"
         return f"{self.spec}: {self.changed}{peak}; {self.seconds:.2f} s"
 
+    __repr__ = __str__
+
+
+def record_lines(record: PassRecord) -> list[str]:
+    """One line that sums up what a pass did, and the pass's own lines."""
+    return [str(record), *(f"  {line}" for line in record.changed.lines)]
+
+
+class NoSuchRecordError(GraphoptError, KeyError):
+    """There is no record of a name, or more than one; it is a ``KeyError`` as well."""
+
+    __str__ = Exception.__str__
+
 
 class Records(list[PassRecord]):
-    """What each pass did: a list that a notebook shows as a table."""
+    """What each pass did, in the order in which they ran: a list that also has the records by the name of a pass.
+
+    Printed, it is a line for each pass, and the lines of the pass below; a notebook shows a table.
+
+    Example:
+        >>> step = graphopt.optimize_step(model, optimizer, "recompute{checkpoints=blocks.*}", loss=loss).prepare(x)
+        >>> step.records["recompute"] is step.records[0]
+        True
+        >>> "offload" in step.records
+        False
+    """
+
+    @overload
+    def __getitem__(self, key: SupportsIndex | str) -> PassRecord: ...
+    @overload
+    def __getitem__(self, key: slice) -> Records: ...
+    def __getitem__(self, key: SupportsIndex | slice | str) -> PassRecord | Records:
+        """The record of a place or of a pass by its name; those of a slice.
+
+        Raises:
+            NoSuchRecordError: where no pass of the name ran, with the near names, or several times, with their places.
+        """
+        if isinstance(key, slice):
+            return Records(super().__getitem__(key))
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        places = [place for place, record in enumerate(self) if record.name == key]
+        if len(places) == 1:
+            return super().__getitem__(places[0])
+        raise self._none_of(key) if not places else self._several_of(key, places)
+
+    def _none_of(self, name: str) -> NoSuchRecordError:
+        ran = list(dict.fromkeys(record.name for record in self))
+        hint = did_you_mean(name, ran) or (f"those that ran are {', '.join(ran)}" if ran else "no pass ran")
+        return NoSuchRecordError(f"there is no record of a pass {name!r}; {hint}")
+
+    def _several_of(self, name: str, places: list[int]) -> NoSuchRecordError:
+        each = ", ".join(f"records[{place}] ({self[place].stage} stage)" for place in places)
+        return NoSuchRecordError(f"{name!r} ran {len(places)} times, once for each program or stage: {each}")
+
+    def __contains__(self, key: object) -> bool:
+        return any(record.name == key for record in self) if isinstance(key, str) else super().__contains__(key)
+
+    def __str__(self) -> str:
+        return "\n".join(line for record in self for line in record_lines(record)) or "no passes"
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return str(provided(Records, "notebook")(self))

@@ -37,7 +37,7 @@ def passes_from_data(data: Any, find: Callable[[str], type]) -> list[Any]:
     problems: list[str] = []
     passes: list[Any] = []
     try:
-        for name, options in _entries(Field(data).parts(("passes",))["passes"], find):
+        for name, options in _entries(_passes_of(Field(data), find), find):
             try:
                 passes += options if isinstance(options, list) else [_build(name, options, find)]
             except GraphoptError as error:
@@ -47,6 +47,18 @@ def passes_from_data(data: Any, find: Callable[[str], type]) -> list[Any]:
     if problems:
         raise PipelineError("\n".join(problems))
     return passes
+
+
+def _passes_of(document: Field, find: Callable[[str], type]) -> Field:
+    """The only entry of a document; where it is missing, and names of passes stand in its place, the error says so."""
+    if document.is_object and "passes" not in document:
+        for name in document.value:
+            try:
+                find(str(name))
+            except PipelineError:
+                continue
+            raise document[name].error(f"a pass stands below 'passes': in TOML write [passes.{name}]")
+    return document.parts(("passes",))["passes"]
 
 
 def _entries(passes: Field, find: Callable[[str], type]) -> Iterator[tuple[str, Field | list[Any]]]:
@@ -59,12 +71,20 @@ def _entries(passes: Field, find: Callable[[str], type]) -> Iterator[tuple[str, 
         for item in passes.items(_MOST_PASSES):
             if isinstance(item.value, str):
                 yield "", _parsed(item, find)
-            elif item.is_object:
+            elif item.is_object and len(item.value) == 1:
                 yield item.only_entry()
+            elif item.is_object:
+                raise item.error(_ONE_ENTRY.format(found=", ".join(map(repr, list(item.value)[:5])) or "nothing"))
             else:
                 raise item.expected("a pass as text, or an object whose one entry is its name")
     else:
         raise passes.expected("an object with an entry for each pass, or a list of passes")
+
+
+_ONE_ENTRY = (
+    "expected an object whose one entry is a pass with its options, found one with {found}; in TOML write a table for "
+    "each pass, [passes.recompute], with its options below"
+)
 
 
 def _parsed(text: Field, find: Callable[[str], type]) -> list[Any]:
@@ -99,6 +119,9 @@ def _values(options: Field, fields: list[OptionField]) -> tuple[dict[str, Any], 
     problems: list[str] = []
     if options.value is None:
         return values, problems
+    if not options.is_object:
+        listed = ", ".join(field.name for field in fields) or "none"
+        raise PipelineError(f"{options.expected('an object')}; options stand there by name: {listed}")
     for name, found in options.entries():
         option = known.get(name)
         if option is None:

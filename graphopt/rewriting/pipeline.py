@@ -20,7 +20,7 @@ from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.rewriting.instruments import Instrument
-from graphopt.rewriting.pass_ import STAGES, Changed, Pass, PassRecord, PassStage
+from graphopt.rewriting.pass_ import STAGES, Changed, Pass, PassRecord, PassStage, Records
 from graphopt.rewriting.pipeline_file import read_passes
 from graphopt.rewriting.registry import find_pass
 from graphopt.rewriting.shards import Shards
@@ -135,7 +135,7 @@ class Pipeline:
         last: bool = True,
         verify: Literal["structure", "numerics"] | bool = "structure",
         instruments: Sequence[Instrument] = (),
-    ) -> list[PassRecord]:
+    ) -> Records:
         """Apply the passes of the program's stage to it, in place.
 
         Around each pass: instruments, apply, dead code, refreshed values, the invariant table.
@@ -154,7 +154,7 @@ class Pipeline:
         check_type(
             "Pipeline.run's program", program, Program, "a graphopt.Program", "graphopt.capture(model, args) makes one"
         )
-        records = []
+        records = Records()
         due = [current for current in self.due(program.stage, last=last) if current.concerns(program)]
         for current in due:
             for instrument in instruments:
@@ -225,11 +225,15 @@ class Pipeline:
         return failure
 
 
+_BLOCK = 512
+"""Bytes that allocators round to: a peak that rises by less is not worth a word."""
+
+
 def _with_saving(changed: Changed, was: MemoryTimeline, now: MemoryTimeline) -> Changed:
     """Add how much lower the peak is; where it is higher, a line says so, and what it consists of."""
     saved = was.peak_bytes - now.peak_bytes
     lines = changed.lines
-    if saved < 0:
+    if -saved > max(_BLOCK, was.peak_bytes // 1000):
         largest = ", ".join(f"{item.name} ({format_bytes(item.bytes)})" for item in now.alive[:3])
         lines = (*lines, f"the predicted peak rises by {format_bytes(-saved)}; largest there: {largest}")
     return replace(changed, bytes_saved=saved, lines=lines)

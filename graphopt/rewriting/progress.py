@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from graphopt.ir import handed_down
 from graphopt.ir.ops.values import format_bytes
 from graphopt.planning.frontier import Frontier
 
@@ -48,15 +49,20 @@ def show_progress(progress: Progress) -> None:
     _progress = progress
 
 
+def _shown() -> Progress:
+    handed_down.complete()
+    return _progress
+
+
 def working(message: str) -> AbstractContextManager[Callable[[str], None]]:
     """Show ``message`` while the block runs; gives a function to be called with a remark."""
-    return _progress.working(message)
+    return _shown().working(message)
 
 
 @contextlib.contextmanager
 def measuring() -> Iterator[Callable[[int, int], None]]:
     """A bar while the seconds of calls are measured; gives what ``cost_report`` takes as ``progress``."""
-    with _progress.bar("measuring the calls") as show:
+    with _shown().bar("measuring the calls") as show:
         yield lambda done, total: show(done / total, f"{done} of {total}")
 
 
@@ -67,7 +73,7 @@ def searching(hint: str = "") -> Iterator[Callable[[float, Frontier], None]]:
     Args:
         hint: what the user can do meanwhile.
     """
-    with _progress.bar("searching plans") as show:
+    with _shown().bar("searching plans") as show:
 
         def progress(share: float, frontier: Frontier) -> None:
             show(share, f"smallest peak {format_bytes(frontier.lowest.peak)}{hint and f'; {hint}'}")

@@ -20,13 +20,17 @@ _BARE = re.compile(r"[^\s,{}\"'=]+")
 
 @dataclasses.dataclass(frozen=True)
 class OptionField:
-    """One option of a pass: its name in text (kebab-case), the dataclass field, its type and default."""
+    """One option of a pass: its name in text (kebab-case), the dataclass field, its type and default.
+
+    ``writes`` says whether it is a path that the pass writes to: its field has ``metadata={"writes": True}``.
+    """
 
     name: str
     field: str
     type: Any
     default: Any
     required: bool
+    writes: bool = False
 
 
 def option_fields(cls: type) -> list[OptionField]:
@@ -38,7 +42,8 @@ def option_fields(cls: type) -> list[OptionField]:
         default = None if required else field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        found.append(OptionField(field.name.replace("_", "-"), field.name, hints[field.name], default, required))
+        name, writes = field.name.replace("_", "-"), bool(field.metadata.get("writes"))
+        found.append(OptionField(name, field.name, hints[field.name], default, required, writes))
     return found
 
 

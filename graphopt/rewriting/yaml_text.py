@@ -9,19 +9,33 @@ from graphopt.errors import GraphoptError
 
 __all__ = ["read_yaml", "yaml_text"]
 
+_LARGEST = 50_000
+"""Characters of a document: PyYAML takes up to 20 µs for each."""
+
+_DEEPEST = 100
+"""Levels of brackets: behind each, PyYAML looks at all that are open, which takes seconds for some thousand."""
+
 
 def read_yaml(text: str) -> Any:
     """The data of one document.
 
     Raises:
         GraphoptError: where PyYAML is not installed.
-        ValueError: for what is not YAML; for aliases, by which a small text stands for a large one; for a name that
-            stands twice in an object, and for tags.
+        ValueError: for what is not YAML; for more than 50,000 characters, and for brackets more than 100 levels deep;
+            for aliases, by which a small text stands for a large one; for a name that stands twice in an object, and
+            for tags.
     """
     yaml = _yaml()
+    if len(text) > _LARGEST:
+        raise ValueError(f"it has {len(text):,} characters, and at most {_LARGEST:,} are read")
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc,name-defined]
         """Reads what JSON can hold, and dates, which the reader of an option refuses."""
+
+        def fetch_flow_collection_start(self, token_class: Any) -> None:
+            if self.flow_level >= _DEEPEST:
+                raise yaml.scanner.ScannerError(None, None, "brackets are nested too deeply", self.get_mark())
+            super().fetch_flow_collection_start(token_class)
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):

@@ -15,6 +15,7 @@ from graphopt.capture.call_checks import argument_names
 from graphopt.capture.eager_trial import EagerCall, FailsInEagerError
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
 from graphopt.errors import GraphBreakError, GraphoptError
+from graphopt.ir.ops.values import counted
 from graphopt.rewriting.precision.scaling import CheckedGradients
 from graphopt.runtime.compiled_joint import CompiledJoint, compile_joint
 from graphopt.runtime.parts import Parts
@@ -83,6 +84,14 @@ class DropIn:
     def used(self) -> bool:
         """Whether a program has been captured, whole or in parts."""
         return self.parts is not None or self.runner.captures.latest is not None
+
+    def describe(self) -> str:
+        """One line: that the model is optimized, with which passes, and what has been captured."""
+        count = 0 if self.parts else len(self.runner.captures.all())
+        captured = f"{counted(count, 'programs')} captured" if count else "nothing captured yet"
+        if self.parts is not None:
+            captured = f"{counted(self.parts.captured, 'parts')} captured, since it cannot be captured whole"
+        return f"optimized by graphopt: {str(self.options.pipeline) or 'no passes'}; {captured}"
 
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the program for a call of the model."""

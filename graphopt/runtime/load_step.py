@@ -12,6 +12,7 @@ from torch import nn
 
 from graphopt.errors import ArgumentError, GraphoptError, public, quoted
 from graphopt.rewriting.pipeline import Pipeline
+from graphopt.rewriting.pipeline_file import check_writes
 from graphopt.runtime.compile.backend import Backend
 from graphopt.runtime.runner import Options
 from graphopt.runtime.stored.shipped_captures import Shipped, read_shipped
@@ -30,6 +31,7 @@ def load_step(
     dynamic_shapes: Any = "auto",
     backend: Backend | None = None,
     trust_compiled: bool = False,
+    allow_write: str | os.PathLike[str] | None = None,
 ) -> TrainStep:
     """A training step that was captured and planned before, here or on another machine.
 
@@ -46,9 +48,12 @@ def load_step(
         backend: needed where the step was saved with a callable of yours.
         trust_compiled: also load what inductor has made, which torch reads from the file, and which is code that runs:
             only for files of your own. Without it inductor compiles again.
+        allow_write: a folder in which and below which the passes of the file may write, beside that of
+            ``GRAPHOPT_DUMP``; ``offload-state`` with a folder needs it.
 
     Raises:
         ArgumentError: where ``backend`` is missing.
+        PipelineError: for passes that are to write elsewhere.
         GraphoptError: where the file is no such file, is not whole, or is for something else, naming what differs.
 
     Example:
@@ -67,8 +72,10 @@ def load_step(
     chosen: Any = shipped.backend if backend is None else backend
     if chosen == "callable":
         raise ArgumentError(f"{shipped.source} was saved with a backend that is a callable: give it as backend=")
+    pipeline = Pipeline(shipped.pipeline or ())
+    check_writes(pipeline.passes, shipped.source, allow_write, "graphopt.load_step(..., allow_write=FOLDER)")
     verify: Any = {"structure": "structure", "True": True, "False": False}[shipped.verify]
-    options = Options.checked(model, Pipeline(shipped.pipeline or ()), dynamic_shapes, chosen, verify)
+    options = Options.checked(model, pipeline, dynamic_shapes, chosen, verify)
     if trust_compiled:
         _load_compiled(shipped)
     step = TrainStep(model, optimizer, options, loss)

@@ -124,6 +124,10 @@ class Optimized(nn.Module):
             return Records(self._graphopt.parts.records)
         return Records(self._graphopt.latest.rewritten.records)
 
+    def __repr__(self) -> str:
+        """A line that says so above what the given model's class shows."""
+        return f"{self._graphopt.describe()}\n{super().__repr__()}"
+
     def _repr_html_(self) -> str:
         inherited = getattr(self._graphopt.original, "_repr_html_", None)
         return str(inherited(self) if inherited is not None else provided(Optimized, "notebook")(self))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from graphopt.ir import handed_down
 from graphopt.runtime.rewrite import Rewritten
 
 __all__ = ["Observer", "observe_captures", "tell_observers"]
@@ -22,5 +23,6 @@ def observe_captures(observer: Observer) -> None:
 
 def tell_observers(rewritten: Rewritten, first: bool) -> None:
     """Call every observer."""
+    handed_down.complete()
     for observer in _observers:
         observer(rewritten, first)

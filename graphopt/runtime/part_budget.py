@@ -117,8 +117,8 @@ def fit_together(parts: Sequence[Rewrites], pipeline: Pipeline, resident: int) -
     """
     free = [part.within(_ANY) for part in parts]
     whole = timeline([found for found, _ in free], resident)
-    limits = [limit for current in pipeline.passes if (limit := current.limit(whole)) is not None]
-    limit = min(limits)
+    limits = [(limit, current) for current in pipeline.passes if (limit := current.limit(whole)) is not None]
+    limit, lowest = min(limits, key=lambda pair: pair[0])
     if whole.peak_bytes <= limit:
         return Together([made for _, made in free], whole.peak_bytes, limit)
     small = [part.within(0) for part in parts]
@@ -130,7 +130,7 @@ def fit_together(parts: Sequence[Rewrites], pipeline: Pipeline, resident: int) -
             "inputs",
             peak,
             limit,
-        )
+        ).in_shares(getattr(lowest, "budget", None))
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
         share = (low + high) / 2

@@ -20,7 +20,7 @@ from torch import fx, nn
 from graphopt import _torch
 from graphopt.capture.hidden_effects import CAPTURE_LOCK, refuse_backward_hooks
 from graphopt.errors import GraphBreakError
-from graphopt.ir.ops.values import format_bytes
+from graphopt.ir.ops.values import counted, format_bytes
 from graphopt.ir.program import Program
 from graphopt.rewriting.pass_ import Changed, PassRecord
 from graphopt.runtime.compiled_joint import CompiledJoint
@@ -91,6 +91,11 @@ class Parts:
     def programs(self) -> tuple[Program, ...]:
         """The programs of the parts, in the order in which they were met."""
         return tuple(part.compiled.rewritten.program for part in self._parts if part.compiled is not None)
+
+    @property
+    def captured(self) -> int:
+        """How many parts have a program so far."""
+        return sum(part.compiled is not None for part in self._parts)
 
     @property
     def records(self) -> list[PassRecord]:
@@ -194,14 +199,14 @@ class Parts:
         """One line for the parts that a call has captured, as there is for each capture of a whole model."""
         made = [part.compiled.rewritten for part in new if part.compiled is not None]
         peak = max((rewritten.program.memory().peak_bytes for rewritten in made), default=0)
-        count, loaded = self._passes, sum(rewritten.loaded for rewritten in made)
+        loaded = sum(rewritten.loaded for rewritten in made)
         capture_logger.info(
             "%s: %s captured%s, largest peak of a part %s predicted, %s, %.1f s",
             self._title,
-            "1 part" if len(made) == 1 else f"{len(made)} parts",
+            counted(len(made), "parts"),
             f", {loaded} of them loaded from the cache" if loaded else "",
             format_bytes(peak),
-            {0: "no passes", 1: "1 pass"}.get(count, f"{count} passes"),
+            counted(self._passes, "passes") if self._passes else "no passes",
             sum(rewritten.seconds for rewritten in made),
         )
 
@@ -229,9 +234,9 @@ class Parts:
         """Give each part its share of the limit."""
         found = self._graphs.plan(self._parts, self._resident)
         logger.info(
-            "%s: the programs of its %d parts take %s together at most (predicted), of %s",
+            "%s: the programs of its %s take %s together at most (predicted), of %s",
             self._title,
-            len(self._parts),
+            counted(len(self._parts), "parts"),
             format_bytes(found.peak),
             format_bytes(found.limit),
         )

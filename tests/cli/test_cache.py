@@ -90,7 +90,7 @@ def test_path_is_the_folder(run: Command, folder: Path) -> None:
 
 def test_an_unknown_key_is_an_error_and_a_broken_entry_is_shown(run: Command, folder: Path) -> None:
     unknown = run("cache", "explain", "zzz")
-    assert unknown.code == 1
+    assert unknown.code == 2
     assert "no capture in" in unknown.err
     newest = keys(run)[0]
     (folder / newest / "capture").write_text("nothing")

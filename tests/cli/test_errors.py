@@ -18,7 +18,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Command:
 
 def test_all_mistakes_in_passes_reach_the_user_at_once(run: Command) -> None:
     outcome = run("dump", target("plain"), "-p", "recmpute,recompute{chekpoints=blocks.0}")
-    assert (outcome.code, outcome.out) == (1, "")
+    assert (outcome.code, outcome.out) == (2, "")
     assert "there is no pass called 'recmpute'; did you mean 'recompute', 'recompute-evenly'?" in outcome.err
     assert "no option 'chekpoints'; did you mean 'checkpoints'?" in outcome.err
     assert "Traceback" not in outcome.err
@@ -45,12 +45,12 @@ def test_traceback_on_request(run: Command) -> None:
 
 def test_passes_of_a_later_stage_are_not_dropped_silently(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = run("dump", target("plain"), "-p", RECOMPUTE, "--stage", "forward")
-    assert outcome.code == 1
+    assert outcome.code == 2
     assert "'recompute' (a joint pass) would not run" in outcome.err
     assert "use --stage joint" in outcome.err
     install(monkeypatch, Crash)
     outcome = run("dump", target("plain"), "-p", "crash")
-    assert outcome.code == 1
+    assert outcome.code == 2
     assert "'crash' (a step pass) would not run" in outcome.err
     assert "'optimizer'" in outcome.err
 
@@ -65,7 +65,7 @@ def test_a_pass_that_crashes(run: Command, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_step_stage_needs_an_optimizer(run: Command) -> None:
     outcome = run("dump", target("plain"), "--stage", "step")
-    assert outcome.code == 1
+    assert outcome.code == 2
     assert "gives no optimizer" in outcome.err
 
 
@@ -86,7 +86,7 @@ def test_verify_numerics_compares_results(run: Command, monkeypatch: pytest.Monk
     assert (outcome.code, outcome.out) == (1, "")
     assert "the loss loss differs" in outcome.err
     outcome = run("dump", target("with_loss"), "--stage", "forward", "--verify", "numerics")
-    assert outcome.code == 1
+    assert outcome.code == 2
     assert "--verify numerics compares outputs and gradients" in outcome.err
 
 
@@ -119,7 +119,7 @@ def written(folder: Path, code: str) -> str:
 def test_mistakes_in_a_target_are_errors_without_a_traceback(run: Command, tmp_path: Path) -> None:
     near = run("dump", target("plane"))
     assert (near.code, near.out, near.err) == (
-        1,
+        2,
         "",
         f"graphopt: error: {FILE} has no 'plane'; did you mean 'plain'?\n",
     )
@@ -150,4 +150,4 @@ def test_a_model_that_cannot_be_captured(run: Command, tmp_path: Path) -> None:
 
 def test_interruption(run: Command, tmp_path: Path) -> None:
     outcome = run("dump", written(tmp_path, "def build():\n    raise KeyboardInterrupt\n"))
-    assert (outcome.code, outcome.out, outcome.err) == (130, "", "")
+    assert (outcome.code, outcome.out, outcome.err) == (130, "", "graphopt: interrupted\n")

@@ -274,7 +274,7 @@ def test_commands_that_show_a_program_fit_it_into_a_budget(run: Command, tmp_pat
 
 def test_a_budget_is_given_once_and_options_of_its_search_with_it(run: Command) -> None:
     twice = run("view", target("step"), "-p", "fit-memory{budget=1MB}", *FITTED)
-    assert (twice.code, "two budgets: give one of them" in twice.err) == (1, True)
+    assert (twice.code, "two budgets: give one of them" in twice.err) == (2, True)
     alone = run("dump", target("step"), "--cost", "roofline")
     assert (alone.code, "--cost is for the search of plans: give --budget too" in alone.err) == (2, True)
     nothing = run("diff", target("plain"))

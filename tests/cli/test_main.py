@@ -72,7 +72,7 @@ def test_help_is_a_command_and_has_the_exit_codes(run: Command) -> None:
     whole = run("help")
     assert whole.code == 0
     assert whole.out == run("--help").out
-    for words in ("exit codes:", "0    fine", "1    a check failed", "2    wrong use", "130", "GRAPHOPT_LOG"):
+    for words in ("exit codes:", "0    fine", "1    it failed", "2    wrong use", "130", "GRAPHOPT_LOG"):
         assert words in whole.out
     assert run("help", "plan").out == run("plan", "--help").out
 
@@ -122,7 +122,7 @@ def test_passes_as_data(run: Command) -> None:
 
 def test_unknown_pass_names_the_near_ones(run: Command) -> None:
     outcome = run("passes", "recompte")
-    assert (outcome.code, outcome.out) == (1, "")
+    assert (outcome.code, outcome.out) == (2, "")
     assert (
         outcome.err
         == "graphopt: error: there is no pass called 'recompte'; did you mean 'recompute', 'recompute-evenly'?\n"
@@ -203,7 +203,7 @@ def test_tensors_errors(run: Command) -> None:
     assert no_candidate.code == 1
     assert "'blocks.1.up' names no checkpoint candidate" in no_candidate.err
     forward = run("tensors", target("plain"), "--checkpoints", "--stage", "forward")
-    assert forward.code == 1
+    assert forward.code == 2
     assert "use --stage joint" in forward.err
 
 
@@ -300,10 +300,10 @@ def test_dump_writes_a_file(run: Command, tmp_path: Path) -> None:
 
 def test_dump_says_where_it_cannot_write(run: Command, tmp_path: Path) -> None:
     no_folder = run("dump", target("plain"), "-o", tmp_path / "none" / "x.txt")
-    assert (no_folder.code, no_folder.out) == (1, "")
+    assert (no_folder.code, no_folder.out) == (2, "")
     assert f"there is no folder {tmp_path / 'none'}" in no_folder.err
     folder = run("dump", target("plain"), "-o", tmp_path)
-    assert (folder.code, folder.out) == (1, "")
+    assert (folder.code, folder.out) == (2, "")
     assert f"cannot write {tmp_path}: " in folder.err
 
 
@@ -377,7 +377,7 @@ def test_python_m_graphopt_imports_modules_of_the_working_directory(tmp_path: Pa
 def test_errors_of_a_process() -> None:
     command = [sys.executable, "-m", "graphopt", "passes", "recompte"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("graphopt: error: there is no pass called 'recompte'")
 
 

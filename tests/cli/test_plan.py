@@ -297,7 +297,7 @@ def test_every_budget_that_nothing_meets_is_an_error(run: Command) -> None:
     ("argv", "message"),
     [
         (("-b", "8 miles"), "budget='8 miles': '8 miles' is not a number of bytes: write 8GB, 512MiB or 1000000, 60%"),
-        (("-b", "-5%"), "expected one argument"),
+        (("-b", "-5%"), "budget='-5%': '-5%' is not a number of bytes: write 8GB"),
         (("--budget=-5%",), "'-5%' is not a number of bytes"),
         (("--time-limit", "0"), "'0' is not a number of seconds above 0"),
         (("--time-limit", "soon"), "'soon' is not a number of seconds above 0"),
@@ -316,10 +316,10 @@ def test_wrong_arguments_exit_with_2(run: Command, argv: tuple[str, ...], messag
 
 def test_targets_and_files_that_are_not_there(run: Command, tmp_path: Path) -> None:
     unknown = planned(run, of=target("steps"))
-    assert (unknown.code, unknown.out) == (1, "")
+    assert (unknown.code, unknown.out) == (2, "")
     assert "did you mean 'step'" in unknown.err
     no_folder = planned(run, "-o", tmp_path / "none" / "x.svg")
-    assert (no_folder.code, no_folder.out) == (1, "")
+    assert (no_folder.code, no_folder.out) == (2, "")
     assert "there is no folder" in no_folder.err
 
 

@@ -45,7 +45,9 @@ def test_a_measured_machine_is_a_device_for_other_commands(
     ("arguments", "message"),
     [
         (("cuda:99",), "nothing can be measured on 'cuda:99' here"),
-        (("toaster",), "is not a device"),
+        (("toaster",), "'toaster' is not a device that is here; devices here are cpu"),
+        (("cqu",), "did you mean 'cpu'"),
+        (("h101",), "figures of h100-80gb, h100-pcie-80gb come with graphopt"),
         (("cpu", "-o", "profile.json"), "let profile.json end in .toml"),
         (("cpu", "-o", "missing/profile.toml"), "there is no folder missing"),
     ],
@@ -55,17 +57,19 @@ def test_what_cannot_be_measured_or_written_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     outcome = run("profile", *arguments)
-    assert outcome.code == 1
+    assert outcome.code == 2
     assert message in outcome.err
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_device_that_is_neither_a_name_nor_a_file_is_refused(run: Command, tmp_path: Path) -> None:
-    outcome = run("plan", target("plain"), "--device", "h100")
-    assert outcome.code == 2
-    assert "'h100-80gb'" in outcome.err
+    for wrong in ("h100", "h101"):
+        outcome = run("plan", target("plain"), "--device", wrong)
+        assert outcome.code == 2
+        assert "did you mean" in outcome.err
+        assert "h100-80gb" in outcome.err.partition("did you mean")[2]
     gone = run("plan", target("plain"), "--cost", tmp_path / "gone.toml")
-    assert gone.code == 1
+    assert gone.code == 2
     assert "there is no file" in gone.err
     both = run("plan", target("plain"), "--cost", tmp_path / "mine.toml", "--remeasure")
     assert both.code == 2
@@ -99,7 +103,7 @@ def test_a_target_of_calls_that_is_not_there_is_refused(
 ) -> None:
     use_folder(tmp_path, monkeypatch)
     outcome = run("profile", "cpu", "--calls", "missing.py:factory", "-o", tmp_path / "mine.toml")
-    assert outcome.code == 1
+    assert outcome.code == 2
     assert "there is no file 'missing.py'" in outcome.err
     assert not (tmp_path / "mine.toml").exists()
 

@@ -177,6 +177,26 @@ def test_below_what_every_plan_takes_nothing_is_searched(monkeypatch: pytest.Mon
     assert "what to do: a larger budget" in told(error)
 
 
+@pytest.mark.parametrize("searched", [False, True])
+def test_a_share_that_cannot_be_met_is_answered_in_shares_first(searched: bool) -> None:
+    plain = captured(wide(), ROWS)
+    share = 100 * smallest_of(plain) // plain.memory().peak_bytes - 1 if searched else 1
+    error = attempt(lambda: applied(plain, fit(f"{share}%")))
+    cause = error.__cause__
+    assert isinstance(cause, BudgetError)
+    begin = (
+        rf"(\d+)% is the least( that any plan can take)?, and {share}% is asked for: no plan fits into [\d.]+ .?B \("
+    )
+    found = re.match(begin, str(cause))
+    assert found
+    assert (cause.searched, bool(found[2])) == (searched, not searched)
+    assert len(told(error).splitlines()) <= 4
+    least = int(found[1])
+    assert isinstance(attempt(lambda: applied(plain, fit(f"{least - 1}%"))).__cause__, BudgetError)
+    if cause.searched:
+        assert applied(plain, fit(f"{least}%"))[1].peak_after >= cause.smallest_bytes
+
+
 def test_the_advice_names_passes_with_their_bytes() -> None:
     model = wide()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)

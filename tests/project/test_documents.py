@@ -21,7 +21,7 @@ from tests.support.paths import ROOT
 from tests.support.training import Blocks, captured, next_token, results
 
 PRINTED = {
-    "README.md": [],
+    "README.md": [r"^fold-transposes: [1-9]\d* replaced; "],
     "passes/README.md": [
         r"^recompute\{checkpoints=layers\.\*\}: \d+ recomputed, 2 checkpoints, .*; peak .* -> ",
         r"^\{'0.up': addmm, 'hidden': gelu, '0::add': add, ",
@@ -50,6 +50,21 @@ def test_python_blocks_run_one_after_the_other(
     run_blocks(document, monkeypatch)
     printed = capsys.readouterr().out
     assert [pattern for pattern in PRINTED[document] if not re.search(pattern, printed, re.MULTILINE)] == []
+
+
+@pytest.mark.parametrize("number", range(len(blocks("README.md", "python"))))
+def test_each_block_of_the_readme_runs_by_itself(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_blocks("README.md", monkeypatch, only=number)
+    assert ("fold-transposes: " in capsys.readouterr().out) is (number == 1)
+
+
+def test_a_row_of_a_table_is_read_by_itself() -> None:
+    """What a row says does not begin in the row above."""
+    rows = [line.split("|")[1].strip() for line in text_of("README.md").splitlines() if line.startswith("| ")]
+    assert [row for row in rows if re.search(r" (do|does|too|likewise)$", row)] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

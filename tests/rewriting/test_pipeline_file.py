@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -17,8 +18,10 @@ from torch import nn
 import graphopt
 from graphopt import GraphoptError, Pipeline, PipelineError, configs
 from graphopt.ir.toml_text import toml_text
-from graphopt.passes import ClipGradients, FitMemory, MixedPrecision, Offload, Recompute
+from graphopt.passes import ClipGradients, FitMemory, MixedPrecision, Offload, OffloadState, Recompute
 from graphopt.rewriting.pass_data import passes_from_data, passes_to_data
+from graphopt.rewriting.registry import available_passes
+from graphopt.rewriting.spec import option_fields
 from graphopt.rewriting.yaml_text import read_yaml, yaml_text
 from tests.rewriting.test_spec import Options, find, options
 from tests.support.properties import examples
@@ -90,7 +93,13 @@ def test_a_file_is_taken_where_passes_are(tmp_path: Path) -> None:
     [
         ([], ["$: expected an object, found a list of 0"]),
         ({}, ["$: 'passes' is missing"]),
-        ({"pases": {}}, ["$: 'passes' is missing"]),
+        ({"pases": {}}, ["$: 'passes' is missing; 'pases' stands there in its place"]),
+        ({"recompute": {"checkpoints": ["a"]}}, ["$.recompute: a pass stands below 'passes'",
+                                                 "[passes.recompute]"]),
+        ({"passes": {}, "title": 1}, ["$: 'title' means nothing here; known are 'passes'"]),
+        ({"passes": [{"name": "recompute", "checkpoints": ["a"]}]},
+         ["$.passes[0]: expected an object whose one entry is a pass with its options, found one with 'name'",
+          "'checkpoints'; in TOML write a table for each pass, [passes.recompute]"]),
         ({"passes": {}, "pases": {}}, ["$: 'pases' means nothing here; did you mean 'passes'?"]),
         ({"passes": 3}, ["$.passes: expected an object with an entry for each pass, or a list of passes, found 3"]),
         ({"passes": [3]}, ["$.passes[0]: expected a pass as text, or an object whose one entry is its name, found 3"]),
@@ -107,8 +116,9 @@ def test_a_file_is_taken_where_passes_are(tmp_path: Path) -> None:
         ({"passes": {"offload": {"tier": None}}}, ["$.passes.offload.tier: expected text, found nothing"]),
         ({"passes": {"clip-gradients": {"max-norm": 10**400}}}, ["expected a number of 64 bits"]),
         ({"passes": ["offload{tier=}"]}, ["$.passes[0]: expected a value here"]),
-        ({"passes": {"offload": [], "recompute": 1}}, ["$.passes.offload: expected an object, found a list",
-                                                       "$.passes.recompute: expected an object, found 1"]),
+        ({"passes": {"offload": [], "recompute": 1}}, [
+            "$.passes.offload: expected an object, found a list of 0; options stand there by name: tensors",
+            "$.passes.recompute: expected an object, found 1; options stand there by name: checkpoints"]),
         ({"passes": ["offload", "offload"]}, ["'offload' is given twice"]),
         ({"zero_optimization": {}}, ["graphopt.configs.from_deepspeed reads such a file"]),
         ({"recompute_configs": {}}, ["graphopt.configs.from_paddle reads such a file"]),
@@ -149,6 +159,10 @@ BOMB = "a: &a [x, x]\nb: &b [*a, *a]\npasses: *b\n"
         ("pipeline.yaml", "passes: {1: {}}", "expected text, found 1"),
         ("pipeline.yaml", "passes: {[1]: {}}", "is not YAML: "),
         ("pipeline.yaml", "passes: " + "[" * 10_000, "nested too deeply"),
+        ("pipeline.yaml", "passes: " + "[x," * 10_000, "nested too deeply"),
+        ("pipeline.yaml", "passes: " + "{" * 10_000, "nested too deeply"),
+        ("pipeline.yaml", "- " * 20_000, "nested too deeply"),
+        ("pipeline.yaml", "passes: [" + "a," * 30_000 + "]", "at most 50,000 are read"),
         ("pipeline.yaml", "", "expected an object, found None"),
     ],
     ids=lambda value: str(value)[:30],
@@ -212,3 +226,85 @@ def test_a_key_of_many_parts_does_not_hide_behind_a_string(tmp_path: Path) -> No
     path.write_text("x = {a = '''\n\"''', " + "b." * 40_000 + 'b = "1"}')
     with pytest.raises(GraphoptError, match="a key in line 2 has"):
         configs.load(path)
+
+
+def test_the_line_is_named_where_it_is_clear(tmp_path: Path) -> None:
+    path = tmp_path / "pipeline.toml"
+    path.write_text("# a comment\n[passes.recompute]\ncheckpoint = ['a']\n\n[passes.offload]\nmin-bytes = 'many'\n")
+    with pytest.raises(PipelineError) as error:
+        configs.load(path)
+    assert "$.passes.recompute.checkpoint (line 3): there is no such option" in str(error.value)
+    assert "$.passes.offload['min-bytes'] (line 6): expected a whole number" in str(error.value)
+    path.write_text("[passes.recompute]\ntier = 1\n\n[passes.offload]\ntier = 1\n")
+    with pytest.raises(PipelineError, match=r"\$\.passes\.offload\.tier: expected text"):
+        configs.load(path)
+
+
+# --- where a file may write ------------------------------------------------------------------------------------------
+
+
+def writing(path: Path, folder: object) -> Path:
+    """A file whose pass keeps finished steps in a folder."""
+    forms = {
+        ".toml": f"[passes.offload-state]\nfolder = {json.dumps(str(folder))}\n",
+        ".json": json.dumps({"passes": [f'offload-state{{folder="{folder}"}}']}),
+        ".yaml": f"passes: {{offload-state: {{folder: {json.dumps(str(folder))}}}}}",
+    }
+    path.write_text(forms[path.suffix])
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["toml", "json", "yaml"])
+def test_a_file_does_not_say_where_files_go(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRAPHOPT_DUMP", raising=False)
+    path = writing(tmp_path / f"pipeline.{suffix}", tmp_path / "states")
+    with pytest.raises(PipelineError) as error:
+        configs.load(path)
+    said = str(error.value)
+    assert f"'{path}': offload-state is to write to folder='{tmp_path / 'states'}'" in said
+    assert "allow_write=FOLDER" in said
+    assert "--allow-write FOLDER" in said
+    with pytest.raises(PipelineError, match="is to write to"):
+        Pipeline(path)
+    with pytest.raises(PipelineError, match="is to write to"):
+        graphopt.optimize(nn.Linear(2, 2), path)
+    for allowed in (tmp_path, str(tmp_path / "states")):
+        assert configs.load(path, allow_write=allowed).passes == (OffloadState(folder=str(tmp_path / "states")),)
+    assert Pipeline(OffloadState(folder=str(tmp_path / "states"))).passes
+    assert not (tmp_path / "states").exists()
+
+
+def test_the_folder_of_the_run_is_one_that_the_user_has_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = writing(tmp_path / "pipeline.toml", tmp_path / "run" / "states")
+    monkeypatch.setenv("GRAPHOPT_DUMP", str(tmp_path / "run"))
+    assert configs.load(path).passes
+    monkeypatch.setenv("GRAPHOPT_DUMP", str(tmp_path / "other"))
+    with pytest.raises(PipelineError, match=r"allowed is what is below '.*other'"):
+        configs.load(path)
+
+
+@pytest.mark.parametrize("folder", ["ok/../../outside", "ok/link/x", "okay", "/", "..", "a\x00b", "ok/link/../y"])
+def test_no_way_out_of_the_folder(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ok").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "ok" / "link").symlink_to(tmp_path / "elsewhere")
+    path = tmp_path / "pipeline.json"
+    path.write_text(json.dumps({"passes": {"offload-state": {"folder": folder}}}))
+    with pytest.raises(PipelineError, match=r"a file does not say where files go|is no path"):
+        configs.load(path, allow_write="ok")
+
+
+def test_what_is_allowed_is_a_path(tmp_path: Path) -> None:
+    path = writing(tmp_path / "pipeline.toml", tmp_path)
+    with pytest.raises(graphopt.ArgumentError, match="allow_write is the path of a folder, got True"):
+        configs.load(path, allow_write=True)  # type: ignore[arg-type]
+
+
+def test_every_option_with_a_place_to_write_to_says_so() -> None:
+    """Of graphopt's own passes; a new option whose name sounds like a path is looked at here."""
+    path = re.compile(r"\b(folder|path|file|dir|directory)\b")
+    options = {(name, option.name): option for name, cls in available_passes().items() for option in option_fields(cls)}
+    found = {key for key, option in options.items() if option.writes or path.search(option.name)}
+    assert found == {("offload-state", "folder")}
+    assert options["offload-state", "folder"].writes

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import graphopt
-from graphopt import ArgumentError, FxPass, GraphoptError
+from graphopt import ArgumentError, FxPass, GraphoptError, PipelineError
 from graphopt.runtime.stored import program_key
 from graphopt.runtime.stored.checked_file import read_checked, write_checked
 from tests.support.running import Compiler, X, adamw, network, rows, sgd
@@ -183,3 +183,17 @@ def test_what_is_compiled_is_left_alone_unless_it_is_trusted(
     assert asked == []
     load(tmp_path / "other", network(), trust_compiled=True)
     assert asked == [b"abc"]
+
+
+def test_a_file_does_not_say_where_its_passes_write(
+    saved: tuple[Path, Training], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GRAPHOPT_DUMP", raising=False)
+    path, states = saved[0], tmp_path / "states"
+    data = read_checked(path).value
+    write_checked(path, {**data, "pipeline": f'{PASSES},offload-state{{folder="{states}"}}'})
+    with pytest.raises(PipelineError, match=r"(?s)is to write to folder='.*load_step\(\.\.\., allow_write=FOLDER"):
+        load(path, network())
+    assert not states.exists()
+    with pytest.raises(GraphoptError, match="offload-state is new"):  # allowed, and not what was saved
+        load(path, network(), allow_write=tmp_path)

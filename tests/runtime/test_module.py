@@ -6,6 +6,7 @@ import copy
 import io
 import logging
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch._dynamo import lookup_backend
 import graphopt
 from graphopt import CaptureError, GraphoptError, Pass
 from graphopt.ir.node import value_of
-from graphopt.passes import Recompute
+from graphopt.passes import FitMemory, Recompute
 from tests.support.covering import covering
 from tests.support.running import Compiler, Gate, Mixed, X, gradients, network, rows, same, sgd
 from tests.support.training import Net, assert_same, assert_same_training, mean_square, train
@@ -349,3 +350,46 @@ def test_a_forward_that_is_set_on_the_optimized_model_is_its_own() -> None:
     optimized.forward = lambda x: Scaled.forward(optimized, x) * 2
     assert torch.equal(optimized(x), before * 2)
     assert torch.equal(model(x), before)
+
+
+class _Described(nn.Linear):
+    def extra_repr(self) -> str:
+        return f"mine, {super().extra_repr()}"
+
+
+class _Named(nn.Linear):
+    def __repr__(self) -> str:
+        return "what its class says"
+
+
+def test_the_text_of_a_model_says_that_it_is_optimized() -> None:
+    for model in (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), _Described(4, 4), _Named(4, 4)):
+        optimized = graphopt.optimize(model, "fit-memory{budget=100%}")
+        own = repr(model)
+        begin = "optimized by graphopt: fit-memory{budget=100%}; "
+        assert repr(optimized) == str(optimized) == f"{begin}nothing captured yet\n{own}"
+        optimized(torch.randn(2, 4)).sum().backward()
+        assert repr(optimized) == f"{begin}1 program captured\n{own}"
+        assert repr(model) == own
+    assert repr(graphopt.optimize(nn.ReLU())) == "optimized by graphopt: no passes; nothing captured yet\nReLU()"
+    assert "(0): optimized by graphopt: no passes" in repr(nn.Sequential(graphopt.optimize(nn.ReLU())))
+
+
+def test_the_text_of_a_model_in_parts() -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.up(x).relu()
+            return self.down(h) if h.sum() > 0 else h
+
+    optimized = graphopt.optimize(Branching(), [FitMemory("1MB")])
+    optimized(torch.randn(2, 4)).sum().backward()
+    first, *_ = repr(optimized).splitlines()
+    assert re.fullmatch(r"optimized by graphopt: fit-memory\{budget=1MB\}; [12] parts? captured, .*", first)
+    said = str(optimized.records)
+    assert "is within its share of the budget" in said
+    assert "GB" not in said
+    assert not re.search(r"(?<![\d.])1 (parts|calls|values|tensors)\b", said)

@@ -56,10 +56,11 @@ def links(document: str) -> list[tuple[Path, str]]:
     return [((here.parent / file).resolve() if file else here, anchor) for file, anchor in found]
 
 
-def run_blocks(document: str, patch: pytest.MonkeyPatch) -> ModuleType:
-    """Run the Python blocks of a document one after the other, as one module."""
+def run_blocks(document: str, patch: pytest.MonkeyPatch, *, only: int | None = None) -> ModuleType:
+    """Run the Python blocks of a document one after the other, as one module, or one of them by itself."""
     module = ModuleType(re.sub(r"\W", "_", document))
     patch.setitem(sys.modules, module.__name__, module)
-    for line, source in blocks(document, "python"):
+    found = blocks(document, "python")
+    for line, source in found if only is None else [found[only]]:
         exec(compile("\n" * line + source, str(ROOT / document), "exec", dont_inherit=True), module.__dict__)
     return module

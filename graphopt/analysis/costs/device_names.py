@@ -42,7 +42,14 @@ def near_devices(text: str) -> list[str]:
     shared = {name: len(words & set(name.split("-"))) for name in DEVICES if _model(name) & words}
     named = [name for name, count in shared.items() if count == max(shared.values())]
     exact = [name for name in named if set(name.split("-")) <= words]
-    return exact or named or near_words(text, DEVICES)
+    return exact or named or near_words(text, DEVICES) or _of_near_model(text)
+
+
+def _of_near_model(text: str) -> list[str]:
+    """The devices of the model that is closest to a word: ``h101`` is next to ``h100``."""
+    models = {model for name in DEVICES for model in _model(name)}
+    near = near_words(text, models, 1)
+    return [name for name in DEVICES if _model(name) & set(near)]
 
 
 def _model(name: str) -> set[str]:

@@ -23,7 +23,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from graphopt.errors import GraphoptError
+from graphopt.analysis.costs.device_names import near_devices
+from graphopt.errors import GraphoptError, did_you_mean
 
 __all__ = ["Figure", "Figures", "cache_folder", "device_here", "device_name", "figures_of", "remeasure"]
 
@@ -224,6 +225,10 @@ def remeasure() -> None:
     _opened.clear()
 
 
+def _gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def device_here(device: torch.device | str) -> torch.device:
     """The device of that name, which can be measured.
 
@@ -233,8 +238,12 @@ def device_here(device: torch.device | str) -> torch.device:
     try:
         place = torch.device(device)
     except RuntimeError as error:
-        raise GraphoptError(f"{device!r} is not a device: {error}") from error
-    cuda = torch.cuda.device_count() if place.type == "cuda" and torch.cuda.is_available() else 0
+        here = ["cpu", *(f"cuda:{index}" for index in range(_gpus()))]
+        near = did_you_mean(device, [*here, "cuda"]) or f"devices here are {', '.join(here)}"
+        known = near_devices(str(device))
+        figures = f"; figures of {', '.join(known)} come with graphopt, for --device and cost=" if known else ""
+        raise GraphoptError(f"{device!r} is not a device that is here; {near}{figures}") from error
+    cuda = _gpus() if place.type == "cuda" else 0
     if place.type != "cpu" and (place.index or 0) >= cuda:
         raise GraphoptError(
             f"nothing can be measured on {str(place)!r} here: only this machine's cpu and cuda devices can be; give "

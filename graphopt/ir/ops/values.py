@@ -12,6 +12,7 @@ from graphopt import _torch
 
 __all__ = [
     "DTYPE_NAMES",
+    "counted",
     "cuda_indices",
     "format_bytes",
     "format_seconds",
@@ -105,6 +106,32 @@ def _meant(match: re.Match[str] | None) -> str:
     letters = match[2].lower().removesuffix("yte").removesuffix("ytes") if match is not None else ""
     unit = next((known for known in (f"{letters}b", letters) if known in _UNITS and len(known) > 1), "")
     return f"did you mean {match[1]}{unit[:-1].upper().replace('I', 'i')}B? " if match is not None and unit else ""
+
+
+_NO_PLURAL = frozenset({"as", "bias", "is", "its", "this"})
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things: ``3 calls``, ``1 call``, ``1 copy held``.
+
+    Args:
+        count: how many.
+        what: the things in the plural, before or behind the words that say more of them.
+    """
+    if count != 1:
+        return f"{count} {what}"
+    words = what.split(" ")
+    for place, word in enumerate(words):
+        if word.endswith("s") and word not in _NO_PLURAL and not word.endswith("ss"):
+            words[place] = _one(word)
+            break
+    return f"1 {' '.join(words)}"
+
+
+def _one(word: str) -> str:
+    if word.endswith("ies"):
+        return f"{word[:-3]}y"
+    return word[:-2] if word.endswith(("sses", "xes", "ches", "shes")) else word[:-1]
 
 
 def format_bytes(count: float) -> str:

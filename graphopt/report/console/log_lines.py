@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 
-from graphopt.ir.ops.values import format_bytes
+from graphopt.ir.ops.values import counted, format_bytes
 from graphopt.report.console.terminal import LogFormatter, first_rank
 from graphopt.rewriting.memory.other_sizes import written_sizes
 from graphopt.rewriting.pass_ import PassRecord
@@ -121,7 +121,7 @@ def _loaded_line(rewritten: Rewritten) -> str:
 
 def _passes(rewritten: Rewritten) -> str:
     count = len(rewritten.pipeline.passes)
-    return {0: "no passes", 1: "1 pass"}.get(count, f"{count} passes")
+    return counted(count, "passes") if count else "no passes"
 
 
 def _by_stage(records: list[PassRecord]) -> dict[str, list[PassRecord]]:

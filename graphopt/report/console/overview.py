@@ -11,7 +11,7 @@ from typing import Any
 
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.values import format_bytes, storage_bytes, tensors_of
+from graphopt.ir.ops.values import counted, format_bytes, storage_bytes, tensors_of
 from graphopt.ir.program import Program
 from graphopt.report.console.terminal import Span, first_rank, write_spans
 from graphopt.rewriting.pass_ import Pass, PassRecord
@@ -68,8 +68,9 @@ def overview_text(passes: Sequence[Pass], records: Sequence[PassRecord], program
 def overview_spans(passes: Sequence[Pass], records: Sequence[PassRecord], program: Program) -> Iterator[list[Span]]:
     """The same as lines made of pieces with their rich styles."""
     calls = sum(node.op not in ("placeholder", "output") for node in program.graph.nodes)
-    count = {0: "no passes", 1: "1 pass"}.get(len(passes), f"{len(passes)} passes")
-    yield [(f"graphopt: {program.title or 'program'}, {program.stage} stage, {calls} calls, {count}", "bold")]
+    count = counted(len(passes), "passes") if passes else "no passes"
+    head = f"graphopt: {program.title or 'program'}, {program.stage} stage, {counted(calls, 'calls')}, {count}"
+    yield [(head, "bold")]
     for current in passes:
         own = [record for record in records if record.spec == str(current)]
         yield [(f"  {current.name}", "bold"), (f" ({current.stage}, {current.numerics})", "")]

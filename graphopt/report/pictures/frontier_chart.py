@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from graphopt.ir.ops.values import format_bytes, format_seconds
+from graphopt.ir.ops.values import counted, format_bytes, format_seconds
 from graphopt.report.pictures.picture import printable
 from graphopt.report.text.frontier_table import FrontierPoint, FrontierReport
 
@@ -158,7 +158,7 @@ class _Chart:
         yield _text(_LEFT, 26, _fit(self._title(), 8.6), "title")
         passes = f"passes: {', '.join(report.passes)}; " if report.passes else ""
         time = f"time as it is ({report.cost}): {format_seconds(report.seconds)}"
-        yield _text(_LEFT, 46, _fit(f"{passes}{len(report.points)} plans; {time}", _LETTER), "dim")
+        yield _text(_LEFT, 46, _fit(f"{passes}{counted(len(report.points), 'plans')}; {time}", _LETTER), "dim")
         if report.remark:
             yield _text(_LEFT, 64, report.remark, "dim")
 

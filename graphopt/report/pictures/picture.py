@@ -13,7 +13,7 @@ from torch import fx
 from graphopt import _torch
 from graphopt.ir.node import Phase, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.values import format_bytes, storage_bytes, tensors_of
+from graphopt.ir.ops.values import counted, format_bytes, storage_bytes, tensors_of
 from graphopt.ir.program import Program
 from graphopt.report.console.escape import printable, safe
 from graphopt.report.pictures.layout import COLUMNS, ROW_HEIGHT, Box, Edge, Lane, Layout, lay_out
@@ -267,7 +267,7 @@ class _Drawing:
     def _box(self, box: Box) -> Iterator[str]:
         row = self.rows[box.row]
         label = f"{row.label} ×{len(row.paths)}" if "…" in row.label else row.label
-        calls = f"{len(box.nodes)} calls" if len(box.nodes) != 1 else "1 call"
+        calls = counted(len(box.nodes), "calls")
         keeps = f" · keeps {_bytes_text(box.kept)}" if any(box.kept) else ""
         ops = _ops([self.nodes[name] for name in box.nodes])
         modules = ", ".join(path or "the model" for path in (*row.paths[:4], *(["…"] if len(row.paths) > 4 else [])))

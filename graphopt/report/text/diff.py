@@ -13,7 +13,7 @@ from torch import fx
 
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import NodeInfo, OutputSpec, Phase, info, value_of
-from graphopt.ir.ops.values import format_bytes, type_text
+from graphopt.ir.ops.values import counted, format_bytes, type_text
 from graphopt.ir.program import Program
 from graphopt.ir.text import Writer, ends_of_life, input_line, output_line, statement
 
@@ -331,7 +331,7 @@ def _summary(changes: list[_Change], lifetimes: int) -> str:
     parts = [f"+{count('added', 'node')} nodes", f"-{count('removed', 'node')} nodes"]
     parts += [f"{count(what, 'node')} {what}" for what in ("changed", "moved") if count(what, "node")]
     if lifetimes:
-        parts.append(f"{lifetimes} lifetimes changed")
+        parts.append(f"{counted(lifetimes, 'lifetimes')} changed")
     for kind in ("input", "output"):
         parts += [
             f"{sign}{count(what, kind)} {kind}s"

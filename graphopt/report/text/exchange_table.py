@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from graphopt.ir.columns import aligned
-from graphopt.ir.ops.values import format_bytes, format_seconds
+from graphopt.ir.ops.values import counted, format_bytes, format_seconds
 from graphopt.ir.version import VERSION
 from graphopt.rewriting.distributed.prediction.advice import MOST_RANKS, SHARE, ExchangePlan
 from graphopt.rewriting.distributed.prediction.link import format_bandwidth
@@ -87,7 +87,7 @@ def _head(plan: ExchangePlan, passes: tuple[str, ...]) -> list[str]:
         f"computation  {format_seconds(workload.compute)}: {parts}",
         f"             {first}",
         *(f"             {line}" for line in more),
-        f"exchanged    {len(workload.gradients)} gradients of {size}{buffers}",
+        f"exchanged    {counted(len(workload.gradients), 'gradients')} of {size}{buffers}",
         *([_DROP_IN] if workload.stage == "joint" else []),
     ]
 

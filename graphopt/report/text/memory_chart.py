@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graphopt.ir.ops.values import format_bytes
+from graphopt.ir.ops.values import counted, format_bytes
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.report.console.terminal import Span
 from graphopt.report.text.memory_bands import (
@@ -88,7 +88,7 @@ class _Chart:
             yield [(f"{' ' * label}  from the top:", ""), *self._key()]
         for section in self.sections:
             most = format_bytes(max(self.timeline.bytes[section.start : section.end]))
-            yield [(f"{section.name}: {section.size} calls, up to {most}", "")]
+            yield [(f"{section.name}: {counted(section.size, 'calls')}, up to {most}", "")]
 
     def _crossed(self) -> int | None:
         """The row, from the top, that the limit crosses: the first one above a bar of so many bytes."""

@@ -8,7 +8,7 @@ from typing import Any
 from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.ir.columns import aligned
 from graphopt.ir.node import info
-from graphopt.ir.ops.values import format_bytes
+from graphopt.ir.ops.values import counted, format_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.reserved_memory import ReservedMemory
 from graphopt.ir.text import short_source
@@ -147,7 +147,7 @@ def _reserved(reserved: ReservedMemory) -> list[str]:
     used = ", ".join(f"{name} {format_bytes(size)}" for name, size in reserved.workspaces.items() if size)
     first = (
         f"reserved  {format_bytes(reserved.reserved_peak_bytes)} ({reserved.reserved_peak_bytes} bytes) on "
-        f"{reserved.device} in {reserved.segments} segments, first {at}"
+        f"{reserved.device} in {counted(reserved.segments, 'segments')}, first {at}"
     )
     second = (
         f"unused    {format_bytes(reserved.unused_bytes)} of it then, {format_bytes(reserved.inactive_split_bytes)} in "

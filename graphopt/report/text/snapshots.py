@@ -7,15 +7,10 @@ from typing import Any
 
 from graphopt.ir.program import Program
 from graphopt.rewriting.dump import record_json
-from graphopt.rewriting.pass_ import PassRecord
+from graphopt.rewriting.pass_ import PassRecord, record_lines
 from graphopt.runtime.rewrite import Rewritten
 
-__all__ = ["heading", "labelled", "record_lines", "records_json", "snapshots_json", "snapshots_text"]
-
-
-def record_lines(record: PassRecord) -> list[str]:
-    """One line that sums up what a pass did, and the pass's own lines."""
-    return [str(record), *(f"  {line}" for line in record.changed.lines)]
+__all__ = ["heading", "labelled", "records_json", "snapshots_json", "snapshots_text"]
 
 
 def records_json(records: Iterable[PassRecord]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.columns import aligned
 from graphopt.ir.names import match_names
 from graphopt.ir.node import Phase, TensorInfo
-from graphopt.ir.ops.values import DTYPE_NAMES, format_bytes
+from graphopt.ir.ops.values import DTYPE_NAMES, counted, format_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.text import short_source
 
@@ -104,7 +104,7 @@ class TensorsTable:
             for row in self.rows
         ]
         head = tuple(title if any(row[column] for row in rows) else "" for column, title in enumerate(_HEAD))
-        count = "1 tensor" if len(rows) == 1 else f"{len(rows)} tensors"
+        count = counted(len(rows), "tensors")
         return (
             "\n".join(
                 [*(aligned([head, *rows], right=(2,)) if rows else []), f"{count}, {format_bytes(self.total_bytes)}"]

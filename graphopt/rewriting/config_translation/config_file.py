@@ -12,7 +12,7 @@ from graphopt.rewriting.pipeline_file import passes_as_text, read_passes
 __all__ = ["load", "save"]
 
 
-def load(path: str | os.PathLike[str]) -> Pipeline:
+def load(path: str | os.PathLike[str], *, allow_write: str | os.PathLike[str] | None = None) -> Pipeline:
     """The pipeline in a TOML, JSON or YAML file, with the names that the text form has.
 
     The end of the file's name says which of the three it is. Its only entry is ``passes``: an object with an entry for
@@ -25,13 +25,18 @@ def load(path: str | os.PathLike[str]) -> Pipeline:
         budget = "8GB"
 
     YAML needs PyYAML. Files may come from strangers: values are checked and none is evaluated, and sizes are limited.
+    What an option has passes write, such as ``folder`` of ``offload-state``, goes below ``allow_write`` or the folder
+    of ``GRAPHOPT_DUMP``, or is refused, links and ``..`` followed. An option may name a file to read, such as
+    ``cost="machine.toml"``, wherever it is: it is read as data, the figures of a device, and none of it is run.
 
     Args:
         path: of a ``.toml``, ``.json``, ``.yaml`` or ``.yml`` file. As a ``pathlib.Path`` it is also taken wherever
             ``passes`` are.
+        allow_write: a folder in which and below which the passes of the file may write.
 
     Raises:
-        PipelineError: listing everything that is wrong with the passes, each with its path in the file.
+        PipelineError: listing everything that is wrong with the passes, each with its path in the file, and its line
+            where that is clear; for a pass that is to write elsewhere.
         GraphoptError: for a file that cannot be read, or is not of the form that its name says.
 
     Example:
@@ -44,7 +49,7 @@ def load(path: str | os.PathLike[str]) -> Pipeline:
         >>> str(graphopt.configs.load(path))
         'recompute{checkpoints=blocks.*}'
     """
-    return Pipeline(read_passes(path))
+    return Pipeline(read_passes(path, allow_write=allow_write))
 
 
 def save(passes: Passes, path: str | os.PathLike[str]) -> Path:

@@ -9,7 +9,7 @@ from torch import fx
 
 from graphopt.analysis.costs.cost import costs_of
 from graphopt.analysis.liveness import bytes_of_copy
-from graphopt.ir.ops.values import format_bytes, format_seconds
+from graphopt.ir.ops.values import counted, format_bytes, format_seconds
 from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.agreed_decision import decided_by_first_rank
 from graphopt.rewriting.memory.budget import BudgetError
@@ -192,6 +192,7 @@ def copies_line(lifted: Swaps, swapped: Swapped) -> str:
     """How often inputs are copied, or gathered, around a plan, for people."""
     way = "gathered from all ranks" if lifted.tier == RANKS else f"copied in from the {lifted.tier}"
     return (
-        f"{len(swapped.inputs)} tensors of {lifted.origin} are {way} {swapped.visits} times a step around this plan; "
+        f"{lifted.origin}: {counted(len(swapped.inputs), 'tensors')} {way} {counted(swapped.visits, 'times')} a step "
+        f"around this plan; "
         f"the computation waits {format_seconds(swapped.waited)} for them (expected)"
     )

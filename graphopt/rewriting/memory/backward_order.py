@@ -39,6 +39,8 @@ def freeing_first(program: Program) -> tuple[Program, str] | None:
     moved = sum(order.improve(run) for run in list(_runs(trial)))
     if not moved or trial.memory().peak_bytes > program.memory().peak_bytes:
         return None
+    if moved == 1:
+        return trial, "1 call of backward runs sooner, for what it is the last to read"
     return trial, f"{moved} calls of backward run sooner, for what they are the last to read"
 
 

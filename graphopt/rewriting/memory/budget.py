@@ -39,7 +39,7 @@ class BudgetError(GraphoptError):
     Args:
         message: for people.
         smallest_bytes: the smallest peak that was found; where nothing was searched, bytes that every plan takes.
-        budget: in bytes.
+        budget: what was asked for, in bytes.
         searched: whether plans were searched; they are not where the budget is below what every plan takes.
 
     Attributes:
@@ -53,6 +53,28 @@ class BudgetError(GraphoptError):
         self.smallest_bytes = smallest_bytes
         self.budget = budget
         self.searched = searched
+
+    def in_shares(self, budget: object) -> BudgetError:
+        """The same error; where a share was asked for, it begins with the least share.
+
+        Args:
+            budget: as the user gave it.
+        """
+        percent = _PERCENT.fullmatch(budget) if isinstance(budget, str) else None
+        if percent is None or not self.budget:
+            return self
+        least = math.ceil(self.smallest_bytes * float(percent[1]) / self.budget)
+        that = "" if self.searched else " that any plan can take"
+        told = type(self)(
+            f"{least}% is the least{that}, and {budget} is asked for: {self}",
+            self.smallest_bytes,
+            self.budget,
+            searched=self.searched,
+        )
+        told.smallest = self.smallest
+        for note in getattr(self, "__notes__", ()):
+            told.add_note(note)
+        return told
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The same error for another rank, without the plan."""
@@ -225,22 +247,20 @@ def refuse_hopeless(program: Program, memory: MemoryTimeline, budget: int, *, mo
         searched=False,
     )
     residents = sorted((s for s in memory.storages if s.is_input and s.bytes), key=lambda s: -s.bytes)
-    error.add_note("the largest tensors that are there all the time:")
-    for storage in residents[:_SHOWN]:
-        name = storage.names[0] if storage.names else storage.owner.name
-        error.add_note(f"  {name}: {format_bytes(storage.bytes)} ({storage.category})")
+    shown = [(s.names[0] if s.names else s.owner.name, s) for s in residents[:_SHOWN]]
+    largest = ", ".join(f"{name} ({format_bytes(storage.bytes)}, {storage.category})" for name, storage in shown)
+    error.add_note(f"the largest tensors that are there all the time: {largest}")
     _advise(error, program, memory, moves=moves)
     raise error
 
 
-_SHOWN = 8
+_SHOWN = 3
 """Tensors that an error names."""
 
 
 def _advise(error: BudgetError, program: Program, memory: MemoryTimeline, *, moves: bool) -> None:
-    error.add_note("what to do: a larger budget, a smaller batch, or passes that lower what is always there:")
-    for line in what_would_help(program, memory, moves=moves):
-        error.add_note(f"  {line}")
+    ways = ("a larger budget", "a smaller batch", *what_would_help(program, memory, moves=moves))
+    error.add_note(f"what to do: {', '.join(ways)}")
 
 
 def infeasible(fitting: Fitting, budget: int) -> BudgetError:
@@ -264,9 +284,11 @@ def infeasible(fitting: Fitting, budget: int) -> BudgetError:
         least,
         budget,
     )
-    error.add_note(f"the smallest peak is reached at {_named(memory)}; the largest tensors alive there:")
-    for item in memory.alive[:_SHOWN]:
-        error.add_note(f"  {item.name}: {format_bytes(item.bytes)} ({item.category}) {item.source}".rstrip())
+    largest = ", ".join(
+        f"{item.name} ({', '.join(filter(None, (format_bytes(item.bytes), item.category, item.source)))})"
+        for item in memory.alive[:_SHOWN]
+    )
+    error.add_note(f"the smallest peak is reached at {_named(memory)}; the largest tensors there: {largest}")
     moves = fitting.lanes is not None and fitting.lanes.room > 0
     _advise(error, fitting.program, memory, moves=moves)
     return error

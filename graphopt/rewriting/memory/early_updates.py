@@ -13,7 +13,7 @@ from torch import fx
 from graphopt.analysis.liveness import storages_of
 from graphopt.ir.node import Phase, info, set_info, value_of
 from graphopt.ir.ops import foreach, schema
-from graphopt.ir.ops.values import format_bytes, storage_bytes, tensors_of
+from graphopt.ir.ops.values import counted, format_bytes, storage_bytes, tensors_of
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline, Storage
 
@@ -134,7 +134,8 @@ class _Candidate:
 
     def lines(self, was: MemoryTimeline) -> Iterable[str]:
         """What a user should read."""
-        yield f"{len(self.early)} of {len(self.trained)} parameters are updated while backward still runs"
+        early, are = len(self.early), "is" if len(self.early) == 1 else "are"
+        yield f"{early} of {counted(len(self.trained), 'parameters')} {are} updated while backward still runs"
         if self.late:
             yield "the others have room for what they allocate behind backward only, and stay there"
         before, after = format_bytes(was.peak_bytes), format_bytes(self.peak)

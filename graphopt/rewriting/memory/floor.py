@@ -46,7 +46,7 @@ def _operands_or_results(memory: MemoryTimeline, node: fx.Node) -> int:
 
 
 def what_would_help(program: Program, memory: MemoryTimeline, *, moves: bool) -> Iterator[str]:
-    """A line for each pass that would lower a peak, with the bytes that it would take off there.
+    """The passes that would lower a peak, each with the bytes that it would take off there.
 
     Args:
         program: that was to be fitted.
@@ -58,47 +58,37 @@ def what_would_help(program: Program, memory: MemoryTimeline, *, moves: bool) ->
     gradients = _gradients(memory)
     kept = sum(alive[name] for name in _KEPT)
     if "chunk-loss" not in done and (logits := _logits(memory)):
-        yield (
-            f"ChunkLoss() computes logits and loss in chunks of tokens: up to {format_bytes(logits)} less (in a whole "
-            "step, with loss=)"
-        )
+        less = format_bytes(logits)
+        yield f"ChunkLoss() (logits and loss in chunks of tokens, in a whole step with loss=: up to {less} less)"
     samples = _samples(program, done)
     if samples > 1 and (most := kept * (samples - 1) // samples) > memory.peak_bytes // 100:
-        yield (
-            f"Microbatch() computes some of the {samples} samples at a time, forward and backward: up to "
-            f"{format_bytes(most)} less"
-        )
+        yield f"Microbatch() (some of the {samples} samples at a time: up to {format_bytes(most)} less)"
     yield from _fewer_bits(memory, done)
-    if gradients and program.stage == "joint":
-        yield (
-            "graphopt.optimize_step with FuseUpdate() in the place of graphopt.optimize updates a parameter when its "
-            f"gradient is there: up to {format_bytes(sum(gradients) - max(gradients))} less"
-        )
+    early = sum(gradients) - max(gradients, default=0)
+    if early > memory.peak_bytes // 100 and program.stage == "joint":
+        less = format_bytes(early)
+        yield f"graphopt.optimize_step with FuseUpdate() in the place of graphopt.optimize (up to {less} less)"
     if kept and not moves:
-        yield (
-            f"host_budget=, or Offload(tier='disk'), lets activations wait elsewhere, where {format_bytes(kept)} are "
-            "alive (on a CPU the host's memory is the device's own)"
-        )
+        there = format_bytes(kept)
+        yield f"host_budget= or Offload(tier='disk') (activations elsewhere, {there} are alive; on a CPU the disk)"
     if alive["optimizer state"] > memory.peak_bytes // 100:
         state = format_bytes(alive["optimizer state"])
         if "offload-state" not in done and "state" not in done:
-            yield f"OffloadState(), or allow=('recompute', 'state'), lets {state} of optimizer state reside elsewhere"
+            yield f"OffloadState() or allow=('recompute', 'state') ({state} of optimizer state elsewhere)"
         if "shard-optimizer" not in done and "shard-parameters" not in done:
-            yield f"ShardOptimizer() on several ranks leaves each its share of the {state} of optimizer state"
+            yield f"ShardOptimizer() on several ranks (for each its share of {state} of optimizer state)"
 
 
 def _fewer_bits(memory: MemoryTimeline, done: str) -> Iterator[str]:
-    """A line for each pass that keeps activations in fewer bits an element."""
+    """The passes that keep activations in fewer bits an element."""
     single = _single_precision(memory)
     if single < memory.peak_bytes // 100:
         return
     if "mixed-precision" not in done:
-        yield f"MixedPrecision() keeps activations in two bytes an element: up to {format_bytes(single // 2)} less"
+        yield f"MixedPrecision() (activations in two bytes an element: up to {format_bytes(single // 2)} less)"
     if "compress" not in done:
-        yield (
-            "CompressActivations(), or allow=('recompute', 'compress'), keeps activations in 8 bits an element, with "
-            f"noise in gradients: up to {format_bytes(single * 3 // 4)} less"
-        )
+        less = format_bytes(single * 3 // 4)
+        yield f"CompressActivations() or allow=('recompute', 'compress') (8 bits, noisy gradients: up to {less} less)"
 
 
 def _samples(program: Program, done: str) -> int:

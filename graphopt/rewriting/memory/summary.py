@@ -10,8 +10,8 @@ from torch import fx
 
 from graphopt.analysis.costs.cost import CostReport
 from graphopt.ir.columns import aligned
-from graphopt.ir.node import info
-from graphopt.ir.ops.values import format_bytes, format_seconds
+from graphopt.ir.node import info, value_of
+from graphopt.ir.ops.values import format_bytes, format_seconds, tensors_of
 from graphopt.ir.reserved_memory import ReservedMemory
 from graphopt.ir.text import short_source
 from graphopt.planning import Simulated
@@ -156,17 +156,23 @@ def _outside(fitting: Fitting) -> list[str]:
     program = fitting.program
     if not program.inputs_of("tangent"):
         return []
+    values = [value for value, _ in program.outputs_of("output", "base") if isinstance(value, fx.Node)]
+    if all(one.numel() == 1 for value in values for one in tensors_of(value_of(value))):
+        return []  # the loss itself
     returned = {
         id(storage): storage.bytes
-        for value, _ in program.outputs_of("output", "base")
-        if isinstance(value, fx.Node)
+        for value in values
         for storage in fitting.memory.refers[value]
         if not storage.is_input
     }
-    counted = format_bytes(sum(returned.values()))
-    return [
-        f"counted until backward ends: {counted} that the model returns; not counted: what the loss outside allocates"
-    ]
+    count, outside = sum(returned.values()), "not counted: what the loss outside allocates"
+    if count <= max(_UNNOTICED, fitting.memory.peak_bytes // 1000):
+        return [outside]
+    return [f"counted until backward ends: {format_bytes(count)} that the model returns; {outside}"]
+
+
+_UNNOTICED = 4096
+"""Bytes that are not worth a word, whatever the peak is."""
 
 
 def away_lines(fitting: Fitting, fitted: Fitted) -> list[str]:

@@ -12,7 +12,7 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.errors import ArgumentError
-from graphopt.ir.ops.values import format_bytes, parse_bytes
+from graphopt.ir.ops.values import counted, format_bytes, parse_bytes
 from graphopt.ir.version import VERSION
 from graphopt.rewriting.memory.budget import BudgetError, check_budget
 from graphopt.runtime.compile.kept_values import Candidate, KeptValues
@@ -93,12 +93,12 @@ def _chosen(candidates: Sequence[Candidate], budget: int | str) -> Candidate:
     for candidate in candidates:
         if candidate.peak_bytes <= limit:
             logger.info(
-                "partitioner: peak %s -> %s predicted, kept %s -> %s, %d calls run again (%d with torch's partition)",
+                "partitioner: peak %s -> %s predicted, kept %s -> %s, %s run again (%d with torch's partition)",
                 format_bytes(torchs.peak_bytes),
                 format_bytes(candidate.peak_bytes),
                 format_bytes(torchs.kept_bytes),
                 format_bytes(candidate.kept_bytes),
-                candidate.again,
+                counted(candidate.again, "calls"),
                 torchs.again,
             )
             return candidate
@@ -107,7 +107,7 @@ def _chosen(candidates: Sequence[Candidate], budget: int | str) -> Candidate:
         f"bytes ({format_bytes(lowest.peak_bytes)}); torch's own partition takes {format_bytes(torchs.peak_bytes)}",
         lowest.peak_bytes,
         limit,
-    )
+    ).in_shares(budget)
 
 
 def _bytes(budget: int | str, peak: int) -> int:

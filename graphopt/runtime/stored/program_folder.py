@@ -11,6 +11,7 @@ from pathlib import Path
 from graphopt.analysis.costs.figures import cache_folder
 from graphopt.errors import GraphoptError
 from graphopt.ir.checked_json import Field
+from graphopt.ir.ops.values import counted
 from graphopt.runtime.stored.checked_file import read_checked, write_checked
 from graphopt.runtime.stored.program_files import HEADER
 
@@ -104,7 +105,7 @@ def find_entry(folder: Path, key: str) -> StoredEntry:
     """
     found = [entry for entry in entries(folder) if entry.key.startswith(key)]
     if len(found) != 1:
-        what = "no capture" if not found else f"{len(found)} captures"
+        what = "no capture" if not found else counted(len(found), "captures")
         raise GraphoptError(f"{what} in {folder} with a key that begins with {key!r}; `graphopt cache list` shows them")
     return found[0]
 

@@ -98,7 +98,7 @@ def test_del_shows_only_where_a_lifetime_changed() -> None:
         hint="negative",
     )
     text = before.diff(after)
-    assert text.startswith("+1 nodes, -0 nodes, 1 lifetimes changed")
+    assert text.startswith("+1 nodes, -0 nodes, 1 lifetime changed")
     changed = [line for line in text.split("\n") if re.match(r"[+-](?![+-])", line)][1:]
     assert sorted(line for line in changed if "negative = " not in line) == [
         f"+del {longer.name}", "+del negative", f"-del {longer.name}",
@@ -128,7 +128,7 @@ def test_diff_of_signatures() -> None:
     pairs = zip(after.output_values, after.outputs, strict=True)
     after.set_outputs([negative if s == spec else v for v, s in pairs], after.outputs)
     text = before.diff(after)
-    assert text.startswith("+1 nodes, -0 nodes, 1 lifetimes changed, ~1 outputs")
+    assert text.startswith("+1 nodes, -0 nodes, 1 lifetime changed, ~1 outputs")
     assert f"-return {value.name},  # gradient linear.weight" in text
     assert "+return neg,  # gradient linear.weight" in text
 

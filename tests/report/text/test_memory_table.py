@@ -96,7 +96,7 @@ def test_memory_chart_has_the_update() -> None:
     )
     text = memory_text(program, width=1)
     assert re.search(r"forward +backward +update$", text, re.MULTILINE)
-    assert re.search(r"^update: [1-9]\d* calls, up to", text, re.MULTILINE)
+    assert re.search(r"^update: [1-9]\d* calls?, up to", text, re.MULTILINE)
 
 
 def test_a_chart_has_the_scale_and_the_line_that_are_asked_for() -> None:
