@@ -124,7 +124,7 @@ APT := apt-get -qq -o Dpkg::Use-Pty=0
 CHROMIUM := install -y --no-install-recommends chromium
 $(BROWSER): $(CORE)
 	@command -v chromium >/dev/null \
-		|| { echo "Installing Debian's chromium for the tests of the interactive page" \
+		|| { echo "Installing a program outside of $(VENV), by apt-get: Debian's chromium, for the tests of the interactive page" \
 			&& { $(APT) $(CHROMIUM) >/dev/null 2>&1 || { $(APT) update && $(APT) $(CHROMIUM) >/dev/null; }; } \
 			&& command -v chromium >/dev/null; } \
 		|| { echo "The tests of the interactive page need a program called chromium, and apt-get cannot install it here:"; \
