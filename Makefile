@@ -12,19 +12,8 @@ DEV := $(VENV)/.dev-installed
 BROWSER := $(VENV)/.chromium-found
 IMAGE_VENV := .venv-timm
 IMAGE_DEV := $(IMAGE_VENV)/.installed
-IMAGE_PYTEST := $(IMAGE_VENV)/bin/python -m pytest -n 2 --dist worksteal
 # One more process than cores of the machines that this is measured on: tests of several ranks mostly wait.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
-
-# What `make sweep` runs of the tests that are marked so, in parts
-SWEPT := -m 'sweep and not gpu and not hypothesis'
-OPERATORS := tests/sweeps/test_operators.py tests/sweeps/test_autocast_lists.py tests/sweeps/test_torch_modules.py
-PROGRAMS := tests/sweeps/test_random_programs.py
-MODELS := tests/runtime/test_transformers.py tests/sweeps/test_architectures.py tests/sweeps/test_microbatch_architectures.py
-TIMM := tests/sweeps/test_timm.py
-FILES := tests/sweeps/test_hostile_inputs.py
-FAULTS := tests/runtime/ranks tests/sweeps/test_faults.py
-SOAK := tests/runtime/test_soak.py tests/rewriting/distributed/test_convergence.py
 
 # Each of the processes that tests start would otherwise compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -46,22 +35,11 @@ install: $(DEV) ## install graphopt from this folder, and everything for tests a
 demo: $(CORE) ## train a small GPT on real text within a third of the bytes that it takes (about a minute)
 	$(BIN)/python examples/fit_gpt.py
 
-test: $(DEV) $(BROWSER) ## run the tests (ten minutes on two fast cores, a quarter of an hour on slow ones)
+test: $(DEV) $(BROWSER) ## run the tests (a quarter of an hour on two cores)
 	$(PYTEST)
 
-# Each part ends with pytest's own line of how many passed; the next one runs whatever came of the one before.
-sweep: $(DEV) $(IMAGE_DEV) ## run what `make test` leaves out: properties, ops, programs, models, files, faults, soak, combinations
-	@status=0; part() { echo "sweep: $$1"; shift; env "$$@" || status=1; }; \
-	part properties HYPOTHESIS_PROFILE=sweep $(PYTEST) -m 'hypothesis and not gpu'; \
-	part operators $(PYTEST) $(SWEPT) $(OPERATORS); \
-	part programs $(PYTEST) $(SWEPT) $(PROGRAMS); \
-	part models $(PYTEST) $(SWEPT) $(MODELS); \
-	part timm $(IMAGE_PYTEST) $(SWEPT) $(TIMM); \
-	part files $(PYTEST) $(SWEPT) $(FILES); \
-	part faults $(PYTEST) $(SWEPT) $(FAULTS); \
-	part soak $(PYTEST) $(SWEPT) $(SOAK); \
-	part combinations $(PYTEST) $(SWEPT) $(patsubst %,--ignore=%,tests/sweeps $(MODELS) $(FAULTS) $(SOAK)); \
-	exit $$status
+sweep: ## run what `make test` leaves out: properties, ops, programs, models, files, faults, soak (hours)
+	.ci/sweep
 
 lint: $(DEV) ## check style, types, and which way imports run
 	$(BIN)/ruff check .
@@ -146,7 +124,7 @@ APT := apt-get -qq -o Dpkg::Use-Pty=0
 CHROMIUM := install -y --no-install-recommends chromium
 $(BROWSER): $(CORE)
 	@command -v chromium >/dev/null \
-		|| { echo "Installing Debian's chromium for the tests of the interactive page" \
+		|| { echo "Installing a program outside of $(VENV), by apt-get: Debian's chromium, for the tests of the interactive page" \
 			&& { $(APT) $(CHROMIUM) >/dev/null 2>&1 || { $(APT) update && $(APT) $(CHROMIUM) >/dev/null; }; } \
 			&& command -v chromium >/dev/null; } \
 		|| { echo "The tests of the interactive page need a program called chromium, and apt-get cannot install it here:"; \

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,7 +69,9 @@ def test_the_line_comes_from_graphopts_logger() -> None:
 def test_the_command_installs_the_releases_that_are_known() -> None:
     first, last = KNOWN.split(" to ")
     major, minor = map(int, last.split("."))
-    assert f"pip install 'torch>={first},<{major}.{minor + 1}'" == INSTALL
+    allowed = f"torch>={first},<{major}.{minor + 1}"
+    assert f"pip install '{allowed}'" == INSTALL
+    assert allowed in tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
 
 
 _ALSO_KNOWN = [

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.cuda_without_device import COMPILER, build, run_on_cuda
+from tests.support.sweeping import sweeping
 
 MODEL = """
 import torch.nn.functional as F
@@ -81,14 +82,12 @@ if COMPILER is not None:
     @pytest.fixture(scope="module")
     def found(library: Path, request: pytest.FixtureRequest) -> Any:
         """What is told of each pipeline; without those that are swept where nothing of them is asked."""
-        swept = any(item.get_closest_marker("sweep") and item.path == request.path for item in request.session.items)
-        names = [name for name in PASSES if swept or name not in SWEPT]
+        names = [name for name in PASSES if name not in SWEPT or sweeping(request)]
         each = ", ".join(f"{name!r}: told(rewritten({PASSES[name]}).program)" for name in names)
         return run_on_cuda(library, f"{MODEL}\nfound = {{{each}}}")
 
-    @pytest.mark.parametrize(
-        "passes", [pytest.param(name, marks=pytest.mark.sweep if name in SWEPT else ()) for name in PASSES]
-    )
+    @pytest.mark.sweep(cases=SWEPT)
+    @pytest.mark.parametrize("passes", PASSES)
     def test_a_program_is_on_its_device_and_the_host_has_what_is_small(passes: str, found: Any) -> None:
         program = found[passes]
         assert program["where"] == "cuda:0"

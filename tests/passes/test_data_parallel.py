@@ -22,6 +22,7 @@ from graphopt.ir.ops.collectives import ALL_REDUCE, BROADCAST, WAIT
 from graphopt.passes import DataParallel, FuseUpdate, Recompute
 from graphopt.rewriting.distributed.buckets import Item, pack
 from tests.support.ranks import run_ranks
+from tests.support.sweeping import sweeping
 
 SMALL = DataParallel(bucket_mb=0.01, first_bucket_mb=0.001)
 
@@ -360,10 +361,10 @@ os._exit(0)
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[Any]]:
     """How many ranks there are, and what each said."""
     world: int = request.param
-    mine = [item for item in request.session.items if item.path == request.path]
-    swept = any(item.get_closest_marker("sweep") for item in mine)
     store: Path = tmp_path_factory.mktemp("ranks") / "store"
-    return world, run_ranks(f"swept = {swept}\n{SCRIPT}", world, store, codes=[0, 7] if world == 2 else None)
+    return world, run_ranks(
+        f"swept = {sweeping(request)}\n{SCRIPT}", world, store, codes=[0, 7] if world == 2 else None
+    )
 
 
 WAYS = ["sgd, whole step", "sgd, drop-in", "adamw, whole step", "adamw, drop-in", "recomputed", "accumulated"]

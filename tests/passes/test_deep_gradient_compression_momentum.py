@@ -21,6 +21,7 @@ from graphopt.passes import DataParallel, DeepGradientCompression
 from graphopt.rewriting.distributed.optimizer_momentum import momenta_of, why_not_taken_over
 from tests.support.compressing import COMMON, TAKEN
 from tests.support.ranks import run_ranks
+from tests.support.sweeping import sweeping
 
 Said = list[dict[str, Any]]
 
@@ -28,9 +29,7 @@ Said = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Said:
     """What each of two ranks found; only in some cases where nothing that is swept is asked for."""
-    mine = [item for item in request.session.items if item.path == request.path]
-    swept = any(item.get_closest_marker("sweep") for item in mine)
-    script = COMMON + ("" if swept else f"PICKED = {PICKED!r}\n") + TAKEN + "\nsay(said)\n"
+    script = COMMON + ("" if sweeping(request) else f"PICKED = {PICKED!r}\n") + TAKEN + "\nsay(said)\n"
     return [found for (found,) in run_ranks(script, 2, tmp_path_factory.mktemp("two") / "store")]
 
 
@@ -47,11 +46,9 @@ PICKED = ("weight decay, clipping", "nesterov")
 """What `make test` has of them."""
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(but=tuple(f"{name}-{changed}" for name in PICKED for changed in ("", ", changed")))
 @pytest.mark.parametrize("changed", ["", ", changed"])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in PICKED else pytest.mark.sweep) for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_training_is_that_of_a_plain_loop(two: Said, name: str, changed: str) -> None:
     """Parameters and buffers in float64 after dense and sparse steps; also where the momentum is changed on the way."""
     for found in two:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.compressing import COMMON, DENSE, EQUAL, EXACT, LOAD, RESUME, SAVE, SKIPPED
 from tests.support.ranks import run_ranks
+from tests.support.sweeping import sweeping
 
 Said = list[dict[str, Any]]
 SAY = "\nsay(said)\n"
@@ -62,8 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two(folder: Path, request: pytest.FixtureRequest) -> Said:
     """What each of two ranks found; only in some ways where nothing that is swept is asked for."""
-    mine = [item for item in request.session.items if item.path == request.path]
-    swept = any(item.get_closest_marker("sweep") for item in mine)
+    swept = sweeping(request)
     script = (
         COMMON
         + ("" if swept else f"PICKED, less = {PICKED!r}, True\n")

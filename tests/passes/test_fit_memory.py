@@ -82,7 +82,6 @@ def test_a_step_meets_its_budget_with_eagers_bits_on_every_device(device: str) -
 # --- bits ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(("optimizer", "budget"), [("momentum", "90%"), ("momentum", "52%"), ("adamw", "65%")])
 def test_training_equals_eager(optimizer: str, budget: str) -> None:
     """Momentum has a program of its own for the first step, which makes its state."""

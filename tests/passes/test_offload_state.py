@@ -70,7 +70,6 @@ def state_bytes(step: TrainStep) -> int:
 # --- bits ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep
 @covering(
     optimizer=list(OPTIMIZERS),
     what=[("optimizer",), ALL, ("parameters",)],

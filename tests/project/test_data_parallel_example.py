@@ -15,6 +15,7 @@ import pytest
 from tests.support.forking import end, start
 from tests.support.paths import EXAMPLES
 from tests.support.ranks import free_address
+from tests.support.sweeping import sweeping
 
 SIZES = ["--steps", "4", "--batch", "2", "--context", "16", "--layers", "1", "--features", "64", "--heads", "2"]
 PASSES = {
@@ -51,8 +52,7 @@ def environment() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def printed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What the first of two ranks prints, by mode; without the modes that are swept where nothing of them is asked."""
-    swept = any(item.get_closest_marker("sweep") and item.path == request.path for item in request.session.items)
-    modes = [mode for mode in MODES if swept or mode not in SWEPT]
+    modes = [mode for mode in MODES if mode not in SWEPT or sweeping(request)]
     ports = [free_address().split(":")[1] for _ in modes]
     folder = tmp_path_factory.mktemp("printed")
     assert end(start(run_rank, [(rank, modes, ports, folder) for rank in range(2)])) == [0, 0]
@@ -62,9 +62,8 @@ def printed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=pytest.mark.sweep if mode in SWEPT else ()) for mode in MODES]
-)
+@pytest.mark.sweep(cases=SWEPT)
+@pytest.mark.parametrize("mode", MODES)
 def test_every_mode_trains_and_ends_with_equal_ranks(printed: dict[str, str], mode: str) -> None:
     text = printed[mode]
     losses = [float(loss) for loss in re.findall(r"^step +\d+: loss ([\d.]+), \d+ ms$", text, re.MULTILINE)]

@@ -74,7 +74,6 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return Run(request.param, status, printed.getvalue(), folder)
 
 
-@pytest.mark.sweep
 def test_results_are_equal_and_memory_is_as_predicted(run: Run) -> None:
     assert run.status == 0
     ways = WAYS[run.name]
@@ -171,7 +170,6 @@ def test_wrong_options_of_the_fit_are_refused(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.sweep
 def test_a_difference_is_printed_and_returned(
     load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,7 +254,6 @@ LOOPS = {
 }
 
 
-@pytest.mark.sweep(but=("lightning_fit",))
 @pytest.mark.filterwarnings("ignore")  # of the libraries, about themselves
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_that_others_own_gives_equal_results(name: str, load: Load) -> None:

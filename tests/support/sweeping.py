@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.core_passes import DOORS, MODELS
 
-__all__ = ["check_core", "sweep_cases"]
+__all__ = ["check_core", "sweep_cases", "sweeping"]
 
 
 def sweep_cases(items: Sequence[pytest.Item]) -> None:
@@ -36,6 +36,11 @@ def sweep_cases(items: Sequence[pytest.Item]) -> None:
         for name, item in ids.items():
             if (name in named) == (form == "but"):
                 item.own_markers.remove(mark)
+
+
+def sweeping(request: pytest.FixtureRequest) -> bool:
+    """Whether something of the file is run that is swept: a fixture may leave out what nobody asks for."""
+    return any(item.path == request.path and item.get_closest_marker("sweep") for item in request.session.items)
 
 
 def check_core(items: Iterable[pytest.Item], *, whole: bool) -> None:

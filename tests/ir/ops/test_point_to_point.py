@@ -100,14 +100,13 @@ WAIT(ALL_GATHER(torch.ones(4), world, group))
 if rank == 1:
     os._exit(3)
 time.sleep(0.5)
-begun = time.perf_counter()
 started = [REDUCE_SCATTER_SUM(torch.ones(world * 300_000), world, group) for _ in range(3)]
 for exchange in [*started, None]:
     try:
         WAIT(ALL_GATHER(torch.ones(3_000_000), world, group) if exchange is None else exchange)
         say("nothing")
     except RuntimeError as error:
-        say(time.perf_counter() - begun < 30)
+        say("imed out" not in str(error))
 sys.exit(0)
 """
 

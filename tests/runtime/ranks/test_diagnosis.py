@@ -26,6 +26,7 @@ from graphopt.runtime.ranks.messages import Report, Verdict, publish, published,
 from graphopt.runtime.ranks.places import follow, place_of
 from tests.support.failing import FailAt, FailSaving, Outcome, Task, resumed, run_tasks
 from tests.support.ranks import free_address
+from tests.support.sweeping import sweeping
 
 # --- who is at fault -------------------------------------------------------------------------------------------------
 
@@ -241,7 +242,6 @@ LONG = ("dies early", "measured", "hangs early", "four", "fewer", "drop-in")
 @pytest.fixture(scope="module")
 def ended(folder: Folder, request: pytest.FixtureRequest) -> dict[str, Outcome]:
     """Everything else that happens to ranks, all at once, by name; without the longest where nothing is swept."""
-    swept = any(item.get_closest_marker("sweep") and item.path == request.path for item in request.session.items)
     tasks = {
         "uninterrupted": Task(folder("whole")),
         "hangs": Task(folder("hangs"), fail=FailAt("forward", 3, rank=1, how="hang"), timeout=8),
@@ -256,7 +256,7 @@ def ended(folder: Folder, request: pytest.FixtureRequest) -> dict[str, Outcome]:
         "fewer": Task(folder("fewer"), steps=(4, 2)),
         "drop-in": Task(folder("drop-in"), fail=FailAt("sync", 3, rank=1), way="drop-in"),
     }
-    return run_tasks({name: task for name, task in tasks.items() if swept or name not in LONG})
+    return run_tasks({name: task for name, task in tasks.items() if name not in LONG or sweeping(request)})
 
 
 @pytest.mark.parametrize("phase", ["sync", *(pytest.param(p, marks=pytest.mark.sweep) for p in ("forward", "update"))])
