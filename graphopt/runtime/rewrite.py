@@ -141,9 +141,7 @@ class Rewritten:
         return accumulating(joint, self.divisor, self.session.trained(joint))
 
     @no_collection()
-    def lower_joint(
-        self, program: Program, *, first: bool = False, forms: Mapping[str, str] | None = None
-    ) -> Program:
+    def lower_joint(self, program: Program, *, first: bool = False, forms: Mapping[str, str] | None = None) -> Program:
         """A step program, with its passes, of the rewritten joint program or of a variant of it.
 
         Args:

@@ -271,9 +271,7 @@ def read_capture(
         _read_at_once(entry, lazy, pipeline)
     records = read_records(header["records"])
     snapshots = LazySnapshots(lazy)
-    rewritten = Rewritten(
-        session, pipeline, verified, lazy, records, snapshots, entry=entry, divisor=entry.divisor
-    )
+    rewritten = Rewritten(session, pipeline, verified, lazy, records, snapshots, entry=entry, divisor=entry.divisor)
     if session.optimizer is None:
         _replay(header, rewritten, tensors, classes)
     else:
