@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,12 +16,13 @@ from graphopt import _torch
 from graphopt.capture import CaptureSession
 from graphopt.capture.call_checks import argument_names
 from graphopt.capture.garbage_collection import no_collection
-from graphopt.capture.step import settings, settings_key
+from graphopt.capture.step import settings, settings_key, state_target
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.groups import find_group
 from graphopt.ir.ops.opaque_update import Evaluate
+from graphopt.ir.ops.transfers import residents
 from graphopt.ir.ops.values import format_bytes, storage_bytes
 from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.named_shards import accept_named_shards, name_shards
@@ -133,11 +134,14 @@ class StepPrograms:
             with self.runner.agreement.making("other settings"):
                 follow_settings(captured, self._optimizer)
             captured.seen = seen
-        coming = self._coming()
+        if version is None or captured.looked_at != version:
+            captured.missing, captured.beside = self._state(captured.rewritten)
+            captured.looked_at = version
+        coming = self._coming(captured.beside)
         if captured.ahead != coming:
             self._plan_ahead(captured.rewritten)
             captured.ahead = coming
-        compiled = self._compiled(captured, self._due(captured, version))
+        compiled = self._compiled(captured, self._due(captured))
         self.kept.settle(compiled.program, compiled.elsewhere, version)
         return compiled
 
@@ -200,15 +204,20 @@ class StepPrograms:
         results = None if outputs.is_alone and not outputs.classes else outputs
         if not outputs.is_alone and target is None:
             _tell_of_results(rewritten.program)
-        return CapturedStep(rewritten, capture.rules, settings(self._optimizer), results, ahead=self._coming())
+        ahead = self._coming(self._state(rewritten)[1])
+        return CapturedStep(rewritten, capture.rules, settings(self._optimizer), results, ahead=ahead)
 
-    def _coming(self) -> Hashable:
+    @property
+    def _limited(self) -> bool:
+        """Whether passes keep programs within a number of bytes."""
+        return any(current.has_limit for current in self._options.pipeline.passes)
+
+    def _coming(self, beside: frozenset[str]) -> Hashable:
         """What decides which programs the calls up to the next update need, where these are made ahead; else None."""
         progress = self.progress
-        limited = any(current.has_limit for current in self._options.pipeline.passes)
-        if not limited or (progress.every == 1 and not self.joins):
+        if not self._limited or (progress.every == 1 and not self.joins):
             return None
-        return progress.divisor, progress.every > 2, self.joins, self._forms()
+        return progress.divisor, progress.every > 2, self.joins, self._forms(), beside
 
     def _plan_ahead(self, rewritten: Rewritten) -> None:
         """Make the programs of all calls up to an update, where passes keep them within a number of bytes.
@@ -218,7 +227,7 @@ class StepPrograms:
         Raises:
             BudgetError: where one of them cannot be, before anything has run.
         """
-        if self._coming() is None:
+        if self._coming(frozenset()) is None:
             return
         refused: list[tuple[Variant, BudgetError]] = []
         with self.runner.watch.capturing(), self.runner.agreement.making("the programs up to an update"):
@@ -238,7 +247,7 @@ class StepPrograms:
     def _variants_ahead(self, rewritten: Rewritten) -> list[Variant]:
         """The programs of all calls up to an update, the one that takes most of memory first."""
         progress, kinds = self.progress, list[Kind](["update"])
-        missing = self._missing(rewritten.state)
+        missing, beside = self._state(rewritten)
         if missing:
             kinds.append("first update")
         waiting = frozenset[str]()
@@ -253,6 +262,7 @@ class StepPrograms:
                 self._forms() if kind in ("update", "first update") else (),
                 weighed,
                 frozenset() if kind == "update" else missing,
+                beside,
             )
             for weighed in ((False, True) if self.joins else (False,))
             for kind in kinds
@@ -274,12 +284,10 @@ class StepPrograms:
                 for item in resident_inputs(captured.rewritten.program)
                 if item[0].role in _KEPT and item not in elsewhere and item[0].target not in wanted.missing
             ]
-            alike = (
-                found for key, found in captured.variants.items() if key._replace(missing=wanted.missing) == wanted
-            )
-            found = next(alike, None)
-            if found is not None:
-                return replace(found, program=program, elsewhere=elsewhere)
+        alike = (found for key, found in captured.variants.items() if self._runs_alike(key, wanted))
+        found = next(alike, None)
+        if found is not None:
+            return replace(found, program=program, elsewhere=elsewhere)
         self.runner.make_ready(program)
         module, run = compile_program(program, self._options.backend)
         run = self.runner.watch.guard(run, module, program, "step")
@@ -298,17 +306,20 @@ class StepPrograms:
             wanted.kind in ("begin", "middle", "evaluation") or self._trains_apart,
         )
 
-    def _due(self, captured: CapturedStep, version: Hashable) -> Variant:
+    def _runs_alike(self, one: Variant, other: Variant) -> bool:
+        """Whether two variants differ in what is in memory beside them alone, which a plan depends on."""
+        missing = one.missing if one.updates else other.missing
+        beside = one.beside if self._limited else other.beside
+        return one._replace(missing=missing, beside=beside) == other
+
+    def _due(self, captured: CapturedStep) -> Variant:
         """Which program the next call runs."""
         batches, divisor, waiting = self.progress.batches, self.progress.divisor, frozenset(self.progress.gradients)
-        if version is None or captured.looked_at != version:
-            captured.missing = self._missing(captured.rewritten.state)
-            captured.looked_at = version
         if batches < self.progress.every - 1:
             before: Kind = "begin" if batches == 0 else "middle"
-            return Variant(before, divisor, waiting, (), self.weighed, captured.missing)
+            return Variant(before, divisor, waiting, (), self.weighed, captured.missing, captured.beside)
         kind: Kind = "first update" if captured.missing else "update"
-        return Variant(kind, divisor, waiting, self._forms(), self.weighed, captured.missing)
+        return Variant(kind, divisor, waiting, self._forms(), self.weighed, captured.missing, captured.beside)
 
     def _forms(self) -> tuple[tuple[str, str], ...]:
         """Which of their programs passes want for the next update, where they have several."""
@@ -317,37 +328,61 @@ class StepPrograms:
 
     def _program(self, rewritten: Rewritten, wanted: Variant) -> Program:
         """The program of a variant, which may be kept beyond the process."""
-        if wanted._replace(waiting=frozenset()) == Variant("update", rewritten.divisor, frozenset(), ()):
-            kept = frozenset(spec.target for _, spec in rewritten.program.inputs_of("gradient"))
-            if kept == wanted.waiting:
-                return rewritten.program
-        name = stored_name(wanted, self._optimizer, self._model)
-        program = rewritten.variant(name, functools.partial(self._make, rewritten, wanted))
-        if wanted.kind not in ("begin", "middle"):
-            return program
-        there = {key: value for key, value in _persistent(rewritten).items() if key[1] not in wanted.missing}
-        return replace(program, context=replace(program.context, persistent=there))
+        made = wanted if self._limited else wanted._replace(beside=frozenset())
+        if self._is_shown(rewritten, made):
+            program = rewritten.program
+        else:
+            name = stored_name(made, self._optimizer, self._model)
+            program = rewritten.variant(name, functools.partial(self._make, rewritten, made))
+        there = self._persistent(rewritten, wanted)
+        there = {key: value for key, value in there.items() if key[1] not in wanted.missing}
+        same = there.keys() == program.context.persistent.keys()
+        return program if same else replace(program, context=replace(program.context, persistent=there))
+
+    def _is_shown(self, rewritten: Rewritten, wanted: Variant) -> bool:
+        """Whether a variant is the program of the stage step."""
+        if wanted._replace(waiting=frozenset()) != Variant("update", rewritten.divisor, frozenset(), ()):
+            return False
+        return wanted.waiting == {spec.target for _, spec in rewritten.program.inputs_of("gradient")}
+
+    def _persistent(self, rewritten: Rewritten, wanted: Variant) -> dict[tuple[str, str], Any]:
+        """What is in memory while a variant runs without being its input (``Context.persistent``)."""
+        found: dict[tuple[str, str], Any] = {}
+        if wanted.kind in ("begin", "middle"):
+            kept = rewritten.program.inputs_of(*_KEPT)
+            found = {(s.role, s.target): value_of(node) for node, s in kept if not schema.resides_elsewhere(node)}
+        for target in wanted.beside:
+            name, _, key = target.rpartition("/")
+            found["state", target] = self._optimizer.state[self._model.get_parameter(name)][key]
+        return found
 
     def _make(self, rewritten: Rewritten, wanted: Variant) -> Program:
         joint = rewritten.stages["joint"]
         if wanted.every != 1 or wanted.weighed or wanted.kind == "evaluation":
             last = wanted.kind != "middle"
             joint = accumulating(joint, wanted.every, wanted.waiting, last=last, weighed=wanted.weighed)
+        joint = replace(joint, context=replace(joint.context, persistent=self._persistent(rewritten, wanted)))
         if wanted.updates:
             return rewritten.lower_joint(joint, first=wanted.kind == "first update", forms=dict(wanted.forms))
-        if wanted.kind != "evaluation":
-            joint.context = replace(joint.context, persistent=_persistent(rewritten))
         rewritten.finish(joint)
         return joint
 
-    def _missing(self, targets: Sequence[str]) -> frozenset[str]:
-        """The state, as ``parameter/key``, that the optimizer does not have."""
-        missing = []
-        for target in targets:
-            name, _, key = target.rpartition("/")
-            if key not in self._optimizer.state.get(self._model.get_parameter(name), {}):
-                missing.append(target)
-        return frozenset(missing)
+    def _state(self, rewritten: Rewritten) -> tuple[frozenset[str], frozenset[str]]:
+        """What the optimizer lacks of the state, ``parameter/key``, that a program reads, and what it has beside that.
+
+        The latter is the state in memory of parameters that the program does not train.
+        """
+        read = rewritten.state
+        trained = {target.rpartition("/")[0] for target in read}
+        there: set[str] = set()
+        beside: set[str] = set()
+        for name, parameter in self._model.named_parameters():
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                target = state_target(name, key)
+                there.add(target)
+                if name not in trained and isinstance(value, torch.Tensor) and not residents().tier_of(value):
+                    beside.add(target)
+        return frozenset(read).difference(there), frozenset(beside)
 
     def _rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for group in self._optimizer.param_groups)
@@ -355,12 +390,6 @@ class StepPrograms:
 
 _KEPT = ("state", "pass_state")
 """The inputs of an update that are in memory in the calls before as well."""
-
-
-def _persistent(rewritten: Rewritten) -> dict[tuple[str, str], Any]:
-    """What an update finds in memory, and the calls before it leave there (``Context.persistent``)."""
-    kept = rewritten.program.inputs_of(*_KEPT)
-    return {(spec.role, spec.target): value_of(node) for node, spec in kept if not schema.resides_elsewhere(node)}
 
 
 def _tell_of_results(program: Program) -> None:

@@ -33,7 +33,8 @@ class Variant(NamedTuple):
 
     Of however many batches where ``every`` is 0, whose gradients are added up. Where ``weighed``, this rank's gradients
     count by a number that is set before each run. A first update makes the state of the optimizer that is ``missing``:
-    all of it, or that of parameters which the optimizer holds anew; calls before that are without it.
+    all of it, or that of parameters which the optimizer holds anew; calls before that are without it. ``beside`` is the
+    state in memory that no program of the capture takes: of parameters that it does not train.
     """
 
     kind: Kind
@@ -42,6 +43,7 @@ class Variant(NamedTuple):
     forms: tuple[tuple[str, str], ...]
     weighed: bool = False
     missing: frozenset[str] = frozenset()
+    beside: frozenset[str] = frozenset()
 
     @property
     def updates(self) -> bool:
@@ -100,7 +102,8 @@ def stored_name(variant: Variant, optimizer: torch.optim.Optimizer, model: nn.Mo
         if isinstance(value, torch.Tensor)
     ]
     known = state if variant.kind == "first update" else []
-    return repr((variant.kind, variant.every, sorted(variant.waiting), variant.forms, variant.weighed, sorted(known)))
+    waiting, beside = sorted(variant.waiting), sorted(variant.beside)
+    return repr((variant.kind, variant.every, waiting, variant.forms, variant.weighed, sorted(known), beside))
 
 
 @dataclass
@@ -139,6 +142,7 @@ class CapturedStep(Capture):
         seen: ``settings_key`` of the optimizer at the latest call.
         traced: how often the update was traced anew for other settings, and for how many seconds.
         missing: the state that the program reads and the optimizer did not have, when that was looked at.
+        beside: the state that the optimizer had and the program does not read.
         looked_at: the program and the version of the optimizer's state at that time.
         ahead: for which calls to come programs are made (``StepPrograms.plan_ahead``).
     """
@@ -151,6 +155,7 @@ class CapturedStep(Capture):
     traced: tuple[int, float] = (0, 0.0)
     variants: dict[Variant, CompiledStep] = field(default_factory=dict)
     missing: frozenset[str] = frozenset()
+    beside: frozenset[str] = frozenset()
     looked_at: Hashable = None
     ahead: Hashable = None
 

@@ -252,7 +252,8 @@ class TrainStep:
                 long as more are than have been.
 
         Raises:
-            GraphoptError: for less than one; in the middle of an accumulation, but for more batches of a sum.
+            GraphoptError: for less than one; in the middle of an accumulation, but for more batches of a sum. Where
+                calls cannot be kept within a budget (``FitMemory``), the next call raises before it runs.
         """
         self._progress.accumulate(batches, mean)
         return self

@@ -154,7 +154,10 @@ def budget_bytes(budget: int | str, memory: MemoryTimeline, reserved: ReservedMe
     if budget.strip().lower() == "auto" and isinstance(memory.device, DeviceProfile):
         return memory.device.memory_bytes - memory.device.context_bytes
     if budget.strip().lower() == "auto":
-        return memory.resident_bytes + int(0.95 * free_bytes(torch.device(memory.where)))
+        later = sum(
+            storage.bytes for storage in memory.storages if storage.is_input and storage.category == "gradients"
+        )
+        return memory.resident_bytes - later + int(0.95 * free_bytes(torch.device(memory.where)))
     percent = _PERCENT.fullmatch(budget)
     if percent:
         more = 0 if reserved is None else reserved.reserved_peak_bytes - memory.peak_bytes
