@@ -124,7 +124,7 @@ class _Compiled:
 
     def subject(self) -> tuple[nn.Module, object]:
         """The module that is compiled, or an empty one and the function."""
-        return self._module() or nn.Module(), self._function
+        return self._module() or type(self._graphs.title, (nn.Module,), {})(), self._function
 
     def goes_beyond(self, where: str) -> bool:
         """Say that torch cuts a function no more, and runs it in eager mode.

@@ -39,8 +39,8 @@ class Unguarded:
 
         Args:
             graph: as Dynamo made it.
-            model: whose code it is of, or an empty one.
-            function: else.
+            model: that is cut, or an empty one.
+            function: that is cut where no model is.
         """
         self._of_tensors |= {str(node.target) for node in graph.graph.nodes if node.op == "call_method"}
         self._of_tensors |= {name for name, value in vars(torch.Tensor).items() if _is_of_others(value)}
@@ -61,7 +61,7 @@ class Unguarded:
                     and _hooks_of_all_modules() == hooks
                     and not any(_in_another_order(now.get(name), order) for name, order in orders.items())
                     and all(
-                        math.copysign(1.0, now[name]) == sign for name, sign in zeros.items() if _is_zero(now[name])
+                        math.copysign(1.0, now[name]) == sign for name, sign in zeros.items() if _is_zero(now.get(name))
                     )
                 )
 
