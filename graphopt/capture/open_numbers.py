@@ -17,13 +17,18 @@ from torch import fx
 
 __all__ = ["open_numbers"]
 
-_ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.truediv, torch.add, torch.sub, torch.mul, torch.div}
-_ARITHMETIC |= {"add", "sub", "mul", "div"}
-_IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv, "add_", "sub_", "mul_", "div_"}
-_COMPARISONS = {operator.gt, operator.ge, operator.lt, operator.le, operator.eq, operator.ne}
+_ARITHMETIC: set[Any] = {operator.add, operator.sub, operator.mul, operator.truediv, "add", "sub", "mul", "div"}
+_ARITHMETIC |= {torch.add, torch.sub, torch.mul, torch.div}
+_IN_PLACE: set[Any] = {operator.iadd, operator.isub, operator.imul, operator.itruediv, "add_", "sub_", "mul_", "div_"}
+_COMPARISONS: set[Any] = {operator.gt, operator.ge, operator.lt, operator.le, operator.eq, operator.ne}
 _COMPARISONS |= {torch.gt, torch.ge, torch.lt, torch.le, torch.eq, torch.ne, "gt", "ge", "lt", "le", "eq", "ne"}
 
-_REVERSED = {operator.add: torch.add, operator.mul: torch.mul, operator.sub: torch.rsub, operator.truediv: torch.mul}
+_REVERSED: dict[Any, Any] = {
+    operator.add: torch.add,
+    operator.mul: torch.mul,
+    operator.sub: torch.rsub,
+    operator.truediv: torch.mul,
+}
 """What Python calls for a number before a tensor; for a quotient, of the tensor's reciprocal."""
 
 

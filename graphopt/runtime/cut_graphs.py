@@ -224,9 +224,9 @@ class CutGraphs:
         """Say that Dynamo does not ask what eager mode asks of masks."""
         self._told_of_masks = True
         logger.warning(
-            "%s keeps its attention mask where torch cuts it, also where the mask hides nothing and positions count up: "
-            "eager mode then leaves it to the attention kernel, which rounds otherwise (graphopt.optimize asks as eager "
-            "mode does, for a model that is one graph)",
+            "%s keeps its attention mask where torch cuts it, also where the mask hides nothing and positions count "
+            "up: eager mode then leaves it to the attention kernel, which rounds otherwise (graphopt.optimize asks as "
+            "eager mode does, for a model that is one graph)",
             self.title,
         )
 

@@ -124,7 +124,7 @@ class _Compiled:
 
     def subject(self) -> tuple[nn.Module, object]:
         """The module that is compiled, or an empty one and the function."""
-        return self._module() or nn.Module(), self._function
+        return self._module() or type(self._graphs.title, (nn.Module,), {})(), self._function
 
     def goes_beyond(self, where: str) -> bool:
         """Say that torch cuts a function no more, and runs it in eager mode.
@@ -266,8 +266,9 @@ def backend(
             ``codegen`` (``"eager"``, ``"inductor"``, or a callable, as the ``backend`` of ``graphopt.optimize``).
         mode: of torch's own compiler; there is none here.
 
-    Torch imports this file when it looks the backend up. That has Dynamo look at the hooks of modules in every call, for
-    the whole process (``torch._dynamo.config.skip_nnmodule_hook_guards = False``): a hook that is registered later acts.
+    Torch imports this file when it looks the backend up. That changes one setting of torch's for the whole process,
+    ``torch._dynamo.config.skip_nnmodule_hook_guards = False``: Dynamo looks at the hooks of modules in every call, so
+    that one that is registered later acts, behind other backends too. They keep their results otherwise.
 
     Returns:
         What runs in its place. Torch would wrap an error that is raised here, so that is raised where it runs.

@@ -39,8 +39,8 @@ class Unguarded:
 
         Args:
             graph: as Dynamo made it.
-            model: whose code it is of, or an empty one.
-            function: else.
+            model: that is cut, or an empty one.
+            function: that is cut where no model is.
         """
         self._of_tensors |= {str(node.target) for node in graph.graph.nodes if node.op == "call_method"}
         self._of_tensors |= {name for name, value in vars(torch.Tensor).items() if _is_of_others(value)}
@@ -49,7 +49,7 @@ class Unguarded:
         slots = [(vars(kind), name, value) for kind in lines for name, value in vars(kind).items() if _is_code(value)]
         slots += [(vars(torch.Tensor), name, vars(torch.Tensor).get(name, MISSING)) for name in self._of_tensors]
         slots += [slot for slot in found_by(model, function).places if _is_taken_for_granted(*slot)]
-        hooks = _torch.global_module_hooks()
+        hooks = _hooks_of_all_modules()
 
         def make(local: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], bool]:
             orders = {name: list(value) for name, value in local.items() if type(value) is dict and len(value) > 1}
@@ -58,16 +58,20 @@ class Unguarded:
             def same(now: Mapping[str, Any]) -> bool:
                 return (
                     all(owner.get(name, MISSING) is value for owner, name, value in slots)
-                    and _torch.global_module_hooks() == hooks
+                    and _hooks_of_all_modules() == hooks
                     and not any(_in_another_order(now.get(name), order) for name, order in orders.items())
                     and all(
-                        math.copysign(1.0, now[name]) == sign for name, sign in zeros.items() if _is_zero(now[name])
+                        math.copysign(1.0, now[name]) == sign for name, sign in zeros.items() if _is_zero(now.get(name))
                     )
                 )
 
             return same
 
         _torch.guard_by(make, "graphopt: methods, hooks of all modules, orders of keywords, signs of zero")
+
+
+def _hooks_of_all_modules() -> tuple[Any, ...]:
+    return _torch.has_global_backward_hooks(), _torch.global_module_hooks()
 
 
 def _is_code(value: object) -> bool:

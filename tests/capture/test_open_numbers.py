@@ -1,4 +1,4 @@
-"""Numbers that a graph of Dynamo's takes: eager mode's bits for each value, and one program for all where that can be."""
+"""Numbers that Dynamo's graphs take: eager mode's bits for each value, one program for all where that can be."""
 
 from __future__ import annotations
 

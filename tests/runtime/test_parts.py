@@ -410,6 +410,17 @@ def test_more_graphs_than_are_made_end_where_a_budget_would_not_hold(monkeypatch
     assert torch.equal(*found)
 
 
+def test_more_graphs_of_torchs_than_are_made_end_where_a_budget_would_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphopt._torch.MOST_GRAPHS", 2)
+    model = graphopt.optimize(Choosing(), [FitMemory("100%", cost="roofline")])
+    x = torch.ones(7, 16)
+    for name in ("a", "bb"):
+        model(x, name).sum().backward()
+    with pytest.raises(CaptureError, match=r"has had 2 graphs.*\n  limit: fit-memory.* would not hold"):
+        model(x, "ccc")
+    model(x, "a").sum().backward()
+
+
 @pytest.mark.parametrize("what", ["programs", "graphs"])
 def test_going_over_to_eager_mode_is_said_in_the_call_that_does_and_counted(
     what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -153,18 +153,16 @@ def test_a_model_that_asks_whether_it_is_compiled_is_told_once(caplog: pytest.Lo
     with caplog.at_level(logging.WARNING, "graphopt"):
         for rows in (3, 3, 2):
             compiled(X[:rows]).sum().backward()
-    assert [r.getMessage() for r in caplog.records] == [
-        "the code of Asks asks torch.compiler.is_compiling, which is true while a program is captured, as under "
-        "torch.compile"
-    ]
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("the code of Asks asks torch.compiler.is_compiling, which is true while")
 
 
 @pytest.mark.parametrize("given", ["attention_mask", "position_ids", ""])
 def test_a_mask_that_torch_keeps_is_told(given: str, caplog: pytest.LogCaptureFixture) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=16, use_cache=False, **sizes))
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=16, use_cache=False, num_hidden_layers=1, **sizes))
     tokens = torch.randint(16, (2, 8))
     options = {"attention_mask": torch.ones_like(tokens), "position_ids": torch.arange(8).expand(2, 8)}
     compiled: Any = torch.compile(model, backend="graphopt")

@@ -84,8 +84,12 @@ _DEVICES = ("device", "memory", "its GB/s", "TFLOP/s float32", "bfloat16", "GB/s
 
 
 def border_table() -> str:
-    """The table of what is at the border of a capture."""
-    return _table(("what", "how", ""), [(row.what, row.how, row.note) for row in BORDER])
+    """The table of what is at the border of a capture, behind both doors."""
+    rows = [
+        (row.what, row.how, row.note, ": ".join(filter(None, (row.compiled or "alike", row.compiled_note))))
+        for row in BORDER
+    ]
+    return _table(("what", "how", "", '`torch.compile(backend="graphopt")`'), rows)
 
 
 def replace_table(text: str, table: str, start: str = START, end: str = END) -> str:

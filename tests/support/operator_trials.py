@@ -45,7 +45,7 @@ class Verdict:
     Attributes:
         op: its name.
         sample: the number of the sample input.
-        way: ``drop-in``, ``recompute``, ``in place`` or ``mixed``.
+        way: ``drop-in``, ``complex`` (the same in complex64), ``recompute``, ``in place`` or ``mixed``.
         kind: ``equal``, ``refused``, ``different``, ``crash``; ``nothing to recompute``; ``eager differs`` where eager
             mode itself gives other bits the second time; or ``eager fails``.
         detail: the message, or the first difference.
@@ -188,10 +188,10 @@ def run(model: nn.Module, given: Sequence[torch.Tensor]) -> dict[str, Any]:
     }
 
 
-def samples(op: OpInfo) -> list[tuple[int, SampleInput]]:
+def samples(op: OpInfo, dtype: torch.dtype = torch.float32) -> list[tuple[int, SampleInput]]:
     """Some sample inputs, with their numbers, of those that give something to differentiate."""
     torch.manual_seed(0)
-    given = itertools.islice(op.sample_inputs("cpu", torch.float32, requires_grad=True), LOOKED_AT)
+    given = itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=True), LOOKED_AT)
     usable = [(number, sample) for number, sample in enumerate(given) if _has_gradient(op, sample)]
     step = max(1, math.ceil((len(usable) - 1) / (SAMPLES - 1)))
     return sorted(dict([*usable[::step], *usable[-1:]]).items())[:SAMPLES]
@@ -221,6 +221,13 @@ def _verdicts(name: str, op: OpInfo) -> Iterator[Verdict]:
             if op.get_inplace() and op.supports_inplace_autograd and not sample.broadcasts_input:
                 verdict = Verdict(name, number, "in place", "equal")
                 yield _compared(verdict, lambda s=sample: Between(op, s, in_place=True), [])[0]
+        yield from _complex_verdicts(name, op)
+
+
+def _complex_verdicts(name: str, op: OpInfo) -> Iterator[Verdict]:
+    if torch.complex64 in op.supported_backward_dtypes("cpu"):
+        for number, sample in samples(op, torch.complex64)[-1:]:
+            yield _compared(Verdict(name, number, "complex", "equal"), lambda s=sample: Call(op, s), [])[0]
 
 
 def try_under_autocast(name: str) -> Iterator[dict[str, Any]]:

@@ -1,9 +1,8 @@
-"""What changes between calls, behind both doors: a call after it has eager mode's bits, or says by name what it lacks."""
+"""What changes between calls, behind both doors: calls have eager mode's bits, or the border's table says so."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 import graphopt
-from graphopt.errors import GraphoptError
+from graphopt.capture.border import BORDER
 from tests.capture import test_classes_read as classes
 from tests.capture import test_contents as contents
 from tests.capture import test_fingerprint as fingerprint
@@ -123,28 +122,33 @@ def trained(call: Callable[..., Any], model: nn.Module, args: tuple[Any, ...]) -
     return [result.detach(), *(None if p.grad is None else p.grad.clone() for p in model.parameters())]
 
 
+UNSEEN = {
+    ("ways to read", "an attribute that is not there"): "attributes that objects get",
+    ("ways to read", "metaclass"): "attributes of metaclasses",
+    ("contents", "order of a dictionary"): "the order of dictionaries",
+}
+"""By case what the border's table says that torch does not look at, and nobody else behind ``torch.compile``."""
+
+
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize(("table", "name"), CASES, ids=[f"{table}: {name}" for table, name in CASES])
-def test_a_call_has_eager_modes_bits_or_says_what_it_lacks(
-    table: str, name: str, door: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_call_has_eager_modes_bits_or_the_border_says_that_it_has_not(table: str, name: str, door: str) -> None:
     model, args, changes, back = TABLES[table][1](name)
     call = DOORS[door](model)
-    with contextlib.ExitStack() as stack, caplog.at_level(logging.WARNING, "graphopt"):
+    different = []
+    with contextlib.ExitStack() as stack:
         stack.callback(back)
         for between in (nothing, *changes):
             args = between() or args
             expected = trained(lambda *given: type(model).__call__(model, *given), model, args)
-            try:
-                found = trained(call, model, args)
-            except GraphoptError as error:
-                assert NAMED.get((door, table, name), "no refusal") in str(error)
-                return
-            if different := first_difference(found, expected):
-                assert NAMED.get((door, table, name), different) in caplog.text, different
-                return
-    assert (door, table, name) not in NAMED
+            different.append(first_difference(trained(call, model, args), expected))
+    if door == "torch.compile" and (table, name) in UNSEEN:
+        assert any(different), "seen by now: take it out of the table"
+        assert any(UNSEEN[table, name] in row.compiled_note for row in BORDER)
+    else:
+        assert not any(different), different
 
 
-NAMED: dict[tuple[str, str, str], str] = {}
-"""By door and case what is said where a call cannot be as in eager mode."""
+def test_there_are_enough_cases() -> None:
+    assert len(CASES) > 100
+    assert set(UNSEEN) <= set(CASES)
