@@ -13,6 +13,7 @@ from graphopt.errors import GraphoptError
 from graphopt.ir.node import Phase, Policy, info, value_of
 from graphopt.ir.ops.boundary import boundary
 from graphopt.ir.program import Program
+from graphopt.rewriting.memory.checkpoint_segments import leaves_segments
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
 __all__ = ["CheckpointBoundaries"]
@@ -60,6 +61,7 @@ class CheckpointBoundaries(Pass):
         if not (self.synchronize or self.profile):
             raise GraphoptError("neither synchronize nor profile is asked for: leave checkpoint-boundaries out")
 
+    @leaves_segments
     def apply(self, program: Program) -> Changed:
         """See the class; rewrites the program that runs."""
         if any(node.target is boundary for node in program.nodes):

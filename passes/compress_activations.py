@@ -10,6 +10,7 @@ from torch import fx
 from graphopt.errors import GraphoptError, wrong_argument
 from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
+from graphopt.rewriting.memory.checkpoint_segments import leaves_segments
 from graphopt.rewriting.memory.compressible_values import KeptValue, kept_values
 from graphopt.rewriting.memory.compression import Compression, left_lines, name_of, waiting
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
@@ -85,6 +86,7 @@ class CompressActivations(Pass):
         if isinstance(self.min_bytes, bool) or not isinstance(self.min_bytes, int) or self.min_bytes < 0:
             raise wrong_argument("min_bytes", self.min_bytes, "a number of bytes of at least 0")
 
+    @leaves_segments
     def apply(self, program: Program) -> Changed:
         """See the class; rewrites a joint program."""
         how = Compression(self.bits, self.group, _ORIGIN)

@@ -72,8 +72,15 @@ class FitMemory(Pass):
     The peak counts everything that is alive: parameters, gradients, the optimizer's state, the batch, activations,
     temporaries, copies in flight. What is dropped is computed again just before it is needed, several times where that
     pays; random ops replay the generator's state, so results, gradients and the random stream equal eager's to the last
-    bit. A budget above the peak of the program as it is changes nothing; one that cannot be met is an error with the
-    smallest peak that was found. More budget never costs more of the predicted time.
+    bit. A budget above the peak of the program as it is changes nothing, but for what the model itself has run again;
+    one that cannot be met is an error with the smallest peak that was found. More budget never costs more of the
+    predicted time.
+
+    Segments of ``torch.utils.checkpoint`` in the model (``gradient_checkpointing_enable()``) are a hint. Plans are
+    those of the model without them: what they drop is kept where the budget leaves room, also where it is above the
+    peak, and what they keep may run again; the record counts both. Where no plan within the budget runs less again
+    than they do, they stay. Shares of the peak are of the program with them. Models that are captured in parts leave
+    them as they are in each part that is within its share.
 
     Where parameters are gathered when they are read (``ShardParameters``), or inputs reside elsewhere
     (``OffloadState``), they stay between two calls that need them where the budget leaves room, also where it is above

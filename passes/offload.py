@@ -17,6 +17,7 @@ from graphopt.ir.ops.values import counted, format_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning.copies import Copy, CopyOptions, Window, schedule_copies
+from graphopt.rewriting.memory.checkpoint_segments import leaves_segments
 from graphopt.rewriting.memory.free_memory import free_disk_bytes, free_host_bytes
 from graphopt.rewriting.memory.planning_problem import PlanningProblem, planning_problem
 from graphopt.rewriting.memory.transfer_insertion import Move, check_copies, movable, move
@@ -86,6 +87,7 @@ class Offload(Pass):
         if self.cost not in ("measured", "roofline"):
             raise no_such_word("cost", self.cost, ("measured", "roofline"))
 
+    @leaves_segments
     def apply(self, program: Program) -> Changed:
         """See the class; rewrites the program that runs."""
         if any(info(node).origin.startswith(f"{_ORIGIN}: ") for node in program.phase_nodes(Phase.TRANSFER)):

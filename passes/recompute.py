@@ -18,6 +18,7 @@ from graphopt.ir.ops import schema
 from graphopt.ir.ops.dropout import masked_dropout
 from graphopt.ir.ops.values import format_bytes, storage_bytes
 from graphopt.ir.program import Program
+from graphopt.rewriting.memory.checkpoint_segments import leaves_segments
 from graphopt.rewriting.memory.rematerialize import Rematerialized, recomputed, rematerialize
 from graphopt.rewriting.memory.replay import can_recompute
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
@@ -69,6 +70,7 @@ class Recompute(Pass):
             raise TypeError(f"checkpoints are names of tensors (text), got {bad[0]!r}")
         object.__setattr__(self, "checkpoints", given)
 
+    @leaves_segments
     def apply(self, program: Program) -> Changed:
         """See the class; rewrites a joint program."""
         automatic = self.checkpoints == ("auto",) and "auto" not in program.names()

@@ -8,6 +8,7 @@ from typing import ClassVar, final
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import Candidate, Phase, info
 from graphopt.ir.program import Program
+from graphopt.rewriting.memory.checkpoint_segments import leaves_segments
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 from graphopt.rewriting.registry import find_pass
 
@@ -46,6 +47,7 @@ class RecomputeEvenly(Pass):
         if isinstance(self.number, bool) or self.number < 1:
             raise GraphoptError(f"number is a number of checkpoints of at least 1, got {self.number!r}")
 
+    @leaves_segments
     def apply(self, program: Program) -> Changed:
         """See the class; rewrites a joint program."""
         if any(info(node).origin.startswith("recompute: ") for node in program.phase_nodes(Phase.RECOMPUTE)):

@@ -134,8 +134,10 @@ def as_in_eager(*, compiling: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def intercept_checkpoint(region: Callable[[Any], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """While tracing, run functions given to ``torch.utils.checkpoint`` once, inside ``region(context_fn)``.
+def intercept_checkpoint(region: Callable[[Any, bool], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """While tracing, run functions given to ``torch.utils.checkpoint`` once, inside ``region(context_fn, preserve)``.
+
+    ``preserve`` says whether eager mode draws the random numbers of the first run in the second one too.
 
     Patches the two internals that every variant of ``checkpoint`` ends in, so that references to ``checkpoint`` which
     user code bound earlier (``functools.partial``, ``from ... import``) are caught too.
@@ -147,7 +149,7 @@ def intercept_checkpoint(region: Callable[[Any], contextlib.AbstractContextManag
         def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
             # Reentrant autograd knows its arguments only: where none of them has a gradient, nothing inside gets one.
             reached = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-            with contextlib.nullcontext() if reached else torch.no_grad(), region(None):
+            with contextlib.nullcontext() if reached else torch.no_grad(), region(None, preserve):
                 return function(*args)
 
     require(CHECKPOINTS)
@@ -157,8 +159,10 @@ def intercept_checkpoint(region: Callable[[Any], contextlib.AbstractContextManag
 
     @functools.wraps(saved[1])  # so that an interception inside of this one finds the parameters too
     def non_reentrant(*args: Any, **kwargs: Any) -> Iterator[None]:
-        given = signature.bind(*args, **kwargs).arguments.get("context_fn", module.noop_context_fn)
-        with region(None if given is module.noop_context_fn else given):
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        context_fn, preserve = given.arguments["context_fn"], given.arguments["preserve_rng_state"]
+        with region(None if context_fn is module.noop_context_fn else context_fn, preserve):
             yield
 
     module.CheckpointFunction = _Reentrant  # type: ignore[misc,assignment]

@@ -371,6 +371,16 @@ BORDER = (
         "told",
         "torch adds up their gradients outside of the program, in another order than eager mode",
     ),
+    Row(
+        "segments of `torch.utils.checkpoint`",
+        "traced",
+        "what they drop runs again; a warning names buffers that eager mode updates a second time then",
+    ),
+    Row(
+        "random ops under `checkpoint(preserve_rng_state=False)`, selective checkpointing (`context_fn`)",
+        "refused",
+        "a drop-in model runs the former as they are, with eager mode's other numbers in backward",
+    ),
     Row("what a loss outside of a drop-in model allocates", "told", "it is not part of a budget; the record says so"),
 )
 """Every row; what is not in it is read at the capture."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,8 @@ from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
 from graphopt.rewriting.memory.checkpoint_segments import CHECKPOINT
 from graphopt.rewriting.memory.rematerialize import rematerialize
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "forget_statistics",
@@ -97,7 +100,25 @@ def honour_regions(program: Program) -> None:
     regions = [n for n in program.phase_nodes(Phase.FORWARD) if info(n).region is not None]
     inner = [node for node in regions if all(_stays_inside(node, user) for user in node.users)]
     if inner:
-        rematerialize(program, inner, origin=CHECKPOINT)
+        done = rematerialize(program, inner, origin=CHECKPOINT)
+        _tell_second_writes(program, {info(node).region for node in done.clones})
+
+
+def _tell_second_writes(program: Program, regions: set[int | None]) -> None:
+    """Say which buffers eager mode writes a second time, when it runs a segment again; a program writes them once."""
+    written = [
+        info(old).names[0]
+        for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+        for old, new in [node.args[:2]]
+        if old.op == "placeholder" and isinstance(new, fx.Node) and info(new).region in regions - {None}
+    ]
+    if written:
+        logger.warning(
+            "%s under torch.utils.checkpoint: eager mode updates %s once more when it runs the segment again for "
+            "backward, a program once for each call",
+            program.title,
+            ", ".join([*written[:3], *([f"{len(written) - 3} more"] if len(written) > 3 else [])]),
+        )
 
 
 def _stays_inside(node: fx.Node, user: fx.Node) -> bool:

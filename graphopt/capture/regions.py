@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from graphopt import _torch
 from graphopt.capture.inner_gradients import refused_inside
 from graphopt.capture.source_lines import user_frame
 from graphopt.errors import CaptureError, GraphBreakError
 from graphopt.ir.names import add_name
+from graphopt.ir.ops import schema
 
 __all__ = ["REGION_KEY", "observe"]
 
@@ -71,7 +72,7 @@ def _checkpoint_regions() -> Any:
     depth = 0
 
     @contextlib.contextmanager
-    def region(context_fn: Any) -> Iterator[None]:
+    def region(context_fn: Any, preserve: bool) -> Iterator[None]:
         nonlocal depth
         if context_fn is not None:
             raise CaptureError(
@@ -80,21 +81,35 @@ def _checkpoint_regions() -> Any:
                 "graphopt.passes.Recompute(checkpoints=[...])"
             )
         graph = _torch.tracing_graph()
-        if graph is None or depth:
+        if graph is None:
             yield
             return
         before = set(graph.nodes)
-        number = next(numbers)
         depth += 1
         try:
             yield
         finally:
             depth -= 1
-            for node in graph.nodes:
-                if node not in before:
+            inside = [node for node in graph.nodes if node not in before]
+            if not depth:
+                number = next(numbers)
+                for node in inside:
                     node.meta[REGION_KEY] = number
+        if not preserve:
+            _refuse_other_numbers(inside)
 
     return region
+
+
+def _refuse_other_numbers(nodes: Iterable[fx.Node]) -> None:
+    """Refuse random ops that eager mode runs again with other numbers, for whose results it computes gradients."""
+    drawing = next(filter(schema.is_random, nodes), None)
+    if drawing is not None:
+        raise GraphBreakError(
+            f"checkpoint(preserve_rng_state=False) at {user_frame()} is around {schema.op_name(drawing)}, which draws "
+            "other random numbers when eager mode runs it again for backward: gradients are then those of another "
+            "forward; leave preserve_rng_state at True, which costs a program nothing"
+        )
 
 
 def _check_function(cls: type, args: tuple[Any, ...]) -> None:

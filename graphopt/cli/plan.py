@@ -133,7 +133,7 @@ class _Searches:
         """The same, or the model's own segments as they are where no plan is faster."""
         fitted, fitting = answer.fitted, answer.fitting
         own = own_segments(self.program, answer.budget, self.cost, _FITTER)
-        if own is not None and (fitted is None or fitting is None or own.seconds <= fitting.seconds + fitted.seconds):
+        if own is not None and (fitted is None or fitting is None or own.seconds <= fitted.seconds):
             memory = own.program.memory()
             reserved = reserved_where_cached(own.program, memory)
             reason = own.decision.note

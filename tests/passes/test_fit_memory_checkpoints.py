@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import graphopt
 from graphopt import GraphoptError, Pass
-from graphopt.passes import DataParallel, Microbatch, MixedPrecision, OffloadState
+from graphopt.passes import Microbatch, MixedPrecision, OffloadState, Recompute
 from tests.support.budgets import fit, smallest_of
-from tests.support.fitting import drop_in_peak, frontiers_searched_once
+from tests.support.fitting import drop_in_peak, frontiers_searched_once, structure
+from tests.support.ranks import run_ranks
 from tests.support.training import OPTIMIZERS, assert_same_training, mean_square
 
 ROWS = torch.linspace(-1, 1, 96 * 16).reshape(96, 16).cos()
@@ -60,6 +63,11 @@ def step_of(passes: list[Pass], reentrant: bool | None = False, make: str = "ada
     return graphopt.optimize_step(model, OPTIMIZERS[make](model.parameters()), passes, loss=mean_square)
 
 
+def again(program: graphopt.Program) -> int:
+    """How many calls run again."""
+    return len(list(program.phase_nodes(graphopt.Phase.RECOMPUTE)))
+
+
 def notes(step: graphopt.TrainStep) -> list[str]:
     """What is said of the model's own segments."""
     return [line for record in step.records for line in record.changed.lines if "checkpoint()" in line]
@@ -93,9 +101,12 @@ def test_a_drop_in_model_meets_its_budget(reentrant: bool) -> None:
     optimized = graphopt.optimize(model, [fit(budget)], example_inputs=(ROWS,))
     memory = optimized.program.memory()
     assert memory.peak_bytes <= budget
-    assert drop_in_peak(optimized, (ROWS,)) == pytest.approx(memory.allocated_peak_bytes, rel=0.01)
+    without = graphopt.optimize(Checkpointed(None), [fit(budget)], example_inputs=(ROWS,))
+    assert memory.peak_bytes == without.program.memory().peak_bytes
+    assert drop_in_peak(optimized, (ROWS,)) == drop_in_peak(without, (ROWS,))
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 @pytest.mark.parametrize("reentrant", VARIANTS.values(), ids=VARIANTS)
 def test_a_model_of_transformers_is_fitted_as_without_checkpoints(reentrant: bool) -> None:
     tokens = torch.arange(2 * 24).reshape(2, 24) % 61 + 2
@@ -136,17 +147,17 @@ def test_the_record_says_what_became_of_the_segments() -> None:
 
 
 def test_a_budget_above_the_peak_keeps_what_the_segments_drop() -> None:
-    """They are a hint: where there is room, nothing runs again; without checkpoints such a budget changes nothing."""
-    baseline, plain = program_of(False).memory().peak_bytes, program_of(None).memory().peak_bytes
-    assert baseline < plain
-    step = step_of([fit(plain)]).prepare(ROWS)
-    assert not list(step.program.phase_nodes(graphopt.Phase.RECOMPUTE))
-    assert notes(step)
+    """They are a hint: where there is room, less or nothing runs again."""
+    baseline, plain = program_of(False), program_of(None).memory().peak_bytes
+    low = baseline.memory().peak_bytes
+    assert low < plain
+    roomy, between = (step_of([fit(budget)]).prepare(ROWS) for budget in (plain, (low + plain) // 2))
+    assert not again(roomy.program)
+    assert 0 < again(between.program) < again(baseline)
+    assert low < between.program.memory().peak_bytes <= (low + plain) // 2
+    assert notes(roomy)
+    assert notes(between)
     assert_same_training(Checkpointed(False), "adamw", mean_square, [(ROWS,)], [fit(plain)], steps=2)
-    between = step_of([fit((baseline + plain) // 2)]).prepare(ROWS)
-    calls = len(list(between.program.phase_nodes(graphopt.Phase.RECOMPUTE)))
-    assert 0 < calls < len(list(program_of(False).phase_nodes(graphopt.Phase.RECOMPUTE)))
-    assert between.program.memory().peak_bytes <= (baseline + plain) // 2
 
 
 def test_segments_stay_where_no_plan_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,37 +178,123 @@ def test_segments_stay_where_no_plan_is_faster(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_plan_is_carried_to_the_other_programs_of_a_step() -> None:
     """The first update, which makes the optimizer's state, and the programs of gradient accumulation."""
-    budget = int(1.1 * program_of(False).memory().peak_bytes)
+    budget = int(1.2 * program_of(False).memory().peak_bytes)
     results = []
-    for reentrant, passes in ((None, []), (False, [fit(budget)])):
-        step = step_of(passes, reentrant)
+    for passes in ([], [fit(budget)]):
+        step = step_of(passes).accumulate(2)
         torch.manual_seed(1)
-        losses = [step(ROWS).clone() for _ in range(2)]
-        with step.accumulate(2):
-            losses += [step(ROWS).clone() for _ in range(2)]
-        results.append([*losses, *(p.detach().clone() for p in step.model.parameters())])
-        if passes:
-            assert notes(step)
-            assert all("checkpoint()" in " ".join(r.changed.lines) for r in step.records if r.name == "fit-memory")
+        losses = [step(ROWS).clone() for _ in range(4)]
+        results.append([*losses, *(p.detach().clone() for p in step.model.parameters()), torch.get_rng_state()])
+    programs = dict(step.snapshots)
+    assert len([label for label in programs if "fit-memory" in label]) >= 1
     assert all(map(torch.equal, *results))
+    assert notes(step)
 
 
 @pytest.mark.parametrize(
     "passes",
-    [[MixedPrecision()], [Microbatch(3)], [OffloadState()], [DataParallel()]],
-    ids=["mixed precision", "slices", "state elsewhere", "ranks"],
+    [[MixedPrecision()], [Microbatch(3)], [OffloadState()], [Recompute(["blocks.1"])]],
+    ids=["mixed precision", "slices", "state elsewhere", "recompute"],
 )
 def test_together_with_other_passes(passes: list[Pass]) -> None:
-    def run(reentrant: bool | None, *fitting: Pass) -> tuple[graphopt.TrainStep, list[torch.Tensor]]:
-        step = step_of([*passes, *fitting], reentrant, "sgd" if isinstance(passes[0], MixedPrecision) else "adamw")
+    def run(*fitting: Pass) -> tuple[graphopt.TrainStep, list[torch.Tensor]]:
+        step = step_of([*passes, *fitting], make="adamw" if isinstance(passes[0], OffloadState) else "sgd")
         torch.manual_seed(1)
         losses = [step(ROWS).clone() for _ in range(2)]
-        return step, [*losses, *(p.detach().clone() for p in step.model.parameters())]
+        return step, [*losses, *(p.detach().clone() for p in step.model.parameters()), torch.get_rng_state()]
 
-    baseline, expected = run(False)
+    baseline, expected = run()
     budget = int(0.97 * baseline.program.memory().peak_bytes)
-    fitted, found = run(False, fit(budget))
-    without, _ = run(None, fit(budget))
-    assert fitted.program.memory().peak_bytes == without.program.memory().peak_bytes <= budget
+    fitted, found = run(fit(budget))
+    assert fitted.program.memory().peak_bytes <= budget
     assert all(map(torch.equal, expected, found))
     assert notes(fitted)
+
+
+RANKS = """
+import graphopt
+from graphopt.passes import DataParallel, ShardParameters
+from tests.passes.test_fit_memory_checkpoints import ROWS, Checkpointed, fit, notes
+from tests.support.ranks import run_ranks
+from tests.support.training import OPTIMIZERS, mean_square
+
+def train(*passes):
+    model = Checkpointed(False)
+    step = graphopt.optimize_step(model, OPTIMIZERS["adamw"](model.parameters()), list(passes), loss=mean_square)
+    torch.manual_seed(rank)
+    losses = [step(ROWS + rank).item() for _ in range(3)]
+    return step, losses
+
+for exchange in ([DataParallel()], [DataParallel(), ShardParameters(cost="roofline")]):
+    baseline, expected = train(*exchange)
+    for share in (0.9, 1.1):
+        budget = int(share * baseline.program.memory().peak_bytes)
+        fitted, found = train(*exchange, fit(budget, time_limit=0.0))
+        say([expected == found, fitted.program.memory().peak_bytes <= budget, len(notes(fitted))])
+"""
+
+
+@pytest.mark.sweep
+def test_ranks_train_alike(tmp_path: Path) -> None:
+    for told in run_ranks(RANKS, 2, tmp_path / "store"):
+        assert told == [[True, True, 1]] * 4
+
+
+# --- other doors -----------------------------------------------------------------------------------------------------
+
+
+class InParts(Checkpointed):
+    """Not one graph: control flow depends on a value between the blocks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        if x.sum() > 1e9:
+            x = x * 2
+        return super().forward(x)
+
+
+def test_models_in_parts_are_planned_as_without_checkpoints() -> None:
+    def run(reentrant: bool | None, *passes: Pass) -> tuple[Any, list[torch.Tensor]]:
+        model = InParts(reentrant)
+        optimized = graphopt.optimize(model, list(passes))
+        torch.manual_seed(1)
+        losses = []
+        for _ in range(2):
+            model.zero_grad()
+            losses.append(mean_square(optimized, ROWS))
+            losses[-1].backward()
+        return optimized, [*losses, *(p.grad.clone() for p in model.parameters()), torch.get_rng_state()]
+
+    expected = run(None)[1]
+    with pytest.raises(GraphoptError, match="smallest peak is") as refused:
+        run(None, fit("1%"))
+    least = int(re.search(r"smallest peak is (\d+) bytes", str(refused.value))[1])
+    optimized, found = run(False, fit(least))
+    assert all(map(torch.equal, expected, found))
+    assert any("checkpoint()" in line for record in optimized.records for line in record.changed.lines)
+
+
+@pytest.mark.parametrize("reentrant", VARIANTS.values(), ids=VARIANTS)
+def test_behind_torch_compile(reentrant: bool) -> None:
+    torch._dynamo.reset()
+    plain = graphopt.optimize(Checkpointed(None), example_inputs=(ROWS,)).program
+    budget = smallest_of(plain)
+    results = []
+    for compiled in (False, True):
+        model = Checkpointed(reentrant)
+        passes = {"passes": str(fit(budget))}
+        run = torch.compile(model, backend="graphopt", options=passes) if compiled else model
+        torch.manual_seed(1)
+        loss = mean_square(run, ROWS)
+        loss.backward()
+        results.append([loss, *(p.grad for p in model.parameters()), torch.get_rng_state()])
+    assert all(map(torch.equal, *results))
+
+
+def test_a_stored_capture_is_planned_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHOPT_CACHE", str(tmp_path))
+    monkeypatch.setenv("GRAPHOPT_CACHE_PROGRAMS", "1")
+    budgets = [int(0.9 * program_of(False).memory().peak_bytes)] * 2
+    one, other = (step_of([fit(budget)]).prepare(ROWS) for budget in budgets)
+    assert structure(one.program) == structure(other.program)
+    assert notes(one) == notes(other) != []

@@ -220,6 +220,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 _DROPOUT_ARGUMENT = {"dropout_p", "p", "dropout"}
+_DROPOUTS = {"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"}
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
@@ -233,6 +234,9 @@ def _drops_nothing(node: fx.Node) -> bool:
     if name in _RECURRENT:
         given = named_arguments(node)
         return given["dropout"] == 0 or given["train"] is False or given["num_layers"] == 1
+    if name in _DROPOUTS:
+        given = named_arguments(node)
+        return given["p"] == 0 or given["train"] is False
     if "attention" not in name:
         return False
     dropout = next((value for key, value in named_arguments(node).items() if key in _DROPOUT_ARGUMENT), None)

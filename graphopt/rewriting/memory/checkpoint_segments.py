@@ -6,10 +6,11 @@ again, so it begins from the program in which nothing does.
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import fx
 
@@ -25,8 +26,11 @@ from graphopt.rewriting.memory.replay import (
     replayed_result,
     stale_values,
 )
+from graphopt.rewriting.pass_ import Changed
 
-__all__ = ["CHECKPOINT", "Segments", "has_segments", "segments_line", "undo_recomputation"]
+__all__ = ["CHECKPOINT", "Segments", "has_segments", "is_asked_for", "leaves_segments", "undo_recomputation"]
+
+P = TypeVar("P")
 
 CHECKPOINT = "torch.utils.checkpoint"
 """The origin of what runs again because the model asks for it."""
@@ -57,13 +61,20 @@ class Segments:
 
 def has_segments(program: Program) -> bool:
     """Whether something runs again because the model asks for it."""
-    return any(map(_is_asked_for, program.graph.nodes))
+    return any(map(is_asked_for, program.graph.nodes))
 
 
-def segments_line(program: Program) -> tuple[str, ...]:
-    """What a pass says that leaves the model's own segments as they are; nothing without any."""
-    calls = [node for node in program.graph.nodes if _is_asked_for(node) and not _is_part(node)]
-    return (f"the model's checkpoint() segments stay as they are: {len(calls)} calls run again",) if calls else ()
+def leaves_segments(apply: Callable[[P, Program], Changed]) -> Callable[[P, Program], Changed]:
+    """For ``apply`` of a pass that leaves the model's own segments as they are: its record says so."""
+
+    @functools.wraps(apply)
+    def told(self: P, program: Program) -> Changed:
+        changed = apply(self, program)
+        calls = [node for node in program.graph.nodes if is_asked_for(node) and not _is_part(node)]
+        line = f"the model's checkpoint() segments stay as they are: {len(calls)} calls run again for them"
+        return replace(changed, lines=(*changed.lines, line)) if calls and line not in changed.lines else changed
+
+    return told
 
 
 def undo_recomputation(program: Program) -> tuple[Program, Segments] | None:
@@ -90,7 +101,8 @@ def _is_again(node: fx.Node) -> bool:
     return node.op == "call_function" and own_phase(node) is Phase.RECOMPUTE
 
 
-def _is_asked_for(node: fx.Node) -> bool:
+def is_asked_for(node: fx.Node) -> bool:
+    """Whether a call runs again because the model asks for it."""
     return _is_again(node) and info(node).origin == CHECKPOINT
 
 
@@ -157,11 +169,11 @@ class _Undoing:
         """Find the first run of a call that runs again, and let it be read where the model asks for the second one."""
         first = self._first_run(node)
         if first is None:
-            if _is_asked_for(node):
+            if is_asked_for(node):
                 self._to_forward(node)
             return
         self._same[node] = self._same.get(first, first)
-        if _is_asked_for(node):
+        if is_asked_for(node):
             node.replace_all_uses_with(first)
             self._replaced[node] = first
             self._dropped[first] = None

@@ -11,6 +11,7 @@ from graphopt.ir.node import info
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.rewriting.memory.budget import BudgetError, within_already
+from graphopt.rewriting.memory.checkpoint_segments import is_asked_for
 from graphopt.rewriting.memory.named_plan import NamedPlan
 from graphopt.rewriting.memory.other_sizes import written_sizes
 from graphopt.rewriting.memory.planned import Planned, plan_of
@@ -122,7 +123,7 @@ class OwnSegments:
     Attributes:
         program: with what costs no time, where it needs that.
         decision: that says so.
-        seconds: that it is expected to take.
+        seconds: that what its segments run again is expected to take.
     """
 
     program: Program
@@ -146,8 +147,10 @@ def own_segments(program: Program, budget: int, cost: str, origin: str) -> OwnSe
         program = ready.program
         if not _within(program, budget):
             return None
+    memory = program.memory()
     with measuring() as measured:
-        seconds = sum(costs_of(program.memory(), cost, progress=measured).seconds)
+        costs = costs_of(memory, cost, progress=measured)
+    seconds = sum(each for node, each in zip(memory.nodes, costs.seconds, strict=True) if is_asked_for(node))
     note = "the model's checkpoint() segments stay as they are: no plan that was found is faster"
     return OwnSegments(program, Decision(reason, prepared=ready, note=note), seconds)
 
@@ -173,7 +176,7 @@ def or_own_segments(program: Program, plan: Callable[[], Decision], budget: int,
     if decision is not None and decision.found is None:
         return decision
     own = own_segments(given, budget, cost, origin)
-    if own is not None and (decision is None or decision.found is None or own.seconds <= decision.found.seconds):
+    if own is not None and (decision is None or decision.found is None or own.seconds <= decision.found.extra):
         program.graph, decision = own.program.graph, own.decision
     if decision is None:
         assert refused is not None

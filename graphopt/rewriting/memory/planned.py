@@ -37,6 +37,11 @@ class Planned:
     lines: tuple[str, ...] = ()
     details: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
 
+    @property
+    def extra(self) -> float:
+        """Seconds on top of the program's own calls: what runs again, and waiting for copies."""
+        return self.seconds - self.fitting.seconds
+
 
 def plan_of(fitting: Fitting, fitted: Fitted, budget: int, costs: CostReport) -> Planned:
     """What one plan of a search does and means; to be called while the program is as it was searched.

@@ -199,3 +199,24 @@ def test_each_slice_of_a_batch_is_undone() -> None:
         peaks.append(changed.memory().peak_bytes)
         assert not [node for node in changed.nodes if node.op == "call_function" and own_phase(node) is Phase.RECOMPUTE]
     assert peaks[0] == peaks[1]
+
+
+@pytest.mark.parametrize(
+    ("passes", "name"),
+    [
+        ("recompute{checkpoints=blocks.1}", "recompute"),
+        ("recompute-evenly{number=2}", "recompute-evenly"),
+        ("recompute{checkpoints=blocks.1},offload{cost=roofline}", "offload"),
+        ("recompute{checkpoints=blocks.1},checkpoint-boundaries{profile=true}", "checkpoint-boundaries"),
+        ("compress-activations", "compress-activations"),
+    ],
+)
+def test_passes_that_leave_segments_as_they_are_say_so(passes: str, name: str) -> None:
+    lines = []
+    for on in (False, None):
+        program = program_of("each_block", on)[1]
+        segments = [node.name for node in program.phase_nodes(Phase.RECOMPUTE)]
+        (record,) = [record for record in Pipeline(passes).run(program) if record.name == name]
+        lines.append([line for line in record.changed.lines if "checkpoint() segments stay as they are" in line])
+        assert {node.name for node in program.phase_nodes(Phase.RECOMPUTE)}.issuperset(segments)
+    assert [len(each) for each in lines] == [1, 0]
