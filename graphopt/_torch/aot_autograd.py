@@ -78,6 +78,8 @@ def _classify_input(desc: Any) -> AotInput:
         return AotInput("buffer", desc.target)
     if kind == "PlainAOTInput":
         return AotInput("input", desc.idx)
+    if kind == "ViewBaseAOTInput":  # the memory that arguments share, of which torch has made one input
+        return AotInput("shared", "")
     if kind == "TangentAOTInput":
         return _tangent_of(desc.output)
     if "Token" in kind:

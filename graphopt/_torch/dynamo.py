@@ -89,9 +89,9 @@ def cut_as_in_eager(limited: bool, tell: Callable[[str], bool]) -> Iterator[None
     }
     unread: dict[str, None] = {}
     beyond = _filtered([_LIMITS], _told_of_limits(tell))  # first: what the next one keeps quiet is still looked at
-    with _filtered([_CUT_HINTS], _is_no_hint), beyond, _filtered(_REFUSALS, _asked_for(unread)):
-        with _config().patch(changes):
-            yield
+    quiet = _filtered(_REFUSALS, _asked_for(unread))
+    with _filtered([_CUT_HINTS], _is_no_hint), beyond, quiet, _config().patch(changes):
+        yield
     for words in unread:
         logger.warning("%s, and its bytes are not counted", words)
 

@@ -56,6 +56,28 @@ BORDER = (
         "the sign of zero",
     ),
     Row(
+        "arguments that share memory, where forward writes to one of them",
+        "refused",
+        "a drop-in model runs in eager mode; written arguments that lie beside each other in one memory are traced",
+    ),
+    Row(
+        "arguments of a class of tensors that adds nothing to how torch computes",
+        "traced",
+        "by their data, results with the class that eager mode gives them; where the code looks at the class, its "
+        "members among it, a whole step refuses them, and a drop-in model is captured in parts",
+    ),
+    Row(
+        "arguments and parameters of a class of tensors with rules of its own (`__torch_function__`, "
+        "`__torch_dispatch__`, operators), nested tensors, packed sequences",
+        "refused",
+        "a drop-in model is captured in parts, and runs in eager mode where these cannot be captured either",
+    ),
+    Row(
+        "sparse gradients of embeddings, running averages of norms with `momentum=None`",
+        "refused",
+        "a drop-in model runs these parts in eager mode",
+    ),
+    Row(
         "masks and positions that a model of `transformers` looks at",
         "signature",
         "by the answer: hides nothing, counts up; where ranks train together the mask stays, and a warning says so",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import cast
 
 import torch
@@ -14,6 +14,7 @@ from graphopt.capture.assigned_buffers import IN_PARTS
 from graphopt.capture.call_checks import check_model
 from graphopt.capture.source_lines import source_line
 from graphopt.errors import CaptureError, GraphBreakError, GraphoptError
+from graphopt.ir import region_effects
 from graphopt.ir.gradients import base_of
 from graphopt.ir.node import info, value_of
 from graphopt.ir.ops import schema
@@ -23,6 +24,7 @@ from graphopt.ir.program import Program
 __all__ = [
     "refuse_compressed_arguments",
     "refuse_coupling",
+    "refuse_cumulative_averages",
     "refuse_distributed_arguments",
     "refuse_loops",
     "refuse_missing_data",
@@ -30,6 +32,7 @@ __all__ = [
     "refuse_overlapping_writes",
     "refuse_varying_lstm",
     "refuse_wrapped",
+    "shared_write",
     "step_hooks",
     "tell_shared_outputs",
 ]
@@ -117,6 +120,18 @@ def refuse_compressed_arguments(model: nn.Module, arguments: Iterable[object]) -
             )
 
 
+def refuse_cumulative_averages(model: nn.Module) -> None:
+    """Raise a ``GraphBreakError`` for norms whose running averages weigh each batch by a number that Python reads."""
+    for path, module in model.named_modules():
+        counts = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None and module.training
+        if counts and module.num_batches_tracked is not None:
+            raise GraphBreakError(
+                f"{type(model).__name__}: {path or 'it'} is a {type(module).__name__} with momentum=None, which weighs "
+                "each batch by 1 / num_batches_tracked, a number that Python reads from a tensor in each call\n"
+                f"  what to do: give it a momentum (0.1), or switch its running averages off by .eval(){IN_PARTS}"
+            )
+
+
 def refuse_loops(title: str, nodes: Iterable[fx.Node]) -> None:
     """Raise a ``GraphBreakError`` for loops with an open number of rounds, which torch cannot trace any further.
 
@@ -193,6 +208,33 @@ def refuse_overlapping_writes(title: str, nodes: Iterable[fx.Node]) -> None:
                     f"tensor whose elements overlap in memory (shape {list(tensor.shape)}, strides "
                     f"{list(tensor.stride())}): write to a copy of it (.contiguous())"
                 )
+
+
+def shared_write(program: Program, given: Mapping[str, torch.Tensor]) -> GraphBreakError | None:
+    """The error for a call that writes to a tensor which shares memory with another one that the program is given.
+
+    Args:
+        program: of stage forward.
+        given: the tensors behind its inputs, by name.
+    """
+    memory: dict[int, list[str]] = {}
+    names = {node: spec.target for node, spec in zip(program.placeholders, program.inputs, strict=True)}
+    for name in names.values():
+        tensor = given.get(name)
+        if tensor is not None and tensor.layout is torch.strided:
+            memory.setdefault(_torch.storage_key(tensor), []).append(name)
+    for node in program.graph.nodes:
+        for written in map(base_of, region_effects.mutated_inputs(node, program.attributes)):
+            name = names.get(written, "")
+            together = next((group for group in memory.values() if name in group and len(group) > 1), None)
+            if together is not None:
+                return GraphBreakError(
+                    f"{program.title} is given {' and '.join(together)} in the same memory and writes to {name} in "
+                    f"place ({schema.op_name(node)}): a program reads the others as they were before\n  where: "
+                    f"{info(node).source or 'an unknown line'}\n  what to do: give tensors of their own (x.clone()), "
+                    f"or let forward write to a copy{IN_PARTS}"
+                )
+    return None
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

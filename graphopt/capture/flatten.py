@@ -12,7 +12,7 @@ import torch
 
 from graphopt import _torch
 from graphopt.capture.fingerprint import by_value
-from graphopt.capture.tensor_classes import adds_nothing, data_of
+from graphopt.capture.tensor_classes import adds_nothing, class_of, data_of
 
 __all__ = ["Results", "Structure", "flatten", "flatten_call"]
 
@@ -58,7 +58,8 @@ class Results(Structure):
     def restore(self, tensors: Any) -> Any:
         """The result with ``tensors`` put back."""
         classes = itertools.chain(self.classes, itertools.repeat(None))
-        return super().restore(t if cls is None else t.as_subclass(cls) for t, cls in zip(tensors, classes))
+        given = zip(tensors, classes, strict=False)
+        return super().restore(t if cls is None else t.as_subclass(cls) for t, cls in given)
 
 
 _ALONE = _torch.pytree.tree_flatten(0)[1]
@@ -98,7 +99,7 @@ def flatten(value: Any, *, paths: bool = True) -> tuple[list[torch.Tensor], Stru
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     classes: tuple[type[torch.Tensor] | None, ...] = ()
     if not all(map(_is_plain, tensors)):
-        classes = tuple(type(tensor) if adds_nothing(type(tensor)) else None for tensor in tensors)
+        classes = tuple(map(class_of, tensors))
         data = {id(tensor): data_of(tensor) for tensor, cls in zip(tensors, classes, strict=True) if cls is not None}
         tensors = [data.get(id(tensor), tensor) for tensor in tensors]
     return tensors, Structure(

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphopt.errors import CaptureError
+from graphopt.capture.assigned_buffers import IN_PARTS
+from graphopt.errors import GraphBreakError
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.program import Program
 
@@ -22,7 +23,7 @@ def match_layouts(program: Program) -> None:
     """Give each gradient its parameter's strides. Fused kernels walk parameter, gradient and state by address.
 
     Raises:
-        CaptureError: for a gradient that is sparse, which has no strides.
+        GraphBreakError: for a gradient that is sparse, which has no strides.
     """
     parameters = {spec.target: node for node, spec in program.inputs_of("parameter")}
     values = list(program.output_values)
@@ -31,9 +32,10 @@ def match_layouts(program: Program) -> None:
             continue
         wanted = value_of(parameters[spec.target])
         if value_of(value).layout is not torch.strided:
-            raise CaptureError(
+            raise GraphBreakError(
                 f"{program.title}: the gradient of {spec.target} is sparse, and programs have dense tensors only\n"
-                "  what to do: make the embedding without sparse=True, or leave this model without graphopt"
+                f"  where: {info(value).source or 'an unknown line'}\n"
+                f"  what to do: make the embedding without sparse=True, with an optimizer for dense gradients{IN_PARTS}"
             )
         if value_of(value).stride() != wanted.stride():
             values[index] = _copied_like(program, value, wanted)

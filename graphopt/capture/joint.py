@@ -21,6 +21,7 @@ from graphopt.capture.checks import (
     refuse_overlapping,
     refuse_overlapping_writes,
     refuse_varying_lstm,
+    shared_write,
     tell_shared_outputs,
 )
 from graphopt.capture.finish_joint import (
@@ -36,6 +37,7 @@ from graphopt.capture.gradient_layouts import match_layouts, own_gradients
 from graphopt.capture.inner_gradients import refuse_arguments_without_gradients
 from graphopt.capture.replace_ops import use_own_ops
 from graphopt.capture.source_lines import user_frame
+from graphopt.capture.untraceable import PACKED
 from graphopt.errors import CaptureError, GraphBreakError, quoted
 from graphopt.ir.gradients import base_of
 from graphopt.ir.memory_shortage import refuse_shortage
@@ -143,13 +145,19 @@ def capture_joint(forward: Program, tensors: dict[str, torch.Tensor], examples: 
     refuse_arguments_without_gradients(forward, tensors, examples)
     refuse_varying_lstm(forward.graph)
     refuse_overlapping_writes(forward.title, (node for _, node in _marked(forward.graph, forward.attributes)))
+    given = {**tensors, **dict(zip((spec.target for _, spec in forward.inputs_of("input")), examples, strict=False))}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Error detected in", UserWarning)  # it is raised besides
             trace = _torch.JointTrace(runner, tuple(args))
     except Exception as error:
         refuse_shortage(error, forward.title)
-        raise _explain(error, forward.title) from error
+        shared = shared_write(forward, given) if "share storage" in str(error) else None
+        raise shared or _explain(error, forward.title) from error
+    if any(role.kind == "shared" for _, role in trace.inputs()):
+        raise shared_write(forward, given) or GraphBreakError(
+            f"{forward.title} writes in place to tensors that share memory: give tensors of their own{IN_PARTS}"
+        )
     if not trace.requires_grad:
         results = [value for value in forward.output_values if isinstance(value, fx.Node)]
         if any(base_of(value).op == "placeholder" for value in results):
@@ -176,7 +184,10 @@ def _explain(error: Exception, title: str) -> CaptureError:
         "check that the same call trains in eager mode; in-place changes of inputs or parameters, and backward code "
         "that needs values, are the usual reasons"
     )
-    if isinstance(error, _torch.NEEDS_VALUES):
+    text = _first_line(error)
+    if "_pack_padded_sequence" in text:
+        text, advice = PACKED[0], PACKED[1] + IN_PARTS
+    elif isinstance(error, _torch.NEEDS_VALUES):
         advice = (
             "the op's result, or its size, depends on values (.item(), nonzero, an index by a mask): use torch.where "
             "or a product with the mask, or move it outside of the model" + IN_PARTS
@@ -188,8 +199,7 @@ def _explain(error: Exception, title: str) -> CaptureError:
         )
     kind = GraphBreakError if isinstance(error, _torch.NEEDS_VALUES) else CaptureError
     explained = kind(
-        f"{title} cannot be differentiated as one program: {_first_line(error)}\n  where: {where}\n"
-        f"  what to do: {advice}"
+        f"{title} cannot be differentiated as one program: {text}\n  where: {where}\n  what to do: {advice}"
     )
     explained.of_trace = True
     if isinstance(explained, GraphBreakError):

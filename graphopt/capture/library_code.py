@@ -91,7 +91,7 @@ class LibraryCode:
         """
         while function is not None:
             if isinstance(function, types.MethodType):
-                function, owner = function.__func__, function.__self__
+                owner, function = function.__self__, function.__func__
             if isinstance(function, types.FunctionType):
                 self._meet(function, owner)
             function = _vars(function).get("__wrapped__")
@@ -193,11 +193,12 @@ class LibraryCode:
     def _of_module(self, module: types.ModuleType, path: list[str]) -> None:
         """What code reads of a module, unless it is torch's or Python's."""
         name = module.__name__
-        file = getattr(module, "__file__", None)
+        file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
         if name.partition(".")[0] in sys.stdlib_module_names or file is None or is_covered_file(file):
             return
-        for each in (path[:1] and [path]) or [[text] for text in self._texts]:
-            self._look(vars(module), each, f"{name}.")
+        chains = [path] if path else [[text] for text in self._texts]
+        for chain in chains:
+            self._look(vars(module), chain, f"{name}.")
 
     def _value(self, value: object, path: list[str], where: str) -> None:
         """A class, an object or a container that a chain has come to, with the names that follow."""
@@ -211,8 +212,9 @@ class LibraryCode:
             return
         else:
             self._methods(type(value), value, self._names | (_NOT_NAMED - {"__init__", "__new__", "__post_init__"}))
-        for each in (path and [path]) or [[name] for name in sorted(self._names_of(value))]:
-            self._attribute(value, each, f"{where}.")
+        chains = [path] if path else [[name] for name in sorted(self._names_of(value))]
+        for chain in chains:
+            self._attribute(value, chain, f"{where}.")
 
     def _names_of(self, value: object) -> set[str]:
         """The attributes of an object that is handed on, which the same function reads, or looks for by a text."""

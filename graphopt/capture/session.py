@@ -23,6 +23,7 @@ from graphopt.capture.call_checks import (
 )
 from graphopt.capture.checks import (
     refuse_compressed_arguments,
+    refuse_cumulative_averages,
     refuse_distributed_arguments,
     refuse_missing_data,
     refuse_wrapped,
@@ -162,6 +163,7 @@ class CaptureSession:
         call = _call_model if loss is None else _own_loss if loss is True else loss
         assert callable(call)
         refuse_backward_hooks(model)
+        refuse_cumulative_averages(model)
         if optimizer is not None:
             refuse_parameter_hooks(model)
         self._call = under_autocast(call)

@@ -140,13 +140,14 @@ def trace_optimizer(
     for name in order if shards is not None else ():
         check_dense(name, trained[name])
     tracer = _Tracer(optimizer, order, trained, names, mode, shards)
-    reason = _not_traced.get(optimizer) or _takes_closure(optimizer) or step_hooks(optimizer)
+    reason, advice = _not_traced.get(optimizer) or _takes_closure(optimizer) or step_hooks(optimizer), ""
     if not reason:
         try:
             found = tracer.run(first)
         except Exception as error:
             refuse_shortage(error, f"the update of {type(optimizer).__name__}")
             reason = _reason(error)
+            advice = _traceable(optimizer)
         else:
             if shards is not None:
                 refuse_coupling(optimizer, found.graph)
@@ -154,11 +155,18 @@ def trace_optimizer(
             return found
     if shards is not None:
         raise GraphoptError(
-            f"{type(optimizer).__name__} cannot be sharded, since its update runs as it is: {reason}; "
-            "leave shard-optimizer out"
+            f"{type(optimizer).__name__} cannot be sharded, since its update runs as it is: {reason}\n"
+            f"  what to do: {advice}leave shard-optimizer out"
         )
     _not_traced[optimizer] = reason
     return tracer.opaque(first, reason)
+
+
+def _traceable(optimizer: torch.optim.Optimizer) -> str:
+    """What to give in the place of an optimizer whose update reads numbers in Python; more stands behind it."""
+    if isinstance(optimizer, _FUSED):
+        return f"give {type(optimizer).__name__} fused=True in place of the implementation that it has; or "
+    return "use AdamW, Adam or Adagrad with fused=True, or SGD, RMSprop or Adadelta; or "
 
 
 def _tell_of_others(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> None:

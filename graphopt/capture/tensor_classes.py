@@ -1,7 +1,7 @@
 """Arguments that are tensors of a class of their own: programs compute with their data.
 
-Where a class adds nothing to how torch computes, what comes of its tensors has the class that eager mode gives it. Whether
-the model looks at the class is found in its code. Other classes decide themselves what an op does with their tensors.
+Where a class adds nothing to how torch computes, what comes of its tensors has the class that eager mode gives it.
+Whether the model looks at the class is found in its code. Other classes decide themselves what an op does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from graphopt.capture.whose_code import is_covered_class
 from graphopt.errors import GraphBreakError
 from graphopt.ir.program import Program
 
-__all__ = ["adds_nothing", "data_of", "has_rules", "refuse_classes", "result_classes"]
+__all__ = ["adds_nothing", "class_of", "data_of", "has_rules", "refuse_classes", "result_classes"]
 
 Class = type[torch.Tensor]
 
@@ -57,6 +57,12 @@ def has_rules(cls: Any) -> bool:
     if cls.__torch_dispatch__ is not own.__torch_dispatch__:
         return True
     return any(name.startswith("__") and name not in _OF_CLASSES for name in _members(cls))
+
+
+def class_of(tensor: torch.Tensor) -> Class | None:
+    """The class of a tensor, where it has one of its own that adds nothing; None for others."""
+    cls: Any = type(tensor)
+    return cls if adds_nothing(cls) else None
 
 
 def data_of(value: Any) -> Any:
@@ -106,9 +112,9 @@ def refuse_classes(model: nn.Module, called: object, arguments: Iterable[object]
         if seen or looked_at:
             what = looked_at[0] if looked_at else f"reads .{seen[0]}"
             raise GraphBreakError(
-                f"{title_of(model)} is given a tensor of the class {cls.__name__}, and its code {what}: programs compute with the data of "
-                f"tensors, and the class is not there while they are captured\n  what to do: give the data "
-                f"(batch.as_subclass(torch.Tensor)), and what the class says as other arguments{IN_PARTS}"
+                f"{title_of(model)} is given a tensor of the class {cls.__name__}, and its code {what}: programs "
+                "compute with the data of tensors, and the class is not there while they are captured\n  what to do: "
+                f"give the data (batch.as_subclass(torch.Tensor)), and what the class says as other arguments{IN_PARTS}"
             )
 
 

@@ -18,7 +18,7 @@ from graphopt import _torch
 from graphopt.capture import CaptureSession
 from graphopt.capture.graph_part import GraphPart, as_it_is, cut_of
 from graphopt.capture.open_numbers import open_numbers
-from graphopt.capture.tensor_classes import adds_nothing, data_of
+from graphopt.capture.tensor_classes import class_of, data_of
 from graphopt.capture.without_memory import parameter_without_memory, without_memory
 from graphopt.errors import CaptureError, GraphBreakError
 from graphopt.rewriting.pass_ import PassRecord
@@ -275,7 +275,7 @@ class CutGraphs:
             module = GraphPart(graph.opened, given, names, graph.paths, self.title, shared=not graph.whole)
             others = [arguments[place] for place in cut_of(module).others]
             session = CaptureSession(module, self._examples(list(map(data_of, others))))
-            session.classes = tuple(type(other) if adds_nothing(type(other)) else None for other in others)
+            session.classes = tuple(map(class_of, others))
             with _torch.transforms_undone():
                 capture = self._runner.rewrite(session, room=0 if share else None, plans=graph.plans)
         except CaptureError as error:

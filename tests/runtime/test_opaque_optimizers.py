@@ -345,8 +345,13 @@ def test_what_acts_once_per_step_is_refused_where_the_model_is_evaluated_again()
 def test_it_cannot_be_sharded() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        with pytest.raises(graphopt.GraphoptError, match="NAdam cannot be sharded, since its update runs as it is"):
+        with pytest.raises(graphopt.GraphoptError, match=r"NAdam cannot be sharded, .*\n.*use AdamW, .* fused=True"):
             stepped(OPTIMIZERS["NAdam"], [DataParallel(), ShardOptimizer()])
+        with pytest.raises(graphopt.GraphoptError, match=r"AdamW cannot be sharded, .*\n.*give AdamW fused=True"):
+            stepped(
+                lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
+                [DataParallel(), ShardOptimizer()],
+            )
     finally:
         dist.destroy_process_group()
 
