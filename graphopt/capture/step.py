@@ -115,7 +115,8 @@ def trace_optimizer(
 
     Args:
         optimizer: any ``torch.optim`` optimizer; implementation flags (``fused``, ``foreach``) that the user set are
-            followed, and where none is set the fused implementation is taken for those that have one.
+            followed, and where none is set the fused implementation is taken for those that have one: eager mode's own
+            choice, a loop, reads a value of each parameter's state, which no program can.
         trained: the parameters that get a gradient, by name, in gradient order.
         first: trace the call that creates the state, or (False) any later one.
         mode: the fake mode in which to build example values.

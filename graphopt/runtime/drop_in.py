@@ -15,6 +15,7 @@ from graphopt.capture.call_checks import argument_names
 from graphopt.capture.eager_trial import EagerCall, FailsInEagerError
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
 from graphopt.errors import GraphBreakError, GraphoptError
+from graphopt.ir.memory_shortage import is_memory_shortage
 from graphopt.ir.ops.values import counted
 from graphopt.rewriting.precision.scaling import CheckedGradients
 from graphopt.runtime.compiled_joint import CompiledJoint, compile_joint
@@ -131,6 +132,8 @@ class DropIn:
         except GraphoptError:
             raise
         except Exception as error:
+            if is_memory_shortage(error):
+                raise
             failed = error
         eager.try_it()
         raise failed

@@ -35,7 +35,9 @@ def optimize_step(
 
     Args:
         model: the bare module; updated in place. The passes of a result of ``optimize`` are taken over.
-        optimizer: a ``torch.optim`` object over its parameters; stays the source of truth.
+        optimizer: a ``torch.optim`` object over its parameters; stays the source of truth. The step runs the
+            implementation that it is asked for, with eager mode's bits; ``Adam``, ``AdamW`` and ``Adagrad`` that are
+            asked for none run their fused kernel, with the bits of ``fused=True``.
         passes: ``Pass`` objects or their text form, in a list in any order, or one alone; None for no passes.
         loss: ``loss(model, *batch)`` returning a scalar, or more beside it (metrics, predictions): a tuple or list that
             begins with the loss, a dict with ``"loss"``, or an object with ``.loss``; the step then returns the same,

@@ -21,6 +21,7 @@ from graphopt.capture.loss_results import detach_all
 from graphopt.capture.session import call_loss, loss_call
 from graphopt.errors import GraphoptError, check_type, public
 from graphopt.ir.autocast import plain_precision
+from graphopt.ir.memory_shortage import is_memory_shortage
 from graphopt.ir.methods import provided
 from graphopt.ir.node import Phase
 from graphopt.ir.program import Program
@@ -165,7 +166,7 @@ class TrainStep:
         except GraphoptError:
             raise
         except Exception as error:
-            if reached(error, ready.compiled.module, Phase.BACKWARD):
+            if is_memory_shortage(error) or reached(error, ready.compiled.module, Phase.BACKWARD):
                 raise
             failed = error
         eager.try_it()

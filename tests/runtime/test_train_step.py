@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +92,31 @@ def test_optimizers_update_as_in_eager_mode(kind: str, named: bool) -> None:
     found, step = stepping(lambda p: cls(p, **(explicit if named else options)), BATCHES[:5], nothing)  # type: ignore[arg-type]
     assert_same(expected, found, kind)
     assert step.records[0].changed
+
+
+FUSED_BY_DEFAULT = ("Adam", "AdamW", "Adagrad")
+"""Optimizers that a whole step runs by another kernel than eager mode, where they are asked for none."""
+
+
+@pytest.mark.sweep(but=("AdamW", "RMSprop"))
+@pytest.mark.parametrize("name", [*FUSED_BY_DEFAULT, "SGD", "RMSprop", "Adadelta", "Adamax", "NAdam", "Rprop", "ASGD"])
+@pytest.mark.filterwarnings("ignore:.* runs as it is")
+def test_the_bits_of_an_optimizer_that_is_asked_for_no_kernel(name: str) -> None:
+    cls: Any = getattr(torch.optim, name)
+    found, _ = stepping(lambda p: cls(p, lr=0.01), BATCHES[:4], nothing)
+    if name in FUSED_BY_DEFAULT:
+        assert_same(eager(lambda p: cls(p, lr=0.01, fused=True), BATCHES[:4], nothing), found, name)
+        plain, _ = stepping(lambda p: cls(p, lr=0.01, foreach=False), BATCHES[:4], nothing)
+        assert_same(eager(lambda p: cls(p, lr=0.01), BATCHES[:4], nothing), plain, name)
+    else:
+        assert_same(eager(lambda p: cls(p, lr=0.01), BATCHES[:4], nothing), found, name)
+
+
+@pytest.mark.parametrize("where", ["README.md", "passes/README.md", "optimize_step"])
+def test_users_are_told_of_them(where: str) -> None:
+    text = graphopt.optimize_step.__doc__ if where == "optimize_step" else Path(where).read_text(encoding="utf-8")
+    told = " ".join(str(text).replace("``", "`").split())
+    assert re.search("`Adam`, `AdamW` and `Adagrad` (that are asked for none |without .*)?run their fused kernel", told)
 
 
 @pytest.mark.sweep(but=("fused",))
