@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from typing import TYPE_CHECKING
 
 from graphopt.ir import handed_down
+
+TYPE_CHECKING = False  # that of typing, whose import takes longer than all of this
 
 if TYPE_CHECKING:
     from graphopt.report.interface import *

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import sys
-
-from graphopt.cli.interruption import end_at_once
 
 __all__ = ["main"]
 
 
 def main() -> int:
     """Run the command that the arguments of this process name."""
-    end_at_once()  # before all other imports
+    try:
+        from graphopt.cli.interruption import end_at_once
+
+        end_at_once()
+    except KeyboardInterrupt:  # which from here on is seen to
+        os.write(2, b"graphopt: interrupted\n")
+        os._exit(130)
     from graphopt.cli.main import main as run
 
     return run()

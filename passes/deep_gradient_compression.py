@@ -17,7 +17,7 @@ from graphopt.ir.node import value_of
 from graphopt.ir.ops.groups import Group
 from graphopt.ir.ops.scale import FOUND_INF
 from graphopt.ir.ops.sparse import LARGEST, packed_bytes
-from graphopt.ir.ops.values import format_bytes, storage_bytes
+from graphopt.ir.ops.values import counted, format_bytes, storage_bytes
 from graphopt.ir.program import Program
 from graphopt.rewriting.clock import Clock
 from graphopt.rewriting.distributed.all_reduce import exchange_gradients
@@ -69,7 +69,7 @@ _LEFT_OUT = "deep-gradient-compression/left out"
 _SEEN = "deep-gradient-compression/left out, seen"
 _LOOK = 100
 _WARNING = (
-    "deep-gradient-compression has left %d gradients of this rank out up to step %d because they are not finite: look "
+    "deep-gradient-compression has left %s of this rank out up to step %d because they are not finite: look "
     "at what the model computes, lower the learning rate, or skip such steps on all ranks with "
     "ScaleLoss(init_scale=1, dynamic=False)"
 )
@@ -225,7 +225,7 @@ class DeepGradientCompression(TrainingPass):
             return
         if int(count) > 2 * clock.numbers.get(_SEEN, 0):  # the first one, then at every doubling
             clock.numbers[_SEEN] = float(int(count))
-            logger.warning(_WARNING, int(count), clock.steps - 1)
+            logger.warning(_WARNING, counted(int(count), "gradients"), clock.steps - 1)
 
     def apply(self, program: Program) -> Changed:
         """See the class; rewrites a step program."""

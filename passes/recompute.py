@@ -16,7 +16,7 @@ from graphopt.errors import GraphoptError
 from graphopt.ir.node import Phase, Policy, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.dropout import masked_dropout
-from graphopt.ir.ops.values import format_bytes, storage_bytes
+from graphopt.ir.ops.values import counted, format_bytes, storage_bytes
 from graphopt.ir.program import Program
 from graphopt.rewriting.memory.checkpoint_segments import leaves_segments
 from graphopt.rewriting.memory.rematerialize import Rematerialized, recomputed, rematerialize
@@ -221,8 +221,8 @@ class _Plan:
         if rows:
             total = sum(size for size, _ in rows)
             lines.append(
-                f"{len(rows)} tensors ({format_bytes(total)}) cross a segment's border and are kept; "
-                "better checkpoints would avoid these:"
+                f"kept, since they cross a segment's border: {counted(len(rows), 'tensors')} ({format_bytes(total)}); "
+                "better checkpoints would avoid them:"
             )
         for size, node in rows:
             known = info(node)

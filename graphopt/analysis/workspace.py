@@ -33,7 +33,7 @@ from graphopt.ir.autocast import plain_precision
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.opaque_update import opaque_update_
-from graphopt.ir.ops.values import is_dense, storage_bytes, tensors_of
+from graphopt.ir.ops.values import counted, is_dense, storage_bytes, tensors_of
 
 __all__ = ["Usage", "measured_temporaries", "measured_usage"]
 
@@ -171,9 +171,9 @@ def _measure(missing: dict[str, fx.Node]) -> None:
     if _torch.profiler_is_running():
         if not _told.issuperset(missing):
             logger.warning(
-                "a profiler of torch is running, and there is one at a time: what %d calls allocate for themselves is "
-                "not measured now, and predicted peaks can be too low; capture before it starts (step.prepare(*batch))",
-                len(missing),
+                "a profiler of torch is running, and there is one at a time: what is allocated during %s is not "
+                "measured now, and predicted peaks can be too low; capture before it starts (step.prepare(*batch))",
+                counted(len(missing), "calls"),
             )
         _told.update(missing)
         return

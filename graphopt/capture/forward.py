@@ -27,6 +27,7 @@ from graphopt.errors import CaptureError
 from graphopt.ir.names import NAMES_KEY, identifier
 from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, set_info, set_value, unique_names, value_of
 from graphopt.ir.ops.schema import op_name
+from graphopt.ir.ops.values import counted
 from graphopt.ir.program import Program
 
 __all__ = ["ForwardCapture", "capture_forward"]
@@ -147,7 +148,8 @@ def _name_loss(program: Program, place: int | None) -> list[OutputSpec]:
     value = None if place is None else program.output_values[place]
     shape = tuple(value_of(value).shape) if isinstance(value, fx.Node) else None
     if place is None or shape is None or any(size != 1 for size in shape):
-        found = f"a tensor of shape {shape}" if shape is not None else f"{len(program.outputs)} tensors without one"
+        several = f"{counted(len(program.outputs), 'tensors')} without one"
+        found = several if shape is None else f"a tensor of shape {shape}"
         raise CaptureError(
             f"the loss must be one scalar tensor, and this one returns {found}: reduce it (.mean(), .sum()), or pass "
             "loss=lambda model, *batch: ... that returns a scalar: alone, first in a tuple, or as 'loss' in a dict"

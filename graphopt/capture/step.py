@@ -19,6 +19,7 @@ from graphopt.capture.update_settings import NO_SETTINGS, UpdateSettings, group_
 from graphopt.errors import CaptureError, GraphoptError, quoted
 from graphopt.ir.memory_shortage import refuse_shortage
 from graphopt.ir.node import InputSpec
+from graphopt.ir.ops.values import counted
 from graphopt.rewriting.shards import Shards, check_dense, holds_elements
 
 __all__ = ["NOTED", "UpdateTrace", "settings", "settings_key", "trace_optimizer"]
@@ -175,9 +176,9 @@ def _tell_of_others(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> N
     if names and optimizer not in _told_of_others:
         _told_of_others.add(optimizer)
         logger.warning(
-            "%d parameters (%s first) require gradients, and the optimizer does not hold them: the step computes none "
-            "for them, where eager mode adds them up in .grad; give them to the optimizer, or requires_grad_(False)",
-            len(names), names[0],
+            "the step computes no gradients for %s (%s first) that require them, where eager mode adds them up in "
+            ".grad: the optimizer does not hold them; give them to the optimizer, or requires_grad_(False)",
+            counted(len(names), "parameters"), names[0],
         )  # fmt: skip
 
 

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+import _thread
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["by", "complete"]
 
 _loaders: list[Callable[[], None]] = []
-_lock = threading.RLock()
+_lock = _thread.RLock()  # threading's, without an import
 
 
 def by(load: Callable[[], None]) -> None:

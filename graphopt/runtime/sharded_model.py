@@ -12,7 +12,7 @@ from torch import nn
 
 from graphopt.errors import GraphoptError
 from graphopt.ir.ops.groups import Group, find_group
-from graphopt.ir.ops.values import format_bytes
+from graphopt.ir.ops.values import counted, format_bytes
 from graphopt.ir.state import PassState
 from graphopt.rewriting.distributed.rank_names import place
 from graphopt.rewriting.shards import shard_of
@@ -85,9 +85,9 @@ class ShardedModel:
         if left:
             sizes = (parameter.numel() * parameter.element_size() for parameter in map(self._model.get_parameter, left))
             logger.warning(
-                "%d parameters (%s first) that graphopt.materialize_shards had divided become whole on every rank, %s "
-                "in all: no pass keeps shards of them; give shard-parameters, with the same min_bytes",
-                len(left), left[0], format_bytes(sum(sizes)),
+                "what graphopt.materialize_shards had divided becomes whole on every rank, %s (%s first), %s in all: "
+                "no pass keeps shards of them; give shard-parameters, with the same min_bytes",
+                counted(len(left), "parameters"), left[0], format_bytes(sum(sizes)),
             )  # fmt: skip
         with torch.no_grad():
             for name in left:

@@ -206,7 +206,7 @@ def test_without_loss_scaling_a_gradient_that_is_not_finite_is_left_out(said: Sa
         assert same
         assert (u and v) == (rank == 1)
         assert len(warned) == (rank == 1)
-        assert all("left 1 gradients of this rank out up to step 4" in line for line in warned)
+        assert all("left 1 gradient of this rank out up to step 4" in line for line in warned)
 
 
 @pytest.mark.sweep

@@ -128,7 +128,7 @@ def test_the_record_says_what_moved_and_what_it_saves() -> None:
     first, second = record.changed.lines
     assert first == "11 of 12 parameters are updated while backward still runs"
     assert second.startswith("the predicted peak falls by ")
-    assert str(record).startswith("fuse-update: 11 updates moved, 1 list ops split; peak ")
+    assert str(record).startswith("fuse-update: 11 updates moved, 1 list op split; peak ")
 
 
 @pytest.mark.sweep

@@ -431,7 +431,7 @@ def test_training_equals_that_of_torch_s_averager(said: list[dict[str, Any]]) ->
 def test_updates_may_run_early(said: list[dict[str, Any]]) -> None:
     for found in said:
         assert found["fused updates"] == 0
-        assert found["fused updates, records"][-1].endswith("updates moved, 1 list ops split")
+        assert found["fused updates, records"][-1].endswith("updates moved, 1 list op split")
 
 
 @pytest.mark.sweep

@@ -189,7 +189,7 @@ def test_what_crosses_a_border_is_kept_and_listed_with_its_bytes() -> None:
     program = captured(Skip(), WIDE)
     (record,) = Pipeline([Recompute(["b", "c"])]).run(program)
     (head, row) = record.changed.lines
-    assert head.startswith("1 tensors (32.8 kB) cross a segment's border and are kept")
+    assert head.startswith("kept, since they cross a segment's border: 1 tensor (32.8 kB); ")
     assert row.split(":")[0].strip() == "early"
     assert "32.8 kB" in row
     assert "test_recompute.py" in row

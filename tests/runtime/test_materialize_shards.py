@@ -142,7 +142,7 @@ for passes in ([DataParallel(), ShardParameters(min_bytes=2000, cost="roofline")
         found.append([step(TOKENS[rank::world]) for _ in range(2)])
         say(bytes_here(model) > 64 * 20)
 say([all(map(torch.equal, found[0], other)) for other in found[1:]])
-say(["become whole on every rank" in message and "min_bytes" in message for message in told])
+say(["becomes whole on every rank" in message and "min_bytes" in message for message in told])
 """
     assert run(script, 2, tmp_path) == [*[True] * 4, [True] * 3, [True] * 2]
 

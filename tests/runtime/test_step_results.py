@@ -240,8 +240,8 @@ def test_results_stay_within_a_budget() -> None:
     ("returned", "reason"),
     [
         (lambda logits: (logits, logits.mean()), "returns a tensor of shape (4, 8)"),
-        (lambda logits: {"value": logits.mean()}, "returns 1 tensors without one"),
-        (lambda logits: (3, logits.mean()), "returns 1 tensors without one"),
+        (lambda logits: {"value": logits.mean()}, "returns 1 tensor without one"),
+        (lambda logits: (3, logits.mean()), "returns 1 tensor without one"),
         (lambda logits: None, "returns 0 tensors without one"),
     ],
 )

@@ -23,6 +23,7 @@ from graphopt.rewriting.memory.planned import Planned
 
 __all__ = [
     "BudgetError",
+    "Share",
     "budget_bytes",
     "budget_error",
     "check_budget",
@@ -31,6 +32,26 @@ __all__ = [
     "refuse_hopeless",
     "within_already",
 ]
+
+
+class Share(int):
+    """A number of bytes that is so many per cent of others.
+
+    Attributes:
+        whole: what it is a share of, in bytes.
+    """
+
+    whole: int
+
+    def __new__(cls, percent: float, whole: int) -> Share:
+        """So many per cent of a number of bytes."""
+        made = super().__new__(cls, int(whole * percent / 100))
+        made.whole = whole
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For another rank the bytes alone."""
+        return int, (int(self),)
 
 
 class BudgetError(GraphoptError):
@@ -55,15 +76,14 @@ class BudgetError(GraphoptError):
         self.searched = searched
 
     def in_shares(self, budget: object) -> BudgetError:
-        """The same error; where a share was asked for, it begins with the least share.
+        """The same error; where a share was asked for (``Share``), it begins with the least one.
 
         Args:
             budget: as the user gave it.
         """
-        percent = _PERCENT.fullmatch(budget) if isinstance(budget, str) else None
-        if percent is None or not self.budget:
+        if not isinstance(self.budget, Share):
             return self
-        least = math.ceil(self.smallest_bytes * float(percent[1]) / self.budget)
+        least = math.ceil(100 * self.smallest_bytes / self.budget.whole)
         that = "" if self.searched else " that any plan can take"
         told = type(self)(
             f"{least}% is the least{that}, and {budget} is asked for: {self}",
@@ -161,7 +181,7 @@ def budget_bytes(budget: int | str, memory: MemoryTimeline, reserved: ReservedMe
     percent = _PERCENT.fullmatch(budget)
     if percent:
         more = 0 if reserved is None else reserved.reserved_peak_bytes - memory.peak_bytes
-        return int((_lasting_peak(memory) + more) * float(percent[1]) / 100)
+        return Share(float(percent[1]), _lasting_peak(memory) + more)
     return parse_bytes(budget)
 
 

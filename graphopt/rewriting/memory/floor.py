@@ -65,9 +65,9 @@ def what_would_help(program: Program, memory: MemoryTimeline, *, moves: bool) ->
         yield f"Microbatch() (some of the {samples} samples at a time: up to {format_bytes(most)} less)"
     yield from _fewer_bits(memory, done)
     early = sum(gradients) - max(gradients, default=0)
-    if early > memory.peak_bytes // 100 and program.stage == "joint":
+    if early > memory.peak_bytes // 1000 and program.stage == "joint":
         less = format_bytes(early)
-        yield f"graphopt.optimize_step with FuseUpdate() in the place of graphopt.optimize (up to {less} less)"
+        yield f"graphopt.optimize_step with FuseUpdate() in place of graphopt.optimize (gradients: up to {less} less)"
     if kept and not moves:
         there = format_bytes(kept)
         yield f"host_budget= or Offload(tier='disk') (activations elsewhere, {there} are alive; on a CPU the disk)"

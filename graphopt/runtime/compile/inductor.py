@@ -20,7 +20,7 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.ir.node import Phase, info, value_of
-from graphopt.ir.ops.values import format_bytes
+from graphopt.ir.ops.values import counted, format_bytes
 from graphopt.runtime.compile.dry_run import Ledger, Temporaries, dry_generated, dry_inductor
 from graphopt.runtime.compile.functional import write_nothing
 
@@ -276,7 +276,9 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], room: int = 0) 
         except Exception as error:  # whatever a release of inductor generates that has no meaning without data
             _warn(f"could not be checked ({type(error).__name__}: {error}), and may take more than", promised)
             return chain.runner()
-        logger.info("inductor: %d parts, at most %d bytes of %d", len(chain.parts), max(peaks, default=0), promised)
+        logger.info(
+            "inductor: %s, at most %d bytes of %d", counted(len(chain.parts), "parts"), max(peaks, default=0), promised
+        )
         over = [part for part, peak in zip(chain.parts, peaks, strict=True) if peak > promised]
         reduced = [chain.reduce(part) for part in over]
         if not any(reduced):

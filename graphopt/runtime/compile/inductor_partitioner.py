@@ -14,7 +14,7 @@ from graphopt import _torch
 from graphopt.errors import ArgumentError
 from graphopt.ir.ops.values import counted, format_bytes, parse_bytes
 from graphopt.ir.version import VERSION
-from graphopt.rewriting.memory.budget import BudgetError, check_budget
+from graphopt.rewriting.memory.budget import BudgetError, Share, check_budget
 from graphopt.runtime.compile.kept_values import Candidate, KeptValues
 
 __all__ = ["partitioner"]
@@ -114,4 +114,4 @@ def _bytes(budget: int | str, peak: int) -> int:
     if not isinstance(budget, str):
         return int(budget)
     percent = _PERCENT.fullmatch(budget)
-    return int(peak * float(percent[1]) / 100) if percent else parse_bytes(budget)
+    return Share(float(percent[1]), peak) if percent else parse_bytes(budget)
