@@ -80,11 +80,11 @@ class Recompute(Pass):
         if not chosen:
             return Changed(reason=f"{self._none(automatic)}, so everything is kept")
         plan = _Plan(program, chosen)
+        program.set_policy(plan.kept_roots, Policy.MUST_SAVE)
         if not _count_ops(recomputed(program, plan.recomputed)):
             return Changed(reason="backward reads nothing between these checkpoints that is not kept anyway")
         origins = {node: f"{_ORIGIN}{plan.segment_name(node)}" for node in plan.recomputed}
         done = rematerialize(program, plan.recomputed, origin=origins)
-        program.set_policy(plan.kept_roots, Policy.MUST_SAVE)
         counts = {
             "recomputed": _count_ops(done.clones),
             "checkpoints": len(plan.kept_roots),

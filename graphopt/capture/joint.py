@@ -37,8 +37,8 @@ from graphopt.capture.gradient_layouts import match_layouts, own_gradients
 from graphopt.capture.inner_gradients import refuse_arguments_without_gradients
 from graphopt.capture.replace_ops import use_own_ops
 from graphopt.capture.source_lines import user_frame
-from graphopt.capture.untraceable import PACKED
-from graphopt.errors import CaptureError, GraphBreakError, quoted
+from graphopt.capture.untraceable import PACKED, first_line
+from graphopt.errors import CaptureError, GraphBreakError
 from graphopt.ir.gradients import base_of
 from graphopt.ir.memory_shortage import refuse_shortage
 from graphopt.ir.node import TRACE_CONSTANT, InputSpec, NodeInfo, OutputSpec, Phase, info, set_info, set_value, value_of
@@ -184,7 +184,7 @@ def _explain(error: Exception, title: str) -> CaptureError:
         "check that the same call trains in eager mode; in-place changes of inputs or parameters, and backward code "
         "that needs values, are the usual reasons"
     )
-    text = _first_line(error)
+    text = first_line(error)
     if "_pack_padded_sequence" in text:
         text, advice = PACKED[0], PACKED[1] + IN_PARTS
     elif isinstance(error, _torch.NEEDS_VALUES):
@@ -205,10 +205,6 @@ def _explain(error: Exception, title: str) -> CaptureError:
     if isinstance(explained, GraphBreakError):
         explained.of_values = True
     return explained
-
-
-def _first_line(error: Exception) -> str:
-    return quoted(error).splitlines()[0]
 
 
 class _Builder:

@@ -12,9 +12,9 @@ from graphopt import _torch
 from graphopt.capture.assigned_buffers import IN_PARTS
 from graphopt.capture.graph_part import title_of
 from graphopt.capture.source_lines import user_frame
-from graphopt.errors import GraphBreakError
+from graphopt.errors import GraphBreakError, quoted
 
-__all__ = ["PACKED", "depends_on_data", "explain"]
+__all__ = ["PACKED", "depends_on_data", "explain", "first_line"]
 
 _NEEDS_NUMBERS = re.compile(
     r"numpy|\bnp\.|tolist|\.item\(|data.?ptr|data pointer|storage|\bprint\(|\bopen\(", re.IGNORECASE
@@ -34,12 +34,16 @@ def depends_on_data(error: Exception) -> bool:
     return isinstance(error, _torch.GuardOnDataDependentSymNode) or "data-dependent" in str(error)
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error, with its type where that is Python's or the user's, and says more than torch's."""
+    torchs = type(error) is RuntimeError or type(error).__module__.startswith("torch")
+    return (str(error).strip() if torchs and str(error).strip() else quoted(error)).splitlines()[0]
+
+
 def explain(error: Exception, model: nn.Module) -> GraphBreakError:
     """The error for one of torch's, or of Python's, that ended a trace."""
     where = user_frame(error.__traceback__)
-    text = str(error).strip().split("\n")[0] or type(error).__name__
-    if type(error) is not RuntimeError and not type(error).__module__.startswith("torch"):
-        text = f"{type(error).__name__}: {text}"
+    text = first_line(error)
     if "saved tensor hooks" in text:
         text = "forward uses a transform of torch.func that computes gradients (grad, vjp, jacrev, hessian)"
     name = title_of(model)

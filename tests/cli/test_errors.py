@@ -59,7 +59,7 @@ def test_a_pass_that_crashes(run: Command, monkeypatch: pytest.MonkeyPatch) -> N
     install(monkeypatch, Crash)
     outcome = run("memory", target("step"), "-p", "crash")
     assert (outcome.code, outcome.out) == (1, "")
-    assert "'crash', failed: nobody expected this" in outcome.err
+    assert "'crash', failed: ValueError: nobody expected this" in outcome.err
     assert outcome.err.count("nobody expected this") == 1
 
 

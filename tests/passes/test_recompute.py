@@ -273,7 +273,7 @@ def test_views_alone_are_nothing_to_recompute() -> None:
 
     def state() -> list[object]:
         calls = [node for node in program.nodes if node.op != "output"]
-        return [program.nodes[-1].args, *((node.name, str(node.args), info(node).policy) for node in calls)]
+        return [program.nodes[-1].args, *((node.name, str(node.args)) for node in calls)]
 
     before = state()
     (record,) = Pipeline([Recompute(("first", "second"))]).run(program)
