@@ -225,7 +225,8 @@ class CaptureSession:
                 raise  # the parts of the model, which run as in eager mode, raise what is raised there
             refused = error
         # behind the handler, so that no other error is shown above the one of the user's code
-        eager = EagerCall(self._call, self.model, *self.example, self.loss, self._autocast)
+        args, kwargs = self.example
+        eager = EagerCall(self._call, self.model, args, kwargs, self.loss, self._autocast)
         if not self.to_run:
             eager.try_it(backward=backward)
             raise refused
