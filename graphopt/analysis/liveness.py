@@ -15,6 +15,7 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.analysis.device_timelines import alive_bytes, device_of, split_by_device
+from graphopt.analysis.returned_loss import peaks_of_loops
 from graphopt.analysis.workspace import Usage, measured_usage
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
@@ -298,4 +299,6 @@ def _simulate(program: Program, measure: bool, forward_in_place: bool) -> Memory
         temporaries[position] += size
     alive, resident = alive_bytes(storages, temporaries)
     device = program.context.device
-    return split_by_device(MemoryTimeline(calls, alive, resident, storages, temporaries, refers, device))
+    timeline = split_by_device(MemoryTimeline(calls, alive, resident, storages, temporaries, refers, device))
+    timeline.loops = peaks_of_loops(program, timeline)
+    return timeline

@@ -76,7 +76,8 @@ def data_of(value: Any) -> Any:
 
 
 def _has_own_function(cls: Any) -> bool:
-    return has_rules(cls) and cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    own: Any = torch.Tensor
+    return has_rules(cls) and cls.__torch_dispatch__ is own.__torch_dispatch__
 
 
 def refuse_classes(model: nn.Module, called: object, arguments: Iterable[object]) -> None:

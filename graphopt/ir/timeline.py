@@ -65,6 +65,8 @@ class MemoryTimeline:
         device: what is known of the device that a program without data is for; None for one that runs here.
         where: the device whose bytes these are: ``cpu``, ``cuda:0``.
         others: the timelines of other devices that values are on, by device.
+        loops: where the loss is among the results of a program without it: the bytes at the peak of loops that
+            differentiate this loss alone, by how they are written; ``bytes`` count gradients for all results.
     """
 
     nodes: list[fx.Node]
@@ -76,6 +78,7 @@ class MemoryTimeline:
     device: Device | None = None
     where: str = "cpu"
     others: Mapping[str, MemoryTimeline] = field(default_factory=dict, repr=False)
+    loops: Mapping[str, int] = field(default_factory=dict, repr=False)
 
     @property
     def peak_bytes(self) -> int:

@@ -321,3 +321,29 @@ def test_a_lazy_model_is_refused_by_name_before_its_first_batch() -> None:
     with torch.no_grad():
         model(x)
     assert torch.equal(graphopt.optimize(model)(x), model(x))
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, and two results, on which each call registers hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.first(x)
+        return y, self.second(y)
+
+
+def test_tied_weights_and_several_results_are_not_read_again_at_each_call() -> None:
+    optimized: Any = graphopt.optimize(Tied())
+    for _ in range(2):
+        optimized(X)[1].sum().backward()
+    before = optimized._graphopt.runner.serving.changes
+    for _ in range(3):
+        optimized(X)[1].sum().backward()
+    assert optimized._graphopt.runner.serving.changes == before
+    optimized.first.register_forward_hook(lambda module, args, output: output * 2)
+    optimized(X)
+    assert optimized._graphopt.runner.serving.changes > before

@@ -104,7 +104,9 @@ def capture_line(rewritten: Rewritten) -> str:
         if stage != program.stage and found[0].peak_before != found[-1].peak_after
     )
     passes = _passes(rewritten)
-    peak = f"peak {_change(before or 0, now or 0)} predicted{earlier}"
+    loop = max(program.memory().loops.values(), default=now)
+    alone = "" if loop == now else f" ({format_bytes(loop or 0)} where its loss alone is differentiated)"
+    peak = f"peak {_change(before or 0, now or 0)} predicted{alone}{earlier}"
     sizes = written_sizes(program)
     planned = f", planned up to {sizes}" if sizes else ""
     return f"{program.title or 'program'}: {peak}{planned}, {passes}, {rewritten.seconds:.1f} s"

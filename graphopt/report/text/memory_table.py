@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from graphopt.analysis.program_replay import reserved_where_cached
+from graphopt.analysis.returned_loss import of_loops
 from graphopt.ir.columns import aligned
 from graphopt.ir.node import info
 from graphopt.ir.ops.values import counted, format_bytes
@@ -71,9 +72,9 @@ def memory_json(program: Program) -> dict[str, Any]:
 
     Returns:
         plain data: ``peak_bytes``, ``allocated_peak_bytes`` (what running adds to what is resident),
-        ``resident_bytes``, ``device`` (the one whose bytes these are), ``other_devices`` (what is on others),
-        ``peak_at``, ``reserved`` (what the device's allocator takes, None where that is what is alive),
-        ``categories``, ``alive`` and ``timeline``. All sizes are bytes.
+        ``resident_bytes``, ``loops`` (``MemoryTimeline.loops``), ``device`` (the one whose bytes these are),
+        ``other_devices`` (what is on others), ``peak_at``, ``reserved`` (what the device's allocator takes, None where
+        that is what is alive), ``categories``, ``alive`` and ``timeline``. All sizes are bytes.
     """
     timeline = program.memory()
     reserved = reserved_where_cached(program, timeline)
@@ -84,6 +85,7 @@ def memory_json(program: Program) -> dict[str, Any]:
         "peak_bytes": timeline.peak_bytes,
         "allocated_peak_bytes": timeline.allocated_peak_bytes,
         "resident_bytes": timeline.resident_bytes,
+        "loops": dict(timeline.loops),
         "device": timeline.where,
         "other_devices": {
             device: {"peak_bytes": other.peak_bytes, "resident_bytes": other.resident_bytes}
@@ -129,6 +131,7 @@ def _peak(timeline: MemoryTimeline) -> list[str]:
         f"peak      {format_bytes(timeline.peak_bytes)} ({timeline.peak_bytes} bytes)",
         f"where     {node.name}{name}, call {position + 1} of {len(timeline.nodes)}, in {known.phase.value}{source}",
         f"resident  {format_bytes(timeline.resident_bytes)} before and after; running adds up to {added}",
+        *([f"loops     {loops}"] if (loops := of_loops(timeline)) else []),
         *(_elsewhere(timeline)),
     ]
 

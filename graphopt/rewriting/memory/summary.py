@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from graphopt.analysis.costs.cost import CostReport
+from graphopt.analysis.returned_loss import other_tangents
 from graphopt.ir.columns import aligned
 from graphopt.ir.node import info, value_of
 from graphopt.ir.ops.values import format_bytes, format_seconds, tensors_of
@@ -166,9 +167,12 @@ def _outside(fitting: Fitting) -> list[str]:
         if not storage.is_input
     }
     count, outside = sum(returned.values()), "not counted: what the loss outside allocates"
-    if count <= max(_UNNOTICED, fitting.memory.peak_bytes // 1000):
+    others = sum(storage.bytes for storage in other_tangents(program, fitting.memory))
+    if max(count, others) <= max(_UNNOTICED, fitting.memory.peak_bytes // 1000):
         return [outside]
-    return [f"counted until backward ends: {format_bytes(count)} that the model returns; {outside}"]
+    gradients = f", and {format_bytes(others)} of gradients for results beside the loss, which most loops do without"
+    found = f"{format_bytes(count)} that the model returns{gradients if others else ''}"
+    return [f"counted until backward ends: {found}; {outside}"]
 
 
 _UNNOTICED = 4096
