@@ -145,7 +145,6 @@ class ChangesLate(Changes):
         return y + self.weight.sum()
 
 
-@pytest.mark.sweep(but=("clamp-False", "detach-False"))
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_change_behind_a_use_fails_where_eager_mode_does(whole: bool) -> None:
     model = ChangesLate(CHANGES["detach"])

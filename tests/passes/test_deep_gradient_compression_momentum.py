@@ -19,7 +19,6 @@ from graphopt import GraphoptError
 from graphopt.ir.ops.residual import accumulate_
 from graphopt.passes import DataParallel, DeepGradientCompression
 from graphopt.rewriting.distributed.optimizer_momentum import momenta_of, why_not_taken_over
-from tests.support.compressing import COMMON, TAKEN
 from tests.support.ranks import run_ranks
 from tests.support.sweeping import sweeping
 
@@ -29,7 +28,11 @@ Said = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Said:
     """What each of two ranks found; only in some cases where nothing that is swept is asked for."""
-    script = COMMON + ("" if sweeping(request) else f"PICKED = {PICKED!r}\n") + TAKEN + "\nsay(said)\n"
+    swept = sweeping(request)
+    calls = [f"taken({name!r}, changed={way})" for name in (CASES if swept else PICKED) for way in (False, True)]
+    calls += ["switched()", "resumed()", "skipped()", "entries()"] if swept else []
+    script = "from tests.support.compressing_momentum import *\nsaid = {}\n"
+    script += "".join(f"said.update({call})\n" for call in calls) + "say(said)\n"
     return [found for (found,) in run_ranks(script, 2, tmp_path_factory.mktemp("two") / "store")]
 
 

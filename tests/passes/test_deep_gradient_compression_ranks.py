@@ -2,56 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.compressing import COMMON, DENSE, EQUAL, EXACT, LOAD, RESUME, SAVE, SKIPPED
+from tests.support.compressing import CHECKED, ENTRIES, MOMENTA, WAYS
+from tests.support.compressing_published import CASES, KEPT, WHOLE
 from tests.support.ranks import run_ranks
 from tests.support.sweeping import sweeping
 
 Said = list[dict[str, Any]]
-SAY = "\nsay(said)\n"
-
-MEASURED = """
-# what is measured: links, and the costs of work, which differ from rank to rank
-from dataclasses import astuple
-from graphopt.rewriting.distributed import sparse_or_dense
-from graphopt.rewriting.distributed.prediction.measured_link import measure_link
-from graphopt.ir.ops.groups import find_group
-
-counted, reduce = [], dist.all_reduce
-def counting(tensor, *arguments, **options):
-    counted.append(tensor.numel() * tensor.element_size())
-    return reduce(tensor, *arguments, **options)
-dist.all_reduce = counting
-
-link = measure_link(find_group(""), torch.device("cpu"))
-said["link"] = [*astuple(link), sum(counted)]
-
-def chosen(bandwidth, select):
-    \"\"\"A group of its own, with costs of work of this rank's own.\"\"\"
-    sparse_or_dense.rates_of = lambda device: sparse_or_dense.Rates(1e-10, select)
-    group = dist.new_group().group_name
-    model = build()
-    compression = DeepGradientCompression(sparsity=(0.98,), rampup_step=1, min_elements=500, bandwidth=bandwidth)
-    step = graphopt.optimize_step(model, sgd(model), [DataParallel(group=group), compression], loss=loss)
-    same = []
-    for number in range(2):
-        step(*batch(number))
-        same.append(same_on_all(model))
-    exchanged, record = len(counted), step.records[-1].changed
-    if rank == 0:  # alone: other shapes have the same exchanges, and nothing is measured or agreed on again
-        x, y = batch(0)
-        step.prepare(x[:4], y[:4])
-    return [same, list(record.tensors), list(record.lines), len(counted) - exchanged]
-
-said["chosen, measured"] = chosen("measured", 1e-9)
-said["chosen, one rank selects slowly"] = chosen("1Gbit", 1e-9 if rank == 0 else 1e-3)
-said["chosen, all select fast"] = chosen("1Gbit", 1e-9)
-dist.all_reduce = reduce
-"""
 
 
 @pytest.fixture(scope="module")
@@ -64,26 +26,42 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two(folder: Path, request: pytest.FixtureRequest) -> Said:
     """What each of two ranks found; only in some ways where nothing that is swept is asked for."""
     swept = sweeping(request)
-    script = (
-        COMMON
-        + ("" if swept else f"PICKED, less = {PICKED!r}, True\n")
-        + EQUAL
-        + DENSE
-        + SKIPPED
-        + RESUME
-        + SAVE
-        + (MEASURED if swept else "")
-        + EXACT
-        + SAY
-    )
-    return [found for (found,) in run_ranks(script, 2, folder / "store")]
+    ways = list(WAYS) if swept else PICKED
+    parts = [
+        f"compressing.equal({ways}, {[name for name in ENTRIES if name in ways]})",
+        *(f"compressing.dense({kind!r})" for kind in asked(MOMENTA, swept=swept)),
+        *(f"compressing.skipped({kind!r})" for kind in asked(CHECKED, swept=swept)),
+        "compressing.left_out()",
+        f"compressing.save({str(folder)!r})",
+        *(f"compressing_published.published({case!r})" for case in asked(CASES, swept=swept)),
+        *(f"compressing_published.conserved({kind!r})" for kind in asked(KEPT, swept=swept)),
+        *(f"compressing_published.everything_sent({kind!r})" for kind in asked(WHOLE, swept=swept)),
+        *(["compressing_links.found()"] if swept else []),
+    ]
+    return run(parts, 2, folder / "store")
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Said:
     """What each of four ranks found, which do some of what two do."""
-    script = COMMON + EQUAL + SKIPPED + EXACT + SAY
-    return [found for (found,) in run_ranks(script, 4, tmp_path_factory.mktemp("four") / "store")]
+    parts = [
+        f"compressing.equal({list(WAYS)[:4]}, ['plain'])",
+        "compressing.left_out()",
+        "compressing_published.published('masking')",
+    ]
+    return run(parts, 4, tmp_path_factory.mktemp("four") / "store")
+
+
+def run(parts: Sequence[str], world: int, store: Path) -> Said:
+    """What each rank found, in the order of the calls."""
+    script = "from tests.support import compressing, compressing_links, compressing_published\n"
+    script += "said = {}\n" + "".join(f"said.update({part})\n" for part in parts) + "say(said)\n"
+    return [found for (found,) in run_ranks(script, world, store)]
+
+
+def asked(kinds: Iterable[str], *, swept: bool) -> list[str]:
+    """All of them, or the first, which stands for the others."""
+    return list(kinds)[: None if swept else 1]
 
 
 @pytest.fixture
@@ -103,13 +81,7 @@ def first_of(first: str, *others: str) -> list[Any]:
     return [first, *(pytest.param(other, marks=pytest.mark.sweep) for other in others)]
 
 
-WAYS = [
-    "plain", "nesterov, clipping, decay", "no masking, bfloat16 wire", "feedback, float16 wire", "bfloat16, O2",
-    "bfloat16, O1", "float16", "accumulated", "tied", "with other passes", "bfloat16 parameters",
-]  # fmt: skip
-
-
-PICKED = ("plain", "float16", "with other passes")
+PICKED = ["plain", "float16", "with other passes"]
 
 
 def of_two(way: str) -> Any:
@@ -119,7 +91,7 @@ def of_two(way: str) -> Any:
 
 @pytest.mark.sweep(cases=("two-plain",))
 @pytest.mark.parametrize(
-    ("said", "way"), [*(of_two(way) for way in WAYS), *(of_four(way) for way in WAYS[:4])], indirect=["said"]
+    ("said", "way"), [*(of_two(way) for way in WAYS), *(of_four(way) for way in list(WAYS)[:4])], indirect=["said"]
 )
 def test_parameters_are_equal_on_all_ranks_after_every_step(said: Said, way: str) -> None:
     """To the last bit, before, in and behind the warm-up."""
@@ -129,9 +101,6 @@ def test_parameters_are_equal_on_all_ranks_after_every_step(said: Said, way: str
         assert len(same) == (18 if way == "accumulated" else 6)
         assert moved
         assert exchanges >= 1
-
-
-ENTRIES = ["plain", "nesterov, clipping, decay", "bfloat16, O2", "float16", "accumulated"]
 
 
 @pytest.mark.parametrize(("said", "way"), [*(of_two(way) for way in ENTRIES), of_four("plain")], indirect=["said"])
@@ -148,7 +117,7 @@ def test_other_passes_change_nothing(two: Said) -> None:
     assert all(found["other passes change nothing"] for found in two)
 
 
-@pytest.mark.parametrize("kind", first_of("momentum", "nesterov"))
+@pytest.mark.parametrize("kind", first_of(*MOMENTA))
 def test_dense_steps_are_those_of_sgd_with_momentum_which_goes_on(two: Said, kind: str) -> None:
     """Before the warm-up, and at sparsity 0: parameters and momenta to the last bit."""
     for found in two:
@@ -172,19 +141,19 @@ def test_training_is_that_of_the_published_algorithm(said: Said, case: str) -> N
             assert residual < 1e-12
 
 
-@pytest.mark.parametrize("kind", first_of("momentum", "nesterov, float16 wire", "feedback, bfloat16 wire"))
+@pytest.mark.parametrize("kind", first_of(*KEPT))
 def test_what_is_added_is_sent_or_kept(two: Said, kind: str) -> None:
     """Over 20 steps, summed over the ranks, what was rounded off on the wire included."""
     assert all(found[f"conserved, {kind}"] < 1e-12 for found in two)
 
 
-@pytest.mark.parametrize("kind", first_of("no masking", "masking"))
+@pytest.mark.parametrize("kind", first_of(*WHOLE))
 def test_sending_everything_is_dense_training(two: Said, kind: str) -> None:
     """Without masking that of momentum SGD; with it momentum starts again at every step, which is plain SGD."""
     assert all(found[f"density 1, {kind}"] < 1e-12 for found in two)
 
 
-@pytest.mark.parametrize("kind", first_of("float16", "float32, checked"))
+@pytest.mark.parametrize("kind", first_of(*CHECKED))
 def test_a_skipped_step_leaves_residuals_and_momenta_on_all_ranks(two: Said, kind: str) -> None:
     """Where one rank's gradients are not finite, all ranks skip and agree on the next scale."""
     for found in two:
@@ -240,7 +209,7 @@ def test_ranks_choose_alike_by_the_slowest(two: Said, case: str, sparse: int | N
 @pytest.mark.usefixtures("two")
 def test_resuming_in_the_middle_of_the_warm_up_is_exact(folder: Path) -> None:
     """New processes go on from model, optimizer and each rank's step, to the last bit of all three."""
-    for (found,) in run_ranks(COMMON + RESUME + LOAD + SAY, 2, folder / "other"):
+    for found in run([f"compressing.load({str(folder)!r})"], 2, folder / "other"):
         assert found["momentum"]
         assert found["feedback"]
         assert found["momentum, programs"] == ["update, deep-gradient-compression: sparsity 0.9", "update"]
