@@ -94,9 +94,9 @@ class FitMemory(Pass):
     and in a whole step updates run as soon as their gradients are final (``FuseUpdate``), unless they need all of them.
     A budget below every plan in that order gets one in the given order, which a larger budget does not.
 
-    Where gradients are accumulated (``TrainStep.accumulate``), the budget holds for each call of an update, gradients so
-    far and the optimizer's state included; ``60%`` is of the highest peak among these calls, that of the updating one.
-    One plan serves all of them, and what one of them cannot meet is refused before the first one runs.
+    Where gradients are accumulated (``TrainStep.accumulate``), the budget holds for each call of an update, gradients
+    so far and the optimizer's state included; ``60%`` is of the highest peak among these calls, that of the updating
+    one. One plan serves all of them, and what one of them cannot meet is refused before the first one runs.
 
     A step that takes its batch in slices (``Microbatch``) is planned by the slice in which the most bytes are alive;
     the others each take the fastest of these plans with which they stay within the budget.

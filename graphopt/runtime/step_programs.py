@@ -372,17 +372,22 @@ class StepPrograms:
 
         The latter is the state in memory of parameters that the program does not train.
         """
-        read = rewritten.state
-        trained = {target.rpartition("/")[0] for target in read}
-        there: set[str] = set()
-        beside: set[str] = set()
-        for name, parameter in self._model.named_parameters():
-            for key, value in self._optimizer.state.get(parameter, {}).items():
-                target = state_target(name, key)
-                there.add(target)
-                if name not in trained and isinstance(value, torch.Tensor) and not residents().tier_of(value):
-                    beside.add(target)
-        return frozenset(read).difference(there), frozenset(beside)
+        state, missing = self._optimizer.state, set[str]()
+        trained: set[torch.Tensor] = set()
+        for target in rewritten.state:
+            name, _, key = target.rpartition("/")
+            parameter = self._model.get_parameter(name)
+            trained.add(parameter)
+            if key not in state.get(parameter, {}):
+                missing.add(target)
+        others = ((name, parameter) for name, parameter in self._model.named_parameters() if parameter not in trained)
+        beside = (
+            state_target(name, key)
+            for name, parameter in others
+            for key, value in state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor) and not residents().tier_of(value)
+        )
+        return frozenset(missing), frozenset(beside)
 
     def _rates(self) -> tuple[float, ...]:
         return tuple(float(group["lr"]) for group in self._optimizer.param_groups)

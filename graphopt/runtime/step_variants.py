@@ -15,7 +15,7 @@ from graphopt.ir.node import InputSpec
 from graphopt.ir.ops.transfers import Tier
 from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
-from graphopt.rewriting.memory.budget import BudgetError
+from graphopt.rewriting.memory.budget import BudgetError, Share
 from graphopt.rewriting.precision.scaling import CheckedGradients
 from graphopt.runtime.binding import Binding
 from graphopt.runtime.compile.backend import Boxed
@@ -80,9 +80,10 @@ def refused_budget(every: int, refused: Sequence[tuple[Variant, BudgetError]]) -
     reached = "the smallest budget that all calls meet is" if worst.searched else "every budget below"
     behind = "" if worst.searched else " is too small"
     cycle = f"accumulate({every})" if every > 1 else "join"
+    shares = f"{str(worst).partition(': ')[0]}: " if isinstance(budget, Share) else ""
     error = BudgetError(
-        f"the calls of {cycle} do not fit into {format_bytes(budget)} ({budget} bytes): {lacks}; {reached} {least} "
-        f"bytes ({format_bytes(least)}){behind}. Nothing has run: {worst}",
+        f"{shares}the calls of {cycle} do not fit into {format_bytes(budget)} ({budget} bytes): {lacks}; {reached} "
+        f"{least} bytes ({format_bytes(least)}){behind}. The call has not run: {str(worst).removeprefix(shares)}",
         least,
         budget,
         searched=worst.searched,

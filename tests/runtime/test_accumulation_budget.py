@@ -151,6 +151,11 @@ def test_what_cannot_be_met_is_refused_before_anything_runs() -> None:
     assert_exact(list(run_calls(step, MLP.batches(6))), SMALLEST)
 
 
+def test_a_share_that_cannot_be_met_is_answered_by_the_least_one() -> None:
+    step = MLP.step([fit("57%")]).accumulate(3)
+    assert str(refused(step, lambda: step(ROWS))).startswith("60% is the least, and 57% is asked for: the calls of")
+
+
 def test_a_number_that_is_set_later_is_refused_at_the_next_call() -> None:
     step, batches = MLP.step([fit(2_000_000)]), MLP.batches(3)
     assert_exact(list(run_calls(step, batches[:2])), 2_000_000)
