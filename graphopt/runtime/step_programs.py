@@ -246,14 +246,17 @@ class StepPrograms:
 
     def _variants_ahead(self, rewritten: Rewritten) -> list[Variant]:
         """The programs of all calls up to an update, the one that takes most of memory first."""
-        progress, kinds = self.progress, list[Kind](["update"])
+        progress = self.progress
+        kinds: list[Kind] = ["update"]
         missing, beside = self._state(rewritten)
         if missing:
             kinds.append("first update")
         waiting = frozenset[str]()
         if progress.every > 1:
             waiting = frozenset({*rewritten.session.trained(rewritten.stages["joint"]), *progress.gradients})
-            kinds += ["middle", "begin"] if progress.every > 2 or progress.divisor == 0 else ["begin"]
+            if progress.every > 2 or progress.divisor == 0:
+                kinds.append("middle")
+            kinds.append("begin")
         return [
             Variant(
                 kind,
