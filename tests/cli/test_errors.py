@@ -151,3 +151,17 @@ def test_a_model_that_cannot_be_captured(run: Command, tmp_path: Path) -> None:
 def test_interruption(run: Command, tmp_path: Path) -> None:
     outcome = run("dump", written(tmp_path, "def build():\n    raise KeyboardInterrupt\n"))
     assert (outcome.code, outcome.out, outcome.err) == (130, "", "graphopt: interrupted\n")
+
+
+def test_example_inputs_that_eager_mode_does_not_take_either(run: Command, tmp_path: Path) -> None:
+    code = (
+        "import torch\nfrom torch import nn\n\n\n"
+        "class Net(nn.Module):\n    def forward(self, x):\n        return x @ torch.zeros(3, 3)\n\n\n"
+        "def build():\n    return Net(), torch.zeros(2, 5)\n"
+    )
+    text = written(tmp_path, code)
+    outcome = run("dump", text)
+    assert (outcome.code, outcome.out) == (1, "")
+    assert "calling Net raises RuntimeError: " in outcome.err
+    assert f"where: {text.removesuffix(':build')}:7 in forward: return x @" in outcome.err
+    assert "NumPy" not in outcome.err
