@@ -30,7 +30,7 @@ from graphopt.rewriting.memory.budget import (
     refuse_hopeless,
     within_already,
 )
-from graphopt.rewriting.memory.checkpoint_segments import has_segments
+from graphopt.rewriting.memory.checkpoint_segments import has_segments, leaves_segments
 from graphopt.rewriting.memory.compress_action import CompressAction, choose_values, values_of
 from graphopt.rewriting.memory.compression import Compression
 from graphopt.rewriting.memory.decision import Decision, carry, carry_out, or_own_segments
@@ -79,8 +79,8 @@ class FitMemory(Pass):
     Segments of ``torch.utils.checkpoint`` in the model (``gradient_checkpointing_enable()``) are a hint. Plans are
     those of the model without them: what they drop is kept where the budget leaves room, also where it is above the
     peak, and what they keep may run again; the record counts both. Where no plan within the budget runs less again
-    than they do, they stay. Shares of the peak are of the program with them. Models that are captured in parts leave
-    them as they are in each part that is within its share.
+    than they do, they stay. Shares of the peak are of the program with them. Models that are captured in parts keep
+    their segments, since what one part drops makes room for the others.
 
     Where parameters are gathered when they are read (``ShardParameters``), or inputs reside elsewhere
     (``OffloadState``), they stay between two calls that need them where the budget leaves room, also where it is above
@@ -182,6 +182,7 @@ class FitMemory(Pass):
             raise GraphoptError(f"host_budget is a number of bytes, and {room} is negative")
         return room
 
+    @leaves_segments
     def apply(self, program: Program) -> Changed:
         """See the class; rewrites the program that runs."""
         if any(info(node).origin.startswith(_ORIGIN) for node in program.phase_nodes(Phase.RECOMPUTE, Phase.FORWARD)):
@@ -363,7 +364,7 @@ class FitMemory(Pass):
         carried = [known] if known else list((program.context.plans or {}).get(key, ()))
         budget = room if room is not None else share or self._bytes(program, memory)
         reason = within_already(memory, budget, reserved_where_cached(program, memory))
-        segments = has_segments(program)
+        segments = room is None and has_segments(program)
         if reason and room is not None:
             peak = format_bytes(memory.peak_bytes)
             return Decision(reason=f"the peak of this part as it is, {peak}, is within its share of the budget")
@@ -380,7 +381,8 @@ class FitMemory(Pass):
 
         Where no plan is found with calls of backward in another order, one is looked for in theirs.
         """
-        original, ready = program.graph, prepared(program, _ORIGIN)
+        undo = program.context.room is None
+        original, ready = program.graph, prepared(program, _ORIGIN, undo=undo)
         try:
             return self._decide_prepared(program, ready, budget, key, carried)
         except BudgetError as refused:
@@ -388,7 +390,8 @@ class FitMemory(Pass):
                 raise
             program.graph = original
             try:
-                return self._decide_prepared(program, prepared(program, _ORIGIN, reorder=False), budget, key, carried)
+                given = prepared(program, _ORIGIN, reorder=False, undo=undo)
+                return self._decide_prepared(program, given, budget, key, carried)
             except BudgetError as error:
                 raise min(refused, error, key=lambda each: each.smallest_bytes) from None
 

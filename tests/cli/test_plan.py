@@ -36,6 +36,7 @@ from graphopt.rewriting.memory.transfer_insertion import host_lanes
 from graphopt.rewriting.pass_ import Numerics, PassStage
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.runtime.rewrite import rewrite
+from tests.passes.test_fit_memory_checkpoints import Checkpointed
 from tests.report.console.test_terminal import Terminal
 from tests.support.command import RECOMPUTE, Command, Outcome, install, target
 from tests.support.costs import kept, use_changed, use_folder
@@ -447,3 +448,24 @@ def test_other_passes_of_the_last_stage_run(run: Command, monkeypatch: pytest.Mo
     assert outcome.code == 0
     assert outcome.data["title"] == "Sequential at last"
     assert outcome.data["passes"] == ["last-of-all"]
+
+
+# --- segments of the model's own -------------------------------------------------------------------------------------
+
+
+def checkpointed() -> tuple[nn.Module, torch.Tensor]:
+    """A target whose blocks are checkpointed."""
+    return Checkpointed(False), torch.zeros(96, 16)
+
+
+def test_segments_of_the_model_are_planned_as_a_hint(run: Command) -> None:
+    text = f"{__file__}:checkpointed"
+    low, high = captured(text).memory().peak_bytes, fitting_of(text).memory.peak_bytes
+    assert low < high
+    between = (low + high) // 2
+    outcome = planned(run, "--budget", between, "--budget", high, of=text)
+    note = "the model's checkpoint() segments: "
+    (first,) = [line for line in outcome.out.splitlines() if line.startswith(f"done first           {note}")]
+    assert not first.startswith(f"done first           {note}0 ")
+    assert [line for line in section(outcome.out, str(between)) if line.startswith(note)]
+    assert "nothing has to run again" in "\n".join(section(outcome.out, str(high)))

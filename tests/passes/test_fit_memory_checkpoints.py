@@ -169,7 +169,7 @@ def test_segments_stay_where_no_plan_is_faster(monkeypatch: pytest.MonkeyPatch) 
     program = program_of(False, "sgd")
     step = step_of([fit(program.memory().peak_bytes, time_limit=0.0)], make="sgd").prepare(ROWS)
     assert [str(node.target) for node in step.program.nodes] == [str(node.target) for node in program.nodes]
-    (note,) = notes(step)
+    note = notes(step)[0]
     assert note == f"{NOTE[:-2]} stay as they are: no plan that was found is faster"
 
 
@@ -253,7 +253,9 @@ class InParts(Checkpointed):
         return super().forward(x)
 
 
-def test_models_in_parts_are_planned_as_without_checkpoints() -> None:
+def test_models_in_parts_keep_their_segments() -> None:
+    """What one part drops makes room for the others, so that the limit is met; the record says that they stay."""
+
     def run(reentrant: bool | None, *passes: Pass) -> tuple[Any, list[torch.Tensor]]:
         model = InParts(reentrant)
         optimized = graphopt.optimize(model, list(passes))
@@ -267,11 +269,12 @@ def test_models_in_parts_are_planned_as_without_checkpoints() -> None:
 
     expected = run(None)[1]
     with pytest.raises(GraphoptError, match="smallest peak is") as refused:
-        run(None, fit("1%"))
+        run(False, fit("1%"))
     least = int(re.search(r"smallest peak is (\d+) bytes", str(refused.value))[1])
     optimized, found = run(False, fit(least))
     assert all(map(torch.equal, expected, found))
-    assert any("checkpoint()" in line for record in optimized.records for line in record.changed.lines)
+    lines = [line for record in optimized.records for line in record.changed.lines]
+    assert any(line.startswith(f"{NOTE[:-2]} stay as they are: ") for line in lines)
 
 
 @pytest.mark.parametrize("reentrant", VARIANTS.values(), ids=VARIANTS)

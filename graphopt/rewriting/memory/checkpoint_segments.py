@@ -65,7 +65,7 @@ def has_segments(program: Program) -> bool:
 
 
 def leaves_segments(apply: Callable[[P, Program], Changed]) -> Callable[[P, Program], Changed]:
-    """For ``apply`` of a pass that leaves the model's own segments as they are: its record says so."""
+    """For ``apply`` of a pass: where it leaves the model's own segments as they are, its record says so."""
 
     @functools.wraps(apply)
     def told(self: P, program: Program) -> Changed:
