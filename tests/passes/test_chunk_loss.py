@@ -45,6 +45,19 @@ class Language(nn.Module):
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
 
+class FewWords(nn.Module):
+    """A residual block and a norm in front of a head over so few words that gradients of its input are as large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.inner = nn.Embedding(40, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 40)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.words(x)
+        return self.head(self.norm(h + torch.tanh(self.inner(h))))
+
+
 WEIGHTS = torch.linspace(0.1, 1.1, WORDS)
 
 
@@ -364,3 +377,22 @@ def test_a_drop_in_model_has_no_loss_to_compute_in_chunks() -> None:
 def test_a_number_of_chunks_that_is_none_is_refused(chunks: Any) -> None:
     with pytest.raises((ArgumentError, PipelineError), match="chunk"):
         ChunkLoss(chunks)
+
+
+def test_a_norm_whose_gradients_are_as_large_as_the_logits_is_one_of_the_calls_in_chunks() -> None:
+    model = FewWords()
+    reference = copy.deepcopy(model)
+    x = torch.randint(40, (4, 8))
+    step = graphopt.optimize_step(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=True), [ChunkLoss(chunks=2)], loss=plain
+    )
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, foreach=True)
+    for _ in range(3):
+        loss = plain(reference, x, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(step(x, x), loss.detach(), rtol=1e-5, atol=0)
+    assert step.records["chunk-loss"]
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)

@@ -15,7 +15,7 @@ from graphopt.ir.ops.values import tensors_of
 from graphopt.ir.program import Program
 from graphopt.rewriting.memory.product_rules import PRODUCTS, product_of_rows
 from graphopt.rewriting.memory.row_rules import MADE_OF_ONE_NUMBER, step_of
-from graphopt.rewriting.memory.token_rows import Choice, Rows, Step, Sum
+from graphopt.rewriting.memory.token_rows import Choice, Parts, Rows, Step, Sum
 
 __all__ = ["RowRegion", "is_large", "large_steps", "obstacle", "row_region", "sizes_that_vary"]
 
@@ -86,7 +86,7 @@ def row_region(program: Program, projection: fx.Node) -> RowRegion | str:
     region.steps[projection] = product_of_rows(projection, 0)
     states: dict[fx.Node, Any] = {projection: Rows(1)}
     for node in _behind(program, projection):
-        reads = any(isinstance(states.get(source), Rows) for source in node.all_input_nodes)
+        reads = any(isinstance(states.get(source), (Rows, Parts)) for source in node.all_input_nodes)
         if not reads and not _is_large_number(node, matrix.numel()):
             continue
         step = step_of(node, states, region.rows)
