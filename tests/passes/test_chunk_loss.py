@@ -307,7 +307,7 @@ def test_a_budget_that_logits_exceed_names_the_pass() -> None:
 
     with pytest.raises(PassError) as refused:
         graphopt.Pipeline([FitMemory("60%", cost="roofline")]).run(graphopt.capture(big, (x,), loss=loss))
-    assert any("ChunkLoss() computes logits and loss in chunks" in note for note in refused.value.__notes__)
+    assert any("ChunkLoss() (logits and loss in chunks of tokens" in note for note in refused.value.__notes__)
     assert any("up to 8.2 MB less" in note for note in refused.value.__notes__)
 
 
