@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import subprocess
 import sys
@@ -45,9 +46,11 @@ def factory():
 def run(tmp_path: Path, name: str, start: str = "python -m", *, times: int = 1, **target: str) -> None:
     (tmp_path / "made.py").write_text(TARGET.format(**{"imported": "", "called": "pass", **target}), encoding="utf-8")
     code = INTERRUPTED.format(name=name, times=times, start=STARTS[start])
+    # a shell sets SIGINT aside for what runs in the background, and these tests may
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     done = subprocess.run(
         [sys.executable, "-c", code, "dump", "made.py:factory"],
-        capture_output=True, text=True, check=False, cwd=tmp_path, timeout=300,
+        capture_output=True, text=True, check=False, cwd=tmp_path, timeout=300, preexec_fn=heard,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (130, "graphopt: interrupted\n"), done.stderr
     assert "def " not in done.stdout

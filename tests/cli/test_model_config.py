@@ -113,7 +113,7 @@ def test_what_is_no_configuration_is_refused_with_the_reason(
     changes: dict[str, Any], said: str, run: Command, tmp_path: Path
 ) -> None:
     done = run("plan", config(tmp_path, **changes), "--tokens", 8, "--device", "h100-80gb")
-    assert done.code == (1 if said else done.code)
+    assert done.code == (2 if said else done.code)
     assert said in done.err
     assert "Traceback" not in done.err
 

@@ -163,7 +163,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("schema", 99, "schema 99, and this version reads"),
     ("schema", True, "schema True"),
     ("stage", "later", "$.stage"),
-    ("nodes", {}, "$.nodes: expected a list, found a object of 0"),
+    ("nodes", {}, "$.nodes: expected a list, found an object of 0"),
     ("nodes", [], "$.nodes: the last node is no output"),
     ("nodes/0/name", "x\ny", "$.nodes[0].name"),
     ("nodes/0/name", "import", "a name of Python's"),

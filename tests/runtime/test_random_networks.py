@@ -132,9 +132,10 @@ def test_recompute_keeps_every_promise_on_random_networks(recipe: Recipe) -> Non
 
 
 def says_so_where_the_peak_rises(record: PassRecord, plain: Program) -> bool:
-    """Whether the record has a line about a higher peak exactly where there is one."""
+    """Whether the record has a line about a higher peak exactly where it is higher by more than a block of memory."""
     assert record.peak_after is not None
-    rises = bool(record.changed) and record.peak_after > plain.memory().peak_bytes
+    peak = plain.memory().peak_bytes
+    rises = bool(record.changed) and record.peak_after > peak + max(512, peak // 1000)
     return rises == any("peak rises" in line for line in record.changed.lines)
 
 
@@ -152,7 +153,7 @@ RAISING = {
 
 @pytest.mark.sweep(but=("a new buffer value",))
 @pytest.mark.parametrize("recipe", list(RAISING.values()), ids=list(RAISING))
-def test_recomputing_more_than_was_kept_says_that_the_peak_rises(recipe: Recipe) -> None:
+def test_recomputing_more_than_was_kept_says_so_where_the_peak_rises_by_more_than_a_block(recipe: Recipe) -> None:
     plain = captured(Network(recipe), torch.randn(SHAPE).requires_grad_(), loss=own_loss)
     program = plain.copy()
     (record,) = Pipeline([Recompute(recipe.names())]).run(program)

@@ -93,7 +93,7 @@ def test_dump_writes_the_same_page(run: Command, tmp_path: Path) -> None:
 
 def test_errors_come_before_the_work(run: Command, tmp_path: Path) -> None:
     outcome = run("view", target("step"), "-o", tmp_path / "none" / "page.html")
-    assert outcome.code == 1
+    assert outcome.code == 2
     assert "there is no folder" in outcome.err
-    assert run("view", target("plain"), "--passes", "nonsense", "-o", tmp_path / "page.html").code == 1
+    assert run("view", target("plain"), "--passes", "nonsense", "-o", tmp_path / "page.html").code == 2
     assert list(tmp_path.iterdir()) == []
