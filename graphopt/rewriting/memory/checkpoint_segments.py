@@ -10,7 +10,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import fx
 
@@ -30,7 +30,7 @@ from graphopt.rewriting.pass_ import Changed
 
 __all__ = ["CHECKPOINT", "Segments", "has_segments", "is_asked_for", "leaves_segments", "undo_recomputation"]
 
-P = TypeVar("P")
+Apply = TypeVar("Apply", bound=Callable[..., Changed])
 
 CHECKPOINT = "torch.utils.checkpoint"
 """The origin of what runs again because the model asks for it."""
@@ -64,17 +64,17 @@ def has_segments(program: Program) -> bool:
     return any(map(is_asked_for, program.graph.nodes))
 
 
-def leaves_segments(apply: Callable[[P, Program], Changed]) -> Callable[[P, Program], Changed]:
+def leaves_segments(apply: Apply) -> Apply:
     """For ``apply`` of a pass: where it leaves the model's own segments as they are, its record says so."""
 
     @functools.wraps(apply)
-    def told(self: P, program: Program) -> Changed:
+    def told(self: Any, program: Program) -> Changed:
         changed = apply(self, program)
         calls = [node for node in program.graph.nodes if is_asked_for(node) and not _is_part(node)]
         line = f"the model's checkpoint() segments stay as they are: {len(calls)} calls run again for them"
         return replace(changed, lines=(*changed.lines, line)) if calls and line not in changed.lines else changed
 
-    return told
+    return cast(Apply, told)
 
 
 def undo_recomputation(program: Program) -> tuple[Program, Segments] | None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from graphopt import _torch
-from graphopt.errors import RankError
+from graphopt.errors import GraphoptError, RankError
 from graphopt.ir.ops.groups import Group, find_group, making_programs, require_together, talking
 from graphopt.runtime.ranks.exchange_plan import ExchangePlan, digest_of
 
@@ -78,6 +78,8 @@ class Agreement:
 
     def __init__(self, declared: Collection[str] = ()) -> None:
         self._declared = declared
+        self._world: object = None
+        self._names: dict[str, str] = {}  # of groups, as passes and programs name them
         self._groups: dict[str, _Meeting] = {}
         self._seen: set[frozenset[tuple[str, int]]] = set()
 
@@ -116,7 +118,7 @@ class Agreement:
         def together(group: Group) -> bool:
             if group.name not in known:
                 mine = _Record(_MAKING, key)
-                meeting = self._meeting(group.name)
+                meeting = self._meeting(group.name) if self._joined() else None
                 known[group.name] = meeting is None or set(meeting.round(mine)) == {mine}
             return known[group.name]
 
@@ -131,7 +133,8 @@ class Agreement:
         except RankError:
             raise  # which the others know of, or are at fault for
         except Exception as error:
-            with contextlib.suppress(RuntimeError):  # of a rank that does not come: there is an error to raise already
+            # of a rank that does not come, or a group that there is not: there is an error to raise already
+            with contextlib.suppress(RuntimeError, GraphoptError):
                 self._tell(error)
             raise
 
@@ -157,22 +160,29 @@ class Agreement:
 
     def _meetings(self, names: Collection[str]) -> tuple[_Meeting, ...]:
         """What ranks meet in: the groups of the passes and of every program so far, in one order on all ranks."""
+        if not self._joined():
+            return ()
         for name in (*self._declared, *names):
             self._meeting(name)
         return tuple(self._groups[name] for name in sorted(self._groups))
 
+    def _joined(self) -> bool:
+        """Whether there are process groups; where they are others than before, what was known of those goes."""
+        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if world is not self._world:
+            self._world, self._names, self._groups = world, {}, {}
+        return world is not None
+
     def _meeting(self, name: str) -> _Meeting | None:
-        if not (dist.is_available() and dist.is_initialized()):
-            return None
-        group = find_group(name)
-        if group.name not in self._groups:
-            if group.size < 2:
-                return None
-            handle = _torch.group_on_host(group.handle)
-            if handle is None:
-                return None
-            self._groups[group.name] = _Meeting(group, handle)
-        return self._groups[group.name]
+        """That of a group; None for one of one rank, and for one whose backend moves nothing."""
+        if name not in self._names:
+            group = find_group(name)
+            self._names[name] = group.name
+            if group.size > 1 and group.name not in self._groups:
+                handle = _torch.group_on_host(group.handle)
+                if handle is not None:
+                    self._groups[group.name] = _Meeting(group, handle)
+        return self._groups.get(self._names[name])
 
 
 class _Meeting:
