@@ -207,7 +207,7 @@ class CutGraphs:
         self._programs[graph.function] += 1
         if _numbers(arguments):
             self._tell_numbers(graph, arguments)
-        made = replace(graph, compiled=None, reason="", times=0, variants={}) if graph.variants else graph
+        made = replace(graph, compiled=None, reason="", times=0, plans={}, variants={}) if graph.variants else graph
         graph.variants[key] = made
         return made
 

@@ -202,7 +202,7 @@ def test_of_a_drop_in_model_and_of_a_chosen_stage(run: Command) -> None:
     assert planned(run, "--json").data["stage"] == "joint"
     assert planned(run, "--json", "--stage", "joint", of=STEP).data["stage"] == "joint"
     no_step = planned(run, "--stage", "step")
-    assert no_step.code == 1
+    assert no_step.code == 2
     assert "gives no optimizer" in no_step.err
 
 
