@@ -17,6 +17,7 @@ from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.values import format_bytes, parse_bytes, storage_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
+from graphopt.planning.frontier import Frontier
 from graphopt.planning.offloading import Lanes
 from graphopt.rewriting.distributed.agreed_decision import decided_by_first_rank
 from graphopt.rewriting.distributed.sharded_parameters import sharded_inputs
@@ -61,6 +62,7 @@ _STATE_ORIGIN = "state of fit-memory"
 
 _Key = tuple[str, Hashable, tuple[tuple[str, int], ...]]
 _WAYS = ("recompute", "offload", "state", "compress")
+_EFFORTS = ("default", "thorough")
 _COMPRESSION = Compression(8, 256, "compress of fit-memory")
 
 
@@ -74,7 +76,8 @@ class FitMemory(Pass):
     pays; random ops replay the generator's state, so results, gradients and the random stream equal eager's to the last
     bit. A budget above the peak of the program as it is changes nothing, but for what the model itself has run again;
     one that cannot be met is an error with the smallest peak that was found. More budget never costs more of the
-    predicted time.
+    predicted time with ``effort="thorough"``, and hardly more otherwise: 1 % of a step where the plan is proved to be
+    that near to the best one, as most are.
 
     Segments of ``torch.utils.checkpoint`` in the model (``gradient_checkpointing_enable()``) are a hint. Plans are
     those of the model without them: what they drop is kept where the budget leaves room, also where it is above the
@@ -108,9 +111,8 @@ class FitMemory(Pass):
     program, workspaces of libraries included: each plan is replayed through it (``Program.reserved``), and the fastest
     one is taken for which it reserves no more. The record says both numbers.
 
-    Plans come from one frontier of bytes and seconds: minimum cuts with a price for each moment, then a local search
-    that drops and keeps single values and crosses neighbouring plans, every candidate simulated to the byte
-    (``graphopt.planning``). How far above the best possible plan the one that is taken can be at most is known by
+    Plans come from minimum cuts with a price for each moment, then a local search that drops and keeps single values
+    and crosses neighbouring plans, every candidate simulated to the byte (``graphopt.planning``). How far above the best possible plan the one that is taken can be at most is known by
     linear and integer programming, a relaxation of Checkmate's (Jain et al., MLSys 2020, arXiv 1910.02653), and is in
     the record where nothing is moved.
 
@@ -125,8 +127,10 @@ class FitMemory(Pass):
             update, as ``OffloadState`` does it); ``compress`` (as many activations as pay are stored in 8 bits an
             element, as ``CompressActivations`` does it: gradients get noise without bias, and random numbers of the
             program are others, so that with it the pass ``changes`` results. Not in models that are captured in parts).
+        effort: ``default``, a plan in about a second, which ends as soon as it is within half a per cent of the step of
+            a proven bound; or ``thorough``, all that is known for every budget, which takes many times as long.
         time_limit: seconds that the search may take; what it has by then is used. Without a limit the effort depends on
-            the program alone, and so do the plans.
+            the program and the budget alone, and so do the plans.
         cost: where seconds come from: ``measured`` (each distinct call is run on this device, and the figures are kept
             on disk), ``roofline`` (nothing of the program is run), or the name of a device whose roofline is taken
             (``a100-80gb``), or a ``.toml`` file with its profile. For a program without data the first two mean the
@@ -155,6 +159,7 @@ class FitMemory(Pass):
     allow: tuple[str, ...] = ("recompute", "offload")
     time_limit: float | None = None
     cost: str = "measured"
+    effort: str = "default"
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
@@ -163,6 +168,8 @@ class FitMemory(Pass):
             hint = did_you_mean(unknown[0], _WAYS) if unknown else "give some of recompute, offload, state and compress"
             raise GraphoptError(f"allow={','.join(self.allow) or 'nothing'} is not possible; {hint}")
         check_cost(self.cost)
+        if self.effort not in _EFFORTS:
+            raise GraphoptError(f"effort={self.effort!r} is not possible; {did_you_mean(self.effort, _EFFORTS)}")
         if self.time_limit is not None and not 0 <= self.time_limit < math.inf:
             raise GraphoptError(f"time_limit is a number of seconds of at least 0, got {self.time_limit}")
         self._room()
@@ -323,8 +330,7 @@ class FitMemory(Pass):
             with measuring() as measured:
                 costs = costs_of(without, self.cost, progress=measured)
             with searching() as searched:
-                options = FittingOptions(self.time_limit, searched, self._lanes(), recompute="recompute" in self.allow)
-                fitting = Fitting(trial, without, costs.seconds, options)
+                fitting = Fitting(trial, without, costs.seconds, self._options(searched, None))
             link = link_to(trial, self.cost)
             return state_to_move(fitting, without, costs.seconds, largest_first, budget, link)
 
@@ -442,9 +448,12 @@ class FitMemory(Pass):
         with measuring() as measured:
             costs = costs_of(memory, self.cost, progress=measured)
         with searching() as searched:
-            options = FittingOptions(self.time_limit, searched, self._lanes(), recompute="recompute" in self.allow)
-            fitting = Fitting(program, memory, costs.seconds, options)
-        fitted = fitting.within(budget)
+            several = shared or program.context.elsewhere or program.context.sizes  # ask for plans at other budgets too
+            fitting = Fitting(program, memory, costs.seconds, self._options(searched, None if several else budget))
+            fitted = fitting.within(budget)
+            if fitted is None and not shared:
+                fitting = fitting.thorough()
+                fitted = fitting.within(budget)
         if fitted is None and not shared:
             error = infeasible(fitting, budget)
             error.smallest = plan_of(fitting, fitting.smallest(), error.smallest_bytes, costs)
@@ -472,6 +481,17 @@ class FitMemory(Pass):
     def limit(self, memory: MemoryTimeline) -> int:
         """The budget in bytes."""
         return budget_bytes(self.budget, memory)
+
+    def _options(self, progress: Callable[[float, Frontier], None], budget: int | None) -> FittingOptions:
+        """How plans are searched for: for one budget, or for all."""
+        return FittingOptions(
+            self.time_limit,
+            progress,
+            self._lanes(),
+            recompute="recompute" in self.allow,
+            budget=budget,
+            thorough=self.effort == "thorough",
+        )
 
     def _lanes(self) -> Callable[[PlanningProblem], Lanes] | None:
         """What copies can do; nothing where they are not allowed, or where the host is the device itself."""

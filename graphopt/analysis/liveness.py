@@ -11,10 +11,12 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from graphopt import _torch
 from graphopt.analysis.device_timelines import alive_bytes, device_of, split_by_device
+from graphopt.analysis.known_timelines import known_timeline
 from graphopt.analysis.returned_loss import peaks_of_loops
 from graphopt.analysis.workspace import Usage, measured_usage
 from graphopt.ir.node import Phase, info, value_of
@@ -285,8 +287,10 @@ def simulate(
         sizes: values of the symbols in sizes that vary; by default those that the program is planned for
             (``Context.sizes``), else those of the example inputs.
     """
-    with _torch.sizes_taken_as(program.context.sizes if sizes is None else sizes):
-        return _simulate(program, measure, forward_in_place)
+    taken = program.context.sizes if sizes is None else sizes
+    way = measure, forward_in_place, frozenset(taken.items()), program.context.elsewhere, torch.get_num_threads()
+    with _torch.sizes_taken_as(taken):
+        return known_timeline(program, way, lambda: _simulate(program, measure, forward_in_place))
 
 
 def _simulate(program: Program, measure: bool, forward_in_place: bool) -> MemoryTimeline:

@@ -111,7 +111,11 @@ class _Searches:
                 show(share, f"smallest peak {format_bytes(frontier.lowest.peak)}; Ctrl-C takes the best plans so far")
 
             options = FittingOptions(
-                self._time_limit, progress, lambda planning: host_lanes(planning, None), interruptible=True
+                self._time_limit,
+                progress,
+                lambda planning: host_lanes(planning, None),
+                interruptible=True,
+                thorough=True,
             )
             return costs, Fitting(program, memory, costs.seconds, options)
 

@@ -27,6 +27,7 @@ __all__ = [
     "TensorInfo",
     "info",
     "info_like",
+    "known_of",
     "own_phase",
     "set_info",
     "set_value",
@@ -138,6 +139,11 @@ def info(node: fx.Node) -> NodeInfo:
             "add nodes with Program.insert, which fills in what passes, printers and the memory model need"
         )
     return found  # type: ignore[no-any-return]
+
+
+def known_of(node: fx.Node) -> NodeInfo | None:
+    """The ``NodeInfo`` of a node; None where nothing is known of it."""
+    return node.meta.get(_INFO)
 
 
 def info_like(like: fx.Node | None, phase: Phase, origin: str, names: tuple[str, ...]) -> NodeInfo:

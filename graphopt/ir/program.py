@@ -90,6 +90,8 @@ class Program:
     lower: Callable[[Program], Program] | None = None
     pass_state: dict[str, PassState] = field(default_factory=dict)
     context: Context = field(default_factory=Context)
+    timelines: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Of the program as it was when it was looked at last; ``graphopt.analysis.known_timelines`` says whether it is."""
 
     # --- reading -----------------------------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ class Frontier:
     def __len__(self) -> int:
         return len(self._points)
 
-    def offer(self, drops: Drops, simulated: Simulated | Candidate) -> bool:
+    def offer(self, drops: Drops, simulated: Simulated | Candidate | Point) -> bool:
         """Take a plan if no other one is as good in both; says whether it was taken."""
         peak, again = simulated.peak, simulated.again
         place = bisect_right(self._points, peak, key=_PEAK)

@@ -62,12 +62,12 @@ def check_sizes(sizes: object, held: object) -> None:
     check_type("Problem's held", held, Mapping, "a dict of values and the operations that they live for", hint)
 
 
-def check_budget_bytes(value: object) -> int:
+def check_budget_bytes(argument: str, value: object) -> int:
     """A budget of a plan.
 
     Raises:
         ArgumentError: for text, negative numbers and fractions of a byte.
     """
     if isinstance(value, str):
-        raise wrong_argument("plan's budget", value, "a whole number of bytes", "8GB is 8 * 10**9")
-    return whole_number("plan's budget", value, of="bytes")
+        raise wrong_argument(argument, value, "a whole number of bytes", "8GB is 8 * 10**9")
+    return whole_number(argument, value, of="bytes")

@@ -180,6 +180,7 @@ class Pipeline:
     def _apply_plainly(
         self, current: Pass, program: Program, before: Program, check: bool, started: float
     ) -> PassRecord:
+        was = None if program.stage == "forward" else program.memory()
         changed = current.apply(program)
         if not isinstance(changed, Changed):
             raise PassError(
@@ -195,8 +196,8 @@ class Pipeline:
             )
         seconds = time.perf_counter() - started
         peaks: tuple[int | None, int | None] = (None, None)
-        if program.stage != "forward":
-            was, now = before.memory(), program.memory()
+        if was is not None:
+            now = program.memory()
             peaks = (was.peak_bytes, now.peak_bytes)
             changed = _with_saving(changed, was, now) if changed else changed
         return PassRecord(

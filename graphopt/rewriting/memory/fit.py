@@ -14,7 +14,7 @@ from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.planning import Problem, Simulated
 from graphopt.planning.frontier import Frontier, Point
-from graphopt.planning.lower_bound import fewest_seconds_again
+from graphopt.planning.lower_bound import fewest_seconds_again, quick_bound
 from graphopt.planning.offloading import Away, Lanes, Moved, moved_away
 from graphopt.planning.planner import find_frontier
 from graphopt.planning.refinement import Refinement
@@ -88,6 +88,8 @@ class FittingOptions:
         tier: where to: ``host`` or ``disk``.
         recompute: whether operations may run again.
         interruptible: take an interruption from the keyboard as the end of the search, and go on with what it found.
+        budget: in bytes; plans for it are searched for where that takes one search, and those for others by the way.
+        thorough: search for the best plans at every budget, however long that takes.
     """
 
     time_limit: float | None = None
@@ -96,6 +98,8 @@ class FittingOptions:
     tier: str = "host"
     recompute: bool = True
     interruptible: bool = False
+    budget: int | None = None
+    thorough: bool = False
 
 
 _DEFAULTS = FittingOptions()
@@ -125,13 +129,19 @@ class Fitting:
         self.scheduler = Scheduler(self.planning.problem)
         self.lanes = None if options.lanes is None else options.lanes(self.planning)
         self.tier = options.tier
+        self._options = options
         self._moved: list[Moved] | None = None
         self._smallest: Fitted | None = None
         self._repeatable: set[fx.Node] | None = None
         self._lower = 0
         self.reserved = reserved_where_cached(program, memory)
         slices = self.planning.slices
+        self._thorough: Fitting | None = None
         self.sliced = SlicedPlans(self.scheduler, slices) if slices and options.recompute else None
+        self._search_all()
+
+    def _search_all(self) -> None:
+        options = self._options
         if self.sliced is not None:
             self.frontier = self.sliced.frontier(self._search(self.sliced.part, options))
         else:
@@ -142,10 +152,33 @@ class Fitting:
         """The plans in which operations run again."""
         return find_frontier(
             problem,
+            budget=options.budget if self.is_aimed else None,
+            thorough=options.thorough,
             time_limit=options.time_limit,
             progress=options.progress,
             interruptible=options.interruptible,
         )
+
+    @property
+    def is_aimed(self) -> bool:
+        """Whether only plans for one budget are searched for.
+
+        What else a plan depends on asks for plans at other budgets too: copies, more than one slice, an allocator.
+        """
+        alone = self.sliced is None and self.reserved is None and not (self.lanes is not None and self.lanes.room)
+        return alone and self._options.budget is not None and not self._options.thorough
+
+    def thorough(self) -> Fitting:
+        """The same program after the most effort for all budgets; this one where that was made for it already."""
+        if self._options.thorough or self.is_carried:
+            return self
+        if self._thorough is None:
+            found = copy.copy(self)
+            found._options = replace(self._options, budget=None, thorough=True)
+            found._moved = found._smallest = None
+            found._search_all()
+            self._thorough = found
+        return self._thorough
 
     def _unchanged(self) -> Frontier:
         """The program as it is, in which nothing runs again."""
@@ -163,7 +196,7 @@ class Fitting:
             memory: its timeline.
         """
         carried = copy.copy(self)
-        carried.program, carried.memory, carried._smallest = program, memory, None
+        carried.program, carried.memory, carried._smallest, carried._thorough = program, memory, None, None
         carried.reserved = reserved_where_cached(program, memory)
         carried._repeatable = repeatable_calls(program)
         carried._lower = min(0, memory.peak_bytes - self.memory.peak_bytes)
@@ -192,7 +225,8 @@ class Fitting:
         """
         if self.lanes is not None and self.lanes.room:
             return None
-        return fewest_seconds_again(self.planning.problem, self.scheduler.evaluate(frozenset()), budget)
+        bound = fewest_seconds_again if self._options.thorough else quick_bound
+        return bound(self.planning.problem, self.scheduler.evaluate(frozenset()), budget)
 
     def expected_seconds(self, budget: int) -> float | None:
         """Seconds on top of the program as it is of the fastest plan that is expected to fit into a budget."""

@@ -54,5 +54,5 @@ def plan_of(fitting: Fitting, fitted: Fitted, budget: int, costs: CostReport) ->
     """
     summary = summary_lines(fitting, fitted, budget, costs)
     lines = (*summary, *away_lines(fitting, fitted), *plan_lines(fitting, fitted.simulated))
-    details = {"frontier": lambda: frontier_data(fitting, fitted, budget, costs)}
+    details = {"frontier": lambda: frontier_data(fitting.thorough(), fitted, budget, costs)}
     return Planned(budget, fitting.named(fitted), fitting, costs, fitting.seconds + fitted.seconds, lines, details)

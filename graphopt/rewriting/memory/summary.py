@@ -96,7 +96,8 @@ def summary_lines(fitting: Fitting, fitted: Fitted, budget: int, costs: CostRepo
     """What a plan within ``budget`` bytes takes, in bytes and in seconds, next to the program as it is."""
     share = fitted.seconds / fitting.seconds if fitting.seconds else 0.0
     how = "measured" if costs.measured or costs.cached else "roofline"
-    least = "" if fitting.is_carried else f"; the smallest peak found is {format_bytes(fitting.smallest_peak)}"
+    unknown = fitting.is_carried or fitting.is_aimed
+    least = "" if unknown else f"; the smallest peak found is {format_bytes(fitting.smallest_peak)}"
     peak = (
         f"peak {format_bytes(fitted.peak_bytes)} of {format_bytes(budget)} allowed; with nothing run again it takes "
         f"{format_bytes(fitting.memory.peak_bytes)}{least}"
