@@ -351,7 +351,7 @@ class FitMemory(Pass):
         told = decided_by_first_rank(program, lambda: self._decide(program.copy(), share).told)
         if told.prepares:
             ready = prepared(program, _ORIGIN, reorder=told.reorders, undo=told.undoes)
-            program.graph = ready.program.graph
+            program.take_over(ready.program)
         if told.plan is None:
             return Changed(told.counts, reason=told.reason, lines=told.lines, satisfied=bool(told.reason))
         told.plan.apply(program, origin=_ORIGIN)
@@ -413,7 +413,7 @@ class FitMemory(Pass):
             key: what plans of the program are kept under.
             carried: the plans that were found for such programs before.
         """
-        program.graph = ready.program.graph
+        program.take_over(ready.program)
         memory = program.memory()
         room, plans = program.context.room, program.context.plans
         _, calls, wanted = key

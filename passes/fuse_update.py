@@ -46,7 +46,7 @@ class FuseUpdate(Pass):
         found = early_updates(program, program.memory(), self.name)
         if isinstance(found, str):
             return Changed(reason=found)
-        program.graph = found.program.graph
+        program.take_over(found.program)
         return Changed(
             counts={"updates moved": len(found.early), "list ops split": found.split},
             tensors=tuple(found.early),

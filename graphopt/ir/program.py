@@ -359,6 +359,10 @@ class Program:
             pass_state=dict(self.pass_state),
         )
 
+    def take_over(self, other: Program) -> None:
+        """Get the calls of a copy of this program that was rewritten, with what is known of their bytes."""
+        self.graph, self.timelines = other.graph, dict(other.timelines)
+
     def to_graph_module(self) -> fx.GraphModule:
         """A GraphModule with the boxed calling convention: ``module.forward(list_of_inputs)`` empties the list.
 

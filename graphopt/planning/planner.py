@@ -29,11 +29,8 @@ _AIMED_EACH = 1_000
 _FAR = 0.05
 """The share of the problem's seconds from which on a plan is too far from the bound not to try every method."""
 
-_RANGE, _RANGE_WORK = 8, 300_000
-"""At how many budgets a search for all of them aims, without effort, and the steps simulated for each."""
-
-_SWEEP = 20
-"""At how many budgets a thorough search aims at last."""
+_RANGE, _SWEEP, _EACH = 6, 20, 300_000
+"""At how many budgets a search for all of them aims at last, a thorough one too, and the steps simulated for each."""
 
 
 class InfeasibleError(GraphoptError, ValueError):
@@ -71,7 +68,7 @@ def find_frontier(
         budget: bytes; the plan for them is looked for, and others are found by the way: in about a second, where all
             budgets take many. Where none is found with that, all are looked for. A larger budget gets a slower plan
             only where a plan is not proved to be within half a per cent of ``problem.seconds`` of the best one.
-        thorough: without a budget: spend the effort that finds the best plans for all of them, or about a second.
+        thorough: without a budget: aim at more of all budgets at last.
         time_limit: seconds after which no further work is begun; None works until the planned effort is spent.
         progress: called with the share of the work that is done and the frontier so far; an exception that it raises
             ends the search.
@@ -145,12 +142,9 @@ class _Search:
             near.climb()
         elif budget is not None:
             self._aim_at(budget, max(_AIMED, _AIMED_EACH * count))
-        elif thorough:
-            near.climb()
-            self._aim_all_over(_SWEEP)
         else:
-            near.push()
-            self._aim_all_over(_RANGE)
+            near.climb()
+            self._aim_all_over(_SWEEP if thorough else _RANGE)
         near.report(1.0)
 
     @cached_property
@@ -176,7 +170,7 @@ class _Search:
         for number in reversed(range(count)):
             if self.late():
                 return
-            self._aim.at(lowest + (highest - lowest) * number // count, _RANGE_WORK)
+            self._aim.at(lowest + (highest - lowest) * number // count, _EACH)
             self._near.report(max(0.65, 1 - number / count))
 
 

@@ -162,10 +162,7 @@ def test_a_budget_above_the_peak_keeps_what_the_segments_drop() -> None:
 
 def test_segments_stay_where_no_plan_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a search there is no plan but the smallest; the model's own segments are within the budget."""
-    monkeypatch.setattr("graphopt.planning.planner._Search._cuts", lambda *_: None)
-    monkeypatch.setattr("graphopt.planning.planner._Search._descents", lambda *_: None)
-    monkeypatch.setattr("graphopt.planning.planner._Search._structured", lambda *_: None)
-    monkeypatch.setattr("graphopt.planning.planner._Search._explore", lambda *_: None)
+    monkeypatch.setattr("graphopt.planning.planner._Search.run", lambda *_, **__: None)
     program = program_of(False, "sgd")
     step = step_of([fit(program.memory().peak_bytes, time_limit=0.0)], make="sgd").prepare(ROWS)
     assert [str(node.target) for node in step.program.nodes] == [str(node.target) for node in program.nodes]

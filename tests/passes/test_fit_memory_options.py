@@ -220,6 +220,7 @@ def test_the_advice_names_passes_with_their_bytes() -> None:
         ({"allow": ("recompte",)}, "recompute"),
         ({"cost": "roofine"}, "roofline"),
         ({"cost": ""}, "cost model"),
+        ({"effort": "through"}, "effort='through' is not possible; .*thorough"),
     ],
 )
 def test_options_that_mean_nothing(options: dict[str, Any], message: str) -> None:
@@ -237,6 +238,7 @@ def test_options_that_mean_nothing(options: dict[str, Any], message: str) -> Non
         "fit-memory{budget=60% cost=roofline}",
         "fit-memory{budget=60% allow=recompute}",
         "fit-memory{budget=60% time-limit=2.5}",
+        "fit-memory{budget=60% effort=thorough}",
         "fit-memory{budget=60% host-budget=1GB}",
     ],
 )
@@ -284,6 +286,16 @@ def test_a_time_limit_ends_the_search_with_what_was_found() -> None:
 def test_without_recomputing_and_without_a_host_nothing_fits() -> None:
     plain = captured(wide(), ROWS)
     assert "no plan fits" in str(attempt(lambda: applied(plain, fit("70%", allow=("offload",)))))
+
+
+def test_a_thorough_search_knows_the_smallest_peak_and_so_does_the_page() -> None:
+    """The default looks for one budget; whoever draws the trade between bytes and seconds gets all of it."""
+    plain = captured(wide(), ROWS)
+    records = {effort: applied(plain, fit("80%", effort=effort))[1] for effort in ("default", "thorough")}
+    known = {effort: "the smallest peak found is" in record.changed.lines[0] for effort, record in records.items()}
+    assert known == {"default": False, "thorough": True}
+    lowest = {effort: min(record.changed.details["frontier"]()["peaks"]) for effort, record in records.items()}
+    assert lowest["default"] == lowest["thorough"] < 0.8 * plain.memory().peak_bytes
 
 
 def test_the_record_says_how_far_the_best_plan_can_be() -> None:

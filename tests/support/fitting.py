@@ -121,19 +121,20 @@ def searches_counted() -> Iterator[list[Problem]]:
 def frontiers_searched_once() -> Iterator[list[Frontier]]:
     """While inside, problems that are equal share one search; gives the frontiers that were searched.
 
-    What is found depends on the problem alone, so every budget gets what a search of its own would give it.
+    What is found depends on the problem, and on the budget that is aimed at.
     """
     original = fitting_module.find_frontier
-    known: list[tuple[Problem, Frontier]] = []
+    known: list[tuple[Problem, tuple[Any, ...], Frontier]] = []
     searched: list[Frontier] = []
 
     def find(problem: Problem, *, time_limit: float | None = None, **settings: Any) -> Frontier:
-        found = next((frontier for other, frontier in known if other == problem), None)
+        effort = settings.get("budget"), settings.get("thorough")
+        found = next((frontier for other, how, frontier in known if how == effort and other == problem), None)
         if found is None or time_limit is not None:
             found = original(problem, time_limit=time_limit, **settings)
             searched.append(found)
             if time_limit is None:
-                known.append((problem, found))
+                known.append((problem, effort, found))
         return found
 
     with pytest.MonkeyPatch.context() as patch:

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from graphopt.planning import planner
+from graphopt.planning import ladder
 
 __all__ = ["short_search", "whole_search"]
 
-_WHOLE = {name: getattr(planner, name) for name in ("_WORK_SMALL", "_WORK", "_WORK_ALIKE", "_WORK_DEEP")}
+_WHOLE = {name: getattr(ladder, name) for name in ("_WORK_SMALL", "_WORK", "_WORK_ALIKE", "_WORK_DEEP")}
 _SHORT = {"_WORK_SMALL": 60_000, "_WORK": 400_000, "_WORK_ALIKE": 400_000, "_WORK_DEEP": 800}
 
 
@@ -33,5 +33,5 @@ def whole_search() -> Iterator[None]:
 def _effort(work: dict[str, int]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, count in work.items():
-            patch.setattr(planner, name, count)
+            patch.setattr(ladder, name, count)
         yield
