@@ -15,6 +15,7 @@ from graphopt.cli.arguments import budget_problem
 from graphopt.cli.command_line import command_line
 from graphopt.cli.exit_codes import exit_code
 from graphopt.cli.interruption import INTERRUPTED, SAID, end_at_once, raised
+from graphopt.cli.named_files import check_named
 from graphopt.errors import GraphoptError
 from graphopt.ir.columns import table_width
 from graphopt.report.console import terminal
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse has printed help, the version or what is wrong
         return stop.code if isinstance(stop.code, int) else 0
     try:
+        check_named(options)
         with _warnings_on_stderr():
             _command(options)
         sys.stdout.flush()

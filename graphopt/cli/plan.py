@@ -19,7 +19,7 @@ from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.cli.arguments import format_of
 from graphopt.cli.exchange import exchange_plan
 from graphopt.cli.exchange_arguments import exchange_ranks
-from graphopt.cli.output import check_output, report_passes, write_output
+from graphopt.cli.output import report_passes, write_output
 from graphopt.cli.programs import pipeline_of, rewritten_program
 from graphopt.errors import GraphoptError
 from graphopt.ir.columns import filled
@@ -171,7 +171,6 @@ def plan(options: argparse.Namespace) -> None:
     if exchange_ranks(options) is not None:
         exchange_plan(options)
         return
-    check_output(options)
     rewritten = rewritten_program(options, _pipeline(options))
     report_passes(rewritten)
     searches = _Searches(rewritten.program, options)

@@ -10,12 +10,11 @@ from dataclasses import asdict, replace
 import torch
 
 from graphopt.analysis.costs.calibration import measured_profile
-from graphopt.analysis.costs.device_names import is_profile_file
 from graphopt.analysis.costs.figures import device_here, remeasure
 from graphopt.analysis.costs.profiles import DeviceProfile
 from graphopt.analysis.workspace import measured_temporaries
-from graphopt.cli.exit_codes import UsageError, wrong_use
-from graphopt.cli.output import check_output, print_json, print_report
+from graphopt.cli.exit_codes import wrong_use
+from graphopt.cli.output import print_json, print_report
 from graphopt.cli.programs import program_without_data
 from graphopt.ir.columns import aligned
 from graphopt.ir.ops.values import format_bytes, format_seconds
@@ -30,9 +29,6 @@ def profile(options: argparse.Namespace) -> None:
     Raises:
         GraphoptError: for a device that is not here, and a file that cannot be written.
     """
-    check_output(options)
-    if options.output is not None and not is_profile_file(options.output.name):
-        raise UsageError(f"a profile is written as TOML: let {options.output} end in .toml")
     if options.remeasure:
         remeasure()
     if options.place is not None:

@@ -14,7 +14,8 @@ from graphopt.analysis.costs.figures import remeasure
 from graphopt.analysis.costs.profiles import DeviceProfile, device_profile
 from graphopt.capture.meta_tensors import without_data
 from graphopt.cli.exit_codes import UsageError, wrong_use
-from graphopt.cli.model_config import PREFIX, model_of_config
+from graphopt.cli.model_config import model_of_config
+from graphopt.cli.named_files import PREFIX
 from graphopt.cli.target import Target, checked_target, load_target
 from graphopt.errors import PipelineError
 from graphopt.ir.context import Context
