@@ -103,9 +103,9 @@ class _Searches:
 
     def _search(self, program: Program) -> tuple[CostReport, Fitting]:
         memory = program.memory()
-        with progress_bar("measuring the calls") as show:
+        with progress_bar(f"measuring the calls of {program.title}") as show:
             costs = costs_of(memory, self.cost, progress=lambda done, total: show(done / total, f"{done} of {total}"))
-        with progress_bar("searching plans") as show:
+        with progress_bar(f"searching plans of {program.title}") as show:
 
             def progress(share: float, frontier: Frontier) -> None:
                 show(share, f"smallest peak {format_bytes(frontier.lowest.peak)}; Ctrl-C takes the best plans so far")

@@ -19,6 +19,7 @@ from graphopt.cli.programs import program_without_data
 from graphopt.ir.columns import aligned
 from graphopt.ir.ops.values import format_bytes, format_seconds
 from graphopt.report.console import terminal
+from graphopt.rewriting.progress import working
 
 __all__ = ["profile"]
 
@@ -35,7 +36,7 @@ def profile(options: argparse.Namespace) -> None:
         with wrong_use():
             device_here(options.place)
     place = options.place or ("cuda" if torch.cuda.is_available() else "cpu")
-    with terminal.working(f"measuring {place}"):
+    with working(f"measuring {place}"):
         found = measured_profile(place)
     if options.calls:
         found = replace(found, temporaries=_temporaries(found, device_here(place), options))
@@ -51,7 +52,7 @@ def profile(options: argparse.Namespace) -> None:
 def _temporaries(profile: DeviceProfile, device: torch.device, options: argparse.Namespace) -> dict[str, int]:
     """What calls of the targets allocate for themselves on the device, by their text."""
     nodes = [node for text in options.calls for node in program_without_data(text, profile, options).nodes]
-    with terminal.working(f"measuring calls on {device}"):
+    with working(f"measuring calls on {device}"):
         return measured_temporaries([node for node in nodes if node.op == "call_function"], device)
 
 
