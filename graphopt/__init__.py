@@ -62,6 +62,54 @@ __all__ = [
 ]
 
 
+_HOMES = {
+    "ArgumentError": "errors",
+    "CaptureError": "errors",
+    "Changed": "rewriting.pass_",
+    "CompiledGraph": "runtime.dynamo_backend",
+    "Format": "ir.formats",
+    "FxPass": "rewriting.fx_pass",
+    "GraphoptError": "errors",
+    "MeasuredPeak": "analysis.measured_peak",
+    "Pass": "rewriting.pass_",
+    "PassError": "errors",
+    "Phase": "ir.node",
+    "Pipeline": "rewriting.pipeline",
+    "PipelineError": "errors",
+    "Policy": "ir.node",
+    "Program": "ir.program",
+    "RandomStreams": "runtime.random_streams",
+    "RankError": "errors",
+    "Rewrite": "rewriting.rewrite_pass",
+    "TorchVersionError": "errors",
+    "TrainStep": "runtime.train_step",
+    "TrainingPass": "rewriting.training_pass",
+    "VerifyError": "errors",
+    "__version__": "ir.version:VERSION",
+    "available_formats": "ir.formats",
+    "capture": "capture",
+    "checkpoint": "runtime.checkpoint:",
+    "compiled_graphs": "runtime.dynamo_backend",
+    "configs": "rewriting.config_translation:",
+    "fast_dtype": "rewriting.precision.devices",
+    "largest_batch": "runtime.largest_batch",
+    "load_step": "runtime.load_step",
+    "materialize_shards": "runtime.materialize_shards",
+    "measure_peak": "analysis.measured_peak",
+    "name": "ir.names",
+    "ops": "ir.ops:",
+    "optimize": "runtime.module",
+    "optimize_step": "runtime.optimize_step",
+    "partitioner": "runtime.compile.inductor_partitioner",
+    "redistribute": "runtime.state_dict",
+    "register_format": "ir.formats",
+    "scaler": "runtime.scaler",
+    "sharded_state": "rewriting.distributed.sharded_state:",
+    "without_data": "capture",
+}
+"""The module of each name, and behind a colon its name there where it is another one; a bare colon: the module."""
+
+
 class _Package(types.ModuleType):
     """Keeps the function ``graphopt.capture`` in front of the folder of that name, which an import would put there."""
 
@@ -71,10 +119,17 @@ class _Package(types.ModuleType):
 
 
 def _load() -> None:
-    """Import everything that users have, and hand down what the layers above add to those below."""
-    from graphopt.report import interface
+    """Hand down what the layers above add to those below."""
+    from graphopt.report.register import register
 
-    globals().update({name: getattr(interface, name) for name in __all__})
+    register()
+
+
+def _found(name: str) -> object:
+    """A public name, whose module is imported now, with what that needs and no more."""
+    home, colon, other = _HOMES[name].partition(":")
+    module = importlib.import_module(f"{__name__}.{home}")
+    return module if colon and not other else getattr(module, other or name)
 
 
 if not TYPE_CHECKING:
@@ -82,7 +137,7 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> object:
         """A public name, or a folder of the package, imported now."""
         if name in __all__:
-            _load()
+            globals()[name] = _found(name)
             return globals()[name]
         if name in ("integrations", "passes", "planning"):
             return importlib.import_module(f"{__name__}.{name}")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from graphopt._torch.private_names import ABORT, FAKE_RANKS, GROUPS, MESSAGES, require
+from graphopt._torch.private_names import ABORT, COLLECTIVES, FAKE_RANKS, GROUPS, MESSAGES, require
 
 __all__ = [
     "abort_group",
@@ -40,6 +40,8 @@ __all__ = [
     "wait_with",
     "work_of",
 ]
+
+require(COLLECTIVES)
 
 all_gather_into_tensor = torch.ops._c10d_functional.all_gather_into_tensor.default
 all_gather_into_tensor_out = torch.ops._c10d_functional.all_gather_into_tensor_out.default

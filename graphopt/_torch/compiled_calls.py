@@ -1,23 +1,17 @@
-"""A backend of ``torch.compile``: how torch finds it by its name, and which compiled function a graph belongs to."""
+"""A backend of ``torch.compile``: which compiled function a graph that torch hands over belongs to."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint
 from types import FrameType
 from typing import Any
 
 from torch import nn
 
-from graphopt._torch.private_names import COMPILED, require
-from graphopt.errors import TorchVersionError
+__all__ = ["CompiledCall", "compiled_call", "compiled_with", "whole_function"]
 
-__all__ = ["CompiledCall", "compiled_call", "compiled_with", "offer_backend", "whole_function"]
-
-_GROUP = "torch_dynamo_backends"
 _CALL = "compile_wrapper"
 """The function of torch's that runs a call of what ``torch.compile`` returned."""
 
@@ -49,22 +43,6 @@ class CompiledCall:
             if isinstance(found, nn.Module):
                 return found
         return None
-
-
-def offer_backend(name: str, function: str) -> None:
-    """Let ``torch.compile(backend=name)`` find a backend also where the package is not installed.
-
-    A torch without such a registry finds the backend by its entry point alone.
-
-    Args:
-        name: of the backend.
-        function: as an entry point has it; it is imported when the backend is first used.
-    """
-    with contextlib.suppress(TorchVersionError):
-        require(COMPILED)
-        from torch._dynamo.backends import registry
-
-        registry._BACKENDS.setdefault(name, EntryPoint(name, function, _GROUP))
 
 
 def compiled_call() -> CompiledCall:

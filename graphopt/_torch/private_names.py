@@ -1,8 +1,8 @@
 """What graphopt needs of torch's private names, by feature, and the error where the installed torch lacks one.
 
-What every program needs is checked when this file is imported, all of it at once, and before the files that import it;
-what only some programs need is checked by ``require`` when it is used. Both cost microseconds: names are looked up in
-modules that are imported in any case.
+What every program needs is checked when the first name of the folder is used, all of it at once, and before the files
+that have the names are imported (``every_name.py``); what only some programs need is checked by ``require`` when it is
+used. Both cost microseconds: names are looked up in modules that are imported in any case.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from graphopt.errors import TorchVersionError
 __all__ = [
     "AUTOCAST",
     "CHECKPOINTS",
-    "COMPILED",
+    "COLLECTIVES",
     "FAKE_RANKS",
     "GROUPS",
     "INDUCTOR",
@@ -218,11 +218,6 @@ PARTS = Feature(
     },
 )
 
-COMPILED = Feature(
-    'torch.compile(backend="graphopt")',
-    {"torch._dynamo.backends.registry": "_BACKENDS"},
-)
-
 PARTITIONER = Feature(
     "a partitioner for the inductor of torch.compile",
     {
@@ -292,7 +287,7 @@ FAKE_RANKS = Feature(
     {"torch.testing._internal.distributed.fake_pg": "FakeStore"},
 )
 
-ON_USE = (CHECKPOINTS, PARTS, COMPILED, PARTITIONER, INDUCTOR, AUTOCAST, MEMORY, GROUPS, ABORT, MESSAGES, FAKE_RANKS)
+ON_USE = (CHECKPOINTS, PARTS, PARTITIONER, INDUCTOR, AUTOCAST, MEMORY, GROUPS, ABORT, MESSAGES, FAKE_RANKS)
 
 
 def require(feature: Feature) -> None:
@@ -360,6 +355,3 @@ def _error(missing: Iterable[tuple[str, Feature]]) -> TorchVersionError:
     ]
     advice = f"  what to do: run `{INSTALL}`; graphopt is known to work with torch {KNOWN}"
     return TorchVersionError("\n".join([*lines, advice]))
-
-
-require_all(ON_IMPORT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import networkx as nx
 import torch
 from torch import fx
 
@@ -35,6 +34,8 @@ def trained_forward(program: Program) -> set[fx.Node]:
 
 def checkpoint_candidates(program: Program) -> list[Candidate]:
     """The dominators of forward's result: tensors that every path from the inputs passes, in program order."""
+    import networkx as nx
+
     trained = trained_forward(program)
     graph: nx.DiGraph[object] = nx.DiGraph()
     for node in program.phase_nodes(Phase.FORWARD):

@@ -21,9 +21,6 @@ _EXPORTED = re.compile(r"^[pbc]_model_")
 """What ``torch.export`` puts in front of the names of parameters, buffers and constants."""
 
 
-_SWITCHES = (_torch.AUTOCAST_BEGINS, _torch.AUTOCAST_ENDS, _torch.SETS_GRAD_MODE)
-
-
 @dataclass(eq=False)
 class _Region:
     """Calls that run under one setting.
@@ -58,7 +55,8 @@ def nest_regions(module: fx.GraphModule) -> fx.GraphModule:
     Returns:
         A module with the same inputs and outputs; the graphs of other higher-order ops are nested likewise.
     """
-    if not any(node.target in _SWITCHES or node.op == "get_attr" for node in module.graph.nodes):
+    switches = (_torch.AUTOCAST_BEGINS, _torch.AUTOCAST_ENDS, _torch.SETS_GRAD_MODE)
+    if not any(node.target in switches or node.op == "get_attr" for node in module.graph.nodes):
         return module
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}

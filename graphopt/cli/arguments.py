@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import get_args
 
 from graphopt.analysis.costs.device_names import COSTS, DEVICES, FileOr
+from graphopt.cli.named_files import PREFIX
 from graphopt.errors import GraphoptError
 from graphopt.ir.phases import Stage
+from graphopt.rewriting.memory.budget_text import check_budget
 
 __all__ = [
     "REMEASURE_HELP",
@@ -103,7 +105,7 @@ def batch_arguments(group: argparse._ActionsContainer) -> None:
 
 def device_problem(options: argparse.Namespace) -> str:
     """What is wrong with ``--device`` and the other arguments together; empty where nothing is."""
-    config = options.target.startswith(_CONFIG_PREFIX)
+    config = options.target.startswith(PREFIX)
     sizes = [f"--{name}" for name in ("batch", "tokens", "dtype") if getattr(options, name) is not None]
     if config and options.device is None:
         return f"{options.target} is made without data: name the device that it is for with --device"
@@ -122,7 +124,6 @@ def device_problem(options: argparse.Namespace) -> str:
     return ""
 
 
-_CONFIG_PREFIX = "hf:"
 _DTYPES = ("float32", "bfloat16", "float16")
 _DEVICE_HELP = (
     "capture without data, as this device would run it: " + ", ".join(DEVICES) + ", or a .toml file with a profile"
@@ -179,8 +180,6 @@ def byte_count(text: str) -> int:
 
 
 def _budget(text: str) -> str:
-    from graphopt.rewriting.memory.budget import check_budget
-
     try:
         check_budget(text)
     except GraphoptError as error:

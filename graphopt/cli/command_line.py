@@ -93,7 +93,7 @@ exit codes:
 environment:
   GRAPHOPT_LOG       off, error, warning, info or debug: what goes to stderr
                      where it is no terminal and logging is not set up (default:
-                     info, one line for each capture)
+                     info: each capture, and what takes long)
   GRAPHOPT_OVERVIEW  1 prints the overview at the start of training anywhere,
                      0 nowhere (default: on a terminal)
   GRAPHOPT_TRACEBACK full shows every frame of an error, and each of its causes

@@ -12,7 +12,6 @@ from graphopt.cli.output import print_json, print_report, program_title
 from graphopt.cli.programs import pipeline_of, stage_to_show
 from graphopt.cli.target import load_target
 from graphopt.errors import GraphoptError
-from graphopt.report.console import terminal
 from graphopt.report.console.progress_bar import progress_bar
 from graphopt.report.text.comparison_table import comparison_json, comparison_text, denied_json, denied_text
 from graphopt.report.text.snapshots import records_json
@@ -20,6 +19,7 @@ from graphopt.rewriting.instruments import LogPasses
 from graphopt.rewriting.pass_ import record_lines
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.precision.scaling import scaling_of
+from graphopt.rewriting.progress import working
 from graphopt.runtime.comparison.bisect import Denied, deniable, denying, precision_pass, smallest_denied
 from graphopt.runtime.comparison.granularity import By
 from graphopt.runtime.comparison.lockstep import Kind
@@ -41,13 +41,13 @@ def compare(options: argparse.Namespace) -> None:
     pipeline = pipeline_of(options)
     if options.bisect is not None:
         precision_pass(pipeline)
-    with contextlib.redirect_stdout(sys.stderr), terminal.working(f"capturing {options.target}"):
+    with contextlib.redirect_stdout(sys.stderr), working(f"capturing {options.target}"):
         trial = _trial(options, pipeline)
         outcome = trial.rewrite(pipeline, instruments=[LogPasses()])
     if options.bisect is not None:
         _bisect(options, pipeline, trial, outcome)
         return
-    with terminal.working("running the original and the rewritten program"):
+    with working("running the original and the rewritten program"):
         comparison = trial.compare(outcome.program, tensors=options.match)
     _show(options, outcome, comparison)
 

@@ -10,7 +10,7 @@ from graphopt.analysis.costs.profiles import device_profile
 from graphopt.cli.arguments import format_of
 from graphopt.cli.exchange_arguments import NO_BANDWIDTH, exchange_ranks
 from graphopt.cli.exit_codes import UsageError, wrong_use
-from graphopt.cli.output import check_output, report_passes, write_output
+from graphopt.cli.output import report_passes, write_output
 from graphopt.cli.programs import pipeline_of, rewritten_program
 from graphopt.ir.columns import filled
 from graphopt.report.console import terminal
@@ -42,7 +42,6 @@ def exchange_plan(options: argparse.Namespace) -> None:
     Raises:
         GraphoptError: for a target or passes that are wrong, and for a program that has no gradients to exchange.
     """
-    check_output(options)
     link = _link(options)
     rewritten = rewritten_program(options, _pipeline(options))
     report_passes(rewritten)

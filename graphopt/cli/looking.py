@@ -10,7 +10,6 @@ from graphopt import _torch
 from graphopt.cli.arguments import format_of
 from graphopt.cli.exit_codes import wrong_use
 from graphopt.cli.output import (
-    check_output,
     json_data,
     print_json,
     print_report,
@@ -51,7 +50,6 @@ def passes(options: argparse.Namespace) -> None:
 def dump(options: argparse.Namespace) -> None:
     """Run the command ``dump``."""
     form = format_of(options)
-    check_output(options)
     rewritten = rewritten_program(options)
     if not options.after_each:
         report_passes(rewritten)

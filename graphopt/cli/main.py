@@ -15,6 +15,7 @@ from graphopt.cli.arguments import budget_problem
 from graphopt.cli.command_line import command_line
 from graphopt.cli.exit_codes import exit_code
 from graphopt.cli.interruption import INTERRUPTED, SAID, end_at_once, raised
+from graphopt.cli.named_files import check_named
 from graphopt.errors import GraphoptError
 from graphopt.ir.columns import table_width
 from graphopt.report.console import terminal
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse has printed help, the version or what is wrong
         return stop.code if isinstance(stop.code, int) else 0
     try:
+        check_named(options)
         with _warnings_on_stderr():
             _command(options)
         sys.stdout.flush()
@@ -73,17 +75,30 @@ def _leave_stdout() -> None:
 
 @contextlib.contextmanager
 def _warnings_on_stderr() -> Iterator[None]:
-    """The logger's records at WARNING as lines on stderr; errors are left to ``main``, which prints the exception."""
-    logger = logging.getLogger("graphopt")
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(terminal.LogFormatter("graphopt: warning: %(message)s"))
-    handler.addFilter(lambda record: record.levelno == logging.WARNING)
-    propagate, logger.propagate = logger.propagate, False
-    logger.addHandler(handler)
+    """The logger's warnings, and what says that work goes on, as lines on stderr.
+
+    Errors are left to ``main``, which prints the exception; ``GRAPHOPT_LOG`` says how much is written.
+    """
+    logger, work = logging.getLogger("graphopt"), logging.getLogger("graphopt.capture")
+    warnings = logging.StreamHandler(sys.stderr)
+    warnings.setFormatter(terminal.LogFormatter("graphopt: warning: %(message)s"))
+    warnings.addFilter(lambda record: record.levelno == logging.WARNING)
+    works = logging.StreamHandler(sys.stderr)
+    works.setFormatter(terminal.LogFormatter("graphopt: %(message)s"))
+    works.addFilter(lambda record: record.levelno == logging.INFO)
+    quiet = os.environ.get("GRAPHOPT_LOG", "").strip().lower() in ("off", "error", "warning")
+    propagate, level = logger.propagate, work.level
+    logger.propagate = False
+    logger.addHandler(warnings)
+    if not quiet:
+        work.addHandler(works)
+        work.setLevel(logging.INFO)
     try:
         yield
     finally:
-        logger.removeHandler(handler)
+        logger.removeHandler(warnings)
+        work.removeHandler(works)
+        work.setLevel(level)
         logger.propagate = propagate
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from graphopt.cli.arguments import format_of
 from graphopt.cli.output import (
-    check_output,
     json_data,
     print_report,
     program_title,
@@ -39,7 +38,6 @@ def memory(options: argparse.Namespace) -> None:
         GraphoptError: for a target or passes that are wrong; for a file that cannot be written; for a png where
             nothing is installed that makes one.
     """
-    check_output(options)
     pipeline = pipeline_of(options)
     rewritten = rewritten_program(options, pipeline)
     before, after = before_passes(rewritten), rewritten.program

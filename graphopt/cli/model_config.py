@@ -17,10 +17,7 @@ from graphopt.capture.meta_tensors import without_data
 from graphopt.errors import GraphoptError, did_you_mean, quoted
 from graphopt.runtime.requirements import required
 
-__all__ = ["PREFIX", "model_of_config"]
-
-PREFIX = "hf:"
-"""How a target that is a configuration begins."""
+__all__ = ["model_of_config"]
 
 _LARGEST_FILE = 1_000_000
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -62,9 +59,6 @@ def model_of_config(path: Path, *, batch: int, tokens: int, dtype: str | None = 
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        near = [file.name for file in path.parent.glob("*.json")] if path.parent.is_dir() else []
-        raise GraphoptError(f"there is no file {str(path)!r}; {did_you_mean(path.name, near) or 'write hf:FILE.json'}")
     if path.stat().st_size > _LARGEST_FILE:
         raise GraphoptError(f"{path} has {path.stat().st_size} bytes, and a configuration has {_LARGEST_FILE} at most")
     try:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from graphopt.cli.exit_codes import UsageError
 from graphopt.errors import GraphoptError
 from graphopt.ir.columns import filled
 from graphopt.ir.program import Program
@@ -18,7 +17,6 @@ from graphopt.runtime.rewrite import Rewritten
 
 __all__ = [
     "JSON_SCHEMA",
-    "check_output",
     "json_data",
     "print_json",
     "print_report",
@@ -31,18 +29,6 @@ __all__ = [
 
 JSON_SCHEMA = 1
 """Of what ``--json`` prints: it grows by one when a key goes away or changes its meaning, not for a new key."""
-
-
-def check_output(options: argparse.Namespace) -> None:
-    """Refuse a file in a folder that does not exist, and a folder, before there is work to lose.
-
-    Raises:
-        UsageError: with the folder.
-    """
-    if options.output is not None and not options.output.parent.is_dir():
-        raise UsageError(f"cannot write {options.output}: there is no folder {options.output.parent}")
-    if options.output is not None and options.output.is_dir():
-        raise UsageError(f"cannot write {options.output}: it is a folder")
 
 
 def write_output(options: argparse.Namespace, text: str) -> None:

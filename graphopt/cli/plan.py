@@ -19,7 +19,7 @@ from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.cli.arguments import format_of
 from graphopt.cli.exchange import exchange_plan
 from graphopt.cli.exchange_arguments import exchange_ranks
-from graphopt.cli.output import check_output, report_passes, write_output
+from graphopt.cli.output import report_passes, write_output
 from graphopt.cli.programs import pipeline_of, rewritten_program
 from graphopt.errors import GraphoptError
 from graphopt.ir.columns import filled
@@ -103,9 +103,9 @@ class _Searches:
 
     def _search(self, program: Program) -> tuple[CostReport, Fitting]:
         memory = program.memory()
-        with progress_bar("measuring the calls") as show:
+        with progress_bar(f"measuring the calls of {program.title}") as show:
             costs = costs_of(memory, self.cost, progress=lambda done, total: show(done / total, f"{done} of {total}"))
-        with progress_bar("searching plans") as show:
+        with progress_bar(f"searching plans of {program.title}") as show:
 
             def progress(share: float, frontier: Frontier) -> None:
                 show(share, f"smallest peak {format_bytes(frontier.lowest.peak)}; Ctrl-C takes the best plans so far")
@@ -175,7 +175,6 @@ def plan(options: argparse.Namespace) -> None:
     if exchange_ranks(options) is not None:
         exchange_plan(options)
         return
-    check_output(options)
     rewritten = rewritten_program(options, _pipeline(options))
     report_passes(rewritten)
     searches = _Searches(rewritten.program, options)

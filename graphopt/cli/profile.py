@@ -10,16 +10,16 @@ from dataclasses import asdict, replace
 import torch
 
 from graphopt.analysis.costs.calibration import measured_profile
-from graphopt.analysis.costs.device_names import is_profile_file
 from graphopt.analysis.costs.figures import device_here, remeasure
 from graphopt.analysis.costs.profiles import DeviceProfile
 from graphopt.analysis.workspace import measured_temporaries
-from graphopt.cli.exit_codes import UsageError, wrong_use
-from graphopt.cli.output import check_output, print_json, print_report
+from graphopt.cli.exit_codes import wrong_use
+from graphopt.cli.output import print_json, print_report
 from graphopt.cli.programs import program_without_data
 from graphopt.ir.columns import aligned
 from graphopt.ir.ops.values import format_bytes, format_seconds
 from graphopt.report.console import terminal
+from graphopt.rewriting.progress import working
 
 __all__ = ["profile"]
 
@@ -30,16 +30,13 @@ def profile(options: argparse.Namespace) -> None:
     Raises:
         GraphoptError: for a device that is not here, and a file that cannot be written.
     """
-    check_output(options)
-    if options.output is not None and not is_profile_file(options.output.name):
-        raise UsageError(f"a profile is written as TOML: let {options.output} end in .toml")
     if options.remeasure:
         remeasure()
     if options.place is not None:
         with wrong_use():
             device_here(options.place)
     place = options.place or ("cuda" if torch.cuda.is_available() else "cpu")
-    with terminal.working(f"measuring {place}"):
+    with working(f"measuring {place}"):
         found = measured_profile(place)
     if options.calls:
         found = replace(found, temporaries=_temporaries(found, device_here(place), options))
@@ -55,7 +52,7 @@ def profile(options: argparse.Namespace) -> None:
 def _temporaries(profile: DeviceProfile, device: torch.device, options: argparse.Namespace) -> dict[str, int]:
     """What calls of the targets allocate for themselves on the device, by their text."""
     nodes = [node for text in options.calls for node in program_without_data(text, profile, options).nodes]
-    with terminal.working(f"measuring calls on {device}"):
+    with working(f"measuring calls on {device}"):
         return measured_temporaries([node for node in nodes if node.op == "call_function"], device)
 
 

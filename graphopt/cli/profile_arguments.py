@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
+from graphopt.analysis.costs.device_names import is_profile_file, near_devices
 from graphopt.cli.arguments import REMEASURE_HELP, batch_arguments
+from graphopt.errors import did_you_mean
 
 __all__ = ["profile_arguments"]
 
@@ -28,6 +31,8 @@ examples:
 
 
 def _problem(options: argparse.Namespace) -> str:
+    if options.output is not None and not is_profile_file(options.output.name):
+        return f"a profile is written as TOML: let {options.output} end in .toml"
     configs = [text for text in options.calls if text.startswith("hf:")]
     given = [f"--{name}" for name in ("batch", "tokens", "dtype") if getattr(options, name) is not None]
     if configs and options.tokens is None:
@@ -37,12 +42,27 @@ def _problem(options: argparse.Namespace) -> str:
     return ""
 
 
+def _place(text: str) -> str:
+    """A device of this machine; whether it is there is known to torch."""
+    if re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        return text
+    near, known = did_you_mean(text, ("cpu", "cuda")), near_devices(text)
+    figures = f"; figures of {', '.join(known)} come with graphopt, for --device and --cost" if known else ""
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not a device of this machine: write cpu, cuda or cuda:1{near and f'; {near}'}{figures}"
+    )
+
+
 def profile_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command, and an example."""
     parser.epilog = _EPILOG
     parser.set_defaults(problem=_problem)
     parser.add_argument(
-        "place", nargs="?", metavar="DEVICE", help="cpu, cuda or cuda:1 (default: cuda where there is one, else cpu)"
+        "place",
+        nargs="?",
+        type=_place,
+        metavar="DEVICE",
+        help="cpu, cuda or cuda:1 (default: cuda where there is one, else cpu)",
     )
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="write the profile to FILE, which ends in .toml"

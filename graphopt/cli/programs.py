@@ -14,16 +14,17 @@ from graphopt.analysis.costs.figures import remeasure
 from graphopt.analysis.costs.profiles import DeviceProfile, device_profile
 from graphopt.capture.meta_tensors import without_data
 from graphopt.cli.exit_codes import UsageError, wrong_use
-from graphopt.cli.model_config import PREFIX, model_of_config
+from graphopt.cli.model_config import model_of_config
+from graphopt.cli.named_files import PREFIX
 from graphopt.cli.target import Target, checked_target, load_target
 from graphopt.errors import PipelineError
 from graphopt.ir.context import Context
 from graphopt.ir.node import Stage
 from graphopt.ir.program import Program
-from graphopt.report.console import terminal
 from graphopt.rewriting.config_translation.config_file import load
 from graphopt.rewriting.pass_ import Pass
 from graphopt.rewriting.pipeline import Pipeline
+from graphopt.rewriting.progress import working
 from graphopt.rewriting.registry import find_pass
 from graphopt.runtime.check_numerics import check_numerics
 from graphopt.runtime.rewrite import Checks, Rewritten, Verify, rewrite
@@ -56,12 +57,13 @@ def rewritten_program(options: argparse.Namespace, pipeline: Pipeline | None = N
     pipeline = pipeline or pipeline_of(options)
     if getattr(options, "fits", False) and options.remeasure:
         remeasure()
-    with contextlib.redirect_stdout(sys.stderr), terminal.working(f"capturing {options.target}"):
+    with contextlib.redirect_stdout(sys.stderr):
         with wrong_use():
             profile = None if options.device is None else device_profile(options.device)
             if getattr(options, "cost", None) is not None:
                 check_cost(options.cost)
-        target = _target(options.target, options, data=options.device is None)
+        with working(f"loading {options.target}"):
+            target = _target(options.target, options, data=options.device is None)
         stage = stage_to_show(options.stage, target, pipeline, options.verify)
         session, context = target.session(profile), Context(device=profile)
         with _torch.ranks_without_network(options.devices):
@@ -82,8 +84,9 @@ def program_without_data(text: str, profile: DeviceProfile, options: argparse.Na
     Raises:
         GraphoptError: for a target that gives no program.
     """
-    with contextlib.redirect_stdout(sys.stderr), terminal.working(f"capturing {text}"):
-        target = _target(text, options, data=False)
+    with contextlib.redirect_stdout(sys.stderr):
+        with working(f"loading {text}"):
+            target = _target(text, options, data=False)
         stage = stage_to_show(None, target, Pipeline([]))
         found = rewrite(target.session(profile), Pipeline([]), until=stage, context=Context(device=profile))
     return found.stages[stage]

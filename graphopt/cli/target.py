@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import pkgutil
 import sys
 import sysconfig
 import traceback
@@ -23,6 +22,7 @@ from graphopt.capture import CaptureSession
 from graphopt.capture.for_device import without_data_for
 from graphopt.capture.source_lines import user_frame
 from graphopt.cli.exit_codes import UsageError
+from graphopt.cli.named_files import KEYS, RETURNS, near_modules, place_of
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.node import Stage
 
@@ -30,8 +30,6 @@ __all__ = ["Target", "checked_target", "load_target"]
 
 T = TypeVar("T")
 
-_KEYS = ("model", "example_inputs", "kwargs", "loss", "optimizer", "dynamic_shapes")
-_RETURNS = f"(model, example_inputs), or a dict with the keys {', '.join(_KEYS)} (all but model optional)"
 _SHOWN_TEXT = 60
 
 
@@ -96,13 +94,7 @@ def load_target(text: str) -> Target:
         GraphoptError: for text of another form; a file, module or name that is not there; code that raises, with its
             line; a result of another form.
     """
-    place, colon, attribute = text.rpartition(":")
-    if not (colon and place and attribute):
-        raise UsageError(
-            f"{text!r} names no factory: write pkg.module:factory or path/file.py:factory, where factory is a function "
-            f"without arguments that returns {_RETURNS}"
-        )
-    is_file = place.endswith(".py") or "/" in place or "\\" in place
+    place, is_file, attribute = place_of(text)
     module = _load_file(Path(place)) if is_file else _load_module(place)
     factory = _attribute(module, attribute, place)
     _check_callable(factory, text)
@@ -119,18 +111,14 @@ def _importable(folder: Path) -> None:
 
 
 def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        files = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        hint = did_you_mean(path.name, files) or f"the working directory is {Path.cwd()}"
-        raise UsageError(f"there is no file {str(path)!r}; {hint}")
     _importable(path.parent)
     name = f"graphopt_target_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
-    if spec is None or spec.loader is None:
-        raise UsageError(f"{str(path)!r} is no Python file: its name must end in .py")
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     loader = spec.loader
+    assert loader is not None
     _user_code(f"importing {path} ", lambda: loader.exec_module(module))
     return module
 
@@ -143,17 +131,8 @@ def _load_module(name: str) -> ModuleType:
     except GraphoptError as error:
         cause = error.__cause__
         if isinstance(cause, ModuleNotFoundError) and cause.name and f"{name}.".startswith(f"{cause.name}."):
-            raise UsageError(f"there is no module {cause.name!r}; {_near_modules(cause.name)}") from cause
+            raise UsageError(f"there is no module {cause.name!r}; {near_modules(cause.name)}") from cause
         raise
-
-
-def _near_modules(name: str) -> str:
-    parent = name.rpartition(".")[0]
-    folders = getattr(sys.modules.get(parent), "__path__", None) if parent else [str(Path.cwd())]
-    if folders is None:
-        return f"{parent!r} is a module, not a package"
-    near = did_you_mean(name, [f"{parent}.{found.name}".lstrip(".") for found in pkgutil.iter_modules(folders)])
-    return near or f"modules are looked for in {', '.join(map(str, folders))} and among the installed packages"
 
 
 def _attribute(module: ModuleType, name: str, place: str) -> Any:
@@ -176,7 +155,7 @@ def _check_callable(factory: Any, text: str) -> None:
         raise UsageError(f"{text} is {_is(factory)}, and {_FACTORY}\n{_written(factory, text)}")
     if not callable(factory):
         raise UsageError(
-            f"{text} is {_kind(factory)}, not a function: name a function without arguments that returns {_RETURNS}"
+            f"{text} is {_kind(factory)}, not a function: name a function without arguments that returns {RETURNS}"
         )
     try:
         inspect.signature(factory).bind()
@@ -254,8 +233,8 @@ def _kind(value: Any) -> str:
 
 def _unknown_keys(value: Mapping[Any, Any]) -> Iterator[str]:
     for key in value:
-        if key not in _KEYS:
-            hint = did_you_mean(str(key), _KEYS) or f"known keys: {', '.join(_KEYS)}"
+        if key not in KEYS:
+            hint = did_you_mean(str(key), KEYS) or f"known keys: {', '.join(KEYS)}"
             yield f"unknown key {key!r}; {hint}"
 
 
@@ -287,8 +266,8 @@ def checked_target(value: Any, text: str) -> Target:
         value = {"model": value[0], "example_inputs": value[1]}
     if not isinstance(value, Mapping):
         inputs = ": the example inputs are missing" if isinstance(value, nn.Module) else ""
-        raise GraphoptError(f"{text} returned {_kind(value)}{inputs}; a factory returns {_RETURNS}")
-    given = {key: value.get(key) for key in _KEYS}
+        raise GraphoptError(f"{text} returned {_kind(value)}{inputs}; a factory returns {RETURNS}")
+    given = {key: value.get(key) for key in KEYS}
     problems = [*_unknown_keys(value), *_wrong_values(given)]
     if problems:
         raise GraphoptError("\n  ".join([f"what {text} returned is not right:", *problems]))

@@ -8,7 +8,7 @@ import shlex
 import sys
 import webbrowser
 
-from graphopt.cli.output import check_output, print_json, program_title, report_passes, write_output
+from graphopt.cli.output import print_json, program_title, report_passes, write_output
 from graphopt.cli.programs import pipeline_of, rewritten_program
 from graphopt.report.console import terminal
 from graphopt.report.page import page_of_rewritten
@@ -43,7 +43,6 @@ def view(options: argparse.Namespace) -> None:
     Raises:
         GraphoptError: for a target or passes that are wrong, or a file that cannot be written.
     """
-    check_output(options)
     pipeline = pipeline_of(options)
     rewritten = rewritten_program(options, pipeline)
     report_passes(rewritten)

@@ -12,7 +12,6 @@ import torch
 from graphopt import _torch
 from graphopt.ir.checked_json import Field
 from graphopt.ir.ops import register_all
-from graphopt.ir.serialization import HIGHER_ORDER
 
 __all__ = ["PYTHON_FUNCTIONS", "read_target"]
 
@@ -78,5 +77,11 @@ def _op(space: str, name: str, overload: str) -> _torch.OpOverload | None:
 
 
 def _higher_order(field: Field, name: str) -> Any:
-    known = {**HIGHER_ORDER, **_torch.higher_order_ops()}
+    known = {
+        "run_and_save_rng_state": _torch.run_and_save_rng_state,
+        "run_with_rng_state": _torch.run_with_rng_state,
+        "graphopt_custom_function": _torch.custom_function,
+        "graphopt_inner_gradients": _torch.inner_gradients,
+        **_torch.higher_order_ops(),
+    }
     return Field(name, field.path).one_of(known)

@@ -15,17 +15,10 @@ from graphopt.ir.node import value_of
 from graphopt.ir.ops.values import tensors_of
 from graphopt.ir.program import Program
 
-__all__ = ["HIGHER_ORDER", "SCHEMA_VERSION", "tensor_to_json", "to_json"]
+__all__ = ["SCHEMA_VERSION", "tensor_to_json", "to_json"]
 
 SCHEMA_VERSION = 1
 _CONSTANT_LIMIT = 16 * 1024 * 1024
-
-HIGHER_ORDER = {
-    "run_and_save_rng_state": _torch.run_and_save_rng_state,
-    "run_with_rng_state": _torch.run_with_rng_state,
-    "graphopt_custom_function": _torch.custom_function,
-    "graphopt_inner_gradients": _torch.inner_gradients,
-}
 
 
 def to_json(program: Program) -> dict[str, Any]:

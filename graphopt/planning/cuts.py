@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from graphopt.planning.problem import Problem, Simulated
 from graphopt.planning.schedule import Decision, Drops, Scheduler
@@ -100,6 +98,9 @@ class CutNetwork:
         Args:
             prices: seconds per byte for each operation during which a byte is carried, shape (operations,).
         """
+        from scipy.sparse import csr_array
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
         total = np.concatenate([[0.0], np.cumsum(prices)])
         window = total[np.minimum(self.first_after + 1, len(prices))] - total[self.last_before]
         sizes = np.array([self.scheduler.problem.sizes[v] for v in self.values])

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
 from graphopt.planning.problem import Problem, Simulated
 
@@ -177,10 +175,13 @@ class _Model:
         Args:
             whole: what is alive at the moments is so as a whole or not at all.
         """
+        from scipy.optimize import Bounds, LinearConstraint, milp  # half a second, for those who search
+        from scipy.sparse import coo_array
+
         count = len(self._columns)
         if not count:
             return float("inf") if any(bound < 0 for _, bound in self._rows) else 0.0
-        seconds, limits = self._objective()
+        seconds, least, most_of_each = self._objective()
         rows = [row for row, (terms, _) in enumerate(self._rows) for _ in terms]
         entries = [entry for terms, _ in self._rows for entry in terms.items()]
         factors, columns = [factor for _, factor in entries], [column for column, _ in entries]
@@ -190,7 +191,7 @@ class _Model:
         found = milp(
             seconds / scale,
             constraints=LinearConstraint(matrix, ub=most),
-            bounds=limits,
+            bounds=Bounds(least, most_of_each),
             integrality=[int(whole and kind == "alive") for kind, _, _ in self._columns],
             options={"node_limit": _NODES},
         )
@@ -199,7 +200,7 @@ class _Model:
         bound = found.mip_dual_bound if whole else found.fun
         return 0.0 if bound is None else max(0.0, float(bound) * scale * (1 - _SAFE))
 
-    def _objective(self) -> tuple[NDArray[np.float64], Bounds]:
+    def _objective(self) -> tuple[NDArray[np.float64], Any, Any]:
         """The seconds that count for each variable, and what it is at least and at most."""
         operations, count = self._problem.operations, len(self._columns)
         seconds = np.zeros(count)
@@ -211,4 +212,4 @@ class _Model:
             elif kind != "alive" and not operations[index].repeatable:
                 most[column] = 0.0
         least[list(self._needed_here)] = 1.0
-        return seconds, Bounds(least, most)
+        return seconds, least, most

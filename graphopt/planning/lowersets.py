@@ -14,15 +14,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import csr_array
 
 from graphopt.errors import GraphoptError
 from graphopt.planning.schedule import Drops, Scheduler
 from graphopt.planning.segments import Forward
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
 
 __all__ = ["MOST_EXACT", "LowerSets", "Sequence", "lower_set_plans"]
 
@@ -252,6 +254,8 @@ class LowerSets:
 
 def _incidence(pairs: list[tuple[int, int]], shape: tuple[int, int]) -> csr_array:
     """A sparse matrix of zeros and, at some pairs of row and column, ones."""
+    from scipy.sparse import csr_array
+
     rows, columns = np.array(sorted(set(pairs)), dtype=np.int64).reshape(-1, 2).T
     return csr_array((np.ones(len(rows), dtype=np.float32), (rows, columns)), shape=shape)
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import milp
-from scipy.sparse import coo_array, csr_array
 
 from graphopt.planning.problem import Plan, Problem, simulate
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
 
 __all__ = ["optimum", "smallest_peak"]
 
@@ -234,6 +235,8 @@ class _Model:
 
     def solve(self, budget: int | None, time_limit: float) -> Plan | None:
         """The fastest plan within a budget, None where there is none; or, without one, a plan with the lowest peak."""
+        from scipy.optimize import milp  # half a second, for those who search
+
         if not self._costs:
             fits = budget is None or max(self.fixed, default=0) <= budget
             return self._plan(()) if fits else None
@@ -261,6 +264,8 @@ class _Model:
 
     def _constraints(self, budget: int) -> tuple[csr_array, Array]:
         """All rows with their upper bounds; the last column is the peak beyond the budget, in units."""
+        from scipy.sparse import coo_array
+
         excess = len(self._costs)
         entries, high = list(self._entries), list(self._high)
         for alive, fixed in zip(self.alive, self.fixed, strict=True):

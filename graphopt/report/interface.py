@@ -1,8 +1,7 @@
-"""What ``graphopt`` has for its users; imported when the first of it is asked for, since all of torch comes along."""
+"""What ``graphopt`` has for its users, as type checkers see it; ``graphopt`` imports each name when it is asked for."""
 
 from __future__ import annotations
 
-from graphopt import _torch
 from graphopt.analysis.measured_peak import MeasuredPeak as MeasuredPeak
 from graphopt.analysis.measured_peak import measure_peak as measure_peak
 from graphopt.capture import capture as capture
@@ -24,7 +23,6 @@ from graphopt.ir.node import Phase as Phase
 from graphopt.ir.node import Policy as Policy
 from graphopt.ir.program import Program as Program
 from graphopt.ir.version import VERSION
-from graphopt.report.register import register
 from graphopt.rewriting import config_translation
 from graphopt.rewriting.distributed import sharded_state as sharded_state
 from graphopt.rewriting.fx_pass import FxPass as FxPass
@@ -50,6 +48,3 @@ from graphopt.runtime.train_step import TrainStep as TrainStep
 
 __version__ = VERSION
 configs = config_translation
-
-register()
-_torch.offer_backend("graphopt", "graphopt.runtime.dynamo_backend:backend")

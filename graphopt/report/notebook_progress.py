@@ -41,6 +41,10 @@ class NotebookProgress:
         """A bar with ``message``, which never goes back."""
         return _bar(message) if in_notebook() else self._elsewhere.bar(message)
 
+    def line(self, text: str) -> None:
+        """A line that stays, where the log goes."""
+        self._elsewhere.line(text)
+
 
 @contextlib.contextmanager
 def _line(message: str) -> Iterator[Callable[[str], None]]:

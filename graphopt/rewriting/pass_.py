@@ -50,6 +50,8 @@ class Changed:
         satisfied: whether that is since what the pass is for is so already: it is then no reason to warn.
         details: what reports can ask for, by name: each function gives plain data for JSON when it is called, so that
             only those who show it pay for it (``{"frontier": …}``).
+        slowdown: the seconds that later steps take longer, as a share of those that they take without the pass, as
+            predicted; None where nothing is predicted, and in records that were read from the cache.
 
     Example:
         >>> str(graphopt.Changed({"recomputed": 4}))
@@ -65,6 +67,7 @@ class Changed:
     reason: str = ""
     details: Mapping[str, Callable[[], Any]] = field(default_factory=dict, repr=False)
     satisfied: bool = False
+    slowdown: float | None = None
 
     def __post_init__(self) -> None:
         check_type("Changed's counts", self.counts, Mapping, "a dict of what was done to how often, {'recomputed': 4}")

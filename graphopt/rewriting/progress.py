@@ -11,7 +11,7 @@ from graphopt.ir import handed_down
 from graphopt.ir.ops.values import format_bytes
 from graphopt.planning.frontier import Frontier
 
-__all__ = ["Progress", "measuring", "searching", "show_progress", "working"]
+__all__ = ["Progress", "leave_line", "measuring", "searching", "show_progress", "working"]
 
 
 class Progress(Protocol):
@@ -23,6 +23,10 @@ class Progress(Protocol):
 
     def bar(self, message: str) -> AbstractContextManager[Callable[[float, str], None]]:
         """Show ``message`` and a bar; gives a function to be called with the share done, 0 to 1, and a remark."""
+        ...
+
+    def line(self, text: str) -> None:
+        """Leave a line behind."""
         ...
 
 
@@ -38,6 +42,9 @@ class _Silent:
     def bar(self, message: str) -> Iterator[Callable[[float, str], None]]:
         """Nothing."""
         yield lambda share, remark: None
+
+    def line(self, text: str) -> None:
+        """Nothing."""
 
 
 _progress: Progress = _Silent()
@@ -57,6 +64,11 @@ def _shown() -> Progress:
 def working(message: str) -> AbstractContextManager[Callable[[str], None]]:
     """Show ``message`` while the block runs; gives a function to be called with a remark."""
     return _shown().working(message)
+
+
+def leave_line(text: str) -> None:
+    """Leave a line behind, on the terminal or in the log."""
+    _shown().line(text)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 
 from graphopt.errors import GraphoptError, check_type, choice, did_you_mean, whole_number
+from graphopt.rewriting.progress import working
 from graphopt.runtime.checkpoint_folder import newest, together, write_checkpoint
 from graphopt.runtime.checkpoint_formats import read_states, write_by_dcp, write_by_torch
 from graphopt.runtime.lasting_folder import finished_step, is_lasting_folder
@@ -84,7 +85,7 @@ def save(
     write = _WRITERS[choice("format", format, tuple(_WRITERS))]
     keep = whole_number("keep", keep, least=1, of="checkpoints")
     parts, place_of_all = _parts(what, "graphopt.checkpoint.save"), _folder(folder)
-    with meeting("the saving of a checkpoint"):
+    with working(f"saving a checkpoint in {place_of_all}"), meeting("the saving of a checkpoint"):
         state = together(lambda: pack(_state_of_all(parts)), "the checkpoint cannot be made")
         return write_checkpoint(place_of_all, keep, lambda into: write(into, state))
 
@@ -121,12 +122,13 @@ def load(folder: str | os.PathLike[str], what: TrainStep | Mapping[str, Any]) ->
         True
     """
     parts, given = _parts(what, "graphopt.checkpoint.load"), _folder(folder)
-    if is_lasting_folder(given):
-        return _load(parts, [finished_step(given)])
-    with meeting("the loading of a checkpoint"):
-        found = newest(given)
-        states = together(lambda: _read(found), f"{str(found)!r} cannot be loaded")
-        return together(lambda: _load(parts, states), f"{str(found)!r} cannot be loaded")
+    with working(f"loading the checkpoint in {given}"):
+        if is_lasting_folder(given):
+            return _load(parts, [finished_step(given)])
+        with meeting("the loading of a checkpoint"):
+            found = newest(given)
+            states = together(lambda: _read(found), f"{str(found)!r} cannot be loaded")
+            return together(lambda: _load(parts, states), f"{str(found)!r} cannot be loaded")
 
 
 def _read(found: Path) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from graphopt.rewriting.precision.scaling import CheckedGradients
 from graphopt.runtime.compiled_joint import CompiledJoint, compile_joint
 from graphopt.runtime.parts import Parts
 from graphopt.runtime.runner import Options, Runner
+from graphopt.runtime.seconds_taken import tell_seconds
 from graphopt.runtime.set_forward import what_runs
 from graphopt.runtime.size_plans import Target
 
@@ -220,6 +222,8 @@ class _Maker:
         if runner.is_first:
             runner.prepare(capture.rewritten, plain)
         runner.make_ready(program)
+        started = time.perf_counter()
         compiled = compile_joint(runner, session, capture)
-        runner.announce(capture)
+        capture.rewritten.compiling = time.perf_counter() - started if self.owner.options.backend != "eager" else 0.0
+        tell_seconds(capture.rewritten, first=runner.announce(capture))
         return compiled

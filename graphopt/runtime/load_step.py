@@ -13,6 +13,7 @@ from torch import nn
 from graphopt.errors import ArgumentError, GraphoptError, public, quoted
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.pipeline_file import check_writes
+from graphopt.rewriting.progress import working
 from graphopt.runtime.compile.backend import Backend
 from graphopt.runtime.runner import Options
 from graphopt.runtime.stored.shipped_captures import Shipped, read_shipped
@@ -68,7 +69,8 @@ def load_step(
         >>> again.records[0].name
         'recompute'
     """
-    shipped = read_shipped(Path(path))
+    with working(f"reading the step in {path}"):
+        shipped = read_shipped(Path(path))
     chosen: Any = shipped.backend if backend is None else backend
     if chosen == "callable":
         raise ArgumentError(f"{shipped.source} was saved with a backend that is a callable: give it as backend=")

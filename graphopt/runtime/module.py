@@ -6,7 +6,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import fx, nn
@@ -14,18 +14,18 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
 from graphopt import _torch
-from graphopt.capture.fingerprint import refuse_lazy
-from graphopt.capture.hidden_effects import CAPTURE_LOCK
 from graphopt.errors import CaptureError, GraphoptError, PipelineError, is_own, public, short_traceback
 from graphopt.ir.methods import provided
 from graphopt.ir.program import Program
 from graphopt.rewriting.pass_ import Pass, Records
-from graphopt.rewriting.pipeline import Passes, Pipeline
-from graphopt.runtime.compile.backend import Backend
-from graphopt.runtime.drop_in import DropIn
-from graphopt.runtime.rewrite import Verify
-from graphopt.runtime.runner import Options
 from graphopt.runtime.set_forward import entry, of_any_model, what_runs
+
+if TYPE_CHECKING:
+    from graphopt.rewriting.pipeline import Passes, Pipeline
+    from graphopt.runtime.compile.backend import Backend
+    from graphopt.runtime.drop_in import DropIn
+    from graphopt.runtime.rewrite import Verify
+    from graphopt.runtime.runner import Options
 
 __all__ = ["Optimized", "optimize", "take_over"]
 
@@ -80,9 +80,10 @@ class Optimized(nn.Module):
     ``forward``.
     """
 
-    _graphopt: DropIn
-    _own_forward: Callable[..., Any] | None
-    _other_forward: tuple[Any, Callable[..., Any] | None]
+    if TYPE_CHECKING:  # libraries look annotations of their models' subclasses up, where these names are not known
+        _graphopt: DropIn
+        _own_forward: Callable[..., Any] | None
+        _other_forward: tuple[Any, Callable[..., Any] | None]
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
@@ -177,6 +178,8 @@ def take_over(model: nn.Module, passes: Passes | Pipeline) -> tuple[nn.Module, l
     Raises:
         PipelineError: where a pass is in both.
     """
+    from graphopt.rewriting.pipeline import Pipeline
+
     given = list((passes if isinstance(passes, Pipeline) else Pipeline(passes)).passes)
     if not isinstance(model, Optimized):
         return model, given
@@ -206,6 +209,8 @@ def _is_traced() -> bool:
     """Whether this thread traces the model; torch says so to all threads while one of them does."""
     if not torch.compiler.is_compiling():
         return False
+    from graphopt.capture.hidden_effects import CAPTURE_LOCK
+
     with CAPTURE_LOCK:  # behind a capture of another thread, and at once inside of this thread's own
         return torch.compiler.is_compiling()
 
@@ -345,11 +350,16 @@ def optimize(
         >>> model.records[0].name
         'recompute'
     """
+    from graphopt.runtime.drop_in import DropIn  # what captures and runs programs: for those who make one
+    from graphopt.runtime.runner import Options
+
     options = Options.checked(model, passes, dynamic_shapes, backend, verify)
     if isinstance(model, Optimized):
         raise CaptureError("the model is optimized already: give all passes to one call of graphopt.optimize")
     _refuse_update(options.pipeline)
     if issubclass(cast(Any, type(model)), LazyModuleMixin):
+        from graphopt.capture.fingerprint import refuse_lazy
+
         refuse_lazy(model)  # whose class becomes another one at the first batch
     result: Any = object.__new__(_optimized_class(type(model)))  # type: ignore[arg-type]
     object.__setattr__(result, "__dict__", model.__dict__)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from graphopt.errors import public
-from graphopt.rewriting.pipeline import Passes
-from graphopt.runtime.compile.backend import Backend
 from graphopt.runtime.module import take_over
-from graphopt.runtime.rewrite import Verify
-from graphopt.runtime.runner import Options
-from graphopt.runtime.train_step import TrainStep
+
+if TYPE_CHECKING:
+    from graphopt.rewriting.pipeline import Passes
+    from graphopt.runtime.compile.backend import Backend
+    from graphopt.runtime.rewrite import Verify
+    from graphopt.runtime.train_step import TrainStep
 
 __all__ = ["optimize_step"]
 
@@ -62,6 +63,9 @@ def optimize_step(
         >>> value.shape, step.records[0].name
         (torch.Size([]), 'recompute')
     """
+    from graphopt.runtime.runner import Options  # what captures and runs programs: for those who make one
+    from graphopt.runtime.train_step import TrainStep
+
     model, taken = take_over(model, passes)
     step = TrainStep(model, optimizer, Options.checked(model, taken, dynamic_shapes, backend, verify), loss)
     if example_inputs is not None:

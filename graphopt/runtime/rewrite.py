@@ -7,10 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
+import torch
+
+from graphopt import _torch
 from graphopt.capture import CaptureSession
 from graphopt.capture.garbage_collection import no_collection
 from graphopt.ir.context import Context
 from graphopt.ir.node import Stage
+from graphopt.ir.ops.values import type_text
 from graphopt.ir.program import Program
 from graphopt.ir.state import PassState
 from graphopt.rewriting.dump import DumpDirectory
@@ -21,7 +25,10 @@ from graphopt.rewriting.progress import working
 from graphopt.rewriting.shards import Shards
 from graphopt.runtime.accumulate import accumulating
 
-__all__ = ["Checks", "Keeper", "Rewritten", "Verify", "rewrite"]
+__all__ = ["Checks", "Keeper", "Rewritten", "Verify", "capturing", "rewrite"]
+
+_SHOWN = 3
+"""Tensors of a call that are written out where it is captured."""
 
 Verify = Literal["structure", "numerics"] | bool
 
@@ -66,6 +73,8 @@ class Rewritten:
         records: every pass that ran.
         snapshots: ``(label, program)`` after capture, after each lowering and after each pass.
         seconds: that capture, lowering and passes took, or reading them.
+        ahead: seconds of these that the programs of other calls took, which are made before the first one runs.
+        compiling: seconds that a compiler took for the first of its programs; 0 without one.
         entry: where programs of this capture are kept beyond the process; None for nowhere.
         variants: its programs beside those of the stages, as far as they were needed, by what they depend on.
         divisor: for how many batches the program of the stage step updates, as the last of them; 0 for a sum of
@@ -79,6 +88,8 @@ class Rewritten:
     records: list[PassRecord] = field(default_factory=list)
     snapshots: Sequence[tuple[str, Program]] = field(default_factory=list)
     seconds: float = 0.0
+    ahead: float = 0.0
+    compiling: float = 0.0
     entry: Keeper | None = None
     variants: dict[str, Program] = field(default_factory=dict)
     divisor: int = 1
@@ -176,7 +187,8 @@ class Rewritten:
 
     def retrace(self) -> None:
         """Trace the optimizer again, after its settings changed."""
-        self.replace(self.lower_joint(self._updating(self.stages["joint"])))
+        with working(f"tracing the optimizer of {self.session.title} with its other settings"):
+            self.replace(self.lower_joint(self._updating(self.stages["joint"])))
 
 
 @dataclass(frozen=True)
@@ -190,6 +202,13 @@ class Checks:
 
     verify: Verify = "structure"
     accept: Callable[[Program], None] | None = None
+
+
+def capturing(session: CaptureSession) -> str:
+    """What is shown while a session is captured: of what, and for which call."""
+    tensors = [type_text(t) for t in _torch.pytree.tree_leaves(session.example) if isinstance(t, torch.Tensor)]
+    shown = ", ".join([*tensors[:_SHOWN], *(["…"] if len(tensors) > _SHOWN else [])])
+    return f"capturing {session.title}{shown and f' for {shown}'}"
 
 
 @no_collection()
@@ -221,7 +240,7 @@ def rewrite(
     result = Rewritten(session, pipeline, checks.verify, divisor=divisor)
     started = time.perf_counter()
     snapshots = Snapshots()
-    with working(f"capturing {session.title}") as show:
+    with working(capturing(session)) as show:
         instruments: list[Instrument] = [*([LogPasses()] if log else []), ShowPasses(show), snapshots]
         dump = DumpDirectory.from_environment(session.title, pipeline)
         if dump is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, cast
@@ -28,6 +29,7 @@ from graphopt.ir.node import Stage
 from graphopt.ir.program import Program
 from graphopt.rewriting.memory.budget import budget_error
 from graphopt.rewriting.pipeline import Passes, Pipeline
+from graphopt.rewriting.progress import working
 from graphopt.runtime.captures import Captures
 from graphopt.runtime.check_numerics import check_numerics
 from graphopt.runtime.compile.backend import Backend, check_backend
@@ -36,7 +38,7 @@ from graphopt.runtime.ranks.agreement import Agreement, Round
 from graphopt.runtime.ranks.exchange_plan import ExchangePlan
 from graphopt.runtime.ranks.watch import StepWatch
 from graphopt.runtime.reserve import reserve_host
-from graphopt.runtime.rewrite import Checks, Rewritten, Verify, rewrite
+from graphopt.runtime.rewrite import Checks, Rewritten, Verify, capturing, rewrite
 from graphopt.runtime.serving import Capture, Maker, Serving
 from graphopt.runtime.size_plans import Target
 from graphopt.runtime.state_store import StateStore
@@ -240,7 +242,8 @@ class Runner(Generic[C]):
         if lookup is not None and lookup.found is not None:
             return Capture(lookup.found, lookup.rules)
         listening = contextlib.nullcontext() if lookup is None else lookup.listening()
-        with self.watch.capturing(), self.agreement.making("a capture"), listening:
+        started = time.perf_counter()
+        with working(capturing(session)), self.watch.capturing(), self.agreement.making("a capture"), listening:
             session.forward(options.pipeline.autocast)
             wanted = self.serving.targets(session, target) if room is None else [None]
             rewritten = self._rewrite_for(session, wanted, context, divisor)
@@ -249,7 +252,9 @@ class Runner(Generic[C]):
             self._tell_left_out(session)
             self._tell_outside(session)
         if options.verify == "numerics":
-            check_numerics(rewritten)
+            with working(f"comparing {session.title} with what it computes without passes"):
+                check_numerics(rewritten)
+        rewritten.seconds = time.perf_counter() - started
         rules = self.serving.rules(session)
         if lookup is not None:
             lookup.keep(rewritten, rules)
@@ -321,6 +326,8 @@ class Runner(Generic[C]):
             with self.watch.meeting(program):
                 self.agreement.compare_new(plan)
 
-    def announce(self, capture: Capture) -> None:
-        """Tell observers of a capture that is about to train."""
-        tell_observers(capture.rewritten, not self.captures.all())
+    def announce(self, capture: Capture) -> bool:
+        """Tell observers of a capture that is about to train; gives whether it is the first one."""
+        first = not self.captures.all()
+        tell_observers(capture.rewritten, first)
+        return first

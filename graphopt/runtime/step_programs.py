@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.named_shards import accept_named_shards, name_shards
 from graphopt.rewriting.memory.budget import BudgetError, budget_error
 from graphopt.rewriting.precision.scaling import checked_gradients
+from graphopt.rewriting.progress import working
 from graphopt.rewriting.shards import shard_state
 from graphopt.runtime.accumulate import accumulating
 from graphopt.runtime.binding import Binding
@@ -38,6 +40,7 @@ from graphopt.runtime.kept_state import KeptState, resident_inputs
 from graphopt.runtime.ranks.exchange_plan import exchange_plan
 from graphopt.runtime.rewrite import Rewritten
 from graphopt.runtime.runner import Options, Runner
+from graphopt.runtime.seconds_taken import tell_later_program, tell_seconds
 from graphopt.runtime.settings_read import follow_settings, with_numbers_read
 from graphopt.runtime.size_plans import Target
 from graphopt.runtime.state_versions import optimizer_version
@@ -186,7 +189,10 @@ class StepPrograms:
             if lacks is None or update.every == 1:
                 raise
             raise refused_budget(self.progress.every, [(update, lacks)]) from lacks
+        started = time.perf_counter()
         self._plan_ahead(capture.rewritten)
+        capture.rewritten.ahead = time.perf_counter() - started
+        capture.rewritten.seconds += capture.rewritten.ahead
         rewritten, shards = capture.rewritten, capture.rewritten.shards
         if shards is not None:
             group = find_group(runner.options.pipeline.shard_group or "")
@@ -199,13 +205,13 @@ class StepPrograms:
             runner.prepare(rewritten, self._model)
         runner.store.require(rewritten.pass_state)
         runner.store.check_loaded()
-        runner.announce(capture)
+        first = runner.announce(capture)
         outputs = session.results(rewritten.program)
         results = None if outputs.is_alone and not outputs.classes else outputs
         if not outputs.is_alone and target is None:
             _tell_of_results(rewritten.program)
         ahead = self._coming(self._state(rewritten)[1])
-        return CapturedStep(rewritten, capture.rules, settings(self._optimizer), results, ahead=ahead)
+        return CapturedStep(rewritten, capture.rules, settings(self._optimizer), results, ahead=ahead, first=first)
 
     @property
     def _limited(self) -> bool:
@@ -273,9 +279,26 @@ class StepPrograms:
 
     def _compiled(self, captured: CapturedStep, key: Variant) -> CompiledStep:
         if key not in captured.variants:
-            with self.runner.agreement.making(str(key)):
+            title, started, first = captured.rewritten.session.title, time.perf_counter(), not captured.variants
+            message = f"making another program of {title}: {key}"
+            with self.runner.agreement.making(str(key)), nullcontext() if first else working(message):
                 captured.variants[key] = self._compile_variant(captured, key)
+            seconds = time.perf_counter() - started
+            if first:
+                self._tell_seconds(captured, seconds)
+            else:
+                tell_later_program(title, str(key), seconds)
         return captured.variants[key]
+
+    def _tell_seconds(self, captured: CapturedStep, seconds: float) -> None:
+        """Say what a capture took, and its first program, so many seconds more."""
+        rewritten = captured.rewritten
+        if self._options.backend != "eager":
+            rewritten.compiling = seconds
+        else:
+            rewritten.seconds += seconds
+            rewritten.ahead += seconds
+        tell_seconds(rewritten, first=captured.first)
 
     @no_collection()
     def _compile_variant(self, captured: CapturedStep, wanted: Variant) -> CompiledStep:

@@ -146,6 +146,7 @@ class CapturedStep(Capture):
         beside: the state that the optimizer had and the program does not read.
         looked_at: the program and the version of the optimizer's state at that time.
         ahead: for which calls to come programs are made (``StepPrograms.plan_ahead``).
+        first: whether it was the first capture of the step.
     """
 
     settings: UpdateSettings
@@ -159,6 +160,7 @@ class CapturedStep(Capture):
     beside: frozenset[str] = frozenset()
     looked_at: Hashable = None
     ahead: Hashable = None
+    first: bool = False
 
     def programs(self) -> list[Program]:
         """See ``Capture``."""

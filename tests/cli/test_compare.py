@@ -200,7 +200,7 @@ def test_bisection_by_op_and_for_chosen_tensors(run: Command) -> None:
 
 
 def test_bisection_without_a_pass_that_can_deny(run: Command) -> None:
-    outcome = run("compare", "nowhere:x", "-p", "recompute{checkpoints=a}", "--bisect", "1")
+    outcome = run("compare", target("plain"), "-p", "recompute{checkpoints=a}", "--bisect", "1")
     assert outcome.code == 2
     assert "a pass with the option deny, such as mixed-precision, and these are recompute{checkpoints=a}" in outcome.err
 

@@ -45,7 +45,7 @@ def test_a_measured_machine_is_a_device_for_other_commands(
     ("arguments", "message"),
     [
         (("cuda:99",), "nothing can be measured on 'cuda:99' here"),
-        (("toaster",), "'toaster' is not a device that is here; devices here are cpu"),
+        (("toaster",), "'toaster' is not a device of this machine: write cpu, cuda or cuda:1"),
         (("cqu",), "did you mean 'cpu'"),
         (("h101",), "figures of h100-80gb, h100-pcie-80gb come with graphopt"),
         (("cpu", "-o", "profile.json"), "let profile.json end in .toml"),

@@ -86,6 +86,45 @@ def test_threads_that_come_at_once_find_everything() -> None:
     assert run(code) == "9 True\n"
 
 
+def test_each_name_is_that_of_the_whole_interface() -> None:
+    assert [name for name in graphopt.__all__ if getattr(graphopt, name) is not getattr(interface, name)] == []
+
+
+FIRST_USED = (
+    "torch._dynamo",
+    "torch._inductor",
+    "torch._functorch",
+    "sympy",
+    "scipy",
+    "networkx",
+    "rich",
+    "graphopt.report",
+)
+"""What captures, plans and pictures need, and nobody before the first of them."""
+
+
+@pytest.mark.parametrize(
+    ("code", "also"),
+    [
+        (
+            "graphopt.optimize, graphopt.optimize_step, graphopt.passes",
+            ("graphopt.capture", "graphopt.passes.recompute"),
+        ),
+        ("from graphopt.passes import FitMemory, Recompute", ("graphopt.capture", "graphopt.passes.microbatch")),
+        ("from graphopt.passes import *", ("graphopt.capture",)),
+        (
+            "graphopt.optimize(torch.nn.Linear(2, 2), [graphopt.passes.FitMemory('60%'), 'offload'])",
+            (),
+        ),
+    ],
+)
+def test_what_is_not_used_yet_is_not_imported(code: str, also: tuple[str, ...]) -> None:
+    done = run(f"import sys, torch, graphopt\nbefore = set(sys.modules)\n{code}\nprint(*set(sys.modules) - before)\n")
+    names = tuple(f"{name}." for name in (*FIRST_USED, *also))
+    assert [name for name in done.split() if f"{name}.".startswith(names)] == []
+    assert "graphopt.errors" in done
+
+
 def test_a_misspelled_name_has_the_near_ones() -> None:
     with pytest.raises(AttributeError) as error:
         getattr(graphopt, "optimise")  # noqa: B009

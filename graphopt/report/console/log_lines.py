@@ -14,13 +14,13 @@ import os
 import sys
 
 from graphopt.ir.ops.values import counted, format_bytes
-from graphopt.report.console.terminal import LogFormatter, first_rank
+from graphopt.report.console.terminal import LogFormatter, first_rank, is_terminal, write
 from graphopt.rewriting.memory.other_sizes import written_sizes
 from graphopt.rewriting.pass_ import PassRecord
 from graphopt.rewriting.warnings_kept import WarningsKept
 from graphopt.runtime.rewrite import Rewritten
 
-__all__ = ["capture_line", "log_capture", "send_log_to_stderr"]
+__all__ = ["capture_line", "log_capture", "send_log_to_stderr", "to_log"]
 
 _VARIABLE = "GRAPHOPT_LOG"
 _LEVELS = {
@@ -84,6 +84,15 @@ def send_log_to_stderr() -> None:
         logger.setLevel(logging.INFO)
     if level is None:
         _package.warning("%s is %r, and is one of %s", _VARIABLE, setting, ", ".join(_LEVELS))
+
+
+def to_log(line: str) -> None:
+    """Write a line on the terminal that stderr is, where this is rank 0, or else to the log; at INFO."""
+    if sys.stderr is None or not (is_terminal(sys.stderr) and first_rank()):
+        send_log_to_stderr()
+        logger.info("%s", line)
+    elif _LEVELS.get(os.environ.get(_VARIABLE, "").strip().lower(), logging.INFO) <= logging.INFO:
+        write(line, sys.stderr)
 
 
 def capture_line(rewritten: Rewritten) -> str:

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
+from graphopt.report.console.announced import announced
 from graphopt.report.console.escape import visible
-from graphopt.report.console.log_lines import send_log_to_stderr
+from graphopt.report.console.log_lines import to_log
 from graphopt.report.console.terminal import displayed, first_rank, is_terminal, working
 
 __all__ = ["TerminalProgress", "progress_bar"]
@@ -19,17 +20,19 @@ def progress_bar(message: str) -> Iterator[Callable[[float, str], None]]:
     """A bar with ``message`` on stderr while the block runs, where stderr is a terminal and this is rank 0.
 
     Gives a function to be called with the share that is done, from 0 to 1, and a remark to show beside the bar. The bar
-    never goes back. Nothing is shown elsewhere.
+    never goes back. Elsewhere the log says so (``announced``).
     """
     if not (is_terminal(sys.stderr) and first_rank()):
-        yield lambda share, remark: None
+        with announced(message):
+            yield lambda share, remark: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     said = TextColumn("{task.description}", markup=False)
     remarks = TextColumn("{task.fields[remark]}", markup=False)
-    bar = Progress(said, BarColumn(), TimeElapsedColumn(), remarks, console=Console(stderr=True), transient=True)
+    times = TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+    bar = Progress(said, BarColumn(), *times, remarks, console=Console(stderr=True), transient=True)
     task = bar.add_task(visible(message), total=1.0, remark="")
     reached = 0.0
 
@@ -43,13 +46,19 @@ def progress_bar(message: str) -> Iterator[Callable[[float, str], None]]:
 
 
 class TerminalProgress:
-    """Shows long work on the terminal that stderr is, of rank 0; nothing elsewhere."""
+    """Shows long work on the terminal that stderr is, of rank 0; elsewhere the log says what is done."""
 
-    def working(self, message: str) -> AbstractContextManager[Callable[[str], None]]:
-        """A spinner with ``message``; before the first work of all, the log gets somewhere to go."""
-        send_log_to_stderr()
-        return working(message)
+    @contextlib.contextmanager
+    def working(self, message: str) -> Iterator[Callable[[str], None]]:
+        """A spinner with ``message``, or a line in the log."""
+        elsewhere = not (is_terminal(sys.stderr) and first_rank())
+        with announced(message) if elsewhere else contextlib.nullcontext(), working(message) as show:
+            yield show
 
     def bar(self, message: str) -> AbstractContextManager[Callable[[float, str], None]]:
         """A bar with ``message``."""
         return progress_bar(message)
+
+    def line(self, text: str) -> None:
+        """A line of its own, which stays; in the log where there is no terminal."""
+        to_log(text)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-import re
 from itertools import accumulate
 from typing import Any
 
 import torch
 
 from graphopt.analysis.costs.profiles import DeviceProfile
-from graphopt.errors import ArgumentError, GraphoptError, wrong_argument
+from graphopt.errors import GraphoptError
 from graphopt.ir.node import Phase, info
 from graphopt.ir.ops.values import format_bytes, parse_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.reserved_memory import ReservedMemory
 from graphopt.ir.timeline import MemoryTimeline
+from graphopt.rewriting.memory.budget_text import PERCENT
+from graphopt.rewriting.memory.budget_text import check_budget as check_budget
 from graphopt.rewriting.memory.fit import Fitting
 from graphopt.rewriting.memory.floor import always_alive, least_bytes, what_would_help
 from graphopt.rewriting.memory.free_memory import free_bytes
@@ -109,53 +110,6 @@ def budget_error(error: BaseException | None) -> BudgetError | None:
     return error
 
 
-def check_budget(budget: object) -> None:
-    """Refuse what is no budget: a number of bytes, ``"8GB"``, ``"512MiB"``, ``"60%"`` or ``"auto"``.
-
-    Raises:
-        ArgumentError: for a number that no program can be kept within, and for text of another form.
-    """
-    if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
-        raise wrong_argument("budget", budget, _FORMS)
-    if not isinstance(budget, str):
-        _check_number(budget)
-    elif budget.strip().lower() != "auto":
-        percent = _PERCENT.fullmatch(budget)
-        try:
-            count = float(percent[1]) if percent else parse_bytes(budget)
-        except ValueError as error:
-            raise ArgumentError(f"budget={budget!r}: {error}, 60% (of the peak), or auto (what is free)") from None
-        if percent and count == 0:
-            raise ArgumentError(f"budget={budget!r} is nothing: no program runs in no bytes; write 60%")
-        if not percent:
-            _check_number(float(budget) if _NUMBER.fullmatch(budget) and "." in budget else count)
-
-
-_FORMS = "a number of bytes, text such as 8GB or 60%, or auto"
-_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
-_NUMBER = re.compile(r"\s*\d*\.?\d*\s*")
-_FEWEST = 256
-"""Bytes below which a number is meant otherwise: no program is so small that a budget for it is a question."""
-
-
-def _check_number(budget: float) -> None:
-    """Refuse a number of bytes that is none, or that no program can be kept within."""
-    meant = ""
-    if 0 < budget <= 1 and isinstance(budget, float):
-        meant = f"; did you mean '{budget:.0%}' of the peak?"
-    elif 0 < budget < _FEWEST:
-        meant = f"; did you mean '{budget:g}GB'?"
-    if isinstance(budget, int) and budget >= 2**63:
-        raise ArgumentError("budget is a number of bytes, and this one is more than any memory has")
-    if not math.isfinite(budget) or budget < _FEWEST:
-        raise ArgumentError(f"budget={budget!r} is no number of bytes that a program fits into{meant or _WRITE}")
-    if budget != int(budget):
-        raise ArgumentError(f"budget={budget!r}: bytes come in whole numbers{_WRITE}")
-
-
-_WRITE = ": write a number such as 8_000_000_000, or text such as '8GB' or '60%'"
-
-
 def budget_bytes(budget: int | str, memory: MemoryTimeline, reserved: ReservedMemory | None = None) -> int:
     """A budget in bytes.
 
@@ -178,7 +132,7 @@ def budget_bytes(budget: int | str, memory: MemoryTimeline, reserved: ReservedMe
             storage.bytes for storage in memory.storages if storage.is_input and storage.category == "gradients"
         )
         return memory.resident_bytes - later + int(0.95 * free_bytes(torch.device(memory.where)))
-    percent = _PERCENT.fullmatch(budget)
+    percent = PERCENT.fullmatch(budget)
     if percent:
         more = 0 if reserved is None else reserved.reserved_peak_bytes - memory.peak_bytes
         return Share(float(percent[1]), _lasting_peak(memory) + more)

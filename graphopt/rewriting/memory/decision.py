@@ -202,4 +202,5 @@ def carry_out(program: Program, decision: Decision, found: Planned, *, origin: s
         reason="nothing that is run again or moved makes the peak smaller",
         lines=lines,
         details=found.details,
+        slowdown=found.extra / found.fitting.seconds if found.fitting.seconds else None,
     )

@@ -13,7 +13,9 @@ from graphopt.capture.garbage_collection import no_collection
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.node import value_of
 from graphopt.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER_SUM
+from graphopt.ir.ops.values import counted
 from graphopt.ir.program import Program
+from graphopt.rewriting.progress import working
 from graphopt.runtime.compile.functional import gather_one_at_a_time, write_nothing
 from graphopt.runtime.compile.inductor import Boxed, compile_graph
 from graphopt.runtime.compile.partition import split_update
@@ -72,7 +74,8 @@ def compile_module(module: fx.GraphModule, inputs: Sequence[Any], backend: Backe
         return _boxed(module.forward)
     if gather_one_at_a_time(module.graph):
         module.recompile()
-    with torch.no_grad():
+    what = "the given backend" if callable(backend) else backend
+    with torch.no_grad(), working(f"compiling {counted(len(module.graph.nodes), 'ops')} with {what}"):
         if backend == "inductor":
             return _boxed(compile_graph(module, inputs, room))
         compiled = backend(fx.GraphModule(module, _unboxed(module.graph)), inputs)

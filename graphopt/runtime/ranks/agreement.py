@@ -23,6 +23,7 @@ import torch.distributed as dist
 from graphopt import _torch
 from graphopt.errors import GraphoptError, RankError
 from graphopt.ir.ops.groups import Group, find_group, making_programs, require_together, talking
+from graphopt.rewriting.progress import working
 from graphopt.runtime.ranks.exchange_plan import ExchangePlan, digest_of
 
 __all__ = ["Agreement", "Round"]
@@ -241,8 +242,12 @@ class Round:
         """
         for meeting, mine, started in self._started:
             records = meeting.finish(started)
-            while any(record.state == _MAKING for record in records):
-                records = meeting.round(mine)
+            making = [meeting.group.ranks[i] for i, record in enumerate(records) if record.state == _MAKING]
+            if making:
+                names = " and ".join(f"rank {rank}" for rank in making)
+                with working(f"waiting for {names}, where a program is being made"):
+                    while any(record.state == _MAKING for record in records):
+                        records = meeting.round(mine)
             if any(record != mine for record in records):
                 lines = self._plan.lines.get(meeting.group.name, ())
                 said = _Said(self._plan.title, self._plan.trained, lines)

@@ -246,7 +246,7 @@ class ProgramCache:
         """The capture of a key in its files, for the live model."""
         started = time.perf_counter()
         classes = {text for name, text in key.sections["code"].items() if name.startswith(("global ", "class "))}
-        with working("reading a stored capture"):
+        with working(f"reading the stored capture of {session.title}"):
             found = read_capture(own, session, context, self._pipeline, self._verify, classes)
         own.used()
         found.seconds = time.perf_counter() - started
