@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -37,10 +36,11 @@ from graphopt.capture.gradient_layouts import match_layouts, own_gradients
 from graphopt.capture.inner_gradients import refuse_arguments_without_gradients
 from graphopt.capture.replace_ops import use_own_ops
 from graphopt.capture.source_lines import user_frame
-from graphopt.capture.traced_joint import Runner, TracedJoint, is_seen_through, marked, read_trace
+from graphopt.capture.traced_joint import Runner, TracedJoint, base_name, is_seen_through, marked, read_trace
 from graphopt.capture.untraceable import PACKED, first_line
 from graphopt.errors import CaptureError, GraphBreakError
 from graphopt.ir.gradients import base_of
+from graphopt.ir.graph_copies import copy_node
 from graphopt.ir.memory_shortage import refuse_shortage
 from graphopt.ir.node import TRACE_CONSTANT, InputSpec, NodeInfo, OutputSpec, Phase, info, set_info, set_value, value_of
 from graphopt.ir.ops import schema
@@ -284,11 +284,7 @@ class _Builder:
 
     def _call(self, node: fx.Node) -> None:
         # numbered as the calls that are left, not as torch came to them: calls that it has dropped leave no gaps
-        name = re.sub(r"_\d+$", "", node.name)
-        new = self._graph.create_node(node.op, node.target, None, None, name, node.type)
-        new.args = _torch.map_aggregate(node.args, self._mapped)
-        new.kwargs = _torch.map_aggregate(node.kwargs, self._mapped)
-        new.meta = dict(node.meta)
+        new = copy_node(self._graph, node, self._mapped, base_name(node))
         set_value(new, value_of(new))  # a check gives nothing, and torch notes no value then
         backward = node in self._traced.backward
         source = self._known.get(self._traced.sources[node], NodeInfo(Phase.FORWARD))

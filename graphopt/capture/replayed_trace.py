@@ -183,7 +183,7 @@ class _StandIn(nn.Module):
 
 
 class _Empty(torch.autograd.Function):
-    """Results and gradients without values."""
+    """Results and gradients without values: the tensors stand for their gradients, which takes no ops."""
 
     @staticmethod
     def forward(
@@ -200,8 +200,5 @@ class _Empty(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
-        gradients = [
-            torch.empty_like(tensor) if known else None
-            for tensor, known in zip(ctx.saved_tensors, ctx.has, strict=True)
-        ]
+        gradients = [tensor if known else None for tensor, known in zip(ctx.saved_tensors, ctx.has, strict=True)]
         return (None, None, None, *gradients)

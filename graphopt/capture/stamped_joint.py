@@ -29,11 +29,11 @@ from graphopt.capture.traced_blocks import (
     DifferentError,
     Sweep,
     TracedBlocks,
-    base_name,
     names_of,
     order_of,
 )
-from graphopt.capture.traced_joint import Runner, TracedJoint, marked, read_trace
+from graphopt.capture.traced_joint import Runner, TracedJoint, base_name, marked, read_trace
+from graphopt.ir.graph_copies import copy_node
 from graphopt.ir.node import set_value, value_of
 from graphopt.ir.program import Program
 
@@ -160,11 +160,9 @@ class _Expansion:
 
     def _copy_call(self, node: fx.Node, number: int) -> fx.Node:
         known = self._short.traced
-        new = known.graph.create_node(node.op, node.target, None, None, base_name(node), node.type)
-        mapped = functools.partial(self._translated, number=number)
-        new.args = _torch.map_aggregate(node.args, mapped)
-        new.kwargs = _torch.map_aggregate(node.kwargs, mapped)
-        new.meta = {key: value for key, value in node.meta.items() if key not in _OF_ITS_OWN}
+        new = copy_node(known.graph, node, functools.partial(self._translated, number=number), base_name(node))
+        for key in _OF_ITS_OWN:
+            new.meta.pop(key, None)
         set_value(new, self._value(value_of(node), number))
         if HOLDS in node.meta:
             new.meta[HOLDS] = self._held(node, number)

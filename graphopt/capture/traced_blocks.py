@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +11,7 @@ from torch import fx
 
 from graphopt.capture.equal_blocks import KEPT, EqualBlocks, constants_of, value_form
 from graphopt.capture.forward_interpreter import HOLDS
-from graphopt.capture.traced_joint import Runner, TracedJoint, mark_of, marked
+from graphopt.capture.traced_joint import Runner, TracedJoint, base_name, mark_of, marked
 from graphopt.ir.node import value_of
 
 __all__ = [
@@ -22,7 +21,6 @@ __all__ = [
     "DifferentError",
     "Sweep",
     "TracedBlocks",
-    "base_name",
     "names_of",
     "order_of",
 ]
@@ -276,8 +274,3 @@ def names_of(blocks: EqualBlocks, number: int) -> list[str]:
 def order_of(runner: Runner) -> list[str]:
     """The keys of what a runner holds, in the order of torch's joint graph."""
     return [name for name, _ in runner.named_parameters()] + [name for name, _ in runner.named_buffers()]
-
-
-def base_name(node: fx.Node) -> str:
-    """The name of a node without its number."""
-    return re.sub(r"_\d+$", "", node.name)

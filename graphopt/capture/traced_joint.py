@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from graphopt.ir.node import InputSpec
 from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
 
-__all__ = ["Runner", "TracedJoint", "is_seen_through", "mark_of", "marked", "read_trace"]
+__all__ = ["Runner", "TracedJoint", "base_name", "is_seen_through", "mark_of", "marked", "read_trace"]
 
 _MARK = "graphopt"
 """Where joint nodes get the place of the forward node they were traced under (in ``meta["custom"]``)."""
@@ -141,3 +142,8 @@ def mark_of(node: fx.Node) -> str:
 def is_seen_through(node: fx.Node) -> bool:
     """Whether a call of torch's joint graph is its operand, as far as a program goes."""
     return node.target in _IDENTITIES and not any(user.op == "output" for user in node.users)
+
+
+def base_name(node: fx.Node) -> str:
+    """The name of a node without its number."""
+    return re.sub(r"_\d+$", "", node.name)
