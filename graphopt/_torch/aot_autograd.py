@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -151,6 +153,12 @@ def without_first_call_check(run: Callable[[list[Any]], Any]) -> Callable[[list[
     return call
 
 
+def _is_logged() -> bool:
+    """Whether somebody has asked torch for what it compiles, which it else writes out as text for nobody."""
+    logs = (torch._logging.getArtifactLogger(__name__, name) for name in ("aot_graphs", "aot_joint_graph"))
+    return bool(os.environ.get("TORCH_TRACE")) or any(log.isEnabledFor(logging.INFO) for log in logs)
+
+
 class JointTrace:
     """A captured joint graph and what is needed to turn a rewritten version of it into a differentiable callable."""
 
@@ -251,6 +259,9 @@ class JointTrace:
         def partition_fn(*_: Any, **__: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
             return partition()
 
+        if not _is_logged():
+            state = attribute(self._joint, "_aot_state", JOINT)
+            state.aot_config = replace(state.aot_config, enable_log=False)
         # Donated buffers are freed by the first backward; retain_graph=True would fail.
         with functorch_config.patch(donated_buffer=False):
             compiled = aot_compile_joint_with_descriptors(

@@ -1,15 +1,17 @@
 """Code generation for graphs that take their arguments in a list, which is emptied.
 
-Extends ``torch.fx.graph.CodeGen``, whose methods may change with any release of torch.
+Extends ``torch.fx.graph.CodeGen``, whose methods may change with any release of torch. ``LazyGraphModule`` is torch's:
+a module whose code is generated when it is first needed, and not by each copy and each change on the way there.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.graph import CodeGen
 
-__all__ = ["BoxedCodeGen"]
+__all__ = ["BoxedCodeGen", "LazyGraphModule"]
 
 
 class BoxedCodeGen(CodeGen):

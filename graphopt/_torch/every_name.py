@@ -17,6 +17,7 @@ from graphopt._torch.aot_autograd import JointTrace as JointTrace
 from graphopt._torch.autograd_engine import inner_gradients as inner_gradients
 from graphopt._torch.autograd_engine import intercept_inner_gradients as intercept_inner_gradients
 from graphopt._torch.boxed_code import BoxedCodeGen as BoxedCodeGen
+from graphopt._torch.boxed_code import LazyGraphModule as LazyGraphModule
 from graphopt._torch.c10d import abort_group as abort_group
 from graphopt._torch.c10d import all_gather_into_tensor as all_gather_into_tensor
 from graphopt._torch.c10d import all_gather_into_tensor_out as all_gather_into_tensor_out
@@ -174,6 +175,7 @@ __all__ = [
     "InductorCode",
     "JointSplit",
     "JointTrace",
+    "LazyGraphModule",
     "OpOverload",
     "OpOverloadPacket",
     "RealWrites",

@@ -5,13 +5,12 @@ from __future__ import annotations
 import operator
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import fx, nn
-from torch.fx import traceback
+from torch import fx
 
 from graphopt import _torch
 from graphopt.capture.assigned_buffers import IN_PARTS
@@ -32,26 +31,42 @@ from graphopt.capture.finish_joint import (
     seed_backward,
     settle_mutations,
 )
-from graphopt.capture.forward_interpreter import HOLDS, PLACE, Interpreter
+from graphopt.capture.forward_interpreter import HOLDS, PLACE
 from graphopt.capture.gradient_layouts import match_layouts, own_gradients
 from graphopt.capture.inner_gradients import refuse_arguments_without_gradients
 from graphopt.capture.replace_ops import use_own_ops
 from graphopt.capture.source_lines import user_frame
+from graphopt.capture.traced_joint import Runner, TracedJoint, base_name, is_seen_through, marked, read_trace
 from graphopt.capture.untraceable import PACKED, first_line
 from graphopt.errors import CaptureError, GraphBreakError
 from graphopt.ir.gradients import base_of
+from graphopt.ir.graph_copies import copy_node
 from graphopt.ir.memory_shortage import refuse_shortage
 from graphopt.ir.node import TRACE_CONSTANT, InputSpec, NodeInfo, OutputSpec, Phase, info, set_info, set_value, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
 
-__all__ = ["JointCapture", "capture_joint"]
+__all__ = ["JointCapture", "build_joint", "capture_joint", "check_forward"]
 
-_MARK = "graphopt"
-"""Where joint nodes get the place of the forward node they were traced under (in ``meta["custom"]``)."""
 
-_IDENTITIES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-"""Ops that autograd's bookkeeping leaves behind; in a program they are their argument."""
+class DifferentiableTrace(Protocol):
+    """What makes a rewritten joint program differentiable: torch's trace of it, or what stands for that."""
+
+    def gradient_routes(self) -> _torch.GradientRoutes:
+        """How gradients of what the callable returns, or has changed, come back into it."""
+        ...
+
+    def returns_arguments(self) -> bool:
+        """Whether a result is an argument, a parameter, or a view of one."""
+        ...
+
+    def backward_layout(self) -> list[bool]:
+        """For each input that backward may answer for, in order: whether it has a gradient."""
+        ...
+
+    def compile(self, *halves: Any, **options: Any) -> Callable[..., Any]:
+        """As ``_torch.JointTrace`` has it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -65,60 +80,8 @@ class JointCapture:
     """
 
     program: Program
-    trace: _torch.JointTrace
+    trace: DifferentiableTrace
     inputs: list[InputSpec]
-
-
-class _Runner(nn.Module):
-    """Runs a forward program node by node, so that every op traced underneath knows which node it came from."""
-
-    def __init__(self, program: Program, tensors: dict[str, torch.Tensor]) -> None:
-        super().__init__()
-        self._module = [_as_module(program)]
-        self._inputs: dict[str, str] = {}
-        self.holder: dict[str, InputSpec] = {}
-        known: dict[int, str] = {}
-        for node, spec in zip(program.placeholders, program.inputs, strict=True):
-            if spec.role == "input":
-                continue
-            tensor = program.constants[node.name] if spec.role == "constant" else tensors[spec.target]
-            key = known.setdefault(id(tensor), f"t{len(known)}")
-            self._inputs[node.name] = key
-            if key in self.holder:
-                continue
-            self.holder[key] = spec
-            if isinstance(tensor, nn.Parameter):
-                self.register_parameter(key, tensor)
-            else:
-                self.register_buffer(key, tensor)
-
-    def forward(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
-        supply = iter(inputs)
-        module = self._module[0]
-        values = [
-            getattr(self, self._inputs[node.name]) if node.name in self._inputs else next(supply)
-            for node in module.graph.find_nodes(op="placeholder")
-        ]
-        with traceback.preserve_node_meta():
-            return tuple(Interpreter(module).run(*values))
-
-
-def _as_module(program: Program) -> fx.GraphModule:
-    """The program as a module whose every node, also in sub-graphs, carries the mark of where it stands."""
-    copy = program.copy()
-    module = fx.GraphModule(copy.attributes, copy.graph)
-    for mark, node in _marked(module.graph, copy.attributes):
-        node.meta["custom"] = {_MARK: mark}
-    return module
-
-
-def _marked(graph: fx.Graph, attributes: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, fx.Node]]:
-    """Every node of a graph and of its sub-graphs, with its place: ``name``, ``sub/name``, ``sub/sub/name``."""
-    for node in graph.nodes:
-        yield prefix + node.name, node
-    for name, body in attributes.items():
-        if isinstance(body, fx.GraphModule):
-            yield from _marked(body.graph, dict(body.named_children()), f"{prefix}{name}/")
 
 
 def capture_joint(forward: Program, tensors: dict[str, torch.Tensor], examples: list[torch.Tensor]) -> JointCapture:
@@ -132,19 +95,8 @@ def capture_joint(forward: Program, tensors: dict[str, torch.Tensor], examples: 
     Raises:
         CaptureError: where nothing requires a gradient, or autograd refuses what the model does.
     """
-    refuse_loops(forward.title, (node for _, node in _marked(forward.graph, forward.attributes)))
-    runner = _Runner(forward, tensors)
-    dynamic = any(
-        isinstance(size, torch.SymInt) for node, _ in forward.inputs_of("input") for size in value_of(node).shape
-    )
-    args: list[torch.Tensor] = examples
-    if dynamic:
-        args = [value_of(node) for node, _ in forward.inputs_of("input")]
-        for fake, real in zip(args, examples, strict=True):
-            fake.requires_grad_(real.requires_grad)
-    refuse_arguments_without_gradients(forward, tensors, examples)
-    refuse_varying_lstm(forward.graph)
-    refuse_overlapping_writes(forward.title, (node for _, node in _marked(forward.graph, forward.attributes)))
+    args = check_forward(forward, tensors, examples)
+    runner = Runner(forward, tensors)
     given = {**tensors, **dict(zip((spec.target for _, spec in forward.inputs_of("input")), examples, strict=False))}
     try:
         with warnings.catch_warnings():
@@ -169,13 +121,54 @@ def capture_joint(forward: Program, tensors: dict[str, torch.Tensor], examples: 
             f"nothing in {forward.title} requires a gradient for these inputs: every parameter is frozen, or the "
             "outputs are detached; unfreeze a parameter, or call the model in eval mode without graphopt"
         )
-    differentiated = {
-        int(role.target) for _, role in trace.inputs() if role.kind == "tangent" and str(role.target).isdigit()
-    }
-    refuse_overlapping(forward, differentiated)
-    tell_shared_outputs(forward, trace.gradient_routes().together)
-    program = _Builder(forward, runner, trace).build()
+    program = build_joint(forward, runner, read_trace(trace), trace.gradient_routes())
     return JointCapture(program, trace, [runner.holder[key] for key in trace.parameter_order()])
+
+
+def check_forward(
+    forward: Program, tensors: dict[str, torch.Tensor], examples: list[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """What a forward program is traced with; refuses what would be traced wrongly.
+
+    Args:
+        forward: as for ``capture_joint``.
+        tensors: likewise.
+        examples: likewise.
+
+    Raises:
+        CaptureError: naming what is refused.
+    """
+    refuse_loops(forward.title, (node for _, node in marked(forward.graph, forward.attributes)))
+    dynamic = any(
+        isinstance(size, torch.SymInt) for node, _ in forward.inputs_of("input") for size in value_of(node).shape
+    )
+    args: list[torch.Tensor] = examples
+    if dynamic:
+        args = [value_of(node) for node, _ in forward.inputs_of("input")]
+        for fake, real in zip(args, examples, strict=True):
+            fake.requires_grad_(real.requires_grad)
+    refuse_arguments_without_gradients(forward, tensors, examples)
+    refuse_varying_lstm(forward.graph)
+    refuse_overlapping_writes(forward.title, (node for _, node in marked(forward.graph, forward.attributes)))
+    return args
+
+
+def build_joint(forward: Program, runner: Runner, traced: TracedJoint, routes: _torch.GradientRoutes) -> Program:
+    """The joint program of what was traced.
+
+    Args:
+        forward: what is differentiated.
+        runner: of that program.
+        traced: its joint graph.
+        routes: how gradients come into it.
+
+    Raises:
+        CaptureError: for results that overlap, and for what a program cannot hold.
+    """
+    tangents = [str(role.target) for _, role in traced.inputs if role.kind == "tangent"]
+    refuse_overlapping(forward, {int(number) for number in tangents if number.isdigit()})
+    tell_shared_outputs(forward, routes.together)
+    return _Builder(forward, runner, traced).build()
 
 
 def _explain(error: Exception, title: str) -> CaptureError:
@@ -210,23 +203,23 @@ def _explain(error: Exception, title: str) -> CaptureError:
 class _Builder:
     """Turns torch's joint graph into a ``Program``: flat inputs, phases, names, modules, seed of the backward."""
 
-    def __init__(self, forward: Program, runner: _Runner, trace: _torch.JointTrace) -> None:
+    def __init__(self, forward: Program, runner: Runner, traced: TracedJoint) -> None:
         self._forward = forward
         self._runner = runner
-        self._trace = trace
+        self._traced = traced
         self._known: dict[str, NodeInfo] = {
-            mark: info(node) for mark, node in _marked(forward.graph, forward.attributes) if node.op != "output"
+            mark: info(node) for mark, node in marked(forward.graph, forward.attributes) if node.op != "output"
         }
         self._graph = fx.Graph()
         self._map: dict[fx.Node, fx.Node] = {}
         self._specs: list[InputSpec] = []
         self._constants: dict[str, torch.Tensor] = {}
-        self._in_backward = False
+        self._placeholder_of = {key: name for name, key in reversed(runner.keys.items())}
         self._zeros: list[fx.Node] = []
         self._input_names = [(node.name, spec) for node, spec in forward.inputs_of("input")]
 
     def build(self) -> Program:
-        for node, role in self._trace.inputs():
+        for node, role in self._traced.inputs:
             self._placeholder(node, role)
         self._calls()
         values, outputs = self._outputs()
@@ -257,7 +250,7 @@ class _Builder:
             name, spec = f"tangents_{len(self._specs)}", InputSpec("tangent", f"tangent[{role.target}]")
         else:
             spec = self._runner.holder[str(role.target)]
-            name = next(n for n, key in self._runner._inputs.items() if key == role.target)
+            name = self._placeholder_of[str(role.target)]
         new = self._graph.placeholder(name)
         set_value(new, value_of(node))
         new.meta[HOLDS] = node.meta.get(HOLDS, ())
@@ -272,56 +265,36 @@ class _Builder:
         self._map[node] = new
 
     def _calls(self) -> None:
-        by_sequence: dict[int, NodeInfo] = {}
-        for node in self._trace.graph.nodes:
+        for node in self._traced.graph.nodes:
             if node.op in ("placeholder", "output"):
                 continue
             if node.target is torch.ops.aten._assert_tensor_metadata.default:
                 continue
             if node.op == "get_attr":
                 self._constant(node)
-            elif node.target in _IDENTITIES and not any(user.op == "output" for user in node.users):
+            elif is_seen_through(node):
                 self._see_through(node)
             else:
-                self._call(node, by_sequence)
+                self._call(node)
 
     def _see_through(self, node: fx.Node) -> None:
         """An identity is its operand, which then holds what both hold."""
         self._map[node] = kept = self._map[node.all_input_nodes[0]]
         kept.meta[HOLDS] = (*kept.meta.get(HOLDS, ()), *node.meta.get(HOLDS, ()))
 
-    def _call(self, node: fx.Node, by_sequence: dict[int, NodeInfo]) -> None:
-        new = self._graph.node_copy(node, lambda n: self._map[n])
+    def _call(self, node: fx.Node) -> None:
+        # numbered as the calls that are left, not as torch came to them: calls that it has dropped leave no gaps
+        new = copy_node(self._graph, node, self._mapped, base_name(node))
         set_value(new, value_of(new))  # a check gives nothing, and torch notes no value then
-        tagged = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
-        # torch leaves out calls that it makes when backward has ended, for gradients of another dtype
-        backward = tagged or any(info(source).phase is Phase.BACKWARD for source in new.all_input_nodes)
-        # and calls of a backward that runs a graph of its own; what stands behind the first of these belongs to them
-        backward |= self._in_backward and not schema.mutated_inputs(node)
-        self._in_backward |= backward
-        source = self._source(node, backward, by_sequence)
+        backward = node in self._traced.backward
+        source = self._known.get(self._traced.sources[node], NodeInfo(Phase.FORWARD))
         phase = Phase.BACKWARD if backward else Phase.FORWARD
         region = None if backward else source.region
         set_info(new, replace(source, phase=phase, names=(), region=region, origin="capture"))
         self._map[node] = new
 
-    def _source(self, node: fx.Node, backward: bool, by_sequence: dict[int, NodeInfo]) -> NodeInfo:
-        """What is known of the forward call that a call comes from: by its mark, else by autograd's number for it.
-
-        Args:
-            node: of torch's joint graph.
-            backward: whether it is a call of backward.
-            by_sequence: what is known by number; a call of forward is entered.
-        """
-        source = self._known.get((node.meta.get("custom") or {}).get(_MARK, ""))
-        sequence = node.meta.get("seq_nr")
-        if source is None and sequence in by_sequence:
-            source = by_sequence[sequence]
-        if source is None:
-            return NodeInfo(Phase.FORWARD)
-        if not backward and sequence is not None:
-            by_sequence.setdefault(sequence, source)
-        return source
+    def _mapped(self, value: Any) -> Any:
+        return self._map[value] if isinstance(value, fx.Node) else value
 
     def _constant(self, node: fx.Node) -> None:
         """A tensor that the trace met as a value becomes an input by reference.
@@ -329,7 +302,7 @@ class _Builder:
         Raises:
             CaptureError: where it is no tensor but a body that an op runs.
         """
-        value = getattr(self._trace.graph.owning_module, str(node.target))
+        value = getattr(self._traced.graph.owning_module, str(node.target))
         if isinstance(value, fx.GraphModule):
             (user, *_) = node.users
             raise GraphBreakError(
@@ -349,7 +322,7 @@ class _Builder:
     def _outputs(self) -> tuple[list[Any], list[OutputSpec]]:
         values: list[Any] = []
         specs: list[OutputSpec] = []
-        for value, role in self._trace.outputs():
+        for value, role in self._traced.outputs:
             if role.kind == "base":
                 specs.append(OutputSpec("base", f"base[{len(specs)}]"))
             elif role.kind == "output":

@@ -6,7 +6,8 @@ have gradients. Here a stand-in with the same tensors around an empty middle is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +16,12 @@ from torch import nn
 from graphopt import _torch
 from graphopt.capture.joint import JointCapture
 from graphopt.errors import GraphoptError, quoted
+from graphopt.ir.autocast import plain_precision
 from graphopt.ir.memory_shortage import refuse_shortage
 from graphopt.ir.node import InputSpec, value_of
 from graphopt.ir.program import Program
 
-__all__ = ["not_replayed", "replay_trace"]
+__all__ = ["StandInTrace", "not_replayed", "replay_trace"]
 
 
 def not_replayed(joint: JointCapture, program: Program) -> str:
@@ -62,28 +64,89 @@ def replay_trace(
     Raises:
         GraphoptError: where the program and these tensors do not fit together.
     """
-    stand_in = _StandIn(program, inputs, tensors)
-    try:
-        trace = _torch.JointTrace(stand_in, tuple(examples))
-    except Exception as error:
-        refuse_shortage(error, program.title or "the program")
-        raise GraphoptError(
-            f"no trace of {program.title or 'the program'}: {quoted(error).splitlines()[0]:.200}"
-        ) from error
-    wanted = [f"t{index}" for index in range(len(inputs))]
-    if trace.parameter_order() != wanted or not trace.requires_grad:
-        raise GraphoptError("the inputs are in another order, or nothing has a gradient")
-    roles = [role.kind for _, role in trace.inputs()]
-    if roles.count("tangent") != len(program.inputs_of("tangent")):
-        raise GraphoptError("other results have gradients than the program is given")
-    kinds = [role.kind for _, role in trace.outputs()]
-    if kinds != [spec.role for spec in program.outputs]:
-        raise GraphoptError("the program returns something else than it says")
+    trace = _trace(_StandIn(program, inputs, tensors), examples, program.title)
     return JointCapture(program, trace, list(inputs))
 
 
+class StandInTrace:
+    """The trace of a program of which no whole one was made: a stand-in is traced when it is to be compiled.
+
+    Args:
+        program: of stage joint, as it was before passes; it can be compiled where ``not_replayed`` says so.
+        inputs: as for ``replay_trace``.
+        tensors: likewise.
+        examples: likewise.
+        routes: how gradients come into it.
+        returns_arguments: whether a result is an argument, a parameter, or a view of one.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        inputs: Sequence[InputSpec],
+        tensors: Mapping[str, torch.Tensor],
+        examples: Sequence[torch.Tensor],
+        routes: _torch.GradientRoutes,
+        returns_arguments: bool,
+    ) -> None:
+        self._stand_in = _StandIn(program, inputs, tensors)
+        self._examples = examples
+        self._title = program.title
+        self._routes = routes
+        self._returns_arguments = returns_arguments
+
+    @functools.cached_property
+    def _made(self) -> _torch.JointTrace:
+        with plain_precision():
+            return _trace(self._stand_in, self._examples, self._title)
+
+    def gradient_routes(self) -> _torch.GradientRoutes:
+        """As ``JointTrace`` has it."""
+        return self._routes
+
+    def returns_arguments(self) -> bool:
+        """As ``JointTrace`` has it."""
+        return self._returns_arguments
+
+    def backward_layout(self) -> list[bool]:
+        """As ``JointTrace`` has it."""
+        return self._made.backward_layout()
+
+    def compile(self, *halves: Any, **options: Any) -> Callable[..., Any]:
+        """As ``JointTrace`` has it."""
+        return self._made.compile(*halves, **options)
+
+
+def _trace(stand_in: _StandIn, examples: Sequence[torch.Tensor], title: str) -> _torch.JointTrace:
+    """The trace of a stand-in.
+
+    Raises:
+        GraphoptError: where it does not have the inputs and results of its program.
+    """
+    try:
+        trace = _torch.JointTrace(stand_in, tuple(examples))
+    except Exception as error:
+        refuse_shortage(error, title or "the program")
+        raise GraphoptError(f"no trace of {title or 'the program'}: {quoted(error).splitlines()[0]:.200}") from error
+    if trace.parameter_order() != stand_in.inputs or not trace.requires_grad:
+        raise GraphoptError("the inputs are in another order, or nothing has a gradient")
+    roles = [role.kind for _, role in trace.inputs()]
+    if roles.count("tangent") != stand_in.tangents:
+        raise GraphoptError("other results have gradients than the program is given")
+    kinds = [role.kind for _, role in trace.outputs()]
+    if kinds != stand_in.outputs:
+        raise GraphoptError("the program returns something else than it says")
+    return trace
+
+
 class _StandIn(nn.Module):
-    """Takes and returns what a program does, and computes nothing."""
+    """Takes and returns what a program does, and computes nothing.
+
+    Attributes:
+        inputs: the names of its tensors, in the order in which the callable takes them.
+        tangents: how many results have gradients.
+        outputs: the roles of what comes out.
+    """
 
     def __init__(self, program: Program, inputs: Sequence[InputSpec], tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -102,6 +165,9 @@ class _StandIn(nn.Module):
         self._results = [value_of(value) for value, _ in program.outputs_of("output", "loss")]
         self._tangents = {spec.target for _, spec in program.inputs_of("tangent")}
         self._with_gradient = {spec.target for _, spec in program.outputs_of("gradient")}
+        self.inputs = list(self._places.values())
+        self.tangents = len(self._tangents)
+        self.outputs = [spec.role for spec in program.outputs]
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         own = [getattr(self, self._places[name]) for name in self._order[: len(self._places)]]
@@ -117,7 +183,7 @@ class _StandIn(nn.Module):
 
 
 class _Empty(torch.autograd.Function):
-    """Results and gradients without values."""
+    """Results and gradients without values: the tensors stand for their gradients, which takes no ops."""
 
     @staticmethod
     def forward(
@@ -134,8 +200,5 @@ class _Empty(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
-        gradients = [
-            torch.empty_like(tensor) if known else None
-            for tensor, known in zip(ctx.saved_tensors, ctx.has, strict=True)
-        ]
+        gradients = [tensor if known else None for tensor, known in zip(ctx.saved_tensors, ctx.has, strict=True)]
         return (None, None, None, *gradients)

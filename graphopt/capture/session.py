@@ -47,6 +47,7 @@ from graphopt.capture.mask_questions import Question
 from graphopt.capture.numbers_read import NumbersRead
 from graphopt.capture.source_lines import user_frame
 from graphopt.capture.split_uses import split_uses
+from graphopt.capture.stamped_joint import stamp_joint
 from graphopt.capture.step import trace_optimizer
 from graphopt.capture.tensor_classes import refuse_classes, result_classes
 from graphopt.capture.tensors_met import refuse_outside
@@ -384,7 +385,8 @@ class CaptureSession:
 
     def _differentiated(self, program: Program) -> JointCapture:
         with shortage_named(self.title), plain_precision(), capturing(self.model):
-            return capture_joint(write_casts(program), self.tensors(), self.captured.example_tensors)
+            given = write_casts(program), self.tensors(), self.captured.example_tensors
+            return stamp_joint(*given) or capture_joint(*given)
 
     def lower_joint(self, program: Program, *, first: bool = False, shards: Shards | None = None) -> Program:
         """The step program of a (rewritten) joint program.

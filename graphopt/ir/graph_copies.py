@@ -6,13 +6,14 @@ for them, so its copy is made without arguments, and gets them afterwards.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx
 
 from graphopt import _torch
 
-__all__ = ["copy_graph"]
+__all__ = ["copy_graph", "copy_node"]
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
@@ -24,11 +25,23 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
         return copies[value] if isinstance(value, fx.Node) else value
 
     for node in graph.nodes:
-        copy = made.create_node(node.op, node.target, None, None, node.name, node.type)
-        if node.args:
-            copy.args = _torch.map_aggregate(node.args, mapped)
-        if node.kwargs:
-            copy.kwargs = _torch.map_aggregate(node.kwargs, mapped)
-        copy.meta = node.meta.copy()
-        copies[node] = copy
+        copies[node] = copy_node(made, node, mapped)
     return made
+
+
+def copy_node(graph: fx.Graph, node: fx.Node, mapped: Callable[[Any], Any], name: str | None = None) -> fx.Node:
+    """A copy of a node in a graph, with its metadata copied one level deep.
+
+    Args:
+        graph: where to.
+        node: of any graph.
+        mapped: what stands for each item of its arguments.
+        name: of the copy, where it is not that of the node.
+    """
+    copy = graph.create_node(node.op, node.target, None, None, name or node.name, node.type)
+    if node.args:
+        copy.args = _torch.map_aggregate(node.args, mapped)
+    if node.kwargs:
+        copy.kwargs = _torch.map_aggregate(node.kwargs, mapped)
+    copy.meta = node.meta.copy()
+    return copy

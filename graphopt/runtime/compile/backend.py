@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from graphopt import _torch
 from graphopt.capture.garbage_collection import no_collection
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.node import value_of
@@ -71,6 +72,7 @@ def compile_module(module: fx.GraphModule, inputs: Sequence[Any], backend: Backe
         room: bytes that it may take in any case, above what is there before it runs.
     """
     if backend == "eager":
+        _torch.LazyGraphModule.force_recompile(module)
         return _boxed(module.forward)
     if gather_one_at_a_time(module.graph):
         module.recompile()

@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from graphopt import _torch
 from graphopt.ir.gradients import base_of
+from graphopt.ir.graph_copies import copy_node
 from graphopt.ir.node import TRACE_CONSTANT, Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
@@ -185,11 +186,15 @@ def _extract(
             mapping[node] = graph.get_attr(node.name)
     for node, copy in mapping.items():
         copy.meta = dict(node.meta)
+
+    def mapped(value: Any) -> Any:
+        return mapping[value] if isinstance(value, fx.Node) else value
+
     for node in calls:
-        mapping[node] = graph.node_copy(node, lambda n: mapping[n])
-    graph.output(tuple(mapping[value] if isinstance(value, fx.Node) else value for value in results))
+        mapping[node] = copy_node(graph, node, mapped)
+    graph.output(tuple(map(mapped, results)))
     graph.set_codegen(_torch.BoxedCodeGen())
-    return fx.GraphModule(owner, graph, class_name=name)
+    return _torch.LazyGraphModule(owner, graph, class_name=name)
 
 
 def split_update(program: Program) -> tuple[fx.GraphModule, fx.GraphModule, list[int], list[int]]:
