@@ -64,7 +64,7 @@ def replay_trace(
     """
     stand_in = _StandIn(program, inputs, tensors)
     try:
-        trace = _torch.JointTrace(stand_in, tuple(examples))
+        trace = _torch.JointTrace(stand_in, tuple(examples), stand_in.has_gradient)
     except Exception as error:
         refuse_shortage(error, program.title or "the program")
         raise GraphoptError(
@@ -102,6 +102,12 @@ class _StandIn(nn.Module):
         self._results = [value_of(value) for value, _ in program.outputs_of("output", "loss")]
         self._tangents = {spec.target for _, spec in program.inputs_of("tangent")}
         self._with_gradient = {spec.target for _, spec in program.outputs_of("gradient")}
+
+    def has_gradient(self, given: _torch.AotInput) -> bool:
+        """Whether the program has a gradient for an input."""
+        own = len(self._places)
+        place = own + given.target if isinstance(given.target, int) else int(given.target.removeprefix("t"))
+        return self._order[place] in self._with_gradient
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         own = [getattr(self, self._places[name]) for name in self._order[: len(self._places)]]

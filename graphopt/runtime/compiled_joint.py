@@ -192,6 +192,7 @@ def _compile(
         functools.partial(compiler, "forward"),
         functools.partial(compiler, "backward"),
         tangents_as_they_are=backend == "eager" and take_any_strides(backward, tangents),
+        changes_halves=backend != "eager",
     )
     return forward, backward, function
 
