@@ -291,8 +291,7 @@ class _Decoder:
             raise parts["args"].expected("one list with what the program returns")
         if target is operator.getitem and not (len(args) == 2 and isinstance(args[0], fx.Node) and not kwargs):
             raise parts["args"].expected("the node of a call with several results, and which of them")
-        node = graph.create_node(op, target, None, None, name=name)  # which would look through arguments for long
-        node.args, node.kwargs = args, kwargs
+        node = _torch.add_node(graph, op, target, args, kwargs, name)
         nodes[name] = node
         if parts["value"].value is not None:
             set_value(node, self._node_value(node, parts["value"]))

@@ -1,8 +1,4 @@
-"""Copies of graphs, in a third of the time that ``torch.fx.Graph.node_copy`` takes.
-
-That one looks through the arguments of every node for raw symbolic numbers. A node that is in a graph has been asked
-for them, so its copy is made without arguments, and gets them afterwards.
-"""
+"""Copies of graphs, in a third of the time that ``torch.fx.Graph.node_copy`` takes (``_torch.add_node``)."""
 
 from __future__ import annotations
 
@@ -24,11 +20,9 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
         return copies[value] if isinstance(value, fx.Node) else value
 
     for node in graph.nodes:
-        copy = made.create_node(node.op, node.target, None, None, node.name, node.type)
-        if node.args:
-            copy.args = _torch.map_aggregate(node.args, mapped)
-        if node.kwargs:
-            copy.kwargs = _torch.map_aggregate(node.kwargs, mapped)
-        copy.meta = node.meta.copy()
+        args = _torch.map_aggregate(node.args, mapped) if node.args else ()
+        kwargs = _torch.map_aggregate(node.kwargs, mapped) if node.kwargs else {}
+        copy = _torch.add_node(made, node.op, node.target, args, kwargs, node.name, node.type)
+        copy.meta.update(node.meta)
         copies[node] = copy
     return made
