@@ -1,7 +1,7 @@
 """The joint graph of a module that computes nothing, written down where torch would trace it.
 
-Torch takes its inputs and outputs from that graph, and everything in between from the halves that it is given later. Most
-of the time of tracing goes into what describes the parameters, one after the other; here they are placeholders and
+Torch takes its inputs and outputs from that graph, and everything in between from the halves that it is given later.
+Most of the time of tracing goes into what describes the parameters, one after the other; here they are placeholders and
 outputs of a graph that is made at once. What has more to it is traced: changed inputs, results that share memory,
 classes of tensors, and releases of torch that say it otherwise.
 """
@@ -59,12 +59,8 @@ def written_joint(has_gradient: HasGradient) -> Iterator[None]:
 def _is_known(traced: Callable[..., Any]) -> bool:
     """Whether this torch takes and gives what ``written_joint`` does."""
     signature = inspect.signature(traced)
-    names = (*vars(descriptors), *signature.parameters)
-    return (
-        tuple(signature.parameters) == _TAKES
-        and len(get_args(signature.return_annotation)) == _GIVES
-        and {"PlainAOTOutput", "GradAOTOutput"}.issubset(names)
-    )
+    gives = get_args(signature.return_annotation)
+    return tuple(signature.parameters) == _TAKES and len(gives) == _GIVES
 
 
 def _is_plain(flat_args: list[Any], metadata: Any) -> bool:

@@ -78,10 +78,11 @@ def partition(
         layout: for each input that backward answers for, whether it has a gradient (None is returned otherwise).
         state: the tensors behind the inputs that are pass state, by target; they become buffers of the halves that use
             them, under the names of the inputs' nodes.
+        any_strides: let backward take tangents of any strides, as eager mode's does, where it can.
 
     Returns:
         forward: inputs → outputs, saved tensors, saved sizes; backward: saved sizes, saved tensors, tangents →
-        gradients. Both use the boxed convention.
+        gradients. Both use the boxed convention. Then whether backward takes tangents of any strides.
     """
     program = program.copy()
     apply_reuse(program)

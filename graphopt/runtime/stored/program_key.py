@@ -233,7 +233,7 @@ def _own_source() -> str:
         ]
         for name in sorted(names):
             with open(name, "rb", buffering=0) as file:
-                found.update(os.path.relpath(name, folder).encode() + b"\0" + file.readall())
+                found.update(name.removeprefix(f"{folder}{os.sep}").encode() + b"\0" + file.readall())
     return found.hexdigest()[:16]
 
 
