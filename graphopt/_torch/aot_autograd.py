@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd import runtime_wrappers
+from torch._functorch._aot_autograd import graph_compile, runtime_wrappers
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensorMeta
 from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors, aot_export_joint_with_descriptors
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
@@ -26,6 +25,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_t
 from graphopt._torch.checks_in_graphs import plain_checks
 from graphopt._torch.interception import hooks_of_users_modules
 from graphopt._torch.private_names import JOINT, attribute
+from graphopt._torch.written_joint import written_joint
 from graphopt.errors import CaptureError
 
 __all__ = ["AotInput", "AotOutput", "GradientRoutes", "JointTrace"]
@@ -153,19 +153,43 @@ def without_first_call_check(run: Callable[[list[Any]], Any]) -> Callable[[list[
     return call
 
 
-def _is_logged() -> bool:
-    """Whether somebody has asked torch for what it compiles, which it else writes out as text for nobody."""
-    logs = (torch._logging.getArtifactLogger(__name__, name) for name in ("aot_graphs", "aot_joint_graph"))
-    return bool(os.environ.get("TORCH_TRACE")) or any(log.isEnabledFor(logging.INFO) for log in logs)
+def _graphs_are_read() -> bool:
+    """Whether what torch logs of graphs goes anywhere (``TORCH_LOGS``, ``TORCH_TRACE``): it prints them in any case."""
+    logs = [getattr(graph_compile, name, None) for name in ("aot_graphs_log", "aot_joint_log")]
+    if any(log is None or log.isEnabledFor(logging.INFO) for log in logs):
+        return True
+    # torch's handler is there from the start, with the folder that it would write to
+    return any(getattr(each, "root_dir", "") is not None for each in logging.getLogger("torch.__trace").handlers)
 
 
 class JointTrace:
     """A captured joint graph and what is needed to turn a rewritten version of it into a differentiable callable."""
 
-    def __init__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        has_gradient: Callable[[AotInput], bool] | None = None,
+    ) -> None:
+        """Capture a module.
+
+        Args:
+            module: what is captured.
+            args: its arguments.
+            has_gradient: for a module that computes nothing: whether an input of it has a gradient.
+        """
+        written: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if has_gradient is not None:
+            written = written_joint(lambda desc: has_gradient(_classify_input(desc)))
         # torch wants the stack open until compilation; but its contexts make every tensor op of the thread fake, and
         # user code runs in between. Nothing that compile() does below needs them.
-        with contextlib.ExitStack() as stack, torch.enable_grad(), plain_checks(), hooks_of_users_modules():
+        with (
+            contextlib.ExitStack() as stack,
+            torch.enable_grad(),
+            plain_checks(),
+            hooks_of_users_modules(),
+            written,
+        ):
             self._joint = aot_export_joint_with_descriptors(
                 stack, module, args, decompositions={}, keep_inference_input_mutations=True
             )
@@ -245,6 +269,7 @@ class JointTrace:
         backward_compiler: Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]],
         *,
         tangents_as_they_are: bool = False,
+        changes_halves: bool = True,
     ) -> Callable[..., Any]:
         """A differentiable callable ``f(*parameters_and_buffers, *inputs)`` made of the two given halves.
 
@@ -254,14 +279,20 @@ class JointTrace:
             backward_compiler: compiles the second.
             tangents_as_they_are: give tangents to the second half in the strides in which they arrive, as eager mode
                 does, where kernels round by layout; torch would copy them into the strides of the outputs.
+            changes_halves: whether the compilers change what they are given; where they do not, the second half is not
+                copied for its compiler.
         """
+        halves: list[fx.GraphModule] = []
 
         def partition_fn(*_: Any, **__: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-            return partition()
+            forward, backward = partition()
+            halves.append(backward)
+            if not changes_halves:
+                vars(backward)["__deepcopy__"] = lambda _: backward
+            return forward, backward
 
-        if not _is_logged():
-            state = attribute(self._joint, "_aot_state", JOINT)
-            state.aot_config = replace(state.aot_config, enable_log=False)
+        state = attribute(self._joint, "_aot_state", JOINT)
+        state.aot_config = replace(state.aot_config, enable_log=_graphs_are_read())
         # Donated buffers are freed by the first backward; retain_graph=True would fail.
         with functorch_config.patch(donated_buffer=False):
             compiled = aot_compile_joint_with_descriptors(
@@ -270,6 +301,8 @@ class JointTrace:
                 fw_compiler=lambda *half: without_first_call_check(forward_compiler(*half)),  # type: ignore[arg-type]
                 bw_compiler=backward_compiler,  # type: ignore[arg-type]
             )
+        for half in halves:
+            vars(half).pop("__deepcopy__", None)
         if tangents_as_they_are:
             for meta in attribute(self._joint, "_aot_state.fw_metadata.subclass_tangent_meta", JOINT):
                 if isinstance(meta, PlainTensorMeta):

@@ -95,6 +95,7 @@ from graphopt._torch.fake_tensors import stands_for_real as stands_for_real
 from graphopt._torch.fake_tensors import storage_key as storage_key
 from graphopt._torch.generator_states import run_and_save_rng_state as run_and_save_rng_state
 from graphopt._torch.generator_states import run_with_rng_state as run_with_rng_state
+from graphopt._torch.graph_nodes import add_node as add_node
 from graphopt._torch.inductor_code import InductorCode as InductorCode
 from graphopt._torch.inductor_code import compile_with_inductor as compile_with_inductor
 from graphopt._torch.inductor_code import generated_function as generated_function
@@ -184,6 +185,7 @@ __all__ = [
     "TensorsUnchanged",
     "TrialWrites",
     "abort_group",
+    "add_node",
     "all_gather_into_tensor",
     "all_gather_into_tensor_out",
     "all_reduce",

@@ -124,7 +124,7 @@ def _trace(stand_in: _StandIn, examples: Sequence[torch.Tensor], title: str) -> 
         GraphoptError: where it does not have the inputs and results of its program.
     """
     try:
-        trace = _torch.JointTrace(stand_in, tuple(examples))
+        trace = _torch.JointTrace(stand_in, tuple(examples), stand_in.has_gradient)
     except Exception as error:
         refuse_shortage(error, title or "the program")
         raise GraphoptError(f"no trace of {title or 'the program'}: {quoted(error).splitlines()[0]:.200}") from error
@@ -168,6 +168,12 @@ class _StandIn(nn.Module):
         self.inputs = list(self._places.values())
         self.tangents = len(self._tangents)
         self.outputs = [spec.role for spec in program.outputs]
+
+    def has_gradient(self, given: _torch.AotInput) -> bool:
+        """Whether the program has a gradient for an input."""
+        own = len(self._places)
+        place = own + given.target if isinstance(given.target, int) else int(given.target.removeprefix("t"))
+        return self._order[place] in self._with_gradient
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         own = [getattr(self, self._places[name]) for name in self._order[: len(self._places)]]

@@ -289,12 +289,16 @@ class CaptureSession:
         """The structure of what the call returns."""
         return self.captured.outputs if self._outputs is None else self._outputs
 
-    def results(self, program: Program) -> Structure:
-        """The structure of what a program of the call gives its caller."""
-        classes = result_classes(program, self.classes)
-        if not any(classes):
-            return self.outputs
+    def results(self, program: Callable[[], Program]) -> Structure:
+        """The structure of what a program of the call gives its caller.
+
+        Args:
+            program: gives the program, which is read from a file for it where it has to be.
+        """
         outputs = self.outputs
+        classes = result_classes(program(), self.classes) if any(self.classes) else ()
+        if not any(classes):
+            return outputs
         return Results(outputs.spec, outputs.leaves, outputs.is_tensor, outputs.paths, classes)
 
     @property

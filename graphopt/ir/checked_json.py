@@ -6,10 +6,10 @@ Nothing is looked up, evaluated, imported or called here. A ``Field`` is a value
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from graphopt.errors import GraphoptError, did_you_mean
@@ -26,17 +26,36 @@ _LARGEST = 2**63 - 1
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
 
 
-@dataclass(frozen=True, slots=True)
 class Field:
     """A value in a document.
 
-    Attributes:
+    Args:
         value: as ``json.loads`` gives it.
-        path: where it stands: ``$`` is the document.
+        above: where it stands: ``$`` is the document; or the field that holds it.
+        step: which of that field's items or entries it is; None for something about the field itself.
+
+    Attributes:
+        value: the same.
     """
 
-    value: Any
-    path: str = "$"
+    # A program has a hundred thousand of them, and few of their paths are ever shown: these are put together then.
+    __slots__ = ("_above", "_step", "value")
+
+    def __init__(self, value: Any, above: str | Field = "$", step: str | int | None = None) -> None:
+        self.value = value
+        self._above = above
+        self._step = step
+
+    @property
+    def path(self) -> str:
+        """Where it stands: ``$`` is the document."""
+        steps, field = [], self
+        while True:
+            if field._step is not None:
+                steps.append(f"[{field._step}]" if isinstance(field._step, int) else _entry(field._step))
+            if isinstance(field._above, str):
+                return field._above + "".join(reversed(steps))
+            field = field._above
 
     def error(self, problem: str) -> GraphoptError:
         """The error for this place."""
@@ -54,10 +73,11 @@ class Field:
             raise self.expected("text")
         if len(self.value) > longest:
             raise self.error(f"a text of {len(self.value)} characters; at most {longest} are read")
-        try:
-            self.value.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise self.error("a text with half of a character (a lone surrogate)") from error
+        if not self.value.isascii():
+            try:
+                self.value.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise self.error("a text with half of a character (a lone surrogate)") from error
         return self.value
 
     def identifier(self) -> str:
@@ -107,7 +127,7 @@ class Field:
         if len(self.value) > most:
             raise self.error(f"a list of {len(self.value)} items; at most {most} are read")
         for index, item in enumerate(self.value):
-            yield Field(item, f"{self.path}[{index}]")
+            yield Field(item, self, index)
 
     def entries(self, most: int = _MOST_ITEMS) -> Iterator[tuple[str, Field]]:
         """The names and values of an object; a name is text."""
@@ -117,9 +137,9 @@ class Field:
             raise self.error(f"an object of {len(self.value)} entries; at most {most} are read")
         for name, item in self.value.items():
             if isinstance(name, str) and len(name) < 200 and name.isascii() and name.isidentifier():
-                yield name, Field(item, f"{self.path}.{name}")
+                yield name, Field(item, self, name)
             else:
-                yield Field(name, f"{self.path} (a name)").text(), Field(item, self._below(name))
+                yield Field(name, f"{self.path} (a name)").text(), Field(item, self, name)
 
     def only_entry(self) -> tuple[str, Field]:
         """The name and the value of an object with a single entry."""
@@ -133,6 +153,9 @@ class Field:
         Raises:
             GraphoptError: for a name that is missing, and for one that means nothing here, with the near ones.
         """
+        needed, known_names = _names(required, optional)
+        if isinstance(self.value, dict) and needed <= self.value.keys() <= known_names:
+            return {name: Field(item, self, name) for name, item in self.value.items()}
         found = dict(self.entries())
         missing = [name for name in required if name not in found]
         if missing:
@@ -157,11 +180,18 @@ class Field:
     def __getitem__(self, name: str) -> Field:
         if name not in self:
             raise self.error(f"{name!r} is missing")
-        return Field(self.value[name], self._below(name))
+        return Field(self.value[name], self, name)
 
-    def _below(self, name: str) -> str:
-        """The path of an entry."""
-        return f"{self.path}.{name}" if _IDENTIFIER.fullmatch(name) else f"{self.path}[{_shown(name, 60)}]"
+
+@functools.cache
+def _names(required: tuple[str, ...], optional: tuple[str, ...]) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that an object has to have, and those that it may have."""
+    return frozenset(required), frozenset((*required, *optional))
+
+
+def _entry(name: str) -> str:
+    """The last step of the path of an entry."""
+    return f".{name}" if _IDENTIFIER.fullmatch(name) else f"[{_shown(name, 60)}]"
 
 
 def _shown(value: Any, longest: int = 80) -> str:

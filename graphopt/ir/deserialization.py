@@ -58,6 +58,9 @@ _TORCH_CONSTANTS = _DTYPES | {
     str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, (torch.memory_format, torch.layout))
 }
 
+_OF_NODES = ("name", "op", "target", "args", "kwargs", "value")
+_OF_CALLS = ("phase", "module", "names", "source", "origin", "policy", "region", "batch_slice")
+
 _REQUIRED = ("schema", "stage", "title", "history", "inputs", "outputs", "constants", "attributes", "symbols", "nodes")
 
 
@@ -234,6 +237,8 @@ class _Decoder:
         self._mode = mode
         known = _torch.open_symbols(mode)
         self._symbols = {name: _torch.symbolic_size(mode, name, symbol.hint) for name, symbol in known.items()}
+        self._layouts: dict[tuple[Any, ...], tuple[list[Any], list[Any], torch.dtype, torch.device]] = {}
+        self._targets: dict[str, Any] = {}
 
     def attributes(self, field: Field) -> dict[str, fx.GraphModule]:
         """The sub-graphs that a graph refers to."""
@@ -273,22 +278,20 @@ class _Decoder:
         return graph
 
     def _node(self, record: Field, graph: fx.Graph, nodes: dict[str, fx.Node]) -> fx.Node:
-        known = ("phase", "module", "names", "source", "origin", "policy", "region", "batch_slice")
-        parts = record.parts(("name", "op", "target", "args", "kwargs", "value"), known)
+        parts = record.parts(_OF_NODES, _OF_CALLS)
         op, name = parts["op"].one_of(_OPS), parts["name"].identifier()
         if name in nodes or keyword.iskeyword(name):
             raise parts["name"].error(f"{name!r} is a name of Python's or of another node")
         args = tuple(self._argument(item, nodes) for item in parts["args"].items())
         kwargs = {
-            Field(key, value.path).identifier(): self._argument(value, nodes)
-            for key, value in parts["kwargs"].entries()
+            Field(key, value).identifier(): self._argument(value, nodes) for key, value in parts["kwargs"].entries()
         }
-        target = _OPS_TARGETS[op](parts["target"])
+        target = self._target(parts["target"]) if op == "call_function" else _OPS_TARGETS[op](parts["target"])
         if op == "output" and not (len(args) == 1 and isinstance(args[0], (tuple, list)) and not kwargs):
             raise parts["args"].expected("one list with what the program returns")
         if target is operator.getitem and not (len(args) == 2 and isinstance(args[0], fx.Node) and not kwargs):
             raise parts["args"].expected("the node of a call with several results, and which of them")
-        node = graph.create_node(op, target, args, kwargs, name=name)
+        node = _torch.add_node(graph, op, target, args, kwargs, name)
         nodes[name] = node
         if parts["value"].value is not None:
             set_value(node, self._node_value(node, parts["value"]))
@@ -296,12 +299,21 @@ class _Decoder:
             set_info(node, _info(record, parts))
         return node
 
+    def _target(self, field: Field) -> Any:
+        """What a call calls; each name is looked up once."""
+        text = field.text(longest=400)
+        if text not in self._targets:
+            self._targets[text] = read_target(field)
+        return self._targets[text]
+
     def _argument(self, field: Field, nodes: Mapping[str, fx.Node], depth: int = 0) -> Any:
         if not field.is_object:
             return _plain(field)
         if depth > _DEEPEST:
             raise field.error(f"lists inside of lists, deeper than {_DEEPEST}")
         kind, value = field.only_entry()
+        if kind == "node":
+            return value.one_of(nodes)
         if kind in ("list", "tuple"):
             items = [self._argument(item, nodes, depth + 1) for item in value.items()]
             return items if kind == "list" else tuple(items)
@@ -312,15 +324,7 @@ class _Decoder:
             if len(ends) != 3 or any(isinstance(end, (list, tuple, dict, slice, str)) for end in ends):
                 raise value.expected("start, stop and step")
             return slice(*ends)
-        simple: dict[str, Callable[[Field], Any]] = {
-            "node": lambda value: value.one_of(nodes),
-            "float": _float,
-            "torch": lambda value: value.one_of(_TORCH_CONSTANTS),
-            "device": _device,
-            "complex": _complex,
-            "op": read_target,
-        }
-        return Field(kind, field.path).one_of(simple)(value)
+        return Field(kind, field).one_of(_ARGUMENTS)(value)
 
     # --- example values ----------------------------------------------------------------------------------------------
 
@@ -346,16 +350,29 @@ class _Decoder:
 
     def tensor(self, field: Field) -> torch.Tensor:
         """A tensor without data."""
-        parts = field.parts(("shape", "stride", "dtype", "device"))
-        shape = [read_size(item, self._symbols) for item in parts["shape"].items(most=_MOST_DIMENSIONS)]
-        stride = [read_size(item, self._symbols) for item in parts["stride"].items(most=_MOST_DIMENSIONS)]
-        if len(shape) != len(stride):
-            raise parts["stride"].error(f"{len(stride)} strides for {len(shape)} dimensions")
-        dtype, device = parts["dtype"].one_of(_DTYPES), _device(parts["device"])
+        shape, stride, dtype, device = self._layout(field)
         try:
             return _torch.example_tensor(self._mode, shape, stride, dtype, device)
         except (RuntimeError, ValueError, TypeError, OverflowError) as error:
             raise field.error(f"no tensor has this shape and stride: {quoted(error).splitlines()[0][:200]}") from error
+
+    def _layout(self, field: Field) -> tuple[list[Any], list[Any], torch.dtype, torch.device]:
+        """Shape, strides, dtype and device of a tensor; those of fixed sizes are read once for all that are alike."""
+        parts = field.parts(("shape", "stride", "dtype", "device"))
+        raw = [parts[name].value for name in ("shape", "stride", "dtype", "device")]
+        alike = None
+        if all(isinstance(numbers, list) and all(type(n) is int for n in numbers) for numbers in raw[:2]):
+            alike = (*raw[0], None, *raw[1], *map(str, raw[2:]))
+            if alike in self._layouts:
+                return self._layouts[alike]
+        shape = [read_size(item, self._symbols) for item in parts["shape"].items(most=_MOST_DIMENSIONS)]
+        stride = [read_size(item, self._symbols) for item in parts["stride"].items(most=_MOST_DIMENSIONS)]
+        if len(shape) != len(stride):
+            raise parts["stride"].error(f"{len(stride)} strides for {len(shape)} dimensions")
+        found = shape, stride, parts["dtype"].one_of(_DTYPES), _device(parts["device"])
+        if alike is not None:
+            self._layouts[alike] = found
+        return found
 
 
 def _name(field: Field) -> str:
@@ -424,6 +441,16 @@ def _compute(node: fx.Node, field: Field) -> Any:
 
 def _is_small(value: Any, largest: int = 2**63) -> bool:
     return not isinstance(value, int) or abs(value) <= largest
+
+
+_ARGUMENTS: dict[str, Callable[[Field], Any]] = {
+    "float": _float,
+    "torch": lambda value: value.one_of(_TORCH_CONSTANTS),
+    "device": _device,
+    "complex": _complex,
+    "op": read_target,
+}
+"""Arguments that hold no others."""
 
 
 def _info(record: Field, parts: Mapping[str, Field]) -> NodeInfo:

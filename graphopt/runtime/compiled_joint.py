@@ -24,7 +24,7 @@ from graphopt.ir.program import Program
 from graphopt.rewriting.precision.scaling import CheckedGradients, checked_gradients
 from graphopt.runtime.binding import stays, tensor_getter
 from graphopt.runtime.compile.backend import Boxed, compile_module
-from graphopt.runtime.compile.partition import bind_state, partition, take_any_strides
+from graphopt.runtime.compile.partition import bind_state, partition
 from graphopt.runtime.compile.pruned_backward import run_pruned
 from graphopt.runtime.missing_gradients import MissingGradients
 from graphopt.runtime.ranks.exchange_plan import ExchangePlan, exchange_plan
@@ -145,7 +145,7 @@ def compile_joint(
     return CompiledJoint(
         capture.rewritten,
         capture.rules,
-        session.results(program),
+        session.results(lambda: program),
         forward,
         backward,
         function,
@@ -167,7 +167,8 @@ def _compile(
     """The two halves of a joint program, and the function that autograd differentiates by them."""
     backend = runner.options.backend
     live = {target: runner.store[target] for target in program.pass_state}
-    forward, backward = partition(program, joint.trace.backward_layout(), live)
+    layout = joint.trace.backward_layout()
+    forward, backward, any_strides = partition(program, layout, live, any_strides=backend == "eager")
     # forward begins with what is resident, so that it may take what the whole program takes at its peak
     room = program.memory().allocated_peak_bytes if backend == "inductor" else 0
 
@@ -191,7 +192,8 @@ def _compile(
         lambda: (forward, backward),
         functools.partial(compiler, "forward"),
         functools.partial(compiler, "backward"),
-        tangents_as_they_are=backend == "eager" and take_any_strides(backward, tangents),
+        tangents_as_they_are=any_strides,
+        changes_halves=backend != "eager",
     )
     return forward, backward, function
 

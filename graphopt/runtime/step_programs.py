@@ -206,7 +206,7 @@ class StepPrograms:
         runner.store.require(rewritten.pass_state)
         runner.store.check_loaded()
         first = runner.announce(capture)
-        outputs = session.results(rewritten.program)
+        outputs = session.results(lambda: rewritten.program)
         results = None if outputs.is_alone and not outputs.classes else outputs
         if not outputs.is_alone and target is None:
             _tell_of_results(rewritten.program)

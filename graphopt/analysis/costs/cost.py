@@ -2,8 +2,9 @@
 
 Planners weigh bytes against these seconds and against the bandwidth of the links to the host and to the disk. Each
 distinct call (op, shapes, strides, dtypes, device, other arguments, number of threads) is run by itself a few times,
-and the figures are kept in a file (see `cache_folder`): a second program of the same shapes costs nothing. What was
-taken while the machine had other work, or cannot be, is measured again: at the end, and by the next process.
+and the figures are kept in a file (see `cache_folder`): a second program of the same shapes costs nothing. All of it
+takes half a second and 5 % of a step at most; what there is no time for, and what can only be measured beside other
+work, is estimated by the roofline and by the ratio to it of calls that were measured, and measured by the next process.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ Method = Literal["measured", "roofline"]
 
 @dataclass(frozen=True, slots=True)
 class CostReport:
-    """What calls cost, and how that is known. The four counts add up to the number of calls.
+    """What calls cost, and how that is known. The first four counts add up to the number of calls.
 
     Attributes:
         seconds: of each call, in the order given.
@@ -72,7 +73,9 @@ class CostReport:
         free: how many take no time: inputs, outputs, views, elements of tuples, sizes.
         runs: distinct calls that were measured now.
         reasons: for each op that the roofline stands for although measuring was asked for, why.
-        doubtful: distinct calls whose times were taken while the machine had other work.
+        doubtful: distinct calls that could only be measured while the machine had other work; estimated.
+        late: distinct calls that there was no time to measure; estimated.
+        share: of all seconds, those of calls that are estimated for these two reasons.
     """
 
     seconds: tuple[float, ...]
@@ -83,14 +86,25 @@ class CostReport:
     runs: int = 0
     reasons: Mapping[str, str] = field(default_factory=dict)
     doubtful: int = 0
+    late: int = 0
+    share: float = 0.0
 
     @property
     def remark(self) -> str:
         """What a user should know about how the times were taken; empty where that is nothing."""
-        if not self.doubtful:
+        reasons = []
+        if self.doubtful:
+            reasons.append(f"{self.doubtful} could only be measured while the machine had other work")
+        if self.late:
+            reasons.append(f"{self.late} would have taken longer to measure than there was time for")
+        if not reasons:
             return ""
-        times = "time was" if self.doubtful == 1 else "times were"
-        return f"{self.doubtful} measured {times} taken while the machine had other work; the next process repeats them"
+        count = self.doubtful + self.late
+        times = "time of an op is" if count == 1 else f"times of {count} distinct ops are"
+        return (
+            f"the {times} estimated by the roofline, {self.share:.1%} of all seconds: {', '.join(reasons)}; the next "
+            f"process measures {'it' if count == 1 else 'them'}"
+        )
 
     def __str__(self) -> str:
         text = (
@@ -153,11 +167,21 @@ def cost_report(
         with plain_precision():
             found.run(dict.fromkeys(paid), progress)
     seconds = {node: found.seconds[node] if node in found.seconds else estimate(node) for node in paid}
+    seconds |= {node: seconds[node] * found.ratio(node) for node in found.left_out}
+    left_out = sum(seconds[node] for node in found.left_out)
     measured = sum(node in found.new for node in paid)
     known = sum(node in found.seconds for node in paid)
     by_call = tuple(seconds.get(node, 0.0) for node in nodes)
     counts = (measured, known - measured, len(paid) - known, len(nodes) - len(paid))
-    return CostReport(by_call, *counts, found.runs, found.reasons, found.doubtful)
+    return CostReport(
+        by_call,
+        *counts,
+        runs=found.runs,
+        reasons=found.reasons,
+        doubtful=found.doubtful,
+        late=found.late,
+        share=left_out / sum(by_call) if left_out else 0.0,
+    )
 
 
 def _is_free(node: fx.Node) -> bool:

@@ -58,11 +58,15 @@ class Figures:
         path: the file; None keeps the figures in memory.
         identity: what the figures hold for; a file that says something else is not used.
         fresh: take no figure from the file; those that are measured now replace what is there.
+
+    Attributes:
+        late: the keys of seconds that this process has had no time to measure.
     """
 
     def __init__(self, path: Path | None, identity: Mapping[str, str], *, fresh: bool = False) -> None:
         self._path = path
         self._identity = dict(identity)
+        self.late: set[str] = set()
         self._values: _Values = {section: {} for section in _SECTIONS}
         if not fresh:
             for section, values in self._read().items():

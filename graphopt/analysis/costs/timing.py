@@ -1,8 +1,9 @@
-"""Running something several times and taking the shortest of its times; other work on the machine is noticed.
+"""Running something a few times and taking the shortest of its times; other work on the machine is noticed.
 
-What disturbs a run makes it longer, so that the shortest of several is the nearest to what it takes by itself. Runs in
-which the thread lost the processor for a while do not count towards how many are wanted; where there are no others, the
-figure is marked.
+What disturbs a run makes it longer, so that the shortest of several is the nearest to what it takes by itself. With one
+thread, the thread's own clock counts, which stands while others have the processor. With several threads, runs in which
+one lost the processor for a while do not count towards how many are wanted; where there are no others, the figure is
+marked.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from graphopt.analysis.costs.isolated_call import prepare
 
 __all__ = ["SHORTEST", "Lap", "lap", "measured_seconds", "shortest_seconds"]
 
-RUNS = 7
+RUNS = 5
 """How often something is run on a CPU after a first run that is not counted."""
+
+LONG = 0.005
+"""Seconds from which the first run counts as well: what it takes to begin is little beside them."""
 
 CUDA_RUNS = 30
 """The same on CUDA, where runs are short and many of them are under way at once."""
@@ -31,7 +35,7 @@ CUDA_RUNS = 30
 FEWEST = 3
 """How many of them there are at least, unless `LONGEST` is over."""
 
-_MOST = 3
+_MOST = 2
 """How many times as many runs there are at most, where some of them are disturbed."""
 
 BUDGET, LONGEST = 0.05, 0.15
@@ -45,7 +49,7 @@ _LOST_SECONDS = 2e-5
 """What a run may lose to other work and still count: this share of its time, or these seconds."""
 
 _SLICE = 0.004
-"""Seconds for which a thread that had to give its processor away waits, where that cannot be read from clocks."""
+"""Seconds for which a thread that had to give its processor away waits."""
 
 _SCATTER = 2.0
 """On CUDA, how much longer than the shortest run the one in the middle is where other work is running."""
@@ -64,21 +68,22 @@ class Lap:
 def lap(run: Callable[[], object]) -> Lap:
     """Run something once on the CPU.
 
-    With one thread, the thread's own clock says how long it waited for a processor. With several, the processor is
-    wanted by one of them all the time, and how often one was made to leave it says the same less exactly.
+    With one thread, its seconds are those for which the thread had a processor. With several, the processor is wanted
+    by one of them all the time, and how often one was made to leave it says whether it was disturbed.
     """
+    if torch.get_num_threads() == 1:
+        worked = time.thread_time()
+        run()
+        return Lap(time.thread_time() - worked, False)
     switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-    worked = time.thread_time()
     begin = time.perf_counter()
     run()
     seconds = time.perf_counter() - begin
-    lost = seconds - (time.thread_time() - worked)
-    if torch.get_num_threads() > 1:
-        lost = _SLICE * (resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - switches)
+    lost = _SLICE * (resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - switches)
     return Lap(seconds, lost > max(_LOST * seconds, _LOST_SECONDS))
 
 
-def measured_seconds(node: fx.Node, device: torch.device) -> Figure:
+def measured_seconds(node: fx.Node, device: torch.device, longest: float = LONGEST) -> Figure:
     """Seconds that one call of a program takes by itself, on arguments made up for it.
 
     Floating-point arguments are uniform in [0, 1), which probabilities, roots and logarithms take: on CUDA, a check of
@@ -87,40 +92,44 @@ def measured_seconds(node: fx.Node, device: torch.device) -> Figure:
     Args:
         node: a call for which ``isolated_call.refusal`` is empty; the op's own errors come through.
         device: where it runs.
+        longest: seconds after which no further run begins.
     """
     target, args, kwargs = prepare(node, _uniform)
-    return shortest_seconds(lambda: target(*args, **kwargs), device)
+    return shortest_seconds(lambda: target(*args, **kwargs), device, longest=longest)
 
 
-def shortest_seconds(run: Callable[[], object], device: torch.device, *, runs: int | None = None) -> Figure:
+def shortest_seconds(
+    run: Callable[[], object], device: torch.device, *, runs: int | None = None, longest: float = LONGEST
+) -> Figure:
     """The shortest time that ``run`` takes, and that it takes to free what it returns.
 
     Args:
-        run: what is measured; its first run is not counted.
+        run: what is measured; its first run is not counted, unless it takes `LONG` seconds.
         device: where it runs; on CUDA the device's own clock is read.
         runs: how often it is run undisturbed, within the limits on time; `RUNS` or `CUDA_RUNS` by default.
+        longest: seconds after which no further run begins.
 
     Returns:
         the seconds, doubtful where no run was undisturbed.
     """
     if device.type == "cuda":
-        return _shortest_cuda(run, device, runs or CUDA_RUNS)
-    run()
-    laps: list[Lap] = []
-    quiet, elapsed = 0, 0.0
+        return _shortest_cuda(run, device, runs or CUDA_RUNS, longest)
+    first = lap(run)
+    laps = [first] if first.seconds >= LONG else []
+    quiet, elapsed = sum(not each.disturbed for each in laps), first.seconds
     wanted = runs or RUNS
-    while quiet < wanted and len(laps) < _MOST * wanted and _may_go_on(len(laps), quiet, elapsed):
+    while quiet < wanted and len(laps) < _MOST * wanted and _may_go_on(len(laps), quiet, elapsed, longest):
         laps.append(lap(run))
         quiet += not laps[-1].disturbed
         elapsed += laps[-1].seconds
     return Figure(max(min(found.seconds for found in laps), SHORTEST), doubtful=not quiet)
 
 
-def _may_go_on(done: int, quiet: int, elapsed: float) -> bool:
-    return done == 0 or elapsed < (BUDGET if quiet >= FEWEST else LONGEST)
+def _may_go_on(done: int, quiet: int, elapsed: float, longest: float) -> bool:
+    return done == 0 or elapsed < min(longest, BUDGET if quiet >= FEWEST else LONGEST)
 
 
-def _shortest_cuda(run: Callable[[], object], device: torch.device, runs: int) -> Figure:
+def _shortest_cuda(run: Callable[[], object], device: torch.device, runs: int, longest: float) -> Figure:
     with torch.cuda.device(device):
         run()
         torch.cuda.synchronize()
@@ -130,7 +139,7 @@ def _shortest_cuda(run: Callable[[], object], device: torch.device, runs: int) -
         once = max(time.perf_counter() - started, 1e-6)
         event: Any = torch.cuda.Event  # torch leaves it untyped
         marks = []
-        for _ in range(max(1, min(runs, int(LONGEST / once)))):
+        for _ in range(max(1, min(runs, int(min(LONGEST, longest) / once)))):
             begin, end = event(enable_timing=True), event(enable_timing=True)
             begin.record()
             run()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
 from graphopt.ir.reuse import apply_reuse
 
-__all__ = ["bind_state", "partition", "saved_values", "split_update", "take_any_strides"]
+__all__ = ["bind_state", "partition", "saved_values", "split_update"]
 
 T = TypeVar("T")
 
@@ -70,8 +70,8 @@ def _late(program: Program) -> set[fx.Node]:
 
 
 def partition(
-    program: Program, layout: list[bool], state: Mapping[str, torch.Tensor] | None = None
-) -> tuple[fx.GraphModule, fx.GraphModule]:
+    program: Program, layout: list[bool], state: Mapping[str, torch.Tensor] | None = None, *, any_strides: bool = False
+) -> tuple[fx.GraphModule, fx.GraphModule, bool]:
     """The two halves of a joint program, in torch's calling convention.
 
     Args:
@@ -79,10 +79,11 @@ def partition(
         layout: for each input that backward answers for, whether it has a gradient (None is returned otherwise).
         state: the tensors behind the inputs that are pass state, by target; they become buffers of the halves that use
             them, under the names of the inputs' nodes.
+        any_strides: let backward take tangents of any strides, as eager mode's does, where it can.
 
     Returns:
         forward: inputs → outputs, saved tensors, saved sizes; backward: saved sizes, saved tensors, tangents →
-        gradients. Both use the boxed convention.
+        gradients. Both use the boxed convention. Then whether backward takes tangents of any strides.
     """
     program = program.copy()
     apply_reuse(program)
@@ -95,8 +96,14 @@ def partition(
     results = [value for value, _ in program.outputs_of("mutation", "output", "base", "loss")]
     forward = _extract(primals, early_calls, [*results, *tensors, *sizes], "GraphoptForward", live)
     given = [*sizes, *tensors, *tangents]
-    backward = _extract(given, late_calls, _answers(program, layout), "GraphoptBackward", live)
-    return forward, backward
+    names = {node.name for node in tangents}
+    takes: list[bool] = []
+
+    def change(graph: fx.Graph) -> None:
+        takes.append(any_strides and _take_any_strides(graph, names))
+
+    backward = _extract(given, late_calls, _answers(program, layout), "GraphoptBackward", live, change)
+    return forward, backward, takes[0]
 
 
 _BOUND_TO_STRIDES = ("as_strided", "_reshape_alias", "view_as_complex", "view_as_real", "view.dtype", "set_")
@@ -109,25 +116,24 @@ _OF_THEIR_OWN = ("new_", "slice_backward", "select_backward", "mm.", "addmm.", "
 """Ops whose results have the same strides whatever strides their arguments have."""
 
 
-def take_any_strides(backward: fx.GraphModule, tangents: Collection[str]) -> bool:
+def _take_any_strides(backward: fx.Graph, tangents: Collection[str]) -> bool:
     """Let a half take tangents of any strides, as eager mode's backward does; whether it can.
 
     Views become reshapes, which copy where no view is possible. What reads the strides of a value that follow those of
     a tangent cannot take others.
 
     Args:
-        backward: the half.
+        backward: the graph of the half.
         tangents: the names of its inputs that are tangents.
     """
     follows: set[fx.Node] = set()
-    for node in backward.graph.nodes:
+    for node in backward.nodes:
         if _has_strides_of(node, follows, tangents):
             follows.add(node)
         if node.op == "call_function" and _op(node).startswith(_BOUND_TO_STRIDES) and node.args[0] in follows:
             return False
-    for node in backward.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+    for node in backward.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         node.target = torch.ops.aten.reshape.default
-    backward.recompile()
     return True
 
 
@@ -174,8 +180,12 @@ def _extract(
     results: list[Any],
     name: str,
     live: Mapping[fx.Node, torch.Tensor] | None = None,
+    change: Callable[[fx.Graph], None] | None = None,
 ) -> fx.GraphModule:
-    """A module of some calls; the tensors of ``live`` that these read become its buffers, and are not inputs."""
+    """A module of some calls; the tensors of ``live`` that these read become its buffers, and are not inputs.
+
+    ``change`` gets the graph before its code is generated.
+    """
     graph = fx.Graph()
     owner = nn.Module()
     mapping = {node: graph.placeholder(node.name) for node in inputs}
@@ -185,7 +195,7 @@ def _extract(
             owner.register_buffer(node.name, tensor)
             mapping[node] = graph.get_attr(node.name)
     for node, copy in mapping.items():
-        copy.meta = dict(node.meta)
+        copy.meta.update(node.meta)
 
     def mapped(value: Any) -> Any:
         return mapping[value] if isinstance(value, fx.Node) else value
@@ -193,6 +203,8 @@ def _extract(
     for node in calls:
         mapping[node] = copy_node(graph, node, mapped)
     graph.output(tuple(map(mapped, results)))
+    if change is not None:
+        change(graph)
     graph.set_codegen(_torch.BoxedCodeGen())
     return _torch.LazyGraphModule(owner, graph, class_name=name)
 

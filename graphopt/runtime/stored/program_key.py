@@ -10,6 +10,7 @@ import functools
 import hashlib
 import inspect
 import json
+import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -223,9 +224,16 @@ def _own_source() -> str:
     """A digest of graphopt's own files: in a checkout they change without a version."""
     root = Path(__file__).resolve().parents[2]
     found = hashlib.sha256()
-    for folder in (root, root / "passes"):
-        for file in sorted((*folder.rglob("*.py"), *folder.rglob("*.toml"))):
-            found.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
+    for folder in (root, root / "passes"):  # the second is a link in a checkout, which is not followed from the first
+        names = [
+            os.path.join(place, name)
+            for place, _, files in os.walk(folder)
+            for name in files
+            if name.endswith((".py", ".toml"))
+        ]
+        for name in sorted(names):
+            with open(name, "rb", buffering=0) as file:
+                found.update(name.removeprefix(f"{folder}{os.sep}").encode() + b"\0" + file.readall())
     return found.hexdigest()[:16]
 
 

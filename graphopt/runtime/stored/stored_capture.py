@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -253,12 +253,13 @@ def read_capture(
         sizes = read_sizes(header["sizes"], sizes.rules(declared=False).match(tensors))
         assert sizes is not None
         context = replace(context, sizes=sizes.sizes, largest=sizes.largest)
+    known = session.tensors()
     entry = StoredCapture(
         own,
         session,
         context,
         sizes,
-        tuple(_state_of(target, session) for target in header["state"].items()),
+        tuple(_state_of(target, known) for target in header["state"].items()),
         {name: read_pass_state(item) for name, item in header["pass_state"].entries()},
         loaded=True,
         divisor=header["divisor"].whole(0),
@@ -305,10 +306,10 @@ def _read_repeated(field: Field, session: CaptureSession) -> list[str]:
     return names
 
 
-def _state_of(field: Field, session: CaptureSession) -> str:
+def _state_of(field: Field, tensors: Container[str]) -> str:
     """A piece of optimizer state, ``parameter/key``, of a parameter that the model has."""
     target = field.text()
-    if target.rpartition("/")[0] not in session.tensors():
+    if target.rpartition("/")[0] not in tensors:
         raise field.expected("state of one of the model's parameters")
     return target
 
