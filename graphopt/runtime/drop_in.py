@@ -221,5 +221,6 @@ class _Maker:
             runner.prepare(capture.rewritten, plain)
         runner.make_ready(program)
         compiled = compile_joint(runner, session, capture)
+        runner.tell_hooks(type(plain).__name__, dict(plain.named_parameters()), some_missing=compiled.tangents.needed)
         runner.announce(capture)
         return compiled

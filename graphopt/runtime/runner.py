@@ -19,6 +19,7 @@ from torch import nn
 from graphopt.capture import CaptureSession
 from graphopt.capture.call_checks import check_dynamic_shapes
 from graphopt.capture.checks import refuse_wrapped
+from graphopt.capture.fingerprint import has_hooks
 from graphopt.capture.garbage_collection import no_collection
 from graphopt.capture.graph_part import GraphPart
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
@@ -194,6 +195,25 @@ class Runner(Generic[C]):
                 "a whole step computes no gradients for them (%s)",
                 type(session.model).__name__,
                 "; ".join(lines[:3]) + (f", and {len(lines) - 3} more lines" if len(lines) > 3 else ""),
+            )
+
+    def tell_hooks(self, title: str, parameters: Mapping[str, Any], *, some_missing: bool) -> None:
+        """Warn, once for each, where hooks of parameters are not called as in eager mode.
+
+        Args:
+            title: of what has one node of autograd for its backward.
+            parameters: of it, by name.
+            some_missing: whether a loss may leave some of their gradients out.
+        """
+        hooked = [f"{name}'s hooks" for name, parameter in parameters.items() if has_hooks(parameter)]
+        told = self._untold(hooked) if len(hooked) > 1 or some_missing else []
+        if told:
+            logger.warning(
+                "%s: %s run behind its whole backward, those of different parameters in another order than in eager "
+                "mode%s",
+                title,
+                _first_five(told),
+                ", and on None where the loss needs no gradient of a parameter" if some_missing else "",
             )
 
     def find_example(self, model: nn.Module, inputs: Any, maker: Callable[[tuple[Any, ...]], Maker[C]]) -> C:
