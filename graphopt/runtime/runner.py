@@ -98,6 +98,7 @@ class Runner(Generic[C]):
         until: the stage of the programs that run: joint or step.
         parameter: the parameter of a name, for pass state that starts as a copy of one.
         numbers: of a step's clock (``Context.numbers``).
+        there: whether the optimizer's state, or a gradient so far, is in memory (``Context.there``).
 
     Attributes:
         serving: finds what serves a call.
@@ -113,6 +114,7 @@ class Runner(Generic[C]):
         until: Stage,
         parameter: Callable[[str], torch.Tensor],
         numbers: dict[str, float] | None = None,
+        there: Callable[[str, str], bool] | None = None,
     ) -> None:
         self.options = options
         self.serving: Serving[C] = Serving(
@@ -124,7 +126,10 @@ class Runner(Generic[C]):
         self.agreement = Agreement(options.pipeline.groups)
         self._told: set[str] = set()
         self.cache = ProgramCache(options, until)
-        self._context = Context(numbers={} if numbers is None else numbers, compiled=options.backend != "eager")
+        self._there = there
+        self._context = Context(
+            numbers={} if numbers is None else numbers, compiled=options.backend != "eager", there=self._is_there
+        )
 
     def find(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], maker: Maker[C]
@@ -135,6 +140,11 @@ class Runner(Generic[C]):
         thread captures, the model's parameters are stand-ins without data.
         """
         return self.serving.find(model, args, kwargs, maker)
+
+    def _is_there(self, role: str, target: str) -> bool:
+        if role == "pass_state":
+            return target in self.store
+        return self._there is not None and self._there(role, target)
 
     @property
     def captures(self) -> Captures[C]:

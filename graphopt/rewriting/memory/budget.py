@@ -28,6 +28,7 @@ __all__ = [
     "budget_error",
     "check_budget",
     "infeasible",
+    "is_what_is_free",
     "refuse_elsewhere",
     "refuse_hopeless",
     "within_already",
@@ -109,6 +110,11 @@ def budget_error(error: BaseException | None) -> BudgetError | None:
     return error
 
 
+def is_what_is_free(budget: object) -> bool:
+    """Whether a budget is ``"auto"``, which depends on the moment at which it is asked for."""
+    return isinstance(budget, str) and budget.strip().lower() == "auto"
+
+
 def check_budget(budget: object) -> None:
     """Refuse what is no budget: a number of bytes, ``"8GB"``, ``"512MiB"``, ``"60%"`` or ``"auto"``.
 
@@ -119,7 +125,7 @@ def check_budget(budget: object) -> None:
         raise wrong_argument("budget", budget, _FORMS)
     if not isinstance(budget, str):
         _check_number(budget)
-    elif budget.strip().lower() != "auto":
+    elif not is_what_is_free(budget):
         percent = _PERCENT.fullmatch(budget)
         try:
             count = float(percent[1]) if percent else parse_bytes(budget)
@@ -171,13 +177,10 @@ def budget_bytes(budget: int | str, memory: MemoryTimeline, reserved: ReservedMe
     """
     if not isinstance(budget, str):
         return int(budget)
-    if budget.strip().lower() == "auto" and isinstance(memory.device, DeviceProfile):
+    if is_what_is_free(budget) and isinstance(memory.device, DeviceProfile):
         return memory.device.memory_bytes - memory.device.context_bytes
-    if budget.strip().lower() == "auto":
-        later = sum(
-            storage.bytes for storage in memory.storages if storage.is_input and storage.category == "gradients"
-        )
-        return memory.resident_bytes - later + int(0.95 * free_bytes(torch.device(memory.where)))
+    if is_what_is_free(budget):
+        return memory.present_bytes + int(0.95 * free_bytes(torch.device(memory.where)))
     percent = _PERCENT.fullmatch(budget)
     if percent:
         more = 0 if reserved is None else reserved.reserved_peak_bytes - memory.peak_bytes
