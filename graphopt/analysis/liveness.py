@@ -103,7 +103,16 @@ def _input_storages(program: Program, end: int) -> dict[fx.Node, list[Storage]]:
         away = schema.resides_elsewhere(node) or node.name in program.context.elsewhere
         away = away or (spec.role == "parameter" and spec.target in sharded)
         refers[node] = [
-            Storage(node, 0 if away else _size(tensor), category, -1, end, names, device_of(tensor))
+            Storage(
+                node,
+                0 if away else _size(tensor),
+                category,
+                -1,
+                end,
+                names,
+                device_of(tensor),
+                of=(spec.role, spec.target),
+            )
             for tensor in tensors_of(value_of(node))
         ]
     return refers
@@ -113,7 +122,16 @@ def _persistent_storages(program: Program, end: int) -> list[Storage]:
     """The storages of what is in memory throughout without being an input; they belong to the first input."""
     inputs = {(spec.role, spec.target) for spec in program.inputs}
     return [
-        Storage(program.placeholders[0], _size(value), _INPUT_CATEGORY[role], -1, end, (target,), device_of(value))
+        Storage(
+            program.placeholders[0],
+            _size(value),
+            _INPUT_CATEGORY[role],
+            -1,
+            end,
+            (target,),
+            device_of(value),
+            of=(role, target),
+        )
         for (role, target), value in program.context.persistent.items()
         if (role, target) not in inputs
     ]
@@ -304,5 +322,5 @@ def _simulate(program: Program, measure: bool, forward_in_place: bool) -> Memory
     alive, resident = alive_bytes(storages, temporaries)
     device = program.context.device
     timeline = split_by_device(MemoryTimeline(calls, alive, resident, storages, temporaries, refers, device))
-    timeline.loops = peaks_of_loops(program, timeline)
+    timeline.loops, timeline.there = peaks_of_loops(program, timeline), program.context.there
     return timeline

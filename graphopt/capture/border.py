@@ -174,7 +174,14 @@ BORDER = (
         compiled="honoured",
         compiled_note="such a graph runs as it is, and a warning says so",
     ),
-    Row("hooks on parameters, post-accumulate hooks", "honoured", "with `optimize`; a whole step refuses them"),
+    Row(
+        "hooks on parameters, post-accumulate hooks",
+        "honoured",
+        "with `optimize`, behind the whole backward; a warning says that those of different parameters run in another "
+        "order, and on None where a program has several results and the loss needs no gradient of a parameter; a whole "
+        "step refuses them",
+        compiled_note="the warning is for hooks that are there when a graph is captured",
+    ),
     Row(
         "hooks of the optimizer", "honoured", "in a whole step its update then runs as it is", compiled="no such thing"
     ),

@@ -43,6 +43,7 @@ __all__ = [
     "Same",
     "by_value",
     "global_flags",
+    "has_hooks",
     "metadata",
     "module_parts",
     "refuse_lazy",
@@ -183,8 +184,12 @@ def _digest_of_all(items: tuple[Any, ...]) -> Hashable:
 def metadata(tensor: torch.Tensor) -> Hashable:
     """What ops may depend on of a tensor, beside its values, and whether it has hooks."""
     strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
-    hooked = bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
-    return tensor.dtype, tensor.device, tuple(tensor.shape), strides, tensor.requires_grad, hooked
+    return tensor.dtype, tensor.device, tuple(tensor.shape), strides, tensor.requires_grad, has_hooks(tensor)
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether there is a hook on the gradient of a tensor, before or behind its accumulation."""
+    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 class _Key:
@@ -343,16 +348,7 @@ def _watch(model: nn.Module) -> tuple[Callable[[nn.Module], bool], list[str]]:
         known.update(map(id, new))
         contents.modules.clear()
     same_tensors = _torch.TensorsUnchanged(tensors)
-    classes, added = list(map(type, modules)), _torch.hooks_added()
-    without_hooks = [each for module in modules for kind in _HOOKS if not (each := vars(module).get(kind))]
-
-    def same_hooks() -> bool:
-        nonlocal added
-        if (now := _torch.hooks_added()) != added:  # a call of a model with several results registers some on these
-            if any(without_hooks):
-                return False
-            added = now
-        return True
+    classes, same_hooks = list(map(type, modules)), _watch_hooks(modules, tensors)
 
     def unchanged(current: nn.Module) -> bool:
         return (
@@ -364,6 +360,24 @@ def _watch(model: nn.Module) -> tuple[Callable[[nn.Module], bool], list[str]]:
         )
 
     return unchanged, list(contents.too_large)
+
+
+def _watch_hooks(modules: list[nn.Module], tensors: list[torch.Tensor]) -> Callable[[], bool]:
+    """A function that says whether modules without hooks have none still, and which tensors have some."""
+    added = _torch.hooks_added()
+    empty = [each for module in modules for kind in _HOOKS if not (each := vars(module).get(kind))]
+    with_hooks = [tensor for tensor in tensors if has_hooks(tensor)]
+    without_hooks = [tensor for tensor in tensors if not has_hooks(tensor)]
+
+    def same() -> bool:
+        nonlocal added
+        if (now := _torch.hooks_added()) != added:  # a call of a model with several results registers some on these
+            if any(empty) or any(map(has_hooks, without_hooks)):
+                return False
+            added = now
+        return all(map(has_hooks, with_hooks))  # no number says that one was removed
+
+    return same
 
 
 def _watch_module(module: nn.Module, contents: Contents) -> list[torch.Tensor]:

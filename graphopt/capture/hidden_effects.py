@@ -23,6 +23,7 @@ from torch import nn
 from graphopt import _torch
 from graphopt.capture.autocast_of_others import autocast_of_others
 from graphopt.capture.changed_state import changes_noted
+from graphopt.capture.fingerprint import has_hooks
 from graphopt.capture.kept_places import comparable
 from graphopt.capture.source_lines import user_frame
 from graphopt.capture.whose_code import is_covered_file
@@ -342,7 +343,7 @@ def refuse_backward_hooks(model: nn.Module) -> None:
 def refuse_parameter_hooks(model: nn.Module) -> None:
     """Raise a ``CaptureError`` for hooks on parameters, which no gradient reaches in a whole step."""
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if has_hooks(parameter):
             raise CaptureError(
                 f"the parameter {name!r} has a hook on its gradient, and in a whole step gradients stay inside of the "
                 "program: remove it (requires_grad_(False) freezes a parameter, ClipGradients clips), or keep your "

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from graphopt import _torch
 from graphopt.capture.checks import refuse_coupling, step_hooks
@@ -79,6 +79,12 @@ class UpdateTrace:
 def state_target(parameter: str, key: str) -> str:
     """How a piece of optimizer state is called: ``layers.0.weight/exp_avg``."""
     return f"{parameter}/{key}"
+
+
+def has_state(optimizer: torch.optim.Optimizer, model: nn.Module, target: str) -> bool:
+    """Whether an optimizer has a piece of state (``state_target``) of a parameter of the model."""
+    name, _, key = target.rpartition("/")
+    return key in optimizer.state.get(model.get_parameter(name), {})
 
 
 def settings(optimizer: torch.optim.Optimizer) -> UpdateSettings:

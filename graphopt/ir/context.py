@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -66,6 +66,8 @@ class Context:
             in; where a budget alone decides, the pass is not there.
         persistent: tensors that are in memory while the program runs without being its inputs, by role and target (the
             optimizer's state in a call that adds up gradients), as fake tensors; those that are inputs count once.
+        there: whether the optimizer's state, a gradient so far or what a pass keeps is in memory now, by role and
+            target; None where it is not known, and taken to come later.
     """
 
     history: tuple[str, ...] = ()
@@ -82,6 +84,7 @@ class Context:
     prefetch: Mapping[str, int] = field(default_factory=dict)
     keep: Mapping[str, int] = field(default_factory=dict)
     persistent: Mapping[tuple[str, str], Any] = field(default_factory=dict)
+    there: Callable[[str, str], bool] | None = field(default=None, repr=False, compare=False)
 
     def after(self, spec: str) -> Context:
         """The context behind one more pass; a pass of several stages counts once."""

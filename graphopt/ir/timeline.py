@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -21,7 +21,7 @@ class Storage:
     """One allocation: who makes it, how big it is, and the positions (node indices) between which it lives.
 
     ``first`` is -1 for inputs; ``last`` is the index of the last node that uses it (the number of nodes for what
-    outlives the program). ``device`` is where it is: ``cpu``, ``cuda:0``.
+    outlives the program). ``device`` is where it is: ``cpu``, ``cuda:0``. ``of`` is the role and target of an input.
     """
 
     owner: fx.Node
@@ -31,6 +31,7 @@ class Storage:
     last: int
     names: tuple[str, ...] = ()
     device: str = "cpu"
+    of: tuple[str, str] | None = None
 
     @property
     def is_input(self) -> bool:
@@ -67,6 +68,7 @@ class MemoryTimeline:
         others: the timelines of other devices that values are on, by device.
         loops: where the loss is among the results of a program without it: the bytes at the peak of loops that
             differentiate this loss alone, by how they are written; ``bytes`` count gradients for all results.
+        there: which inputs are in memory now (``Context.there``).
     """
 
     nodes: list[fx.Node]
@@ -79,11 +81,22 @@ class MemoryTimeline:
     where: str = "cpu"
     others: Mapping[str, MemoryTimeline] = field(default_factory=dict, repr=False)
     loops: Mapping[str, int] = field(default_factory=dict, repr=False)
+    there: Callable[[str, str], bool] | None = field(default=None, repr=False)
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes alive at once, parameters and everything else included."""
         return max(self.bytes, default=self.resident_bytes)
+
+    @property
+    def present_bytes(self) -> int:
+        """What of the resident bytes is in memory now: without state and gradients that a run is yet to make."""
+        later = (s for s in self.storages if s.is_input and s.of is not None and not self._is_there(*s.of))
+        return self.resident_bytes - sum(storage.bytes for storage in later)
+
+    def _is_there(self, role: str, target: str) -> bool:
+        made = role in ("state", "pass_state", "gradient")
+        return not made or (self.there is not None and self.there(role, target))
 
     @property
     def allocated_peak_bytes(self) -> int:

@@ -157,6 +157,8 @@ class Pipeline:
         records = Records()
         due = [current for current in self.due(program.stage, last=last) if current.concerns(program)]
         for current in due:
+            if not current.concerns(program):  # of two stages, and done with both at the first of them
+                continue
             for instrument in instruments:
                 instrument.before_pass(current, program)
             before = program.copy()

@@ -105,10 +105,11 @@ class CompiledJoint(Capture):
 
     def call(self, arguments: list[torch.Tensor]) -> Any:
         """What the model returns."""
+        apart = self.tangents.apart(arguments) if self.tangents.unused else arguments
         if not self.tangents.needed:
             with plain_precision():
-                return self.outputs.restore(self._run(arguments, arguments))
-        reached, given = self.tangents.before(arguments)
+                return self.outputs.restore(self._run(apart, arguments))
+        reached, given = self.tangents.before(apart)
         with plain_precision():
             flat = self._run(given, arguments)
         return self.outputs.restore(self.tangents.after(reached, flat, given, arguments))

@@ -287,6 +287,8 @@ class CutGraphs:
         graph.session = session
         self._use(graph, capture)
         assert graph.compiled is not None
+        named = {name: arguments[place] for place, name in self._names(graph, arguments).items()}
+        self._runner.tell_hooks(f"a part of {self.title}", named, some_missing=graph.compiled.tangents.needed)
         graph.smallest = graph.compiled, session.joint
 
     def _names(self, graph: CutGraph, arguments: tuple[Any, ...]) -> dict[int, str]:

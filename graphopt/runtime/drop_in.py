@@ -224,6 +224,7 @@ class _Maker:
         runner.make_ready(program)
         started = time.perf_counter()
         compiled = compile_joint(runner, session, capture)
+        runner.tell_hooks(type(plain).__name__, dict(plain.named_parameters()), some_missing=compiled.tangents.needed)
         capture.rewritten.compiling = time.perf_counter() - started if self.owner.options.backend != "eager" else 0.0
         tell_seconds(capture.rewritten, first=runner.announce(capture))
         return compiled

@@ -12,12 +12,14 @@ from graphopt import _torch
 from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.capture import CaptureSession
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
+from graphopt.capture.step import has_state
 from graphopt.errors import ArgumentError, GraphoptError, PassError, public, whole_number
 from graphopt.ir.context import Context
 from graphopt.ir.node import Stage
 from graphopt.ir.ops.values import format_bytes, parse_bytes
 from graphopt.ir.program import Program
-from graphopt.rewriting.memory.budget import BudgetError, budget_bytes, check_budget
+from graphopt.rewriting.memory.budget import BudgetError, budget_bytes
+from graphopt.rewriting.memory.budget_text import check_budget, is_what_is_free
 from graphopt.rewriting.pipeline import Passes
 from graphopt.rewriting.progress import working
 from graphopt.runtime.module import take_over
@@ -139,13 +141,19 @@ class _Trial:
     def _limit(self, budget: int | str) -> int:
         """Bytes of a budget; for ``auto``, which depends on the program, none are known."""
         if isinstance(budget, str):
-            return 2**62 if budget.strip().lower() == "auto" else parse_bytes(budget)
+            return 2**62 if is_what_is_free(budget) else parse_bytes(budget)
         return int(budget)
 
     def _program(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program:
         session = CaptureSession(self._model, args, kwargs, loss=self._loss, optimizer=self._optimizer)
         until: Stage = "joint" if self._optimizer is None else "step"
-        return rewrite(session, self._options.pipeline, until=until, context=Context(), log=False).program
+        return rewrite(
+            session, self._options.pipeline, until=until, context=Context(there=self._is_there), log=False
+        ).program
+
+    def _is_there(self, role: str, target: str) -> bool:
+        """Whether the optimizer has a piece of state already (``Context.there``)."""
+        return role == "state" and self._optimizer is not None and has_state(self._optimizer, self._model, target)
 
 
 def _factory(batch: Batch) -> Callable[[int], tuple[tuple[Any, ...], Mapping[str, Any]]]:

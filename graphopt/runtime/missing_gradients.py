@@ -60,6 +60,7 @@ class MissingGradients:
     Attributes:
         names: of the program's tangents.
         needed: whether some of them may be missing where others are there.
+        unused: the places of those of the function's arguments that no gradient goes to.
     """
 
     def __init__(self, program: Program, inputs: list[str], routes: _torch.GradientRoutes) -> None:
@@ -83,12 +84,27 @@ class MissingGradients:
             for place, name in enumerate(names)
             if name in gradients and place not in routes.changed.values() and name not in written
         }
+        reached = {*routes.changed.values(), *routes.views.values()}
+        self.unused = [
+            place
+            for place, name in enumerate(names)
+            if name not in gradients and name not in written and place not in reached
+        ]
         self._notes: dict[int, int] = {output: number for number, of in enumerate(routes.tangents) for output in of}
         for output, place in routes.views.items():  # whose gradients come by themselves, past every tangent
             self._notes[output] = number = len(tangents) + output
             if place in self._sources:
                 self._sources[place] |= {number}
         self.needed = len(tangents) > 1
+
+    def apart(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The function's arguments; those that no gradient goes to are apart from autograd, which calls their hooks."""
+        result = tensors
+        for place in self.unused:
+            if tensors[place].requires_grad:
+                result = [*tensors] if result is tensors else result
+                result[place] = tensors[place].detach()
+        return result
 
     def before(self, tensors: list[torch.Tensor]) -> tuple[set[int], list[torch.Tensor]]:
         """The function's arguments with their gradients under control, and where this call's outputs are noted."""

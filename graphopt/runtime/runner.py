@@ -20,6 +20,7 @@ from torch import nn
 from graphopt.capture import CaptureSession
 from graphopt.capture.call_checks import check_dynamic_shapes
 from graphopt.capture.checks import refuse_wrapped
+from graphopt.capture.fingerprint import has_hooks
 from graphopt.capture.garbage_collection import no_collection
 from graphopt.capture.graph_part import GraphPart
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
@@ -99,6 +100,7 @@ class Runner(Generic[C]):
         until: the stage of the programs that run: joint or step.
         parameter: the parameter of a name, for pass state that starts as a copy of one.
         numbers: of a step's clock (``Context.numbers``).
+        there: whether the optimizer's state, or a gradient so far, is in memory (``Context.there``).
 
     Attributes:
         serving: finds what serves a call.
@@ -114,6 +116,7 @@ class Runner(Generic[C]):
         until: Stage,
         parameter: Callable[[str], torch.Tensor],
         numbers: dict[str, float] | None = None,
+        there: Callable[[str, str], bool] | None = None,
     ) -> None:
         self.options = options
         self.serving: Serving[C] = Serving(
@@ -125,7 +128,10 @@ class Runner(Generic[C]):
         self.agreement = Agreement(options.pipeline.groups)
         self._told: set[str] = set()
         self.cache = ProgramCache(options, until)
-        self._context = Context(numbers={} if numbers is None else numbers, compiled=options.backend != "eager")
+        self._there = there
+        self._context = Context(
+            numbers={} if numbers is None else numbers, compiled=options.backend != "eager", there=self._is_there
+        )
 
     def find(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], maker: Maker[C]
@@ -136,6 +142,11 @@ class Runner(Generic[C]):
         thread captures, the model's parameters are stand-ins without data.
         """
         return self.serving.find(model, args, kwargs, maker)
+
+    def _is_there(self, role: str, target: str) -> bool:
+        if role == "pass_state":
+            return target in self.store
+        return self._there is not None and self._there(role, target)
 
     @property
     def captures(self) -> Captures[C]:
@@ -196,6 +207,25 @@ class Runner(Generic[C]):
                 "a whole step computes no gradients for them (%s)",
                 type(session.model).__name__,
                 "; ".join(lines[:3]) + (f", and {len(lines) - 3} more lines" if len(lines) > 3 else ""),
+            )
+
+    def tell_hooks(self, title: str, parameters: Mapping[str, Any], *, some_missing: bool) -> None:
+        """Warn, once for each, where hooks of parameters are not called as in eager mode.
+
+        Args:
+            title: of what has one node of autograd for its backward.
+            parameters: of it, by name.
+            some_missing: whether a loss may leave some of their gradients out.
+        """
+        hooked = [f"{name}'s hooks" for name, parameter in parameters.items() if has_hooks(parameter)]
+        told = self._untold(hooked) if len(hooked) > 1 or some_missing else []
+        if told:
+            logger.warning(
+                "%s: %s run behind its whole backward, those of different parameters in another order than in eager "
+                "mode%s",
+                title,
+                _first_five(told),
+                ", and on None where the loss needs no gradient of a parameter" if some_missing else "",
             )
 
     def find_example(self, model: nn.Module, inputs: Any, maker: Callable[[tuple[Any, ...]], Maker[C]]) -> C:

@@ -17,7 +17,7 @@ from graphopt import _torch
 from graphopt.capture import CaptureSession
 from graphopt.capture.call_checks import argument_names
 from graphopt.capture.garbage_collection import no_collection
-from graphopt.capture.step import settings, settings_key, state_target
+from graphopt.capture.step import has_state, settings, settings_key, state_target
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
@@ -91,7 +91,7 @@ class StepPrograms:
         self._loss = loss
         self._options = options
         numbers: dict[str, float] = {}
-        self.runner: Runner[CapturedStep] = Runner(options, "step", model.get_parameter, numbers)
+        self.runner: Runner[CapturedStep] = Runner(options, "step", model.get_parameter, numbers, self._is_there)
         self.runner.serving.names = argument_names(model, loss)
         self.progress = StepProgress(options.pipeline, self.runner.store, self._rates, numbers)
         self.weighed = self.joins = False
@@ -99,6 +99,11 @@ class StepPrograms:
         self._looked_at: Hashable = None
         self.kept = KeptState(model, optimizer, self.runner.store, self.progress, options.pipeline)
         self._trains_apart = options.pipeline.trains_apart
+
+    def _is_there(self, role: str, target: str) -> bool:
+        if role == "gradient":
+            return target in self.progress.gradients
+        return has_state(self._optimizer, self._model, target)
 
     def find(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, to_run: bool = False

@@ -114,8 +114,8 @@ two = ("cuda:0", "cuda:0", "cuda:1")
 plain = rewritten([], devices=two).program
 first, other = plain.memory(), plain.memory().others["cuda:1"]
 fitted = rewritten([FitMemory(int(0.75 * first.peak_bytes), cost="a100-80gb")], devices=two).program.memory()
-try:
-    rewritten([FitMemory(int(0.9 * other.peak_bytes), cost="a100-80gb")], devices=two)
+try:  # what is done before a plan is searched lowers the peak of the other device as well
+    rewritten([FitMemory(int(0.9 * fitted.others["cuda:1"].peak_bytes), cost="a100-80gb")], devices=two)
     refused = ""
 except graphopt.GraphoptError as error:
     refused = str(error.__cause__ or error) + str(error)

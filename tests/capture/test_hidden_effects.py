@@ -209,35 +209,6 @@ def test_a_backward_hook_for_all_modules_is_refused() -> None:
         graphopt.optimize(Calls(torch.tanh))(X)
 
 
-@pytest.mark.sweep(but=("False-register_hook",))
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-@pytest.mark.parametrize("later", [False, True])
-def test_hooks_of_parameters_act_in_a_loop_and_are_refused_by_a_step(kind: str, later: bool) -> None:
-    model = Calls(torch.tanh)
-    eager, drop_in = copy.deepcopy(model), copy.deepcopy(model)
-    step = graphopt.optimize_step(model, sgd(model.parameters()), loss=lambda model, x: model(x).sum())
-    if later:
-        step(X)
-
-    def hook(given: torch.Tensor) -> torch.Tensor | None:
-        if kind == "register_hook":
-            return given * 0
-        assert given.grad is not None
-        given.grad.zero_()
-        return None
-
-    getattr(model.linear.weight, kind)(hook)
-    with pytest.raises(CaptureError, match=r"the parameter 'linear\.weight' has a hook on its gradient"):
-        step(X)
-    gradients = []
-    for current, around in ((eager, lambda model: model), (drop_in, graphopt.optimize)):
-        getattr(current.linear.weight, kind)(hook)
-        around(current)(X).sum().backward()
-        gradients.append(current.linear.weight.grad)
-    assert torch.equal(*gradients)
-    assert not gradients[0].any()
-
-
 @pytest.mark.sweep(cases=("True",))
 @pytest.mark.parametrize("captured", [False, True])
 def test_an_optimized_model_inside_of_a_checkpoint(captured: bool) -> None:

@@ -129,6 +129,7 @@ def test_commands_work(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "examples").symlink_to(small_examples)
+    (tmp_path / "config.json").symlink_to(small_examples / "llama_7b.json")  # of the reader's own
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     known = set(sys.modules)

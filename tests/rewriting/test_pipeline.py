@@ -213,6 +213,15 @@ def test_instruments_run_around_each_pass_in_the_order_given() -> None:
     assert events == [f"{i} {when} {p}" for p in "ab" for when in ("before", "after") for i in "12"]
 
 
+def test_a_pass_of_two_stages_that_is_done_at_the_first_is_not_run_again() -> None:
+    def concerns(self: Pass, program: Program) -> bool:
+        return str(self) not in program.history
+
+    once = named("once", also=("last",), concerns=concerns)
+    records = Pipeline([once, named("other", also=("last",))]).run(small_program())
+    assert [record.spec for record in records] == ["once", "other", "other"]
+
+
 def test_a_pass_that_raises_keeps_the_cause_and_is_named() -> None:
     events: list[str] = []
     program = small_program()

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import accelerate
 import pytest
 import torch
+import transformers
 
 import graphopt
 from graphopt import GraphoptError, Pass
 from graphopt.integrations.accelerate import prepare_step
+from graphopt.integrations.transformers import Trainer
 from graphopt.passes import ClipGradients, Microbatch, MixedPrecision, OffloadState, ScaleLoss
+from graphopt.rewriting.memory import budget as budget_module
 from graphopt.rewriting.memory.budget import BudgetError
 from graphopt.rewriting.memory.fit import Fitted, Fitting
 from graphopt.runtime.train_step import TrainStep
+from tests.support import loops
 from tests.support.budgets import fit
-from tests.support.cycles import MODELS, ROWS, Call, left, run_calls
+from tests.support.cycles import MODELS, ROWS, Call, left, resident_bytes, run_calls, watched
 from tests.support.fitting import frontiers_searched_once, searches_counted
 from tests.support.ranks import run_ranks
+from tests.support.storing import count, is_loaded, use_programs
 
 MLP = MODELS["mlp"]
 LARGEST, SMALLEST = 3_551_292, 2_109_500
@@ -110,6 +116,37 @@ def test_one_search_serves_all_calls_and_looks_for_no_smallest_plan_again(monkey
     assert len(searches) == 1
 
 
+@pytest.mark.sweep(but=("mlp-state-62%", "mlp-compress-70%"))
+@pytest.mark.parametrize(
+    ("model", "way", "share"),
+    [
+        ("mlp", "state", "62%"),
+        ("mlp", "state", "45%"),
+        ("mlp", "compress", "70%"),
+        ("gpt", "state", "85%"),
+        ("gpt", "compress", "85%"),
+        ("tied", "state", "80%"),
+        ("cnn", "compress", "80%"),
+    ],
+)
+def test_state_that_moves_and_values_that_are_compressed_count_in_each_call(model: str, way: str, share: str) -> None:
+    plain, expected = trained(model, [])
+    step = MODELS[model].step([fit(share, allow=("recompute", way))]).accumulate(3)
+    torch.manual_seed(1)
+    calls = list(run_calls(step, MODELS[model].batches(6)))
+    assert_exact(calls, int(float(share[:-1]) / 100 * max(call.measured for call in plain)))
+    if "compressed" not in step.records["fit-memory"].changed.counts:
+        assert_equal(expected, [*(call.loss for call in calls), *left(step)])
+
+
+@pytest.mark.sweep  # a compiler takes a minute
+@pytest.mark.parametrize("share", ["85%", "70%"])
+def test_calls_that_are_compiled_take_no_more_than_is_predicted(share: str) -> None:
+    step = MLP.step([fit(share)], backend="inductor").accumulate(3)
+    calls = list(run_calls(step, MLP.batches(12)))[6:]  # the first ones choose kernels
+    assert all(call.measured <= call.predicted <= float(share[:-1]) / 100 * LARGEST for call in calls)
+
+
 def test_windows_of_sums_stay_within_one_number_of_bytes() -> None:
     step, calls, batches = MLP.step([fit("62%")]), list[Call](), iter(MLP.batches(9))
     for window in (3, 1, 4, 1):
@@ -168,6 +205,54 @@ def test_a_number_that_is_set_later_is_refused_at_the_next_call() -> None:
     assert step(*batches[2]).isfinite()
 
 
+# --- what is free ----------------------------------------------------------------------------------------------------
+
+
+def on_a_device_of(total: int, step: TrainStep, patch: pytest.MonkeyPatch) -> None:
+    """Let as much be free as a device of so many bytes has beside the step's own tensors."""
+    patch.setattr(budget_module, "free_bytes", lambda device: total - resident_bytes(step, MLP.batch))
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_what_is_free_is_not_given_to_state_that_is_yet_to_be_made(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    total = 3_000_000
+    step = MLP.step([fit("auto")]).accumulate(every)
+    on_a_device_of(total, step, monkeypatch)
+    assert_exact(list(run_calls(step, MLP.batches(2 * every))), total)
+    budget = fit("auto").limit(step.program.memory())
+    assert 0.95 * total <= budget <= total  # what is there by now counts
+
+
+def test_a_batch_of_another_size_gets_what_is_free_beside_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    total = 3_000_000
+    step = MLP.step([fit("auto")], dynamic_shapes=None)
+    on_a_device_of(total, step, monkeypatch)
+    step(ROWS), step(ROWS)
+    (call,) = run_calls(step, [(ROWS[:250].clone(),)])
+    assert 0.9 * total <= call.measured <= total
+
+
+def test_what_is_free_decides_whether_a_stored_capture_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = use_programs(tmp_path, monkeypatch)
+    peaks = []
+    for total, loaded in (
+        (9_000_000, False),
+        (4_000_000, True),
+        (3_000_000, False),
+        (3_000_000, True),
+        (9_000_000, False),
+    ):
+        step = MLP.step([fit("auto")]).accumulate(3)
+        on_a_device_of(total, step, monkeypatch)
+        calls = list(run_calls(step, MLP.batches(6)))
+        assert_exact(calls, total)
+        assert is_loaded(step) == loaded
+        assert count(folder) == 1
+        peaks.append(max(call.measured for call in calls))
+    assert peaks[0] == peaks[1] == peaks[4] == LARGEST
+    assert peaks[2] == peaks[3] < LARGEST
+
+
 # --- beyond the process, and with others -----------------------------------------------------------------------------
 
 
@@ -185,6 +270,57 @@ def test_a_step_that_is_loaded_is_searched_for_no_more(tmp_path: Path) -> None:
     assert not searches
     assert_exact(calls, budget)
     assert_equal([*losses, *left(step)], [*(call.loss for call in calls), *left(loaded)])
+
+
+@pytest.mark.sweep(but=("ways0",))
+@pytest.mark.parametrize("ways", [("recompute",), ("recompute", "state"), ("recompute", "compress")])
+def test_calls_that_another_process_has_planned(
+    ways: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    use_programs(tmp_path, monkeypatch)
+    values = []
+    for loaded in (False, True):
+        step = MLP.step([fit("70%", allow=ways)]).accumulate(3)
+        torch.manual_seed(1)
+        with searches_counted() as searches:
+            calls = list(run_calls(step, MLP.batches(6)))
+        assert is_loaded(step) == loaded == (not searches)
+        assert_exact(calls, 0.7 * LARGEST)
+        values.append([*(call.loss for call in calls), *left(step)])
+    assert_equal(*values)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the library, about itself
+@pytest.mark.sweep(but=("gpt-1060000",))
+@pytest.mark.parametrize(("model", "budget"), [("gpt", 1_060_000), ("bert", 400_000)])
+def test_a_trainers_calls_stay_within_the_budget(
+    model: str, budget: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls, run = list[Call](), TrainStep.__call__
+
+    def measured(step: TrainStep, *batch: Any) -> Any:
+        with watched(step) as call:
+            calls.append(call(*batch, run=run))
+        return calls[-1].loss
+
+    monkeypatch.setattr(TrainStep, "__call__", measured)
+    Trainer(
+        loops.gpt() if model == "gpt" else loops.bert(),
+        transformers.TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=8,
+            gradient_accumulation_steps=3,
+            num_train_epochs=2,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+        ),
+        train_dataset=loops.Rows(40, lengths=(24,)) if model == "gpt" else loops.Rows(40, classes=True),
+        passes=[fit(budget)],
+    ).train()
+    assert len(calls) == 2 * 5  # three batches and two for an update, twice
+    assert all(call.measured <= budget and abs(call.measured - call.predicted) <= 8 for call in calls)  # a rate
+    assert max(call.measured for call in calls) > 0.9 * budget
 
 
 def test_a_loop_of_accelerate_stays_within_the_budget() -> None:

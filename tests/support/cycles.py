@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import graphopt
 from graphopt import Pass, Program
 from graphopt.ir.ops.transfers import residents
+from graphopt.runtime.sharded_parameter import is_sharded
 from graphopt.runtime.step_variants import CompiledStep
 from graphopt.runtime.train_step import TrainStep
 from tests.support.budgets import IMAGES, conv
@@ -84,7 +87,7 @@ def resident_bytes(step: TrainStep, *batch: torch.Tensor) -> int:
     """What is in memory between two calls: the model, the optimizer's state, gradients, what passes keep, a batch."""
     state = [value for kept in step.optimizer.state.values() for value in kept.values()]
     tensors = [
-        *step.model.parameters(),
+        *(parameter for parameter in step.model.parameters() if not is_sharded(parameter)),
         *step.model.buffers(),
         *(value for value in state if isinstance(value, torch.Tensor)),
         *step._progress.gradients.values(),
@@ -95,14 +98,9 @@ def resident_bytes(step: TrainStep, *batch: torch.Tensor) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in there}.values())
 
 
-def run_calls(step: TrainStep, batches: Sequence[tuple[Any, ...]], *, prepare: bool = True) -> Iterator[Call]:
-    """Run some batches, each measured.
-
-    Args:
-        step: that runs them.
-        batches: the arguments of the calls.
-        prepare: before each call, so that no capture is measured.
-    """
+@contextmanager
+def watched(step: TrainStep) -> Iterator[Callable[..., Call]]:
+    """While inside, what runs a batch by a step and measures the call, after a capture ahead where ``prepare``."""
     programs, find = step._programs, step._programs.variant
     found: list[CompiledStep] = []
     rates: set[int] = set()
@@ -111,18 +109,33 @@ def run_calls(step: TrainStep, batches: Sequence[tuple[Any, ...]], *, prepare: b
         found.append(find(*args))
         return found[-1]
 
-    programs.variant = variant  # type: ignore[method-assign]
-    for batch in batches:
+    def call(*batch: Any, prepare: bool = True, run: Callable[..., Any] = TrainStep.__call__) -> Call:
         if prepare:
             step.prepare(*batch)
-        before = resident_bytes(step, *(value for value in batch if isinstance(value, torch.Tensor)))
-        measured = graphopt.measure_peak(lambda given=batch: step(*given))  # type: ignore[misc]
+        before = resident_bytes(step, *(leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)))
+        measured = graphopt.measure_peak(lambda: run(step, *batch))
         ran = found[-1]
         numbers = ran.program.inputs_of("hyperparameter") if id(ran.binding) in rates else []
         rates.add(id(ran.binding))  # which keeps the learning rates as tensors from its first call on
         before += sum(8 for _, spec in numbers if spec.target.startswith("lr["))
-        yield Call(ran.program, before + measured.allocated_peak_bytes, measured.result)
+        return Call(ran.program, before + measured.allocated_peak_bytes, measured.result)
+
+    programs.variant = variant  # type: ignore[method-assign]
+    yield call
     programs.variant = find  # type: ignore[method-assign]
+
+
+def run_calls(step: TrainStep, batches: Sequence[tuple[Any, ...]], *, prepare: bool = True) -> Iterator[Call]:
+    """Run some batches, each measured.
+
+    Args:
+        step: that runs them.
+        batches: the arguments of the calls.
+        prepare: before each call, so that no capture is measured.
+    """
+    with watched(step) as call:
+        for batch in batches:
+            yield call(*batch, prepare=prepare)
 
 
 def left(step: TrainStep) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from graphopt.ir.ops.values import format_bytes, parse_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.reserved_memory import ReservedMemory
 from graphopt.ir.timeline import MemoryTimeline
-from graphopt.rewriting.memory.budget_text import PERCENT
+from graphopt.rewriting.memory.budget_text import PERCENT, is_what_is_free
 from graphopt.rewriting.memory.budget_text import check_budget as check_budget
 from graphopt.rewriting.memory.fit import Fitting
 from graphopt.rewriting.memory.floor import always_alive, least_bytes, what_would_help
@@ -125,13 +125,10 @@ def budget_bytes(budget: int | str, memory: MemoryTimeline, reserved: ReservedMe
     """
     if not isinstance(budget, str):
         return int(budget)
-    if budget.strip().lower() == "auto" and isinstance(memory.device, DeviceProfile):
+    if is_what_is_free(budget) and isinstance(memory.device, DeviceProfile):
         return memory.device.memory_bytes - memory.device.context_bytes
-    if budget.strip().lower() == "auto":
-        later = sum(
-            storage.bytes for storage in memory.storages if storage.is_input and storage.category == "gradients"
-        )
-        return memory.resident_bytes - later + int(0.95 * free_bytes(torch.device(memory.where)))
+    if is_what_is_free(budget):
+        return memory.present_bytes + int(0.95 * free_bytes(torch.device(memory.where)))
     percent = PERCENT.fullmatch(budget)
     if percent:
         more = 0 if reserved is None else reserved.reserved_peak_bytes - memory.peak_bytes

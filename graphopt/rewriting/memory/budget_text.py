@@ -8,7 +8,7 @@ import re
 from graphopt.errors import ArgumentError, wrong_argument
 from graphopt.ir.written_units import parse_bytes
 
-__all__ = ["PERCENT", "check_budget"]
+__all__ = ["PERCENT", "check_budget", "is_what_is_free"]
 
 PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 """A share of the peak, as text."""
@@ -18,6 +18,11 @@ _WRITE = ": write a number such as 8_000_000_000, or text such as '8GB' or '60%'
 _NUMBER = re.compile(r"\s*\d*\.?\d*\s*")
 _FEWEST = 256
 """Bytes below which a number is meant otherwise: no program is so small that a budget for it is a question."""
+
+
+def is_what_is_free(budget: object) -> bool:
+    """Whether a budget is ``"auto"``, which depends on the moment at which it is asked for."""
+    return isinstance(budget, str) and budget.strip().lower() == "auto"
 
 
 def check_budget(budget: object) -> None:
@@ -30,7 +35,7 @@ def check_budget(budget: object) -> None:
         raise wrong_argument("budget", budget, _FORMS)
     if not isinstance(budget, str):
         _check_number(budget)
-    elif budget.strip().lower() != "auto":
+    elif not is_what_is_free(budget):
         percent = PERCENT.fullmatch(budget)
         try:
             count = float(percent[1]) if percent else parse_bytes(budget)

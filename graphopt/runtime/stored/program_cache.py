@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.capture import CaptureSession
 from graphopt.capture.flatten import flatten
 from graphopt.capture.graph_part import GraphPart
@@ -27,6 +28,7 @@ from graphopt.errors import GraphoptError, quoted
 from graphopt.ir.context import Context
 from graphopt.ir.node import Stage
 from graphopt.rewriting.dump import DumpDirectory
+from graphopt.rewriting.memory.budget_text import is_what_is_free
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.progress import working
 from graphopt.runtime.rewrite import Rewritten, Verify
@@ -153,12 +155,33 @@ class ProgramCache:
             if HEADER not in files:
                 continue
             try:
-                lookup.found = self.read(files, session, context, lookup.key)
-                lookup.rules = self._rules(lookup.found)
+                found = self.read(files, session, context, lookup.key)
+                if not self._fits_now(found):
+                    files.remove()  # all of it: plans for one number of bytes belong together
+                    lookup.why = "it was planned for what was free then, and another number of bytes is free now"
+                    continue
+                lookup.found, lookup.rules = found, self._rules(found)
                 return
             except Exception as error:  # whatever is in the files, training goes on
                 lookup.why = quoted(error, 500)
                 _tell_useless(lookup.key.title, error)
+
+    def _fits_now(self, stored: Rewritten) -> bool:
+        """Whether a capture would be planned in the same way now, where that depends on what is free ("auto").
+
+        It would not where it takes more than there is, or saves memory that need not be saved.
+        """
+        limited = [p for p in self._pipeline.passes if is_what_is_free(getattr(p, "budget", None))]
+        if not limited:
+            return True
+        memory = stored.program.memory()
+        limit = min(found for current in limited if (found := current.limit(memory)) is not None)
+        names = {current.name for current in limited}
+        saves = [record for record in stored.records if record.name in names and record.changed]
+        needless = any(record.peak_before is not None and record.peak_before <= limit for record in saves)
+        reserved = reserved_where_cached(stored.program, memory)
+        taken = memory.peak_bytes if reserved is None else reserved.reserved_peak_bytes
+        return taken <= limit and not needless
 
     def _rules(self, found: Rewritten) -> SizeRules:
         """The sizes that a capture serves which was read."""
@@ -209,8 +232,13 @@ class ProgramCache:
         for key in keys:
             found: Sequence[ProgramFiles] = shipped.of(key)
             for files in found if key in own else self._serving(found, session, target):
+                if HEADER not in files:
+                    continue
                 shipped.has_served = True
                 read = self.read(files, session, context, key)
+                if not self._fits_now(read):
+                    files.remove()
+                    continue
                 return CacheLookup(key, Path(), read, self._rules(read))
         if not shipped.has_served:
             raise shipped.differs(keys)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +38,10 @@ class ProgramFiles(Protocol):
         """Note that the capture is in use."""
         ...
 
+    def remove(self) -> None:
+        """Remove all of them."""
+        ...
+
 
 class FolderFiles:
     """Files in a folder."""
@@ -63,6 +68,12 @@ class FolderFiles:
         """Note that the capture is in use, so that it is removed later than others."""
         with contextlib.suppress(OSError):
             (self._folder / HEADER).touch()
+
+    def remove(self) -> None:
+        """Remove them: the header first, so that nobody begins to read them."""
+        with contextlib.suppress(OSError):
+            (self._folder / HEADER).unlink(missing_ok=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class ShippedFiles:
@@ -91,6 +102,10 @@ class ShippedFiles:
 
     def used(self) -> None:
         """Nothing: a shipped file stays as it is."""
+
+    def remove(self) -> None:
+        """Forget them while this process lives."""
+        self._data.clear()
 
     def values(self) -> dict[str, Any]:
         """All of it as plain data."""

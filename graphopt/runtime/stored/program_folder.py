@@ -13,7 +13,7 @@ from graphopt.errors import GraphoptError
 from graphopt.ir.checked_json import Field
 from graphopt.ir.ops.values import counted
 from graphopt.runtime.stored.checked_file import read_checked, write_checked
-from graphopt.runtime.stored.program_files import HEADER
+from graphopt.runtime.stored.program_files import HEADER, FolderFiles
 
 __all__ = [
     "LARGEST",
@@ -77,10 +77,8 @@ class StoredEntry:
         return read_checked(self.folder / HEADER)
 
     def remove(self) -> None:
-        """Remove it: the header first, so that nobody begins to read it."""
-        with contextlib.suppress(OSError):
-            (self.folder / HEADER).unlink(missing_ok=True)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove it."""
+        FolderFiles(self.folder).remove()
 
 
 def entries(folder: Path) -> list[StoredEntry]:
