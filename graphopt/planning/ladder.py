@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
 
@@ -95,6 +95,7 @@ class Ladder:
         scheduler: of the problem.
         late: whether the time is over.
         report: told the share of the work that is done, and what is found so far.
+        most: steps that are simulated, at most; None for what the problem is worth.
 
     Attributes:
         frontier: what is found.
@@ -105,14 +106,19 @@ class Ladder:
     """
 
     def __init__(
-        self, scheduler: Scheduler, late: Callable[[], bool], report: Callable[[float, Frontier], None]
+        self,
+        scheduler: Scheduler,
+        late: Callable[[], bool],
+        report: Callable[[float, Frontier], None],
+        most: int | None = None,
     ) -> None:
         self.problem = scheduler.problem
         self.scheduler = scheduler
         self.late = late
         self.frontier = Frontier()
         roles = find_roles(self.problem)
-        self.effort = _effort(self.problem, roles)
+        effort = _effort(self.problem, roles)
+        self.effort = effort if most is None else replace(effort, work=min(effort.work, most))
         self.explorer = Explorer(
             self.scheduler,
             self.frontier,

@@ -114,11 +114,11 @@ class _Search:
         self.scheduler = Scheduler(problem)
         self._progress = progress
         self._deadline = None if time_limit is None else time.monotonic() + time_limit
-        self._near = self._ladder()
+        self._near = self._ladder(None)
         self.frontier = self._near.frontier
 
-    def _ladder(self) -> Ladder:
-        return Ladder(self.scheduler, self.late, self._report)
+    def _ladder(self, most: int | None) -> Ladder:
+        return Ladder(self.scheduler, self.late, self._report, most)
 
     def late(self) -> bool:
         """Whether the time is over; the frontier then says that it was cut short."""
@@ -156,7 +156,7 @@ class _Search:
         """Aim at a budget; where what is found is far from the bound, after every method was tried."""
         if self._aim.at(budget, work) <= _FAR * self.problem.seconds or self.late():
             return
-        other = self._ladder()  # as if nothing had been found, so that it is not worse for that
+        other = self._ladder(work)  # as if nothing had been found, so that it is not worse for that
         try:
             other.climb()
         finally:
