@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from graphopt.report.console import announced
 from tests.support import searching
 from tests.support.fixed_figures import keep_figures
 from tests.support.properties import examples
@@ -70,6 +71,7 @@ def _same_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.delenv("GRAPHOPT_DUMP", raising=False)
     monkeypatch.delenv("COLUMNS", raising=False)  # which says how wide reports are
+    monkeypatch.setattr(announced, "_SOON", 3600.0)  # the log does not depend on how busy the machine is
 
 
 @pytest.fixture(autouse=True, scope="session")
