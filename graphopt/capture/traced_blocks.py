@@ -19,6 +19,7 @@ __all__ = [
     "HELD",
     "NEXT",
     "DifferentError",
+    "Place",
     "Sweep",
     "TracedBlocks",
     "names_of",
