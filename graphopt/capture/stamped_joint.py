@@ -296,7 +296,7 @@ class _Expansion:
         inputs = [of_key[key] for key in order_of(self._runner)]
         inputs += [(node, role) for node, role in short.roles.items() if role.kind not in HELD]
         outputs = [
-            (value, replace(role, of=renamed.get(role.of, role.of)))
+            (value, role if role.of is None else replace(role, of=renamed.get(role.of, role.of)))
             for value, role in short.traced.outputs
             if role.kind != "gradient"
         ]
