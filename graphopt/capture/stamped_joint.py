@@ -330,7 +330,8 @@ def _view_of(base: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         if base.dtype == like.dtype:
             return base.as_strided(like.shape, like.stride(), like.storage_offset())
         made = torch.empty(0, dtype=like.dtype, device=like.device)
-        return made.set_(base.untyped_storage(), like.storage_offset(), like.shape, like.stride())  # type: ignore[call-overload,no-any-return]
+        made.set_(base.untyped_storage(), like.storage_offset(), like.shape, like.stride())
+        return made
 
 
 def _mode_of(value: Any) -> Any:
