@@ -27,6 +27,7 @@ from graphopt.capture.traced_blocks import (
     HELD,
     NEXT,
     DifferentError,
+    Place,
     Sweep,
     TracedBlocks,
     names_of,
@@ -126,7 +127,11 @@ class _Expansion:
         self._at = {(place.sweep, place.offset): node for node, place in short.place.items() if place.block == COPIED}
         self._copies: dict[int, dict[fx.Node, fx.Node]] = {number: {} for number in self._missing}
         self._forward = dict(marked(forward.graph, forward.attributes))
-        self._memory = {_torch.storage_key(value_of(node)): node for node in short.given[COPIED]}
+        self._first_in: dict[int, tuple[fx.Node, int]] = {}
+        for node in short.traced.graph.nodes:
+            for index, item in enumerate(_items(value_of(node))):
+                if isinstance(item, torch.Tensor):
+                    self._first_in.setdefault(_torch.storage_key(item), (node, index))
         self._names_of = functools.cache(functools.partial(names_of, self._blocks))
 
     def traced(self) -> TracedJoint:
@@ -156,14 +161,15 @@ class _Expansion:
         with self._short.traced.graph.inserting_before(anchor):
             for number in self._missing if sweep.upwards else reversed(self._missing):
                 for node in sweep.calls[COPIED]:
-                    self._copies[number][node] = self._copy_call(node, number)
+                    self._copy_call(node, number)
 
-    def _copy_call(self, node: fx.Node, number: int) -> fx.Node:
+    def _copy_call(self, node: fx.Node, number: int) -> None:
         known = self._short.traced
         new = copy_node(known.graph, node, functools.partial(self._translated, number=number), base_name(node))
         for key in _OF_ITS_OWN:
             new.meta.pop(key, None)
-        set_value(new, self._value(value_of(node), number))
+        self._copies[number][node] = new
+        set_value(new, self._value(node, number))
         if HOLDS in node.meta:
             new.meta[HOLDS] = self._held(node, number)
         source, known.sources[new] = known.sources.get(node, ""), self._source(node, number)
@@ -174,18 +180,23 @@ class _Expansion:
             for key, key_there in _TRACES.items():
                 if key in new.meta and new.meta[key] == like.get(key_there):
                     new.meta[key] = own.get(key_there)
-        return new
 
-    def _value(self, value: Any, number: int) -> Any:
-        """An example value of a copy; views of a parameter lie in the memory of the block's own."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        like = self._memory.get(_torch.storage_key(value))
-        if like is None:
-            return value
-        own = value_of(self._copies[number][like])
-        with own.fake_mode, torch.no_grad():
-            return own.as_strided(value.shape, value.stride(), value.storage_offset())
+    def _value(self, node: fx.Node, number: int) -> Any:
+        """The example value of a copy, in memory of the copy or of its neighbours."""
+        value = value_of(node)
+        several = isinstance(value, (tuple, list))
+        found = [self._item(node, index, item, number) for index, item in enumerate(value if several else (value,))]
+        return type(value)(found) if several else found[0]
+
+    def _item(self, node: fx.Node, index: int, item: Any, number: int) -> Any:
+        if not isinstance(item, torch.Tensor):
+            return item
+        first, place = self._first_in[_torch.storage_key(item)]
+        if first not in self._short.place:
+            return item
+        if (first, place) == (node, index):
+            return _fresh(item)
+        return _view_of(_items(value_of(self._translated(first, number)))[place], item)
 
     def _translated(self, value: Any, number: int) -> Any:
         """What a block reads where the third one reads ``value``."""
@@ -222,6 +233,7 @@ class _Expansion:
             mapped = functools.partial(self._neighbours, block=place.block)
             node.args = _torch.map_aggregate(node.args, mapped) if node.op != "placeholder" else node.args
             node.kwargs = _torch.map_aggregate(node.kwargs, mapped)
+            self._move(node, place)
         sources = self._short.traced.sources
         sources |= {node: self._source(node, self._copied) for node in self._at.values() if node in sources}
         for node in self._at.values():
@@ -230,6 +242,17 @@ class _Expansion:
         for node in self._short.traced.graph.nodes:
             if HOLDS in node.meta and node not in self._short.place:
                 node.meta[HOLDS] = self._more_held(node.meta[HOLDS])
+
+    def _move(self, node: fx.Node, place: Place) -> None:
+        """Let the example value of something that lies in a neighbour's memory lie in that of the new one."""
+        items = _items(value_of(node))
+        for index, item in enumerate(items):
+            first, there = self._first_in[_torch.storage_key(item)] if isinstance(item, torch.Tensor) else (node, 0)
+            neighbour = self._neighbours(first, place.block)
+            if neighbour is not first:
+                items[index] = _view_of(_items(value_of(neighbour))[there], item)
+                several = isinstance(value_of(node), (tuple, list))
+                set_value(node, type(value_of(node))(items) if several else items[0])
 
     def _neighbours(self, value: Any, block: int) -> Any:
         """What one of the two blocks reads where it has read ``value``."""
@@ -273,7 +296,7 @@ class _Expansion:
         inputs = [of_key[key] for key in order_of(self._runner)]
         inputs += [(node, role) for node, role in short.roles.items() if role.kind not in HELD]
         outputs = [
-            (value, replace(role, of=renamed.get(role.of, role.of)))
+            (value, role if role.of is None else replace(role, of=renamed.get(role.of, role.of)))
             for value, role in short.traced.outputs
             if role.kind != "gradient"
         ]
@@ -284,3 +307,34 @@ class _Expansion:
         """The gradient of an input that was traced."""
         owners = [block for block, nodes in enumerate(self._short.given) if role in map(self._short.roles.get, nodes)]
         return self._neighbours(value, owners[0]) if owners else value
+
+
+def _items(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+def _fresh(like: torch.Tensor) -> torch.Tensor:
+    """An example value like another one, in memory of its own."""
+    with _mode_of(like), torch.no_grad():
+        made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+        if made.untyped_storage().nbytes() == like.untyped_storage().nbytes() and not like.storage_offset():
+            return made
+        count = like.untyped_storage().nbytes() // like.element_size()
+        made = torch.empty(count, dtype=like.dtype, device=like.device)
+        return made.as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+def _view_of(base: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """An example value like another one, in the memory of ``base``."""
+    with _mode_of(base), torch.no_grad():
+        if base.dtype == like.dtype:
+            return base.as_strided(like.shape, like.stride(), like.storage_offset())
+        made = torch.empty(0, dtype=like.dtype, device=like.device)
+        made.set_(base.untyped_storage(), like.storage_offset(), like.shape, like.stride())
+        return made
+
+
+def _mode_of(value: Any) -> Any:
+    if value.is_conj() or value.is_neg():
+        raise DifferentError("values that are conjugate or negative views")
+    return value.fake_mode

@@ -19,6 +19,7 @@ __all__ = [
     "HELD",
     "NEXT",
     "DifferentError",
+    "Place",
     "Sweep",
     "TracedBlocks",
     "names_of",
@@ -92,7 +93,9 @@ class TracedBlocks:
         self.sweeps: list[Sweep] = []
         self.given: list[list[fx.Node]] = [[] for _ in blocks.kept]
         self.roles = dict(traced.inputs)
-        self.gradients = {role.of: value for value, role in traced.outputs if role.kind == "gradient"}
+        self.gradients = {
+            role.of: value for value, role in traced.outputs if role.kind == "gradient" and role.of is not None
+        }
         self.like: dict[fx.Node, fx.Node] = {}
         self._find_inputs()
         self._find_sweeps()

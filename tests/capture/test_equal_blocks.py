@@ -140,4 +140,4 @@ def test_a_layer_that_differs_by_a_constant_ends_a_row() -> None:
     assert blocks is not None
     assert len(blocks.calls) in (9, 10)
     relus = [node for calls in blocks.calls for node in calls if node.target is torch.ops.aten.leaky_relu.default]
-    assert {node.args[1] for node in relus} == {0.1}
+    assert {str(node.args[1]) for node in relus} == {"0.1"}

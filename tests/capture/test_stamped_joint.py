@@ -108,14 +108,19 @@ def another_in_the_middle() -> nn.Module:
 
 def one_weight_for_all() -> nn.Module:
     model = Layers()
+    weight = nn.Parameter(torch.randn(16, 8))
     for block in model.blocks:
-        block.wide.weight = model.blocks[0].wide.weight
+        block.get_submodule("wide").register_parameter("weight", weight)
     return model
+
+
+def _doubled(module: nn.Module, given: Any, result: torch.Tensor) -> torch.Tensor:
+    return result * 2
 
 
 def hook_on_one() -> nn.Module:
     model = Layers(13)
-    model.blocks[3].register_forward_hook(lambda module, given, result: result * 2)
+    model.blocks[3].register_forward_hook(_doubled)
     return model
 
 
@@ -167,7 +172,9 @@ def test_under_autocast_the_program_is_that_which_is_traced_whole() -> None:
 
 def shared_by_two() -> nn.Module:
     model = Layers(8)
-    model.blocks[2].wide.weight = model.blocks[5].wide.weight
+    weight = nn.Parameter(torch.randn(16, 8))
+    for number in (2, 5):
+        model.get_submodule(f"blocks.{number}.wide").register_parameter("weight", weight)
     return model
 
 

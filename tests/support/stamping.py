@@ -44,12 +44,13 @@ def compared(
 def described(program: Program) -> list[Any]:
     """Everything that a program is: nodes with names, targets, arguments, values and metadata, inputs, outputs."""
     places = {node: place for place, node in enumerate(program.graph.nodes)}
-    inputs = {_torch.storage_key(value_of(node)): node.name for node in program.placeholders if _is_tensor(node)}
+    memory: dict[int, int] = {}
 
     def value(item: Any) -> Any:
         if isinstance(item, torch.Tensor):
             strides = item.stride() if item.layout is torch.strided else ()
-            place = item.storage_offset(), inputs.get(_torch.storage_key(item), "its own")
+            storage = item.untyped_storage()
+            place = item.storage_offset(), storage.nbytes(), memory.setdefault(_torch.storage_key(item), len(memory))
             return type(item), tuple(item.shape), strides, item.dtype, item.device, item.requires_grad, place
         return tuple(map(value, item)) if isinstance(item, (tuple, list)) else repr(item)
 
@@ -63,7 +64,3 @@ def described(program: Program) -> list[Any]:
         known = info(node) if node.op != "output" else None
         found.append([node.op, node.name, str(node.target), read, value(value_of(node)), known, traced])
     return [*found, program.inputs, program.outputs, list(program.constants), program.title]
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(value_of(node), torch.Tensor)
