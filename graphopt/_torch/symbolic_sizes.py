@@ -244,12 +244,8 @@ def fake_mode(symbols: Mapping[str, SymbolRange]) -> FakeTensorMode:
 def example_tensor(
     mode: FakeTensorMode, shape: Sequence[Any], stride: Sequence[Any], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """A tensor without data in a mode: what ``torch.empty_strided`` gives there, without its detour for fixed sizes."""
-    if all(type(number) is int for number in (*shape, *stride)):
-        data = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        return FakeTensor(mode, data, device)
-    with mode:
-        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    """A tensor without data in a mode: what ``torch.empty_strided`` gives there, without its detour."""
+    return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
 
 
 def symbolic_size(mode: FakeTensorMode, name: str, hint: int) -> Any:

@@ -17,6 +17,7 @@ from typing import Any, get_args
 import torch
 from torch import fx, nn
 from torch._functorch._aot_autograd import descriptors, graph_compile
+from torch._subclasses.fake_tensor import FakeTensor
 
 __all__ = ["HasGradient", "written_joint"]
 
@@ -75,7 +76,7 @@ def _is_plain(flat_args: list[Any], metadata: Any) -> bool:
     )
 
 
-_PLAIN = (torch.Tensor, nn.Parameter, torch._subclasses.FakeTensor)
+_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 
 
 def _graph(

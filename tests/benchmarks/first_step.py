@@ -43,6 +43,10 @@ IMPORTED = (
     "torch.export",
     "scipy.optimize",
     "networkx",
+    "graphopt._torch.every_name",
+    "graphopt.report.register",
+    "graphopt.rewriting.memory.fit",
+    "graphopt.runtime.compiled_joint",
 )
 """What each side needs some of, and pays for once in a process however many models it compiles."""
 

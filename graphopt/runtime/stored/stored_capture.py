@@ -322,7 +322,9 @@ def _replay(header: Field, rewritten: Rewritten, tensors: list[torch.Tensor], cl
     """
     entry, session = rewritten.entry, rewritten.session
     assert isinstance(entry, StoredCapture)
-    program = rewritten.stages["joint"] = entry.read("stage-joint")
+    if entry.sizes is None:  # where sizes vary, all programs have been read
+        rewritten.stages["joint"] = entry.read("stage-joint")
+    program = rewritten.stages["joint"]
     roles = {role: role for role in ("parameter", "buffer", "constant")}
     first = [list(item.items(most=2)) for item in header["first"].items()]
     if any(len(pair) != 2 for pair in first):
