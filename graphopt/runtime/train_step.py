@@ -169,7 +169,8 @@ class TrainStep:
             if is_memory_shortage(error) or reached(error, ready.compiled.module, Phase.BACKWARD):
                 raise
             failed = error
-        eager.try_it()
+        with self._programs.kept.sharded.described():  # without memory, on which nothing is tried
+            eager.try_it()
         raise failed
 
     def _run_program(self, ready: _Ready) -> Any:

@@ -359,6 +359,36 @@ def test_ranks_that_end_at_different_times_stay_within_the_budget(tmp_path: Path
     assert all(within for _, within in found)
 
 
+SHARDS = """
+from graphopt.passes import DataParallel, ShardOptimizer, ShardParameters
+from tests.support.budgets import fit
+from tests.support.cycles import MODELS, run_calls
+from tests.support.fitting import frontiers_searched_once
+passes = {"state": [ShardOptimizer()], "parameters": [ShardParameters(min_bytes=1000, cost="roofline")], "none": []}
+model, passes = MODELS["mlp"], [DataParallel(), *passes["SHARDED"]]
+say(model.step(passes).accumulate(3).prepare(*model.batches(1)[0]).program.memory().peak_bytes)
+with frontiers_searched_once():
+    for attempt in range(2):  # the first one measures what calls allocate for themselves
+        step = model.step([*passes, fit("SHARE", **OPTIONS)]).accumulate(3)
+        calls = list(run_calls(step, model.batches(6), prepare=attempt > 0))
+say([[call.measured, call.predicted] for call in calls])
+"""
+ROUND = 3 * 16
+"""Bytes by which two ranks tell each other, in front of a program, that they run the same; freed when both have it."""
+
+
+@pytest.mark.sweep(but=("parameters-75%-none",))
+@pytest.mark.parametrize("options", ["none", "state moves"])
+@pytest.mark.parametrize("share", ["75%", "62%"])
+@pytest.mark.parametrize("sharded", ["parameters", "state", "none"])
+def test_ranks_that_keep_shards_stay_within_the_budget(sharded: str, share: str, options: str, tmp_path: Path) -> None:
+    allowed = {"allow": ("recompute", "state")} if options == "state moves" else {}
+    script = SHARDS.replace("SHARE", share).replace("OPTIONS", repr(allowed)).replace("SHARDED", sharded)
+    for highest, calls in run_ranks(script, 2, tmp_path / "store"):
+        assert all(0 <= measured - predicted <= ROUND for measured, predicted in calls)
+        assert max(predicted for _, predicted in calls) <= int(float(share[:-1]) / 100 * highest) < highest
+
+
 def test_a_loop_without_a_budget_is_not_planned_ahead() -> None:
     step = MLP.step().accumulate(3)
     step.prepare(ROWS)

@@ -71,8 +71,11 @@ class FailAt(Pass):
 
     def apply(self, program: Program) -> Changed:
         phase = Phase(self.phase)
+        exchanges = [node for node in program.graph.nodes if node.target in _EXCHANGES]
+        if phase is not Phase.FORWARD and len(exchanges) < 2:
+            return Changed(reason="a batch that is accumulated has no update", satisfied=True)
         if phase is Phase.SYNC:
-            reader = [node for node in program.graph.nodes if node.target in _EXCHANGES][1]
+            reader = exchanges[1]
             value = next(source for source in reader.all_input_nodes if _computed(source))
         else:
             reads = [(node, source) for node in program.phase_nodes(phase) for source in node.all_input_nodes]
