@@ -112,9 +112,9 @@ class FitMemory(Pass):
     one is taken for which it reserves no more. The record says both numbers.
 
     Plans come from minimum cuts with a price for each moment, then a local search that drops and keeps single values
-    and crosses neighbouring plans, every candidate simulated to the byte (``graphopt.planning``). How far above the best possible plan the one that is taken can be at most is known by
-    linear and integer programming, a relaxation of Checkmate's (Jain et al., MLSys 2020, arXiv 1910.02653), and is in
-    the record where nothing is moved.
+    and crosses neighbouring plans, every candidate simulated to the byte (``graphopt.planning``). How far above the
+    best possible plan the one that is taken can be at most is known by linear and integer programming, a relaxation of
+    Checkmate's (Jain et al., MLSys 2020, arXiv 1910.02653), and is in the record where nothing is moved.
 
     Args:
         budget: the peak in bytes: a number, ``"8GB"`` (powers of ten), ``"512MiB"``, ``"60%"`` of the peak of the
@@ -229,7 +229,10 @@ class FitMemory(Pass):
             budget = self._bytes(program, memory)
             if within_already(memory, budget, reserved_where_cached(program, memory)):
                 return self._fit_uncompressed(program)
-            plans[key] = budget, decided_by_first_rank(program, lambda: self._choose_values(program, budget))
+            try:
+                plans[key] = budget, decided_by_first_rank(program, lambda: self._choose_values(program, budget))
+            except BudgetError:  # with values compressed, but no state moved
+                return self._fit_uncompressed(program)
         budget, action = plans[key]  # of the program that was planned, in all programs of a step
         chosen = values_of(program, _COMPRESSION, action.names)
         if not chosen:
