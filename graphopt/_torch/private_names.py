@@ -115,7 +115,6 @@ JOINT = Feature(
         ),
         "torch._functorch.config": "donated_buffer patch",
         "torch._functorch._aot_autograd.runtime_wrappers": "",
-        "torch._logging": "getArtifactLogger",
         "torch.autograd": "_engine_run_backward",
         "torch.fx._lazy_graph_module": "_LazyGraphModule.force_recompile",
         "torch.fx.graph": "CodeGen.gen_fn_def",

@@ -377,7 +377,7 @@ ROUND = 3 * 16
 """Bytes by which two ranks tell each other, in front of a program, that they run the same; freed when both have it."""
 
 
-@pytest.mark.sweep(but=("parameters-75%-none",))
+@pytest.mark.sweep
 @pytest.mark.parametrize("options", ["none", "state moves"])
 @pytest.mark.parametrize("share", ["75%", "62%"])
 @pytest.mark.parametrize("sharded", ["parameters", "state", "none"])
