@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 
 import pytest
 
-from graphopt.planning import ladder
+from graphopt.planning import ladder, planner
 
 __all__ = ["short_search", "whole_search"]
 
-_WHOLE = {name: getattr(ladder, name) for name in ("_WORK_SMALL", "_WORK", "_WORK_ALIKE", "_WORK_DEEP")}
-_SHORT = {"_WORK_SMALL": 60_000, "_WORK": 400_000, "_WORK_ALIKE": 400_000, "_WORK_DEEP": 800}
+_SHORT = {
+    (ladder, "_WORK_SMALL"): 60_000,
+    (ladder, "_WORK"): 400_000,
+    (ladder, "_WORK_ALIKE"): 400_000,
+    (ladder, "_WORK_DEEP"): 800,
+    (planner, "_AIMED"): 400_000,
+    (planner, "_EACH"): 60_000,
+    (planner, "_ALL"): 150_000,
+}
+_WHOLE = {(module, name): getattr(module, name) for module, name in _SHORT}
 
 
 @contextmanager
@@ -30,8 +39,8 @@ def whole_search() -> Iterator[None]:
 
 
 @contextmanager
-def _effort(work: dict[str, int]) -> Iterator[None]:
+def _effort(work: dict[tuple[ModuleType, str], int]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, count in work.items():
-            patch.setattr(ladder, name, count)
+        for (module, name), count in work.items():
+            patch.setattr(module, name, count)
         yield
