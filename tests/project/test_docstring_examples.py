@@ -20,6 +20,7 @@ def test_every_public_object_has_an_example() -> None:
 @pytest.mark.sweep(cases=("graphopt.passes.Chunk",))
 @pytest.mark.parametrize("name", PUBLIC)
 def test_an_example_does_what_it_says(name: str) -> None:
+    graphopt.available_formats()  # has the formats registered that graphopt brings along
     before = dict(graphopt.ir.formats._registered)
     try:
         assert failures(name, PUBLIC[name]) == ""
