@@ -25,12 +25,12 @@ from graphopt.rewriting.memory.around_copies import AroundCopies, copies_line
 from graphopt.rewriting.memory.budget import (
     BudgetError,
     budget_bytes,
-    check_budget,
     infeasible,
     refuse_elsewhere,
     refuse_hopeless,
     within_already,
 )
+from graphopt.rewriting.memory.budget_text import check_budget
 from graphopt.rewriting.memory.checkpoint_segments import has_segments, leaves_segments
 from graphopt.rewriting.memory.compress_action import CompressAction, choose_values, values_of
 from graphopt.rewriting.memory.compression import Compression
@@ -127,8 +127,11 @@ class FitMemory(Pass):
             update, as ``OffloadState`` does it); ``compress`` (as many activations as pay are stored in 8 bits an
             element, as ``CompressActivations`` does it: gradients get noise without bias, and random numbers of the
             program are others, so that with it the pass ``changes`` results. Not in models that are captured in parts).
-        effort: ``default``, a plan in about a second, which ends as soon as it is within half a per cent of the step of
-            a proven bound; or ``thorough``, all that is known for every budget, which takes many times as long.
+        effort: ``default``, which looks for a plan for this budget, in about a second, and ends as soon as one is
+            within half a per cent of the step of a proven bound; or ``thorough``, which looks for the best plans for
+            every budget, and takes many times as long. Where plans for other budgets count too, all are looked for in
+            any case: with copies to a host, slices, parts, sizes that vary, ``state``, inputs that reside elsewhere,
+            and on devices whose allocator keeps freed blocks.
         time_limit: seconds that the search may take; what it has by then is used. Without a limit the effort depends on
             the program and the budget alone, and so do the plans.
         cost: where seconds come from: ``measured`` (each distinct call is run on this device, and the figures are kept

@@ -306,7 +306,8 @@ def simulate(
             (``Context.sizes``), else those of the example inputs.
     """
     taken = program.context.sizes if sizes is None else sizes
-    way = measure, forward_in_place, frozenset(taken.items()), program.context.elsewhere, torch.get_num_threads()
+    measured = measure, torch.get_num_threads(), _torch.profiler_is_running()  # beside which nothing is measured
+    way = measured, forward_in_place, frozenset(taken.items()), program.context.elsewhere
     with _torch.sizes_taken_as(taken):
         return known_timeline(program, way, lambda: _simulate(program, measure, forward_in_place))
 

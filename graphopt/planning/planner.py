@@ -67,8 +67,9 @@ def find_frontier(
     Args:
         problem: what to plan.
         budget: bytes; the plan for them is looked for, and others are found by the way: in about a second, where all
-            budgets take many. Where none is found with that, all are looked for. A larger budget gets a slower plan
-            only where a plan is not proved to be within half a per cent of ``problem.seconds`` of the best one.
+            budgets take many. Near the lowest peak there may be plans that only a search for all finds. A larger budget
+            gets a slower plan only where a plan is not proved to be within half a per cent of ``problem.seconds`` of
+            the best one.
         thorough: without a budget: aim at more of all budgets at last.
         time_limit: seconds after which no further work is begun; None works until the planned effort is spent.
         progress: called with the share of the work that is done and the frontier so far; an exception that it raises
@@ -200,6 +201,8 @@ def plan(problem: Problem, budget: int, *, time_limit: float | None = None) -> S
     if plain.peak <= budget:
         return plain
     frontier = find_frontier(problem, budget=budget, time_limit=time_limit)
+    if frontier.within(budget) is None and not frontier.cut_short:
+        frontier = find_frontier(problem, time_limit=time_limit)
     point = min(
         (point for point in (*frontier, *Refinement(scheduler, frontier).around(budget)) if point.peak <= budget),
         key=lambda point: point.again,

@@ -48,6 +48,14 @@ def test_a_program_that_stays_as_it_is_is_looked_at_once(made: list[Program]) ->
     assert len(made) == 2
 
 
+def test_what_a_profiler_kept_from_being_measured_is_measured_later(made: list[Program]) -> None:
+    one = program()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        one.memory()
+    one.memory()
+    assert len(made) == 2
+
+
 def insert(of: Program) -> None:
     node = gelu(of)
     clone = of.insert(torch.ops.aten.clone.default, (node,), after=node, phase=Phase.FORWARD, origin="test")
@@ -73,7 +81,11 @@ def elsewhere(of: Program) -> None:
     of.context = replace(of.context, elsewhere=frozenset(node.name for node in of.placeholders[:1]))
 
 
-@pytest.mark.parametrize("change", [insert, shrink, hand_out, rephase, elsewhere])
+def there(of: Program) -> None:
+    of.context = replace(of.context, there=lambda role, target: True)
+
+
+@pytest.mark.parametrize("change", [insert, shrink, hand_out, rephase, elsewhere, there])
 def test_a_program_that_is_changed_is_looked_at_again(made: list[Program], change: Callable[[Program], None]) -> None:
     """And what is found is what a program that was never looked at before gives."""
     one, other = program(), program()

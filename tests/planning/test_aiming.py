@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphopt.errors import ArgumentError
-from graphopt.planning import Frontier, Plan, Problem, find_frontier, simulate
+from graphopt.planning import Frontier, Plan, Problem, find_frontier, plan, simulate
 from graphopt.planning.aiming import Aim
 from graphopt.planning.ladder import SMALL, Ladder
 from graphopt.planning.lower_bound import fewest_seconds_again, quick_bound
@@ -104,6 +104,14 @@ def test_a_search_that_is_not_thorough_covers_all_budgets() -> None:
     assert quick.lowest.peak == whole.lowest.peak
     for budget in budgets_of(problem, whole, 6)[1:]:
         assert again_within(problem, budget, quick) <= again_within(problem, budget, whole) + 0.02 * problem.seconds
+
+
+def test_a_budget_that_only_a_search_for_all_meets_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = layered(21)
+    budget = budgets_of(problem, find_frontier(problem), 4)[0]
+    monkeypatch.setattr("graphopt.planning.planner._Search._aim_at", lambda *_: None)
+    assert find_frontier(problem, budget=budget).within(budget) is None
+    assert plan(problem, budget).peak <= budget
 
 
 def test_the_same_budget_gets_the_same_plan() -> None:

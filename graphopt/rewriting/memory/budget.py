@@ -16,7 +16,6 @@ from graphopt.ir.program import Program
 from graphopt.ir.reserved_memory import ReservedMemory
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.rewriting.memory.budget_text import PERCENT, is_what_is_free
-from graphopt.rewriting.memory.budget_text import check_budget as check_budget
 from graphopt.rewriting.memory.fit import Fitting
 from graphopt.rewriting.memory.floor import always_alive, least_bytes, what_would_help
 from graphopt.rewriting.memory.free_memory import free_bytes
@@ -27,7 +26,6 @@ __all__ = [
     "Share",
     "budget_bytes",
     "budget_error",
-    "check_budget",
     "infeasible",
     "refuse_elsewhere",
     "refuse_hopeless",

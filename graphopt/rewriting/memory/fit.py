@@ -88,7 +88,7 @@ class FittingOptions:
         tier: where to: ``host`` or ``disk``.
         recompute: whether operations may run again.
         interruptible: take an interruption from the keyboard as the end of the search, and go on with what it found.
-        budget: in bytes; plans for it are searched for where that takes one search, and those for others by the way.
+        budget: in bytes; plans for it alone are searched for, unless what is taken depends on plans for others too.
         thorough: search for the best plans at every budget, however long that takes.
     """
 
