@@ -137,10 +137,12 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> object:
         """A public name, or a folder of the package, imported now."""
         if name in __all__:
-            globals()[name] = _found(name)
+            with handed_down.importing:
+                globals()[name] = _found(name)
             return globals()[name]
         if name in ("integrations", "passes", "planning"):
-            return importlib.import_module(f"{__name__}.{name}")
+            with handed_down.importing:
+                return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
 
 

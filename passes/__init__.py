@@ -10,6 +10,8 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
+from graphopt.ir import handed_down
+
 if __name__ == "passes":
     raise ImportError("import graphopt.passes, not passes: the folder is the package graphopt.passes")
 
@@ -72,7 +74,8 @@ if not TYPE_CHECKING:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
         file = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
-        globals()[name] = getattr(importlib.import_module(f"{__name__}.{file}"), name)
+        with handed_down.importing:
+            globals()[name] = getattr(importlib.import_module(f"{__name__}.{file}"), name)
         return globals()[name]
 
 

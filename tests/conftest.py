@@ -19,7 +19,7 @@ from tests.support.sweeping import check_core, sweep_cases
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, the notebooks' kernels among them
 
-settings.register_profile("graphopt", examples(25, many=400))  # where a test says nothing else
+settings.register_profile("graphopt", examples(25))  # where a test says nothing else
 settings.load_profile("graphopt")
 
 gc.disable()  # until everything is imported

@@ -11,10 +11,15 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["by", "complete"]
+__all__ = ["by", "complete", "importing"]
 
 _loaders: list[Callable[[], None]] = []
-_lock = _thread.RLock()  # threading's, without an import
+importing = _thread.RLock()  # threading's, without an import
+"""Held while a name that was asked for is imported.
+
+torch's modules import one another in circles; two threads that enter a circle at different ends see modules that are
+half imported, since Python gives up a module's lock rather than wait for ever.
+"""
 
 
 def by(load: Callable[[], None]) -> None:
@@ -25,7 +30,7 @@ def by(load: Callable[[], None]) -> None:
 def complete() -> None:
     """See to it that everything has been added."""
     if _loaders:
-        with _lock:  # a thread that comes meanwhile waits until all is there
+        with importing:  # a thread that comes meanwhile waits until all is there
             for load in _loaders:
                 load()
             _loaders.clear()

@@ -126,7 +126,7 @@ def test_what_has_no_gradient_in_eager_mode_has_none() -> None:
 
 
 @given(names=st.lists(st.sampled_from(sorted(CHANGES)), min_size=1, max_size=4), whole=st.booleans())
-@examples(5, many=80)
+@examples(5)
 def test_any_changes_one_after_the_other(names: list[str], whole: bool) -> None:
     model = Changes(*map(CHANGES.__getitem__, names))
     expected = trained(plain := copy.deepcopy(model), X, plain)

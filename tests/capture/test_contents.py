@@ -390,7 +390,7 @@ def leaves_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, Callabl
     return found
 
 
-@examples(60, many=2_000)
+@examples(60)
 @given(kept=KEPT, data=st.data())
 def test_the_quick_check_notices_each_leaf_that_is_set(kept: Any, data: st.DataObject) -> None:
     places = leaves_in(kept)

@@ -67,7 +67,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.sweep
-@examples(6, many=300)
+@examples(6)
 @given(
     kind=st.sampled_from(["LSTM", "GRU", "RNN"]), layers=st.integers(1, 2), hidden=st.sampled_from([3, 16, 40]),
     both=st.booleans(), first=st.booleans(), bias=st.booleans(), p=st.sampled_from([0.0, 0.3]),
@@ -174,7 +174,7 @@ class Scaled(nn.Module):
 MODES = {"linear": 1, "bilinear": 2, "bicubic": 2, "trilinear": 3, "nearest": 2, "nearest-exact": 2, "area": 2}
 
 
-@examples(12, many=500)
+@examples(12)
 @given(
     mode=st.sampled_from(sorted(MODES)), factor=st.sampled_from([0.5, 1.7, 2.0, 2.5]), as_size=st.booleans(),
     align=st.booleans(), antialias=st.booleans(),

@@ -19,7 +19,7 @@ KEYS = st.integers(0, 3)
 
 
 @given(st.lists(KEYS, max_size=60))
-@examples(200, many=5000)
+@examples(200)
 def test_a_stretch_that_is_found_repeats_itself(keys: Sequence[int]) -> None:
     found = longest_period(keys)
     if found is not None:
@@ -35,7 +35,7 @@ def test_a_stretch_that_is_found_repeats_itself(keys: Sequence[int]) -> None:
     st.lists(KEYS, max_size=8),
     st.integers(4, 9),
 )
-@examples(200, many=5000)
+@examples(200)
 def test_a_row_of_blocks_with_a_call_of_its_own_is_found(
     before: list[int], block: list[int], count: int, behind: list[int], own: int
 ) -> None:
@@ -99,7 +99,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 4), st.sampled_from([1, 2, 9])), min_si
 
 
 @given(ROWS, st.lists(st.integers(0, 20), max_size=1))
-@examples(12, many=300)
+@examples(12)
 def test_blocks_that_are_found_are_alike_and_touch_their_neighbours_alone(
     row: list[tuple[int, int]], returned: list[int]
 ) -> None:
@@ -121,7 +121,7 @@ def test_blocks_that_are_found_are_alike_and_touch_their_neighbours_alone(
 
 
 @given(st.integers(0, 3), st.integers(LEAST + 1, 12))
-@examples(8, many=40)
+@examples(8)
 def test_of_a_row_of_equal_layers_five_are_left(kind: int, count: int) -> None:
     program, blocks = _found([kind] * count)
     assert blocks is not None

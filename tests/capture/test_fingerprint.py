@@ -257,7 +257,7 @@ def alike(one: Any, other: Any) -> bool:
 
 
 @given(VALUES, VALUES)
-@examples(200, many=5_000)
+@examples(200)
 def test_keys_are_equal_just_where_values_are(one: Any, other: Any) -> None:
     assert by_value(one) == by_value(copy.deepcopy(one))
     assert (by_value(one) == by_value(other)) == alike(one, other)
@@ -274,7 +274,7 @@ def test_what_refers_to_itself_has_a_key() -> None:
 
 
 @given(st.lists(st.sampled_from(sorted(CHANGES)), min_size=1, max_size=6))
-@examples(40, many=1_000)
+@examples(40)
 def test_the_quick_check_notices_what_the_key_notices(changes: list[str]) -> None:
     model, fingerprint = Reads(), ModelFingerprint()
     for change in changes:

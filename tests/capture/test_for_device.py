@@ -287,7 +287,7 @@ def test_tied_and_shared_tensors_stay_one() -> None:
 
 @pytest.mark.sweep
 @given(width=st.integers(1, 9), rows=st.integers(1, 5), layers=st.integers(1, 3), bias=st.booleans())
-@examples(5, many=200)
+@examples(5)
 def test_bytes_are_those_of_a_capture_with_data(width: int, rows: int, layers: int, bias: bool) -> None:
     model = nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(width, width, bias=bias), nn.Tanh())))
     cpu = DeviceProfile("a CPU", {"float32": 1e12}, 1e11, 1e-6, 1e10, 10**11)

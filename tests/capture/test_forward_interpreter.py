@@ -51,7 +51,7 @@ PRODUCTS: dict[str, Function] = {
 }
 
 
-@examples(10, many=300)
+@examples(10)
 @given(
     name=st.sampled_from(sorted(PRODUCTS)),
     zeros=st.sets(st.integers(0, 23), max_size=3),

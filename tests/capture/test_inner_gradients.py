@@ -388,7 +388,7 @@ def test_programs_are_read_and_written(stage: Any) -> None:
     assert ("torch.autograd.grad(" in program.to_text()) == (stage == "forward")
 
 
-@examples(2, many=60)
+@examples(2)
 @given(
     seed=st.integers(0, 2**16), rows=st.integers(1, 6), times=st.integers(1, 3), drop=st.sampled_from([0.0, 0.3]),
     share=st.sampled_from([92, 96, 100]),

@@ -104,7 +104,7 @@ steps = st.recursive(
 
 
 @pytest.mark.sweep
-@examples(6, many=400)
+@examples(6)
 @given(st.lists(steps, min_size=1, max_size=3), st.booleans())
 def test_any_nesting(code: Code, outside: bool) -> None:
     assert_as_eager(code, outside)

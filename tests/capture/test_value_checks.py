@@ -161,7 +161,7 @@ _conditions = st.recursive(
 
 
 @pytest.mark.filterwarnings("ignore")  # of Dynamo, where the model is captured in parts
-@examples(6, many=1000)
+@examples(6)
 @given(
     condition=_conditions,
     how=st.sampled_from(["assert {}", "if {}:\n        raise ValueError('x')"]),

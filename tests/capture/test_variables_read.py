@@ -313,7 +313,7 @@ def change(container: Any, value: int) -> None:
 
 
 @given(kept=CONTAINERS, data=st.data())
-@examples(60, many=2000)
+@examples(60)
 def test_a_key_changes_where_what_a_container_holds_does(kept: Any, data: st.DataObject) -> None:
     def loss(model: nn.Module, x: torch.Tensor) -> Any:
         return kept

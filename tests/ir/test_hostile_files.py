@@ -294,7 +294,7 @@ def mutated(draw: st.DrawFn) -> Mutated:
 
 
 @given(mutated())
-@examples(60, many=3_000)
+@examples(60)
 def test_a_mutated_document_is_read_or_refused(document: Mutated) -> None:
     found = read(document.data)
     if isinstance(found, Program):
@@ -325,7 +325,7 @@ def statements(source: str) -> list[str]:
 
 
 @given(st.lists(st.text(alphabet=st.characters(codec=None), max_size=30), min_size=4, max_size=4))
-@examples(60, many=5_000)
+@examples(60)
 def test_python_is_valid_and_inert_for_any_name(texts: list[str]) -> None:
     title, spec, target, output = (
         f"{text}\n{text}\r\x00\x0c\u2028import os\n" if len(text) % 2 else text for text in texts

@@ -152,7 +152,7 @@ def test_training_is_the_same_within_rounding_and_values_are_never_whole(
 
 
 @given(case=st.sampled_from(CASES), chunks=st.integers(2, 30), rows=st.integers(1, 3), tokens=st.integers(17, 30))
-@examples(2, many=300)
+@examples(2)
 def test_any_number_of_chunks_gives_the_same(
     case: tuple[type[nn.Module], str, int], chunks: int, rows: int, tokens: int
 ) -> None:

@@ -138,7 +138,7 @@ def test_gradients_have_no_bias() -> None:
     rows=st.integers(1, 40),
     bits=st.sampled_from([4, 8]),
 )
-@examples(3, many=300)
+@examples(3)
 def test_any_model_trains_as_one_seed_says_and_its_peak_is_predicted(kinds: list[str], rows: int, bits: int) -> None:
     passes = [CompressActivations(bits, min_bytes=0, group=32)]
     models = [made(*kinds) for _ in range(2)]

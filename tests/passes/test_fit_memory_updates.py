@@ -121,7 +121,7 @@ def smallest_budget(program: Program) -> int:
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
     tied=st.booleans(),
 )
-@examples(5, many=200)
+@examples(5)
 def test_every_budget_from_the_smallest_on_is_met_with_eagers_bits(
     layers: int, share: int, optimizer: str, *, tied: bool
 ) -> None:

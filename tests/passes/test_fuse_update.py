@@ -317,7 +317,7 @@ WIDTHS = st.sampled_from([3, 8, 24])
     make=st.sampled_from([sgd, adamw, momentum]),
     count=st.integers(1, 6),
 )
-@examples(3, many=40)
+@examples(3)
 def test_random_networks(kinds: list[str], widths: list[int], make: MakeOptimizer, count: int) -> None:
     torch.manual_seed(0)
     model = Net(*(LAYERS[kind](widths[i], widths[i + 1]) for i, kind in enumerate(kinds)))

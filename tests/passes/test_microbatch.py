@@ -209,7 +209,7 @@ def test_a_step_in_slices_is_that_of_the_whole_batch(case: str) -> None:
 
 
 @given(case=st.sampled_from(sorted(CASES)), slices=st.integers(2, 12), samples=st.integers(2, 12))
-@examples(4, many=300)
+@examples(4)
 def test_any_number_of_slices_gives_the_same(case: str, slices: int, samples: int) -> None:
     make, loss, draw, options = CASES[case]
     torch.manual_seed(0)

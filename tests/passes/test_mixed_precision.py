@@ -650,7 +650,7 @@ class Drawn(nn.Module):
         return self.shared(x)
 
 
-@examples(3, many=50)
+@examples(3)
 @given(st.lists(LAYERS, min_size=1, max_size=6), st.sampled_from(list(LOW)))
 def test_any_small_network_is_as_under_autocast_and_a_second_application_does_nothing(
     kinds: list[str], dtype: str

@@ -153,7 +153,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     least=st.sampled_from([1, 40, 300]),
     tied=st.booleans(),
 )
-@examples(12, many=400)
+@examples(12)
 def test_any_model_has_eagers_bits_and_no_higher_peak(
     layers: list[str], optimizer: str, what: tuple[str, ...], prefetch: Any, least: int, tied: bool
 ) -> None:
@@ -335,7 +335,7 @@ def test_state_that_is_allowed_to_move_and_does_not_is_told() -> None:
 
 @pytest.mark.sweep
 @given(share=st.floats(0.4, 1.0))
-@examples(4, many=60)
+@examples(4)
 def test_fit_memory_moves_as_much_state_as_pays(share: float) -> None:
     model = nn.Sequential(*(nn.Linear(64, 512) if number % 2 == 0 else nn.Linear(512, 64) for number in range(6)))
     program = graphopt.capture(model, (X,), loss=mean_square, optimizer=adamw(model))

@@ -59,7 +59,7 @@ def test_a_plan_for_one_budget_is_as_good_as_one_out_of_all(problem: Problem, ne
 
 
 @given(seed=st.integers(0, 10**6), share=st.floats(0.02, 1.0))
-@examples(3, many=300)
+@examples(3)
 def test_a_plan_keeps_its_budget_and_the_bounds_are_below_it(seed: int, share: float) -> None:
     problem = seeded_problem(seed, fewest=SMALL + 1, most=SMALL + 20)
     plain = plain_peak(problem)

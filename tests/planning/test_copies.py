@@ -78,7 +78,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @given(cases())
-@examples(100, many=2000)
+@examples(100)
 def test_copies_never_raise_the_peak_and_waiting_is_counted(case: Case) -> None:
     windows = case.windows()
     for copy, window in zip(case.copies, windows, strict=True):
@@ -88,7 +88,7 @@ def test_copies_never_raise_the_peak_and_waiting_is_counted(case: Case) -> None:
 
 
 @given(cases(), st.integers(0, 3))
-@examples(40, many=1000)
+@examples(40)
 def test_a_number_of_copies_ahead(case: Case, ahead: int) -> None:
     """Copies away end in time for the peak that fetching so far ahead has in any case."""
     windows = case.windows(ahead=ahead)
@@ -104,7 +104,7 @@ def test_a_number_of_copies_ahead(case: Case, ahead: int) -> None:
 
 
 @given(cases(), st.integers(3, 20))
-@examples(40, many=1000)
+@examples(40)
 def test_no_copy_ends_or_starts_across_a_boundary(case: Case, boundary: int) -> None:
     copies = tuple(copy for copy in case.copies if copy.last < boundary < copy.needed)
     kept = [copy for copy in case.copies if copy not in copies]

@@ -32,7 +32,7 @@ def bound(problem: Problem, budget: int) -> float:
 
 
 @given(problem=problems(fewest=2, most=5), share=st.floats(0, 1))
-@examples(15, many=1000)
+@examples(15)
 def test_it_is_never_above_the_best_of_all_plans(problem: Problem, share: float) -> None:
     plain = Scheduler(problem).evaluate(frozenset())
     budget = problem.resident + int((plain.peak - problem.resident) * (0.4 + 0.6 * share))
@@ -44,7 +44,7 @@ def test_it_is_never_above_the_best_of_all_plans(problem: Problem, share: float)
 
 @pytest.mark.sweep
 @given(seed=st.integers(0, 10**6))
-@examples(6, many=1000)
+@examples(6)
 def test_it_is_never_above_a_plan_that_overwrites(seed: int) -> None:
     problem = overwriting(seeded_problem(seed, fewest=6, most=14))
     frontier = find_frontier(problem)

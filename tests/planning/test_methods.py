@@ -69,7 +69,7 @@ def fastest(plans: Iterable[Simulated], budget: int) -> float | None:
 
 
 @given(st.data())
-@examples(60, many=1000)
+@examples(60)
 def test_decisions_become_a_valid_plan_that_is_measured_as_it_is_simulated(data: st.DataObject) -> None:
     problem = data.draw(problems())
     if data.draw(st.booleans()):
@@ -134,7 +134,7 @@ def test_a_plan_that_cannot_run_is_refused(problem: Problem, steps: tuple[int, .
 @pytest.mark.sweep(but=("segments", "all lower sets, memory", "chain"))
 @each_method
 @given(problem=problems(most=7), share=st.floats(0.3, 1.0))
-@examples(10, many=100)
+@examples(10)
 def test_every_method_gives_valid_plans_and_the_same_ones_again(method: Method, problem: Problem, share: float) -> None:
     scheduler = Scheduler(problem)
     budget = int(share * plain(problem).peak)

@@ -72,7 +72,7 @@ def test_the_part_is_the_slice_that_takes_most() -> None:
 
 
 @given(problem=problems(fewest=3, most=8), count=st.integers(2, 4), sums=st.integers(0, 40))
-@examples(30, many=400)
+@examples(30)
 def test_plans_of_a_slice_are_plans_of_all(problem: Problem, count: int, sums: int) -> None:
     whole, slices = sliced(problem, count, sums)
     scheduler = Scheduler(whole)
@@ -152,7 +152,7 @@ def with_losses(count: int, layers: int) -> tuple[Problem, list[OfSlice | None]]
 
 
 @given(count=st.integers(2, 4), layers=st.integers(2, 8))
-@examples(10, many=100)
+@examples(10)
 def test_what_another_slice_reads_is_not_made_again_there(count: int, layers: int) -> None:
     whole, slices = with_losses(count, layers)
     scheduler = Scheduler(whole)

@@ -39,7 +39,7 @@ def derived_steps(trace: StepTrace, drops: Drops) -> list[int] | None:
 
 
 @given(st.data())
-@examples(75, many=3000)
+@examples(75)
 def test_derived_runs_are_those_from_the_start(data: st.DataObject) -> None:
     problem = data.draw(problems())
     stops = Stops(problem)
@@ -55,7 +55,7 @@ def test_derived_runs_are_those_from_the_start(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@examples(75, many=3000)
+@examples(75)
 def test_bytes_of_edited_plans_are_those_of_the_simulator(data: st.DataObject) -> None:
     problem = data.draw(problems())
     if data.draw(st.booleans()):
@@ -122,7 +122,7 @@ def test_decisions_that_differ_in_much_are_not_derived() -> None:
 
 @pytest.mark.sweep
 @given(st.data())
-@examples(30, many=1000)
+@examples(30)
 def test_lists_and_arrays_give_the_bytes_of_the_simulator(data: st.DataObject) -> None:
     problem = data.draw(problems())
     if data.draw(st.booleans()):

@@ -37,7 +37,7 @@ def levels(alive: list[int], visits: list[Visit], windows: list[VisitWindow]) ->
 
 
 @given(given_=computations(), rate=st.floats(0.1, 100), limit=st.integers(0, 200))
-@examples(200, many=5000)
+@examples(200)
 def test_copies_raise_no_peak_above_the_limit(
     given_: tuple[list[float], list[int], list[Visit]], rate: float, limit: int
 ) -> None:
@@ -51,7 +51,7 @@ def test_copies_raise_no_peak_above_the_limit(
 
 
 @given(given_=computations(), rate=st.floats(0.1, 100))
-@examples(100, many=2000)
+@examples(100)
 def test_the_computation_waits_no_longer_than_for_one_copy_after_the_other(
     given_: tuple[list[float], list[int], list[Visit]], rate: float
 ) -> None:

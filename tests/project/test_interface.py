@@ -78,12 +78,13 @@ def test_threads_that_come_at_once_find_everything() -> None:
         "from graphopt.ir.program import Program\n"
         "from graphopt.ir.methods import provided\n"
         "found = []\n"
-        "ask = [lambda: provided(Program, 'memory'), lambda: graphopt.optimize, lambda: graphopt.capture] * 3\n"
+        "ask = [lambda: provided(Program, 'memory'), lambda: graphopt.optimize, lambda: graphopt.capture]\n"
+        "ask = [*ask, lambda: graphopt.passes.FitMemory] * 3\n"
         "threads = [threading.Thread(target=lambda each=each: found.append(callable(each()))) for each in ask]\n"
         "[thread.start() for thread in threads]; [thread.join() for thread in threads]\n"
         "print(len(found), all(found))\n"
     )
-    assert run(code) == "9 True\n"
+    assert run(code) == "12 True\n"
 
 
 def test_each_name_is_that_of_the_whole_interface() -> None:

@@ -55,7 +55,7 @@ READ_AND_WRITE = {
 
 @pytest.mark.parametrize("form", READ_AND_WRITE)
 @given(st.lists(options, max_size=1).map(lambda found: [*found, Plain()]))
-@examples(40, many=1000)
+@examples(40)
 def test_any_options_survive_each_format(form: str, passes: list[Any]) -> None:
     read, write, null = READ_AND_WRITE[form]
     text = write(passes_to_data(passes, find, null=null))
@@ -201,7 +201,7 @@ def test_without_pyyaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("suffix", ["toml", "json", "yaml"])
 @given(text=st.text(max_size=30))
-@examples(100, many=3000)
+@examples(100)
 def test_any_text_is_read_or_refused(suffix: str, text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / f"any.{suffix}"
     path.write_bytes(text.encode())

@@ -104,7 +104,7 @@ options = st.builds(
 
 
 @given(st.lists(options, min_size=1, max_size=2))
-@examples(30, many=600)
+@examples(30)
 def test_any_options_survive_the_text_form(passes: list[Options]) -> None:
     assert parse_passes(",".join(map(str, passes)), find) == passes
 
@@ -199,7 +199,7 @@ def mutated(draw: st.DrawFn) -> str:
 
 
 @given(mutated())
-@examples(200, many=20_000)
+@examples(200)
 def test_a_mutated_text_is_passes_that_come_back_or_an_error(text: str) -> None:
     try:
         pipeline = Pipeline(text)
@@ -209,7 +209,7 @@ def test_a_mutated_text_is_passes_that_come_back_or_an_error(text: str) -> None:
 
 
 @given(st.text(max_size=12) | st.sampled_from(["()", "()()tp", "()x", "none", "True", "1e5", "", "a b", 'a"b', "a\\"]))
-@examples(200, many=5_000)
+@examples(200)
 def test_any_text_of_an_option_comes_back(text: str) -> None:
     given_ = PartitionCheckpoints(group=text)
     assert Pipeline(str(given_)).passes == (given_,)

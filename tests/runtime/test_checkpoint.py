@@ -242,7 +242,7 @@ plain = st.recursive(
 
 
 @given(plain)
-@examples(50, many=2000)
+@examples(50)
 def test_plain_state_comes_back(state: Any) -> None:
     found = unpack(pack(state).structure, {})
     assert found == state
@@ -250,7 +250,7 @@ def test_plain_state_comes_back(state: Any) -> None:
 
 
 @given(st.binary(max_size=40).map(lambda found: found.decode("latin-1")) | plain.map(str))
-@examples(50, many=2000)
+@examples(50)
 def test_other_structures_are_refused(structure: str) -> None:
     with pytest.raises(GraphoptError):
         unpack(structure, {})

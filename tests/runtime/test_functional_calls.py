@@ -116,7 +116,7 @@ def network(width: int, outputs: int, *, through: bool) -> nn.Module:
     return Network()
 
 
-@examples(8, many=300)
+@examples(8)
 @given(
     width=strategies.integers(1, 8),
     outputs=strategies.integers(1, 3),

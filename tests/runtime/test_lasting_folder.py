@@ -354,7 +354,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 @given(data=st.data())
-@examples(60, many=3000)
+@examples(60)
 def test_a_changed_record_is_read_or_refused(finished: Path, data: st.DataObject) -> None:
     record = json.loads((finished / RECORD).read_text())
     changed = copy.deepcopy(record)

@@ -148,7 +148,7 @@ def test_peaks_are_predicted_to_the_byte(make: Make) -> None:
     assert graphopt.measure_peak(lambda: step(X)).allocated_peak_bytes == step.program.memory().allocated_peak_bytes
 
 
-@examples(3, many=200)
+@examples(3)
 @given(
     name=st.sampled_from(["NAdam", "RAdam", "Adamax", "ASGD"]),
     options=st.fixed_dictionaries({"maximize": st.booleans(), "weight_decay": st.sampled_from([0.0, 0.1])}),

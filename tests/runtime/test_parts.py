@@ -178,7 +178,7 @@ def test_training_equals_eager_training(name: str, passes: list[Pass]) -> None:
 
 
 @pytest.mark.sweep
-@examples(3, many=60)
+@examples(3)
 @given(st.integers(0, 2**20), st.integers(1, 4), st.floats(0, 0.9), st.booleans())
 def test_any_choice_of_layers_and_sizes(seed: int, layers: int, drop: float, transposed: bool) -> None:
     """Layers in any order and number, inputs of several shapes and strides."""

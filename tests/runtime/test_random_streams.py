@@ -45,7 +45,7 @@ def test_a_stream_goes_on_where_it_was_left() -> None:
     assert torch.equal(torch.rand(3), seeded(7, 3))
 
 
-@examples(20, many=200)
+@examples(20)
 @given(st.lists(st.tuples(st.sampled_from(["a", "b", "outside"]), st.integers(1, 4)), max_size=12))
 def test_streams_do_not_see_each_other(draws: list[tuple[str, int]]) -> None:
     """Whatever the order, each stream gives what its own generator gives."""

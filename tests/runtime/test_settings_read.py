@@ -179,7 +179,7 @@ def test_a_schedule_of_torch_that_cycles_momentum(traces: list[None]) -> None:
 numbers = st.sampled_from([0.0, 0.1, 0.5, 0.9])
 
 
-@examples(4, many=300)
+@examples(4)
 @given(
     make=st.sampled_from([*OPTIMIZERS.values(), LISTS, Own]),
     changes=st.lists(

@@ -131,7 +131,7 @@ POOL: list[Callable[[torch.Tensor, torch.Tensor, nn.Module], Any]] = [
 ]
 
 
-@examples(5, many=300)
+@examples(5)
 @given(
     st.recursive(
         st.integers(0, len(POOL) - 1),

@@ -9,8 +9,10 @@ from hypothesis import settings
 __all__ = ["SWEEPING", "examples"]
 
 SWEEPING = os.environ.get("HYPOTHESIS_PROFILE") == "sweep"
+TIMES = 10
+"""How many times as many examples a sweep tries."""
 
 
-def examples(few: int, *, many: int) -> settings:
-    """Settings of a property test: ``few`` examples in `make test`, ``many`` in `make sweep`, always the same ones."""
-    return settings(max_examples=many if SWEEPING else few, deadline=None, derandomize=True)
+def examples(few: int) -> settings:
+    """Settings of a property test: ``few`` examples in `make test`, ``TIMES`` as many in `make sweep`, always the same."""
+    return settings(max_examples=TIMES * few if SWEEPING else few, deadline=None, derandomize=True)

@@ -128,7 +128,7 @@ def test_rates_of_a_data_sheet_are_multiplied_by_the_efficiency(tmp_path: Path) 
 RATES = st.floats(min_value=1e-3, max_value=1e18)
 
 
-@examples(5, many=500)
+@examples(5)
 @given(st.text(max_size=20), RATES, st.integers(1, 2**50), st.dictionaries(st.text(max_size=5), RATES, max_size=3))
 def test_what_is_saved_is_loaded(
     tmp_path_factory: pytest.TempPathFactory, source: str, rate: float, count: int, flops: dict[str, float]

@@ -44,7 +44,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 
 @given(x=tensors(), bits=st.sampled_from([4, 8]), group=st.sampled_from([8, 24, 256]), seed=st.integers(0, 2**31))
-@examples(40, many=2000)
+@examples(40)
 def test_an_element_is_less_than_a_step_away(x: torch.Tensor, bits: int, group: int, seed: int) -> None:
     made = there_and_back(x, bits, group, seed=seed)
     error = (made.as_strided((x.numel(),), (1,)).double() - x.as_strided((x.numel(),), (1,)).double()).abs()
@@ -53,7 +53,7 @@ def test_an_element_is_less_than_a_step_away(x: torch.Tensor, bits: int, group: 
 
 
 @given(x=tensors(), bits=st.sampled_from([4, 8]), seed=st.integers(0, 2**31))
-@examples(20, many=1000)
+@examples(20)
 def test_zeros_of_what_is_not_negative_stay_and_others_stay_positive(x: torch.Tensor, bits: int, seed: int) -> None:
     x = torch.relu(x)
     made = there_and_back(x, bits, seed=seed, zeros=True)

@@ -227,7 +227,7 @@ def test_hostile_names_are_only_text() -> None:
     assert "\u202e" not in ET.tostring(root, encoding="unicode")
 
 
-@examples(15, many=200)
+@examples(15)
 @given(st.text(max_size=60))
 def test_any_title_gives_a_well_formed_file(title: str) -> None:
     program = Program(fx.Graph(), "forward", [], [])

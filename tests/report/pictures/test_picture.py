@@ -528,7 +528,7 @@ def test_hostile_names_are_only_text() -> None:
     to_dot(program).encode("utf-8")
 
 
-@examples(15, many=200)
+@examples(15)
 @given(st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=5), st.text(max_size=50))
 def test_any_names_give_well_formed_files(names: list[str], title: str) -> None:
     program = made(names, title=title)

@@ -267,7 +267,7 @@ class InterruptedAt:
 
 
 @pytest.mark.sweep
-@examples(25, many=300)
+@examples(25)
 @given(problems(fewest=3, most=6), st.integers(0, 20_000))
 def test_an_interrupted_search_keeps_what_it_has(problem: Problem, line: int) -> None:
     interrupt, before = InterruptedAt(line), sys.gettrace()

@@ -244,7 +244,7 @@ def test_a_second_time_is_nothing() -> None:
     assert program.to_text() == before
 
 
-@examples(2, many=400)
+@examples(2)
 @given(
     shapes=st.lists(st.tuples(st.integers(8, 60), st.integers(8, 60), st.booleans()), min_size=1, max_size=5),
     split=st.integers(0, 5), ranks=st.integers(2, 5), bucket=st.sampled_from([0.0, 0.005, 32.0]),

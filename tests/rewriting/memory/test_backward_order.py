@@ -70,7 +70,7 @@ def test_no_call_of_backward_has_more_bytes_beside_it(
 
 
 @given(recipes())
-@examples(25, many=400)
+@examples(25)
 def test_random_networks_keep_their_bits_and_never_hold_more(recipe: Recipe) -> None:
     model, x = Network(recipe), torch.randn(SHAPE)
     program = captured(model, x, loss=own_loss)

@@ -177,7 +177,7 @@ def test_the_record_says_so() -> None:
     st.integers(1, 40), st.integers(2, 70), st.sampled_from([1, 2]), st.booleans(),
     st.sampled_from([torch.float32, torch.float64, torch.bfloat16]), st.integers(0, 10**6),
 )  # fmt: skip
-@examples(60, many=600)
+@examples(60)
 def test_the_op_gives_the_bits_of_the_two_that_it_stands_for(
     rows: int, classes: int, reduction: int, weighted: bool, dtype: torch.dtype, seed: int
 ) -> None:

@@ -138,7 +138,7 @@ def test_scale_moves_as_in_paddle(options: dict[str, Any]) -> None:
     assert trace(ScaleLoss(**options).scaling, script) == paddle_trace(script, **options)
 
 
-@examples(12, many=150)
+@examples(12)
 @given(
     script=st.lists(st.booleans(), max_size=40),
     growth=st.floats(1.01, 1e6),

@@ -32,7 +32,7 @@ def recorded(rule: Callable[[set[str]], bool]) -> tuple[Callable[[tuple[str, ...
 
 
 @given(st.integers(1, 60), st.data())
-@examples(30, many=600)
+@examples(30)
 def test_bisection_finds_the_culprits(count: int, data: st.DataObject) -> None:
     entries = [f"m{number}" for number in range(count)]
     bad = set(data.draw(st.lists(st.sampled_from(entries), max_size=4)))
@@ -46,7 +46,7 @@ def test_bisection_finds_the_culprits(count: int, data: st.DataObject) -> None:
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=24), st.floats(0, 8))
-@examples(30, many=600)
+@examples(30)
 def test_where_errors_add_up_the_set_is_minimal_all_the_same(errors: list[float], tolerance: float) -> None:
     parts = {f"m{number}": error for number, error in enumerate(errors)}
 

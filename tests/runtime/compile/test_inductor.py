@@ -253,7 +253,7 @@ def test_a_dry_run_predicts_the_measured_peak(p: float) -> None:
 
 
 @pytest.mark.sweep
-@examples(6, many=60)
+@examples(6)
 @given(p=st.sampled_from([0.0, 0.1]), cuts=st.lists(st.integers(1, 400), max_size=6))
 def test_dividing_changes_neither_results_nor_the_peak(p: float, cuts: list[int]) -> None:
     program, model = fitted_program(p)

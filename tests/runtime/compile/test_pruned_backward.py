@@ -154,7 +154,7 @@ class Drawn(nn.Module):
 LINES = st.tuples(st.sampled_from(sorted(OPS)), st.integers(0, 9), st.integers(0, 9))
 
 
-@examples(6, many=500)
+@examples(6)
 @given(
     lines=st.lists(
         st.tuples(st.sampled_from(sorted(OPS)), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=6

@@ -59,13 +59,13 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     return torch.empty(0, dtype=dtype).set_(data.untyped_storage(), offset, size, stride)
 
 
-@examples(50, many=600)
+@examples(50)
 @given(x=tensors(), tier=st.sampled_from(TIERS))
 def test_what_comes_back_is_what_was_moved(x: torch.Tensor, tier: str) -> None:
     assert same_bytes(round_trip(x, tier), x)
 
 
-@examples(25, many=300)
+@examples(25)
 @given(given_tensors=st.lists(st.tuples(tensors(), st.sampled_from(TIERS)), max_size=12), order=st.randoms())
 def test_many_held_at_once_come_back_in_any_order(given_tensors: list[tuple[torch.Tensor, str]], order: Any) -> None:
     handles = [(transfer.offload(x, tier), x) for x, tier in given_tensors]

@@ -47,7 +47,7 @@ def fetched(residents: Residents, at: torch.Tensor) -> torch.Tensor:
     tier=st.sampled_from(TIERS),
     turned=st.booleans(),
 )
-@examples(30, many=400)
+@examples(30)
 def test_a_tensor_comes_back_as_it_was_written(shape: list[int], dtype: torch.dtype, tier: Tier, turned: bool) -> None:
     here = Residents(Engine(), PagedFile())
     tensor = (torch.arange(int(torch.tensor(shape).prod())).reshape(shape) % 7).to(dtype)

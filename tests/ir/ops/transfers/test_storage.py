@@ -33,7 +33,7 @@ def _own_engine(tmp_path: Path) -> Iterator[None]:
 # --- ranges ----------------------------------------------------------------------------------------------------------
 
 
-@examples(80, many=2000)
+@examples(80)
 @given(
     capacity=st.integers(1, 40).map(lambda n: n * ALIGNMENT),
     steps=st.lists(st.tuples(st.booleans(), st.integers(0, 50), st.integers(1, 600)), max_size=60),
@@ -71,7 +71,7 @@ def test_ranges_that_are_not_in_use_cannot_be_freed() -> None:
         area.allocate(0)
 
 
-@examples(50, many=1000)
+@examples(50)
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(0, 20), st.integers(0, 20)), max_size=25))
 def test_a_slab_of_the_bytes_that_are_asked_for_is_enough(raw: list[tuple[int, int, int]]) -> None:
     blocks = [(nbytes, min(a, b), max(a, b)) for nbytes, a, b in raw]

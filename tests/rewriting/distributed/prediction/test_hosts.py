@@ -59,7 +59,7 @@ def test_rounds_are_those_of_a_host_and_those_between_hosts() -> None:
     far=st.floats(1e3, 1e12),
     number=st.integers(0, 3),
 )
-@examples(20, many=300)
+@examples(20)
 def test_links_of_one_speed_are_no_slower_than_one_link_and_faster_ones_never_slower(
     hosts: int, ranks: int, near: float, far: float, number: int
 ) -> None:

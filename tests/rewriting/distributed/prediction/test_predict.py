@@ -532,7 +532,7 @@ def test_local_sgd_tends_to_no_exchange_at_all(made: Workload, ranks: int, link:
 
 
 @given(workloads(), links)
-@examples(15, many=200)
+@examples(15)
 def test_thousands_of_ranks_are_no_harder_than_two(made: Workload, link: Link) -> None:
     for strategy in ALL_WAYS:
         found = predict_workload(made, 10_000, link, strategy)
@@ -598,7 +598,7 @@ def test_every_warm_up_density_is_predicted() -> None:
 
 
 @given(workloads(), st.integers(2, 600), links, st.sampled_from([Sparse(), LowRank(), Dense(wire=torch.bfloat16)]))
-@examples(20, many=300)
+@examples(20)
 def test_break_even_bandwidths_are_where_the_faster_one_changes(
     made: Workload, ranks: int, link: Link, strategy: Strategy
 ) -> None:
