@@ -63,6 +63,7 @@ bench: $(DEV) $(BROWSER) ## measure what tests/benchmarks/README.md says (an hou
 	$(BIN)/python tests/benchmarks/shard_parameters.py
 	$(BIN)/python tests/benchmarks/call_overhead.py
 	$(BIN)/python tests/benchmarks/first_step.py
+	$(BIN)/python tests/benchmarks/later_calls.py
 	$(BIN)/python tests/benchmarks/large_models.py
 	$(BIN)/python tests/benchmarks/predictions.py
 	$(BIN)/python tests/benchmarks/chunk_loss.py

@@ -34,7 +34,7 @@ from graphopt.rewriting.memory.budget_text import check_budget
 from graphopt.rewriting.memory.checkpoint_segments import has_segments, leaves_segments
 from graphopt.rewriting.memory.compress_action import CompressAction, choose_values, values_of
 from graphopt.rewriting.memory.compression import Compression
-from graphopt.rewriting.memory.decision import Decision, carry, carry_out, or_own_segments
+from graphopt.rewriting.memory.decision import Decision, ProgramPlan, carry, or_own_segments
 from graphopt.rewriting.memory.fit import Fitting, FittingOptions
 from graphopt.rewriting.memory.lifted_copies import Swaps, lift_gathers, lift_swaps, nodes_of
 from graphopt.rewriting.memory.named_plan import shared_calls
@@ -63,6 +63,9 @@ _STATE_ORIGIN = "state of fit-memory"
 _Key = tuple[str, Hashable, tuple[tuple[str, int], ...]]
 _WAYS = ("recompute", "offload", "state", "compress")
 _EFFORTS = ("default", "thorough")
+_SHARES = 3
+"""Where sizes vary: into how many parts what the largest ones exceed the budget by is divided, to plan for each."""
+
 _COMPRESSION = Compression(8, 256, "compress of fit-memory")
 
 
@@ -130,8 +133,8 @@ class FitMemory(Pass):
         effort: ``default``, which looks for a plan for this budget, in about a second, and ends as soon as one is
             within half a per cent of the step of a proven bound; or ``thorough``, which looks for the best plans for
             every budget, and takes many times as long. Where plans for other budgets count too, all are looked for in
-            any case: with copies to a host, slices, parts, sizes that vary, ``state``, inputs that reside elsewhere,
-            and on devices whose allocator keeps freed blocks.
+            any case: with copies to a host, slices, parts, ``state``, inputs that reside elsewhere, and on devices whose
+            allocator keeps freed blocks. Where sizes vary, plans for three budgets are.
         time_limit: seconds that the search may take; what it has by then is used. Without a limit the effort depends on
             the program and the budget alone, and so do the plans.
         cost: where seconds come from: ``measured`` (each distinct call is run on this device, and the figures are kept
@@ -336,7 +339,7 @@ class FitMemory(Pass):
             with measuring() as measured:
                 costs = costs_of(without, self.cost, progress=measured)
             with searching() as searched:
-                fitting = Fitting(trial, without, costs.seconds, self._options(searched, None))
+                fitting = Fitting(trial, without, costs.seconds, self._options(searched, ()))
             link = link_to(trial, self.cost)
             return state_to_move(fitting, without, costs.seconds, largest_first, budget, link)
 
@@ -348,21 +351,27 @@ class FitMemory(Pass):
             share: the budget in bytes, where it is known already.
             known: a plan that was found for this program before.
         """
-        if not sharded_inputs(program):
-            decision = self._decide(program, share, known)
-            if decision.found is None:
-                within = bool(decision.reason)
-                return Changed(decision.counts, reason=decision.reason, lines=decision.also, satisfied=within)
-            return carry_out(program, decision, decision.found, origin=_ORIGIN)
-        told = decided_by_first_rank(program, lambda: self._decide(program.copy(), share).told)
-        if told.prepares:
-            ready = prepared(program, _ORIGIN, reorder=told.reorders, undo=told.undoes)
-            program.take_over(ready.program)
-        if told.plan is None:
-            return Changed(told.counts, reason=told.reason, lines=told.lines, satisfied=bool(told.reason))
-        told.plan.apply(program, origin=_ORIGIN)
-        counts = {"run again": len(told.plan.again), "offloaded": len(told.plan.moves), **told.counts}
-        return Changed(counts, reason="nothing that is run again makes the peak smaller", lines=told.lines)
+        if sharded_inputs(program):
+            plan = decided_by_first_rank(program, lambda: self._decide(program.copy(), share).plan)
+            ready = program if plan.preparation is None else plan.preparation.done_to(program, _ORIGIN)
+            if ready is None:
+                raise GraphoptError("what the first rank does to its program cannot be done on this one")
+            program.take_over(ready)
+            return plan.carry_out(program, origin=_ORIGIN)
+        context, memory = program.context, program.memory()
+        alone = share is None and known is None and context.room is None and not context.sizes
+        key = (*self._key(program), "plan")
+        plans: list[ProgramPlan] = [] if context.plans is None or not alone else context.plans.setdefault(key, [])
+        for made in plans:
+            done = made.carried_to(program, memory, self._bytes(program, memory), origin=_ORIGIN)
+            if done is not None:
+                return done
+        decision = self._decide(program, share, known)
+        found = decision.found
+        made = ProgramPlan(decision.plan, memory.peak_bytes, {} if found is None else found.details)
+        if found is not None:
+            plans.append(made)
+        return made.carry_out(program, origin=_ORIGIN, fitting=None if found is None else found.fitting)
 
     def _decide(self, program: Program, share: int | None, known: Planned | None = None) -> Decision:
         """What is to be done to a program; what comes before the plan is done already.
@@ -398,7 +407,7 @@ class FitMemory(Pass):
         try:
             return self._decide_prepared(program, ready, budget, key, carried)
         except BudgetError as refused:
-            if not (ready.reordered and refused.searched):
+            if not (ready.done.reordered and refused.searched):
                 raise
             program.graph = original
             try:
@@ -454,8 +463,11 @@ class FitMemory(Pass):
         with measuring() as measured:
             costs = costs_of(memory, self.cost, progress=measured)
         with searching() as searched:
-            several = shared or program.context.elsewhere or program.context.sizes  # ask for plans at other budgets too
-            fitting = Fitting(program, memory, costs.seconds, self._options(searched, None if several else budget))
+            everywhere = shared or program.context.elsewhere  # ask for plans at all budgets
+            budgets = [] if everywhere else [budget]
+            if budgets and program.context.sizes:  # smaller ones need less of what the plan does
+                budgets += [budget + (memory.peak_bytes - budget) * share // _SHARES for share in range(1, _SHARES)]
+            fitting = Fitting(program, memory, costs.seconds, self._options(searched, budgets))
             fitted = fitting.within(budget)
             if fitted is None and not shared:
                 fitting = fitting.thorough()
@@ -488,15 +500,16 @@ class FitMemory(Pass):
         """The budget in bytes."""
         return budget_bytes(self.budget, memory)
 
-    def _options(self, progress: Callable[[float, Frontier], None], budget: int | None) -> FittingOptions:
-        """How plans are searched for: for one budget, or for all."""
+    def _options(self, progress: Callable[[float, Frontier], None], budgets: Sequence[int]) -> FittingOptions:
+        """How plans are searched for: for some budgets, or for all."""
         return FittingOptions(
             self.time_limit,
             progress,
             self._lanes(),
             recompute="recompute" in self.allow,
-            budget=budget,
+            budgets=tuple(budgets),
             thorough=self.effort == "thorough",
+            origin=_ORIGIN,
         )
 
     def _lanes(self) -> Callable[[PlanningProblem], Lanes] | None:

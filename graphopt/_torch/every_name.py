@@ -149,6 +149,7 @@ from graphopt._torch.symbolic_sizes import size_symbols as size_symbols
 from graphopt._torch.symbolic_sizes import sizes_taken_as as sizes_taken_as
 from graphopt._torch.symbolic_sizes import symbolic_float as symbolic_float
 from graphopt._torch.symbolic_sizes import symbolic_size as symbolic_size
+from graphopt._torch.symbolic_sizes import taken_sizes as taken_sizes
 from graphopt._torch.traced_tensors import is_written as is_written
 from graphopt._torch.traced_tensors import known_value as known_value
 from graphopt._torch.traced_tensors import outside_of_tracing as outside_of_tracing
@@ -293,6 +294,7 @@ __all__ = [
     "storage_key",
     "symbolic_float",
     "symbolic_size",
+    "taken_sizes",
     "tell_of_limits",
     "trace_update",
     "traced_node",

@@ -39,6 +39,7 @@ __all__ = [
     "sizes_taken_as",
     "symbolic_float",
     "symbolic_size",
+    "taken_sizes",
 ]
 
 
@@ -61,8 +62,18 @@ class _Evaluator:
     """Numbers of expressions for given values of their symbols; each expression is computed once."""
 
     def __init__(self, values: Mapping[str, int]) -> None:
+        self.values = dict(values)
         self._values = {name: sympy.Integer(value) for name, value in values.items()}
         self._known: dict[sympy.Expr, Any] = {}
+        self._of_nodes: dict[Any, Any] = {}
+
+    def of_node(self, node: Any) -> Any:
+        """The number behind a symbolic one; its expression, which torch simplifies at each look, is looked at once."""
+        try:
+            return self._of_nodes[node]
+        except KeyError:
+            found = self._of_nodes[node] = self.find(node.expr)
+            return found
 
     def find(self, expression: sympy.Expr) -> Any:
         """The number, or the truth value, of an expression; None where a symbol has no value."""
@@ -83,7 +94,8 @@ def sizes_taken_as(values: Mapping[str, int]) -> Iterator[None]:
     Args:
         values: by the names of symbols; without any, nothing changes.
     """
-    if not values:
+    present = _taken.get()
+    if not values or (present is not None and present.values == values):
         yield
         return
     token = _taken.set(_Evaluator(values))
@@ -91,6 +103,11 @@ def sizes_taken_as(values: Mapping[str, int]) -> Iterator[None]:
         yield
     finally:
         _taken.reset(token)
+
+
+def taken_sizes() -> object:
+    """What ``size_hint`` goes by at the moment, an object that is the same as long as that is; None for the example."""
+    return _taken.get()
 
 
 def evaluate_number(value: Any, values: Mapping[str, int]) -> Any:
@@ -184,7 +201,7 @@ def size_hint(value: Any) -> int:
     if isinstance(value, torch.SymInt):
         node = value.node
         evaluator = _taken.get()
-        taken = None if evaluator is None else evaluator.find(node.expr)
+        taken = None if evaluator is None else evaluator.of_node(node)
         if taken is not None:
             return int(taken)
         hint = node.hint if node.has_hint() else None
@@ -198,7 +215,7 @@ def number_hint(value: torch.SymFloat) -> float:
     """The number that a symbolic one was in the example inputs."""
     node: Any = value.node
     evaluator = _taken.get()
-    taken = None if evaluator is None else evaluator.find(node.expr)
+    taken = None if evaluator is None else evaluator.of_node(node)
     return float(node.hint if taken is None else taken)
 
 

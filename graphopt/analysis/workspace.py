@@ -30,6 +30,7 @@ from graphopt.analysis.smaller_calls import SmallerCall, extrapolated, smaller_c
 from graphopt.analysis.workspace_formulas import described_call, is_chosen_on_device, temporary_bytes
 from graphopt.errors import quoted
 from graphopt.ir.autocast import plain_precision
+from graphopt.ir.call_texts import call_text
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.opaque_update import opaque_update_
@@ -69,7 +70,8 @@ _told: set[str] = set()
 def measured_usage(nodes: Iterable[fx.Node]) -> list[Usage]:
     """What each call allocates; by formula where it is not run: without data, or on a device that is not here."""
     calls = list(nodes)
-    others = (_torch.stand_in_of(tensor) for node in calls for tensor in call_tensors(node))
+    known = dict.fromkeys(each for node in calls for each in (node, *node.all_input_nodes))
+    others = (_torch.stand_in_of(tensor) for node in known for tensor in tensors_of(value_of(node)))
     other = next(filter(None, others), None)
     if other is not None:
         return [_by_formula(node, other) for node in calls]
@@ -129,12 +131,17 @@ def _writing_key(node: fx.Node) -> str:
     Such a call writes to the zeros that it is measured on. It allocates where it wraps a number in a tensor
     (``_foreach_add_(steps, 1)``), converts an argument, or falls back to ops that are not in place.
     """
+    key = call_text(node, _writing_text)
+    return key and f"{key}{torch.get_num_threads()}"
+
+
+def _writing_text(node: fx.Node) -> str:
     if not schema.mutated_inputs(node) or schema.is_collective(node) or node.target is opaque_update_:
         return ""
     described = _torch.map_aggregate(
         (node.args, node.kwargs), lambda a: _described(value_of(a)) if isinstance(a, fx.Node) else a
     )
-    return f"{node.target}{described}{torch.get_num_threads()}"
+    return f"{node.target}{described}"
 
 
 def _described(value: Any) -> Any:

@@ -269,19 +269,27 @@ def value_form(value: Any) -> Hashable:
     """What is known of an example value, in a form that is equal for values that are alike.
 
     Raises:
-        NotComparableError: where sizes vary, or it is of a kind that has no such form.
+        NotComparableError: where it is of a kind that has no such form, as sizes that depend on data.
     """
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             raise NotComparableError
-        sizes = (*value.shape, *value.stride(), value.storage_offset())
-        if any(isinstance(size, torch.SymInt) for size in sizes):
-            raise NotComparableError
+        sizes = tuple(map(_size_form, (*value.shape, *value.stride(), value.storage_offset())))
         flags = (value.requires_grad, value.is_conj(), value.is_neg())
         return len(value.shape), sizes, value.dtype, value.device, flags
     if isinstance(value, (tuple, list)):
         return tuple(map(value_form, value))
+    if isinstance(value, torch.SymInt):
+        return "size", _size_form(value)
     return constants_of(value, lambda _: None)
+
+
+def _size_form(size: Any) -> Hashable:
+    if isinstance(size, int):
+        return size
+    if not _torch.is_of_sizes(size):
+        raise NotComparableError
+    return str(size)
 
 
 def constants_of(value: Any, of_node: Callable[[fx.Node], Hashable]) -> Hashable:

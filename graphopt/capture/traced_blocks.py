@@ -140,7 +140,7 @@ class TracedBlocks:
         """Calls in a row that are known to be of one block, or of none, with those behind them of which it is not."""
         current: tuple[int | None, bool, list[fx.Node]] = (None, False, [])
         for node in self.traced.graph.nodes:
-            if node.op in ("placeholder", "output"):
+            if node.op in ("placeholder", "output") or self._is_size_of_outside(node):
                 continue
             known = self._known_block(node)
             if known is not None and known != current[:2]:
@@ -148,6 +148,10 @@ class TracedBlocks:
                 current = (*known, [])
             current[2].append(node)
         yield current
+
+    def _is_size_of_outside(self, node: fx.Node) -> bool:
+        """Whether a call reads a size of an input: torch notes it at the first use, which may be inside of a block."""
+        return node.target is torch.ops.aten.sym_size.int and node.args[0] in self.roles
 
     def _known_block(self, node: fx.Node) -> tuple[int | None, bool] | None:
         """The block that a call is of, and whether it is of backward; None where nothing says so."""

@@ -149,7 +149,7 @@ class _Searches:
 
     def _planned(self, text: str, budget: int) -> _Answer:
         errors = []
-        for reordered in (True, False) if self.ready.reordered else (True,):
+        for reordered in (True, False) if self.ready.done.reordered else (True,):
             fitting = self.fitting if reordered else self.given
             fitted = fitting.within(budget)
             if fitted is not None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from graphopt import _torch
+from graphopt.ir.call_texts import pass_on_texts
 
 __all__ = ["copy_graph", "copy_node"]
 
@@ -22,6 +23,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 
     for node in graph.nodes:
         copies[node] = copy_node(made, node, mapped)
+        pass_on_texts(node, copies[node])
     return made
 
 

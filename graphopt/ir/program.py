@@ -360,8 +360,11 @@ class Program:
         )
 
     def take_over(self, other: Program) -> None:
-        """Get the calls of a copy of this program that was rewritten, with what is known of their bytes."""
+        """Get what a copy of this program that was rewritten consists of, with what is known of its bytes."""
         self.graph, self.timelines = other.graph, dict(other.timelines)
+        self.inputs, self.outputs = list(other.inputs), list(other.outputs)
+        self.constants, self.attributes = dict(other.constants), dict(other.attributes)
+        self.pass_state = dict(other.pass_state)
 
     def to_graph_module(self) -> fx.GraphModule:
         """A GraphModule with the boxed calling convention: ``module.forward(list_of_inputs)`` empties the list.

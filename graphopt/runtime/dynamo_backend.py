@@ -31,6 +31,7 @@ from graphopt.runtime.cut_graphs import CutGraph, CutGraphs
 from graphopt.runtime.observers import tell_observers
 from graphopt.runtime.part_budget import PartBytes, timeline
 from graphopt.runtime.runner import Options, Runner
+from graphopt.runtime.seconds_taken import tell_seconds
 
 __all__ = ["CompiledGraph", "backend", "compiled_graphs"]
 
@@ -220,6 +221,7 @@ class _Compiled:
         first = not self._announced
         self._announced.add(graph)
         tell_observers(graph.compiled.rewritten, first)
+        tell_seconds(graph.compiled.rewritten, first=first)
 
     def look(self) -> tuple[CompiledGraph, ...]:
         """The graphs that have run, in the order in which they were cut; then functions that are cut no more."""

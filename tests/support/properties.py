@@ -14,5 +14,5 @@ TIMES = 10
 
 
 def examples(few: int) -> settings:
-    """Settings of a property test: ``few`` examples in `make test`, ``TIMES * few`` in `make sweep`, always the same."""
+    """Settings of a property test: ``few`` examples, in `make sweep` ``TIMES`` as many; always the same ones."""
     return settings(max_examples=TIMES * few if SWEEPING else few, deadline=None, derandomize=True)

@@ -23,10 +23,14 @@ TRACED = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "partitioner_
 
 
 def compared(
-    model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, loss: Any = None
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    loss: Any = None,
+    dynamic_shapes: Any = None,
 ) -> tuple[Program, Program] | None:
     """The joint programs of a call by equal blocks and traced whole; None where it is traced whole in any case."""
-    session = CaptureSession(model, args, kwargs, loss=loss)
+    session = CaptureSession(model, args, kwargs, loss=loss, dynamic_shapes=dynamic_shapes)
     forward = write_casts(session.forward())
     given = forward, session.tensors(), session.captured.example_tensors
     with plain_precision(), capturing(model):

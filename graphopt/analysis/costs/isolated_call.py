@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from graphopt import _torch
+from graphopt.ir.call_texts import call_text
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import storage_bytes, tensors_of
@@ -56,12 +57,19 @@ def call_key(node: fx.Node) -> str:
 
     Empty for calls that must not be run by themselves.
     """
+    if info(node).phase is Phase.TRANSFER:
+        return ""
+    key = call_text(node, _call_key)
+    return key and f"{key}{torch.get_num_threads()}"
+
+
+def _call_key(node: fx.Node) -> str:
     if refusal(node):
         return ""
     target, args, kwargs = real_call(node)
     described = _torch.map_aggregate((args, kwargs), lambda a: _describe(value_of(a)) if isinstance(a, fx.Node) else a)
     behind = [_behind(value_of(source)) for source in node.all_input_nodes] if _copies_storage(node) else ""
-    return f"{target}{described}{behind}{torch.get_num_threads()}"
+    return f"{target}{described}{behind}"
 
 
 def _copies_storage(node: fx.Node) -> bool:

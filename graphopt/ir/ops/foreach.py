@@ -32,7 +32,7 @@ from torch import fx
 from graphopt import _torch
 from graphopt.ir.node import value_of
 
-__all__ = ["element_call", "elements"]
+__all__ = ["element_call", "element_value", "elements"]
 
 _FUSED = frozenset(f"_fused_{kind}{suffix}" for kind in ("adam", "adamw", "sgd", "adagrad") for suffix in ("", "_"))
 _GROUPED = frozenset({"_foreach_mm"})
@@ -78,6 +78,18 @@ def element_call(node: fx.Node, index: int) -> tuple[_torch.OpOverload, tuple[An
         elif name in kwargs:
             kwargs[name] = one
     return node.target, tuple(args), kwargs
+
+
+def element_value(node: fx.Node, index: int) -> Any:
+    """The value of the call on one element of a list op (``element_call``): its part of the op's own."""
+
+    def part(value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            return value
+        lists = any(isinstance(item, (list, tuple)) for item in value)
+        return type(value)(map(part, value)) if lists else value[index : index + 1]
+
+    return part(value_of(node))
 
 
 def _given(node: fx.Node, position: int, name: str) -> Any:

@@ -22,11 +22,12 @@ from graphopt.ir.timeline import Storage
 __all__ = ["freeing_first"]
 
 
-def freeing_first(program: Program) -> tuple[Program, str] | None:
+def freeing_first(program: Program, *, weigh: bool = True) -> tuple[Program, str] | None:
     """A program whose calls of backward free what they can sooner.
 
     Args:
         program: is only read.
+        weigh: whether to look at the peak; not where another program of the capture has that order already.
 
     Returns:
         a copy in that order, with what a user should read; None where nothing moves, or where a compiler, which has an
@@ -37,7 +38,7 @@ def freeing_first(program: Program) -> tuple[Program, str] | None:
     trial = program.copy()
     order = _Order(trial)
     moved = sum(order.improve(run) for run in list(_runs(trial)))
-    if not moved or trial.memory().peak_bytes > program.memory().peak_bytes:
+    if not moved or (weigh and trial.memory().peak_bytes > program.memory().peak_bytes):
         return None
     if moved == 1:
         return trial, "1 call of backward runs sooner, for what it is the last to read"

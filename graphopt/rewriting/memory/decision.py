@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from graphopt.analysis.costs.cost import costs_of
 from graphopt.analysis.program_replay import reserved_where_cached
@@ -12,27 +13,117 @@ from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.rewriting.memory.budget import BudgetError, within_already
 from graphopt.rewriting.memory.checkpoint_segments import is_asked_for
+from graphopt.rewriting.memory.fit import Fitting
 from graphopt.rewriting.memory.named_plan import NamedPlan
 from graphopt.rewriting.memory.other_sizes import written_sizes
 from graphopt.rewriting.memory.planned import Planned, plan_of
-from graphopt.rewriting.memory.preparation import Prepared, prepared
+from graphopt.rewriting.memory.planning_problem import repeatable_calls
+from graphopt.rewriting.memory.preparation import Preparation, Prepared, prepared
 from graphopt.rewriting.pass_ import Changed
 from graphopt.rewriting.progress import measuring
 
-__all__ = ["Decision", "OwnSegments", "Told", "carry", "carry_out", "or_own_segments", "own_segments", "taken_bytes"]
+__all__ = [
+    "Decision",
+    "MemoryPlan",
+    "OwnSegments",
+    "ProgramPlan",
+    "carry",
+    "or_own_segments",
+    "own_segments",
+    "taken_bytes",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """A decision as plain data, for other ranks."""
+class MemoryPlan:
+    """A decision as plain data: it is made once, and done to every program of a capture, on every rank.
+
+    Attributes:
+        reason: why nothing is done.
+        counts: what is done beside the plan, for the record.
+        lines: what a user should read.
+        preparation: what is done first; None where nothing is.
+        named: what runs again and what is moved, by the names of calls; None where nothing is.
+        slowdown: the share of the program's seconds that it adds.
+    """
 
     reason: str
     counts: Mapping[str, int]
-    plan: NamedPlan | None
     lines: tuple[str, ...]
-    prepares: bool
-    reorders: bool
-    undoes: bool
+    preparation: Preparation | None
+    named: NamedPlan | None
+    slowdown: float | None
+
+    def carry_out(self, program: Program, *, origin: str, fitting: Fitting | None = None) -> Changed:
+        """Do it to a program that is prepared: nothing is measured, searched or weighed.
+
+        Args:
+            program: rewritten in place.
+            origin: who does it, for people.
+            fitting: the search that the plan was taken out of, where that was for this program.
+        """
+        if self.named is None:
+            return Changed(self.counts, reason=self.reason, lines=self.lines, satisfied=bool(self.reason))
+        if fitting is None:
+            done = self.named.apply(program, origin=origin)
+        else:
+            done = fitting.rewrite(program, self.named, origin=origin)
+        sizes = written_sizes(program)
+        counts = {
+            "run again": len(self.named.again),
+            "random ops replayed": len(done.replayed),
+            "offloaded": len(self.named.moves),
+        }
+        return Changed(
+            counts={**counts, **self.counts},
+            tensors=tuple(name for node in done.clones for name in info(node).names[:1]),
+            reason="nothing that is run again or moved makes the peak smaller",
+            lines=(*self.lines, *([f"the plan holds up to {sizes}"] if sizes else ())),
+            slowdown=self.slowdown,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramPlan:
+    """A decision about one program.
+
+    Attributes:
+        plan: what is done to it, and to others of the capture.
+        peak_bytes: of the program as it was.
+        details: what reports can ask for (``Changed.details``).
+    """
+
+    plan: MemoryPlan
+    peak_bytes: int
+    details: Mapping[str, Callable[[], Any]]
+
+    def carry_out(self, program: Program, *, origin: str, fitting: Fitting | None = None) -> Changed:
+        """Do it to a program that is prepared (``MemoryPlan.carry_out``)."""
+        return replace(self.plan.carry_out(program, origin=origin, fitting=fitting), details=self.details)
+
+    def carried_to(self, program: Program, memory: MemoryTimeline, budget: int, *, origin: str) -> Changed | None:
+        """Prepare another program of the capture and do it to that; None where it needs more than that, or less.
+
+        Args:
+            program: has the same calls (``shared_calls``); rewritten in place where it fits then.
+            memory: its timeline.
+            budget: in bytes.
+            origin: who does it, for people.
+        """
+        plan, takes_less = self.plan, memory.peak_bytes < self.peak_bytes
+        if takes_less and taken_bytes(program) <= budget:
+            return None
+        trial = program.copy() if plan.preparation is None else plan.preparation.done_to(program, origin)
+        if trial is None or (plan.named is not None and not plan.named.possible(trial, repeatable_calls(trial))):
+            return None
+        if takes_less and taken_bytes(trial) <= budget:
+            return None
+        changed = self.carry_out(trial, origin=origin)
+        trial.erase_dead()
+        if taken_bytes(trial) > budget:
+            return None
+        program.take_over(trial)
+        return changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +168,14 @@ class Decision:
         return [] if self.found is None else self.found.plan.again
 
     @property
-    def told(self) -> Told:
-        """What other ranks need of it."""
-        plan, lines = (None, ()) if self.found is None else (self.found.plan, self.found.lines)
-        ready = self.prepared
-        reorders = ready is not None and ready.reordered
-        undoes = ready is not None and ready.segments is not None
-        return Told(self.reason, self.counts, plan, (*lines, *self.also), ready is not None, reorders, undoes)
+    def plan(self) -> MemoryPlan:
+        """It as plain data."""
+        ready = None if self.prepared is None else self.prepared.done
+        found = self.found
+        if found is None:
+            return MemoryPlan(self.reason, self.counts, self.also, ready, None, None)
+        slowdown = found.extra / found.fitting.seconds if found.fitting.seconds else None
+        return MemoryPlan("", self.counts, (*found.lines, *self.also), ready, found.plan, slowdown)
 
 
 def carry(
@@ -187,20 +279,3 @@ def or_own_segments(program: Program, plan: Callable[[], Decision], budget: int,
 def _within(program: Program, budget: int) -> str:
     memory = program.memory()
     return within_already(memory, budget, reserved_where_cached(program, memory))
-
-
-def carry_out(program: Program, decision: Decision, found: Planned, *, origin: str) -> Changed:
-    """Do to a program what was decided, with the plan that was found for it, or for another one of the capture."""
-    plan = found.plan
-    done = plan.apply(program, origin=origin)
-    sizes = written_sizes(program)
-    lines = (*found.lines, *decision.also, *([f"the plan holds up to {sizes}"] if sizes else ()))
-    counts = {"run again": len(plan.again), "random ops replayed": len(done.replayed), "offloaded": len(plan.moves)}
-    return Changed(
-        counts={**counts, **decision.counts},
-        tensors=tuple(name for node in done.clones for name in info(node).names[:1]),
-        reason="nothing that is run again or moved makes the peak smaller",
-        lines=lines,
-        details=found.details,
-        slowdown=found.extra / found.fitting.seconds if found.fitting.seconds else None,
-    )

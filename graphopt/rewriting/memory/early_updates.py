@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import fx
 
 from graphopt.analysis.liveness import storages_of
-from graphopt.ir.node import Phase, info, set_info, value_of
+from graphopt.ir.node import Phase, info, info_like, set_info, set_value, value_of
 from graphopt.ir.ops import foreach, schema
 from graphopt.ir.ops.values import counted, format_bytes, storage_bytes, tensors_of
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline, Storage
 
-__all__ = ["EarlyUpdates", "early_updates", "ordered_updates"]
+__all__ = ["EarlyUpdates", "early_updates", "move_updates", "ordered_updates"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +25,14 @@ class EarlyUpdates:
 
     Attributes:
         program: in that order, with one call for each parameter.
+        late: the calls that stay behind backward for lack of room, by name.
         early: the parameters that are updated while backward still runs.
         split: how many calls for several parameters were split.
         lines: what a user should read.
     """
 
     program: Program
+    late: frozenset[str]
     early: Sequence[str]
     split: int
     lines: tuple[str, ...]
@@ -56,7 +57,25 @@ def early_updates(program: Program, was: MemoryTimeline, origin: str) -> EarlyUp
     reason = best.objection(program, was, split)
     if reason:
         return reason
-    return EarlyUpdates(best.program, tuple(best.early), split, tuple(best.lines(was)))
+    return EarlyUpdates(best.program, best.late, tuple(best.early), split, tuple(best.lines(was)))
+
+
+def move_updates(program: Program, late: frozenset[str], origin: str) -> bool:
+    """Move the updates of a program as those of another one of its capture were moved, without weighing it again.
+
+    Args:
+        program: rewritten in place.
+        late: the calls that stay behind backward (``EarlyUpdates.late``).
+        origin: who does it, for people.
+
+    Returns:
+        whether they can run one by one.
+    """
+    _split_lists(program, origin)
+    if _sharing(program) or _gathering(program):
+        return False
+    _Order(program, late).act()
+    return True
 
 
 def ordered_updates(program: Program, origin: str) -> list[Program]:
@@ -189,15 +208,18 @@ def _split(program: Program, node: fx.Node, count: int, owner: dict[fx.Node, str
     results: dict[int, list[fx.Node]] = defaultdict(list)
     for user in node.users:
         results[user.args[1]].append(user)  # type: ignore[index]
-    origin = f"{who}: one of {count} elements of {node.name}"
-    common: dict[str, Any] = {"before": node, "phase": Phase.UPDATE, "like": node, "origin": origin}
+    known = info_like(node, Phase.UPDATE, f"{who}: one of {count} elements of {node.name}", ())
     for index in range(count):
-        target, args, kwargs = foreach.element_call(node, index)
-        one = program.insert(target, args, kwargs, hint=f"{node.name}_{index}", **common)
+        with program.graph.inserting_before(node):
+            one = program.graph.create_node(
+                "call_function", *foreach.element_call(node, index), name=f"{node.name}_{index}"
+            )
+        one.meta.update({key: node.meta[key] for key in ("stack_trace",) if key in node.meta})
+        set_value(one, foreach.element_value(node, index))
         modules = {owner[source] for source in one.all_input_nodes if source in owner}
         if len(modules) == 1:
             (owner[one],) = modules
-            set_info(one, replace(info(one), module=owner[one]))
+        set_info(one, replace(known, module=owner.get(one, known.module)))
         for result in results[index]:
             result.args = (one, 0)
             set_info(result, replace(info(result), module=info(one).module))

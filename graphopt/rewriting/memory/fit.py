@@ -88,8 +88,9 @@ class FittingOptions:
         tier: where to: ``host`` or ``disk``.
         recompute: whether operations may run again.
         interruptible: take an interruption from the keyboard as the end of the search, and go on with what it found.
-        budget: in bytes; plans for it alone are searched for, unless what is taken depends on plans for others too.
+        budgets: in bytes; plans for these are searched for, unless what is taken depends on plans for all.
         thorough: search for the best plans at every budget, however long that takes.
+        origin: who rewrites programs by these plans, for people.
     """
 
     time_limit: float | None = None
@@ -98,8 +99,9 @@ class FittingOptions:
     tier: str = "host"
     recompute: bool = True
     interruptible: bool = False
-    budget: int | None = None
+    budgets: tuple[int, ...] = ()
     thorough: bool = False
+    origin: str = ""
 
 
 _DEFAULTS = FittingOptions()
@@ -132,6 +134,7 @@ class Fitting:
         self._options = options
         self._moved: list[Moved] | None = None
         self._smallest: Fitted | None = None
+        self._rewritten: tuple[NamedPlan, Program, Recomputation] | None = None
         self._repeatable: set[fx.Node] | None = None
         self._lower = 0
         self.reserved = reserved_where_cached(program, memory)
@@ -150,23 +153,33 @@ class Fitting:
 
     def _search(self, problem: Problem, options: FittingOptions) -> Frontier:
         """The plans in which operations run again."""
-        return find_frontier(
-            problem,
-            budget=options.budget if self.is_aimed else None,
-            thorough=options.thorough,
-            time_limit=options.time_limit,
-            progress=options.progress,
-            interruptible=options.interruptible,
-        )
+
+        def search(budget: int | None) -> Frontier:
+            return find_frontier(
+                problem,
+                budget=budget,
+                thorough=options.thorough,
+                time_limit=options.time_limit,
+                progress=options.progress,
+                interruptible=options.interruptible,
+            )
+
+        if not self.is_aimed:
+            return search(None)
+        first, *others = map(search, options.budgets)
+        for other in others:
+            for point in other:
+                first.offer(point.drops, point)
+        return first
 
     @property
     def is_aimed(self) -> bool:
-        """Whether only plans for one budget are searched for.
+        """Whether only plans for some budgets are searched for.
 
         What else a plan depends on asks for plans at other budgets too: copies, more than one slice, an allocator.
         """
         alone = self.sliced is None and self.reserved is None and not (self.lanes is not None and self.lanes.room)
-        return alone and self._options.budget is not None and not self._options.thorough
+        return alone and bool(self._options.budgets) and not self._options.thorough
 
     def thorough(self) -> Fitting:
         """The same program after the most effort for all budgets; this one where that was made for it already."""
@@ -174,8 +187,8 @@ class Fitting:
             return self
         if self._thorough is None:
             found = copy.copy(self)
-            found._options = replace(self._options, budget=None, thorough=True)
-            found._moved = found._smallest = None
+            found._options = replace(self._options, budgets=(), thorough=True)
+            found._moved = found._smallest = found._rewritten = None
             found._search_all()
             self._thorough = found
         return self._thorough
@@ -196,7 +209,8 @@ class Fitting:
             memory: its timeline.
         """
         carried = copy.copy(self)
-        carried.program, carried.memory, carried._smallest, carried._thorough = program, memory, None, None
+        carried.program, carried.memory = program, memory
+        carried._smallest = carried._thorough = carried._rewritten = None
         carried.reserved = reserved_where_cached(program, memory)
         carried._repeatable = repeatable_calls(program)
         carried._lower = min(0, memory.peak_bytes - self.memory.peak_bytes)
@@ -342,15 +356,24 @@ class Fitting:
 
     def _checked(self, simulated: Simulated, away: tuple[Away, ...], late: float) -> Fitted:
         expected = Fitted(simulated, _IMPOSSIBLE, away, late)
-        if self._repeatable is not None and not self.named(expected).possible(self.program, self._repeatable):
+        plan = self.named(expected)
+        if self._repeatable is not None and not plan.possible(self.program, self._repeatable):
             return expected
         changed = self.program.copy()
-        self.apply(changed, expected, origin="")
+        self._rewritten = plan, changed, plan.apply(changed, origin=self._options.origin)
         changed.erase_dead()
         memory = changed.memory()
         reserved = None if self.reserved is None else reserved_where_cached(changed, memory)
         taken = None if reserved is None else reserved.reserved_peak_bytes
         return replace(expected, peak_bytes=memory.peak_bytes, reserved_bytes=taken)
+
+    def rewrite(self, program: Program, plan: NamedPlan, *, origin: str) -> Recomputation:
+        """Rewrite a program by one of the plans: this one as it was rewritten already, where it was looked at last."""
+        last, self._rewritten = self._rewritten, None
+        if last is None or program is not self.program or last[0] != plan or self._options.origin != origin:
+            return plan.apply(program, origin=origin)
+        program.take_over(last[1])
+        return last[2]
 
     def apply(self, program: Program, fitted: Fitted, *, origin: str) -> Recomputation:
         """Rewrite a program (this one, or a copy of it) as a plan says."""

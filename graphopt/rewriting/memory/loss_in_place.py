@@ -27,23 +27,24 @@ _aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
 
 
-def loss_gradients_in_place(program: Program, origin: str) -> tuple[Program, str] | None:
+def loss_gradients_in_place(program: Program, origin: str, *, weigh: bool = True) -> tuple[Program, str] | None:
     """A program whose losses over classes have their gradients in the place of their log-probabilities.
 
     Args:
         program: is only read.
         origin: who does it, for people.
+        weigh: whether to look at the peak; not where another program of the capture has the form already.
 
     Returns:
         a copy in that form, with what a user should read; None where there is no such loss, where a compiler makes the
-        code, or where it would not lower the peak of a program without other changes.
+        code, or where the peak would be higher than that of the program as it is.
     """
     if program.context.compiled or not any(_pairs(program)):
         return None
     trial = program.copy()
     sizes = [_rewrite(trial, nll, softmax, origin) for nll, softmax in list(_pairs(trial))]
     trial.erase_dead()
-    if trial.memory().peak_bytes > program.memory().peak_bytes:
+    if weigh and trial.memory().peak_bytes > program.memory().peak_bytes:
         return None
     return trial, f"gradients of losses take the place of log-probabilities: {format_bytes(sum(sizes))} less there"
 

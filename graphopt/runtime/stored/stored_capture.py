@@ -6,10 +6,8 @@ inputs against the live model, optimizer and call. Whatever fails is a ``Graphop
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import logging
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +15,7 @@ import torch
 
 from graphopt.capture import CaptureSession
 from graphopt.capture.flatten import flatten
+from graphopt.capture.garbage_collection import no_collection
 from graphopt.capture.graph_part import GraphPart
 from graphopt.capture.replayed_trace import replay_trace
 from graphopt.errors import GraphoptError
@@ -113,7 +112,7 @@ class StoredCapture:
         """
         data, path = self.files.read(name), self.files.place(name)
         try:
-            with _without_collections():
+            with no_collection():
                 program = from_json(data.value, None if self.sizes is None else self.sizes.mode)
             verify(program)
             check_inputs(program, self.session)
@@ -131,18 +130,6 @@ class StoredCapture:
             self.files.write(name, to_json(program))
         except (OSError, GraphoptError) as error:
             logger.debug("%s is not kept: %s", self.files.place(name), error)
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """While a program is read nothing becomes garbage, and looking for some takes as long as reading."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def variant_file(name: str) -> str:

@@ -251,15 +251,19 @@ SECONDS = r"\d+\.\d s"
         ([FitMemory("1GB", cost="roofline")], rf"Sequential: captured {SECONDS}, planned {SECONDS}"),
     ],
 )
-@pytest.mark.parametrize("door", ["drop-in", "whole step"])
+@pytest.mark.parametrize("door", ["drop-in", "torch.compile", "whole step"])
 def test_the_first_step_says_once_what_it_took(door: str, passes: Any, expected: str, recorder: Recorder) -> None:
-    if door == "drop-in":
-        model = graphopt.optimize(net(), passes)
-        for _ in range(2):
-            model(X).square().mean().backward()
-    else:
+    if door == "whole step":
         step = step_of(passes)
         step(X), step(X)
+    else:
+        compiled = door == "torch.compile"
+        options = {"passes": passes}
+        model = (
+            torch.compile(net(), backend="graphopt", options=options) if compiled else graphopt.optimize(net(), passes)
+        )
+        for _ in range(2):
+            model(X).square().mean().backward()
     (line,) = recorder.lines
     assert re.fullmatch(expected, line), line
 
