@@ -122,7 +122,7 @@ class FitMemory(Pass):
     Args:
         budget: the peak in bytes: a number, ``"8GB"`` (powers of ten), ``"512MiB"``, ``"60%"`` of the peak of the
             program as it is (of what is reserved for it, where that counts), or ``"auto"``, what the program holds
-            already and 95 % of what is free on its device.
+            already and 95 % of what is free on its device; on a CPU, of this rank's part (``LOCAL_WORLD_SIZE``).
         host_budget: bytes on the host that offloading may take (a number, or text such as ``"8GB"``); None for what is
             free there or, on a CPU, for nothing: there the host's memory is the device's.
         allow: what may be done: ``recompute``; ``offload`` (activations wait on the host); ``state`` (as much of the
@@ -133,8 +133,8 @@ class FitMemory(Pass):
         effort: ``default``, which looks for a plan for this budget, in about a second, and ends as soon as one is
             within half a per cent of the step of a proven bound; or ``thorough``, which looks for the best plans for
             every budget, and takes many times as long. Where plans for other budgets count too, all are looked for in
-            any case: with copies to a host, slices, parts, ``state``, inputs that reside elsewhere, and on devices whose
-            allocator keeps freed blocks. Where sizes vary, plans for three budgets are.
+            any case: with copies to a host, slices, parts, ``state``, inputs that reside elsewhere, and on devices
+            whose allocator keeps freed blocks. Where sizes vary, plans for three budgets are.
         time_limit: seconds that the search may take; what it has by then is used. Without a limit the effort depends on
             the program and the budget alone, and so do the plans.
         cost: where seconds come from: ``measured`` (each distinct call is run on this device, and the figures are kept

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, final
@@ -11,6 +10,7 @@ from torch import fx
 
 from graphopt.analysis.costs.cost import cost_report, link_bandwidth
 from graphopt.errors import GraphoptError, no_such_word
+from graphopt.ir.local_ranks import local_ranks
 from graphopt.ir.node import Phase, Policy, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import counted, format_bytes
@@ -230,7 +230,7 @@ class _Plan:
         Raises:
             GraphoptError: with the bytes that are needed and those that are there.
         """
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        ranks = local_ranks()
         tier = self._options.tier
         there = free_host_bytes() if tier == "host" else free_disk_bytes()
         if there is not None and self.bytes * ranks > there:

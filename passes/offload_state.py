@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, final
@@ -13,6 +12,7 @@ from torch import fx
 from graphopt.analysis.costs.cost import check_cost
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.gradients import base_of, update_calls
+from graphopt.ir.local_ranks import local_ranks
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import format_bytes, storage_bytes
@@ -194,7 +194,7 @@ class OffloadState(TrainingPass):
         Raises:
             GraphoptError: with the bytes that are needed and those that are there.
         """
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        ranks = local_ranks()
         needed = wanted * ranks * (2 if self.folder else 1)
         there = free_host_bytes() if self.tier == "host" else free_disk_bytes(self.folder)
         if there is not None and needed > there:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 from torch import fx
 
+from graphopt.ir.local_ranks import local_ranks
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import transfer, transfers
 from graphopt.ir.ops.values import storage_bytes
@@ -49,6 +48,6 @@ def reserve_host(program: Program) -> None:
     Raises:
         GraphoptError: with the bytes that all ranks need, and those that are there.
     """
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = local_ranks()
     for kind, nbytes in host_bytes(program).items():
         transfers.reserve(nbytes, device=kind, ranks=ranks)

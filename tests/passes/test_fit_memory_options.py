@@ -121,6 +121,12 @@ def test_auto_is_what_is_there_and_most_of_what_is_free(monkeypatch: pytest.Monk
     assert program.memory().peak_bytes <= memory.resident_bytes + 0.95 * free
     monkeypatch.setattr(freememory, "free_host_bytes", lambda: 10**12)
     assert not applied(plain, fit("auto"))[1].changed
+    monkeypatch.setattr(freememory, "free_host_bytes", lambda: 4 * free)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert applied(plain, fit("auto"))[0].memory().peak_bytes == program.memory().peak_bytes
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "four")
+    assert "LOCAL_WORLD_SIZE is 'four'" in str(attempt(lambda: applied(plain, fit("auto"))))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
     monkeypatch.setattr(freememory, "free_host_bytes", lambda: None)
     assert "give the budget in bytes" in str(attempt(lambda: applied(plain, fit("auto"))))
 

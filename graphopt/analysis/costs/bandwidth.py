@@ -13,6 +13,7 @@ import torch
 from graphopt.analysis.costs.figures import Figure, device_here, figures_of
 from graphopt.analysis.costs.timing import SHORTEST, shortest_seconds
 from graphopt.errors import GraphoptError
+from graphopt.ir.local_ranks import local_ranks
 
 __all__ = ["Tier", "link_bandwidth"]
 
@@ -63,11 +64,11 @@ def link_bandwidth(
 
 
 def _ranks(given: int | None) -> int:
-    text = os.environ.get("LOCAL_WORLD_SIZE") or "1" if given is None else str(given)
-    if not text.strip().isdigit() or int(text) < 1:
-        where = "LOCAL_WORLD_SIZE" if given is None else "ranks"
-        raise GraphoptError(f"{where} is {text!r}: it is the number of processes that share the link, 1 or more")
-    return int(text)
+    if given is None:
+        return local_ranks()
+    if not str(given).isdigit() or given < 1:
+        raise GraphoptError(f"ranks is {str(given)!r}: it is the number of processes that share the link, 1 or more")
+    return given
 
 
 def _host_bandwidth(device: torch.device) -> Figure:

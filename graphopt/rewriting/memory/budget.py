@@ -10,6 +10,7 @@ import torch
 
 from graphopt.analysis.costs.profiles import DeviceProfile
 from graphopt.errors import GraphoptError
+from graphopt.ir.local_ranks import local_ranks
 from graphopt.ir.node import Phase, info
 from graphopt.ir.ops.values import format_bytes, parse_bytes
 from graphopt.ir.program import Program
@@ -115,7 +116,8 @@ def budget_bytes(budget: int | str, memory: MemoryTimeline, reserved: ReservedMe
         budget: as ``check_budget`` allows.
         memory: the timeline of the program to fit. ``60%`` is of its peak, with the optimizer's state that a first step
             creates counted from the beginning, so that it means the same bytes at every step; ``auto`` is what it holds
-            already and 95 % of what is free on its device; without data, what its device has for tensors.
+            already and 95 % of what is free on its device (on a CPU each rank's part of that); without data, what its
+            device has for tensors.
         reserved: what its device reserves for it, where that is more than its tensors; ``60%`` is then of this.
 
     Raises:
@@ -126,7 +128,9 @@ def budget_bytes(budget: int | str, memory: MemoryTimeline, reserved: ReservedMe
     if is_what_is_free(budget) and isinstance(memory.device, DeviceProfile):
         return memory.device.memory_bytes - memory.device.context_bytes
     if is_what_is_free(budget):
-        return memory.present_bytes + int(0.95 * free_bytes(torch.device(memory.where)))
+        device = torch.device(memory.where)
+        sharing = local_ranks() if device.type == "cpu" else 1  # each has a GPU of its own, but all have one host
+        return memory.present_bytes + int(0.95 * free_bytes(device) / sharing)
     percent = PERCENT.fullmatch(budget)
     if percent:
         more = 0 if reserved is None else reserved.reserved_peak_bytes - memory.peak_bytes

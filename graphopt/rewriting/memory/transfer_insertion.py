@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch import fx
 from graphopt import _torch
 from graphopt.analysis.costs.cost import DeviceProfile, link_bandwidth
 from graphopt.errors import GraphoptError
+from graphopt.ir.local_ranks import local_ranks
 from graphopt.ir.node import Phase, Policy, info, value_of
 from graphopt.ir.ops import schema, transfer
 from graphopt.ir.ops.transfers import checked_tier
@@ -150,7 +150,7 @@ def host_lanes(
     devices = {value_of(node).device for node in planning.makers if isinstance(value_of(node), torch.Tensor)}
     if room is None:
         on_host = any(device.type == "cpu" for device in devices)
-        room = 0 if on_host else (free_host_bytes() or 0) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        room = 0 if on_host else (free_host_bytes() or 0) // local_ranks()
     can_move = [not movable(node) for node in planning.makers]
     parted = any(storage.owner.op == "placeholder" for storage in planning.storages)
     if rate is None:
