@@ -14,7 +14,7 @@ from torch import fx
 
 from graphopt import _torch
 
-__all__ = ["call_text", "pass_on_texts"]
+__all__ = ["call_text", "forget_texts", "pass_on_texts"]
 
 _KNOWN = "graphopt_texts"
 _TEXTS = 8
@@ -59,10 +59,19 @@ def call_text(node: fx.Node, make: Callable[[fx.Node], str]) -> str:
 
 
 def pass_on_texts(node: fx.Node, copy: fx.Node) -> None:
-    """Let a copy of a call, which reads copies of what the call reads, have its texts."""
+    """Let a copy of a call with its metadata, which reads copies of what the call reads, have its texts."""
     known = node.meta.get(_KNOWN)
-    if known is not None and known.args is node.args and known.kwargs is node.kwargs:
+    if known is None:
+        return
+    if known.args is node.args and known.kwargs is node.kwargs:
         copy.meta[_KNOWN] = _Known(known.target, copy.args, copy.kwargs, known.values, known.fixed, known.texts)
+    else:
+        forget_texts(copy)
+
+
+def forget_texts(copy: fx.Node) -> None:
+    """Let another call with a call's metadata have none of its texts, which would keep the first one's graph alive."""
+    copy.meta.pop(_KNOWN, None)
 
 
 def _values(node: fx.Node) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from graphopt import _torch
-from graphopt.ir.call_texts import pass_on_texts
+from graphopt.ir.call_texts import forget_texts, pass_on_texts
 
 __all__ = ["copy_graph", "copy_node"]
 
@@ -22,7 +22,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
         return copies[value] if isinstance(value, fx.Node) else value
 
     for node in graph.nodes:
-        copies[node] = copy_node(made, node, mapped)
+        copies[node] = _copied(made, node, mapped, node.name)
         pass_on_texts(node, copies[node])
     return made
 
@@ -36,8 +36,14 @@ def copy_node(graph: fx.Graph, node: fx.Node, mapped: Callable[[Any], Any], name
         mapped: what stands for each item of its arguments.
         name: of the copy, where it is not that of the node.
     """
+    copy = _copied(graph, node, mapped, name or node.name)
+    forget_texts(copy)
+    return copy
+
+
+def _copied(graph: fx.Graph, node: fx.Node, mapped: Callable[[Any], Any], name: str) -> fx.Node:
     args = _torch.map_aggregate(node.args, mapped) if node.args else ()
     kwargs = _torch.map_aggregate(node.kwargs, mapped) if node.kwargs else {}
-    copy = _torch.add_node(graph, node.op, node.target, args, kwargs, name or node.name, node.type)
+    copy = _torch.add_node(graph, node.op, node.target, args, kwargs, name, node.type)
     copy.meta.update(node.meta)
     return copy
