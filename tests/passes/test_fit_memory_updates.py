@@ -12,7 +12,7 @@ from torch import nn
 
 import graphopt
 from graphopt import PassError, Phase, Program
-from graphopt.passes import ClipGradients, FitMemory, FuseUpdate
+from graphopt.passes import ClipGradients, FitMemory, FuseUpdate, fit_memory
 from graphopt.rewriting.memory.budget import BudgetError
 from tests.support.fitting import applied
 from tests.support.properties import examples
@@ -142,3 +142,31 @@ def test_every_budget_from_the_smallest_on_is_met_with_eagers_bits(
     assert applied(program, fit(budget))[0].memory().peak_bytes <= budget
     found = train_whole_step(model(), make, mean_square, BATCHES, [fit(budget)])
     assert_same(train(model(), make, mean_square, BATCHES), found, f"{share} %", skip=".gradient.")
+
+
+def test_the_second_program_of_a_step_gets_the_plan_of_the_first_without_a_decision_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepared: list[Program] = []
+    original = fit_memory.prepared
+
+    def noted(program: Program, *args: Any, **options: Any) -> Any:
+        prepared.append(program)
+        return original(program, *args, **options)
+
+    monkeypatch.setattr(fit_memory, "prepared", noted)
+
+    def train_with(passes: Any) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        step = graphopt.optimize_step(model, optimizer, passes, loss=mean_square)
+        losses = [step(x) for x in torch.randn(3, 64, 16)]
+        return step, [*losses, *model.parameters()]
+
+    _, plain = train_with([])
+    step, fitted = train_with([FitMemory("75%", cost="roofline")])
+    assert len(prepared) == 1
+    assert all(torch.equal(one, other) for one, other in zip(plain, fitted, strict=True))
+    first, later = ([node.name for node in program.phase_nodes(Phase.RECOMPUTE)] for program in step.programs.values())
+    assert first == later != []
