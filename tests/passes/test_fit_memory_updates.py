@@ -12,7 +12,8 @@ from torch import nn
 
 import graphopt
 from graphopt import PassError, Phase, Program
-from graphopt.passes import ClipGradients, FitMemory, FuseUpdate, fit_memory
+from graphopt.passes import ClipGradients, FitMemory, FuseUpdate
+from graphopt.rewriting.memory import fitter
 from graphopt.rewriting.memory.budget import BudgetError
 from tests.support.fitting import applied
 from tests.support.properties import examples
@@ -148,13 +149,13 @@ def test_the_second_program_of_a_step_gets_the_plan_of_the_first_without_a_decis
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prepared: list[Program] = []
-    original = fit_memory.prepared
+    original = fitter.prepared
 
     def noted(program: Program, *args: Any, **options: Any) -> Any:
         prepared.append(program)
         return original(program, *args, **options)
 
-    monkeypatch.setattr(fit_memory, "prepared", noted)
+    monkeypatch.setattr(fitter, "prepared", noted)
 
     def train_with(passes: Any) -> tuple[Any, Any]:
         torch.manual_seed(0)
