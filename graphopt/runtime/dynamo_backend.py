@@ -221,7 +221,7 @@ class _Compiled:
         first = not self._announced
         self._announced.add(graph)
         tell_observers(graph.compiled.rewritten, first)
-        tell_seconds(graph.compiled.rewritten, first=first)
+        tell_seconds(graph.compiled.rewritten, first=first and graph.whole)  # of several graphs, those that took long
 
     def look(self) -> tuple[CompiledGraph, ...]:
         """The graphs that have run, in the order in which they were cut; then functions that are cut no more."""

@@ -151,6 +151,21 @@ EQUAL: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.sweep(
+    but=(
+        "drop-in-plain",
+        "whole step-dropout",
+        "whole step-tied weights",
+        "drop-in-frozen layer in the middle",
+        "drop-in-checkpointed",
+        "drop-in-one weight for all",
+        "drop-in-hook on one",
+        "drop-in-a mask that is trained",
+        "whole step-buffers that forward writes",
+        "drop-in-regions",
+        "whole step-two rows",
+    )
+)
 @pytest.mark.parametrize("name", EQUAL)
 @pytest.mark.parametrize("way", ["drop-in", "whole step"])
 def test_the_program_is_node_by_node_that_which_is_traced_whole(name: str, way: str) -> None:

@@ -273,6 +273,7 @@ def blocks() -> tuple[nn.Module, torch.Tensor]:
     return Blocks(5, p=0.1), torch.zeros(3, 6, dtype=torch.int64)
 
 
+@pytest.mark.sweep
 def test_a_budget_that_only_the_given_order_meets_is_met(run: Command) -> None:
     of = f"{__file__}:blocks"
     program = captured(of)

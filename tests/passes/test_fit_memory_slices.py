@@ -122,6 +122,7 @@ def test_what_backward_takes_the_place_of_is_a_value_of_its_own_to_plans() -> No
         assert not operation.repeatable
 
 
+@pytest.mark.sweep
 @given(slices=st.integers(2, 5), share=st.floats(0, 1))
 @examples(2)
 def test_any_budget_that_can_be_met_is(slices: int, share: float) -> None:

@@ -79,6 +79,7 @@ def test_a_plan_keeps_its_budget_and_the_bounds_are_below_it(seed: int, share: f
         assert point.again == 0.0
 
 
+@pytest.mark.sweep
 def test_a_thorough_search_is_never_worse_than_every_method_alone() -> None:
     problem = layered(30)
     alone = Ladder(Scheduler(problem), lambda: False, lambda share, frontier: None)
