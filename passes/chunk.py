@@ -11,8 +11,8 @@ from torch import fx
 from graphopt.errors import ArgumentError, GraphoptError, wrong_argument
 from graphopt.ir.names import match_names, names_in_part
 from graphopt.ir.node import info
-from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
+from graphopt.ir.written_units import format_bytes
 from graphopt.rewriting.memory.chunk_rows import chunked
 from graphopt.rewriting.memory.module_regions import is_inside, module_regions, modules_of
 from graphopt.rewriting.memory.row_regions import RowRegion

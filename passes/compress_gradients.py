@@ -13,8 +13,9 @@ from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.collectives import ALL_REDUCE, WAIT
 from graphopt.ir.ops.scale import FOUND_INF
-from graphopt.ir.ops.values import format_bytes, storage_bytes
+from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
+from graphopt.ir.written_units import format_bytes
 from graphopt.rewriting.clock import Clock
 from graphopt.rewriting.distributed.all_reduce import exchange_gradients
 from graphopt.rewriting.distributed.buckets import BucketSizes

@@ -16,8 +16,9 @@ from graphopt.ir.names import match_names
 from graphopt.ir.node import Phase, value_of
 from graphopt.ir.ops.collectives import WAIT
 from graphopt.ir.ops.groups import Group, find_group
-from graphopt.ir.ops.values import counted, format_bytes, storage_bytes
+from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
+from graphopt.ir.written_units import counted, format_bytes
 from graphopt.rewriting.distributed.all_reduce import Exchange, exchange_buffers, exchange_gradients, final_gradients
 from graphopt.rewriting.distributed.bucket_choice import BucketChoice, choose_buckets
 from graphopt.rewriting.pass_ import Changed, Numerics, PassStage

@@ -17,8 +17,9 @@ from graphopt.ir.node import value_of
 from graphopt.ir.ops.groups import Group
 from graphopt.ir.ops.scale import FOUND_INF
 from graphopt.ir.ops.sparse import LARGEST, packed_bytes
-from graphopt.ir.ops.values import counted, format_bytes, storage_bytes
+from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
+from graphopt.ir.written_units import counted, format_bytes
 from graphopt.rewriting.clock import Clock
 from graphopt.rewriting.distributed.all_reduce import exchange_gradients
 from graphopt.rewriting.distributed.buckets import BucketSizes

@@ -9,9 +9,9 @@ from typing import ClassVar, final
 from graphopt.analysis.costs.cost import check_cost
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.node import Phase, info
-from graphopt.ir.ops.values import parse_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
+from graphopt.ir.written_units import parse_bytes
 from graphopt.rewriting.memory.budget import BudgetError, budget_bytes
 from graphopt.rewriting.memory.budget_text import check_budget
 from graphopt.rewriting.memory.checkpoint_segments import leaves_segments

@@ -10,8 +10,9 @@ from torch import fx
 
 from graphopt.errors import ArgumentError, GraphoptError, wrong_argument
 from graphopt.ir.node import info, value_of
-from graphopt.ir.ops.values import format_bytes, tensors_of
+from graphopt.ir.ops.values import tensors_of
 from graphopt.ir.program import Program
+from graphopt.ir.written_units import format_bytes
 from graphopt.rewriting.memory.batch_region import batch_inputs, batch_region
 from graphopt.rewriting.memory.chunk_rows import chunked
 from graphopt.rewriting.memory.loss_in_place import chunks_in_place

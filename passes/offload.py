@@ -13,9 +13,9 @@ from graphopt.errors import GraphoptError, no_such_word
 from graphopt.ir.local_ranks import local_ranks
 from graphopt.ir.node import Phase, Policy, info, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.values import counted, format_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
+from graphopt.ir.written_units import counted, format_bytes
 from graphopt.planning.copies import Copy, CopyOptions, Window, schedule_copies
 from graphopt.rewriting.memory.checkpoint_segments import leaves_segments
 from graphopt.rewriting.memory.free_memory import free_disk_bytes, free_host_bytes

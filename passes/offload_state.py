@@ -15,8 +15,9 @@ from graphopt.ir.gradients import base_of, update_calls
 from graphopt.ir.local_ranks import local_ranks
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.values import format_bytes, storage_bytes
+from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
+from graphopt.ir.written_units import format_bytes
 from graphopt.rewriting.distributed.sharded_parameters import sharded_inputs, sharing_inputs
 from graphopt.rewriting.memory.early_updates import ordered_updates
 from graphopt.rewriting.memory.free_memory import free_disk_bytes, free_host_bytes

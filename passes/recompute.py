@@ -16,8 +16,9 @@ from graphopt.errors import GraphoptError
 from graphopt.ir.node import Phase, Policy, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.dropout import masked_dropout
-from graphopt.ir.ops.values import counted, format_bytes, storage_bytes
+from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
+from graphopt.ir.written_units import counted, format_bytes
 from graphopt.rewriting.memory.checkpoint_segments import leaves_segments
 from graphopt.rewriting.memory.rematerialize import Rematerialized, recomputed, rematerialize
 from graphopt.rewriting.memory.replay import can_recompute

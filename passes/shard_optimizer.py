@@ -10,8 +10,9 @@ import torch
 
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.groups import Group, find_group
-from graphopt.ir.ops.values import counted, format_bytes, storage_bytes
+from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
+from graphopt.ir.written_units import counted, format_bytes
 from graphopt.rewriting.distributed.remove_all_reduce import agree_on_skipping, reductions
 from graphopt.rewriting.distributed.sharded_update import (
     agree_on_norms,

@@ -12,9 +12,9 @@ from torch import fx
 
 from graphopt.analysis.device_timelines import alive_bytes
 from graphopt.ir.node import Phase, info
-from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline, Storage
+from graphopt.ir.written_units import format_bytes
 
 __all__ = ["of_loops", "other_tangents", "peaks_of_loops"]
 

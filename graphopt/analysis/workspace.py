@@ -34,7 +34,8 @@ from graphopt.ir.call_texts import call_text
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.opaque_update import opaque_update_
-from graphopt.ir.ops.values import counted, is_dense, storage_bytes, tensors_of
+from graphopt.ir.ops.values import is_dense, storage_bytes, tensors_of
+from graphopt.ir.written_units import counted
 
 __all__ = ["Usage", "measured_temporaries", "measured_usage"]
 

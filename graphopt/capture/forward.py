@@ -27,8 +27,8 @@ from graphopt.errors import CaptureError
 from graphopt.ir.names import NAMES_KEY, identifier
 from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, set_info, set_value, unique_names, value_of
 from graphopt.ir.ops.schema import op_name
-from graphopt.ir.ops.values import counted
 from graphopt.ir.program import Program
+from graphopt.ir.written_units import counted
 
 __all__ = ["ForwardCapture", "capture_forward"]
 

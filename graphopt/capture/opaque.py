@@ -16,7 +16,8 @@ from graphopt import _torch
 from graphopt.errors import quoted
 from graphopt.ir.node import InputSpec, set_value
 from graphopt.ir.ops.opaque_update import opaque_update_, stands_for
-from graphopt.ir.ops.values import cuda_indices, format_bytes, storage_bytes
+from graphopt.ir.ops.values import cuda_indices, storage_bytes
+from graphopt.ir.written_units import format_bytes
 
 __all__ = ["OpaqueUpdate", "measure_update", "stand_in", "trace_opaque"]
 

@@ -19,7 +19,7 @@ from graphopt.capture.update_settings import NO_SETTINGS, UpdateSettings, group_
 from graphopt.errors import CaptureError, GraphoptError, quoted
 from graphopt.ir.memory_shortage import refuse_shortage
 from graphopt.ir.node import InputSpec
-from graphopt.ir.ops.values import counted
+from graphopt.ir.written_units import counted
 from graphopt.rewriting.shards import Shards, check_dense, holds_elements
 
 __all__ = ["NOTED", "UpdateTrace", "settings", "settings_key", "trace_optimizer"]

@@ -11,7 +11,7 @@ from graphopt.cli.exit_codes import UsageError, wrong_use
 from graphopt.cli.output import print_json, print_report, print_text
 from graphopt.errors import GraphoptError
 from graphopt.ir.columns import aligned
-from graphopt.ir.ops.values import counted, format_bytes
+from graphopt.ir.written_units import counted, format_bytes
 from graphopt.runtime.stored.program_folder import (
     StoredEntry,
     clear,

@@ -18,8 +18,8 @@ from graphopt.cli.output import (
 )
 from graphopt.cli.programs import before_passes, pipeline_of, rewritten_program
 from graphopt.ir.columns import filled
-from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
+from graphopt.ir.written_units import format_bytes
 from graphopt.report.console import terminal
 from graphopt.report.pictures.images import png_of_svg, write_bytes
 from graphopt.report.pictures.memory_timeline import timeline_svg

@@ -23,9 +23,9 @@ from graphopt.cli.output import report_passes, write_output
 from graphopt.cli.programs import pipeline_of, rewritten_program
 from graphopt.errors import GraphoptError
 from graphopt.ir.columns import filled
-from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.reserved_memory import ReservedMemory
+from graphopt.ir.written_units import format_bytes
 from graphopt.planning.frontier import Frontier
 from graphopt.report.console import terminal
 from graphopt.report.console.progress_bar import progress_bar

@@ -17,7 +17,7 @@ from graphopt.cli.exit_codes import wrong_use
 from graphopt.cli.output import print_json, print_report
 from graphopt.cli.programs import program_without_data
 from graphopt.ir.columns import aligned
-from graphopt.ir.ops.values import format_bytes, format_seconds
+from graphopt.ir.written_units import format_bytes, format_seconds
 from graphopt.report.console import terminal
 from graphopt.rewriting.progress import working
 

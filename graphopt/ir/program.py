@@ -34,7 +34,7 @@ from graphopt.ir.node import (
     set_value,
     value_of,
 )
-from graphopt.ir.ops.values import counted, tensors_of
+from graphopt.ir.ops.values import tensors_of
 from graphopt.ir.program_arguments import (
     check_outputs,
     check_phases,
@@ -47,6 +47,7 @@ from graphopt.ir.region_effects import has_effect
 from graphopt.ir.reserved_memory import ReservedMemory
 from graphopt.ir.state import PassState
 from graphopt.ir.timeline import MemoryTimeline
+from graphopt.ir.written_units import counted
 
 __all__ = ["Program"]
 

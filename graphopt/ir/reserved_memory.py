@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.timeline import LiveTensor, MemoryTimeline
+from graphopt.ir.written_units import format_bytes
 
 __all__ = ["ReservedMemory"]
 

@@ -15,9 +15,10 @@ from graphopt import _torch
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, info, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.values import counted, format_bytes, tensors_of, type_text
+from graphopt.ir.ops.values import tensors_of, type_text
 from graphopt.ir.program import Program
 from graphopt.ir.reuse import reused_operands
+from graphopt.ir.written_units import counted, format_bytes
 
 __all__ = [
     "Writer",

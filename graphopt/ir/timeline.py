@@ -11,7 +11,7 @@ from torch import fx
 from graphopt.ir.context import Device
 from graphopt.ir.methods import provided
 from graphopt.ir.node import info
-from graphopt.ir.ops.values import format_bytes
+from graphopt.ir.written_units import format_bytes
 
 __all__ = ["LiveTensor", "MemoryTimeline", "Storage"]
 

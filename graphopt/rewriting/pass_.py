@@ -12,9 +12,9 @@ import torch
 from graphopt.errors import GraphoptError, check_type, did_you_mean
 from graphopt.ir.methods import provided
 from graphopt.ir.node import Stage
-from graphopt.ir.ops.values import counted, format_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
+from graphopt.ir.written_units import counted, format_bytes
 from graphopt.rewriting.pass_type import PassType
 from graphopt.rewriting.spec import format_pass
 

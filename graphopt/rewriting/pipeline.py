@@ -16,9 +16,9 @@ from graphopt.ir import verify as verifier
 from graphopt.ir.autocast import plain_precision
 from graphopt.ir.memory_shortage import is_memory_shortage
 from graphopt.ir.node import Stage
-from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
+from graphopt.ir.written_units import format_bytes
 from graphopt.rewriting.instruments import Instrument
 from graphopt.rewriting.pass_ import STAGES, Changed, Pass, PassRecord, PassStage, Records
 from graphopt.rewriting.pipeline_file import read_passes

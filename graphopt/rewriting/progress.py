@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from graphopt.ir import handed_down
-from graphopt.ir.ops.values import format_bytes
+from graphopt.ir.written_units import format_bytes
 from graphopt.planning.frontier import Frontier
 
 __all__ = ["Progress", "leave_line", "measuring", "searching", "show_progress", "working"]

@@ -17,7 +17,7 @@ from graphopt.capture.eager_trial import EagerCall, FailsInEagerError
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
 from graphopt.errors import GraphBreakError, GraphoptError
 from graphopt.ir.memory_shortage import is_memory_shortage
-from graphopt.ir.ops.values import counted
+from graphopt.ir.written_units import counted
 from graphopt.rewriting.precision.scaling import CheckedGradients
 from graphopt.runtime.compiled_joint import CompiledJoint, compile_joint
 from graphopt.runtime.parts import Parts

@@ -22,8 +22,8 @@ from graphopt.capture.code_of_model import found_by
 from graphopt.capture.hidden_effects import CAPTURE_LOCK
 from graphopt.capture.told_calls import asks_whether_compiled
 from graphopt.errors import GraphoptError, wrong_argument
-from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
+from graphopt.ir.written_units import format_bytes
 from graphopt.rewriting.pass_ import PassRecord
 from graphopt.runtime.compile_options import options_of
 from graphopt.runtime.compiled_joint import CompiledJoint

@@ -16,8 +16,8 @@ from graphopt.capture.step import has_state
 from graphopt.errors import ArgumentError, GraphoptError, PassError, public, whole_number
 from graphopt.ir.context import Context
 from graphopt.ir.node import Stage
-from graphopt.ir.ops.values import format_bytes, parse_bytes
 from graphopt.ir.program import Program
+from graphopt.ir.written_units import format_bytes, parse_bytes
 from graphopt.rewriting.memory.budget import BudgetError, budget_bytes
 from graphopt.rewriting.memory.budget_text import check_budget, is_what_is_free
 from graphopt.rewriting.pipeline import Passes

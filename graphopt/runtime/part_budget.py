@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from graphopt.ir.node import Phase, info, value_of
-from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
+from graphopt.ir.written_units import format_bytes
 from graphopt.rewriting.memory.budget import BudgetError
 from graphopt.rewriting.pipeline import Pipeline
 

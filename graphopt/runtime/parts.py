@@ -20,8 +20,8 @@ from torch import fx, nn
 from graphopt import _torch
 from graphopt.capture.hidden_effects import CAPTURE_LOCK, refuse_backward_hooks
 from graphopt.errors import GraphBreakError
-from graphopt.ir.ops.values import counted, format_bytes
 from graphopt.ir.program import Program
+from graphopt.ir.written_units import counted, format_bytes
 from graphopt.rewriting.pass_ import Changed, PassRecord
 from graphopt.runtime.compiled_joint import CompiledJoint
 from graphopt.runtime.cut_graphs import CutGraph, CutGraphs, calls_in_eager

@@ -12,8 +12,8 @@ from torch import nn
 
 from graphopt.errors import GraphoptError
 from graphopt.ir.ops.groups import Group, find_group
-from graphopt.ir.ops.values import counted, format_bytes
 from graphopt.ir.state import PassState
+from graphopt.ir.written_units import counted, format_bytes
 from graphopt.rewriting.distributed.rank_names import place
 from graphopt.rewriting.shards import shard_of
 from graphopt.runtime.sharded_parameter import (

@@ -24,8 +24,9 @@ from graphopt.ir.ops import schema
 from graphopt.ir.ops.groups import find_group
 from graphopt.ir.ops.opaque_update import Evaluate
 from graphopt.ir.ops.transfers import residents
-from graphopt.ir.ops.values import format_bytes, storage_bytes
+from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
+from graphopt.ir.written_units import format_bytes
 from graphopt.rewriting.distributed.named_shards import accept_named_shards, name_shards
 from graphopt.rewriting.memory.budget import BudgetError, budget_error
 from graphopt.rewriting.precision.scaling import checked_gradients

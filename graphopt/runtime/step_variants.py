@@ -13,8 +13,8 @@ from graphopt.capture.flatten import Structure
 from graphopt.capture.update_settings import Number, UpdateSettings
 from graphopt.ir.node import InputSpec
 from graphopt.ir.ops.transfers import Tier
-from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
+from graphopt.ir.written_units import format_bytes
 from graphopt.rewriting.memory.budget import BudgetError, Share
 from graphopt.rewriting.precision.scaling import CheckedGradients
 from graphopt.runtime.binding import Binding

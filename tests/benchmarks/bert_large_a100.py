@@ -34,7 +34,7 @@ from graphopt import Pipeline, Program
 from graphopt.analysis import workspace as temporaries
 from graphopt.analysis.costs.cost import PROFILES, DeviceProfile, cost_report
 from graphopt.capture import CaptureSession
-from graphopt.ir.ops.values import format_bytes, parse_bytes
+from graphopt.ir.written_units import format_bytes, parse_bytes
 from graphopt.passes import MixedPrecision
 from graphopt.planning.offloading import Lanes
 from graphopt.rewriting.memory.fit import Fitting, FittingOptions

@@ -21,8 +21,8 @@ from graphopt import Phase, Program
 from graphopt.analysis.costs import cost
 from graphopt.analysis.costs.cost import costs_of
 from graphopt.ir.node import OutputSpec, info
-from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.verify import verify
+from graphopt.ir.written_units import format_bytes
 from graphopt.passes import Recompute
 from graphopt.planning import Simulated
 from graphopt.report.text.frontier_table import frontier_report

@@ -13,7 +13,7 @@ from graphopt.analysis.allocator.recorded_trace import RecordedEvent, RecordedSe
 from graphopt.analysis.allocator.rules import AllocatorRules
 from graphopt.errors import GraphoptError, public, whole_number
 from graphopt.ir.columns import aligned
-from graphopt.ir.ops.values import format_bytes
+from graphopt.ir.written_units import format_bytes
 
 __all__ = ["TraceComparison", "compare_trace"]
 

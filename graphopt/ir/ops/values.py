@@ -1,4 +1,4 @@
-"""What a value is without its data: shapes, dtypes, bytes, and how they are written."""
+"""What a value is without its data: shapes, dtypes, bytes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,11 @@ from typing import Any
 import torch
 
 from graphopt import _torch
-from graphopt.ir.written_units import counted as counted
-from graphopt.ir.written_units import format_bytes as format_bytes
-from graphopt.ir.written_units import format_seconds as format_seconds
-from graphopt.ir.written_units import parse_bytes as parse_bytes
 
 __all__ = [
     "DTYPE_NAMES",
-    "counted",
     "cuda_indices",
-    "format_bytes",
-    "format_seconds",
     "is_dense",
-    "parse_bytes",
     "storage_bytes",
     "tensors_of",
     "type_text",

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 
-from graphopt.ir.ops.values import counted, format_bytes
+from graphopt.ir.written_units import counted, format_bytes
 from graphopt.report.console.terminal import LogFormatter, first_rank, is_terminal, write
 from graphopt.rewriting.memory.other_sizes import written_sizes
 from graphopt.rewriting.pass_ import PassRecord

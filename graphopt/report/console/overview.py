@@ -11,8 +11,9 @@ from typing import Any
 
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.values import counted, format_bytes, storage_bytes, tensors_of
+from graphopt.ir.ops.values import storage_bytes, tensors_of
 from graphopt.ir.program import Program
+from graphopt.ir.written_units import counted, format_bytes
 from graphopt.report.console.terminal import Span, first_rank, write_spans
 from graphopt.rewriting.pass_ import Pass, PassRecord
 from graphopt.rewriting.spec import option_fields

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from graphopt.errors import PipelineError
-from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
+from graphopt.ir.written_units import format_bytes
 from graphopt.report.page.story import Story
 from graphopt.rewriting.pass_ import PassRecord
 from graphopt.rewriting.registry import find_pass

@@ -8,8 +8,8 @@ from typing import Any
 
 from graphopt.ir.columns import aligned
 from graphopt.ir.node import Candidate
-from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.text import short_source
+from graphopt.ir.written_units import format_bytes
 
 __all__ = ["candidates_json", "candidates_text"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from graphopt.ir.ops.groups import Group
-from graphopt.ir.ops.values import format_seconds
 from graphopt.ir.program import Program
+from graphopt.ir.written_units import format_seconds
 from graphopt.rewriting.distributed.agreed_decision import decided_in_group
 from graphopt.rewriting.distributed.buckets import BucketSizes
 from graphopt.rewriting.distributed.prediction.link import Link, format_bandwidth

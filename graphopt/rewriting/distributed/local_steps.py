@@ -11,9 +11,10 @@ from graphopt.errors import GraphoptError
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.collectives import ALL_REDUCE
 from graphopt.ir.ops.groups import Group, find_group
-from graphopt.ir.ops.values import format_bytes, storage_bytes
+from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.state import PassState
+from graphopt.ir.written_units import format_bytes
 from graphopt.rewriting.distributed.flat_exchange import read_parts, start_exchange
 from graphopt.rewriting.distributed.parameter_average import average_now, average_parameters
 from graphopt.rewriting.distributed.remove_all_reduce import (

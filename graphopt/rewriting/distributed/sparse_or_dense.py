@@ -12,7 +12,8 @@ import torch
 
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.ops.groups import Group, require_together, talking
-from graphopt.ir.ops.values import format_seconds, storage_bytes
+from graphopt.ir.ops.values import storage_bytes
+from graphopt.ir.written_units import format_seconds
 from graphopt.rewriting.distributed.prediction.compressed import Sparse
 from graphopt.rewriting.distributed.prediction.link import Link, format_bandwidth, parse_bandwidth
 from graphopt.rewriting.distributed.prediction.measured_link import agreed_link, largest_of_all

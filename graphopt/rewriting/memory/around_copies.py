@@ -9,8 +9,8 @@ from torch import fx
 
 from graphopt.analysis.costs.cost import costs_of
 from graphopt.analysis.liveness import bytes_of_copy
-from graphopt.ir.ops.values import counted, format_bytes, format_seconds
 from graphopt.ir.program import Program
+from graphopt.ir.written_units import counted, format_bytes, format_seconds
 from graphopt.rewriting.distributed.agreed_decision import decided_by_first_rank
 from graphopt.rewriting.memory.budget import BudgetError
 from graphopt.rewriting.memory.decision import taken_bytes

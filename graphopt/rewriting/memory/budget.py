@@ -12,10 +12,10 @@ from graphopt.analysis.costs.profiles import DeviceProfile
 from graphopt.errors import GraphoptError
 from graphopt.ir.local_ranks import local_ranks
 from graphopt.ir.node import Phase, info
-from graphopt.ir.ops.values import format_bytes, parse_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.reserved_memory import ReservedMemory
 from graphopt.ir.timeline import MemoryTimeline
+from graphopt.ir.written_units import format_bytes, parse_bytes
 from graphopt.rewriting.memory.budget_text import PERCENT, is_what_is_free
 from graphopt.rewriting.memory.fit import Fitting
 from graphopt.rewriting.memory.floor import always_alive, least_bytes, what_would_help

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from graphopt.ir.ops.values import format_seconds
 from graphopt.ir.program import Program
+from graphopt.ir.written_units import format_seconds
 from graphopt.rewriting.memory.budget import BudgetError
 from graphopt.rewriting.memory.compressible_values import KeptValue, kept_values
 from graphopt.rewriting.memory.compression import Compression, waiting

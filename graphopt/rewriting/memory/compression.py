@@ -13,8 +13,8 @@ from torch import fx
 
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.quantize import dequantize, quantize, quantized_bytes, rounding_seed
-from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
+from graphopt.ir.written_units import format_bytes
 from graphopt.rewriting.memory.compressible_values import KeptValue, kept_values
 from graphopt.rewriting.memory.recompute_plan import Again, recompute
 

@@ -14,8 +14,9 @@ import torch
 from torch import fx
 
 from graphopt.ir.node import Phase, info, own_phase, set_info, slice_number, value_of
-from graphopt.ir.ops.values import format_bytes, storage_bytes
+from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
+from graphopt.ir.written_units import format_bytes
 
 __all__ = ["stacks_as_copied"]
 

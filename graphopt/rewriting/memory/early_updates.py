@@ -12,9 +12,10 @@ from torch import fx
 from graphopt.analysis.liveness import storages_of
 from graphopt.ir.node import Phase, info, info_like, set_info, set_value, value_of
 from graphopt.ir.ops import foreach, schema
-from graphopt.ir.ops.values import counted, format_bytes, storage_bytes, tensors_of
+from graphopt.ir.ops.values import storage_bytes, tensors_of
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline, Storage
+from graphopt.ir.written_units import counted, format_bytes
 
 __all__ = ["EarlyUpdates", "early_updates", "move_updates", "ordered_updates"]
 

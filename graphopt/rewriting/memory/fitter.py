@@ -18,9 +18,10 @@ from graphopt.analysis.costs.cost import costs_of, profile_of_cost
 from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import value_of
-from graphopt.ir.ops.values import format_bytes, storage_bytes
+from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
+from graphopt.ir.written_units import format_bytes
 from graphopt.planning.frontier import Frontier
 from graphopt.planning.offloading import Lanes
 from graphopt.rewriting.distributed.agreed_decision import decided_by_first_rank

@@ -9,9 +9,10 @@ import torch
 from torch import fx
 
 from graphopt.ir.node import value_of
-from graphopt.ir.ops.values import format_bytes, tensors_of
+from graphopt.ir.ops.values import tensors_of
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
+from graphopt.ir.written_units import format_bytes
 from graphopt.rewriting.memory.batch_region import batch_inputs, batch_region
 
 __all__ = ["always_alive", "least_bytes", "what_would_help"]

@@ -18,8 +18,9 @@ from torch import fx
 from graphopt.ir.node import Phase, info, set_info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.loss_gradient import loss_gradient
-from graphopt.ir.ops.values import format_bytes, storage_bytes
+from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
+from graphopt.ir.written_units import format_bytes
 
 __all__ = ["chunks_in_place", "loss_gradients_in_place"]
 

@@ -7,8 +7,8 @@ plans for a range of sizes: of those on its frontier, the fastest that fits is t
 from __future__ import annotations
 
 from graphopt.ir.node import value_of
-from graphopt.ir.ops.values import format_bytes
 from graphopt.ir.program import Program
+from graphopt.ir.written_units import format_bytes
 from graphopt.rewriting.memory.fit import Fitted, Fitting
 from graphopt.rewriting.memory.planned import Planned
 

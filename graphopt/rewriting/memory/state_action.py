@@ -13,9 +13,10 @@ from graphopt.ir.gradients import update_calls
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.groups import Group, find_group
-from graphopt.ir.ops.values import format_bytes, format_seconds, storage_bytes
+from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
+from graphopt.ir.written_units import format_bytes, format_seconds
 from graphopt.planning.swapping import schedule_visits, seconds_waited
 from graphopt.rewriting.distributed.prediction.measured_link import agreed_link
 from graphopt.rewriting.memory.early_updates import ordered_updates

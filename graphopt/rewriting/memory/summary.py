@@ -12,9 +12,10 @@ from graphopt.analysis.costs.cost import CostReport
 from graphopt.analysis.returned_loss import other_tangents
 from graphopt.ir.columns import aligned
 from graphopt.ir.node import info, value_of
-from graphopt.ir.ops.values import format_bytes, format_seconds, tensors_of
+from graphopt.ir.ops.values import tensors_of
 from graphopt.ir.reserved_memory import ReservedMemory
 from graphopt.ir.text import short_source
+from graphopt.ir.written_units import format_bytes, format_seconds
 from graphopt.planning import Simulated
 from graphopt.planning.problem import lifetimes
 from graphopt.rewriting.memory.fit import Fitted, Fitting

@@ -11,7 +11,7 @@ from pathlib import Path
 from graphopt.analysis.costs.figures import cache_folder
 from graphopt.errors import GraphoptError
 from graphopt.ir.checked_json import Field
-from graphopt.ir.ops.values import counted
+from graphopt.ir.written_units import counted
 from graphopt.runtime.stored.checked_file import read_checked, write_checked
 from graphopt.runtime.stored.program_files import HEADER, FolderFiles
 

@@ -182,7 +182,7 @@ def test_the_highest_column_is_full(program: Program) -> None:
 
 
 def memory_label(timeline: graphopt.ir.timeline.MemoryTimeline) -> str:
-    return graphopt.ir.ops.values.format_bytes(timeline.peak_bytes)
+    return graphopt.ir.written_units.format_bytes(timeline.peak_bytes)
 
 
 @pytest.mark.sweep

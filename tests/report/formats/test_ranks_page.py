@@ -22,7 +22,7 @@ import graphopt
 from graphopt.passes import *
 from dataclasses import replace
 from graphopt.ir.node import info, set_info
-from graphopt.ir.ops.values import format_bytes
+from graphopt.ir.written_units import format_bytes
 from graphopt.rewriting.distributed.prediction.link import Link
 from tests.support.training import mean_square
 

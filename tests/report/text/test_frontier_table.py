@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import graphopt
-from graphopt.ir.ops.values import format_seconds
+from graphopt.ir.written_units import format_seconds
 from graphopt.planning import Problem, simulate
 from graphopt.planning.frontier import Frontier
 from graphopt.planning.planner import find_frontier

@@ -19,8 +19,9 @@ from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.residual import accumulate_
 from graphopt.ir.ops.selection import select
-from graphopt.ir.ops.values import format_seconds, storage_bytes
+from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
+from graphopt.ir.written_units import format_seconds
 from graphopt.rewriting.distributed.all_reduce import buffer_writes, final_gradients
 from graphopt.rewriting.distributed.flat_exchange import memory_strides
 from graphopt.rewriting.distributed.prediction.volume import Gradient
