@@ -38,8 +38,8 @@ demo: $(CORE) ## train a small GPT on real text within a third of the bytes that
 test: $(DEV) $(BROWSER) ## run the tests (a quarter of an hour on two cores)
 	$(PYTEST)
 
-sweep: ## run what `make test` leaves out: properties, ops, programs, models, files, faults, soak (hours)
-	.ci/sweep
+sweep: ## run what `make test` leaves out (hours); PARTS="models timm" runs these of .ci/sweep
+	.ci/sweep $(PARTS)
 
 lint: $(DEV) ## check style, types, and which way imports run
 	$(BIN)/ruff check .
