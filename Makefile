@@ -79,6 +79,7 @@ bench: $(DEV) $(BROWSER) ## measure what tests/benchmarks/README.md says (an hou
 	$(BIN)/python tests/benchmarks/convergence.py --tasks text --ways dense DGC
 	$(BIN)/python tests/benchmarks/page.py
 	$(BIN)/python tests/benchmarks/planner.py --graphs 100
+	$(BIN)/python tests/benchmarks/one_budget.py --budgets 8
 
 gpu: $(GPU_FOUND) $(DEV) ## run the tests that need a GPU, and measure there: one table, build/gpu/gpu.txt
 	@status=0; $(BIN)/python -m pytest -m gpu || status=1; \
