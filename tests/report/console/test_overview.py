@@ -132,7 +132,8 @@ def test_what_is_exchanged_is_counted() -> None:
     step = step_of(DataParallel(first_bucket_mb=0, bucket_mb=0)).prepare(X)
     text = overview_text(step._pipeline.passes, step.records, step.program)
     size = sum(parameter.numel() * 4 for parameter in net.parameters())
-    assert f"this rank puts {graphopt.ir.written_units.format_bytes(size)} per step into collectives: 6 all_reduce" in text
+    written = graphopt.ir.written_units.format_bytes(size)
+    assert f"this rank puts {written} per step into collectives: 6 all_reduce" in text
 
 
 @pytest.mark.sweep
