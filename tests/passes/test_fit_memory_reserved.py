@@ -129,7 +129,7 @@ def test_a_part_of_a_model_is_fitted_by_its_peak(plain: Program) -> None:
     room = part.memory().peak_bytes
     part.context = replace(part.context, room=room)
     _, record = applied(part, fit("60%"))
-    assert record.changed.reason.startswith("the peak of the program as it is")
+    assert record.changed.reason.startswith("the peak of this part as it is")
     smaller = plain.copy()
     smaller.context = replace(smaller.context, room=room * 8 // 10)
     program, _ = applied(smaller, fit("60%"))

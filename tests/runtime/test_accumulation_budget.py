@@ -139,6 +139,7 @@ def test_state_that_moves_and_values_that_are_compressed_count_in_each_call(mode
         assert_equal(expected, [*(call.loss for call in calls), *left(step)])
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # inductor
 @pytest.mark.sweep  # a compiler takes a minute
 @pytest.mark.parametrize("share", ["85%", "70%"])
 def test_calls_that_are_compiled_take_no_more_than_is_predicted(share: str) -> None:
