@@ -108,7 +108,7 @@ class _Searches:
         with progress_bar(f"searching plans of {program.title}") as show:
 
             def progress(share: float, frontier: Frontier) -> None:
-                show(share, f"smallest peak {format_bytes(frontier.lowest.peak)}; Ctrl-C takes the best plans so far")
+                show(share, f"smallest peak {format_bytes(frontier.lowest.peak)}; Ctrl-C: best so far")
 
             options = FittingOptions(
                 self._time_limit,

@@ -111,14 +111,15 @@ def test_a_budget_that_nothing_meets_is_refused_with_what_every_plan_takes() -> 
 @pytest.mark.sweep
 @pytest.mark.parametrize("allow", [("compress",), ("recompute", "compress")], ids=",".join)
 def test_accumulated_steps_and_a_drop_in_model(allow: tuple[str, ...]) -> None:
-    ours, made = step_of(fit("92%", *allow))
-    ours.accumulate(2)
-    for _ in range(4):
-        ours(TOKENS)
-    peak = step_of(())[0].prepare(TOKENS).program.memory().peak_bytes
-    peaks = [program.memory().peak_bytes for program in ours.programs.values()]
-    assert len(peaks) > 1
-    assert max(peaks) <= 0.92 * peak
+    (ours, made), (unmodified, _) = step_of(fit("92%", *allow)), step_of(())
+    highest = []
+    for step in (ours, unmodified):
+        step.accumulate(2)
+        for _ in range(4):
+            step(TOKENS)
+        assert len(step.programs) > 1
+        highest.append(max(program.memory().peak_bytes for program in step.programs.values()))
+    assert highest[0] <= 0.92 * highest[1]  # a share is of the call with the highest peak
     assert all(parameter.isfinite().all() for parameter in made.parameters())
     drop_in = graphopt.optimize(model(), [fit("85%", *allow)])
     plain = model()

@@ -88,6 +88,7 @@ def refused(step: TrainStep, call: Callable[[], object]) -> BudgetError:
             for passes in PASSES
             for share in ("85%", "93%")
             if not (model == "cnn" and passes == "slices")  # statistics of batches are not those of slices
+            and (model, passes, share) != ("cnn", "half", "85%")  # the bound proves that every plan takes 87 %
         ),
     ],
 )
