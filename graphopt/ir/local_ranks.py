@@ -16,6 +16,6 @@ def local_ranks() -> int:
         GraphoptError: where it is no such number.
     """
     text = os.environ.get("LOCAL_WORLD_SIZE") or "1"
-    if not text.strip().isdigit() or int(text) < 1:
+    if not text.strip().isdecimal() or int(text) < 1:
         raise GraphoptError(f"LOCAL_WORLD_SIZE is {text!r}: it is the number of processes on this machine, 1 or more")
     return int(text)

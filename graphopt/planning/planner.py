@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from graphopt.errors import GraphoptError, check_type, public, wrong_argument
@@ -54,7 +54,7 @@ class InfeasibleError(GraphoptError, ValueError):
 def find_frontier(
     problem: Problem,
     *,
-    budget: int | None = None,
+    budget: int | Sequence[int] | None = None,
     thorough: bool = True,
     time_limit: float | None = None,
     progress: Callable[[float, Frontier], None] | None = None,
@@ -66,10 +66,10 @@ def find_frontier(
 
     Args:
         problem: what to plan.
-        budget: bytes; the plan for them is looked for, and others are found by the way: in about a second, where all
-            budgets take many. Near the lowest peak there may be plans that only a search for all finds. A larger budget
-            gets a slower plan only where a plan is not proved to be within half a per cent of ``problem.seconds`` of
-            the best one.
+        budget: bytes, or several budgets; plans for them are looked for, and others are found by the way: in about a
+            second for one, where all take many. Near the lowest peak there may be plans that only a search for all
+            finds. A larger budget gets a slower plan only where a plan is not proved to be within half a per cent of
+            ``problem.seconds`` of the best one.
         thorough: without a budget: aim at more of all budgets at last.
         time_limit: seconds after which no further work is begun; None works until the planned effort is spent.
         progress: called with the share of the work that is done and the frontier so far; an exception that it raises
@@ -90,15 +90,15 @@ def find_frontier(
         200 bytes, 0.0 seconds run again
     """
     check_type("find_frontier's problem", problem, Problem, "a planning.Problem")
-    if budget is not None:
-        budget = check_budget_bytes("find_frontier's budget", budget)
+    given = budget if isinstance(budget, (list, tuple)) else () if budget is None else (budget,)
+    budgets = [check_budget_bytes("find_frontier's budget", each) for each in given]
     if time_limit is not None:
         check_seconds("find_frontier's time_limit", time_limit)
     if progress is not None and not callable(progress):
         raise wrong_argument("find_frontier's progress", progress, "a function, progress(share, frontier)")
     search = _Search(problem, time_limit, progress)
     try:
-        search.run(budget, thorough=thorough)
+        search.run(budgets, thorough=thorough)
     except KeyboardInterrupt:
         if not interruptible or not len(search.frontier):
             raise
@@ -133,17 +133,21 @@ class _Search:
         if self._progress is not None:
             self._progress(share, frontier)
 
-    def run(self, budget: int | None, *, thorough: bool) -> None:
-        """Fill the frontier: around a budget, or all of it."""
+    def run(self, budgets: Sequence[int], *, thorough: bool) -> None:
+        """Fill the frontier: around some budgets, or without any all of it."""
         near = self._near
         droppable = self.scheduler.droppable
-        if near.highest <= (budget or 0) or not any(droppable[value] for value in near.network.needed):
+        tight = [budget for budget in budgets if budget < near.highest]
+        if (budgets and not tight) or not any(droppable[value] for value in near.network.needed):
             return
         count = len(self.problem.operations)
         if count <= SMALL:
             near.climb()
-        elif budget is not None:
-            self._aim_at(budget, max(_AIMED, _AIMED_EACH * count))
+        elif tight:
+            for budget in tight:
+                self._aim_at(budget, max(_AIMED, _AIMED_EACH * count))
+                if self.late():
+                    break
         else:
             near.climb()
             self._aim_all_over(_SWEEP if thorough else _RANGE)

@@ -79,9 +79,8 @@ def test_a_plan_keeps_its_budget_and_the_bounds_are_below_it(seed: int, share: f
         assert point.again == 0.0
 
 
-@pytest.mark.sweep
 def test_a_thorough_search_is_never_worse_than_every_method_alone() -> None:
-    problem = layered(30)
+    problem = layered(21)
     alone = Ladder(Scheduler(problem), lambda: False, lambda share, frontier: None)
     alone.climb()
     thorough = find_frontier(problem)
@@ -122,7 +121,21 @@ def test_the_same_budget_gets_the_same_plan() -> None:
     assert (one and one.drops) == (other and other.drops)
 
 
+def test_several_budgets_are_looked_for_within_one_limit_of_time() -> None:
+    problem = layered(24)
+    budgets = budgets_of(problem, find_frontier(problem, thorough=False), 4)
+    together = find_frontier(problem, budget=budgets)
+    for budget in budgets:
+        alone = again_within(problem, budget)
+        assert again_within(problem, budget, together) <= alone + NEAR * problem.seconds
+    late, first = (find_frontier(problem, budget=given, time_limit=0) for given in (budgets, budgets[0]))
+    assert late.cut_short == "time limit"
+    assert [point.drops for point in late] == [point.drops for point in first]
+
+
 def test_a_budget_is_a_number_of_bytes() -> None:
+    with pytest.raises(ArgumentError, match="find_frontier's budget"):
+        find_frontier(layered(2), budget=[100, "8GB"])  # type: ignore[list-item]
     with pytest.raises(ArgumentError, match="find_frontier's budget"):
         find_frontier(layered(2), budget="8GB")  # type: ignore[arg-type]
 

@@ -66,9 +66,9 @@ def link_bandwidth(
 def _ranks(given: int | None) -> int:
     if given is None:
         return local_ranks()
-    if not str(given).isdigit() or given < 1:
+    if not str(given).isdecimal() or int(given) < 1:
         raise GraphoptError(f"ranks is {str(given)!r}: it is the number of processes that share the link, 1 or more")
-    return given
+    return int(given)
 
 
 def _host_bandwidth(device: torch.device) -> Figure:

@@ -153,24 +153,14 @@ class Fitting:
 
     def _search(self, problem: Problem, options: FittingOptions) -> Frontier:
         """The plans in which operations run again."""
-
-        def search(budget: int | None) -> Frontier:
-            return find_frontier(
-                problem,
-                budget=budget,
-                thorough=options.thorough,
-                time_limit=options.time_limit,
-                progress=options.progress,
-                interruptible=options.interruptible,
-            )
-
-        if not self.is_aimed:
-            return search(None)
-        first, *others = map(search, options.budgets)
-        for other in others:
-            for point in other:
-                first.offer(point.drops, point)
-        return first
+        return find_frontier(
+            problem,
+            budget=options.budgets if self.is_aimed else None,
+            thorough=options.thorough,
+            time_limit=options.time_limit,
+            progress=options.progress,
+            interruptible=options.interruptible,
+        )
 
     @property
     def is_aimed(self) -> bool:
