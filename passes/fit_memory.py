@@ -15,7 +15,7 @@ from graphopt.ir.written_units import parse_bytes
 from graphopt.rewriting.memory.budget import BudgetError, budget_bytes
 from graphopt.rewriting.memory.budget_text import check_budget
 from graphopt.rewriting.memory.checkpoint_segments import leaves_segments
-from graphopt.rewriting.memory.fitter import ORIGIN, FitOptions, Fitter
+from graphopt.rewriting.memory.memory_planner import ORIGIN, MemoryPlanner, MemoryPlannerOptions
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
 __all__ = ["FitMemory"]
@@ -156,7 +156,7 @@ class FitMemory(Pass):
         if any(info(node).origin.startswith(ORIGIN) for node in program.phase_nodes(Phase.RECOMPUTE, Phase.FORWARD)):
             return Changed(reason="the program has been fitted already")
         try:
-            return Fitter(self._options).fit(program)
+            return MemoryPlanner(self._options).plan(program)
         except BudgetError as error:
             raise error.in_shares(self.budget) from None
 
@@ -165,7 +165,7 @@ class FitMemory(Pass):
         return budget_bytes(self.budget, memory)
 
     @property
-    def _options(self) -> FitOptions:
-        return FitOptions(
+    def _options(self) -> MemoryPlannerOptions:
+        return MemoryPlannerOptions(
             str(self), self.budget, self._host_bytes(), self.allow, self.cost, self.effort, self.time_limit
         )

@@ -30,8 +30,8 @@ from graphopt.analysis.smaller_calls import SmallerCall, extrapolated, smaller_c
 from graphopt.analysis.workspace_formulas import described_call, is_chosen_on_device, temporary_bytes
 from graphopt.errors import quoted
 from graphopt.ir.autocast import plain_precision
-from graphopt.ir.call_texts import call_text
 from graphopt.ir.node import value_of
+from graphopt.ir.op_keys import kept_key
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.opaque_update import opaque_update_
 from graphopt.ir.ops.values import is_dense, storage_bytes, tensors_of
@@ -132,11 +132,11 @@ def _writing_key(node: fx.Node) -> str:
     Such a call writes to the zeros that it is measured on. It allocates where it wraps a number in a tensor
     (``_foreach_add_(steps, 1)``), converts an argument, or falls back to ops that are not in place.
     """
-    key = call_text(node, _writing_text)
+    key = kept_key(node, _writing_key_of)
     return key and f"{key}{torch.get_num_threads()}"
 
 
-def _writing_text(node: fx.Node) -> str:
+def _writing_key_of(node: fx.Node) -> str:
     if not schema.mutated_inputs(node) or schema.is_collective(node) or node.target is opaque_update_:
         return ""
     described = _torch.map_aggregate(

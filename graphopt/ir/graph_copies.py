@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from graphopt import _torch
-from graphopt.ir.call_texts import forget_texts, pass_on_texts
+from graphopt.ir.op_keys import forget_keys, pass_on_keys
 
 __all__ = ["copy_graph", "copy_node"]
 
@@ -23,7 +23,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 
     for node in graph.nodes:
         copies[node] = _copied(made, node, mapped, node.name)
-        pass_on_texts(node, copies[node])
+        pass_on_keys(node, copies[node])
     return made
 
 
@@ -37,7 +37,7 @@ def copy_node(graph: fx.Graph, node: fx.Node, mapped: Callable[[Any], Any], name
         name: of the copy, where it is not that of the node.
     """
     copy = _copied(graph, node, mapped, name or node.name)
-    forget_texts(copy)
+    forget_keys(copy)
     return copy
 
 

@@ -102,6 +102,8 @@ def compare(problem: Problem, count: int) -> Compared:
         started = time.process_time()
         frontier = find_frontier(problem, budget=budget)
         seconds.append(time.process_time() - started)
+        if frontier.within(budget) is None:  # FitMemory searches for all budgets then
+            frontier, seconds[-1] = every, seconds[-1] + thorough
         again.append(100 * least_again(problem, frontier, budget) / problem.seconds)
         more.append(again[-1] - 100 * least_again(problem, every, budget) / problem.seconds)
     rises = [later - earlier for place, earlier in enumerate(again) for later in again[place:]]

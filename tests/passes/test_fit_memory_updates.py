@@ -13,7 +13,7 @@ from torch import nn
 import graphopt
 from graphopt import PassError, Phase, Program
 from graphopt.passes import ClipGradients, FitMemory, FuseUpdate
-from graphopt.rewriting.memory import fitter
+from graphopt.rewriting.memory import memory_planner
 from graphopt.rewriting.memory.budget import BudgetError
 from tests.support.fitting import applied
 from tests.support.properties import examples
@@ -149,13 +149,13 @@ def test_the_second_program_of_a_step_gets_the_plan_of_the_first_without_a_decis
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prepared: list[Program] = []
-    original = fitter.prepared
+    original = memory_planner.prepared
 
     def noted(program: Program, *args: Any, **options: Any) -> Any:
         prepared.append(program)
         return original(program, *args, **options)
 
-    monkeypatch.setattr(fitter, "prepared", noted)
+    monkeypatch.setattr(memory_planner, "prepared", noted)
 
     def train_with(passes: Any) -> tuple[Any, Any]:
         torch.manual_seed(0)

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from graphopt import _torch
-from graphopt.ir.call_texts import call_text
 from graphopt.ir.node import Phase, info, value_of
+from graphopt.ir.op_keys import kept_key
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import storage_bytes, tensors_of
 
@@ -59,7 +59,7 @@ def call_key(node: fx.Node) -> str:
     """
     if info(node).phase is Phase.TRANSFER:
         return ""
-    key = call_text(node, _call_key)
+    key = kept_key(node, _call_key)
     return key and f"{key}{torch.get_num_threads()}"
 
 

@@ -36,14 +36,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """A decision as plain data: it is made once, and done to every program of a capture, on every rank.
+    """What FitMemory decides, as plain data: made once, and done to every program of a capture, on every rank.
 
     Attributes:
         reason: why nothing is done.
         counts: what is done beside the plan, for the record.
         lines: what a user should read.
         preparation: what is done first; None where nothing is.
-        named: what runs again and what is moved, by the names of calls; None where nothing is.
+        named: what is recomputed and offloaded, by the names of ops; None where nothing is.
         slowdown: the share of the program's seconds that it adds.
     """
 
@@ -55,7 +55,7 @@ class MemoryPlan:
     slowdown: float | None
 
     def carry_out(self, program: Program, *, origin: str, fitting: Fitting | None = None) -> Changed:
-        """Do it to a program that is prepared: nothing is measured, searched or weighed.
+        """Do it to a program that is prepared: nothing is measured or searched.
 
         Args:
             program: rewritten in place.

@@ -211,11 +211,10 @@ def _split(program: Program, node: fx.Node, count: int, owner: dict[fx.Node, str
         results[user.args[1]].append(user)  # type: ignore[index]
     known = info_like(node, Phase.UPDATE, f"{who}: one of {count} elements of {node.name}", ())
     for index in range(count):
+        call = foreach.element_call(node, index)
         with program.graph.inserting_before(node):
-            one = program.graph.create_node(
-                "call_function", *foreach.element_call(node, index), name=f"{node.name}_{index}"
-            )
-        one.meta.update({key: node.meta[key] for key in ("stack_trace",) if key in node.meta})
+            one = program.graph.create_node("call_function", *call, name=f"{node.name}_{index}")
+        one.meta |= {key: value for key, value in node.meta.items() if key == "stack_trace"}
         set_value(one, foreach.element_value(node, index))
         modules = {owner[source] for source in one.all_input_nodes if source in owner}
         if len(modules) == 1:

@@ -20,7 +20,7 @@ from graphopt.passes import FitMemory
 from graphopt.rewriting.memory.backward_order import freeing_first
 from graphopt.rewriting.memory.budget import BudgetError
 from graphopt.rewriting.memory.early_updates import EarlyUpdates, early_updates
-from graphopt.rewriting.memory.fitter import Fitter
+from graphopt.rewriting.memory.memory_planner import MemoryPlanner
 from tests.runtime.test_random_networks import SHAPE, Network, Recipe, own_loss, recipes
 from tests.support.budgets import TOKENS
 from tests.support.fitting import step_peaks
@@ -112,15 +112,15 @@ def test_a_budget_that_is_met_in_the_given_order_alone_is_met(monkeypatch: pytes
     model = Blocks(4, p=0.1)
     program = captured(model, TOKENS, loss=next_token)
     assert freeing_first(program) is not None
-    search, tries = Fitter._search, list[str]()
+    search, tries = MemoryPlanner._search, list[str]()
 
-    def refuse_the_first(self: Fitter, given: Program, memory: MemoryTimeline, budget: int, *, shared: bool) -> Any:
+    def refuse_the_first(self: Any, given: Program, memory: MemoryTimeline, budget: int, *, shared: bool) -> Any:
         tries.append(" ".join(node.name for node in given.nodes))
         if len(tries) == 1:
             raise BudgetError("no plan fits", 2**40, budget)
         return search(self, given, memory, budget, shared=shared)
 
-    monkeypatch.setattr(Fitter, "_search", refuse_the_first)
+    monkeypatch.setattr(MemoryPlanner, "_search", refuse_the_first)
     budget = program.memory().peak_bytes * 7 // 10
     fitted = program.copy()
     (record,) = graphopt.Pipeline([FitMemory(budget, cost="roofline")]).run(fitted)

@@ -1,9 +1,9 @@
-"""Fitting a program into a number of bytes: what there is to plan, a search, and the plan carried out.
+"""Bringing a program within a number of bytes: what there is to plan, a search, and the plan carried out.
 
-``Fitter.fit`` is where to start reading. Most programs are fitted as they are: prepared by what costs no time, then by
-the plan of a search (``fit``), which other programs of the capture and other ranks are given as data (``decision``).
-Around that stands what else may make room: values that are compressed, optimizer state that resides elsewhere, and
-inputs that other passes have put elsewhere.
+``MemoryPlanner.plan`` is where to start reading. Most programs are planned alone: prepared by what costs no time, then
+rewritten by the plan of a search (``fit``), which other programs of the capture and other ranks are given as data
+(``decision``). Around that stands what else saves bytes: activations that are compressed, optimizer state that is
+offloaded, and inputs that other passes have offloaded or sharded.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from graphopt.rewriting.memory.transfer_insertion import host_lanes
 from graphopt.rewriting.pass_ import Changed
 from graphopt.rewriting.progress import measuring, searching
 
-__all__ = ["ORIGIN", "FitOptions", "Fitter"]
+__all__ = ["ORIGIN", "MemoryPlanner", "MemoryPlannerOptions"]
 
 ORIGIN = "fit-memory"
 """Who rewrites programs, for people."""
@@ -75,8 +75,8 @@ _COMPRESSION = Compression(8, 256, "compress of fit-memory")
 
 
 @dataclass(frozen=True, slots=True)
-class FitOptions:
-    """What a program is to be fitted into, and by what; as ``FitMemory`` has it.
+class MemoryPlannerOptions:
+    """The budget of a program, and by what it is met; as ``FitMemory`` has it.
 
     Attributes:
         key: tells what is planned with these options from what is planned with others.
@@ -96,41 +96,43 @@ class FitOptions:
     effort: str
     time_limit: float | None
 
-    def of_bytes(self, budget: int) -> FitOptions:
+    def of_bytes(self, budget: int) -> MemoryPlannerOptions:
         """The same for another number of bytes."""
         return replace(self, budget=budget, key=f"{self.key} of {budget} bytes")
 
 
-class Fitter:
-    """Fits programs into a budget, each once.
+class MemoryPlanner:
+    """Brings programs within a budget: decides once for a capture, and does that to each of its programs.
 
     Args:
         options: how.
     """
 
-    def __init__(self, options: FitOptions) -> None:
+    def __init__(self, options: MemoryPlannerOptions) -> None:
         self._options = options
 
-    def fit(self, program: Program) -> Changed:
-        """Fit a program that has not been fitted yet."""
+    def plan(self, program: Program) -> Changed:
+        """Bring a program within its budget, and say what was done; what another pass put elsewhere stays there."""
         if "compress" not in self._options.allow:
-            return self._fit_uncompressed(program)
+            return self._plan_uncompressed(program)
         if program.context.room is None:
-            return self._fit_compressed(program)
-        done = self._fit_uncompressed(program)
+            return self._plan_compressed(program)
+        done = self._plan_uncompressed(program)
         return replace(done, lines=(*done.lines, "in models that are captured in parts no value is compressed"))
 
-    def _fit_uncompressed(self, program: Program) -> Changed:
-        """Fit a program whose values stay as they are."""
+    def _plan_uncompressed(self, program: Program) -> Changed:
+        """Plan a program none of whose saved activations is compressed."""
         lifted = [found for found in (lift_swaps(program), lift_gathers(program)) if found is not None]
         if lifted:
-            return self._without_state(self._fit_around(program, lifted), "offload-state says which state moves here")
+            return self._without_state(
+                self._plan_around_copies(program, lifted), "offload-state says which state moves here"
+            )
         if program.stage != "step":
-            return self._without_state(self._fit_as_it_is(program), "there is no update in this program")
-        return self._fit_with_state(program) if "state" in self._options.allow else self._fit_as_it_is(program)
+            return self._without_state(self._plan_alone(program), "there is no update in this program")
+        return self._plan_with_state(program) if "state" in self._options.allow else self._plan_alone(program)
 
-    def _fit_compressed(self, program: Program) -> Changed:
-        """Fit a program of whose activations as many are stored in 8 bits as pay."""
+    def _plan_compressed(self, program: Program) -> Changed:
+        """Plan a program of whose saved activations as many are stored in 8 bits as pay."""
         memory = program.memory()
         if program.context.plans is None:
             program.context = replace(program.context, plans={})
@@ -140,17 +142,17 @@ class Fitter:
         if key not in plans:
             budget = self._bytes(program, memory)
             if within_already(memory, budget, reserved_where_cached(program, memory)):
-                return self._fit_uncompressed(program)
+                return self._plan_uncompressed(program)
             try:
                 plans[key] = budget, decided_by_first_rank(program, lambda: self._choose_values(program, budget))
             except BudgetError:  # with values compressed, but no state moved
-                return self._fit_uncompressed(program)
+                return self._plan_uncompressed(program)
         budget, action = plans[key]  # of the program that was planned, in all programs of a step
         chosen = values_of(program, _COMPRESSION, action.names)
         if not chosen:
-            return self._fit_uncompressed(program)
+            return self._plan_uncompressed(program)
         _COMPRESSION.apply(program, chosen)
-        done = Fitter(self._options.of_bytes(budget))._fit_uncompressed(program)
+        done = MemoryPlanner(self._options.of_bytes(budget))._plan_uncompressed(program)
         lines = (*done.lines, _COMPRESSION.line(chosen), action.line)
         return replace(done, counts={**done.counts, "compressed": len(chosen)}, lines=lines)
 
@@ -169,8 +171,8 @@ class Fitter:
             return done
         return replace(done, lines=(*done.lines, f"no optimizer state is moved by this pass: {reason}"))
 
-    def _fit_around(self, program: Program, lifted: Sequence[Swaps]) -> Changed:
-        """Fit a program some of whose inputs reside elsewhere; each plan is one around their copies."""
+    def _plan_around_copies(self, program: Program, lifted: Sequence[Swaps]) -> Changed:
+        """Plan a program some of whose inputs are offloaded or sharded; each plan is one around their copies."""
         with elsewhere(program, nodes_of(program, lifted)):
             room = program.context.room
             budget = self._bytes(program, program.memory()) if room is None else room
@@ -181,7 +183,7 @@ class Fitter:
 
     @property
     def _around(self) -> AroundCopies:
-        return AroundCopies(self._fit_as_it_is, self._smallest, self._options.cost)
+        return AroundCopies(self._plan_alone, self._smallest, self._options.cost)
 
     def _smallest(self, program: Program) -> int | None:
         """The smallest peak of a program that was found; None where there was no search."""
@@ -192,8 +194,8 @@ class Fitter:
         """What plans of programs with the same calls, for the same sizes, are kept under."""
         return self._options.key, shared_calls(program), tuple(sorted(program.context.sizes.items()))
 
-    def _fit_with_state(self, program: Program) -> Changed:
-        """Fit a program of whose optimizer state as much may reside elsewhere as pays."""
+    def _plan_with_state(self, program: Program) -> Changed:
+        """Plan a program of whose optimizer state as much may be offloaded as pays."""
         memory = program.memory()
         context = program.context
         if context.plans is None:
@@ -207,14 +209,14 @@ class Fitter:
             state = movable_state(program)
             if not state:
                 return self._without_state(
-                    self._fit_as_it_is(program), "the optimizer has none that is large, or runs as it is"
+                    self._plan_alone(program), "the optimizer has none that is large, or runs as it is"
                 )
             if within_already(memory, budget, reserved_where_cached(program, memory)):
-                return self._fit_as_it_is(program)
+                return self._plan_alone(program)
             actions = self._choose_state(program, state, budget)
         for action in actions:
             try:
-                done = self._fit_moving(program, action, budget)
+                done = self._plan_with_state_moved(program, action, budget)
             except BudgetError:
                 if action is actions[-1]:
                     raise
@@ -223,8 +225,8 @@ class Fitter:
                 return done
         raise AssertionError("there is an action, that of all state at the least")
 
-    def _fit_moving(self, program: Program, chosen: StateAction, budget: int) -> Changed:
-        """Fit a program some of whose optimizer state resides elsewhere."""
+    def _plan_with_state_moved(self, program: Program, chosen: StateAction, budget: int) -> Changed:
+        """Plan a program some of whose optimizer state is offloaded."""
         link = link_to(program, self._options.cost, chosen.tier)
         created = [name for _, name in created_state(program, 1) if name in chosen.names]
         if created:
@@ -251,8 +253,8 @@ class Fitter:
             link = link_to(trial, self._options.cost)
             return state_to_move(fitting, without, costs.seconds, largest_first, budget, link)
 
-    def _fit_as_it_is(self, program: Program, share: int | None = None, known: Planned | None = None) -> Changed:
-        """Fit a program as it is; where ranks keep shards of its parameters, as the first of them decides.
+    def _plan_alone(self, program: Program, share: int | None = None, known: Planned | None = None) -> Changed:
+        """Plan a program by recomputation and offloading alone; where parameters are sharded, as the first rank does.
 
         Args:
             program: rewritten in place.
