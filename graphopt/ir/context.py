@@ -6,7 +6,10 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-__all__ = ["Context", "Device", "NamedDevice"]
+__all__ = ["UNLIMITED", "Context", "Device", "NamedDevice"]
+
+UNLIMITED = 2**62
+"""``Context.room`` of a part that stays as it is: what a share of the model's peak is a share of."""
 
 
 class Device(Protocol):
@@ -52,7 +55,8 @@ class Context:
         compiled: whether a compiler makes the code that runs. It chooses itself what it overwrites: only sums of
             gradients are taken in place before it.
         room: bytes that the program may take at its peak, where it is one part of a model and what a pass is told is
-            for all parts; a program that needs more is to take as little as can be. None for a program by itself.
+            for all parts; a program that needs more is to take as little as can be, and with ``UNLIMITED`` it stays as
+            it is. None for a program by itself.
         sizes: the values of the symbols in sizes that vary for which bytes and seconds are counted, in place of the
             example's: those that a plan has to hold for.
         part: whether the program is one part of a model; names that passes are given may then be of another one.

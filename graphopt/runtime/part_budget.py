@@ -10,20 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from graphopt.ir.context import UNLIMITED
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.program import Program
 from graphopt.ir.timeline import MemoryTimeline
 from graphopt.ir.written_units import format_bytes
 from graphopt.rewriting.memory.budget import BudgetError
+from graphopt.rewriting.memory.checkpoint_segments import has_segments
 from graphopt.rewriting.pipeline import Pipeline
 
 __all__ = ["PartBytes", "Rewrites", "Together", "fit_together", "timeline"]
 
 _HALVINGS = 3
-"""How often the range between the smallest plans and none at all is halved."""
-
-_ANY = 2**62
-"""Bytes that every program is within."""
+"""How often the range between the smallest plans and the largest is halved."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,7 @@ class PartBytes:
         kept: what it allocates in forward and backward needs, or its caller.
         gradients: of its parameters.
         times: how often it runs in one call of the model.
+        segments: whether calls run again because the model asks for it (``torch.utils.checkpoint``).
     """
 
     memory: MemoryTimeline
@@ -43,6 +43,7 @@ class PartBytes:
     kept: int
     gradients: int
     times: int
+    segments: bool
 
     @classmethod
     def of(cls, program: Program, times: int) -> PartBytes:
@@ -53,7 +54,8 @@ class PartBytes:
         kept = sum(s.bytes for s in memory.storages if 0 <= s.first < begins <= s.last)
         trained = {spec.target for value, spec in program.outputs_of("gradient") if value is not None}
         parameters = [value_of(node) for node, spec in program.inputs_of("parameter") if spec.target in trained]
-        return cls(memory, begins, kept, sum(p.numel() * p.element_size() for p in parameters), times)
+        gradients = sum(p.numel() * p.element_size() for p in parameters)
+        return cls(memory, begins, kept, gradients, times, has_segments(program))
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ def fit_together(parts: Sequence[Rewrites], pipeline: Pipeline, resident: int) -
     """Plan the programs of all parts so that together they are within the limit of the passes.
 
     Each part may take a share of the bytes between its smallest peak and that without a plan, the same share for all
-    of them, and the largest that fits.
+    of them, and the largest that fits. A part with segments of its own may take up to the whole limit: nothing has to
+    run again for them where there is room.
 
     Args:
         parts: in the order in which they run.
@@ -115,12 +118,17 @@ def fit_together(parts: Sequence[Rewrites], pipeline: Pipeline, resident: int) -
     Raises:
         BudgetError: where the smallest plans of all parts together are above the limit.
     """
-    free = [part.within(_ANY) for part in parts]
-    whole = timeline([found for found, _ in free], resident)
+    given = [part.within(UNLIMITED) for part in parts]
+    whole = timeline([found for found, _ in given], resident)
     limits = [(limit, current) for current in pipeline.passes if (limit := current.limit(whole)) is not None]
     limit, lowest = min(limits, key=lambda pair: pair[0])
-    if whole.peak_bytes <= limit:
-        return Together([made for _, made in free], whole.peak_bytes, limit)
+    free = [
+        part.within(limit) if found.segments else (found, made)
+        for part, (found, made) in zip(parts, given, strict=True)
+    ]
+    needed = timeline([found for found, _ in free], resident).peak_bytes
+    if needed <= limit:
+        return Together([made for _, made in free], needed, limit)
     small = [part.within(0) for part in parts]
     best, peak = small, timeline([found for found, _ in small], resident).peak_bytes
     if peak > limit:

@@ -222,6 +222,11 @@ class OwnSegments:
     decision: Decision
     seconds: float
 
+    @property
+    def taken_bytes(self) -> int:
+        """What a budget has to have for it."""
+        return taken_bytes(self.program)
+
 
 def own_segments(program: Program, budget: int, cost: str, origin: str) -> OwnSegments | None:
     """A program with the model's own segments as they are; None where it is not within a budget.
@@ -265,10 +270,13 @@ def or_own_segments(program: Program, plan: Callable[[], Decision], budget: int,
         decision = plan()
     except BudgetError as error:
         refused = error
-    if decision is not None and decision.found is None:
+    found = None if decision is None else decision.found
+    if decision is not None and found is None:
         return decision
-    own = own_segments(given, budget, cost, origin)
-    if own is not None and (decision is None or decision.found is None or own.seconds <= decision.found.extra):
+    # The plan of a part may exceed its share, where it is the smallest one that was found.
+    taken = budget if found is None else max(budget, found.taken_bytes)
+    own = own_segments(given, taken, cost, origin)
+    if own is not None and (found is None or budget < own.taken_bytes < taken or own.seconds <= found.extra):
         program.graph, decision = own.program.graph, own.decision
     if decision is None:
         assert refused is not None

@@ -17,6 +17,7 @@ from torch import fx
 from graphopt.analysis.costs.cost import costs_of, profile_of_cost
 from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.errors import GraphoptError
+from graphopt.ir.context import UNLIMITED
 from graphopt.ir.node import value_of
 from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
@@ -287,7 +288,7 @@ class MemoryPlanner:
         """What is to be done to a program; what comes before the plan is done already.
 
         Where the model has segments of ``torch.utils.checkpoint``, it is planned as if it had none, also within a
-        budget above its peak; parts of a model share a limit by their bytes, and stay as they are there.
+        budget above its peak; parts of a model are, too, but for the program that their shares are counted by.
         """
         memory = program.memory()
         room = program.context.room
@@ -295,8 +296,8 @@ class MemoryPlanner:
         carried = [known] if known else list((program.context.plans or {}).get(key, ()))
         budget = room if room is not None else share or self._bytes(program, memory)
         reason = within_already(memory, budget, reserved_where_cached(program, memory))
-        segments = room is None and has_segments(program)
-        if reason and room is not None:
+        segments = has_segments(program)
+        if reason and room is not None and (not segments or room == UNLIMITED):
             peak = format_bytes(memory.peak_bytes)
             return Decision(reason=f"the peak of this part as it is, {peak}, is within its share of the budget")
         if reason and not segments:
@@ -312,8 +313,7 @@ class MemoryPlanner:
 
         Where no plan is found with calls of backward in another order, one is looked for in theirs.
         """
-        undo = program.context.room is None
-        original, ready = program.graph, prepared(program, ORIGIN, undo=undo)
+        original, ready = program.graph, prepared(program, ORIGIN)
         try:
             return self._decide_prepared(program, ready, budget, key, carried)
         except BudgetError as refused:
@@ -321,7 +321,7 @@ class MemoryPlanner:
                 raise
             program.graph = original
             try:
-                given = prepared(program, ORIGIN, reorder=False, undo=undo)
+                given = prepared(program, ORIGIN, reorder=False)
                 return self._decide_prepared(program, given, budget, key, carried)
             except BudgetError as error:
                 raise min(refused, error, key=lambda each: each.smallest_bytes) from None
@@ -342,8 +342,8 @@ class MemoryPlanner:
         memory = program.memory()
         room, plans = program.context.room, program.context.plans
         _, calls, wanted = key
-        changed = bool(ready.lines) or ready.segments is not None
-        if changed and room is None and within_already(memory, budget, reserved_where_cached(program, memory)):
+        changed = ready.segments is not None or (room is None and bool(ready.lines))
+        if changed and within_already(memory, budget, reserved_where_cached(program, memory)):
             return Decision(prepared=ready)
         shared = room is not None
         searches = None if plans is None or not wanted else plans.setdefault((self._options.key, calls), Searches())

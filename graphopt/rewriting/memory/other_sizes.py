@@ -45,7 +45,7 @@ class Searches:
                     f"{format_bytes(budget)} runs {again} calls again"
                 )
                 seconds = fitting.seconds + found.seconds
-                return Planned(budget, fitting.named(found), fitting, planned.costs, seconds, (line,))
+                return Planned(budget, fitting.named(found), fitting, planned.costs, seconds, found.taken_bytes, (line,))
         return None
 
 

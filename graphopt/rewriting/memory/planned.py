@@ -25,6 +25,7 @@ class Planned:
         fitting: the search that it comes from.
         costs: the seconds that the search went by.
         seconds: that the program is expected to take so.
+        taken_bytes: that a budget has to have for it, of the program that it was found for.
         lines: what a user should read about it.
         details: what reports can ask for (``Changed.details``).
     """
@@ -34,6 +35,7 @@ class Planned:
     fitting: Fitting
     costs: CostReport
     seconds: float
+    taken_bytes: int
     lines: tuple[str, ...] = ()
     details: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
 
@@ -55,4 +57,5 @@ def plan_of(fitting: Fitting, fitted: Fitted, budget: int, costs: CostReport) ->
     summary = summary_lines(fitting, fitted, budget, costs)
     lines = (*summary, *away_lines(fitting, fitted), *plan_lines(fitting, fitted.simulated))
     details = {"frontier": lambda: frontier_data(fitting.thorough(), fitted, budget, costs)}
-    return Planned(budget, fitting.named(fitted), fitting, costs, fitting.seconds + fitted.seconds, lines, details)
+    seconds = fitting.seconds + fitted.seconds
+    return Planned(budget, fitting.named(fitted), fitting, costs, seconds, fitted.taken_bytes, lines, details)
