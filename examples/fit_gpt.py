@@ -24,8 +24,8 @@ from text import VOCAB, Batch, draw_batches, split_tokens
 from torch import nn
 
 import graphopt
-from graphopt.ir.timeline import MemoryTimeline
-from graphopt.ir.written_units import format_bytes, parse_bytes
+from graphopt.ir.memory.timeline import MemoryTimeline
+from graphopt.ir.words.written_units import format_bytes, parse_bytes
 from graphopt.passes import FitMemory
 from graphopt.report.page import page_of_snapshots
 from graphopt.report.text.memory_chart import chart

@@ -23,7 +23,7 @@ from text import VOCAB, Batch, english_text
 from torch import nn
 
 import graphopt
-from graphopt.ir.written_units import format_bytes
+from graphopt.ir.words.written_units import format_bytes
 from graphopt.passes import FitMemory
 
 IGNORED = -100

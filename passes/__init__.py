@@ -10,7 +10,7 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
-from graphopt.ir import handed_down
+from graphopt.ir.provided import handed_down
 
 if __name__ == "passes":
     raise ImportError("import graphopt.passes, not passes: the folder is the package graphopt.passes")

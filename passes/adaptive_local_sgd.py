@@ -11,7 +11,6 @@ from torch import nn
 
 from graphopt.errors import GraphoptError
 from graphopt.ir.program import Program
-from graphopt.rewriting.clock import Clock
 from graphopt.rewriting.distributed.local_steps import (
     LOCAL,
     SYNCHRONOUS,
@@ -21,7 +20,7 @@ from graphopt.rewriting.distributed.local_steps import (
     run_locally,
 )
 from graphopt.rewriting.pass_ import Changed, Numerics, PassStage
-from graphopt.rewriting.training_pass import TrainingPass
+from graphopt.rewriting.training_pass import Clock, TrainingPass
 
 __all__ = ["AdaptiveLocalSGD"]
 

@@ -13,7 +13,7 @@ from graphopt.errors import GraphoptError
 from graphopt.ir.node import Phase, Policy, info, value_of
 from graphopt.ir.ops.boundary import boundary
 from graphopt.ir.program import Program
-from graphopt.rewriting.memory.checkpoint_segments import leaves_segments
+from graphopt.rewriting.memory.recompute.checkpoint_segments import leaves_segments
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
 __all__ = ["CheckpointBoundaries"]

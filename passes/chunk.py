@@ -12,10 +12,10 @@ from graphopt.errors import ArgumentError, GraphoptError, wrong_argument
 from graphopt.ir.names import match_names, names_in_part
 from graphopt.ir.node import info
 from graphopt.ir.program import Program
-from graphopt.ir.written_units import format_bytes
-from graphopt.rewriting.memory.chunk_rows import chunked
-from graphopt.rewriting.memory.module_regions import is_inside, module_regions, modules_of
-from graphopt.rewriting.memory.row_regions import RowRegion
+from graphopt.ir.words.written_units import format_bytes
+from graphopt.rewriting.memory.chunk.chunk_rows import chunked
+from graphopt.rewriting.memory.chunk.module_regions import is_inside, module_regions, modules_of
+from graphopt.rewriting.memory.chunk.row_regions import RowRegion
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
 __all__ = ["Chunk"]

@@ -11,10 +11,10 @@ from torch import fx
 from graphopt.errors import ArgumentError, GraphoptError, wrong_argument
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.program import Program
-from graphopt.ir.written_units import format_bytes
-from graphopt.rewriting.memory.chunk_rows import chunked
-from graphopt.rewriting.memory.loss_in_place import chunks_in_place
-from graphopt.rewriting.memory.row_regions import RowRegion, row_region, sizes_that_vary
+from graphopt.ir.words.written_units import format_bytes
+from graphopt.rewriting.memory.chunk.chunk_rows import chunked
+from graphopt.rewriting.memory.chunk.row_regions import RowRegion, row_region, sizes_that_vary
+from graphopt.rewriting.memory.order.loss_in_place import chunks_in_place
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
 __all__ = ["ChunkLoss"]

@@ -10,9 +10,9 @@ from torch import fx
 from graphopt.errors import GraphoptError, wrong_argument
 from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
-from graphopt.rewriting.memory.checkpoint_segments import leaves_segments
-from graphopt.rewriting.memory.compressible_values import KeptValue, kept_values
-from graphopt.rewriting.memory.compression import Compression, left_lines, name_of, waiting
+from graphopt.rewriting.memory.compress.compressible_values import KeptValue, kept_values
+from graphopt.rewriting.memory.compress.compression import Compression, left_lines, name_of, waiting
+from graphopt.rewriting.memory.recompute.checkpoint_segments import leaves_segments
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
 __all__ = ["CompressActivations"]

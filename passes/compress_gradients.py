@@ -11,24 +11,23 @@ from torch import fx
 
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.node import Phase, info, value_of
-from graphopt.ir.ops.collectives import ALL_REDUCE, WAIT
-from graphopt.ir.ops.scale import FOUND_INF
+from graphopt.ir.ops.communication.collectives import ALL_REDUCE, WAIT
+from graphopt.ir.ops.updates.scale import FOUND_INF
 from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
-from graphopt.ir.written_units import format_bytes
-from graphopt.rewriting.clock import Clock
-from graphopt.rewriting.distributed.all_reduce import exchange_gradients
-from graphopt.rewriting.distributed.buckets import BucketSizes
-from graphopt.rewriting.distributed.low_rank_exchange import Factors, Settings, exchange_low_rank, factors_of
-from graphopt.rewriting.distributed.remove_all_reduce import (
+from graphopt.ir.words.written_units import format_bytes
+from graphopt.rewriting.distributed.dense.all_reduce import exchange_gradients
+from graphopt.rewriting.distributed.dense.buckets import BucketSizes
+from graphopt.rewriting.distributed.dense.remove_all_reduce import (
     Reduction,
     agree_on_skipping,
     one_group,
     reductions,
     remove_all_reduces,
 )
+from graphopt.rewriting.distributed.sparse.low_rank_exchange import Factors, Settings, exchange_low_rank, factors_of
 from graphopt.rewriting.pass_ import Changed, Numerics, PassStage
-from graphopt.rewriting.training_pass import TrainingPass
+from graphopt.rewriting.training_pass import Clock, TrainingPass
 
 __all__ = ["CompressGradients"]
 

@@ -11,11 +11,11 @@ from torch import fx
 
 from graphopt.ir.node import Phase, Policy, info, set_info, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.contiguous import block, store
+from graphopt.ir.ops.storage.contiguous import block, store
 from graphopt.ir.ops.values import storage_bytes, type_text
 from graphopt.ir.program import Program
-from graphopt.ir.written_units import format_bytes
-from graphopt.rewriting.memory.transfer_insertion import movable
+from graphopt.ir.words.written_units import format_bytes
+from graphopt.rewriting.memory.transfers.transfer_insertion import movable
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
 __all__ = ["ContiguousCheckpoints"]

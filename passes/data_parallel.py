@@ -14,13 +14,18 @@ from torch import fx, nn
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.names import match_names
 from graphopt.ir.node import Phase, value_of
-from graphopt.ir.ops.collectives import WAIT
-from graphopt.ir.ops.groups import Group, find_group
+from graphopt.ir.ops.communication.collectives import WAIT
+from graphopt.ir.ops.communication.groups import Group, find_group
 from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
-from graphopt.ir.written_units import counted, format_bytes
-from graphopt.rewriting.distributed.all_reduce import Exchange, exchange_buffers, exchange_gradients, final_gradients
-from graphopt.rewriting.distributed.bucket_choice import BucketChoice, choose_buckets
+from graphopt.ir.words.written_units import counted, format_bytes
+from graphopt.rewriting.distributed.choice.bucket_choice import BucketChoice, choose_buckets
+from graphopt.rewriting.distributed.dense.all_reduce import (
+    Exchange,
+    exchange_buffers,
+    exchange_gradients,
+    final_gradients,
+)
 from graphopt.rewriting.pass_ import Changed, Numerics, PassStage
 from graphopt.rewriting.training_pass import TrainingPass
 

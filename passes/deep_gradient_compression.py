@@ -14,29 +14,13 @@ from torch import fx
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.gradients import all_gradients_made
 from graphopt.ir.node import value_of
-from graphopt.ir.ops.groups import Group
-from graphopt.ir.ops.scale import FOUND_INF
-from graphopt.ir.ops.sparse import LARGEST, packed_bytes
+from graphopt.ir.ops.communication.groups import Group
+from graphopt.ir.ops.communication.sparse import LARGEST, packed_bytes
+from graphopt.ir.ops.updates.scale import FOUND_INF
 from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
-from graphopt.ir.written_units import counted, format_bytes
-from graphopt.rewriting.clock import Clock
-from graphopt.rewriting.distributed.all_reduce import exchange_gradients
-from graphopt.rewriting.distributed.buckets import BucketSizes
-from graphopt.rewriting.distributed.optimizer_momentum import (
-    OptimizerMomentum,
-    leave_momentum_out,
-    momenta_of,
-    why_not_taken_over,
-)
-from graphopt.rewriting.distributed.remove_all_reduce import (
-    Reduction,
-    agree_on_skipping,
-    one_group,
-    reductions,
-    remove_all_reduces,
-)
-from graphopt.rewriting.distributed.sparse_decision import (
+from graphopt.ir.words.written_units import counted, format_bytes
+from graphopt.rewriting.distributed.choice.sparse_decision import (
     Decision,
     listed,
     messages,
@@ -44,7 +28,23 @@ from graphopt.rewriting.distributed.sparse_decision import (
     refuse_shared,
     updates,
 )
-from graphopt.rewriting.distributed.sparse_exchange import (
+from graphopt.rewriting.distributed.choice.sparse_or_dense import Speeds, check_bandwidth, speeds_of
+from graphopt.rewriting.distributed.dense.all_reduce import exchange_gradients
+from graphopt.rewriting.distributed.dense.buckets import BucketSizes
+from graphopt.rewriting.distributed.dense.remove_all_reduce import (
+    Reduction,
+    agree_on_skipping,
+    one_group,
+    reductions,
+    remove_all_reduces,
+)
+from graphopt.rewriting.distributed.sparse.optimizer_momentum import (
+    OptimizerMomentum,
+    leave_momentum_out,
+    momenta_of,
+    why_not_taken_over,
+)
+from graphopt.rewriting.distributed.sparse.sparse_exchange import (
     WIRE_DTYPES,
     Rule,
     Sparse,
@@ -55,11 +55,9 @@ from graphopt.rewriting.distributed.sparse_exchange import (
     exchange_sparsely,
     wire_dtype,
 )
-from graphopt.rewriting.distributed.sparse_or_dense import Speeds, check_bandwidth, speeds_of
-from graphopt.rewriting.distributed.sparse_update import adds_gradients
-from graphopt.rewriting.distributed.sparsity_schedule import Rampup
+from graphopt.rewriting.distributed.sparse.sparse_update import Rampup, adds_gradients
 from graphopt.rewriting.pass_ import Changed, Numerics, PassStage
-from graphopt.rewriting.training_pass import TrainingPass
+from graphopt.rewriting.training_pass import Clock, TrainingPass
 
 __all__ = ["DeepGradientCompression"]
 

@@ -8,14 +8,14 @@ from typing import ClassVar, final
 
 from graphopt.analysis.costs.cost import check_cost
 from graphopt.errors import GraphoptError, did_you_mean
+from graphopt.ir.memory.timeline import MemoryTimeline
 from graphopt.ir.node import Phase, info
 from graphopt.ir.program import Program
-from graphopt.ir.timeline import MemoryTimeline
-from graphopt.ir.written_units import parse_bytes
-from graphopt.rewriting.memory.budget import BudgetError, budget_bytes
+from graphopt.ir.words.written_units import parse_bytes
 from graphopt.rewriting.memory.budget_text import check_budget
-from graphopt.rewriting.memory.checkpoint_segments import leaves_segments
-from graphopt.rewriting.memory.memory_planner import ORIGIN, MemoryPlanner, MemoryPlannerOptions
+from graphopt.rewriting.memory.fit.budget import BudgetError, budget_bytes
+from graphopt.rewriting.memory.fit.memory_planner import ORIGIN, MemoryPlanner, MemoryPlannerOptions
+from graphopt.rewriting.memory.recompute.checkpoint_segments import leaves_segments
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
 __all__ = ["FitMemory"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from graphopt.ir.program import Program
-from graphopt.rewriting.memory.early_updates import early_updates
+from graphopt.rewriting.memory.order.early_updates import early_updates
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
 __all__ = ["FuseUpdate"]
@@ -18,7 +18,7 @@ class FuseUpdate(Pass):
     """Update each parameter as soon as its gradient is final, so that all gradients never live together.
 
     In a whole-step program the list ops of the update are split into one op per parameter, the same kernels on the same
-    elements (``graphopt.ir.ops.foreach`` says which), and each op moves up: behind the call that makes the gradient
+    elements (``ir/ops/updates/foreach.py`` says which), and each op moves up: behind the call that makes the gradient
     final and behind the last call that reads what it overwrites, recomputation included. Ops that only prepare an
     update stay next to the op that they prepare it for. Parameters, state and losses equal the captured program's to
     the last bit.

@@ -10,10 +10,9 @@ from torch import nn
 
 from graphopt.errors import GraphoptError
 from graphopt.ir.program import Program
-from graphopt.rewriting.clock import Clock
 from graphopt.rewriting.distributed.local_steps import LOCAL, SYNCHRONOUS, average_model, check_steps, run_locally
 from graphopt.rewriting.pass_ import Changed, Numerics, PassStage
-from graphopt.rewriting.training_pass import TrainingPass
+from graphopt.rewriting.training_pass import Clock, TrainingPass
 
 __all__ = ["LocalSGD"]
 

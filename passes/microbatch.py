@@ -12,12 +12,12 @@ from graphopt.errors import ArgumentError, GraphoptError, wrong_argument
 from graphopt.ir.node import info, value_of
 from graphopt.ir.ops.values import tensors_of
 from graphopt.ir.program import Program
-from graphopt.ir.written_units import format_bytes
-from graphopt.rewriting.memory.batch_region import batch_inputs, batch_region
-from graphopt.rewriting.memory.chunk_rows import chunked
-from graphopt.rewriting.memory.loss_in_place import chunks_in_place
-from graphopt.rewriting.memory.row_regions import RowRegion, sizes_that_vary
-from graphopt.rewriting.memory.token_rows import Rows
+from graphopt.ir.words.written_units import format_bytes
+from graphopt.rewriting.memory.chunk.batch_region import batch_inputs, batch_region
+from graphopt.rewriting.memory.chunk.chunk_rows import chunked
+from graphopt.rewriting.memory.chunk.row_regions import RowRegion, sizes_that_vary
+from graphopt.rewriting.memory.chunk.token_rows import Rows
+from graphopt.rewriting.memory.order.loss_in_place import chunks_in_place
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
 __all__ = ["Microbatch"]

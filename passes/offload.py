@@ -10,17 +10,17 @@ from torch import fx
 
 from graphopt.analysis.costs.cost import cost_report, link_bandwidth
 from graphopt.errors import GraphoptError, no_such_word
-from graphopt.ir.local_ranks import local_ranks
+from graphopt.ir.host import local_ranks
+from graphopt.ir.memory.timeline import MemoryTimeline
 from graphopt.ir.node import Phase, Policy, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
-from graphopt.ir.timeline import MemoryTimeline
-from graphopt.ir.written_units import counted, format_bytes
-from graphopt.planning.copies import Copy, CopyOptions, Window, schedule_copies
-from graphopt.rewriting.memory.checkpoint_segments import leaves_segments
+from graphopt.ir.words.written_units import counted, format_bytes
+from graphopt.planning.transfers.copies import Copy, CopyOptions, Window, schedule_copies
 from graphopt.rewriting.memory.free_memory import free_disk_bytes, free_host_bytes
-from graphopt.rewriting.memory.planning_problem import PlanningProblem, planning_problem
-from graphopt.rewriting.memory.transfer_insertion import Move, check_copies, movable, move
+from graphopt.rewriting.memory.recompute.checkpoint_segments import leaves_segments
+from graphopt.rewriting.memory.recompute.planning_problem import PlanningProblem, planning_problem
+from graphopt.rewriting.memory.transfers.transfer_insertion import Move, check_copies, movable, move
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 from graphopt.rewriting.progress import measuring
 

@@ -12,18 +12,18 @@ from torch import fx
 from graphopt.analysis.costs.cost import check_cost
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.gradients import base_of, update_calls
-from graphopt.ir.local_ranks import local_ranks
+from graphopt.ir.host import local_ranks
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
-from graphopt.ir.written_units import format_bytes
-from graphopt.rewriting.distributed.sharded_parameters import sharded_inputs, sharing_inputs
-from graphopt.rewriting.memory.early_updates import ordered_updates
+from graphopt.ir.words.written_units import format_bytes
+from graphopt.rewriting.distributed.sharding.sharded_parameters import sharded_inputs, sharing_inputs
+from graphopt.rewriting.memory.fit.state_action import link_to, swapped_line
 from graphopt.rewriting.memory.free_memory import free_disk_bytes, free_host_bytes
-from graphopt.rewriting.memory.state_action import link_to, swapped_line
-from graphopt.rewriting.memory.state_swaps import Link, Swapped, created_state, obstacle, swap_state
-from graphopt.rewriting.memory.transfer_insertion import check_copies
+from graphopt.rewriting.memory.order.early_updates import ordered_updates
+from graphopt.rewriting.memory.transfers.state_swaps import Link, Swapped, created_state, obstacle, swap_state
+from graphopt.rewriting.memory.transfers.transfer_insertion import check_copies
 from graphopt.rewriting.pass_ import Changed, Numerics, PassStage
 from graphopt.rewriting.training_pass import TrainingPass
 

@@ -12,14 +12,14 @@ from torch import fx
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import Phase, Policy, info, set_info, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.collectives import ALL_GATHER, WAIT
-from graphopt.ir.ops.groups import Group, find_group
-from graphopt.ir.ops.same_on_all_ranks import same_on_all_ranks
+from graphopt.ir.ops.communication.collectives import ALL_GATHER, WAIT
+from graphopt.ir.ops.communication.groups import Group, find_group
+from graphopt.ir.ops.communication.same_on_all_ranks import same_on_all_ranks
 from graphopt.ir.ops.values import storage_bytes, type_text
 from graphopt.ir.program import Program
-from graphopt.ir.written_units import format_bytes
-from graphopt.rewriting.memory.recompute_plan import Again, recompute
-from graphopt.rewriting.memory.transfer_insertion import movable
+from graphopt.ir.words.written_units import format_bytes
+from graphopt.rewriting.memory.recompute.recompute_plan import Again, recompute
+from graphopt.rewriting.memory.transfers.transfer_insertion import movable
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
 __all__ = ["PartitionCheckpoints"]

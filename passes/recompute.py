@@ -15,13 +15,13 @@ from torch import fx
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import Phase, Policy, info, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.dropout import masked_dropout
+from graphopt.ir.ops.layers.dropout import masked_dropout
 from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
-from graphopt.ir.written_units import counted, format_bytes
-from graphopt.rewriting.memory.checkpoint_segments import leaves_segments
-from graphopt.rewriting.memory.rematerialize import Rematerialized, recomputed, rematerialize
-from graphopt.rewriting.memory.replay import can_recompute
+from graphopt.ir.words.written_units import counted, format_bytes
+from graphopt.rewriting.memory.recompute.checkpoint_segments import leaves_segments
+from graphopt.rewriting.memory.recompute.rematerialize import Rematerialized, recomputed, rematerialize
+from graphopt.rewriting.memory.recompute.replay import can_recompute
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
 __all__ = ["Recompute"]

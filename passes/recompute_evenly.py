@@ -8,7 +8,7 @@ from typing import ClassVar, final
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import Candidate, Phase, info
 from graphopt.ir.program import Program
-from graphopt.rewriting.memory.checkpoint_segments import leaves_segments
+from graphopt.rewriting.memory.recompute.checkpoint_segments import leaves_segments
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 from graphopt.rewriting.registry import find_pass
 

@@ -9,12 +9,12 @@ from typing import ClassVar, final
 import torch
 
 from graphopt.ir.node import Phase, info, value_of
-from graphopt.ir.ops.groups import Group, find_group
+from graphopt.ir.ops.communication.groups import Group, find_group
 from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
-from graphopt.ir.written_units import counted, format_bytes
-from graphopt.rewriting.distributed.remove_all_reduce import agree_on_skipping, reductions
-from graphopt.rewriting.distributed.sharded_update import (
+from graphopt.ir.words.written_units import counted, format_bytes
+from graphopt.rewriting.distributed.dense.remove_all_reduce import agree_on_skipping, reductions
+from graphopt.rewriting.distributed.sharding.sharded_update import (
     agree_on_norms,
     check_sharded_update,
     find_replicas,

@@ -11,19 +11,19 @@ from torch import fx
 from graphopt.analysis.costs.cost import check_cost
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import Phase, info, value_of
-from graphopt.ir.ops.groups import Group, find_group
+from graphopt.ir.ops.communication.groups import Group, find_group
 from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
-from graphopt.ir.written_units import counted, format_bytes, format_seconds, parse_bytes
-from graphopt.rewriting.distributed.remove_all_reduce import agree_on_skipping, reductions
-from graphopt.rewriting.distributed.sharded_parameters import (
+from graphopt.ir.words.written_units import counted, format_bytes, format_seconds, parse_bytes
+from graphopt.rewriting.distributed.dense.remove_all_reduce import agree_on_skipping, reductions
+from graphopt.rewriting.distributed.sharding.sharded_parameters import (
     cast_where_read,
     keep_shards,
     sharded_inputs,
     to_shard,
     update_shards,
 )
-from graphopt.rewriting.distributed.sharded_update import (
+from graphopt.rewriting.distributed.sharding.sharded_update import (
     agree_on_norms,
     check_sharded_update,
     find_replicas,
@@ -31,8 +31,8 @@ from graphopt.rewriting.distributed.sharded_update import (
     scatter_gradients,
     shards_of_rank,
 )
-from graphopt.rewriting.memory.state_action import gather_link
-from graphopt.rewriting.memory.state_swaps import Swapped, swap_state
+from graphopt.rewriting.memory.fit.state_action import gather_link
+from graphopt.rewriting.memory.transfers.state_swaps import Swapped, swap_state
 from graphopt.rewriting.pass_ import Changed, Numerics, PassStage
 from graphopt.rewriting.shards import Shards
 from graphopt.rewriting.training_pass import TrainingPass

@@ -11,7 +11,7 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.analysis.costs.isolated_call import call_tensors
-from graphopt.ir.timeline import MemoryTimeline, Storage
+from graphopt.ir.memory.timeline import MemoryTimeline, Storage
 
 __all__ = ["alive_bytes", "device_of", "split_by_device"]
 

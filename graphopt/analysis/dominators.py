@@ -6,11 +6,11 @@ import torch
 from torch import fx
 
 from graphopt.analysis.liveness import storages_of
+from graphopt.ir.memory.timeline import Storage
 from graphopt.ir.node import Candidate, Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
-from graphopt.ir.timeline import Storage
 
 __all__ = ["checkpoint_candidates", "trained_forward"]
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Hashable
 from operator import is_
 from typing import Any
 
+from graphopt.ir.memory.timeline import MemoryTimeline
 from graphopt.ir.node import known_of, value_of
 from graphopt.ir.program import Program
-from graphopt.ir.timeline import MemoryTimeline
 
 __all__ = ["known_timeline"]
 

@@ -11,7 +11,7 @@ import torch
 
 from graphopt import _torch
 from graphopt.errors import GraphoptError, public, wrong_argument
-from graphopt.ir.device_argument import device_argument
+from graphopt.ir.host import device_argument
 
 __all__ = ["MeasuredPeak", "measure_peak"]
 

@@ -20,10 +20,9 @@ from graphopt.analysis.allocator.rules import PLAIN, AllocatorRules
 from graphopt.analysis.costs.profiles import PROFILES, DeviceProfile
 from graphopt.analysis.liveness import simulate
 from graphopt.errors import GraphoptError, check_type, no_such_word
+from graphopt.ir.memory.timeline import MemoryTimeline, ReservedMemory, Storage
 from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
-from graphopt.ir.reserved_memory import ReservedMemory
-from graphopt.ir.timeline import MemoryTimeline, Storage
 
 __all__ = ["reserved_memory", "reserved_of", "reserved_where_cached"]
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 from torch import fx
 
 from graphopt.analysis.device_timelines import alive_bytes
+from graphopt.ir.memory.timeline import MemoryTimeline, Storage
 from graphopt.ir.node import Phase, info
 from graphopt.ir.program import Program
-from graphopt.ir.timeline import MemoryTimeline, Storage
-from graphopt.ir.written_units import format_bytes
+from graphopt.ir.words.written_units import format_bytes
 
 __all__ = ["of_loops", "other_tangents", "peaks_of_loops"]
 

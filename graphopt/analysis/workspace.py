@@ -29,13 +29,13 @@ from graphopt.analysis.costs.isolated_call import (
 from graphopt.analysis.smaller_calls import SmallerCall, extrapolated, smaller_calls
 from graphopt.analysis.workspace_formulas import described_call, is_chosen_on_device, temporary_bytes
 from graphopt.errors import quoted
-from graphopt.ir.autocast import plain_precision
+from graphopt.ir.graphs.autocast import plain_precision
+from graphopt.ir.graphs.graph_copies import kept_key
 from graphopt.ir.node import value_of
-from graphopt.ir.op_keys import kept_key
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.opaque_update import opaque_update_
+from graphopt.ir.ops.updates.opaque_update import opaque_update_
 from graphopt.ir.ops.values import is_dense, storage_bytes, tensors_of
-from graphopt.ir.written_units import counted
+from graphopt.ir.words.written_units import counted
 
 __all__ = ["Usage", "measured_temporaries", "measured_usage"]
 

@@ -22,7 +22,7 @@ from torch import fx
 from graphopt import _torch
 from graphopt.analysis.costs.isolated_call import real_call, sizes
 from graphopt.ir.node import value_of
-from graphopt.ir.ops.loss_gradient import rows_at_a_time
+from graphopt.ir.ops.layers.loss_gradient import rows_at_a_time
 
 __all__ = ["described_call", "is_chosen_on_device", "temporary_bytes"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphopt.capture.meta_tensors import without_data
+from graphopt.capture.devices.meta_tensors import without_data
 from graphopt.capture.session import CaptureSession, capture
 
 __all__ = ["CaptureSession", "capture", "without_data"]

@@ -1,7 +1,7 @@
 """The border of a capture: what decides, beside the values of tensors, what eager mode does, and what becomes of it.
 
-The same table is in CONTRIBUTING.md. ``capture/fingerprint.py`` and ``runtime/signature.py`` hold what is part of the
-signature, ``capture/hidden_effects.py`` and ``capture/checks.py`` what is refused.
+The same table is in ARCHITECTURE.md. ``guards/fingerprint.py`` and ``runtime/calls/captures.py`` hold what is part of
+the signature, ``capture/effects/side_effects.py`` and ``capture/effects/checks.py`` what is refused.
 """
 
 from __future__ import annotations

@@ -13,50 +13,48 @@ from torch import nn
 
 from graphopt import _torch
 from graphopt.analysis.costs.profiles import DeviceProfile, device_profile
-from graphopt.capture.append_update import append_update
-from graphopt.capture.call_checks import (
+from graphopt.capture.call.call_checks import (
     argument_names,
     check_call,
     check_dynamic_shapes,
     check_loss,
     check_optimizer,
 )
-from graphopt.capture.checks import (
+from graphopt.capture.call.flatten import Results, Structure, flatten, loss_in
+from graphopt.capture.call.garbage_collection import no_collection
+from graphopt.capture.call.source_lines import user_frame
+from graphopt.capture.call.tensor_classes import refuse_classes, result_classes
+from graphopt.capture.call.varying_axes import VaryingAxes
+from graphopt.capture.call.without_memory import without_memory
+from graphopt.capture.devices.for_device import stand_in, without_data_for
+from graphopt.capture.dynamo.graph_part import GraphPart, cut_of, title_of
+from graphopt.capture.effects.checks import (
     refuse_compressed_arguments,
     refuse_cumulative_averages,
     refuse_distributed_arguments,
     refuse_missing_data,
     refuse_wrapped,
 )
-from graphopt.capture.eager_trial import EagerCall, FailsInEagerError, autocast_devices
-from graphopt.capture.effects_outside import Effect, effects_noted
-from graphopt.capture.flatten import Results, Structure, flatten
-from graphopt.capture.for_device import stand_in, without_data_for
-from graphopt.capture.forward import ForwardCapture, capture_forward
-from graphopt.capture.garbage_collection import no_collection
-from graphopt.capture.graph_part import GraphPart, cut_of, title_of
-from graphopt.capture.hidden_effects import (
+from graphopt.capture.effects.eager_trial import EagerCall, FailsInEagerError, autocast_devices
+from graphopt.capture.effects.external_effects import Effect, effects_noted
+from graphopt.capture.effects.side_effects import (
     capturing,
     modules_now,
     refuse_backward_hooks,
     refuse_parameter_hooks,
 )
-from graphopt.capture.joint import JointCapture, capture_joint
-from graphopt.capture.loss_results import loss_in
-from graphopt.capture.mask_questions import Question
-from graphopt.capture.numbers_read import NumbersRead
-from graphopt.capture.source_lines import user_frame
-from graphopt.capture.split_uses import split_uses
-from graphopt.capture.stamped_joint import stamp_joint
-from graphopt.capture.step import trace_optimizer
-from graphopt.capture.tensor_classes import refuse_classes, result_classes
-from graphopt.capture.tensors_met import refuse_outside
-from graphopt.capture.traced_call import TracedCall
-from graphopt.capture.varying_axes import VaryingAxes
-from graphopt.capture.without_memory import without_memory
+from graphopt.capture.effects.tensor_effects import NumbersRead, refuse_outside
+from graphopt.capture.forward.export import ForwardCapture, capture_forward
+from graphopt.capture.forward.traced_call import TracedCall
+from graphopt.capture.forward.transformers_masks import Question
+from graphopt.capture.joint.differentiation import JointCapture, capture_joint
+from graphopt.capture.joint.split_uses import split_uses
+from graphopt.capture.joint.stamped_joint import stamp_joint
+from graphopt.capture.step.append_update import append_update
+from graphopt.capture.step.traced_update import trace_optimizer
 from graphopt.errors import CaptureError, GraphBreakError, choice, public, quoted, wrong_argument
-from graphopt.ir.autocast import mark_around, plain_precision, under_autocast
-from graphopt.ir.memory_shortage import shortage_named
+from graphopt.ir.graphs.autocast import mark_around, plain_precision, under_autocast
+from graphopt.ir.host import shortage_named
 from graphopt.ir.node import Stage
 from graphopt.ir.program import Program
 from graphopt.rewriting.precision.written_casts import write_casts

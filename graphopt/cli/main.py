@@ -11,13 +11,13 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 
-from graphopt.cli.arguments import budget_problem
-from graphopt.cli.command_line import command_line
-from graphopt.cli.exit_codes import exit_code
+from graphopt.cli.arguments.arguments import budget_problem
+from graphopt.cli.arguments.command_line import command_line
+from graphopt.cli.arguments.exit_codes import exit_code
+from graphopt.cli.arguments.named_files import check_named
 from graphopt.cli.interruption import INTERRUPTED, SAID, end_at_once, raised
-from graphopt.cli.named_files import check_named
 from graphopt.errors import GraphoptError
-from graphopt.ir.columns import table_width
+from graphopt.ir.words.columns import table_width
 from graphopt.report.console import terminal
 
 __all__ = ["main"]
@@ -62,7 +62,7 @@ def _command(options: argparse.Namespace) -> None:
     module, _, name = options.command.partition(":")
     width = None if getattr(options, "output", None) is not None else terminal.shown_width(sys.stdout)
     with table_width(width):
-        command = getattr(importlib.import_module(f"graphopt.cli.{module}"), name)
+        command = getattr(importlib.import_module(f"graphopt.cli.commands.{module}"), name)
         with raised():
             command(options)
 

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphopt.capture.loss_results import change_loss, loss_in
+from graphopt.capture.call.flatten import change_loss, loss_in
 from graphopt.errors import ArgumentError, GraphoptError, public
 from graphopt.rewriting.pass_ import Pass
 from graphopt.rewriting.pipeline import Passes, Pipeline
 from graphopt.rewriting.precision.scaling import GOOD, SCALE
 from graphopt.rewriting.registry import find_pass
 from graphopt.runtime.compile.backend import Backend
-from graphopt.runtime.optimize_step import optimize_step
-from graphopt.runtime.requirements import required
-from graphopt.runtime.train_step import TrainStep
+from graphopt.runtime.drop_in.requirements import required
+from graphopt.runtime.step.optimize_step import optimize_step
+from graphopt.runtime.step.train_step import TrainStep
 
 __all__ = [
     "AcceleratedStep",

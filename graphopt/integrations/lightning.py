@@ -15,8 +15,8 @@ from torch import nn
 from graphopt.errors import ArgumentError, GraphoptError, check_type, did_you_mean
 from graphopt.rewriting.pipeline import Passes, Pipeline
 from graphopt.runtime.compile.backend import Backend
-from graphopt.runtime.module import Optimized, optimize
-from graphopt.runtime.requirements import required
+from graphopt.runtime.drop_in.module import Optimized, optimize
+from graphopt.runtime.drop_in.requirements import required
 
 __all__ = ["Optimize"]
 

@@ -12,7 +12,7 @@ from graphopt.errors import GraphoptError
 from graphopt.integrations.accelerate import make_pass, scaling_passes
 from graphopt.rewriting.pass_ import Pass
 from graphopt.rewriting.pipeline import Passes, Pipeline
-from graphopt.runtime.module import Optimized
+from graphopt.runtime.drop_in.module import Optimized
 
 __all__ = ["is_scaled", "passes_of", "refuse_model", "refuse_settings", "tell_callbacks"]
 

@@ -18,11 +18,11 @@ from graphopt.integrations.trainer_batches import longest_rows
 from graphopt.integrations.trainer_settings import is_scaled, passes_of, refuse_model, refuse_settings, tell_callbacks
 from graphopt.rewriting.pipeline import Passes
 from graphopt.runtime.compile.backend import Backend
-from graphopt.runtime.largest_batch import largest_batch
-from graphopt.runtime.optimize_step import optimize_step
-from graphopt.runtime.requirements import required
-from graphopt.runtime.rewrite import Verify
-from graphopt.runtime.train_step import TrainStep
+from graphopt.runtime.drop_in.largest_batch import largest_batch
+from graphopt.runtime.drop_in.requirements import required
+from graphopt.runtime.programs.rewrite import Verify
+from graphopt.runtime.step.optimize_step import optimize_step
+from graphopt.runtime.step.train_step import TrainStep
 
 if TYPE_CHECKING:
     from torch import nn

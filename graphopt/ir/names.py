@@ -13,7 +13,7 @@ import torch
 
 from graphopt import _torch
 from graphopt.errors import GraphoptError, check_type
-from graphopt.ir.near_names import near_names
+from graphopt.ir.words.near_names import near_names
 
 __all__ = ["NAMES_KEY", "add_name", "identifier", "match_names", "name", "names_in_part", "one_line"]
 

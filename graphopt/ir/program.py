@@ -12,10 +12,9 @@ from torch import fx
 from graphopt import _torch
 from graphopt.errors import GraphoptError, check_type, quoted
 from graphopt.ir.context import Context
-from graphopt.ir.described_tensors import described_tensors
-from graphopt.ir.formats import find_format
-from graphopt.ir.graph_copies import copy_graph
-from graphopt.ir.methods import provided
+from graphopt.ir.graphs.graph_copies import copy_graph
+from graphopt.ir.memory.described_tensors import described_tensors
+from graphopt.ir.memory.timeline import MemoryTimeline, ReservedMemory
 from graphopt.ir.names import identifier, match_names, names_in_part
 from graphopt.ir.node import (
     INPUT_ROLES,
@@ -43,11 +42,11 @@ from graphopt.ir.program_arguments import (
     check_spec,
     check_target,
 )
+from graphopt.ir.provided.formats import find_format
+from graphopt.ir.provided.methods import provided
 from graphopt.ir.region_effects import has_effect
-from graphopt.ir.reserved_memory import ReservedMemory
 from graphopt.ir.state import PassState
-from graphopt.ir.timeline import MemoryTimeline
-from graphopt.ir.written_units import counted
+from graphopt.ir.words.written_units import counted
 
 __all__ = ["Program"]
 
@@ -370,7 +369,7 @@ class Program:
     def to_graph_module(self) -> fx.GraphModule:
         """A GraphModule with the boxed calling convention: ``module.forward(list_of_inputs)`` empties the list.
 
-        Calls are taken in place where an operand dies in them, as the memory model assumes (``graphopt.ir.reuse``).
+        Calls are taken in place where an operand dies in them, as the memory model assumes (``ir/lowering/reuse.py``).
         """
         return cast(fx.GraphModule, provided(Program, "to_graph_module")(self))
 

@@ -71,7 +71,7 @@ class PassState:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; ``graphopt.ir.deserialization`` reads it."""
+        """Plain data; ``graphopt.ir.files.deserialization`` reads it."""
         return {
             "shape": list(self.shape),
             "dtype": str(self.dtype).removeprefix("torch."),

@@ -12,7 +12,7 @@ from torch import fx
 from graphopt import _torch
 from graphopt.ir.node import NodeInfo, Phase, info
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.recurrent import random_parts
+from graphopt.ir.ops.layers.recurrent import random_parts
 from graphopt.ir.ops.values import tensors_of, type_text
 from graphopt.ir.program import Program
 

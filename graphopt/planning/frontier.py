@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
 
-from graphopt.planning.candidates import Candidate
 from graphopt.planning.problem import Simulated
-from graphopt.planning.stops import Drops
+from graphopt.planning.simulation.candidates import Candidate
+from graphopt.planning.simulation.stops import Drops
 
 __all__ = ["Frontier", "Point"]
 

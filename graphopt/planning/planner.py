@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from graphopt.errors import GraphoptError, check_type, public, wrong_argument
-from graphopt.planning.aiming import Aim
 from graphopt.planning.frontier import Frontier
-from graphopt.planning.ladder import NOTHING, SMALL, Ladder
-from graphopt.planning.milp import optimum
 from graphopt.planning.planner_arguments import check_budget_bytes, check_seconds
 from graphopt.planning.problem import Problem, Simulated, simulate
-from graphopt.planning.refinement import Refinement
-from graphopt.planning.schedule import Scheduler
+from graphopt.planning.search.aiming import Aim
+from graphopt.planning.search.ladder import NOTHING, SMALL, Ladder
+from graphopt.planning.search.milp import optimum
+from graphopt.planning.search.refinement import Refinement
+from graphopt.planning.simulation.schedule import Scheduler
 
 __all__ = ["InfeasibleError", "find_frontier", "plan"]
 

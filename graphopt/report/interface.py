@@ -15,36 +15,36 @@ from graphopt.errors import RankError as RankError
 from graphopt.errors import TorchVersionError as TorchVersionError
 from graphopt.errors import VerifyError as VerifyError
 from graphopt.ir import ops as ops
-from graphopt.ir.formats import Format as Format
-from graphopt.ir.formats import available_formats as available_formats
-from graphopt.ir.formats import register_format as register_format
 from graphopt.ir.names import name as name
 from graphopt.ir.node import Phase as Phase
 from graphopt.ir.node import Policy as Policy
 from graphopt.ir.program import Program as Program
+from graphopt.ir.provided.formats import Format as Format
+from graphopt.ir.provided.formats import available_formats as available_formats
+from graphopt.ir.provided.formats import register_format as register_format
 from graphopt.ir.version import VERSION
 from graphopt.rewriting import config_translation
-from graphopt.rewriting.distributed import sharded_state as sharded_state
-from graphopt.rewriting.fx_pass import FxPass as FxPass
+from graphopt.rewriting.distributed.sharding import sharded_state as sharded_state
 from graphopt.rewriting.pass_ import Changed as Changed
 from graphopt.rewriting.pass_ import Pass as Pass
+from graphopt.rewriting.patterns.fx_pass import FxPass as FxPass
+from graphopt.rewriting.patterns.rewrite_pass import Rewrite as Rewrite
 from graphopt.rewriting.pipeline import Pipeline as Pipeline
 from graphopt.rewriting.precision.devices import fast_dtype as fast_dtype
-from graphopt.rewriting.rewrite_pass import Rewrite as Rewrite
 from graphopt.rewriting.training_pass import TrainingPass as TrainingPass
-from graphopt.runtime import checkpoint as checkpoint
+from graphopt.runtime.checkpoints import checkpoint as checkpoint
 from graphopt.runtime.compile.inductor_partitioner import partitioner as partitioner
-from graphopt.runtime.dynamo_backend import CompiledGraph as CompiledGraph
-from graphopt.runtime.dynamo_backend import compiled_graphs as compiled_graphs
-from graphopt.runtime.largest_batch import largest_batch as largest_batch
-from graphopt.runtime.load_step import load_step as load_step
-from graphopt.runtime.materialize_shards import materialize_shards as materialize_shards
-from graphopt.runtime.module import optimize as optimize
-from graphopt.runtime.optimize_step import optimize_step as optimize_step
-from graphopt.runtime.random_streams import RandomStreams as RandomStreams
-from graphopt.runtime.scaler import scaler as scaler
-from graphopt.runtime.state_dict import redistribute as redistribute
-from graphopt.runtime.train_step import TrainStep as TrainStep
+from graphopt.runtime.drop_in.largest_batch import largest_batch as largest_batch
+from graphopt.runtime.drop_in.module import optimize as optimize
+from graphopt.runtime.graph_breaks.dynamo_backend import CompiledGraph as CompiledGraph
+from graphopt.runtime.graph_breaks.dynamo_backend import compiled_graphs as compiled_graphs
+from graphopt.runtime.state.materialize_shards import materialize_shards as materialize_shards
+from graphopt.runtime.state.random_streams import RandomStreams as RandomStreams
+from graphopt.runtime.state.state_dict import redistribute as redistribute
+from graphopt.runtime.step.load_step import load_step as load_step
+from graphopt.runtime.step.optimize_step import optimize_step as optimize_step
+from graphopt.runtime.step.scaler import scaler as scaler
+from graphopt.runtime.step.train_step import TrainStep as TrainStep
 
 __version__ = VERSION
 configs = config_translation

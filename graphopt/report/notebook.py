@@ -12,10 +12,10 @@ import webbrowser
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from graphopt.ir.memory.timeline import MemoryTimeline
 from graphopt.ir.node import Phase
 from graphopt.ir.program import Program
-from graphopt.ir.timeline import MemoryTimeline
-from graphopt.ir.written_units import format_bytes
+from graphopt.ir.words.written_units import format_bytes
 from graphopt.report.console.escape import safe
 from graphopt.report.console.terminal import write
 from graphopt.report.pictures.memory_timeline import timeline_svg

@@ -11,14 +11,14 @@ from typing import Any
 from graphopt.analysis.dominators import checkpoint_candidates
 from graphopt.analysis.liveness import simulate
 from graphopt.analysis.program_replay import reserved_memory
-from graphopt.ir.deserialization import from_json
-from graphopt.ir.formats import Format, register_format
-from graphopt.ir.graph_module import to_graph_module
-from graphopt.ir.methods import provide
+from graphopt.ir.files.deserialization import from_json
+from graphopt.ir.files.serialization import to_json
+from graphopt.ir.files.text import to_text
+from graphopt.ir.lowering.reuse import to_graph_module
+from graphopt.ir.memory.timeline import MemoryTimeline
 from graphopt.ir.program import Program
-from graphopt.ir.serialization import to_json
-from graphopt.ir.text import to_text
-from graphopt.ir.timeline import MemoryTimeline
+from graphopt.ir.provided.formats import Format, register_format
+from graphopt.ir.provided.methods import provide
 from graphopt.report.console.escape import safe
 from graphopt.report.console.log_lines import log_capture
 from graphopt.report.console.overview import announce
@@ -35,9 +35,9 @@ from graphopt.report.pictures.picture import to_svg
 from graphopt.report.text.diff import diff
 from graphopt.rewriting.pass_ import Records
 from graphopt.rewriting.progress import show_progress
-from graphopt.runtime.module import Optimized
-from graphopt.runtime.observers import observe_captures
-from graphopt.runtime.train_step import TrainStep
+from graphopt.runtime.calls.observers import observe_captures
+from graphopt.runtime.drop_in.module import Optimized
+from graphopt.runtime.step.train_step import TrainStep
 
 __all__ = ["FORMATS", "register"]
 

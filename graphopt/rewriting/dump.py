@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from graphopt.errors import quoted
+from graphopt.ir.files.serialization import SCHEMA_VERSION, to_json
 from graphopt.ir.program import Program
-from graphopt.ir.serialization import SCHEMA_VERSION, to_json
 from graphopt.ir.version import VERSION
 from graphopt.rewriting.pass_ import Pass, PassRecord
 from graphopt.rewriting.pipeline import Pipeline

@@ -10,13 +10,13 @@ from typing import Any, ClassVar, Literal, SupportsIndex, overload
 import torch
 
 from graphopt.errors import GraphoptError, check_type, did_you_mean
-from graphopt.ir.methods import provided
+from graphopt.ir.memory.timeline import MemoryTimeline
 from graphopt.ir.node import Stage
 from graphopt.ir.program import Program
-from graphopt.ir.timeline import MemoryTimeline
-from graphopt.ir.written_units import counted, format_bytes
+from graphopt.ir.provided.methods import provided
+from graphopt.ir.words.written_units import counted, format_bytes
 from graphopt.rewriting.pass_type import PassType
-from graphopt.rewriting.spec import format_pass
+from graphopt.rewriting.text.spec import format_pass
 
 __all__ = [
     "STAGES",

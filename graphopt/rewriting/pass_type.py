@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from graphopt.errors import ArgumentError, GraphoptError, did_you_mean, shown, wrong_argument
-from graphopt.ir.written_units import parse_bytes
+from graphopt.ir.words.written_units import parse_bytes
 
 __all__ = ["PassType"]
 

@@ -13,18 +13,18 @@ import torch
 from graphopt import _torch
 from graphopt.errors import GraphoptError, PassError, PipelineError, VerifyError, check_type, quoted, shown
 from graphopt.ir import verify as verifier
-from graphopt.ir.autocast import plain_precision
-from graphopt.ir.memory_shortage import is_memory_shortage
+from graphopt.ir.graphs.autocast import plain_precision
+from graphopt.ir.host import is_memory_shortage
+from graphopt.ir.memory.timeline import MemoryTimeline
 from graphopt.ir.node import Stage
 from graphopt.ir.program import Program
-from graphopt.ir.timeline import MemoryTimeline
-from graphopt.ir.written_units import format_bytes
+from graphopt.ir.words.written_units import format_bytes
 from graphopt.rewriting.instruments import Instrument
 from graphopt.rewriting.pass_ import STAGES, Changed, Pass, PassRecord, PassStage, Records
 from graphopt.rewriting.pipeline_file import read_passes
 from graphopt.rewriting.registry import find_pass
 from graphopt.rewriting.shards import Shards
-from graphopt.rewriting.spec import parse_passes
+from graphopt.rewriting.text.spec import parse_passes
 from graphopt.rewriting.training_pass import TrainingPass
 
 __all__ = ["Passes", "Pipeline"]

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from graphopt.errors import ArgumentError, GraphoptError, PipelineError, check_type, did_you_mean
-from graphopt.ir.toml_text import read_toml, toml_text
-from graphopt.rewriting.pass_data import passes_from_data, passes_to_data
+from graphopt.ir.files.toml_text import read_toml, toml_text
 from graphopt.rewriting.registry import find_pass
-from graphopt.rewriting.spec import option_fields
-from graphopt.rewriting.yaml_text import read_yaml, yaml_text
+from graphopt.rewriting.text.pass_data import passes_from_data, passes_to_data
+from graphopt.rewriting.text.spec import option_fields
+from graphopt.rewriting.text.yaml_text import read_yaml, yaml_text
 
 __all__ = ["SUFFIXES", "check_writes", "passes_as_text", "read_document", "read_passes"]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from graphopt.ir import handed_down
-from graphopt.ir.written_units import format_bytes
+from graphopt.ir.provided import handed_down
+from graphopt.ir.words.written_units import format_bytes
 from graphopt.planning.frontier import Frontier
 
 __all__ = ["Progress", "leave_line", "measuring", "searching", "show_progress", "working"]

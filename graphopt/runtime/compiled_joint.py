@@ -14,19 +14,19 @@ from torch import fx, nn
 
 from graphopt import _torch
 from graphopt.capture import CaptureSession
-from graphopt.capture.flatten import Structure
-from graphopt.capture.garbage_collection import no_collection
-from graphopt.capture.joint import JointCapture
+from graphopt.capture.call.flatten import Structure
+from graphopt.capture.call.garbage_collection import no_collection
+from graphopt.capture.joint.differentiation import JointCapture
 from graphopt.errors import CaptureError
-from graphopt.ir.autocast import plain_precision
+from graphopt.ir.graphs.autocast import plain_precision
 from graphopt.ir.node import InputSpec
 from graphopt.ir.program import Program
 from graphopt.rewriting.precision.scaling import CheckedGradients, checked_gradients
-from graphopt.runtime.binding import stays, tensor_getter
 from graphopt.runtime.compile.backend import Boxed, compile_module
 from graphopt.runtime.compile.partition import bind_state, partition
 from graphopt.runtime.compile.pruned_backward import run_pruned
-from graphopt.runtime.missing_gradients import MissingGradients
+from graphopt.runtime.programs.binding import stays, tensor_getter
+from graphopt.runtime.programs.missing_gradients import MissingGradients
 from graphopt.runtime.ranks.exchange_plan import ExchangePlan, exchange_plan
 from graphopt.runtime.runner import Capture, Runner
 

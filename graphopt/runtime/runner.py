@@ -18,31 +18,31 @@ import torch
 from torch import nn
 
 from graphopt.capture import CaptureSession
-from graphopt.capture.call_checks import check_dynamic_shapes
-from graphopt.capture.checks import refuse_wrapped
-from graphopt.capture.fingerprint import has_hooks
-from graphopt.capture.garbage_collection import no_collection
-from graphopt.capture.graph_part import GraphPart
-from graphopt.capture.hidden_effects import CAPTURE_LOCK
+from graphopt.capture.call.call_checks import check_dynamic_shapes
+from graphopt.capture.call.garbage_collection import no_collection
+from graphopt.capture.dynamo.graph_part import GraphPart
+from graphopt.capture.effects.checks import refuse_wrapped
+from graphopt.capture.effects.side_effects import CAPTURE_LOCK
+from graphopt.capture.guards.fingerprint import has_hooks
 from graphopt.errors import CaptureError, GraphoptError, choice, shown
 from graphopt.ir.context import Context
 from graphopt.ir.node import Stage
 from graphopt.ir.program import Program
-from graphopt.rewriting.memory.budget import budget_error
+from graphopt.rewriting.memory.fit.budget import budget_error
 from graphopt.rewriting.pipeline import Passes, Pipeline
 from graphopt.rewriting.progress import working
-from graphopt.runtime.captures import Captures
-from graphopt.runtime.check_numerics import check_numerics
+from graphopt.runtime.calls.captures import Captures
+from graphopt.runtime.calls.observers import tell_observers
+from graphopt.runtime.calls.serving import Capture, Maker, Serving
+from graphopt.runtime.calls.size_rules import Target
 from graphopt.runtime.compile.backend import Backend, check_backend
-from graphopt.runtime.observers import tell_observers
+from graphopt.runtime.programs.check_numerics import check_numerics
+from graphopt.runtime.programs.host_reservation import reserve_host
+from graphopt.runtime.programs.rewrite import Checks, Rewritten, Verify, capturing, rewrite
 from graphopt.runtime.ranks.agreement import Agreement, Round
 from graphopt.runtime.ranks.exchange_plan import ExchangePlan
 from graphopt.runtime.ranks.watch import StepWatch
-from graphopt.runtime.reserve import reserve_host
-from graphopt.runtime.rewrite import Checks, Rewritten, Verify, capturing, rewrite
-from graphopt.runtime.serving import Capture, Maker, Serving
-from graphopt.runtime.size_plans import Target
-from graphopt.runtime.state_store import StateStore
+from graphopt.runtime.state.state_store import StateStore
 from graphopt.runtime.stored.program_cache import ProgramCache
 
 __all__ = ["Capture", "Maker", "Options", "Runner"]

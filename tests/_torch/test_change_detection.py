@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphopt import _torch
-from graphopt._torch import change_detection
+from graphopt._torch.facts import change_detection
 
 _CHANGES = {
     "assigned": lambda each: each.__setitem__("new", 1),

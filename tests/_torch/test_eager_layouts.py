@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graphopt._torch.eager_layouts import _LAID_OUT_AS, eager_layouts
+from graphopt._torch.kernels.eager_layouts import _LAID_OUT_AS, eager_layouts
 
 CONTIGUOUS = torch.linspace(0.1, 0.9, 24).view(2, 3, 4)
 TRANSPOSED = torch.linspace(0.1, 0.9, 24).view(2, 4, 3).transpose(1, 2)

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphopt import _torch
-from graphopt._torch import generator_states
+from graphopt._torch.capture import generator_states
 
 
 class Machine:

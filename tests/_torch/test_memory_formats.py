@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphopt._torch.eager_layouts import _IN_FORMAT_OF, eager_layouts
+from graphopt._torch.kernels.eager_layouts import _IN_FORMAT_OF, eager_layouts
 
 KNOWN = {"_fft_r2c.default", "ldexp.Tensor"}
 """Ops of the database that differ: a transform of an expanded tensor, and one that is traced in its parts."""

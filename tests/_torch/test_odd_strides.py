@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import graphopt
-from graphopt._torch.eager_layouts import eager_layouts
+from graphopt._torch.kernels.eager_layouts import eager_layouts
 
 aten = torch.ops.aten
 OPS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {

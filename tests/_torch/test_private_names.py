@@ -274,7 +274,7 @@ def test_every_private_name_that_is_used_is_in_the_table() -> None:
     table = needed()
     modules = {module for f in (*private_names.ON_IMPORT, *private_names.ON_USE) for module in f.names}
     prefixes = {".".join(name.split(".")[:end]) for name in table | modules for end in range(1, name.count(".") + 2)}
-    files = [path for path in FOLDER.glob("*.py") if path.name != "private_names.py"]
+    files = [path for path in FOLDER.rglob("*.py") if path.name != "private_names.py"]
     private = {name for path in files for name in used(path) if is_private(name)}
     assert len(private) > 50
     unlisted = {name for name in private if name not in prefixes and not any(name.startswith(f"{t}.") for t in table)}

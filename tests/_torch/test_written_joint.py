@@ -12,8 +12,8 @@ from torch import fx, nn
 
 import graphopt
 from graphopt import _torch
-from graphopt._torch import written_joint
-from graphopt.capture.replayed_trace import _StandIn
+from graphopt._torch.capture import written_joint
+from graphopt.capture.joint.replayed_trace import _StandIn
 from graphopt.ir.node import InputSpec
 from tests.support.running import network
 

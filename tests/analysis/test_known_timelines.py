@@ -10,9 +10,9 @@ import torch
 from torch import fx, nn
 
 from graphopt.analysis import liveness
+from graphopt.ir.memory.timeline import MemoryTimeline
 from graphopt.ir.node import OutputSpec, Phase, info, set_info, set_value, value_of
 from graphopt.ir.program import Program
-from graphopt.ir.timeline import MemoryTimeline
 from tests.support.training import captured
 
 ROWS = torch.randn(8, 4)

@@ -34,13 +34,13 @@ from graphopt import Pipeline, Program
 from graphopt.analysis import workspace as temporaries
 from graphopt.analysis.costs.cost import PROFILES, DeviceProfile, cost_report
 from graphopt.capture import CaptureSession
-from graphopt.ir.written_units import format_bytes, parse_bytes
+from graphopt.ir.words.written_units import format_bytes, parse_bytes
 from graphopt.passes import MixedPrecision
-from graphopt.planning.offloading import Lanes
-from graphopt.rewriting.memory.fit import Fitting, FittingOptions
-from graphopt.rewriting.memory.planning_problem import PlanningProblem
-from graphopt.rewriting.memory.transfer_insertion import host_lanes
-from graphopt.runtime.rewrite import rewrite
+from graphopt.planning.transfers.offloading import Lanes
+from graphopt.rewriting.memory.fit.fitting import Fitting, FittingOptions
+from graphopt.rewriting.memory.recompute.planning_problem import PlanningProblem
+from graphopt.rewriting.memory.transfers.transfer_insertion import host_lanes
+from graphopt.runtime.programs.rewrite import rewrite
 
 VOCABULARY, WIDTH, HEADS, TOKENS, MASKED = 30522, 1024, 16, 512, 80
 MOMENTS = 8

@@ -44,10 +44,10 @@ from torch import nn
 
 import graphopt
 from graphopt.ir.node import value_of
-from graphopt.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST
+from graphopt.ir.ops.communication.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST
 from graphopt.ir.ops.values import storage_bytes
 from graphopt.passes import AdaptiveLocalSGD, DataParallel, DeepGradientCompression, LocalSGD
-from graphopt.rewriting.clock import Clock
+from graphopt.rewriting.training_pass import Clock
 
 MODELS = example_models()
 TEXT = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "text.py"))

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer
 
 import graphopt
-from graphopt.ir.ops.groups import find_group
+from graphopt.ir.ops.communication.groups import find_group
 from graphopt.passes import (
     CompressGradients,
     DataParallel,

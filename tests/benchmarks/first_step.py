@@ -45,7 +45,7 @@ IMPORTED = (
     "networkx",
     "graphopt._torch.every_name",
     "graphopt.report.register",
-    "graphopt.rewriting.memory.fit",
+    "graphopt.rewriting.memory.fit.fitting",
     "graphopt.runtime.compiled_joint",
 )
 """What each side needs some of, and pays for once in a process however many models it compiles."""

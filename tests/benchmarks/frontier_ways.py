@@ -20,7 +20,7 @@ import graphopt
 from graphopt.errors import GraphoptError
 from graphopt.ir.names import match_names
 from graphopt.passes import FitMemory
-from graphopt.rewriting.memory.budget import BudgetError
+from graphopt.rewriting.memory.fit.budget import BudgetError
 
 TORCH_BUDGETS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
 QUICK_BUDGETS = (1.0, 0.4)

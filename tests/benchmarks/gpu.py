@@ -31,7 +31,7 @@ import graphopt
 from graphopt.analysis.host_waits import graph_obstacles, host_waits
 from graphopt.errors import PassError
 from graphopt.passes import FitMemory, Offload, Recompute
-from graphopt.rewriting.memory.budget import BudgetError
+from graphopt.rewriting.memory.fit.budget import BudgetError
 
 models = example_models()
 

@@ -47,7 +47,7 @@ def planned(name: str, device: str, tokens: int) -> dict[str, Any]:
         return result
 
     import graphopt
-    from graphopt.cli.model_config import model_of_config
+    from graphopt.cli.target.model_config import model_of_config
     from graphopt.passes import FitMemory, FuseUpdate
 
     sizes, layers, budget = MODELS[name]

@@ -23,9 +23,9 @@ from graphopt.analysis.costs.cost import costs_of
 from graphopt.planning import Problem
 from graphopt.planning.frontier import Frontier
 from graphopt.planning.planner import find_frontier
-from graphopt.planning.refinement import Refinement
-from graphopt.planning.schedule import Scheduler
-from graphopt.rewriting.memory.planning_problem import planning_problem
+from graphopt.planning.search.refinement import Refinement
+from graphopt.planning.simulation.schedule import Scheduler
+from graphopt.rewriting.memory.recompute.planning_problem import planning_problem
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 

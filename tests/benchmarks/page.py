@@ -30,7 +30,7 @@ from graphopt.capture import CaptureSession
 from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, set_info
 from graphopt.report.page import Story, page_of_story, story_of_program, story_of_snapshots
 from graphopt.rewriting.pipeline import Pipeline
-from graphopt.runtime.rewrite import Rewritten, rewrite
+from graphopt.runtime.programs.rewrite import Rewritten, rewrite
 
 models = example_models()
 

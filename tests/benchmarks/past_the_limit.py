@@ -21,7 +21,7 @@ from harness import make_table, parser, show
 from memory_limit import limited, most_taken
 
 import graphopt
-from graphopt.ir.written_units import format_bytes, parse_bytes
+from graphopt.ir.words.written_units import format_bytes, parse_bytes
 from graphopt.passes import FitMemory
 
 GROUP = "graphopt-limit"

@@ -26,11 +26,11 @@ from harness import example_models, make_table, parser, show
 import graphopt
 from graphopt.analysis.costs.cost import PROFILES, cost_report
 from graphopt.planning import Plan, Problem, simulate
-from graphopt.planning.lower_bound import fewest_seconds_again
-from graphopt.planning.milp import optimum, smallest_peak
 from graphopt.planning.planner import InfeasibleError, find_frontier, plan
-from graphopt.planning.schedule import Scheduler
-from graphopt.rewriting.memory.planning_problem import planning_problem
+from graphopt.planning.search.lower_bound import fewest_seconds_again
+from graphopt.planning.search.milp import optimum, smallest_peak
+from graphopt.planning.simulation.schedule import Scheduler
+from graphopt.rewriting.memory.recompute.planning_problem import planning_problem
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 

@@ -21,7 +21,7 @@ from published_models import MODELS
 import graphopt
 from graphopt.analysis.costs.cost import costs_of
 from graphopt.analysis.costs.profiles import PROFILES
-from graphopt.capture.for_device import without_data_for
+from graphopt.capture.devices.for_device import without_data_for
 from graphopt.capture.session import CaptureSession
 from graphopt.ir.context import Context
 from graphopt.ir.program import Program
@@ -29,9 +29,9 @@ from graphopt.rewriting.distributed.prediction.link import HostLink, Link
 from graphopt.rewriting.distributed.prediction.predict import predict_workload
 from graphopt.rewriting.distributed.prediction.strategies import ShardedParameters
 from graphopt.rewriting.distributed.prediction.workload import workload_of
-from graphopt.rewriting.memory.budget import budget_bytes
+from graphopt.rewriting.memory.fit.budget import budget_bytes
 from graphopt.rewriting.pipeline import Pipeline
-from graphopt.runtime.rewrite import rewrite
+from graphopt.runtime.programs.rewrite import rewrite
 
 ROWS = Path(__file__).parent / "published_memory.toml"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -14,7 +14,7 @@ from harness import make_table, show
 
 from graphopt.analysis.allocator import compare_trace, read_recording
 from graphopt.errors import GraphoptError
-from graphopt.ir.written_units import format_bytes
+from graphopt.ir.words.written_units import format_bytes
 
 
 def compared(file: Path) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from torch import nn
 from graphopt.capture import CaptureSession
 from graphopt.report.page import page_of_story, story_of_snapshots
 from graphopt.rewriting.pipeline import Pipeline
-from graphopt.runtime.rewrite import rewrite
+from graphopt.runtime.programs.rewrite import rewrite
 
 models = example_models()
 

@@ -20,9 +20,9 @@ import torch
 from harness import Action, make_table, paired_ratio, paired_seconds, parser, show
 from rich.table import Table
 
-from graphopt.ir.ops.residual import accumulate_, clear_at_
-from graphopt.ir.ops.selection import select
-from graphopt.ir.ops.sparse import pack, sum_sparse
+from graphopt.ir.ops.communication.residual import accumulate_, clear_at_
+from graphopt.ir.ops.communication.selection import select
+from graphopt.ir.ops.communication.sparse import pack, sum_sparse
 
 RESNET_50 = 25_557_032
 SIZES = (36_864, 2_359_296, RESNET_50)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import graphopt
-from graphopt.capture.names_loaded import computes_names
+from graphopt.capture.guards.loaded_names import computes_names
 from tests.support.reading import Reads
 
 X = torch.linspace(-1, 1, 8).view(2, 4)

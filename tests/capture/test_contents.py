@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import graphopt
-from graphopt.capture.contents import MOST_BYTES, MOST_WATCHED, Contents
-from graphopt.capture.fingerprint import ModelFingerprint, by_value, model_key
+from graphopt.capture.guards.contents import MOST_BYTES, MOST_WATCHED, Contents
+from graphopt.capture.guards.fingerprint import ModelFingerprint, by_value, model_key
 from tests.support.properties import examples
 from tests.support.training import mean_square
 

@@ -23,7 +23,7 @@ from graphopt.capture import CaptureSession
 from graphopt.passes import *
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.precision import kernels
-from graphopt.runtime.rewrite import rewrite
+from graphopt.runtime.programs.rewrite import rewrite
 
 kernels._tried = lambda node: False  # no kernel runs here
 mode = FakeTensorMode(allow_non_fake_inputs=True)

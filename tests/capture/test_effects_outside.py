@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import graphopt
-from graphopt.capture.effects_outside import effects_noted
+from graphopt.capture.effects.external_effects import effects_noted
 from graphopt.errors import CaptureError
 from tests.support.running import sgd
 from tests.support.storing import is_loaded, reasons, step_run, use_programs

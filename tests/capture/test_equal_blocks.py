@@ -11,7 +11,7 @@ from torch import nn
 
 from graphopt import Program
 from graphopt.capture import CaptureSession
-from graphopt.capture.equal_blocks import KEPT, LEAST, EqualBlocks, equal_blocks, longest_period, without_most
+from graphopt.capture.joint.equal_blocks import KEPT, LEAST, EqualBlocks, equal_blocks, longest_period, without_most
 from graphopt.ir.verify import verify
 from tests.support.properties import examples
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import graphopt
-from graphopt.capture.fingerprint import ModelFingerprint, by_value
+from graphopt.capture.guards.fingerprint import ModelFingerprint, by_value
 from graphopt.errors import CaptureError
 from tests.support.properties import examples
 from tests.support.training import mean_square

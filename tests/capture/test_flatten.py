@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphopt.capture.flatten import flatten, flatten_call
+from graphopt.capture.call.flatten import flatten, flatten_call
 
 X, Y = torch.ones(2), torch.zeros(3)
 

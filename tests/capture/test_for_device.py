@@ -265,7 +265,7 @@ def test_what_cannot_be_copied_without_data_is_refused() -> None:
 
 @pytest.mark.sweep
 def test_recurrent_layers_are_counted_by_their_products_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    from graphopt.capture import device_kernels
+    from graphopt.capture.joint import device_kernels
 
     device_kernels._told.clear()
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import graphopt
 from graphopt import Changed, GraphoptError, Pass, Program
-from graphopt.capture.garbage_collection import no_collection
+from graphopt.capture.call.garbage_collection import no_collection
 
 
 @final

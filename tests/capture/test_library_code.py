@@ -344,7 +344,7 @@ def test_a_stored_program_is_not_one_for_another_value(
 def test_code_that_is_too_much_to_be_read_is_told(
     acoustics: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sys.modules["graphopt.capture.library_code"], "_MOST", 1)
+    monkeypatch.setattr(sys.modules["graphopt.capture.guards.library_code"], "_MOST", 1)
     with caplog.at_level(logging.WARNING, "graphopt"):
         mean_square(graphopt.optimize(Net(acoustics.indirectly)), X)
     assert any("more functions of installed libraries than are read" in text for text in caplog.messages)

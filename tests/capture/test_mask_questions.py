@@ -15,10 +15,10 @@ import transformers
 from torch import nn
 
 import graphopt
-from graphopt.capture.mask_questions import Question, Questions
-from graphopt.ir.checked_json import Field
+from graphopt.capture.forward.transformers_masks import Question, Questions
+from graphopt.ir.files.checked_json import Field
 from graphopt.passes import FitMemory, Recompute
-from graphopt.runtime.binding import Binding
+from graphopt.runtime.programs.binding import Binding
 from graphopt.runtime.stored.capture_content import read_questions, write_questions
 from tests.support.tiny_models import Batch
 from tests.support.training import Training, assert_same, train

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import graphopt
-from graphopt.capture.meta_tensors import LARGEST_KEPT
+from graphopt.capture.devices.meta_tensors import LARGEST_KEPT
 from graphopt.errors import CaptureError
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import graphopt
 from graphopt import _torch
-from graphopt.capture.module_outputs import module_outputs
+from graphopt.capture.dynamo.graph_part import module_outputs
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import graphopt
-from graphopt.capture.numbers_read import NumbersRead
+from graphopt.capture.effects.tensor_effects import NumbersRead
 from tests.support.running import sgd
 from tests.support.storing import reasons, step_run, use_programs
 

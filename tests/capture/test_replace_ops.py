@@ -16,8 +16,8 @@ from torch import nn
 import graphopt
 from graphopt import _torch
 from graphopt.ir.node import Phase, info
-from graphopt.ir.ops.dropout import dropout_mask, masked_dropout
-from graphopt.ir.ops.softmax import safe_softmax, safe_softmax_
+from graphopt.ir.ops.layers.dropout import dropout_mask, masked_dropout
+from graphopt.ir.ops.layers.softmax import safe_softmax, safe_softmax_
 from graphopt.ir.program import Program
 from graphopt.passes import FitMemory, Recompute
 from tests.support.training import captured, identical

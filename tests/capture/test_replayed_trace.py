@@ -11,7 +11,7 @@ from torch import nn
 
 from graphopt import GraphoptError, Program
 from graphopt.capture import CaptureSession
-from graphopt.capture.replayed_trace import not_replayed, replay_trace
+from graphopt.capture.joint.replayed_trace import not_replayed, replay_trace
 from tests.support.running import X, network, sgd
 from tests.support.storing import count, drop_in_run, is_loaded, reasons, use_programs
 from tests.support.training import assert_same

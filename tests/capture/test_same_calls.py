@@ -7,7 +7,7 @@ from torch import nn
 
 import graphopt
 from graphopt import Program
-from graphopt.capture.same_calls import first_difference
+from graphopt.capture.joint.specialization import first_difference
 
 
 class Sliced(nn.Module):

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import graphopt
 from graphopt import _torch
 from graphopt.capture import CaptureSession
-from graphopt.capture.equal_blocks import LEAST, equal_blocks
-from graphopt.capture.stamped_joint import stamp_joint
+from graphopt.capture.joint.equal_blocks import LEAST, equal_blocks
+from graphopt.capture.joint.stamped_joint import stamp_joint
 from tests.support.architecture_trials import ARCHITECTURES
 from tests.support.stamping import compared, described
 from tests.support.tiny_models import SIZES

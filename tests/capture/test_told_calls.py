@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import graphopt
-from graphopt.capture.names_loaded import compares_types
-from graphopt.capture.told_calls import told_call
+from graphopt.capture.guards.impure_calls import told_call
+from graphopt.capture.guards.loaded_names import compares_types
 
 X = torch.linspace(-1, 1, 24).view(4, 6)
 

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import graphopt
-from graphopt.capture.fingerprint import by_value
-from graphopt.capture.variables_read import VariablesRead
+from graphopt.capture.guards.fingerprint import by_value
+from graphopt.capture.guards.variable_guards import VariablesRead
 from tests.support.properties import examples
 from tests.support.training import mean_square
 

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 import graphopt
-from graphopt.capture.code_of_model import found_by
-from graphopt.capture.variables_read import VariablesRead
+from graphopt.capture.guards.code_analysis import found_by
+from graphopt.capture.guards.variable_guards import VariablesRead
 from tests.support.reading import Reads
 
 X = torch.linspace(-1, 1, 8).view(2, 4)

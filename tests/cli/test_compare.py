@@ -207,7 +207,7 @@ def test_bisection_without_a_pass_that_can_deny(run: Command) -> None:
 
 @pytest.mark.sweep
 def test_bisection_that_cannot_succeed(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphopt.cli.compare.deniable", lambda *_: ["layers.0"])
+    monkeypatch.setattr("graphopt.cli.commands.compare.deniable", lambda *_: ["layers.0"])
     outcome = run("compare", low("unfit"), "-p", LOW, "--bisect", "0.001")
     assert (outcome.code, outcome.out) == (1, "")
     assert "with all that can be denied (1 by module) the relative error of 'loss' is still inf" in outcome.err

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from graphopt.cli.command_line import command_line
-from graphopt.cli.command_parser import commands_of
-from graphopt.cli.completion import words_of
+from graphopt.cli.arguments.command_line import command_line
+from graphopt.cli.arguments.command_parser import commands_of
+from graphopt.cli.arguments.completion import words_of
 from tests.support.command import Command
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from graphopt.cli.command_line import command_line
-from graphopt.cli.exit_codes import EXIT_CODES
+from graphopt.cli.arguments.command_line import command_line
+from graphopt.cli.arguments.exit_codes import EXIT_CODES
 from tests.support.command import RECOMPUTE, Command, target
 
 ON_A_PROGRAM = ("tensors", "dump", "memory", "diff", "compare", "view", "plan")

@@ -61,8 +61,8 @@ def run(tmp_path: Path, name: str, start: str = "python -m", *, times: int = 1, 
     [
         ("graphopt.cli.main", "python -m"),
         ("argparse", "python -m"),
-        ("graphopt.cli.command_line", "installed"),
-        ("graphopt.cli.looking", "installed before"),
+        ("graphopt.cli.arguments.command_line", "installed"),
+        ("graphopt.cli.commands.looking", "installed before"),
         ("numpy", "python -m"),
         pytest.param("torch.nn", "installed", marks=pytest.mark.sweep),
         pytest.param("graphopt.report.page", "installed before", marks=pytest.mark.sweep),
@@ -91,7 +91,7 @@ def test_wherever_it_comes(tmp_path: Path, target: dict[str, str], times: int) -
 
 
 def test_a_process_that_is_to_ignore_it_does(tmp_path: Path) -> None:
-    code = INTERRUPTED.format(name="graphopt.cli.words", times=1, start=STARTS["installed"])
+    code = INTERRUPTED.format(name="graphopt.cli.commands.words", times=1, start=STARTS["installed"])
     code = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n{code}"
     done = subprocess.run(
         [sys.executable, "-c", code, "help", "dump"], capture_output=True, text=True, check=False, timeout=300

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from graphopt.cli.output import JSON_SCHEMA
-from graphopt.ir.written_units import format_bytes
+from graphopt.cli.target.output import JSON_SCHEMA
+from graphopt.ir.words.written_units import format_bytes
 from tests.support.command import RECOMPUTE, Command, target
 
 SVG = "{http://www.w3.org/2000/svg}"

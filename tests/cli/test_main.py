@@ -12,8 +12,8 @@ import pytest
 
 import graphopt
 from graphopt import Program
-from graphopt.cli.command_line import command_line
-from graphopt.cli.command_parser import commands_of
+from graphopt.cli.arguments.command_line import command_line
+from graphopt.cli.arguments.command_parser import commands_of
 from graphopt.rewriting.registry import available_passes
 from tests.support.command import FILE, RECOMPUTE, Command, Double, install, target
 

@@ -23,20 +23,20 @@ from graphopt import Changed, Pass, Program
 from graphopt.analysis.costs import figures, measurements
 from graphopt.analysis.costs.cost import PROFILES, cost_report, costs_of
 from graphopt.capture import CaptureSession
-from graphopt.cli import plan as plan_command
-from graphopt.cli.target import load_target
+from graphopt.cli.commands import plan as plan_command
+from graphopt.cli.target.target import load_target
 from graphopt.passes import FitMemory
 from graphopt.planning import planner
-from graphopt.planning.local_search import Explorer
-from graphopt.planning.offloading import Lanes
+from graphopt.planning.search.local_search import Explorer
+from graphopt.planning.transfers.offloading import Lanes
 from graphopt.rewriting import pipeline
-from graphopt.rewriting.memory.fit import Fitting, FittingOptions
-from graphopt.rewriting.memory.planning_problem import PlanningProblem
-from graphopt.rewriting.memory.preparation import prepared
-from graphopt.rewriting.memory.transfer_insertion import host_lanes
+from graphopt.rewriting.memory.fit.fitting import Fitting, FittingOptions
+from graphopt.rewriting.memory.fit.preparation import prepared
+from graphopt.rewriting.memory.recompute.planning_problem import PlanningProblem
+from graphopt.rewriting.memory.transfers.transfer_insertion import host_lanes
 from graphopt.rewriting.pass_ import Numerics, PassStage
 from graphopt.rewriting.pipeline import Pipeline
-from graphopt.runtime.rewrite import rewrite
+from graphopt.runtime.programs.rewrite import rewrite
 from tests.passes.test_fit_memory_checkpoints import Checkpointed
 from tests.report.console.test_terminal import Terminal
 from tests.support.command import RECOMPUTE, Command, Outcome, install, target

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphopt import GraphoptError
-from graphopt.cli.target import Target, load_target
+from graphopt.cli.target.target import Target, load_target
 from tests.support.paths import SUPPORT
 
 FILE = SUPPORT / "targets.py"

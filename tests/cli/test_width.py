@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from graphopt.ir.columns import aligned, filled, table_width
+from graphopt.ir.words.columns import aligned, filled, table_width
 from tests.support.command import RECOMPUTE, Command, target
 
 A100 = ("--cost", "a100-80gb")

@@ -10,10 +10,10 @@ import pytest
 import graphopt
 from graphopt.analysis.costs.device_names import DEVICES
 from graphopt.analysis.costs.profiles import PROFILES
-from graphopt.cli.command_line import command_line
-from graphopt.cli.command_parser import commands_of
-from graphopt.cli.completion import words_of
-from graphopt.ir.formats import OWN, available_formats, format_names
+from graphopt.cli.arguments.command_line import command_line
+from graphopt.cli.arguments.command_parser import commands_of
+from graphopt.cli.arguments.completion import words_of
+from graphopt.ir.provided.formats import OWN, available_formats, format_names
 from graphopt.report.register import FORMATS
 
 RUN = """

@@ -16,7 +16,7 @@ import graphopt
 from graphopt import GraphoptError, PipelineError
 from graphopt.integrations.transformers import STATE_FILE, Trainer
 from graphopt.passes import ClipGradients, FitMemory, Recompute
-from graphopt.runtime import requirements
+from graphopt.runtime.drop_in import requirements
 from tests.support.loops import Rows, bert, gpt
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the library, about itself

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 import graphopt
-from graphopt.ir.graph_copies import copy_graph
+from graphopt.ir.graphs.graph_copies import copy_graph
 from tests.support.training import mean_square
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import graphopt
 from graphopt import CaptureError, GraphoptError, Phase
-from graphopt.ir.ops.opaque_update import opaque_update_
+from graphopt.ir.ops.updates.opaque_update import opaque_update_
 
 SHORTAGES: dict[str, Callable[[], Exception]] = {
     "of C++": lambda: MemoryError("std::bad_alloc"),

@@ -10,9 +10,8 @@ from torch import fx, nn
 
 import graphopt
 from graphopt import Program, _torch
-from graphopt.ir.graph_copies import copy_node
+from graphopt.ir.graphs.graph_copies import copy_node, kept_key
 from graphopt.ir.node import Phase, set_value, value_of
-from graphopt.ir.op_keys import kept_key
 from tests.support.training import captured
 
 ROWS = torch.randn(8, 4)

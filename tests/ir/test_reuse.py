@@ -15,14 +15,14 @@ from torch.nn import functional
 
 import graphopt
 from graphopt import Pass, Phase, Program, measure_peak
+from graphopt.ir.lowering.reuse import apply_reuse, reused_operands
 from graphopt.ir.node import info, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.collectives import ALL_GATHER, WAIT
+from graphopt.ir.ops.communication.collectives import ALL_GATHER, WAIT
 from graphopt.ir.ops.inplace import FUNCTIONAL, IN_PLACE, as_functional, as_in_place, in_place
-from graphopt.ir.ops.loss_gradient import loss_gradient
-from graphopt.ir.reuse import apply_reuse, reused_operands
+from graphopt.ir.ops.layers.loss_gradient import loss_gradient
 from graphopt.passes import Recompute
-from graphopt.runtime.binding import Binding
+from graphopt.runtime.programs.binding import Binding
 from tests.support.running import X, network, same
 from tests.support.training import Blocks, assert_same_training, captured, mean_square, next_token, rewritten
 

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import graphopt
 from graphopt import GraphoptError, Phase, Program
 from graphopt.ir.context import Context
+from graphopt.ir.files.serialization import SCHEMA_VERSION
 from graphopt.ir.node import BatchSlice, NodeInfo, info, set_info, value_of
-from graphopt.ir.serialization import SCHEMA_VERSION
 from graphopt.passes.recompute import Recompute
 from graphopt.rewriting.pipeline import Pipeline
 from tests.support.covering import covering

@@ -17,7 +17,7 @@ from graphopt import Changed, GraphoptError, Pass, Phase, Program
 from graphopt.ir.node import InputSpec, info, value_of
 from graphopt.ir.state import PassState
 from graphopt.rewriting.pass_ import Numerics, PassStage
-from graphopt.runtime.state_store import StateStore
+from graphopt.runtime.state.state_store import StateStore
 from tests.support.running import Compiler, X, network, same, sgd
 from tests.support.training import mean_square
 

@@ -12,9 +12,9 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import graphopt
+from graphopt.ir.files.text import ends_of_life, is_bare
 from graphopt.ir.node import value_of
 from graphopt.ir.ops.values import tensors_of
-from graphopt.ir.text import ends_of_life, is_bare
 from tests.support.reporting import Block, Drop, Net, Tiny, joint, plain, total
 from tests.support.training import recomputed
 

@@ -16,10 +16,10 @@ from torch import nn
 import graphopt
 from graphopt import Phase, PipelineError
 from graphopt.errors import ArgumentError, PassError
+from graphopt.ir.lowering.reuse import reused_operands
 from graphopt.ir.node import info, value_of
-from graphopt.ir.ops.loss_gradient import loss_gradient
+from graphopt.ir.ops.layers.loss_gradient import loss_gradient
 from graphopt.ir.ops.values import tensors_of
-from graphopt.ir.reuse import reused_operands
 from graphopt.passes import ChunkLoss, ClipGradients, FitMemory, FuseUpdate, MixedPrecision, Recompute
 from tests.support.properties import examples
 

@@ -17,15 +17,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import graphopt
 from graphopt import GraphoptError, PassError, Pipeline, PipelineError, Program
 from graphopt.ir.node import info, value_of
-from graphopt.ir.ops import low_rank as powersgd
-from graphopt.ir.ops.collectives import ALL_REDUCE
+from graphopt.ir.ops.communication import low_rank as powersgd
+from graphopt.ir.ops.communication.collectives import ALL_REDUCE
 from graphopt.ir.ops.values import storage_bytes
 from graphopt.passes import ClipGradients, DataParallel, LocalSGD, ScaleLoss
 from graphopt.passes.compress_gradients import CompressGradients
-from graphopt.rewriting.clock import Clock
-from graphopt.rewriting.distributed.low_rank_exchange import Factors, Settings, factors_of
+from graphopt.rewriting.distributed.sparse.low_rank_exchange import Factors, Settings, factors_of
 from graphopt.rewriting.registry import find_pass
-from graphopt.rewriting.spec import parse_passes
+from graphopt.rewriting.text.spec import parse_passes
+from graphopt.rewriting.training_pass import Clock
 from tests.support.ranks import run_ranks
 
 FACTORS = CompressGradients("powersgd", start_step=0)
@@ -302,8 +302,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 import graphopt
 from graphopt.passes import DataParallel, MixedPrecision
 from graphopt.passes.compress_gradients import CompressGradients
-from graphopt.runtime.state_dict import plain_state
-from graphopt.runtime.state_dict import plain_state
+from graphopt.runtime.state.state_dict import plain_state
+from graphopt.runtime.state.state_dict import plain_state
 
 def build(dtype=torch.float32):
     torch.manual_seed(0)

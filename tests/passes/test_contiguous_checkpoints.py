@@ -11,8 +11,9 @@ from torch import nn
 import graphopt
 from graphopt import Pipeline, Program
 from graphopt.ir.node import Phase, Policy, info, value_of
-from graphopt.ir.ops import contiguous, schema
-from graphopt.ir.ops.groups import Group
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.communication.groups import Group
+from graphopt.ir.ops.storage import contiguous
 from graphopt.ir.verify import verify
 from graphopt.passes import CheckpointBoundaries, ContiguousCheckpoints, Offload, PartitionCheckpoints, Recompute
 from graphopt.passes.partition_checkpoints import _insert

@@ -18,9 +18,9 @@ import graphopt
 from examples.models import ResNet50
 from graphopt import GraphoptError, Pipeline, Program
 from graphopt.ir.node import Phase, info, value_of
-from graphopt.ir.ops.collectives import ALL_REDUCE, BROADCAST, WAIT
+from graphopt.ir.ops.communication.collectives import ALL_REDUCE, BROADCAST, WAIT
 from graphopt.passes import DataParallel, FuseUpdate, Recompute
-from graphopt.rewriting.distributed.buckets import Item, pack
+from graphopt.rewriting.distributed.dense.buckets import Item, pack
 from tests.support.ranks import run_ranks
 from tests.support.sweeping import sweeping
 

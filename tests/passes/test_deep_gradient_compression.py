@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graphopt
 from graphopt import GraphoptError, Pipeline, Program
 from graphopt.ir.node import value_of
-from graphopt.ir.ops.collectives import ALL_GATHER, ALL_REDUCE
-from graphopt.ir.ops.sparse import packed_bytes
+from graphopt.ir.ops.communication.collectives import ALL_GATHER, ALL_REDUCE
+from graphopt.ir.ops.communication.sparse import packed_bytes
 from graphopt.passes import DataParallel, DeepGradientCompression
-from graphopt.rewriting.clock import Clock
-from graphopt.rewriting.distributed.sparsity_schedule import Rampup
+from graphopt.rewriting.distributed.sparse.sparse_update import Rampup
 from graphopt.rewriting.pass_ import Changed
+from graphopt.rewriting.training_pass import Clock
 from graphopt.runtime.ranks.exchange_plan import exchange_plan
 
 NAME = "deep-gradient-compression"

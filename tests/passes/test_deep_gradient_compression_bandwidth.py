@@ -16,10 +16,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphopt
 from graphopt import GraphoptError, Pipeline, Program
-from graphopt.ir.ops.groups import Group, find_group
-from graphopt.ir.ops.sparse import packed_bytes
+from graphopt.ir.ops.communication.groups import Group, find_group
+from graphopt.ir.ops.communication.sparse import packed_bytes
 from graphopt.passes import DataParallel, DeepGradientCompression
-from graphopt.rewriting.distributed import sparse_or_dense as choice
+from graphopt.rewriting.distributed.choice import sparse_or_dense as choice
+from graphopt.rewriting.distributed.choice.sparse_or_dense import Speeds
 from graphopt.rewriting.distributed.prediction import measured_link
 from graphopt.rewriting.distributed.prediction.compressed import Sparse
 from graphopt.rewriting.distributed.prediction.link import Link
@@ -28,11 +29,10 @@ from graphopt.rewriting.distributed.prediction.predict import predict_workload
 from graphopt.rewriting.distributed.prediction.strategies import Dense
 from graphopt.rewriting.distributed.prediction.volume import all_reduce
 from graphopt.rewriting.distributed.prediction.workload import Rates
-from graphopt.rewriting.distributed.sparse_exchange import WIRE_DTYPES, entries
-from graphopt.rewriting.distributed.sparse_or_dense import Speeds
-from graphopt.rewriting.distributed.sparse_update import few_enough
+from graphopt.rewriting.distributed.sparse.sparse_exchange import WIRE_DTYPES, entries
+from graphopt.rewriting.distributed.sparse.sparse_update import few_enough
 from graphopt.rewriting.pass_ import Changed
-from graphopt.runtime.state_dict import plain_state
+from graphopt.runtime.state.state_dict import plain_state
 from tests.support.exchanging import CPU, workload
 from tests.support.training import mean_square
 

@@ -16,9 +16,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphopt
 from graphopt import GraphoptError
-from graphopt.ir.ops.residual import accumulate_
+from graphopt.ir.ops.communication.residual import accumulate_
 from graphopt.passes import DataParallel, DeepGradientCompression
-from graphopt.rewriting.distributed.optimizer_momentum import momenta_of, why_not_taken_over
+from graphopt.rewriting.distributed.sparse.optimizer_momentum import momenta_of, why_not_taken_over
 from tests.support.ranks import run_ranks
 from tests.support.sweeping import sweeping
 

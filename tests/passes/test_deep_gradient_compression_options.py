@@ -18,7 +18,7 @@ from graphopt import GraphoptError, Pipeline, PipelineError, Program
 from graphopt.ir.context import Context
 from graphopt.passes import AdaptiveLocalSGD, ClipGradients, DataParallel, DeepGradientCompression, LocalSGD
 from graphopt.rewriting.registry import find_pass
-from graphopt.rewriting.spec import parse_passes
+from graphopt.rewriting.text.spec import parse_passes
 from tests.support.covering import covering
 
 # --- options ---------------------------------------------------------------------------------------------------------

@@ -22,14 +22,14 @@ from graphopt.analysis.costs import cost
 from graphopt.analysis.costs.cost import costs_of
 from graphopt.ir.node import OutputSpec, info
 from graphopt.ir.verify import verify
-from graphopt.ir.written_units import format_bytes
+from graphopt.ir.words.written_units import format_bytes
 from graphopt.passes import Recompute
 from graphopt.planning import Simulated
 from graphopt.report.text.frontier_table import frontier_report
-from graphopt.rewriting.memory.budget import infeasible
-from graphopt.rewriting.memory.fit import Fitted, Fitting, FittingOptions
-from graphopt.rewriting.memory.summary import summary_lines
-from graphopt.rewriting.memory.transfer_insertion import host_lanes
+from graphopt.rewriting.memory.fit.budget import infeasible
+from graphopt.rewriting.memory.fit.fitting import Fitted, Fitting, FittingOptions
+from graphopt.rewriting.memory.fit.summary import summary_lines
+from graphopt.rewriting.memory.transfers.transfer_insertion import host_lanes
 from tests.runtime.test_random_networks import SHAPE, Network, Recipe, eager, own_loss, recipes
 from tests.support.budgets import IMAGES, ROWS, TOKENS, budgets_of, conv, fit, smallest_of
 from tests.support.covering import some_of

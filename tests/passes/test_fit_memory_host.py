@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import graphopt
-from graphopt.ir.ops import transfer, transfers
-from graphopt.rewriting.memory import transfer_insertion as moving
+from graphopt.ir.ops import transfers
+from graphopt.ir.ops.storage import transfer
+from graphopt.rewriting.memory.transfers import transfer_insertion as moving
 from tests.support.budgets import fit
 from tests.support.errors import attempt
 from tests.support.fitting import applied, frontiers_searched_once, wide

@@ -16,10 +16,9 @@ from graphopt import ArgumentError, GraphoptError, Pipeline
 from graphopt.analysis.costs import measurements
 from graphopt.errors import PassError, PipelineError
 from graphopt.passes import FitMemory
-from graphopt.rewriting.memory import fit as fitting_module
 from graphopt.rewriting.memory import free_memory as freememory
-from graphopt.rewriting.memory.budget import BudgetError, budget_bytes
-from graphopt.rewriting.memory.floor import least_bytes, what_would_help
+from graphopt.rewriting.memory.fit import fitting as fitting_module
+from graphopt.rewriting.memory.fit.budget import BudgetError, budget_bytes, least_bytes, what_would_help
 from tests.support.budgets import ROWS, fit, smallest_of
 from tests.support.errors import attempt, told
 from tests.support.fitting import applied, frontiers_searched_once, structure, wide

@@ -14,10 +14,10 @@ from graphopt.analysis.costs.cost import costs_of
 from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.errors import PassError
 from graphopt.ir.node import info
-from graphopt.rewriting.memory.budget import BudgetError, budget_bytes, within_already
-from graphopt.rewriting.memory.fit import Fitting, FittingOptions
-from graphopt.rewriting.memory.preparation import prepared
-from graphopt.rewriting.memory.transfer_insertion import host_lanes
+from graphopt.rewriting.memory.fit.budget import BudgetError, budget_bytes, within_already
+from graphopt.rewriting.memory.fit.fitting import Fitting, FittingOptions
+from graphopt.rewriting.memory.fit.preparation import prepared
+from graphopt.rewriting.memory.transfers.transfer_insertion import host_lanes
 from tests.support.budgets import fit
 from tests.support.fitting import applied, structure, wide
 from tests.support.toy_devices import on_device, toy_device

@@ -16,11 +16,11 @@ import graphopt
 from graphopt import Pass, PassError, Phase, Program
 from graphopt.analysis.costs.cost import costs_of
 from graphopt.ir.node import info
-from graphopt.ir.ops.loss_gradient import loss_gradient
+from graphopt.ir.ops.layers.loss_gradient import loss_gradient
 from graphopt.passes import FitMemory, Microbatch, MixedPrecision
-from graphopt.rewriting.memory.fit import Fitting
-from graphopt.rewriting.memory.planning_problem import planning_problem
-from graphopt.rewriting.memory.preparation import prepared
+from graphopt.rewriting.memory.fit.fitting import Fitting
+from graphopt.rewriting.memory.fit.preparation import prepared
+from graphopt.rewriting.memory.recompute.planning_problem import planning_problem
 from tests.support.budgets import fit, smallest_of
 from tests.support.fitting import step_peaks
 from tests.support.properties import examples

@@ -13,8 +13,8 @@ from torch import nn
 import graphopt
 from graphopt import PassError, Phase, Program
 from graphopt.passes import ClipGradients, FitMemory, FuseUpdate
-from graphopt.rewriting.memory import memory_planner
-from graphopt.rewriting.memory.budget import BudgetError
+from graphopt.rewriting.memory.fit import memory_planner
+from graphopt.rewriting.memory.fit.budget import BudgetError
 from tests.support.fitting import applied
 from tests.support.properties import examples
 from tests.support.running import Compiler

@@ -16,11 +16,12 @@ from torch import fx, nn
 import graphopt
 from graphopt import Changed, Pass, PassError, Phase, Pipeline, Program, TrainStep, VerifyError
 from graphopt.ir.node import Stage, info, set_value, value_of
-from graphopt.ir.ops import foreach, schema
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.updates import foreach
 from graphopt.ir.verify import verify
 from graphopt.passes import FitMemory, FuseUpdate, Recompute
 from graphopt.report.pictures.layout import lay_out
-from graphopt.rewriting.memory.planning_problem import planning_problem
+from graphopt.rewriting.memory.recompute.planning_problem import planning_problem
 from tests.support.covering import covering, some_of
 from tests.support.properties import examples
 from tests.support.running import Compiler

@@ -18,12 +18,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import graphopt
 from graphopt import GraphoptError, Pipeline, PipelineError
 from graphopt.ir.node import info, value_of
-from graphopt.ir.ops.collectives import ALL_REDUCE, BROADCAST
+from graphopt.ir.ops.communication.collectives import ALL_REDUCE, BROADCAST
 from graphopt.passes import AdaptiveLocalSGD, DataParallel, LocalSGD
-from graphopt.rewriting.clock import Clock
 from graphopt.rewriting.distributed.local_steps import LOCAL, SYNCHRONOUS
 from graphopt.rewriting.registry import find_pass
-from graphopt.rewriting.spec import parse_passes
+from graphopt.rewriting.text.spec import parse_passes
+from graphopt.rewriting.training_pass import Clock
 from tests.support.ranks import run_ranks
 
 # --- the schedule ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import graphopt
 from graphopt import GraphoptError
 from graphopt.passes import *
-from graphopt.ir.ops.groups import find_group
+from graphopt.ir.ops.communication.groups import find_group
 from tests.passes.test_shard_parameters import OPTIMIZERS, X, model, trained
 from tests.support.training import mean_square
 

@@ -13,7 +13,8 @@ from torch import nn
 import graphopt
 from graphopt import Phase, Policy, measure_peak
 from graphopt.ir.node import info
-from graphopt.ir.ops import schema, transfer, transfers
+from graphopt.ir.ops import schema, transfers
+from graphopt.ir.ops.storage import transfer
 from graphopt.ir.verify import verify
 from graphopt.passes import Offload, Recompute
 from tests.support.covering import covering

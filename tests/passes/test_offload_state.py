@@ -16,7 +16,8 @@ from torch import nn
 
 import graphopt
 from graphopt import GraphoptError, Pass, PassError, PipelineError, Program, TrainStep
-from graphopt.ir.ops import swap, transfers
+from graphopt.ir.ops import transfers
+from graphopt.ir.ops.storage import swap
 from graphopt.ir.ops.transfers import residents
 from graphopt.passes import ClipGradients, FitMemory, FuseUpdate, MixedPrecision, OffloadState, Recompute
 from tests.support.covering import covering

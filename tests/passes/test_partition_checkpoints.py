@@ -17,8 +17,8 @@ from torch import nn
 from graphopt import GraphoptError, PassError, Pipeline, PipelineError, Program
 from graphopt.ir.node import Phase, Policy, info, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.collectives import ALL_GATHER
-from graphopt.ir.ops.groups import Group
+from graphopt.ir.ops.communication.collectives import ALL_GATHER
+from graphopt.ir.ops.communication.groups import Group
 from graphopt.passes import PartitionCheckpoints, Recompute
 from graphopt.passes.partition_checkpoints import _insert
 from tests.support.ranks import run_ranks
@@ -28,9 +28,9 @@ SCRIPT = """
 import dataclasses
 from torch import nn
 from graphopt import Changed, GraphoptError, PassError, Pipeline, measure_peak
-from graphopt.ir.ops.groups import find_group
-from graphopt.ir.ops.collectives import ALL_GATHER, WAIT
-from graphopt.ir.ops import contiguous
+from graphopt.ir.ops.communication.groups import find_group
+from graphopt.ir.ops.communication.collectives import ALL_GATHER, WAIT
+from graphopt.ir.ops.storage import contiguous
 from graphopt.passes import ContiguousCheckpoints, Offload, PartitionCheckpoints, Recompute
 from graphopt.passes.partition_checkpoints import _insert
 from tests.support.training import (

@@ -18,7 +18,7 @@ import graphopt
 from graphopt import GraphoptError, PassError, Phase, Pipeline, Program, TrainStep
 from graphopt.ir.node import InputSpec, info, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.scale import FOUND_INF
+from graphopt.ir.ops.updates.scale import FOUND_INF
 from graphopt.passes import FitMemory, FuseUpdate, Offload, Recompute, ScaleLoss
 from graphopt.rewriting.precision.scaling import GOOD, SCALE, SKIPPED, checked_gradients
 from tests.support.covering import some_of

@@ -19,10 +19,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import graphopt
 from graphopt import GraphoptError, PassError, Pipeline, PipelineError
 from graphopt.ir.node import Stage, value_of
-from graphopt.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER_SUM, WAIT
+from graphopt.ir.ops.communication.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER_SUM, WAIT
 from graphopt.passes import ClipGradients, DataParallel, FuseUpdate, LocalSGD
 from graphopt.passes.shard_optimizer import ShardOptimizer
-from graphopt.rewriting.distributed.sharded_state import consolidate, split
+from graphopt.rewriting.distributed.sharding.sharded_state import consolidate, split
 from graphopt.rewriting.pass_ import Numerics
 from graphopt.rewriting.shards import check_dense, shard_of, shard_state
 from tests.support.ranks import run_ranks
@@ -289,7 +289,7 @@ import copy
 from torch import nn
 import graphopt
 from graphopt import GraphoptError
-from graphopt.rewriting.distributed.sharded_state import consolidate, split
+from graphopt.rewriting.distributed.sharding.sharded_state import consolidate, split
 from graphopt.passes import ClipGradients, DataParallel, FuseUpdate, MixedPrecision
 from graphopt.passes.shard_optimizer import ShardOptimizer
 

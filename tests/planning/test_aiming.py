@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from graphopt.errors import ArgumentError
 from graphopt.planning import Frontier, Plan, Problem, find_frontier, plan, simulate
-from graphopt.planning.aiming import Aim
-from graphopt.planning.ladder import SMALL, Ladder
-from graphopt.planning.lower_bound import fewest_seconds_again, quick_bound
-from graphopt.planning.refinement import Refinement
-from graphopt.planning.schedule import Scheduler
+from graphopt.planning.search.aiming import Aim
+from graphopt.planning.search.ladder import SMALL, Ladder
+from graphopt.planning.search.lower_bound import fewest_seconds_again, quick_bound
+from graphopt.planning.search.refinement import Refinement
+from graphopt.planning.simulation.schedule import Scheduler
 from tests.planning.test_refinement import layered
 from tests.support.planning_graphs import PUBLISHED_PLANS, published_problem, seeded_problem
 from tests.support.properties import examples

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphopt.planning.copies import Copy, CopyOptions, Window, schedule_copies
-from graphopt.planning.idle import Touches
-from graphopt.planning.offloading import Lanes, moved_away
-from graphopt.planning.schedule import Scheduler
+from graphopt.planning.simulation.idle import Touches
+from graphopt.planning.simulation.schedule import Scheduler
+from graphopt.planning.transfers.copies import Copy, CopyOptions, Window, schedule_copies
+from graphopt.planning.transfers.offloading import Lanes, moved_away
 from tests.support.planning_graphs import seeded_problem
 from tests.support.properties import examples
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphopt.planning import lower_bound
-from graphopt.planning.lower_bound import fewest_seconds_again
 from graphopt.planning.planner import find_frontier
 from graphopt.planning.problem import Operation, Problem, simulate
-from graphopt.planning.schedule import Scheduler
+from graphopt.planning.search import lower_bound
+from graphopt.planning.search.lower_bound import fewest_seconds_again
+from graphopt.planning.simulation.schedule import Scheduler
 from tests.support.planning_graphs import (
     PUBLISHED_PLANS,
     Exhaustive,

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from graphopt.errors import GraphoptError
 from graphopt.planning import InvalidPlanError, Operation, Plan, Problem, Simulated, simulate
-from graphopt.planning.chain import chain_plans
-from graphopt.planning.lowersets import MOST_EXACT, LowerSets, lower_set_plans
-from graphopt.planning.milp import optimum, smallest_peak
 from graphopt.planning.planner import InfeasibleError, find_frontier, plan
-from graphopt.planning.schedule import Decision, Drops, Scheduler
-from graphopt.planning.segments import Forward, narrow_places, square_root_segments
+from graphopt.planning.search.chain import chain_plans
+from graphopt.planning.search.lowersets import MOST_EXACT, LowerSets, lower_set_plans
+from graphopt.planning.search.milp import optimum, smallest_peak
+from graphopt.planning.search.segments import Forward, narrow_places, square_root_segments
+from graphopt.planning.simulation.schedule import Decision, Drops, Scheduler
 from tests.support.covering import some_of
 from tests.support.planning_graphs import (
     PUBLISHED,

@@ -8,8 +8,8 @@ import pytest
 
 from graphopt.planning import Frontier, Operation, Plan, Point, Problem, plan, simulate
 from graphopt.planning.planner import find_frontier
-from graphopt.planning.refinement import Refinement
-from graphopt.planning.schedule import Decision, Scheduler
+from graphopt.planning.search.refinement import Refinement
+from graphopt.planning.simulation.schedule import Decision, Scheduler
 from tests.support.planning_graphs import seeded_problem
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from graphopt.planning import Operation, Problem, find_frontier, simulate
 from graphopt.planning.frontier import Frontier
-from graphopt.planning.schedule import Decision, Scheduler
-from graphopt.planning.slices import OfSlice, SlicedPlans
+from graphopt.planning.simulation.schedule import Decision, Scheduler
+from graphopt.planning.transfers.slices import OfSlice, SlicedPlans
 from tests.support.planning_graphs import problems, seeded_problem
 from tests.support.properties import examples
 

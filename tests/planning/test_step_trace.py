@@ -9,15 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphopt.planning import Plan, candidates, simulate
-from graphopt.planning import schedule as schedule_module
-from graphopt.planning.candidates import repeated_in_front
-from graphopt.planning.edited_bytes import EditedBytes, RunTables
+from graphopt.planning import Plan, simulate
 from graphopt.planning.problem import Problem
-from graphopt.planning.schedule import Decision, Drops, Scheduler
-from graphopt.planning.step_bytes import ArrayBytes, ListBytes
-from graphopt.planning.step_trace import StepTrace
-from graphopt.planning.stops import Stops
+from graphopt.planning.simulation import candidates
+from graphopt.planning.simulation import schedule as schedule_module
+from graphopt.planning.simulation.candidates import repeated_in_front
+from graphopt.planning.simulation.edited_bytes import EditedBytes, RunTables
+from graphopt.planning.simulation.schedule import Decision, Drops, Scheduler
+from graphopt.planning.simulation.step_bytes import ArrayBytes, ListBytes
+from graphopt.planning.simulation.step_trace import StepTrace
+from graphopt.planning.simulation.stops import Stops
 from tests.support.planning_graphs import drops_of, overwriting, problems, seeded_problem
 from tests.support.properties import examples
 

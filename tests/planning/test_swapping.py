@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphopt.planning.swapping import Visit, VisitWindow, schedule_visits, seconds_waited
+from graphopt.planning.transfers.swapping import Visit, VisitWindow, schedule_visits, seconds_waited
 from tests.support.properties import examples
 
 STEPS = 12

@@ -21,12 +21,12 @@ def test_every_public_object_has_an_example() -> None:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_an_example_does_what_it_says(name: str) -> None:
     graphopt.available_formats()  # has the formats registered that graphopt brings along
-    before = dict(graphopt.ir.formats._registered)
+    before = dict(graphopt.ir.provided.formats._registered)
     try:
         assert failures(name, PUBLIC[name]) == ""
     finally:
-        graphopt.ir.formats._registered.clear()
-        graphopt.ir.formats._registered.update(before)
+        graphopt.ir.provided.formats._registered.clear()
+        graphopt.ir.provided.formats._registered.update(before)
 
 
 def test_a_wrong_example_is_found() -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import graphopt
-from graphopt.cli.target import load_target
+from graphopt.cli.target.target import load_target
 from graphopt.rewriting.precision.devices import fast_dtype
 from tests.support.paths import EXAMPLES
 

@@ -63,8 +63,8 @@ def test_what_stands_above_is_handed_down_without_a_name_of_the_package(tmp_path
     """As in a Trainer, or in the script that reproduces a failing pass: no name of ``graphopt`` itself is touched."""
     code = (
         "import torch\n"
-        "from graphopt.ir.formats import available_formats\n"
-        "from graphopt.runtime.module import optimize\n"
+        "from graphopt.ir.provided.formats import available_formats\n"
+        "from graphopt.runtime.drop_in.module import optimize\n"
         "model = optimize(torch.nn.Linear(2, 2))\n"
         "model(torch.ones(1, 2)).sum().backward()\n"
         "print(model.program.memory().peak_bytes > 0, 'svg' in available_formats())\n"
@@ -76,7 +76,7 @@ def test_threads_that_come_at_once_find_everything() -> None:
     code = (
         "import threading, graphopt\n"
         "from graphopt.ir.program import Program\n"
-        "from graphopt.ir.methods import provided\n"
+        "from graphopt.ir.provided.methods import provided\n"
         "found = []\n"
         "ask = [lambda: provided(Program, 'memory'), lambda: graphopt.optimize, lambda: graphopt.capture]\n"
         "ask = [*ask, lambda: graphopt.passes.FitMemory] * 3\n"

@@ -47,7 +47,7 @@ from graphopt.passes import (
     RecomputeEvenly,
     ScaleLoss,
 )
-from graphopt.rewriting.memory.budget import BudgetError
+from graphopt.rewriting.memory.fit.budget import BudgetError
 from tests.support.errors import told
 from tests.support.training import Blocks, Net, mean_square
 
@@ -420,7 +420,7 @@ def test_a_traceback_shows_the_users_lines(monkeypatch: pytest.MonkeyPatch) -> N
     assert shown() == [here, "errors.py", *["pipeline.py"] * 3, here, here]
     monkeypatch.setenv("GRAPHOPT_TRACEBACK", "full")
     full = shown()
-    assert {"pipeline.py", "drop_in.py", "rewrite.py"} <= set(full)
+    assert {"pipeline.py", "model_captures.py", "rewrite.py"} <= set(full)
     assert full[0] == full[-1] == here
 
 

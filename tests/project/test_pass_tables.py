@@ -71,6 +71,6 @@ def test_a_missing_file_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "gone.md" in capsys.readouterr().err
 
 
-def test_the_border_in_contributing_is_that_of_the_code() -> None:
-    text = text_of("CONTRIBUTING.md")
+def test_the_border_in_the_document_is_that_of_the_code() -> None:
+    text = text_of("graphopt/ARCHITECTURE.md")
     assert catalogue.replace_table(text, catalogue.border_table(), "<!-- border -->", "<!-- /border -->") == text

@@ -65,7 +65,7 @@ CODE = f"""
 import contextlib, io, json
 import torch, graphopt, target
 from graphopt.cli.main import main
-from graphopt.ir.formats import find_format
+from graphopt.ir.provided.formats import find_format
 
 def written(words):
     with contextlib.redirect_stdout(io.StringIO()) as found:

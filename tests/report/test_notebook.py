@@ -19,7 +19,7 @@ from torch import fx, nn
 
 import graphopt
 from graphopt import Pipeline, Program
-from graphopt.ir.written_units import format_bytes
+from graphopt.ir.words.written_units import format_bytes
 from graphopt.passes import Recompute
 from graphopt.report.notebook import Frame, records_html
 from graphopt.report.page import page_of_snapshots

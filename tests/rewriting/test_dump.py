@@ -15,7 +15,7 @@ from torch import nn
 
 import graphopt
 from graphopt import PassError, Program
-from graphopt.ir.serialization import SCHEMA_VERSION
+from graphopt.ir.files.serialization import SCHEMA_VERSION
 from graphopt.passes import Recompute
 from tests.support.training import Net
 

@@ -17,12 +17,12 @@ from torch import nn
 
 import graphopt
 from graphopt import GraphoptError, Pipeline, PipelineError, configs
-from graphopt.ir.toml_text import toml_text
+from graphopt.ir.files.toml_text import toml_text
 from graphopt.passes import ClipGradients, FitMemory, MixedPrecision, Offload, OffloadState, Recompute
-from graphopt.rewriting.pass_data import passes_from_data, passes_to_data
 from graphopt.rewriting.registry import available_passes
-from graphopt.rewriting.spec import option_fields
-from graphopt.rewriting.yaml_text import read_yaml, yaml_text
+from graphopt.rewriting.text.pass_data import passes_from_data, passes_to_data
+from graphopt.rewriting.text.spec import option_fields
+from graphopt.rewriting.text.yaml_text import read_yaml, yaml_text
 from tests.rewriting.test_spec import Options, find, options
 from tests.support.properties import examples
 from tests.support.training import Plain

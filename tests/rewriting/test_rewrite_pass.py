@@ -16,7 +16,7 @@ from torch import nn
 import graphopt
 from graphopt import Changed, GraphoptError, PassError, Phase, Pipeline, Program, Rewrite
 from graphopt.ir.node import info, value_of
-from graphopt.rewriting.pattern import Match, Mismatch, Pattern
+from graphopt.rewriting.patterns.pattern import Match, Mismatch, Pattern
 from tests.support.training import Blocks, assert_same_training, next_token, results
 
 aten = torch.ops.aten

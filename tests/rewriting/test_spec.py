@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from graphopt import GraphoptError, Pass, Pipeline, PipelineError
 from graphopt.passes import PartitionCheckpoints, Recompute
-from graphopt.rewriting.spec import format_pass, option_fields, parse_passes
+from graphopt.rewriting.text.spec import format_pass, option_fields, parse_passes
 from tests.support.properties import examples
 from tests.support.training import Plain
 

@@ -16,10 +16,10 @@ from graphopt import GraphoptError, Pass
 from graphopt.integrations.accelerate import prepare_step
 from graphopt.integrations.transformers import Trainer
 from graphopt.passes import ClipGradients, Microbatch, MixedPrecision, OffloadState, ScaleLoss
-from graphopt.rewriting.memory import budget as budget_module
-from graphopt.rewriting.memory.budget import BudgetError
-from graphopt.rewriting.memory.fit import Fitted, Fitting
-from graphopt.runtime.train_step import TrainStep
+from graphopt.rewriting.memory.fit import budget as budget_module
+from graphopt.rewriting.memory.fit.budget import BudgetError
+from graphopt.rewriting.memory.fit.fitting import Fitted, Fitting
+from graphopt.runtime.step.train_step import TrainStep
 from tests.support import loops
 from tests.support.budgets import fit
 from tests.support.cycles import MODELS, ROWS, Call, left, resident_bytes, run_calls, watched

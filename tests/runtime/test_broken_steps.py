@@ -14,7 +14,7 @@ os.environ["GRAPHOPT_RANK_TIMEOUT"] = "4"
 from torch import nn
 import graphopt
 from graphopt.passes import DataParallel, FuseUpdate, ShardOptimizer, ShardParameters
-from graphopt.runtime.sharded_parameter import is_sharded
+from graphopt.runtime.state.sharded_parameter import is_sharded
 from tests.support import failing
 
 torch.manual_seed(0)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import graphopt
-from graphopt.runtime import captures, varying_sizes
+from graphopt.runtime.calls import captures, varying_sizes
 from tests.support.training import mean_square
 
 X = torch.ones(2, 4)

@@ -19,8 +19,8 @@ from torch import nn
 import graphopt
 from graphopt import GraphoptError, TrainStep, checkpoint
 from graphopt.passes import MixedPrecision
-from graphopt.runtime.packed_state import pack, unpack
-from graphopt.runtime.step_checkpoint import load_step_state
+from graphopt.runtime.checkpoints.step_checkpoint import load_step_state
+from graphopt.runtime.state.packed_state import pack, unpack
 from tests.support.properties import examples
 
 Format = Literal["dcp", "torch"]

@@ -9,7 +9,7 @@ from torch import nn
 import graphopt
 from graphopt import ArgumentError, GraphoptError
 from graphopt.passes import FitMemory
-from graphopt.runtime import largest_batch as module
+from graphopt.runtime.drop_in import largest_batch as module
 
 
 def net() -> nn.Module:

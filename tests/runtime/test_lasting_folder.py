@@ -21,7 +21,7 @@ import graphopt
 from graphopt import GraphoptError, TrainStep
 from graphopt.ir.ops.transfers import residents
 from graphopt.passes import MixedPrecision, OffloadState
-from graphopt.runtime.lasting_folder import LastingFolder, finished_step
+from graphopt.runtime.state.lasting_folder import LastingFolder, finished_step
 from tests.support.errors import attempt
 from tests.support.forking import start
 from tests.support.properties import examples

@@ -132,7 +132,7 @@ import logging
 told = []
 handler = logging.Handler()
 handler.emit = lambda record: told.append(record.getMessage())
-logging.getLogger("graphopt.runtime.sharded_model").addHandler(handler)
+logging.getLogger("graphopt.runtime.state.sharded_model").addHandler(handler)
 from graphopt.passes import DataParallel, ShardParameters, ShardOptimizer
 found = []
 for passes in ([DataParallel(), ShardParameters(min_bytes=2000, cost="roofline")], [DataParallel(), ShardOptimizer()]):

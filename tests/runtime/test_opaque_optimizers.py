@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphopt
 from graphopt import Phase, TrainStep
-from graphopt.ir.ops.opaque_update import opaque_update_
+from graphopt.ir.ops.updates.opaque_update import opaque_update_
 from graphopt.passes import ClipGradients, DataParallel, FuseUpdate, MixedPrecision, Recompute, ShardOptimizer
 from tests.support.properties import examples
 from tests.support.training import mean_square

@@ -431,7 +431,7 @@ def test_going_over_to_eager_mode_is_said_in_the_call_that_does_and_counted(
 ) -> None:
     """Where a graph has had as many programs as are made, and where torch makes no more graphs."""
     monkeypatch.setattr(
-        "graphopt._torch.MOST_GRAPHS" if what == "programs" else "graphopt._torch.dynamo.MOST_GRAPHS", 2
+        "graphopt._torch.MOST_GRAPHS" if what == "programs" else "graphopt._torch.compilers.dynamo.MOST_GRAPHS", 2
     )
     base = Choosing()
     model = graphopt.optimize(copy.deepcopy(base))

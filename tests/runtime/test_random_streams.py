@@ -15,7 +15,7 @@ from torch import nn
 import graphopt
 from graphopt import GraphoptError
 from graphopt.passes import Recompute
-from graphopt.runtime.random_streams import MODEL_PARALLEL, REPLICATED, RandomStreams
+from graphopt.runtime.state.random_streams import MODEL_PARALLEL, REPLICATED, RandomStreams
 from tests.support.properties import examples
 from tests.support.training import Blocks, next_token
 

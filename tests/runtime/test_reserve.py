@@ -15,8 +15,8 @@ from graphopt.ir.ops import transfers
 from graphopt.ir.ops.transfers.freelist import aligned
 from graphopt.ir.ops.values import storage_bytes
 from graphopt.passes import FitMemory, Offload, Recompute
-from graphopt.rewriting.memory.transfer_insertion import Move, move
-from graphopt.runtime.reserve import host_bytes, reserve_host
+from graphopt.rewriting.memory.transfers.transfer_insertion import Move, move
+from graphopt.runtime.programs.host_reservation import host_bytes, reserve_host
 from tests.support.errors import attempt
 from tests.support.fitting import applied, calls
 from tests.support.offloading import ROWS, layers, off

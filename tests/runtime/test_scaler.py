@@ -17,7 +17,7 @@ import graphopt
 from graphopt import GraphoptError, PipelineError
 from graphopt.passes import ClipGradients, Offload, Recompute, ScaleLoss
 from graphopt.rewriting.precision.scaling import SCALE, SKIPPED, LossScaling, checked_gradients
-from graphopt.runtime.scaler import Scaler
+from graphopt.runtime.step.scaler import Scaler
 from tests.support.covering import covering
 from tests.support.running import Compiler
 from tests.support.scaling import Fragile, batch, batches, loss_of

@@ -22,8 +22,8 @@ from graphopt.passes import (
     Recompute,
     ScaleLoss,
 )
-from graphopt.runtime.rewrite import Rewritten
-from graphopt.runtime.settings_read import read_numbers
+from graphopt.runtime.programs.rewrite import Rewritten
+from graphopt.runtime.step.live_settings import read_numbers
 from tests.support.properties import examples
 from tests.support.running import network, rows
 from tests.support.training import mean_square
@@ -149,7 +149,7 @@ def test_results_are_those_of_a_step_that_is_traced_each_time(
 ) -> None:
     found, _ = stepped(OPTIMIZERS["AdamW"], SCHEDULE, passes)
     assert not traces
-    monkeypatch.setattr("graphopt.runtime.settings_read.read_numbers", lambda *_: None)
+    monkeypatch.setattr("graphopt.runtime.step.live_settings.read_numbers", lambda *_: None)
     expected, _ = stepped(OPTIMIZERS["AdamW"], SCHEDULE, passes)
     assert len(traces) == len(SCHEDULE) - 1
     assert same(found, expected)
@@ -232,7 +232,7 @@ def test_programs_of_which_one_cannot_read_numbers_are_traced_anew(
         last = any(spec.role == "gradient" for spec in program.inputs)  # of the batches of an update
         return None if last else read_numbers(program, *rest)
 
-    monkeypatch.setattr("graphopt.runtime.settings_read.read_numbers", refuse_main)
+    monkeypatch.setattr("graphopt.runtime.step.live_settings.read_numbers", refuse_main)
     found, _ = stepped(OPTIMIZERS["AdamW"], SCHEDULE + SCHEDULE, every=2)
     assert same(found, eager(OPTIMIZERS["AdamW"], SCHEDULE + SCHEDULE, every=2))
     assert 0 < len(traces) < len(SCHEDULE + SCHEDULE)

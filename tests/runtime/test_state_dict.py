@@ -12,7 +12,7 @@ from torch import nn
 
 import graphopt
 from graphopt import GraphoptError
-from graphopt.runtime import state_dict as resume
+from graphopt.runtime.state import state_dict as resume
 
 
 def state_of(rank: int, ranks: int, residual: torch.Tensor, **changes: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import nn
 
 import graphopt
 from graphopt import GraphoptError, TrainStep
-from graphopt.runtime.state_versions import optimizer_version
+from graphopt.runtime.state.state_versions import optimizer_version
 from tests.support.training import OPTIMIZERS, mean_square
 
 ROWS = torch.randn(6, 4)

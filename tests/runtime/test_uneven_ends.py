@@ -11,7 +11,7 @@ from torch import nn
 
 import graphopt
 from graphopt import GraphoptError
-from graphopt.runtime.uneven_ends import joined_group
+from graphopt.runtime.step.uneven_ends import joined_group
 from tests.support.ranks import run_ranks
 from tests.support.training import mean_square
 

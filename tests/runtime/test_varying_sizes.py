@@ -15,7 +15,7 @@ from torch import nn
 
 import graphopt
 from graphopt.passes import ClipGradients, MixedPrecision, Offload, Recompute
-from graphopt.runtime.module import Optimized
+from graphopt.runtime.drop_in.module import Optimized
 from tests.support.changing_lengths import (
     LONGEST,
     Lengths,
@@ -234,7 +234,7 @@ def test_numbers_of_a_result_that_depend_on_a_size(caplog: pytest.LogCaptureFixt
 def test_another_program_than_for_fixed_sizes_is_not_taken(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import graphopt.runtime.varying_sizes as varying_sizes
+    import graphopt.runtime.calls.varying_sizes as varying_sizes
 
     monkeypatch.setattr(varying_sizes, "first_difference", lambda *_: "mul in place of add")
     batches = [noise(2, length, 4) for length in (12, 7, 9)]

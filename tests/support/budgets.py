@@ -9,8 +9,7 @@ from torch import nn
 
 from graphopt import PassError, Program
 from graphopt.passes import FitMemory
-from graphopt.rewriting.memory.budget import BudgetError
-from graphopt.rewriting.memory.floor import least_bytes
+from graphopt.rewriting.memory.fit.budget import BudgetError, least_bytes
 from tests.support.fitting import applied
 from tests.support.training import Net
 

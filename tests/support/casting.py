@@ -14,7 +14,7 @@ from graphopt import Pass, Phase, Pipeline, Program
 from graphopt.capture import CaptureSession
 from graphopt.ir.node import info, value_of
 from graphopt.rewriting.precision.casts import is_cast
-from graphopt.runtime.rewrite import Rewritten, rewrite
+from graphopt.runtime.programs.rewrite import Rewritten, rewrite
 from tests.support.training import Loss, identical, mean_square, results
 from tests.support.zoo import ZOO, own_loss
 

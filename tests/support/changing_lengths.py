@@ -13,7 +13,7 @@ from torch import nn
 
 import graphopt
 from graphopt import Program
-from graphopt.runtime.serving import Serving
+from graphopt.runtime.calls.serving import Serving
 from tests.support.training import OPTIMIZERS, Block, Loss, Passes
 
 Way = Literal["eager", "drop-in", "step"]

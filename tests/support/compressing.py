@@ -19,11 +19,11 @@ from torch.utils import _pytree as pytree
 
 import graphopt
 from graphopt import Pass
-from graphopt.ir.ops.selection import select
+from graphopt.ir.ops.communication.selection import select
 from graphopt.passes import DataParallel, DeepGradientCompression, FuseUpdate, MixedPrecision, Recompute, ScaleLoss
-from graphopt.rewriting.distributed import sparse_update
-from graphopt.runtime.state_dict import plain_state
-from graphopt.runtime.train_step import TrainStep
+from graphopt.rewriting.distributed.sparse import sparse_update
+from graphopt.runtime.state.state_dict import plain_state
+from graphopt.runtime.step.train_step import TrainStep
 
 NAME = "deep-gradient-compression"
 RAMP: dict[str, Any] = {"sparsity": (0.9, 0.98), "rampup_begin_step": 1, "rampup_step": 4, "min_elements": 500}

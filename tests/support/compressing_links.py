@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 import graphopt
-from graphopt.ir.ops.groups import find_group
+from graphopt.ir.ops.communication.groups import find_group
 from graphopt.passes import DataParallel, DeepGradientCompression
-from graphopt.rewriting.distributed import sparse_or_dense
+from graphopt.rewriting.distributed.choice import sparse_or_dense
 from graphopt.rewriting.distributed.prediction.measured_link import measure_link
 from tests.support.compressing import Found, batch, build, loss, same_on_all, sgd
 

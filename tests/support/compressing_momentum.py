@@ -12,7 +12,7 @@ from torch import nn
 
 from graphopt import Pass
 from graphopt.passes import DeepGradientCompression, ScaleLoss
-from graphopt.runtime.train_step import TrainStep
+from graphopt.runtime.step.train_step import TrainStep
 from tests.support.compressing import (
     F64,
     Found,

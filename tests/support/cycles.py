@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 import graphopt
 from graphopt import Pass, Program
 from graphopt.ir.ops.transfers import residents
-from graphopt.runtime.sharded_parameter import is_sharded
-from graphopt.runtime.step_variants import CompiledStep
-from graphopt.runtime.train_step import TrainStep
+from graphopt.runtime.state.sharded_parameter import is_sharded
+from graphopt.runtime.step.step_variants import CompiledStep
+from graphopt.runtime.step.train_step import TrainStep
 from tests.support.budgets import IMAGES, conv
 from tests.support.training import Blocks, Loss, MakeOptimizer, mean_square, next_token
 

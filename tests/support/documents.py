@@ -12,9 +12,18 @@ import pytest
 
 from tests.support.paths import ROOT
 
+FOLDERS = ("graphopt", "passes", "examples/**", "notebooks", "tests/benchmarks")
+
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "passes/*.md", "examples/**/*.md", "notebooks/*.md", "tests/benchmarks/*.md")
+    for pattern in (
+        "*.md",
+        "graphopt/*.md",
+        "passes/*.md",
+        "examples/**/*.md",
+        "notebooks/*.md",
+        "tests/benchmarks/*.md",
+    )
     for path in ROOT.glob(pattern)
 )
 """Paths from the root of the checkout."""

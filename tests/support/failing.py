@@ -21,11 +21,12 @@ from graphopt import Changed, Pass, Phase, Program
 from graphopt.errors import RankError
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.collectives import ALL_REDUCE, REDUCE_SCATTER_SUM
+from graphopt.ir.ops.communication.collectives import ALL_REDUCE, REDUCE_SCATTER_SUM
 from graphopt.passes import DataParallel, DeepGradientCompression, ShardOptimizer, ShardParameters
-from graphopt.rewriting.distributed import sparse_or_dense as choice
+from graphopt.rewriting.distributed.choice import sparse_or_dense as choice
 from graphopt.rewriting.pass_ import Numerics, PassStage
-from graphopt.runtime import checkpoint, checkpoint_folder, checkpoint_formats, sharded_model
+from graphopt.runtime.checkpoints import checkpoint, checkpoint_folder, checkpoint_formats
+from graphopt.runtime.state import sharded_model
 from tests.support.forking import end, start
 
 _EXCHANGES = (ALL_REDUCE, REDUCE_SCATTER_SUM)

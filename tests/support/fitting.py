@@ -18,10 +18,10 @@ from graphopt.analysis.costs.cost import cost_report
 from graphopt.ir.ops import schema
 from graphopt.planning import Problem, Simulated
 from graphopt.planning.frontier import Frontier
-from graphopt.planning.schedule import Decision
-from graphopt.rewriting.memory import fit as fitting_module
-from graphopt.rewriting.memory.fit import Fitted, Fitting, FittingOptions
-from graphopt.rewriting.memory.recompute_plan import Again, recompute
+from graphopt.planning.simulation.schedule import Decision
+from graphopt.rewriting.memory.fit import fitting as fitting_module
+from graphopt.rewriting.memory.fit.fitting import Fitted, Fitting, FittingOptions
+from graphopt.rewriting.memory.recompute.recompute_plan import Again, recompute
 from graphopt.rewriting.pass_ import Pass, PassRecord, PassStage
 from tests.support.training import Loss, MakeOptimizer, Net, Plain, copied, mean_square
 

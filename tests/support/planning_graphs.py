@@ -12,7 +12,7 @@ from typing import NamedTuple
 from hypothesis import strategies as st
 
 from graphopt.planning import Operation, Plan, Problem
-from graphopt.planning.schedule import Decision, Drops
+from graphopt.planning.simulation.schedule import Decision, Drops
 
 Pick = Callable[[int, int], int]
 """Draws an integer between two, both included."""

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 import graphopt
 from graphopt import Pass
-from graphopt.capture.flatten import flatten_call
+from graphopt.capture.call.flatten import flatten_call
 from graphopt.ir.node import value_of
 from graphopt.passes import (
     CheckpointBoundaries,

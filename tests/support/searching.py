@@ -8,7 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from graphopt.planning import ladder, planner
+from graphopt.planning import planner
+from graphopt.planning.search import ladder
 
 __all__ = ["short_search", "whole_search"]
 

@@ -9,10 +9,10 @@ from torch import fx, nn
 
 from graphopt import Program, _torch
 from graphopt.capture import CaptureSession
-from graphopt.capture.hidden_effects import capturing
-from graphopt.capture.joint import capture_joint
-from graphopt.capture.stamped_joint import stamp_joint
-from graphopt.ir.autocast import plain_precision
+from graphopt.capture.effects.side_effects import capturing
+from graphopt.capture.joint.differentiation import capture_joint
+from graphopt.capture.joint.stamped_joint import stamp_joint
+from graphopt.ir.graphs.autocast import plain_precision
 from graphopt.ir.node import info, value_of
 from graphopt.rewriting.precision.written_casts import write_casts
 

@@ -14,12 +14,12 @@ from torch import nn
 
 import graphopt
 from graphopt import Changed, Pass, Phase, Pipeline, Program
-from graphopt.capture.flatten import flatten
+from graphopt.capture.call.flatten import flatten
 from graphopt.ir.node import OutputSpec, Stage, info
 from graphopt.ir.ops import schema
 from graphopt.passes import Recompute
 from graphopt.rewriting.pass_ import Numerics
-from graphopt.runtime.binding import Binding
+from graphopt.runtime.programs.binding import Binding
 
 Loss = Callable[..., torch.Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

@@ -15,7 +15,8 @@ from torch import fx
 
 from graphopt import Phase, Program
 from graphopt.ir.node import info, value_of
-from graphopt.ir.ops import schema, transfer, transfers
+from graphopt.ir.ops import schema, transfers
+from graphopt.ir.ops.storage import transfer
 from graphopt.ir.ops.transfers import Engine
 from graphopt.ir.ops.transfers.disk import DiskSpace
 from graphopt.ir.ops.transfers.slab import HostSpace

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from graphopt.errors import GraphoptError
-from graphopt.ir.written_units import format_bytes
+from graphopt.ir.words.written_units import format_bytes
 
 __all__ = ["AllocatorPeaks", "AllocatorTotals", "DeviceMemoryError"]
 

@@ -16,7 +16,7 @@ from typing import Any
 from graphopt.analysis.allocator.plain_pickle import read_plain_pickle
 from graphopt.analysis.allocator.rules import CACHING, AllocatorRules
 from graphopt.errors import GraphoptError, public
-from graphopt.ir.checked_json import Field
+from graphopt.ir.files.checked_json import Field
 
 __all__ = ["RecordedBlock", "RecordedEvent", "RecordedSegment", "Recording", "read_recording", "recording_of"]
 

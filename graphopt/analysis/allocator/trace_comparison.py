@@ -12,8 +12,8 @@ from graphopt.analysis.allocator.recorded_layout import PlacedRange, RecordedLay
 from graphopt.analysis.allocator.recorded_trace import RecordedEvent, RecordedSegment, Recording
 from graphopt.analysis.allocator.rules import AllocatorRules
 from graphopt.errors import GraphoptError, public, whole_number
-from graphopt.ir.columns import aligned
-from graphopt.ir.written_units import format_bytes
+from graphopt.ir.words.columns import aligned
+from graphopt.ir.words.written_units import format_bytes
 
 __all__ = ["TraceComparison", "compare_trace"]
 

@@ -13,7 +13,7 @@ import torch
 from graphopt.analysis.costs.figures import Figure, device_here, figures_of
 from graphopt.analysis.costs.timing import SHORTEST, shortest_seconds
 from graphopt.errors import GraphoptError
-from graphopt.ir.local_ranks import local_ranks
+from graphopt.ir.host import local_ranks
 
 __all__ = ["Tier", "link_bandwidth"]
 

@@ -14,7 +14,7 @@ from graphopt.analysis.costs.bandwidth import COPIES, COPY_BYTES, link_bandwidth
 from graphopt.analysis.costs.figures import Figure, device_here, device_name, figures_of
 from graphopt.analysis.costs.profiles import DeviceProfile
 from graphopt.analysis.costs.timing import shortest_seconds
-from graphopt.ir.autocast import plain_precision
+from graphopt.ir.graphs.autocast import plain_precision
 from graphopt.ir.version import VERSION
 
 __all__ = ["measured_profile", "profile_of"]

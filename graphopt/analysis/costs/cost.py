@@ -28,10 +28,10 @@ from graphopt.analysis.costs.measurements import Measurements
 from graphopt.analysis.costs.profiles import EFFICIENCY, PROFILES, DeviceProfile, device_profile
 from graphopt.analysis.costs.roofline import call_device, flops_of, moved_bytes, roofline_seconds
 from graphopt.errors import GraphoptError, near_words, shown
-from graphopt.ir.autocast import plain_precision
 from graphopt.ir.context import Device
+from graphopt.ir.graphs.autocast import plain_precision
+from graphopt.ir.memory.timeline import MemoryTimeline
 from graphopt.ir.ops import schema
-from graphopt.ir.timeline import MemoryTimeline
 
 __all__ = [
     "COSTS",

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from graphopt import _torch
+from graphopt.ir.graphs.graph_copies import kept_key
 from graphopt.ir.node import Phase, info, value_of
-from graphopt.ir.op_keys import kept_key
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import storage_bytes, tensors_of
 

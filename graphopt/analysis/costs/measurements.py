@@ -26,7 +26,7 @@ from graphopt.analysis.costs.timing import measured_seconds
 from graphopt.errors import quoted
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import cuda_indices
-from graphopt.ir.written_units import format_bytes, format_seconds
+from graphopt.ir.words.written_units import format_bytes, format_seconds
 
 __all__ = ["Measurements"]
 

@@ -11,8 +11,8 @@ from typing import Any
 from graphopt.analysis.allocator.rules import CACHING, PLAIN, AllocatorRules
 from graphopt.analysis.costs.device_names import is_profile_file
 from graphopt.errors import ArgumentError, GraphoptError, shown
-from graphopt.ir.checked_json import Field
-from graphopt.ir.toml_text import read_toml, toml_text
+from graphopt.ir.files.checked_json import Field
+from graphopt.ir.files.toml_text import read_toml, toml_text
 
 __all__ = ["read_profile", "write_profile"]
 

@@ -12,5 +12,5 @@ __all__ = ["register_all"]
 @functools.cache
 def register_all() -> None:
     """Make every op of graphopt known to torch, for programs that were written elsewhere; the first call does it."""
-    for module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    for module in pkgutil.walk_packages(__path__, f"{__name__}."):
         importlib.import_module(module.name)

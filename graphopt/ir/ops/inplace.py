@@ -16,8 +16,8 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.ir.node import value_of
-from graphopt.ir.ops.loss_gradient import loss_gradient, loss_gradient_
-from graphopt.ir.ops.softmax import safe_softmax, safe_softmax_
+from graphopt.ir.ops.layers.loss_gradient import loss_gradient, loss_gradient_
+from graphopt.ir.ops.layers.softmax import safe_softmax, safe_softmax_
 
 __all__ = ["FUNCTIONAL", "IN_PLACE", "InPlace", "as_functional", "as_in_place", "in_place"]
 

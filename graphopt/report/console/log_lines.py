@@ -13,12 +13,12 @@ import logging
 import os
 import sys
 
-from graphopt.ir.written_units import counted, format_bytes
+from graphopt.ir.words.written_units import counted, format_bytes
 from graphopt.report.console.terminal import LogFormatter, first_rank, is_terminal, write
-from graphopt.rewriting.memory.other_sizes import written_sizes
+from graphopt.rewriting.memory.fit.other_sizes import written_sizes
 from graphopt.rewriting.pass_ import PassRecord
 from graphopt.rewriting.warnings_kept import WarningsKept
-from graphopt.runtime.rewrite import Rewritten
+from graphopt.runtime.programs.rewrite import Rewritten
 
 __all__ = ["capture_line", "log_capture", "send_log_to_stderr", "to_log"]
 

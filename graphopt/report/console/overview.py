@@ -13,11 +13,11 @@ from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import storage_bytes, tensors_of
 from graphopt.ir.program import Program
-from graphopt.ir.written_units import counted, format_bytes
+from graphopt.ir.words.written_units import counted, format_bytes
 from graphopt.report.console.terminal import Span, first_rank, write_spans
 from graphopt.rewriting.pass_ import Pass, PassRecord
-from graphopt.rewriting.spec import option_fields
-from graphopt.runtime.rewrite import Rewritten
+from graphopt.rewriting.text.spec import option_fields
+from graphopt.runtime.programs.rewrite import Rewritten
 
 __all__ = ["announce", "overview_spans", "overview_text"]
 

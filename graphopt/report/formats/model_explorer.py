@@ -11,7 +11,7 @@ from graphopt.ir.node import InputSpec, OutputSpec, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import storage_bytes, tensors_of, type_text
 from graphopt.ir.program import Program
-from graphopt.ir.written_units import format_bytes
+from graphopt.ir.words.written_units import format_bytes
 from graphopt.report.pictures.picture import PHASE_COLORS
 
 __all__ = ["to_model_explorer"]

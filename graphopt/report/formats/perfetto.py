@@ -13,12 +13,12 @@ from torch import fx
 
 from graphopt.analysis.costs.cost import CostReport, check_cost, costs_of
 from graphopt.errors import GraphoptError, check_type
+from graphopt.ir.files.text import Writer
+from graphopt.ir.memory.timeline import MemoryTimeline
 from graphopt.ir.node import info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import type_text
 from graphopt.ir.program import Program
-from graphopt.ir.text import Writer
-from graphopt.ir.timeline import MemoryTimeline
 from graphopt.ir.version import VERSION
 from graphopt.report.formats.run_schedule import COMPUTE, LANES, Slice, schedule
 from graphopt.report.text.memory_bands import bytes_by_category

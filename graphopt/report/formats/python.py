@@ -13,10 +13,10 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.errors import GraphoptError
+from graphopt.ir.files.text import INDENT, Writer, ends_of_life, is_bare, subgraph_of
+from graphopt.ir.lowering.reuse import apply_reuse
 from graphopt.ir.names import one_line
 from graphopt.ir.program import Program
-from graphopt.ir.reuse import apply_reuse
-from graphopt.ir.text import INDENT, Writer, ends_of_life, is_bare, subgraph_of
 
 __all__ = ["to_python"]
 

@@ -16,13 +16,13 @@ from torch import fx
 
 from graphopt.analysis.costs.cost import check_cost, costs_of
 from graphopt.errors import GraphoptError, check_type
+from graphopt.ir.memory.timeline import MemoryTimeline
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.groups import find_group
+from graphopt.ir.ops.communication.groups import find_group
 from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
-from graphopt.ir.timeline import MemoryTimeline
-from graphopt.ir.written_units import format_bytes, format_seconds
+from graphopt.ir.words.written_units import format_bytes, format_seconds
 from graphopt.report.console.escape import safe
 from graphopt.report.formats.run_schedule import NETWORK, Slice, schedule
 from graphopt.rewriting.distributed.prediction.collective import LINK, group_size, is_exchange, moved, seconds_on_link

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from graphopt.ir.memory.timeline import MemoryTimeline
 from graphopt.ir.ops import schema
-from graphopt.ir.timeline import MemoryTimeline
 
 __all__ = ["COMPUTE", "LANES", "NETWORK", "Slice", "schedule"]
 

@@ -8,8 +8,8 @@ from typing import Any
 from torch import fx
 
 from graphopt.analysis.liveness import storages_of
-from graphopt.ir.formats import Format, available_formats
-from graphopt.ir.timeline import MemoryTimeline, Storage
+from graphopt.ir.memory.timeline import MemoryTimeline, Storage
+from graphopt.ir.provided.formats import Format, available_formats
 from graphopt.report.page.changes import text_diffs
 from graphopt.report.page.frontier_columns import frontier_json
 from graphopt.report.page.kept import activations, activations_json, last_readers

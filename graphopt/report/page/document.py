@@ -14,7 +14,7 @@ from graphopt.report.console.escape import safe
 from graphopt.report.page.data import page_data
 from graphopt.report.page.story import MeasuredPeaks, Story, story_of_program, story_of_snapshots
 from graphopt.rewriting.pass_ import PassRecord
-from graphopt.runtime.rewrite import Rewritten
+from graphopt.runtime.programs.rewrite import Rewritten
 
 __all__ = ["SCRIPTS", "page_of_program", "page_of_rewritten", "page_of_snapshots", "page_of_story"]
 

@@ -15,7 +15,7 @@ __all__ = ["frontier_json"]
 def frontier_json(story: Story, numbers: list[dict[fx.Node, int]], strings: Strings) -> dict[str, Any] | None:
     """The frontier of the last pass that searched one; None where none did.
 
-    Beside what the pass tells (``graphopt.rewriting.memory.frontier_data``) it says which snapshot is planned, with
+    Beside what the pass tells (``graphopt.rewriting.memory.fit.summary``) it says which snapshot is planned, with
     tensors by their records there and texts by number; seconds of calls are nanoseconds, in the snapshot's order.
 
     Args:

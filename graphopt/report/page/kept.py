@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import fx
 
+from graphopt.ir.files.text import short_source
+from graphopt.ir.memory.timeline import MemoryTimeline, Storage
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import tensors_of, type_text
-from graphopt.ir.text import short_source
-from graphopt.ir.timeline import MemoryTimeline, Storage
 from graphopt.report.page.sheet import merge_orders
 from graphopt.report.pictures.visits import Lane, Placement
 

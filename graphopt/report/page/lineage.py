@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from graphopt.ir.files.text import Writer
 from graphopt.ir.node import info
 from graphopt.ir.program import Program
-from graphopt.ir.text import Writer
 
 __all__ = ["Difference", "Lineage", "follow"]
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from graphopt.errors import PipelineError
 from graphopt.ir.program import Program
-from graphopt.ir.written_units import format_bytes
+from graphopt.ir.words.written_units import format_bytes
 from graphopt.report.page.story import Story
 from graphopt.rewriting.pass_ import PassRecord
 from graphopt.rewriting.registry import find_pass
-from graphopt.rewriting.spec import option_fields, parse_passes
+from graphopt.rewriting.text.spec import option_fields, parse_passes
 
 __all__ = ["passes_json", "sentence"]
 

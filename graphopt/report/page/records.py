@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from graphopt.analysis.costs.isolated_call import real_call
+from graphopt.ir.files.text import Writer
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import storage_bytes, tensors_of, type_text
 from graphopt.ir.program import Program
-from graphopt.ir.text import Writer
 from graphopt.report.page.sheet import Place
 
 __all__ = ["PHASES", "REFERENCE", "Records", "Strings", "runs"]

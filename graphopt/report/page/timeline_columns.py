@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import fx
 
+from graphopt.ir.memory.timeline import MemoryTimeline
 from graphopt.ir.node import Phase, info
-from graphopt.ir.timeline import MemoryTimeline
 from graphopt.report.page.records import Strings
 
 __all__ = ["CATEGORIES", "timeline_json"]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from graphopt.ir.written_units import counted, format_bytes, format_seconds
+from graphopt.ir.words.written_units import counted, format_bytes, format_seconds
 from graphopt.report.pictures.picture import printable
 from graphopt.report.text.frontier_table import FrontierPoint, FrontierReport
 

@@ -16,9 +16,9 @@ from typing import Literal, NamedTuple
 from torch import fx
 
 from graphopt.analysis.liveness import storages_of
+from graphopt.ir.memory.timeline import Storage
 from graphopt.ir.node import Phase
 from graphopt.ir.program import Program
-from graphopt.ir.timeline import Storage
 from graphopt.report.pictures.folding import FRAME_HEAD, ROW_HEIGHT, Frame, Row, Sheet, arrange
 from graphopt.report.pictures.visits import Lane, Placement, merge_visits
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from graphopt.ir.memory.timeline import MemoryTimeline
 from graphopt.ir.node import info
-from graphopt.ir.timeline import MemoryTimeline
-from graphopt.ir.written_units import format_bytes
+from graphopt.ir.words.written_units import format_bytes
 from graphopt.report.console.escape import safe
 from graphopt.report.text.memory_bands import (
     CATEGORY_STYLES,

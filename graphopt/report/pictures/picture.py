@@ -15,7 +15,7 @@ from graphopt.ir.node import Phase, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import storage_bytes, tensors_of
 from graphopt.ir.program import Program
-from graphopt.ir.written_units import counted, format_bytes
+from graphopt.ir.words.written_units import counted, format_bytes
 from graphopt.report.console.escape import printable, safe
 from graphopt.report.pictures.layout import COLUMNS, ROW_HEIGHT, Box, Edge, Lane, Layout, lay_out
 

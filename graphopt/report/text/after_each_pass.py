@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from graphopt.report.console.terminal import Span, line_style
 from graphopt.report.text.snapshots import heading, labelled
-from graphopt.runtime.rewrite import Rewritten
+from graphopt.runtime.programs.rewrite import Rewritten
 
 __all__ = ["after_each_lines", "marked_lines"]
 

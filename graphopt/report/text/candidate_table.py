@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from graphopt.ir.columns import aligned
+from graphopt.ir.files.text import short_source
 from graphopt.ir.node import Candidate
-from graphopt.ir.text import short_source
-from graphopt.ir.written_units import format_bytes
+from graphopt.ir.words.columns import aligned
+from graphopt.ir.words.written_units import format_bytes
 
 __all__ = ["candidates_json", "candidates_text"]
 

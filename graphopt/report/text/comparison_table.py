@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from graphopt.ir.columns import aligned
 from graphopt.ir.ops.values import DTYPE_NAMES
+from graphopt.ir.words.columns import aligned
 from graphopt.runtime.comparison.bisect import Denied
 from graphopt.runtime.comparison.granularity import By
 from graphopt.runtime.comparison.tensor_errors import Comparison, TensorError

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from graphopt.errors import GraphoptError
+from graphopt.ir.files.text import Writer, ends_of_life, input_line, output_line, statement
 from graphopt.ir.node import NodeInfo, OutputSpec, Phase, info, value_of
 from graphopt.ir.ops.values import type_text
 from graphopt.ir.program import Program
-from graphopt.ir.text import Writer, ends_of_life, input_line, output_line, statement
-from graphopt.ir.written_units import counted, format_bytes
+from graphopt.ir.words.written_units import counted, format_bytes
 
 __all__ = ["diff"]
 

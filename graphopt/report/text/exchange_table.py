@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from graphopt.ir.columns import aligned
 from graphopt.ir.version import VERSION
-from graphopt.ir.written_units import counted, format_bytes, format_seconds
+from graphopt.ir.words.columns import aligned
+from graphopt.ir.words.written_units import counted, format_bytes, format_seconds
 from graphopt.rewriting.distributed.prediction.advice import MOST_RANKS, SHARE, ExchangePlan
 from graphopt.rewriting.distributed.prediction.link import format_bandwidth
 from graphopt.rewriting.distributed.prediction.predict import Prediction

@@ -11,14 +11,13 @@ import torch
 
 from graphopt.analysis.costs.cost import CostReport, DeviceProfile
 from graphopt.analysis.program_replay import reserved_where_cached
-from graphopt.ir.columns import aligned
+from graphopt.ir.memory.timeline import MemoryTimeline, ReservedMemory
 from graphopt.ir.program import Program
-from graphopt.ir.reserved_memory import ReservedMemory
-from graphopt.ir.timeline import MemoryTimeline
 from graphopt.ir.version import VERSION
-from graphopt.ir.written_units import format_bytes, format_seconds
+from graphopt.ir.words.columns import aligned
+from graphopt.ir.words.written_units import format_bytes, format_seconds
 from graphopt.planning import Simulated
-from graphopt.rewriting.memory.fit import Fitted, Fitting
+from graphopt.rewriting.memory.fit.fitting import Fitted, Fitting
 
 __all__ = ["SCHEMA_VERSION", "FrontierPoint", "FrontierReport", "fitted_point", "frontier_report"]
 

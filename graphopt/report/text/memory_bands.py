@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from graphopt.ir.memory.timeline import MemoryTimeline
 from graphopt.ir.node import Phase, info
-from graphopt.ir.timeline import MemoryTimeline
 
 __all__ = [
     "CATEGORY_STYLES",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graphopt.ir.timeline import MemoryTimeline
-from graphopt.ir.written_units import counted, format_bytes
+from graphopt.ir.memory.timeline import MemoryTimeline
+from graphopt.ir.words.written_units import counted, format_bytes
 from graphopt.report.console.terminal import Span
 from graphopt.report.text.memory_bands import (
     CATEGORY_STYLES,

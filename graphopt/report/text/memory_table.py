@@ -7,13 +7,12 @@ from typing import Any
 
 from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.analysis.returned_loss import of_loops
-from graphopt.ir.columns import aligned
+from graphopt.ir.files.text import short_source
+from graphopt.ir.memory.timeline import LiveTensor, MemoryTimeline, ReservedMemory
 from graphopt.ir.node import info
 from graphopt.ir.program import Program
-from graphopt.ir.reserved_memory import ReservedMemory
-from graphopt.ir.text import short_source
-from graphopt.ir.timeline import LiveTensor, MemoryTimeline
-from graphopt.ir.written_units import counted, format_bytes
+from graphopt.ir.words.columns import aligned
+from graphopt.ir.words.written_units import counted, format_bytes
 from graphopt.report.console.terminal import Span
 from graphopt.report.text.memory_chart import category_style, chart
 

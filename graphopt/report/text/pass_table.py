@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from graphopt.ir.columns import width_of_tables
+from graphopt.ir.words.columns import width_of_tables
 from graphopt.rewriting.pass_ import Pass
-from graphopt.rewriting.spec import OptionField, option_fields
+from graphopt.rewriting.text.spec import OptionField, option_fields
 
 __all__ = ["passes_json", "passes_list", "passes_text"]
 

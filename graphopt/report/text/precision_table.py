@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from graphopt.ir.columns import aligned
+from graphopt.ir.memory.timeline import MemoryTimeline, Storage
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
-from graphopt.ir.timeline import MemoryTimeline, Storage
-from graphopt.ir.written_units import format_bytes
+from graphopt.ir.words.columns import aligned
+from graphopt.ir.words.written_units import format_bytes
 from graphopt.rewriting.pass_ import Pass
 from graphopt.rewriting.precision.casts import parameter_casts
 

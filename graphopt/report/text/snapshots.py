@@ -8,7 +8,7 @@ from typing import Any
 from graphopt.ir.program import Program
 from graphopt.rewriting.dump import record_json
 from graphopt.rewriting.pass_ import PassRecord, record_lines
-from graphopt.runtime.rewrite import Rewritten
+from graphopt.runtime.programs.rewrite import Rewritten
 
 __all__ = ["heading", "labelled", "records_json", "snapshots_json", "snapshots_text"]
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypedDict, TypeVar, Unpack
 
 from graphopt.errors import GraphoptError, did_you_mean
-from graphopt.ir.columns import aligned
+from graphopt.ir.files.text import short_source
 from graphopt.ir.names import match_names
 from graphopt.ir.node import Phase, TensorInfo
 from graphopt.ir.ops.values import DTYPE_NAMES
 from graphopt.ir.program import Program
-from graphopt.ir.text import short_source
-from graphopt.ir.written_units import counted, format_bytes
+from graphopt.ir.words.columns import aligned
+from graphopt.ir.words.written_units import counted, format_bytes
 
 __all__ = [
     "TensorFilters",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from graphopt.errors import GraphoptError
-from graphopt.ir.checked_json import Field
+from graphopt.ir.files.checked_json import Field
 from graphopt.rewriting.config_translation import deepspeed_fields as known
 from graphopt.rewriting.config_translation.batch_sizes import batch_sizes
 from graphopt.rewriting.config_translation.config_document import configuration

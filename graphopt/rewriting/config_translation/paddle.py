@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from graphopt.errors import GraphoptError
-from graphopt.ir.checked_json import Field
+from graphopt.ir.files.checked_json import Field
 from graphopt.rewriting.config_translation import paddle_fields as known
 from graphopt.rewriting.config_translation.config_document import configuration
 from graphopt.rewriting.config_translation.translation import (

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from graphopt.errors import GraphoptError, PipelineError, did_you_mean, wrong_argument
-from graphopt.ir.checked_json import Field
+from graphopt.ir.files.checked_json import Field
 from graphopt.rewriting.pass_ import Pass
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.registry import find_pass

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from graphopt.errors import GraphoptError, quoted
-from graphopt.ir.ops.groups import Group, find_group, made_together, talking
+from graphopt.ir.ops.communication.groups import Group, find_group, made_together, talking
 from graphopt.ir.program import Program
 
 __all__ = ["decided_by_first_rank", "decided_in_group"]

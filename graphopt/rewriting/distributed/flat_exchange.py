@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from graphopt.ir.node import Phase, value_of
-from graphopt.ir.ops.collectives import ALL_REDUCE, BROADCAST, WAIT
-from graphopt.ir.ops.groups import Group
+from graphopt.ir.ops.communication.collectives import ALL_REDUCE, BROADCAST, WAIT
+from graphopt.ir.ops.communication.groups import Group
 from graphopt.ir.ops.values import is_dense
 from graphopt.ir.program import Program
 

@@ -9,21 +9,21 @@ from torch import fx, nn
 
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import Phase, info, value_of
-from graphopt.ir.ops.collectives import ALL_REDUCE
-from graphopt.ir.ops.groups import Group, find_group
+from graphopt.ir.ops.communication.collectives import ALL_REDUCE
+from graphopt.ir.ops.communication.groups import Group, find_group
 from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.state import PassState
-from graphopt.ir.written_units import format_bytes
-from graphopt.rewriting.distributed.flat_exchange import read_parts, start_exchange
-from graphopt.rewriting.distributed.parameter_average import average_now, average_parameters
-from graphopt.rewriting.distributed.remove_all_reduce import (
+from graphopt.ir.words.written_units import format_bytes
+from graphopt.rewriting.distributed.dense.remove_all_reduce import (
     agree_on_skipping,
     one_group,
     reductions,
     remove_all_reduces,
     remove_buffer_averages,
 )
+from graphopt.rewriting.distributed.flat_exchange import read_parts, start_exchange
+from graphopt.rewriting.distributed.parameter_average import average_now, average_parameters
 from graphopt.rewriting.pass_ import Changed
 
 __all__ = ["LOCAL", "SYNCHRONOUS", "average_model", "check_steps", "hold_mean_loss", "run_locally"]

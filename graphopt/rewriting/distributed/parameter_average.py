@@ -11,9 +11,9 @@ from torch import fx
 from graphopt.ir.gradients import base_of
 from graphopt.ir.node import Phase, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.groups import Group
+from graphopt.ir.ops.communication.groups import Group
 from graphopt.ir.program import Program
-from graphopt.rewriting.distributed.buckets import Item, pack
+from graphopt.rewriting.distributed.dense.buckets import Item, pack
 from graphopt.rewriting.distributed.flat_exchange import read_parts, start_exchange
 
 __all__ = ["average_now", "average_parameters", "behind_update"]

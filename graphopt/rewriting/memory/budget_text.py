@@ -6,7 +6,7 @@ import math
 import re
 
 from graphopt.errors import ArgumentError, wrong_argument
-from graphopt.ir.written_units import parse_bytes
+from graphopt.ir.words.written_units import parse_bytes
 
 __all__ = ["PERCENT", "check_budget", "is_what_is_free"]
 

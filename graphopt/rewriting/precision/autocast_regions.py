@@ -14,7 +14,7 @@ from torch import fx
 from graphopt import _torch
 from graphopt.ir.node import NodeInfo, Phase, info, set_info, set_value, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.recurrent import parts_in_eager
+from graphopt.ir.ops.layers.recurrent import parts_in_eager
 from graphopt.ir.program import Program
 from graphopt.rewriting.precision.casts import ORIGIN
 from graphopt.rewriting.precision.levels import refused, tensor_nodes

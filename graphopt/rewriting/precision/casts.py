@@ -12,7 +12,7 @@ from torch import fx
 from graphopt.ir.node import Phase, info, set_info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
-from graphopt.rewriting.memory.rematerialize import rematerialize
+from graphopt.rewriting.memory.recompute.rematerialize import rematerialize
 from graphopt.rewriting.precision.autocast_rules import LOW_DTYPES
 
 __all__ = [

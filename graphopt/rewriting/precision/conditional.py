@@ -11,8 +11,8 @@ from torch import fx
 from graphopt import _torch
 from graphopt.ir.gradients import base_of, update_calls
 from graphopt.ir.node import Phase
-from graphopt.ir.ops import scale as ops
 from graphopt.ir.ops import schema
+from graphopt.ir.ops.updates import scale as ops
 from graphopt.ir.program import Program
 
 __all__ = ["make_conditional"]

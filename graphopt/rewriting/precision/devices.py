@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from graphopt import _torch
-from graphopt.ir.device_argument import device_argument
+from graphopt.ir.host import device_argument
 
 __all__ = ["fast_dtype"]
 

@@ -12,7 +12,7 @@ from torch import fx
 from graphopt import _torch
 from graphopt.analysis.costs.isolated_call import LARGEST_CALL, call_bytes, call_tensors, prepare, refusal
 from graphopt.errors import GraphoptError, quoted
-from graphopt.ir.autocast import plain_precision
+from graphopt.ir.graphs.autocast import plain_precision
 from graphopt.ir.node import info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import DTYPE_NAMES, cuda_indices

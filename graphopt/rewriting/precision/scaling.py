@@ -26,8 +26,8 @@ from graphopt.ir.gradients import (
     update_gradients,
 )
 from graphopt.ir.node import Phase, value_of
-from graphopt.ir.ops import scale as ops
-from graphopt.ir.ops.scale import FOUND_INF
+from graphopt.ir.ops.updates import scale as ops
+from graphopt.ir.ops.updates.scale import FOUND_INF
 from graphopt.ir.program import Program
 from graphopt.ir.state import PassState
 from graphopt.rewriting.precision.conditional import make_conditional

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from graphopt import _torch
-from graphopt.ir.autocast import is_around
+from graphopt.ir.graphs.autocast import is_around
 from graphopt.ir.node import info, unique_names, value_of
 from graphopt.ir.program import Program
 from graphopt.rewriting.precision.autocast_rules import ELIGIBLE, LOW_DTYPES, Autocast, tensor_leaves

@@ -15,7 +15,7 @@ from graphopt.ir.ops.values import type_text
 from graphopt.ir.program import Program
 from graphopt.rewriting.pass_ import Pass
 from graphopt.rewriting.pipeline import Pipeline
-from graphopt.rewriting.spec import option_fields
+from graphopt.rewriting.text.spec import option_fields
 from graphopt.runtime.comparison.granularity import By
 
 __all__ = ["Denied", "deniable", "denying", "precision_pass", "smallest_denied"]

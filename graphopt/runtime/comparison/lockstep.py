@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from graphopt.errors import GraphoptError
-from graphopt.ir.autocast import plain_precision
+from graphopt.ir.graphs.autocast import plain_precision
 from graphopt.ir.node import InputSpec, Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import cuda_indices

@@ -19,9 +19,9 @@ from graphopt.rewriting.instruments import Instrument
 from graphopt.rewriting.pass_ import PassRecord
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.precision.scaling import SCALE
-from graphopt.runtime.binding import Binding
 from graphopt.runtime.comparison.lockstep import Kind
 from graphopt.runtime.comparison.tensor_errors import Comparison, Wanted, compare_programs, within_tolerance
+from graphopt.runtime.programs.binding import Binding
 
 __all__ = ["Outcome", "Trial"]
 

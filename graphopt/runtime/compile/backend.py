@@ -10,12 +10,12 @@ import torch
 from torch import fx
 
 from graphopt import _torch
-from graphopt.capture.garbage_collection import no_collection
+from graphopt.capture.call.garbage_collection import no_collection
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.node import value_of
-from graphopt.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER_SUM
+from graphopt.ir.ops.communication.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER_SUM
 from graphopt.ir.program import Program
-from graphopt.ir.written_units import counted
+from graphopt.ir.words.written_units import counted
 from graphopt.rewriting.progress import working
 from graphopt.runtime.compile.functional import gather_one_at_a_time, write_nothing
 from graphopt.runtime.compile.inductor import Boxed, compile_graph

@@ -16,10 +16,10 @@ from torch import fx
 from graphopt import _torch
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER_SUM, WAIT
-from graphopt.ir.ops.dropout import masked_dropout
+from graphopt.ir.ops.communication.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER_SUM, WAIT
 from graphopt.ir.ops.inplace import FUNCTIONAL, as_functional
-from graphopt.ir.ops.softmax import safe_softmax
+from graphopt.ir.ops.layers.dropout import masked_dropout
+from graphopt.ir.ops.layers.softmax import safe_softmax
 
 __all__ = ["gather_one_at_a_time", "write_nothing"]
 

@@ -20,7 +20,7 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.ir.node import Phase, info, value_of
-from graphopt.ir.written_units import counted, format_bytes
+from graphopt.ir.words.written_units import counted, format_bytes
 from graphopt.runtime.compile.dry_run import Ledger, Temporaries, dry_generated, dry_inductor
 from graphopt.runtime.compile.functional import write_nothing
 

@@ -13,9 +13,9 @@ from torch import fx
 from graphopt import _torch
 from graphopt.errors import ArgumentError
 from graphopt.ir.version import VERSION
-from graphopt.ir.written_units import counted, format_bytes, parse_bytes
-from graphopt.rewriting.memory.budget import BudgetError, Share
+from graphopt.ir.words.written_units import counted, format_bytes, parse_bytes
 from graphopt.rewriting.memory.budget_text import check_budget
+from graphopt.rewriting.memory.fit.budget import BudgetError, Share
 from graphopt.runtime.compile.kept_values import Candidate, KeptValues
 
 __all__ = ["partitioner"]

@@ -21,8 +21,8 @@ from graphopt.analysis.costs.profiles import PROFILES
 from graphopt.analysis.costs.roofline import call_device, call_precision, flops_of, moved_bytes
 from graphopt.ir.ops import schema
 from graphopt.planning import Operation, Problem
-from graphopt.planning.cuts import CutNetwork, priced_cuts
-from graphopt.planning.schedule import Scheduler
+from graphopt.planning.search.cuts import CutNetwork, priced_cuts
+from graphopt.planning.simulation.schedule import Scheduler
 
 __all__ = ["Candidate", "KeptValues"]
 

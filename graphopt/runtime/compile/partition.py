@@ -10,11 +10,11 @@ from torch import fx, nn
 
 from graphopt import _torch
 from graphopt.ir.gradients import base_of
-from graphopt.ir.graph_copies import copy_node
+from graphopt.ir.graphs.graph_copies import copy_node
+from graphopt.ir.lowering.reuse import apply_reuse
 from graphopt.ir.node import TRACE_CONSTANT, Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.program import Program
-from graphopt.ir.reuse import apply_reuse
 
 __all__ = ["bind_state", "partition", "saved_values", "split_update"]
 

@@ -14,7 +14,7 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.ir.gradients import base_of
-from graphopt.ir.graph_copies import copy_graph
+from graphopt.ir.graphs.graph_copies import copy_graph
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.inplace import FUNCTIONAL, as_functional, as_in_place

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from graphopt import _torch
 from graphopt.errors import GraphoptError, RankError
-from graphopt.ir.ops.groups import Group, find_group, making_programs, require_together, talking
+from graphopt.ir.ops.communication.groups import Group, find_group, making_programs, require_together, talking
 from graphopt.rewriting.progress import working
 from graphopt.runtime.ranks.exchange_plan import ExchangePlan, digest_of
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from graphopt import _torch
 from graphopt.errors import GraphoptError
-from graphopt.ir.ops.groups import is_talking
+from graphopt.ir.ops.communication.groups import is_talking
 from graphopt.runtime.ranks.diagnosis import classify, collect, wait_for_readers
 from graphopt.runtime.ranks.messages import Report, Verdict, is_kept, publish, published, read_reports, write_report
 from graphopt.runtime.ranks.places import place_now

@@ -22,7 +22,7 @@ from graphopt import _torch
 from graphopt.errors import quoted
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.groups import find_group
+from graphopt.ir.ops.communication.groups import find_group
 from graphopt.ir.ops.values import tensors_of
 from graphopt.ir.program import Program
 from graphopt.runtime.ranks.diagnosis import classify

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import fx
 
 from graphopt.errors import GraphoptError, RankError
-from graphopt.ir.ops.groups import find_group, talking
+from graphopt.ir.ops.communication.groups import find_group, talking
 from graphopt.ir.program import Program
 from graphopt.runtime.compile.backend import Boxed
 from graphopt.runtime.ranks.exchange_plan import exchange_groups
@@ -152,8 +152,9 @@ def _meeting(where: str, ranks: Collection[int]) -> Iterator[None]:
         yield
         return
     before = _here.where
-    _here.where, _here.failed = where, ""
     heart = heartbeat(_here) if ranks else None
+    _refuse_aborted(heart)  # before others are asked: that some results mean nothing is lost with the error of asking
+    _here.where, _here.failed = where, ""
     try:
         with talking():
             yield

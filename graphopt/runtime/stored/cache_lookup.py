@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from graphopt.capture.replayed_trace import not_replayed
+from graphopt.capture.joint.replayed_trace import not_replayed
 from graphopt.errors import GraphoptError
-from graphopt.ir.ops.groups import times_talked
+from graphopt.ir.ops.communication.groups import times_talked
 from graphopt.rewriting.warnings_kept import WarningsKept
-from graphopt.runtime.rewrite import Rewritten
-from graphopt.runtime.size_rules import SizeRules
+from graphopt.runtime.calls.size_rules import SizeRules
+from graphopt.runtime.programs.rewrite import Rewritten
 from graphopt.runtime.stored.program_files import FolderFiles
 from graphopt.runtime.stored.program_folder import make_room, note_refusal
 from graphopt.runtime.stored.program_key import Key

@@ -8,10 +8,10 @@ from typing import Any, get_args, overload
 import torch
 
 from graphopt import _torch
-from graphopt.capture.mask_questions import PROPERTIES, Question, answer
-from graphopt.ir.checked_json import Field
+from graphopt.capture.forward.transformers_masks import PROPERTIES, Question, answer
+from graphopt.ir.files.checked_json import Field
 from graphopt.ir.node import Stage
-from graphopt.ir.ops.opaque_update import opaque_update_
+from graphopt.ir.ops.updates.opaque_update import opaque_update_
 from graphopt.ir.program import Program
 from graphopt.rewriting.pass_ import Changed, Numerics, PassRecord
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from graphopt.errors import GraphoptError
-from graphopt.ir.checked_json import Field
+from graphopt.ir.files.checked_json import Field
 
 __all__ = ["read_checked", "write_checked"]
 

@@ -15,8 +15,8 @@ import types
 from pathlib import Path
 from typing import Any
 
-from graphopt.capture.names_loaded import loaded_names, names_in
-from graphopt.capture.whose_code import LIBRARIES, is_covered_file
+from graphopt.capture.guards.code_owner import LIBRARIES, is_covered_file
+from graphopt.capture.guards.loaded_names import loaded_names, names_in
 from graphopt.runtime.stored.stable_form import NoStableFormError, StableForms, code_digest, digest, qualified_name
 
 __all__ = ["CodeForms"]

@@ -21,9 +21,9 @@ from torch import nn
 
 from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.capture import CaptureSession
-from graphopt.capture.flatten import flatten
-from graphopt.capture.graph_part import GraphPart
-from graphopt.capture.whose_code import is_covered_class
+from graphopt.capture.call.flatten import flatten
+from graphopt.capture.dynamo.graph_part import GraphPart
+from graphopt.capture.guards.code_owner import is_covered_class
 from graphopt.errors import GraphoptError, quoted
 from graphopt.ir.context import Context
 from graphopt.ir.node import Stage
@@ -31,9 +31,8 @@ from graphopt.rewriting.dump import DumpDirectory
 from graphopt.rewriting.memory.budget_text import is_what_is_free
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.progress import working
-from graphopt.runtime.rewrite import Rewritten, Verify
-from graphopt.runtime.size_plans import Target
-from graphopt.runtime.size_rules import SizeRules
+from graphopt.runtime.calls.size_rules import SizeRules, Target
+from graphopt.runtime.programs.rewrite import Rewritten, Verify
 from graphopt.runtime.stored.cache_lookup import CacheLookup, refuse
 from graphopt.runtime.stored.program_files import HEADER, FolderFiles, ProgramFiles
 from graphopt.runtime.stored.program_folder import (

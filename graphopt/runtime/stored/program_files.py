@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from graphopt.errors import GraphoptError
-from graphopt.ir.checked_json import Field
+from graphopt.ir.files.checked_json import Field
 from graphopt.runtime.stored.checked_file import read_checked, write_checked
 
 __all__ = ["HEADER", "FolderFiles", "ProgramFiles", "ShippedFiles"]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from graphopt.analysis.costs.figures import cache_folder
 from graphopt.errors import GraphoptError
-from graphopt.ir.checked_json import Field
-from graphopt.ir.written_units import counted
+from graphopt.ir.files.checked_json import Field
+from graphopt.ir.words.written_units import counted
 from graphopt.runtime.stored.checked_file import read_checked, write_checked
 from graphopt.runtime.stored.program_files import HEADER, FolderFiles
 

@@ -25,19 +25,19 @@ from graphopt import _torch
 from graphopt.analysis.costs.cost import profile_of_cost
 from graphopt.analysis.costs.device_names import is_profile_file
 from graphopt.analysis.costs.figures import device_name
-from graphopt.capture.checks import step_hooks
-from graphopt.capture.code_of_model import found_by
-from graphopt.capture.fingerprint import global_flags, metadata, module_parts
-from graphopt.capture.flatten import flatten
-from graphopt.capture.graph_part import title_of
-from graphopt.capture.mask_questions import known_kind
-from graphopt.capture.step import NOTED
-from graphopt.ir.autocast import autocast_state
-from graphopt.ir.checked_json import Field
+from graphopt.capture.call.flatten import flatten
+from graphopt.capture.dynamo.graph_part import title_of
+from graphopt.capture.effects.checks import step_hooks
+from graphopt.capture.forward.transformers_masks import known_kind
+from graphopt.capture.guards.code_analysis import found_by
+from graphopt.capture.guards.fingerprint import global_flags, metadata, module_parts
+from graphopt.capture.step.traced_update import NOTED
+from graphopt.ir.files.checked_json import Field
+from graphopt.ir.graphs.autocast import autocast_state
 from graphopt.ir.version import VERSION
 from graphopt.rewriting.pass_ import Pass
 from graphopt.rewriting.pipeline import Pipeline
-from graphopt.runtime.signature import call_parts
+from graphopt.runtime.calls.captures import call_parts
 from graphopt.runtime.stored.code_form import CodeForms
 from graphopt.runtime.stored.stable_form import Form, NoStableFormError, StableForms, digest, qualified_name
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from graphopt.capture.flatten import Structure, flatten
+from graphopt.capture.call.flatten import Structure, flatten
 from graphopt.errors import quoted
-from graphopt.ir.checked_json import Field
+from graphopt.ir.files.checked_json import Field
 from graphopt.runtime.stored.stable_form import NoStableFormError, qualified_name
 
 __all__ = ["read_structure", "write_structure"]

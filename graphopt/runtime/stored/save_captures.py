@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import torch
 
 from graphopt.errors import GraphoptError
-from graphopt.ir.serialization import to_json
+from graphopt.ir.files.serialization import to_json
 from graphopt.rewriting.pipeline import Pipeline
-from graphopt.runtime.rewrite import Rewritten
-from graphopt.runtime.size_rules import SizeRules
+from graphopt.runtime.calls.size_rules import SizeRules
+from graphopt.runtime.programs.rewrite import Rewritten
 from graphopt.runtime.stored.checked_file import write_checked
 from graphopt.runtime.stored.program_cache import ProgramCache
 from graphopt.runtime.stored.program_files import ShippedFiles

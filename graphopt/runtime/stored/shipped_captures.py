@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graphopt.errors import GraphoptError
-from graphopt.ir.checked_json import Field
+from graphopt.ir.files.checked_json import Field
 from graphopt.runtime.stored.checked_file import read_checked
 from graphopt.runtime.stored.program_files import HEADER, ShippedFiles
 from graphopt.runtime.stored.program_key import MACHINE, Key, Sections, differences, read_sections

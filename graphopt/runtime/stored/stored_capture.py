@@ -14,22 +14,22 @@ from typing import Any
 import torch
 
 from graphopt.capture import CaptureSession
-from graphopt.capture.flatten import flatten
-from graphopt.capture.garbage_collection import no_collection
-from graphopt.capture.graph_part import GraphPart
-from graphopt.capture.replayed_trace import replay_trace
+from graphopt.capture.call.flatten import flatten
+from graphopt.capture.call.garbage_collection import no_collection
+from graphopt.capture.dynamo.graph_part import GraphPart
+from graphopt.capture.joint.replayed_trace import replay_trace
 from graphopt.errors import GraphoptError
-from graphopt.ir.autocast import plain_precision
-from graphopt.ir.checked_json import Field
 from graphopt.ir.context import Context
-from graphopt.ir.deserialization import from_json, read_pass_state
+from graphopt.ir.files.checked_json import Field
+from graphopt.ir.files.deserialization import from_json, read_pass_state
+from graphopt.ir.files.serialization import to_json
+from graphopt.ir.graphs.autocast import plain_precision
 from graphopt.ir.node import InputSpec, Stage
 from graphopt.ir.program import Program
-from graphopt.ir.serialization import to_json
 from graphopt.ir.state import PassState
 from graphopt.ir.verify import verify
 from graphopt.rewriting.pipeline import Pipeline
-from graphopt.runtime.rewrite import Checks, Rewritten, Verify, rewrite
+from graphopt.runtime.programs.rewrite import Checks, Rewritten, Verify, rewrite
 from graphopt.runtime.stored.capture_content import (
     LazySnapshots,
     LazyStages,

@@ -1,7 +1,7 @@
 """Which sizes a stored capture serves, as plain data: its symbols with their ranges, conditions on them, its inputs.
 
 A program whose sizes vary holds under conditions that torch has met while it was traced. They are written as text, and
-read by a small parser (``ir/size_conditions.py``); nothing of them is evaluated as Python.
+read by a small parser (``ir/files/size_expressions.py``); nothing of them is evaluated as Python.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import torch
 
 from graphopt import _torch
 from graphopt.errors import GraphoptError
-from graphopt.ir.checked_json import Field
 from graphopt.ir.context import Context
-from graphopt.ir.deserialization import read_tensor
-from graphopt.ir.serialization import tensor_to_json
-from graphopt.ir.size_conditions import read_condition
-from graphopt.runtime.size_plans import Target, targets
-from graphopt.runtime.size_rules import OpenInputs, SizeRules
+from graphopt.ir.files.checked_json import Field
+from graphopt.ir.files.deserialization import read_tensor
+from graphopt.ir.files.serialization import tensor_to_json
+from graphopt.ir.files.size_expressions import read_condition
+from graphopt.runtime.calls.size_rules import OpenInputs, SizeRules, Target, targets
 from graphopt.runtime.stored.stable_form import NoStableFormError
 
 __all__ = ["StoredSizes", "describe_sizes", "read_sizes", "write_sizes"]

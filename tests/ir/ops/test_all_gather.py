@@ -13,13 +13,13 @@ import graphopt
 from graphopt import Phase
 from graphopt.ir.node import set_value, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.collectives import ALL_GATHER, ALL_REDUCE, WAIT
+from graphopt.ir.ops.communication.collectives import ALL_GATHER, ALL_REDUCE, WAIT
 from graphopt.runtime.compile.functional import gather_one_at_a_time
 from tests.support.ranks import run_ranks
 from tests.support.training import mean_square
 
 SCRIPT = """
-from graphopt.ir.ops.collectives import ALL_GATHER, WAIT
+from graphopt.ir.ops.communication.collectives import ALL_GATHER, WAIT
 
 group, wrong = dist.group.WORLD.group_name, 0
 for step in range(150):

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphopt.ir.ops.collectives import REDUCE_SCATTER_SUM
+from graphopt.ir.ops.communication.collectives import REDUCE_SCATTER_SUM
 from tests.support.ranks import run_ranks
 
 SAME = """
 from graphopt import measure_peak
-from graphopt.ir.ops.collectives import ALL_GATHER, REDUCE_SCATTER_SUM, WAIT
-from graphopt.ir.ops.point_to_point import PIECE
+from graphopt.ir.ops.communication.collectives import ALL_GATHER, REDUCE_SCATTER_SUM, WAIT
+from graphopt.ir.ops.communication.ring import PIECE
 
 group, wrong = dist.group.WORLD.group_name, []
 most = PIECE // 4
@@ -40,7 +40,7 @@ def test_what_arrives_is_what_was_sent(tmp_path: Path, world: int) -> None:
 
 
 MANY = """
-from graphopt.ir.ops.collectives import ALL_GATHER, REDUCE_SCATTER_SUM, WAIT
+from graphopt.ir.ops.communication.collectives import ALL_GATHER, REDUCE_SCATTER_SUM, WAIT
 import graphopt
 
 group, wrong = dist.group.WORLD.group_name, 0
@@ -93,7 +93,7 @@ def test_many_are_under_way_and_nothing_but_the_result_takes_memory(tmp_path: Pa
 
 GONE = """
 import time
-from graphopt.ir.ops.collectives import ALL_GATHER, REDUCE_SCATTER_SUM, WAIT
+from graphopt.ir.ops.communication.collectives import ALL_GATHER, REDUCE_SCATTER_SUM, WAIT
 
 group = dist.group.WORLD.group_name
 WAIT(ALL_GATHER(torch.ones(4), world, group))
@@ -120,7 +120,7 @@ def test_a_rank_that_is_gone_is_an_error_and_no_wait(tmp_path: Path, world: int)
 
 INTERRUPTED = """
 import signal, threading
-from graphopt.ir.ops.collectives import REDUCE_SCATTER_SUM, WAIT
+from graphopt.ir.ops.communication.collectives import REDUCE_SCATTER_SUM, WAIT
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell runs the tests in the background
 group = dist.group.WORLD.group_name

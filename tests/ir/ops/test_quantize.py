@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphopt.errors import GraphoptError
-from graphopt.ir.ops.quantize import dequantize, is_dense, quantize, quantized_bytes, rounding_seed
+from graphopt.ir.ops.storage.quantize import dequantize, is_dense, quantize, quantized_bytes, rounding_seed
 from tests.support.properties import examples
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

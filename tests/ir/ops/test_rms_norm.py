@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from graphopt.ir.ops.rms_norm import fused_rms_norm, fused_rms_norm_backward, rms_norm_as_one
+from graphopt.ir.ops.layers.rms_norm import fused_rms_norm, fused_rms_norm_backward, rms_norm_as_one
 
 
 @pytest.mark.parametrize("shape", [[8], [3, 8]])

@@ -15,10 +15,10 @@ from graphopt.analysis.costs.cost import cost_report
 from graphopt.errors import PassError
 from graphopt.ir.node import Policy, info
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.collectives import ALL_GATHER, WAIT
+from graphopt.ir.ops.communication.collectives import ALL_GATHER, WAIT
 from graphopt.passes import Offload, PartitionCheckpoints, Recompute
-from graphopt.rewriting.memory.fit import Fitting, FittingOptions
-from graphopt.rewriting.memory.transfer_insertion import host_lanes
+from graphopt.rewriting.memory.fit.fitting import Fitting, FittingOptions
+from graphopt.rewriting.memory.transfers.transfer_insertion import host_lanes
 from tests.support.errors import attempt
 from tests.support.fitting import applied, calls
 from tests.support.training import Net, captured

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import graphopt
 from graphopt import GraphoptError
-from graphopt.ir.ops import selection
-from graphopt.ir.ops.selection import select
+from graphopt.ir.ops.communication import selection
+from graphopt.ir.ops.communication.selection import select
 from tests.support.properties import examples
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -12,10 +12,11 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphopt import GraphoptError
-from graphopt.ir.ops import residual, schema
-from graphopt.ir.ops.residual import accumulate_, clear_at_, keep_rest_
-from graphopt.ir.ops.selection import select
-from graphopt.ir.ops.sparse import pack, packed_bytes, sum_entries, sum_sparse, to_wire, unpack
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.communication import residual
+from graphopt.ir.ops.communication.residual import accumulate_, clear_at_, keep_rest_
+from graphopt.ir.ops.communication.selection import select
+from graphopt.ir.ops.communication.sparse import pack, packed_bytes, sum_entries, sum_sparse, to_wire, unpack
 from tests.support.covering import covering
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -24,7 +24,7 @@ from graphopt.report.console import announced
 from graphopt.report.console.progress_bar import TerminalProgress
 from graphopt.rewriting import progress
 from graphopt.rewriting.progress import measuring, searching, working
-from graphopt.runtime import seconds_taken
+from graphopt.runtime.calls import observers as seconds_taken
 from tests.report.console.test_terminal import Terminal
 from tests.support.command import Command, target
 from tests.support.training import mean_square

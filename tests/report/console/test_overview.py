@@ -77,7 +77,7 @@ def test_the_peaks_are_those_of_the_records_and_of_the_program() -> None:
     step = step_of(Recompute(("a", "b"))).prepare(X)
     (record,) = step.records
     text = overview_text(step._pipeline.passes, step.records, step.program)
-    size = graphopt.ir.written_units.format_bytes
+    size = graphopt.ir.words.written_units.format_bytes
     assert record.peak_before is not None
     assert record.peak_after is not None
     assert f"joint stage {size(record.peak_before)} -> {size(record.peak_after)}" in text
@@ -132,7 +132,7 @@ def test_what_is_exchanged_is_counted() -> None:
     step = step_of(DataParallel(first_bucket_mb=0, bucket_mb=0)).prepare(X)
     text = overview_text(step._pipeline.passes, step.records, step.program)
     size = sum(parameter.numel() * 4 for parameter in net.parameters())
-    written = graphopt.ir.written_units.format_bytes(size)
+    written = graphopt.ir.words.written_units.format_bytes(size)
     assert f"this rank puts {written} per step into collectives: 6 all_reduce" in text
 
 

@@ -31,7 +31,7 @@ from graphopt.report.text.snapshots import snapshots_text
 from graphopt.report.text.tensor_table import tensors_table
 from graphopt.rewriting.instruments import ShowPasses
 from graphopt.rewriting.progress import measuring, searching
-from graphopt.runtime.rewrite import Rewritten, rewrite
+from graphopt.runtime.programs.rewrite import Rewritten, rewrite
 from tests.report.console.test_terminal import Terminal
 from tests.support.command import RECOMPUTE, Double, target
 from tests.support.hostile import NAMES, STEERING, assert_steers_nothing, hostile
@@ -181,8 +181,8 @@ def test_the_highest_column_is_full(program: Program) -> None:
     assert re.search("[▁-█]", top)
 
 
-def memory_label(timeline: graphopt.ir.timeline.MemoryTimeline) -> str:
-    return graphopt.ir.written_units.format_bytes(timeline.peak_bytes)
+def memory_label(timeline: graphopt.ir.memory.timeline.MemoryTimeline) -> str:
+    return graphopt.ir.words.written_units.format_bytes(timeline.peak_bytes)
 
 
 @pytest.mark.sweep

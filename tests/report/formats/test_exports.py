@@ -17,9 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import graphopt
 from graphopt import GraphoptError, Pipeline, Program
 from graphopt.analysis.costs.cost import cost_report
-from graphopt.ir.formats import find_format
 from graphopt.ir.node import info
 from graphopt.ir.ops import schema
+from graphopt.ir.provided.formats import find_format
 from graphopt.passes import DataParallel, Recompute
 from graphopt.report.formats.perfetto import to_perfetto
 from graphopt.report.formats.run_schedule import LANES

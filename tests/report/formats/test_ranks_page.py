@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from graphopt import GraphoptError
-from graphopt.ir.formats import find_format
+from graphopt.ir.provided.formats import find_format
 from tests.support.hostile import ATTACK
 from tests.support.ranks import run_ranks
 from tests.support.training import captured
@@ -22,7 +22,7 @@ import graphopt
 from graphopt.passes import *
 from dataclasses import replace
 from graphopt.ir.node import info, set_info
-from graphopt.ir.written_units import format_bytes
+from graphopt.ir.words.written_units import format_bytes
 from graphopt.rewriting.distributed.prediction.link import Link
 from tests.support.training import mean_square
 

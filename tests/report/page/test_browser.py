@@ -16,11 +16,11 @@ from graphopt.capture import CaptureSession
 from graphopt.ir.node import info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import type_text
-from graphopt.ir.written_units import format_bytes
+from graphopt.ir.words.written_units import format_bytes
 from graphopt.report.page import MeasuredPeaks, Story, page_of_story, story_of_snapshots
 from graphopt.report.page.kept import kept_storages
 from graphopt.report.pictures.visits import Placement, merge_visits
-from graphopt.runtime.rewrite import rewrite
+from graphopt.runtime.programs.rewrite import rewrite
 from tests.support.browser import SIZES, Opened, opened
 from tests.support.training import Blocks, next_token
 

@@ -13,9 +13,9 @@ from playwright.sync_api import Browser
 
 from graphopt import Pipeline
 from graphopt.capture import CaptureSession
-from graphopt.ir.written_units import format_bytes
+from graphopt.ir.words.written_units import format_bytes
 from graphopt.report.page import Story, page_of_story, story_of_snapshots
-from graphopt.runtime.rewrite import rewrite
+from graphopt.runtime.programs.rewrite import rewrite
 from tests.support.browser import Opened, opened
 from tests.support.training import Blocks, next_token
 

@@ -29,7 +29,7 @@ from graphopt.report.page.sheet import merge_orders, set_out
 from graphopt.report.page.story import WITHOUT_PASSES, Story, story_of_program
 from graphopt.report.page.tree import Item
 from graphopt.report.pictures.visits import Placement
-from graphopt.runtime.rewrite import Rewritten, rewrite
+from graphopt.runtime.programs.rewrite import Rewritten, rewrite
 from tests.support.properties import examples
 from tests.support.training import Blocks, captured, next_token, recomputed
 

@@ -14,8 +14,8 @@ from torch import fx, nn
 
 import graphopt
 from graphopt import Program
-from graphopt.ir.timeline import MemoryTimeline
-from graphopt.ir.written_units import format_bytes
+from graphopt.ir.memory.timeline import MemoryTimeline
+from graphopt.ir.words.written_units import format_bytes
 from graphopt.report.pictures.memory_timeline import timeline_svg
 from graphopt.report.text.memory_bands import CATEGORY_STYLES, HATCHES, bytes_by_category, columns, highest, sections
 from tests.support.hostile import NAMES, hostile

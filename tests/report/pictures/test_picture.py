@@ -17,7 +17,7 @@ import graphopt
 from graphopt import Phase, Program, _torch
 from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, info, set_info
 from graphopt.ir.ops import schema
-from graphopt.ir.written_units import format_bytes
+from graphopt.ir.words.written_units import format_bytes
 from graphopt.passes import Recompute
 from graphopt.report.formats.dot import to_dot
 from graphopt.report.pictures.layout import MAX_ROWS, Edge, Lane, Layout, lay_out

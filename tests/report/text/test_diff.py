@@ -11,8 +11,8 @@ from expecttest import assert_expected_inline
 
 import graphopt
 from graphopt import Phase, Policy
-from graphopt.ir.text import ends_of_life
-from graphopt.ir.written_units import format_bytes
+from graphopt.ir.files.text import ends_of_life
+from graphopt.ir.words.written_units import format_bytes
 from graphopt.report.text.diff import _merge, _Side
 from tests.support.reporting import Drop, Net, Tiny, joint, plain
 from tests.support.training import recomputed

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import graphopt
-from graphopt.ir.written_units import format_seconds
+from graphopt.ir.words.written_units import format_seconds
 from graphopt.planning import Problem, simulate
 from graphopt.planning.frontier import Frontier
 from graphopt.planning.planner import find_frontier
-from graphopt.planning.schedule import Scheduler
+from graphopt.planning.simulation.schedule import Scheduler
 from graphopt.report.pictures.frontier_chart import BudgetMark, frontier_svg
 from graphopt.report.text.frontier_table import FrontierPoint, FrontierReport
 from tests.support.planning_graphs import chain, problems

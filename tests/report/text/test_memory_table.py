@@ -13,7 +13,7 @@ from torch import fx, nn
 import graphopt
 from graphopt import GraphoptError, Program
 from graphopt.ir.node import info, value_of
-from graphopt.ir.written_units import format_bytes
+from graphopt.ir.words.written_units import format_bytes
 from graphopt.report.text.memory_chart import chart
 from graphopt.report.text.memory_table import memory_json, memory_text
 from graphopt.report.text.tensor_table import tensors_json, tensors_table

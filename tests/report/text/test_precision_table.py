@@ -9,7 +9,7 @@ from torch import nn
 
 from graphopt import Pass, Pipeline, Program
 from graphopt.capture import CaptureSession
-from graphopt.cli.programs import before_passes
+from graphopt.cli.target.programs import before_passes
 from graphopt.ir.state import PassState
 from graphopt.passes import Recompute
 from graphopt.passes.mixed_precision import MixedPrecision
@@ -22,7 +22,7 @@ from graphopt.report.text.precision_table import (
     precision_json,
     precision_text,
 )
-from graphopt.runtime.rewrite import rewrite
+from graphopt.runtime.programs.rewrite import rewrite
 from tests.support.command import Command, install, target
 from tests.support.low_precision import LowLinear
 from tests.support.training import mean_square

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphopt import GraphoptError, Pipeline, configs
-from graphopt.ir.checked_json import Field
+from graphopt.ir.files.checked_json import Field
 from graphopt.rewriting.config_translation import deepspeed_fields, paddle_fields
 from graphopt.rewriting.config_translation.translation import Findings, Known, Section, Translation
 from tests.support.properties import examples

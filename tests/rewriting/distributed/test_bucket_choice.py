@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from graphopt import GraphoptError
 from graphopt.passes import DataParallel
-from graphopt.rewriting.distributed.bucket_choice import fastest_limit
+from graphopt.rewriting.distributed.choice.bucket_choice import fastest_limit
 from graphopt.rewriting.distributed.prediction.link import Link
 from graphopt.rewriting.distributed.prediction.predict import predict_workload
 from graphopt.rewriting.distributed.prediction.strategies import Dense

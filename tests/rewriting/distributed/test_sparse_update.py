@@ -16,9 +16,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import graphopt
 from graphopt import Pipeline, Program, TrainStep
 from graphopt.ir.node import value_of
-from graphopt.ir.ops.sparse import sum_entries, sum_sparse
+from graphopt.ir.ops.communication.sparse import sum_entries, sum_sparse
 from graphopt.passes import DataParallel, DeepGradientCompression, FuseUpdate, Recompute, ScaleLoss
-from graphopt.rewriting.distributed import sparse_update as scattered
+from graphopt.rewriting.distributed.sparse import sparse_update as scattered
 from graphopt.rewriting.pass_ import Changed
 from tests.support.properties import examples
 from tests.support.training import mean_square

@@ -12,15 +12,15 @@ from torch import nn
 
 import graphopt
 from graphopt import Phase, Program
+from graphopt.ir.memory.timeline import MemoryTimeline
 from graphopt.ir.node import info
 from graphopt.ir.ops import schema
-from graphopt.ir.timeline import MemoryTimeline
 from graphopt.ir.verify import verify
 from graphopt.passes import FitMemory
-from graphopt.rewriting.memory.backward_order import freeing_first
-from graphopt.rewriting.memory.budget import BudgetError
-from graphopt.rewriting.memory.early_updates import EarlyUpdates, early_updates
-from graphopt.rewriting.memory.memory_planner import MemoryPlanner
+from graphopt.rewriting.memory.fit.budget import BudgetError
+from graphopt.rewriting.memory.fit.memory_planner import MemoryPlanner
+from graphopt.rewriting.memory.order.backward_order import freeing_first
+from graphopt.rewriting.memory.order.early_updates import EarlyUpdates, early_updates
 from tests.runtime.test_random_networks import SHAPE, Network, Recipe, own_loss, recipes
 from tests.support.budgets import TOKENS
 from tests.support.fitting import step_peaks

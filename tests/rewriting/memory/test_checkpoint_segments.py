@@ -18,7 +18,7 @@ from graphopt import Phase, Pipeline, Policy, Program
 from graphopt.ir.node import info, own_phase
 from graphopt.ir.verify import verify
 from graphopt.passes import Microbatch, Recompute
-from graphopt.rewriting.memory.checkpoint_segments import undo_recomputation
+from graphopt.rewriting.memory.recompute.checkpoint_segments import undo_recomputation
 from tests.support.training import captured, identical, results
 
 D = 16

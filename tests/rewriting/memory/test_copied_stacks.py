@@ -17,7 +17,7 @@ from graphopt import Phase, Program
 from graphopt.ir.node import info, value_of
 from graphopt.ir.verify import verify
 from graphopt.passes import FitMemory, Microbatch
-from graphopt.rewriting.memory.copied_stacks import stacks_as_copied
+from graphopt.rewriting.memory.order.copied_stacks import stacks_as_copied
 from tests.support.fitting import step_peaks
 from tests.support.properties import examples
 from tests.support.training import OPTIMIZERS, assert_same_training, captured, mean_square, results

@@ -11,9 +11,9 @@ import torch
 from graphopt import Program
 from graphopt.analysis.costs.cost import costs_of
 from graphopt.planning.problem import lifetimes
-from graphopt.rewriting.memory.fit import Fitted, Fitting, FittingOptions
-from graphopt.rewriting.memory.frontier_data import AGAIN, AWAY, KEPT, MOST_PLANS, frontier_data
-from graphopt.rewriting.memory.transfer_insertion import host_lanes
+from graphopt.rewriting.memory.fit.fitting import Fitted, Fitting, FittingOptions
+from graphopt.rewriting.memory.fit.summary import AGAIN, AWAY, KEPT, MOST_PLANS, frontier_data
+from graphopt.rewriting.memory.transfers.transfer_insertion import host_lanes
 from tests.support.training import Blocks, captured, next_token
 
 

@@ -15,10 +15,10 @@ from torch import nn
 
 import graphopt
 from graphopt import Phase, Program
-from graphopt.ir.ops.loss_gradient import loss_gradient, loss_gradient_, rows_at_a_time
+from graphopt.ir.ops.layers.loss_gradient import loss_gradient, loss_gradient_, rows_at_a_time
 from graphopt.ir.verify import verify
 from graphopt.passes import FitMemory, ScaleLoss
-from graphopt.rewriting.memory.loss_in_place import loss_gradients_in_place
+from graphopt.rewriting.memory.order.loss_in_place import loss_gradients_in_place
 from tests.support.fitting import step_peaks
 from tests.support.properties import examples
 from tests.support.training import OPTIMIZERS, assert_same_training, captured, results, train

@@ -13,8 +13,8 @@ import graphopt
 from graphopt import Pass, Program
 from graphopt.passes import FuseUpdate
 from graphopt.planning.frontier import Frontier
-from graphopt.rewriting.memory.fit import Fitted, Fitting
-from graphopt.rewriting.memory.named_plan import NamedPlan, shared_calls
+from graphopt.rewriting.memory.fit.fitting import Fitted, Fitting
+from graphopt.rewriting.memory.fit.named_plan import NamedPlan, shared_calls
 from tests.support.budgets import ROWS, fit
 from tests.support.command import Command
 from tests.support.fitting import (

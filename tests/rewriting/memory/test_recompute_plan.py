@@ -17,7 +17,7 @@ from graphopt.ir.node import OutputSpec, info
 from graphopt.ir.ops import schema
 from graphopt.ir.verify import verify
 from graphopt.planning.problem import simulate
-from graphopt.rewriting.memory.recompute_plan import Again, Recomputation, recompute
+from graphopt.rewriting.memory.recompute.recompute_plan import Again, Recomputation, recompute
 from tests.runtime.test_random_networks import SHAPE, Network, Recipe, eager, own_loss, recipes
 from tests.support.fitting import RandomPlan, RunAgain, calls, planned, random_plan, structure, unplanned, wide
 from tests.support.properties import examples

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphopt import GraphoptError, Pipeline, PipelineError
-from graphopt.ir.ops import scale as ops
+from graphopt.ir.ops.updates import scale as ops
 from graphopt.passes import ScaleLoss
 from graphopt.rewriting.precision.scaling import BAD, GOOD, SCALE, SKIPPED, LossScaling, counters
 from tests.support.properties import examples

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from graphopt.ir.ops.collectives import ALL_REDUCE, BROADCAST, WAIT
+from graphopt.ir.ops.communication.collectives import ALL_REDUCE, BROADCAST, WAIT
 from graphopt.runtime.compile.functional import write_nothing
 from tests.support.ranks import run_ranks
 

@@ -16,11 +16,11 @@ from torch import fx, nn
 
 import graphopt
 from graphopt import Program, _torch
-from graphopt.capture.flatten import flatten
+from graphopt.capture.call.flatten import flatten
 from graphopt.ir.node import value_of
 from graphopt.passes import FitMemory, Offload, Recompute
-from graphopt.runtime.binding import Binding
 from graphopt.runtime.compile import inductor
+from graphopt.runtime.programs.binding import Binding
 from tests.support.changing_lengths import Lengths, sentences, trained
 from tests.support.properties import examples
 from tests.support.training import Blocks, Net, identical, mean_square, next_token

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import graphopt
 from graphopt import RankError
-from graphopt.ir.ops.collectives import ALL_REDUCE
+from graphopt.ir.ops.communication.collectives import ALL_REDUCE
 from graphopt.passes import DataParallel
 from graphopt.runtime.ranks import heartbeat as heartbeats
 from graphopt.runtime.ranks import stalls, watch
@@ -77,7 +77,7 @@ def aborted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 def step(monkeypatch: pytest.MonkeyPatch, store: None) -> Any:
-    monkeypatch.setattr("graphopt.ir.ops.groups.Group.agree", lambda *given: None)
+    monkeypatch.setattr("graphopt.ir.ops.communication.groups.Group.agree", lambda *given: None)
     return make_step()
 
 

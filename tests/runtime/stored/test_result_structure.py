@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from graphopt import GraphoptError
-from graphopt.capture.flatten import flatten
-from graphopt.ir.checked_json import Field
+from graphopt.capture.call.flatten import flatten
+from graphopt.ir.files.checked_json import Field
 from graphopt.runtime.stored.result_structure import read_structure, write_structure
 from graphopt.runtime.stored.stable_form import NoStableFormError, qualified_name
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 import graphopt
-from graphopt._torch import written_joint
+from graphopt._torch.capture import written_joint
 from graphopt.passes import FitMemory
 from graphopt.planning import planner
 from graphopt.rewriting.pipeline import Pipeline

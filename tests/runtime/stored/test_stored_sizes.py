@@ -16,8 +16,8 @@ from torch import nn
 
 import graphopt
 from graphopt import GraphoptError
-from graphopt.ir.checked_json import Field
-from graphopt.ir.size_conditions import read_condition
+from graphopt.ir.files.checked_json import Field
+from graphopt.ir.files.size_expressions import read_condition
 from graphopt.passes import FitMemory
 from graphopt.runtime.stored.checked_file import read_checked, write_checked
 from graphopt.runtime.stored.program_folder import entries

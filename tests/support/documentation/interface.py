@@ -12,7 +12,7 @@ import pdoc.render
 
 import graphopt
 from graphopt import checkpoint, configs, ops, planning, sharded_state
-from graphopt.ir import timeline
+from graphopt.ir.memory import timeline
 from graphopt.rewriting import pass_
 from tests.support.documentation.pages import Entry, Page, plain_text
 
@@ -27,7 +27,7 @@ _MODULES = {
     "graphopt.checkpoint": checkpoint,
     "graphopt.sharded_state": sharded_state,
     "graphopt.ops": ops,
-    "graphopt.ir.timeline": timeline,
+    "graphopt.ir.memory.timeline": timeline,
     "graphopt.rewriting.pass_": pass_,
 }
 """What is documented, by the name that users import it under."""

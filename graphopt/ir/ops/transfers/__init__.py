@@ -1,4 +1,4 @@
-"""Moving tensors out of the way and back: what the ops of ``graphopt.ir.ops.transfer`` run on.
+"""Moving tensors out of the way and back: what the ops of ``graphopt.ir.ops.storage.transfer`` run on.
 
 A process has one engine. Its host tier is memory beside torch's allocator (pinned, for CUDA tensors), its disk tier one
 temporary file without a name. Copies run beside computing: on a CPU in one thread, on CUDA on a side stream.

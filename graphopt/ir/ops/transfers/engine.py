@@ -117,7 +117,7 @@ class Engine:
     # --- the four ops ------------------------------------------------------------------------------------------------
 
     def offload(self, x: torch.Tensor, tier: str) -> torch.Tensor:
-        """Start copying the storage of ``x`` to a tier; see ``graphopt.ir.ops.transfer``.
+        """Start copying the storage of ``x`` to a tier; see ``graphopt.ir.ops.storage.transfer``.
 
         Returns:
             The handle, int64 of shape [1] on the CPU.

@@ -1,4 +1,4 @@
-"""How a tensor lies in a storage of its own: what ``graphopt.ir.ops.transfer.prefetch`` is told of what it makes."""
+"""How a tensor lies in a storage of its own: what ``prefetch`` is told of what it makes."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from graphopt.ir.written_units import format_bytes, format_seconds
+from graphopt.ir.words.written_units import format_bytes, format_seconds
 from graphopt.rewriting.distributed.prediction.compressed import WARM_UP, LowRank, Sparse
 from graphopt.rewriting.distributed.prediction.link import Link
 from graphopt.rewriting.distributed.prediction.predict import Prediction, check_ranks, on_link, predict_workload

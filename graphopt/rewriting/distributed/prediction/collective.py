@@ -9,7 +9,7 @@ from torch import fx
 from graphopt.errors import GraphoptError
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.groups import find_group
+from graphopt.ir.ops.communication.groups import find_group
 from graphopt.ir.ops.values import storage_bytes, tensors_of
 from graphopt.rewriting.distributed.prediction.link import Link
 from graphopt.rewriting.distributed.prediction.volume import Volume, all_gather, all_reduce, broadcast, reduce_scatter

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from graphopt.errors import GraphoptError
-from graphopt.ir.ops.sparse import packed_bytes
-from graphopt.rewriting.distributed.buckets import Item, pack
-from graphopt.rewriting.distributed.low_rank_exchange import Factors, Settings, factors_of
+from graphopt.ir.ops.communication.sparse import packed_bytes
+from graphopt.rewriting.distributed.dense.buckets import Item, pack
 from graphopt.rewriting.distributed.prediction import volume
 from graphopt.rewriting.distributed.prediction.step_timeline import Message
 from graphopt.rewriting.distributed.prediction.strategies import (
@@ -24,8 +23,9 @@ from graphopt.rewriting.distributed.prediction.strategies import (
 )
 from graphopt.rewriting.distributed.prediction.volume import Gradient
 from graphopt.rewriting.distributed.prediction.workload import Workload
-from graphopt.rewriting.distributed.sparse_exchange import MESSAGE, entries
-from graphopt.rewriting.distributed.sparse_update import few_enough
+from graphopt.rewriting.distributed.sparse.low_rank_exchange import Factors, Settings, factors_of
+from graphopt.rewriting.distributed.sparse.sparse_exchange import MESSAGE, entries
+from graphopt.rewriting.distributed.sparse.sparse_update import few_enough
 
 __all__ = ["WARM_UP", "LowRank", "Sparse"]
 

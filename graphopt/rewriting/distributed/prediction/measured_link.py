@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from graphopt.errors import GraphoptError
-from graphopt.ir.ops.groups import Group, require_together, talking
+from graphopt.ir.ops.communication.groups import Group, require_together, talking
 from graphopt.rewriting.distributed.prediction.link import Link
 from graphopt.rewriting.distributed.prediction.volume import all_reduce
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from graphopt.errors import GraphoptError
-from graphopt.rewriting.distributed.buckets import Item, pack
+from graphopt.rewriting.distributed.dense.buckets import Item, pack
 from graphopt.rewriting.distributed.prediction import volume
 from graphopt.rewriting.distributed.prediction.link import Reach
 from graphopt.rewriting.distributed.prediction.step_timeline import Message, Messages

@@ -14,19 +14,19 @@ from graphopt.analysis.costs.figures import Figure, figures_of
 from graphopt.analysis.costs.isolated_call import sizes
 from graphopt.analysis.costs.timing import shortest_seconds
 from graphopt.errors import GraphoptError
-from graphopt.ir.autocast import plain_precision
+from graphopt.ir.graphs.autocast import plain_precision
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.residual import accumulate_
-from graphopt.ir.ops.selection import select
+from graphopt.ir.ops.communication.residual import accumulate_
+from graphopt.ir.ops.communication.selection import select
 from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
-from graphopt.ir.written_units import format_seconds
-from graphopt.rewriting.distributed.all_reduce import buffer_writes, final_gradients
+from graphopt.ir.words.written_units import format_seconds
+from graphopt.rewriting.distributed.dense.all_reduce import buffer_writes, final_gradients
 from graphopt.rewriting.distributed.flat_exchange import memory_strides
 from graphopt.rewriting.distributed.prediction.volume import Gradient
-from graphopt.rewriting.distributed.sparse_exchange import entries
-from graphopt.rewriting.distributed.sparse_update import adds_gradients
+from graphopt.rewriting.distributed.sparse.sparse_exchange import entries
+from graphopt.rewriting.distributed.sparse.sparse_update import adds_gradients
 
 __all__ = ["Rates", "Workload", "rates_of", "workload_of"]
 

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from graphopt import GraphoptError
-from graphopt.ir.ops import transfer, transfers
+from graphopt.ir.ops import transfers
+from graphopt.ir.ops.storage import transfer
 from graphopt.ir.ops.transfers.worker import Worker
 from tests.support.transferring import back, engine_in, engine_of, gated, held, round_trip, stored_bytes
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import graphopt
 from graphopt import GraphoptError
-from graphopt.ir.ops import transfer, transfers
+from graphopt.ir.ops import transfers
+from graphopt.ir.ops.storage import transfer
 from tests.support.properties import examples
 from tests.support.transferring import (
     TIERS,

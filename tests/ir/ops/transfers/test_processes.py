@@ -19,7 +19,7 @@ START = """
 import os, resource, signal, sys, threading
 import torch
 from graphopt import GraphoptError
-from graphopt.ir.ops import transfer
+from graphopt.ir.ops.storage import transfer
 from graphopt.ir.ops import transfers
 from tests.support.transferring import back, gated, held, round_trip, started
 

@@ -11,10 +11,11 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphopt
-from graphopt.capture.flatten import flatten
+from graphopt.capture.call.flatten import flatten
 from graphopt.ir.node import value_of
-from graphopt.ir.ops import schema, transfer, transfers
-from graphopt.runtime.binding import Binding
+from graphopt.ir.ops import schema, transfers
+from graphopt.ir.ops.storage import transfer
+from graphopt.runtime.programs.binding import Binding
 from tests.support.training import Blocks, captured, identical, next_token, results
 from tests.support.transferring import TIERS, back, engine_in, held, move_activations, round_trip, started
 

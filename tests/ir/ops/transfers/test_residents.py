@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphopt import GraphoptError
-from graphopt.ir.ops import swap
+from graphopt.ir.ops.storage import swap
 from graphopt.ir.ops.transfers import Engine, PagedFile, Residents, Tier
 from tests.support.properties import examples
 

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphopt import GraphoptError
-from graphopt.ir.ops import transfer, transfers
+from graphopt.ir.ops import transfers
+from graphopt.ir.ops.storage import transfer
 from graphopt.ir.ops.transfers.freelist import ALIGNMENT, FreeList, aligned, slab_bytes
 from graphopt.ir.ops.transfers.hostmemory import available_host_bytes
 from graphopt.ir.ops.transfers.slab import HostSlab

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphopt
 from graphopt import GraphoptError, Pipeline, Program
-from graphopt.ir.ops.sparse import packed_bytes
+from graphopt.ir.ops.communication.sparse import packed_bytes
 from graphopt.passes import DataParallel, DeepGradientCompression, LocalSGD
 from graphopt.passes.compress_gradients import CompressGradients
 from graphopt.rewriting.distributed.prediction import workload as workload_module
