@@ -23,7 +23,7 @@ from graphopt.rewriting.registry import available_passes
 from graphopt.rewriting.text.pass_data import passes_from_data, passes_to_data
 from graphopt.rewriting.text.spec import option_fields
 from graphopt.rewriting.text.yaml_text import read_yaml, yaml_text
-from tests.rewriting.test_spec import Options, find, options
+from tests.rewriting.text.test_spec import Options, find, options
 from tests.support.properties import examples
 from tests.support.training import Plain
 

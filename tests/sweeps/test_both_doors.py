@@ -12,12 +12,12 @@ from torch import nn
 
 import graphopt
 from graphopt.capture.border import BORDER
-from tests.capture import test_classes_read as classes
-from tests.capture import test_contents as contents
-from tests.capture import test_fingerprint as fingerprint
-from tests.capture import test_numbers_read as numbers
-from tests.capture import test_variables_read as variables
-from tests.capture import test_ways_to_read as ways
+from tests.capture.effects import test_host_reads as numbers
+from tests.capture.guards import test_classes_read as classes
+from tests.capture.guards import test_contents as contents
+from tests.capture.guards import test_fingerprint as fingerprint
+from tests.capture.guards import test_variable_guards as variables
+from tests.capture.guards import test_ways_to_read as ways
 from tests.support.bits import first_difference
 from tests.support.reading import Reads
 

@@ -16,7 +16,7 @@ from graphopt.planning.search.ladder import SMALL, Ladder
 from graphopt.planning.search.lower_bound import fewest_seconds_again, quick_bound
 from graphopt.planning.search.refinement import Refinement
 from graphopt.planning.simulation.schedule import Scheduler
-from tests.planning.test_refinement import layered
+from tests.planning.search.test_refinement import layered
 from tests.support.planning_graphs import PUBLISHED_PLANS, published_problem, seeded_problem
 from tests.support.properties import examples
 

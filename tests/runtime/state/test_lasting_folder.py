@@ -325,7 +325,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 def test_several_ranks_are_refused_with_the_way_out(tmp_path: Path) -> None:
     script = f"""
 import graphopt
-from tests.runtime.test_lasting_folder import batch, training
+from tests.runtime.state.test_lasting_folder import batch, training
 try:
     training({str(tmp_path / "run")!r})(batch(0))
 except graphopt.GraphoptError as error:

@@ -12,7 +12,7 @@ from torch import nn
 
 import graphopt
 from graphopt import TrainStep, checkpoint
-from tests.runtime.test_checkpoint import FORMATS, Format
+from tests.runtime.checkpoints.test_checkpoint import FORMATS, Format
 from tests.support.forking import start
 
 STEPS = 100_000

@@ -75,7 +75,7 @@ def stepping(model: nn.Module) -> graphopt.TrainStep:
 PROLOGUE = """
 import graphopt
 from graphopt import GraphoptError
-from tests.runtime.test_materialize_shards import TOKENS, Tied, loss, made, stepping
+from tests.runtime.state.test_materialize_shards import TOKENS, Tied, loss, made, stepping
 
 def bytes_here(model):
     return sum(p.untyped_storage().nbytes() for p in model.parameters() if type(p) is torch.nn.Parameter)
