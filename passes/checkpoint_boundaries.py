@@ -19,7 +19,7 @@ from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 __all__ = ["CheckpointBoundaries"]
 
 _ORIGIN = "checkpoint-boundaries"
-_RECOMPUTE = "recompute: "
+_RECOMPUTE = "recompute"
 _KEPT = (Policy.MUST_SAVE, Policy.MUST_CPU_OFFLOAD)
 
 
@@ -133,7 +133,7 @@ def _segments(program: Program) -> Iterator[tuple[str, fx.Node]]:
     """The name and the first call of what is computed again for each segment, in the order in which that happens."""
     seen: set[str] = set()
     for node in program.phase_nodes(Phase.RECOMPUTE):
-        origin = info(node).origin
-        if origin.startswith(_RECOMPUTE) and origin not in seen and _tensor_read_by(node) is not None:
-            seen.add(origin)
-            yield origin.removeprefix(_RECOMPUTE), node
+        known = info(node)
+        if known.made_by == _RECOMPUTE and known.made_for not in seen and _tensor_read_by(node) is not None:
+            seen.add(known.made_for)
+            yield known.made_for, node

@@ -145,7 +145,7 @@ class Chunk(Pass):
 
 
 def _is_chunked(node: fx.Node) -> bool:
-    return node.op == "call_function" and info(node).origin.startswith(f"{_ORIGIN}: ")
+    return node.op == "call_function" and info(node).made_by == _ORIGIN
 
 
 def _written(program: Program, modules: Mapping[str, int], chunks: int) -> Iterator[str]:

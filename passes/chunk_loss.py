@@ -87,7 +87,7 @@ class ChunkLoss(Pass):
 
     def apply(self, program: Program) -> Changed:
         """See the class; rewrites a joint program with a loss."""
-        if any(info(node).origin.startswith(_ORIGIN) for node in program.phase_nodes(Phase.BACKWARD)):
+        if any(info(node).made_by == _ORIGIN for node in program.phase_nodes(Phase.BACKWARD)):
             return Changed(reason="the loss is in chunks already")
         if not any(spec.role == "loss" for _, spec in program.outputs_of("loss")):
             return self._nothing("the loss is not part of this program: use graphopt.optimize_step with loss=")

@@ -140,7 +140,7 @@ class CompressGradients(TrainingPass):
                 "compress-gradients: 'powersgd' keeps what is not sent from step to step, for which it needs the whole "
                 "step: use optimize_step, or 'bf16' or 'fp16'"
             )
-        if any(info(node).origin.startswith(self.name) for node in program.phase_nodes(Phase.SYNC)):
+        if any(info(node).made_by == self.name for node in program.phase_nodes(Phase.SYNC)):
             return Changed(reason="the gradients of this program are compressed already")
         found = reductions(program)
         if not found:

@@ -153,7 +153,7 @@ class FitMemory(Pass):
     @leaves_segments
     def apply(self, program: Program) -> Changed:
         """See the class; rewrites the program that runs."""
-        if any(info(node).origin.startswith(ORIGIN) for node in program.phase_nodes(Phase.RECOMPUTE, Phase.FORWARD)):
+        if any(info(node).made_by == ORIGIN for node in program.phase_nodes(Phase.RECOMPUTE, Phase.FORWARD)):
             return Changed(reason="the program has been fitted already")
         try:
             return MemoryPlanner(self._options).plan(program)

@@ -94,7 +94,7 @@ class Microbatch(Pass):
 
     def apply(self, program: Program) -> Changed:
         """See the class; rewrites a joint program with a loss."""
-        if any(node.op == "call_function" and info(node).origin.startswith(_ORIGIN) for node in program.nodes):
+        if any(node.op == "call_function" and info(node).made_by == _ORIGIN for node in program.nodes):
             return Changed(reason="the batch is in slices already")
         if not any(True for _ in program.outputs_of("loss")):
             raise GraphoptError(

@@ -90,7 +90,7 @@ class Offload(Pass):
     @leaves_segments
     def apply(self, program: Program) -> Changed:
         """See the class; rewrites the program that runs."""
-        if any(info(node).origin.startswith(f"{_ORIGIN}: ") for node in program.phase_nodes(Phase.TRANSFER)):
+        if any(info(node).made_by == _ORIGIN for node in program.phase_nodes(Phase.TRANSFER)):
             return Changed(reason="tensors of this program are offloaded already")
         memory = program.memory()
         with measuring() as measured:

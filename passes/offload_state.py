@@ -119,7 +119,7 @@ class OffloadState(TrainingPass):
 
     def apply(self, program: Program) -> Changed:
         """See the class; rewrites a step program."""
-        if any(info(node).origin.startswith(f"{self.name}: ") for node in program.phase_nodes(Phase.TRANSFER)):
+        if any(info(node).made_by == self.name for node in program.phase_nodes(Phase.TRANSFER)):
             return Changed(reason="the state of this program is offloaded already")
         if program.context.compiled:
             raise GraphoptError("offload-state works with backend='eager' only: compilers cannot see where inputs are")

@@ -77,7 +77,7 @@ class PartitionCheckpoints(Pass):
 
     def apply(self, program: Program) -> Changed:
         """See the class; rewrites the program that runs."""
-        if any(info(node).origin.startswith(f"{_ORIGIN}: ") for node in program.phase_nodes(Phase.SYNC)):
+        if any(info(node).made_by == _ORIGIN for node in program.phase_nodes(Phase.SYNC)):
             return Changed(reason="the checkpoints of this program are partitioned already")
         group = find_group(self.group)
         if group.size == 1:

@@ -26,7 +26,7 @@ from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
 __all__ = ["Recompute"]
 
-_ORIGIN = "recompute: "
+_ORIGIN = "recompute"
 """How the provenance of what this pass makes begins."""
 
 
@@ -84,7 +84,7 @@ class Recompute(Pass):
         program.set_policy(plan.kept_roots, Policy.MUST_SAVE)
         if not _count_ops(recomputed(program, plan.recomputed)):
             return Changed(reason="backward reads nothing between these checkpoints that is not kept anyway")
-        origins = {node: f"{_ORIGIN}{plan.segment_name(node)}" for node in plan.recomputed}
+        origins = {node: f"{_ORIGIN}: {plan.segment_name(node)}" for node in plan.recomputed}
         done = rematerialize(program, plan.recomputed, origin=origins)
         counts = {
             "recomputed": _count_ops(done.clones),
@@ -124,7 +124,7 @@ def _can_be_kept(node: fx.Node) -> bool:
 
 def _is_recomputing(program: Program) -> bool:
     """Whether this pass has run on the program."""
-    return any(info(node).origin.startswith(_ORIGIN) for node in program.phase_nodes(Phase.RECOMPUTE))
+    return any(info(node).made_by == _ORIGIN for node in program.phase_nodes(Phase.RECOMPUTE))
 
 
 def _count_ops(nodes: Iterable[fx.Node]) -> int:

@@ -50,7 +50,7 @@ class RecomputeEvenly(Pass):
     @leaves_segments
     def apply(self, program: Program) -> Changed:
         """See the class; rewrites a joint program."""
-        if any(info(node).origin.startswith("recompute: ") for node in program.phase_nodes(Phase.RECOMPUTE)):
+        if any(info(node).made_by == "recompute" for node in program.phase_nodes(Phase.RECOMPUTE)):
             return Changed(reason="the program has its checkpoints already")
         names = _evenly(program.checkpoint_candidates()[:-1], self.number)
         if not names:

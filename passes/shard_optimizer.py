@@ -90,7 +90,7 @@ class ShardOptimizer(TrainingPass):
 
     def apply(self, program: Program) -> Changed:
         """See the class; rewrites a step program whose update is for this rank's shards."""
-        if any(info(node).origin.startswith(self.name) for node in program.phase_nodes(Phase.SYNC)):
+        if any(info(node).made_by == self.name for node in program.phase_nodes(Phase.SYNC)):
             return Changed(reason="the update of this program is sharded already")
         group = find_group(self.group)
         if group.size == 1:

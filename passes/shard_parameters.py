@@ -178,7 +178,7 @@ class ShardParameters(TrainingPass):
         sent = sum(
             storage_bytes(value_of(node))
             for node in program.phase_nodes(Phase.SYNC)
-            if info(node).origin.startswith(f"{self.name}: ") and "all_gather" in str(node.target)
+            if info(node).made_by == self.name and "all_gather" in str(node.target)
         )
         memory = (
             f"each of the {group.size} ranks of {group.name!r} keeps its shard of "

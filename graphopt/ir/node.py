@@ -62,7 +62,10 @@ class BatchSlice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """What graphopt knows of a node beyond its op and its value. Immutable, so copies of nodes never share changes."""
+    """What graphopt knows of a node beyond its op and its value. Immutable, so copies of nodes never share changes.
+
+    ``origin`` is who made it, and behind a colon and a space what for: ``recompute: blocks.0``.
+    """
 
     phase: Phase
     module: str = ""
@@ -72,6 +75,16 @@ class NodeInfo:
     policy: Policy | None = None
     region: int | None = None
     batch_slice: BatchSlice | None = None
+
+    @property
+    def made_by(self) -> str:
+        """Who made it: the name of a pass, or ``capture``."""
+        return self.origin.partition(": ")[0]
+
+    @property
+    def made_for(self) -> str:
+        """What for, as its maker says; empty where it does not."""
+        return self.origin.partition(": ")[2]
 
 
 @dataclass(frozen=True, slots=True)

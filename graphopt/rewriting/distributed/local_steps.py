@@ -95,9 +95,7 @@ def average_model(program: Program, model: nn.Module, optimizer: torch.optim.Opt
         origin: the pass whose averaging it is.
     """
     starts = [
-        node
-        for node in program.graph.find_nodes(op="call_function", target=ALL_REDUCE)
-        if info(node).origin.startswith(f"{origin}: ")
+        node for node in program.graph.find_nodes(op="call_function", target=ALL_REDUCE) if info(node).made_by == origin
     ]
     tensors = []
     for node, spec in program.inputs_of("parameter", "state"):

@@ -365,7 +365,7 @@ class Rewriter:
 
     def _stand_for(self, node: fx.Node, result: fx.Node) -> fx.Node:
         """Let a part of a composite op take the place, and the names, of what the op returned."""
-        if info(result).origin.startswith(ORIGIN) and not info(result).names:
+        if info(result).made_by == ORIGIN and not info(result).names:
             set_info(result, replace(info(result), names=info(node).names))
         return self._replace(node, result)
 

@@ -103,7 +103,7 @@ def _low_dtype(call: tuple[_Settings, fx.Node]) -> torch.dtype | None:
 
 def _can_open(node: fx.Node) -> bool:
     """Whether a node is a region, under autocast or kept out of it, whose calls can be cast one by one."""
-    if node.target is not torch.ops.higher_order.wrap_with_autocast or info(node).origin.startswith(ORIGIN):
+    if node.target is not torch.ops.higher_order.wrap_with_autocast or info(node).made_by == ORIGIN:
         return False
     device, dtype, enabled, *_ = node.args
     return not enabled or _dtype(device, dtype) in LOW_DTYPES.values()

@@ -41,7 +41,7 @@ class Compression:
 
     def is_in(self, program: Program) -> bool:
         """Whether values of a program are compressed already."""
-        return any(info(node).origin.startswith(f"{self.origin}: ") for node in program.phase_nodes(Phase.FORWARD))
+        return any(info(node).made_by == self.origin for node in program.phase_nodes(Phase.FORWARD))
 
     def line(self, chosen: Sequence[KeptValue]) -> str:
         """What was done to values, and how far off an element is, for people."""

@@ -197,8 +197,8 @@ def lift_swaps(program: Program) -> Swaps | None:
     for node in list(program.graph.nodes):
         if node.target is swap.swap_in_wait:
             begun, at = node.args
-            tier, (origin, _, named) = begun.args[1], info(node).origin.partition(": ")
-            found[at.name] = named
+            tier, origin = begun.args[1], info(node).made_by
+            found[at.name] = info(node).made_for
             node.replace_all_uses_with(at)
             program.graph.erase_node(node)
             program.graph.erase_node(begun)
@@ -213,7 +213,7 @@ def lift_gathers(program: Program) -> Swaps | None:
     found: dict[str, str] = {}
     origin = ""
     for whole in list(program.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)):
-        who, _, name = info(whole).origin.partition(": ")
+        who, name = info(whole).made_by, info(whole).made_for
         done = whole.args[0]
         if name in nodes and isinstance(done, fx.Node) and done.target is WAIT and info(whole).phase is Phase.SYNC:
             (begun,) = done.all_input_nodes
