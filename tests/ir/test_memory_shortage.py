@@ -15,6 +15,7 @@ from graphopt.ir.ops.updates.opaque_update import opaque_update_
 
 SHORTAGES: dict[str, Callable[[], Exception]] = {
     "of C++": lambda: MemoryError("std::bad_alloc"),
+    "of a thread": lambda: RuntimeError("can't start new thread"),
     "of Python": MemoryError,
     "of torch's CPU allocator": lambda: RuntimeError(
         "[enforce fail at alloc_cpu.cpp:132] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
