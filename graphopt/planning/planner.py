@@ -26,8 +26,9 @@ _AIMED = 1_600_000
 _AIMED_EACH = 1_000
 """Steps that are simulated to find a plan for one budget, at most: so many, or so many for each operation."""
 
-_FAR, _ALL = 0.05, 600_000
-"""How far from the bound every method is tried too, as a share of the problem's seconds, and the steps simulated then.
+_FAR, _ALL, _ALL_EACH = 0.05, 600_000, 9_000
+"""How far from the bound every method is tried too, as a share of the problem's seconds, and the steps simulated then:
+so many, or so many for each operation.
 """
 
 _RANGE, _SWEEP, _EACH = 6, 20, 300_000
@@ -162,7 +163,8 @@ class _Search:
         """Aim at a budget; where what is found is far from the bound, after every method was tried."""
         if self._aim.at(budget, work) <= _FAR * self.problem.seconds or self.late():
             return
-        other = self._ladder(_ALL)  # as if nothing had been found, so that it is not worse for that
+        most = max(_ALL, _ALL_EACH * len(self.problem.operations))
+        other = self._ladder(most)  # as if nothing had been found, so that it is not worse for that
         try:
             other.climb()
         finally:

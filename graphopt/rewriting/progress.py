@@ -86,8 +86,13 @@ def searching(hint: str = "") -> Iterator[Callable[[float, Frontier], None]]:
         hint: what the user can do meanwhile.
     """
     with _shown().bar("searching plans") as show:
+        going_on = True
 
         def progress(share: float, frontier: Frontier) -> None:
-            show(share, f"smallest peak {format_bytes(frontier.lowest.peak)}{hint and f'; {hint}'}")
+            if going_on:  # a search keeps this function, and may go on when a record is read, long after the bar
+                show(share, f"smallest peak {format_bytes(frontier.lowest.peak)}{hint and f'; {hint}'}")
 
-        yield progress
+        try:
+            yield progress
+        finally:
+            going_on = False

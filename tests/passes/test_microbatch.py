@@ -427,4 +427,4 @@ def test_a_budget_that_cannot_be_met_names_the_pass() -> None:
     step = graphopt.optimize_step(model, optimizer, [FitMemory("3%", cost="roofline")], loss=squares)
     with pytest.raises(PassError) as refused:
         step.prepare(*wide())
-    assert any("Microbatch() computes some of the 64 samples at a time" in note for note in refused.value.__notes__)
+    assert any("Microbatch() (some of the 64 samples at a time: " in note for note in refused.value.__notes__)

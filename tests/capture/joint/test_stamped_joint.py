@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -284,13 +285,21 @@ STAMPED = ("GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM", "T5ForCondi
 
 
 @pytest.mark.sweep(but=STAMPED[:2])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op")  # MobileBert's
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
 def test_an_architecture_with_more_layers_is_that_which_is_traced_whole(
     name: str, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, Any], None]
 ) -> None:
     for layers in LAYERS:
         monkeypatch.setitem(SIZES, layers, 8)
-    model, (batch,) = ARCHITECTURES[name].build(1)
+    try:
+        model, (batch,) = ARCHITECTURES[name].build(1)
+    except Exception as error:  # huggingface_hub's, of a configuration that lists its layers
+        if not re.search("num_(hidden_)?layers", str(error)):
+            raise
+        record_property("row", f"{name}: has no more layers")
+        assert name not in STAMPED
+        return
     try:
         found = compared(model, (batch,), loss=own_loss)
     except graphopt.GraphoptError as error:

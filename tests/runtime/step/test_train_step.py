@@ -151,7 +151,10 @@ def test_parameters_that_get_gradients_in_eager_mode_only_are_told_once(
         step(rows(count))
     told = [line for line in caplog.messages if "the optimizer does not hold them" in line]
     assert len(told) == (not frozen)
-    assert all(line.startswith("2 parameters (1.weight first) require gradients") for line in told)
+    assert all(
+        line.startswith("the step computes no gradients for 2 parameters (1.weight first) that require them")
+        for line in told
+    )
 
 
 def test_other_mistakes_with_optimizers() -> None:
