@@ -43,7 +43,7 @@ def written(path: Path) -> None:
 
 
 EFFECTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "open": (lambda path: open(path).close(), r"reads the file '.*a\.txt' \(test_effects_outside\.py:\d+\)"),
+    "open": (lambda path: open(path).close(), r"reads the file '.*a\.txt' \(test_external_effects\.py:\d+\)"),
     "open by name": (lambda path: open(file=path).close(), r"reads the file '.*a\.txt'"),
     "read_text": (lambda path: path.read_text(), r"reads the file '.*a\.txt'"),
     "os.open": (lambda path: os.close(os.open(path, os.O_RDONLY)), r"reads the file '.*a\.txt'"),
@@ -54,8 +54,8 @@ EFFECTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "torch.save": (lambda path: torch.save([1], path.with_suffix(".pt")), r"writes the file '.*a\.pt'"),
     "torch.save by name": (lambda path: torch.save(obj=[1], f=path), r"writes the file '.*a\.txt'"),
     "subprocess by name": (lambda path: subprocess.run(args="true 1", shell=True), r"runs another program \(true\)"),
-    "print": (lambda path: print(path, file=io.StringIO()), r"prints \(test_effects_outside\.py:\d+\)"),
-    "logging": (lambda path: logger.error("now"), r"logs \(test_effects_outside\.py:\d+\)"),
+    "print": (lambda path: print(path, file=io.StringIO()), r"prints \(test_external_effects\.py:\d+\)"),
+    "logging": (lambda path: logger.error("now"), r"logs \(test_external_effects\.py:\d+\)"),
     "subprocess": (lambda path: subprocess.run(["true"], check=True), r"runs another program \(true\)"),
     "os.system": (lambda path: os.system("true now"), r"runs another program \(true\)"),
 }
@@ -88,7 +88,7 @@ def test_nothing_is_told_of_what_is_not_done(
 def test_a_log_record_says_who_logged(caplog: pytest.LogCaptureFixture) -> None:
     graphopt.optimize(Acts(lambda: logger.error("now")))(X)
     (record,) = [record for record in caplog.records if record.name == "of the model"]
-    assert record.filename == "test_effects_outside.py"
+    assert record.filename == "test_external_effects.py"
 
 
 def test_other_threads_are_not_noted(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_numbers_that_keep_changing_are_told_with_the_line(caplog: pytest.LogCap
             optimized(X)
     told = [record.getMessage() for record in caplog.records if "the number that is read at" in record.getMessage()]
     assert len(told) == 1
-    assert "test_numbers_read.py" in told[0]
+    assert "test_host_reads.py" in told[0]
 
 
 def test_a_capture_that_read_some_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

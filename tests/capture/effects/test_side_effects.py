@@ -70,7 +70,7 @@ def test_what_a_program_would_lose_is_refused_with_its_line(
         if whole_step
         else graphopt.optimize(model)
     )
-    with pytest.raises(CaptureError, match=rf"{message}[\s\S]*test_hidden_effects\.py:\d+ in {function.__name__}"):
+    with pytest.raises(CaptureError, match=rf"{message}[\s\S]*test_side_effects\.py:\d+ in {function.__name__}"):
         run(X)
     assert (torch.Tensor.register_hook, torch.manual_seed) == original
 
@@ -112,7 +112,7 @@ def in_inference_mode(y: torch.Tensor) -> torch.Tensor:
 OUTSIDE = {
     with_pythons_numbers: "forward draws from Python's random",
     with_numpys_numbers: r"forward draws from numpy\.random",
-    in_inference_mode: r"forward uses torch\.inference_mode[\s\S]*test_hidden_effects\.py:\d+ in in_inference_mode",
+    in_inference_mode: r"forward uses torch\.inference_mode[\s\S]*test_side_effects\.py:\d+ in in_inference_mode",
 }
 
 
