@@ -5,6 +5,8 @@ capturing forward and backward as one graph, tracing an optimizer, replaying a r
 and reading the allocator's own events. Each file of the folder is one subject; users of the folder take every name from
 here. The first name that is used imports all of them (``every_name.py``), Dynamo and sympy among what comes along;
 importing the folder does not, so that nobody waits for them before something is captured.
+
+In reading order: ``every_name``, ``private_names``, ``versions``, ``c10d``.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from graphopt.analysis.device_timelines import alive_bytes, device_of, split_by_
 from graphopt.analysis.known_timelines import known_timeline
 from graphopt.analysis.returned_loss import peaks_of_loops
 from graphopt.analysis.workspace import Usage, measured_usage
-from graphopt.ir.lowering.reuse import reused_operands
+from graphopt.ir.lowering import reused_operands
 from graphopt.ir.memory.timeline import MemoryTimeline, Storage
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema

@@ -1,4 +1,7 @@
-"""nn.Module (+ loss, + optimizer) → Program: forward by torch.export, joint by differentiation, step by tracing."""
+"""nn.Module (+ loss, + optimizer) → Program: forward by torch.export, joint by differentiation, step by tracing.
+
+In reading order: ``session``, ``border``.
+"""
 
 from __future__ import annotations
 

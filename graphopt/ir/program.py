@@ -369,7 +369,7 @@ class Program:
     def to_graph_module(self) -> fx.GraphModule:
         """A GraphModule with the boxed calling convention: ``module.forward(list_of_inputs)`` empties the list.
 
-        Calls are taken in place where an operand dies in them, as the memory model assumes (``ir/lowering/reuse.py``).
+        Calls are taken in place where an operand dies in them, as the memory model assumes (``ir/lowering.py``).
         """
         return cast(fx.GraphModule, provided(Program, "to_graph_module")(self))
 

@@ -3,6 +3,8 @@
 Nothing here knows torch. A ``Problem`` is operations in a fixed order with seconds and bytes; a ``Plan`` is the steps
 that run it, with operations run again; ``simulate`` says what a plan takes, to the byte. ``find_frontier`` gives the
 trade between bytes and seconds, ``plan`` the best plan for a budget.
+
+In reading order: ``problem``, ``planner``, ``frontier``, ``planner_arguments``.
 """
 
 from graphopt.planning.frontier import Frontier, Point

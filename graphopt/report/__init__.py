@@ -1,1 +1,4 @@
-"""Programs as text, Python, JSON, pictures, tables and differences."""
+"""Programs as text, Python, JSON, pictures, tables and differences.
+
+In reading order: ``register``, ``interface``, ``notebook``, ``notebook_progress``.
+"""

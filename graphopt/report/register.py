@@ -14,7 +14,7 @@ from graphopt.analysis.program_replay import reserved_memory
 from graphopt.ir.files.deserialization import from_json
 from graphopt.ir.files.serialization import to_json
 from graphopt.ir.files.text import to_text
-from graphopt.ir.lowering.reuse import to_graph_module
+from graphopt.ir.lowering import to_graph_module
 from graphopt.ir.memory.timeline import MemoryTimeline
 from graphopt.ir.program import Program
 from graphopt.ir.provided.formats import Format, register_format

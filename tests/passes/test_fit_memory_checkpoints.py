@@ -278,6 +278,7 @@ def test_segments_are_a_hint_in_parts_of_a_model_too(reentrant: bool) -> None:
     tight, again = trained(least, reentrant)
     roomy, kept = trained("1GB", reentrant)
     assert tight < as_it_is < roomy <= trained(None, None)[0]
+    assert trained("99%", reentrant)[0] <= as_it_is  # a share is one of the model as it is
     assert all(map(torch.equal, expected, again))
     assert all(map(torch.equal, expected, kept))
 

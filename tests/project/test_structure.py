@@ -29,14 +29,14 @@ def test_nothing_imports_from_above() -> None:
 
 
 @pytest.mark.parametrize(
-    "folder", [each for each in structure.folders() if each.name != "passes"], ids=lambda f: f.name
+    "folder", [each for each in structure.folders() if each.name not in ("graphopt", "passes")], ids=lambda f: f.name
 )
 def test_each_folder_says_what_it_is(folder: structure.Folder) -> None:
-    said = (ROOT / folder.name / "__init__.py").read_text(encoding="utf-8").split('"""')[1]
-    assert len(said.split()) >= 5
-    listed = said.partition("In reading order: ")[2]
+    said = " ".join((ROOT / folder.name / "__init__.py").read_text(encoding="utf-8").split('"""')[1].split())
+    listed = said.partition("In reading order: ")[2].partition(".")[0]
     files = {path.stem for path in (ROOT / folder.name).glob("*.py")} - {"__init__"}
-    assert not listed or {name.strip("`. \n") for name in listed.split(",")} == files
+    assert len(said) > 40
+    assert len(files) < 2 or {name.strip("` ") for name in listed.split(",")} == files
 
 
 def test_a_walk_names_what_it_enters() -> None:

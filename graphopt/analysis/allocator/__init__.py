@@ -5,6 +5,10 @@
 >>> small, large = allocator.allocate(1000), allocator.allocate(3_000_000)
 >>> allocator.totals.reserved == 2 * 2**20 + 20 * 2**20
 True
+
+In reading order: ``caching_allocator``, ``block_pool``, ``growing_segments``, ``rules``, ``allocator_settings``,
+``allocator_totals``, ``recorded_layout``, ``recorded_trace``, ``adopted_segments``, ``trace_comparison``,
+``plain_pickle``.
 """
 
 from graphopt.analysis.allocator.allocator_totals import AllocatorPeaks, AllocatorTotals, DeviceMemoryError

@@ -13,7 +13,7 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.errors import GraphoptError
-from graphopt.ir.lowering.reuse import reused_operands
+from graphopt.ir.lowering import reused_operands
 from graphopt.ir.node import InputSpec, NodeInfo, OutputSpec, Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import tensors_of, type_text

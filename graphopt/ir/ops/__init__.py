@@ -1,4 +1,7 @@
-"""Ops that passes insert, and what graphopt needs to know of the ops that torch has."""
+"""Ops that passes insert, and what graphopt needs to know of the ops that torch has.
+
+In reading order: ``schema``, ``values``, ``define``, ``inplace``, ``boundary``, ``check``.
+"""
 
 from __future__ import annotations
 

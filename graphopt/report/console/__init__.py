@@ -1,1 +1,4 @@
-"""What a terminal shows while graphopt works."""
+"""What a terminal shows while graphopt works.
+
+In reading order: ``terminal``, ``progress_bar``, ``announced``, ``overview``, ``log_lines``, ``escape``.
+"""

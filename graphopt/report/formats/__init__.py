@@ -1,1 +1,4 @@
-"""Programs in other formats, by name; third parties add theirs through the entry point group ``graphopt.formats``."""
+"""Programs in other formats, by name; third parties add theirs through the entry point group ``graphopt.formats``.
+
+In reading order: ``python``, ``dot``, ``model_explorer``, ``perfetto``, ``run_schedule``, ``ranks_page``.
+"""

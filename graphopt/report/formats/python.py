@@ -14,7 +14,7 @@ from torch import fx
 from graphopt import _torch
 from graphopt.errors import GraphoptError
 from graphopt.ir.files.text import INDENT, Writer, ends_of_life, is_bare, subgraph_of
-from graphopt.ir.lowering.reuse import apply_reuse
+from graphopt.ir.lowering import apply_reuse
 from graphopt.ir.names import one_line
 from graphopt.ir.program import Program
 

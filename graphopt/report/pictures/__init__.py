@@ -1,1 +1,5 @@
-"""Programs, memory timelines and frontiers as SVG."""
+"""Programs, memory timelines and frontiers as SVG.
+
+In reading order: ``picture``, ``layout``, ``folding``, ``visits``, ``memory_timeline``, ``frontier_chart``,
+``images``.
+"""

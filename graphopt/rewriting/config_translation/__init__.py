@@ -2,6 +2,9 @@
 
 >>> config = {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True}}
 >>> model = graphopt.optimize(model, graphopt.configs.from_deepspeed(config, checkpoints="blocks.*"))
+
+In reading order: ``translation``, ``config_file``, ``config_document``, ``deepspeed``, ``deepspeed_fields``,
+``deepspeed_precision``, ``paddle``, ``paddle_fields``, ``optimizer_call``, ``batch_sizes``.
 """
 
 from __future__ import annotations

@@ -1,1 +1,4 @@
-"""Gradient exchange: which gradients travel together, when, and what that costs."""
+"""Gradient exchange: which gradients travel together, when, and what that costs.
+
+In reading order: ``flat_exchange``, ``parameter_average``, ``local_steps``, ``agreed_decision``, ``rank_names``.
+"""

@@ -1,1 +1,4 @@
-"""Recomputation, offload, and fitting a program into a number of bytes."""
+"""Recomputation, offload, and fitting a program into a number of bytes.
+
+In reading order: ``budget_text``, ``free_memory``.
+"""

@@ -11,7 +11,7 @@ from torch import fx, nn
 from graphopt import _torch
 from graphopt.ir.gradients import base_of
 from graphopt.ir.graphs.graph_copies import copy_node
-from graphopt.ir.lowering.reuse import apply_reuse
+from graphopt.ir.lowering import apply_reuse
 from graphopt.ir.node import TRACE_CONSTANT, Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.program import Program

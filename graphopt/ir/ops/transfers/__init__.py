@@ -2,6 +2,9 @@
 
 A process has one engine. Its host tier is memory beside torch's allocator (pinned, for CUDA tensors), its disk tier one
 temporary file without a name. Copies run beside computing: on a CPU in one thread, on CUDA on a side stream.
+
+In reading order: ``engine``, ``handle``, ``worker``, ``lanes``, ``slab``, ``freelist``, ``hostmemory``, ``disk``,
+``paged_file``, ``stored_tensor``, ``residents``, ``cuda``.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ __all__ = [
     "refuse_hopeless",
     "what_would_help",
     "within_already",
+    "within_share",
 ]
 
 
@@ -176,6 +177,11 @@ def within_already(memory: MemoryTimeline, budget: int, reserved: ReservedMemory
         f"what {reserved.device} reserves for the program as it is, {format_bytes(taken)} with a peak of {peak}, is "
         f"within the budget of {room}"
     )
+
+
+def within_share(memory: MemoryTimeline) -> str:
+    """A sentence that says that a part of a model fits into its share of a budget as it is."""
+    return f"the peak of this part as it is, {format_bytes(memory.peak_bytes)}, is within its share of the budget"
 
 
 def _over_budget_elsewhere(memory: MemoryTimeline, budget: int) -> list[str]:

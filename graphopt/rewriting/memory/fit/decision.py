@@ -11,7 +11,8 @@ from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.ir.memory.timeline import MemoryTimeline
 from graphopt.ir.node import info
 from graphopt.ir.program import Program
-from graphopt.rewriting.memory.fit.budget import BudgetError, within_already
+from graphopt.ir.words.written_units import format_bytes
+from graphopt.rewriting.memory.fit.budget import BudgetError, within_already, within_share
 from graphopt.rewriting.memory.fit.fitting import Fitting
 from graphopt.rewriting.memory.fit.named_plan import NamedPlan
 from graphopt.rewriting.memory.fit.other_sizes import written_sizes
@@ -249,6 +250,9 @@ def own_segments(program: Program, budget: int, cost: str, origin: str) -> OwnSe
         costs = costs_of(memory, cost, progress=measured)
     seconds = sum(each for node, each in zip(memory.nodes, costs.seconds, strict=True) if is_asked_for(node))
     note = "the model's checkpoint() segments stay as they are: no plan that was found is faster"
+    if reason and program.context.room is not None:  # what it is within is a share, or the smallest plan of the part
+        least = f"no plan that was found takes less than this part as it is, {format_bytes(memory.peak_bytes)}"
+        reason = within_share(memory) if _within(program, program.context.room) else least
     return OwnSegments(program, Decision(reason, prepared=ready, note=note), seconds)
 
 

@@ -22,7 +22,6 @@ from graphopt.ir.memory.timeline import MemoryTimeline
 from graphopt.ir.node import value_of
 from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
-from graphopt.ir.words.written_units import format_bytes
 from graphopt.planning.frontier import Frontier
 from graphopt.planning.transfers.offloading import Lanes
 from graphopt.rewriting.distributed.agreed_decision import decided_by_first_rank
@@ -35,6 +34,7 @@ from graphopt.rewriting.memory.fit.budget import (
     refuse_elsewhere,
     refuse_hopeless,
     within_already,
+    within_share,
 )
 from graphopt.rewriting.memory.fit.compress_action import CompressAction, choose_values, values_of
 from graphopt.rewriting.memory.fit.decision import Decision, ProgramPlan, carry, or_own_segments
@@ -297,8 +297,7 @@ class MemoryPlanner:
         reason = within_already(memory, budget, reserved_where_cached(program, memory))
         segments = has_segments(program)
         if reason and room is not None and (not segments or room == UNLIMITED):
-            peak = format_bytes(memory.peak_bytes)
-            return Decision(reason=f"the peak of this part as it is, {peak}, is within its share of the budget")
+            return Decision(reason=within_share(memory))
         if reason and not segments:
             sizes = written_sizes(program)
             return Decision(reason=f"{reason}, up to {sizes}" if sizes else reason)

@@ -12,7 +12,7 @@ from torch import fx
 
 from graphopt import _torch
 from graphopt.analysis.liveness import simulate
-from graphopt.ir.lowering.reuse import overwritable_of_forward
+from graphopt.ir.lowering import overwritable_of_forward
 from graphopt.ir.memory.timeline import MemoryTimeline, Storage
 from graphopt.ir.node import Phase, info, own_phase, value_of
 from graphopt.ir.ops import schema

@@ -1,11 +1,9 @@
-"""Calls that can be taken in place, as eager autograd does when it accumulates gradients.
+"""From a program to the GraphModule that runs it, with calls taken in place as eager autograd takes sums of gradients.
 
 A program is functional: ``add`` makes a third tensor. Where an operand dies in a sum, a product, an activation, a
 softmax or the backward of one, the generated code writes the result over it, and the memory model counts it so. Neither
 inputs, nor what forward hands to backward (which may run twice), nor what a transfer or a collective still reads is
 overwritten.
-
-From a program to the GraphModule that runs it.
 """
 
 from __future__ import annotations
@@ -168,7 +166,7 @@ def apply_reuse(program: Program) -> None:
 def to_graph_module(program: Program) -> fx.GraphModule:
     """A GraphModule with the boxed calling convention: ``module.forward(list_of_inputs)`` empties the list.
 
-    Calls are taken in place where an operand dies in them, as the memory model assumes (``ir/lowering/reuse.py``).
+    Calls are taken in place where an operand dies in them, as the memory model assumes (``ir/lowering.py``).
 
     Raises:
         GraphoptError: for a program that was captured without data.

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import graphopt
 from graphopt import Pass, Phase, Program, measure_peak
-from graphopt.ir.lowering.reuse import apply_reuse, reused_operands
+from graphopt.ir.lowering import apply_reuse, reused_operands
 from graphopt.ir.node import info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.communication.collectives import ALL_GATHER, WAIT
