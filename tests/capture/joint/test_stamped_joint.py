@@ -282,8 +282,8 @@ def _loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 # --- transformers ----------------------------------------------------------------------------------------------------
 
 TOLD_SMALLER = ("DeepseekV3ForCausalLM", "MiniCPM3ForCausalLM")
-"""Where ``aten.copy`` writes into a view behind the beginning of its storage. The kernel keeps the whole storage, and so
-does torch without data when it is asked first; its cache of such results leaves out what lies in front of the view."""
+"""Where ``aten.copy`` writes into a view behind the beginning of its storage. The kernel keeps the storage whole, as
+torch does without data when it is asked first; its cache of such results leaves out what lies in front of the view."""
 
 STAMPED = ("GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration")
 
