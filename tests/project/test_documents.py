@@ -25,11 +25,10 @@ PRINTED = {
     "passes/README.md": [
         r"^recompute\{checkpoints=layers\.\*\}: \d+ recomputed, 2 checkpoints, .*; peak .* -> ",
         r"^\{'0.up': addmm, 'hidden': gelu, '0::add': add, ",
-        r"^3 calls of tanh_backward, one of them in forward$",
         r"^peak .* of .* allowed",
         r"^offload\{.*\}: [1-9]\d* offloaded; ",
-        r"^fold-transposes: [1-9]\d* folded; ",
     ],
+    "graphopt/README.md": [r"^3 calls of tanh_backward, one of them in forward$"],
     "CONTRIBUTING.md": [],
     "graphopt/ARCHITECTURE.md": [r"^predicted [\d,]+ bytes, measured [\d,]+ bytes$"],
 }

@@ -1,6 +1,6 @@
 """The tables of passes and devices, made from classes and files.
 
-``python -m tests.support.catalogue --check passes/README.md``.
+``python -m tests.support.catalogue --check passes/README.md``, and ``graphopt/README.md`` alike.
 """
 
 from __future__ import annotations
@@ -19,24 +19,19 @@ from graphopt.rewriting.pass_ import Pass
 from graphopt.rewriting.registry import available_passes
 
 __all__ = [
-    "border_table", "brought_up_to_date", "devices_table", "main", "options_table", "passes_table", "replace_table",
+    "border_table", "brought_up_to_date", "devices_table", "main", "passes_table", "replace_table",
 ]  # fmt: skip
 
 START, END = "<!-- passes -->", "<!-- /passes -->"
 
+DEVICES = ("<!-- devices -->", "<!-- /devices -->")
+
 _PASSES = ("pass", "as text", "rewrites", "numerics", "what it does")
-_OPTIONS = ("pass", "options")
 
 
 def passes_table(passes: Iterable[type[Pass]]) -> str:
     """A Markdown table with one row for each pass class, in the order given."""
     return _table(_PASSES, [_row(data) for data in passes_json(passes)])
-
-
-def options_table(passes: Iterable[type[Pass]]) -> str:
-    """A Markdown table of the options of each pass class, with type and default, in the order given."""
-    rows = [(_class(data), "<br>".join(map(_option, data["options"])) or "none") for data in passes_json(passes)]
-    return _table(_OPTIONS, rows)
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -49,23 +44,12 @@ def _class(data: dict[str, Any]) -> str:
 
 
 def _row(data: dict[str, Any]) -> list[str]:
-    about = " ".join([data["summary"], *_order(data)])
-    return [_class(data), f"`{data['name']}`", data["stage"], data["numerics"], about]
-
-
-def _option(option: dict[str, Any]) -> str:
-    default = "required" if option["required"] else f"default `{option['default']!r}`"
-    return f"`{option['name']}`: `{option['type']}`, {default}"
-
-
-def _order(data: dict[str, Any]) -> list[str]:
-    words = {"after": "Runs after", "requires": "Needs", "conflicts": "Not together with"}
-    return [f"{text} {', '.join(f'`{name}`' for name in data[key])}." for key, text in words.items() if data[key]]
+    return [_class(data), f"`{data['name']}`", data["stage"], data["numerics"], data["summary"]]
 
 
 def devices_table() -> str:
     """A Markdown table of the devices whose figures are published, with the rates that programs get."""
-    return _table(_DEVICES, [_device(profile) for profile in PROFILES.values()])
+    return _table(_HEADINGS, [_device(profile) for profile in PROFILES.values()])
 
 
 def _device(profile: DeviceProfile) -> list[str]:
@@ -80,7 +64,7 @@ def _device(profile: DeviceProfile) -> list[str]:
     ]
 
 
-_DEVICES = ("device", "memory", "its GB/s", "TFLOP/s float32", "bfloat16", "GB/s to the host", "to a peer", "network")
+_HEADINGS = ("device", "memory", "its GB/s", "TFLOP/s float32", "bfloat16", "GB/s to the host", "to a peer", "network")
 
 
 def border_table() -> str:
@@ -105,15 +89,16 @@ def replace_table(text: str, table: str, start: str = START, end: str = END) -> 
 
 
 def brought_up_to_date(text: str) -> str:
-    """``text`` with the tables of built-in passes, of their options, and of devices, as classes and files have them.
+    """``text`` with the tables that it has, of built-in passes and of devices, as classes and files say.
 
     Raises:
-        GraphoptError: as ``replace_table`` raises it.
+        GraphoptError: where it has neither; as ``replace_table`` raises it.
     """
     own = [cls for cls in available_passes().values() if cls.__module__.startswith("graphopt.passes.")]
-    text = replace_table(text, passes_table(own))
-    text = replace_table(text, options_table(own), "<!-- options -->", "<!-- /options -->")
-    return replace_table(text, devices_table(), "<!-- devices -->", "<!-- /devices -->")
+    made = {(START, END): lambda: passes_table(own), DEVICES: devices_table}
+    for place in [place for place in made if any(mark in text for mark in place)] or made:
+        text = replace_table(text, made[place](), *place)
+    return text
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -90,7 +90,7 @@ def refuse_wrapped(model: object) -> None:
                 f"{type(model).__name__} cannot be captured: {name!r} is a DTensor, whose operations talk to other "
                 "ranks by themselves; leave parallelize_module, distribute_module and distribute_tensor out, and let "
                 "ShardParameters() divide parameters over the ranks, or give each rank layers of its own part, with "
-                "the collectives in autograd functions (passes/README.md, Tensor parallelism)"
+                "the collectives in autograd functions (graphopt/README.md, Tensor parallelism)"
             )
 
 

@@ -112,7 +112,7 @@ def test_the_bits_of_an_optimizer_that_is_asked_for_no_kernel(name: str) -> None
         assert_same(eager(lambda p: cls(p, lr=0.01), BATCHES[:4], nothing), found, name)
 
 
-@pytest.mark.parametrize("where", ["README.md", "passes/README.md", "optimize_step"])
+@pytest.mark.parametrize("where", ["README.md", "graphopt/README.md", "optimize_step"])
 def test_users_are_told_of_them(where: str) -> None:
     text = graphopt.optimize_step.__doc__ if where == "optimize_step" else Path(where).read_text(encoding="utf-8")
     told = " ".join(str(text).replace("``", "`").split())
