@@ -16,7 +16,9 @@ from graphopt.errors import GraphoptError
 from graphopt.ir.gradients import all_gradients_made, gradient_owners, in_own_storage, update_gradients
 from graphopt.ir.node import Phase, value_of
 from graphopt.ir.program import Program
+from graphopt.rewriting.distributed.sharding.sharded_update import agree_on_norms
 from graphopt.rewriting.gradient_norm import norm_state
+from graphopt.rewriting.memory.recompute.gathered_parameters import gathered_names, sharding_group
 from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
 
 __all__ = ["ClipGradients"]
@@ -130,6 +132,15 @@ class ClipGradients(Pass):
         coefficient = _insert(program, _aten.clamp.default, (coefficient, None, 1.0))
         for group in _by_dtype(gradients):
             _insert(program, _aten._foreach_mul_.Tensor, (group, coefficient))
+        ranks = sharding_group(program)
+        if ranks is not None:  # of each gradient this rank has a shard
+            whole = sorted({name for g in gradients for name in owners.get(g, ())} - gathered_names(program))
+            if whole:
+                raise GraphoptError(
+                    f"clip-gradients: {whole[0]!r} is whole on every rank, while others are sharded, and would count "
+                    "once for each rank: give it to fully_shard too"
+                )
+            agree_on_norms(program, ranks, self.name)
 
 
 def _check(gradients: Sequence[fx.Node]) -> None:

@@ -150,6 +150,13 @@ from graphopt._torch.facts.op_calls import parts_of as parts_of
 from graphopt._torch.facts.op_calls import qualified_name as qualified_name
 from graphopt._torch.facts.op_calls import refusals_expected as refusals_expected
 from graphopt._torch.facts.op_calls import resolve_overload as resolve_overload
+from graphopt._torch.fully_sharded import ShardedGroup as ShardedGroup
+from graphopt._torch.fully_sharded import ShardedModule as ShardedModule
+from graphopt._torch.fully_sharded import ShardedParameter as ShardedParameter
+from graphopt._torch.fully_sharded import local_part as local_part
+from graphopt._torch.fully_sharded import root_hooks as root_hooks
+from graphopt._torch.fully_sharded import sharded_modules as sharded_modules
+from graphopt._torch.fully_sharded import share_state as share_state
 from graphopt._torch.kernels.eager_kernels import cpu_computes_in as cpu_computes_in
 from graphopt._torch.kernels.eager_kernels import eager_kernels as eager_kernels
 from graphopt._torch.kernels.eager_kernels import without_onednn as without_onednn
@@ -181,6 +188,9 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "RealWrites",
+    "ShardedGroup",
+    "ShardedModule",
+    "ShardedParameter",
     "StandIn",
     "SymbolRange",
     "TensorsUnchanged",
@@ -259,6 +269,7 @@ __all__ = [
     "is_written",
     "kernel_choices",
     "known_value",
+    "local_part",
     "map_aggregate",
     "mark_optimizer_called",
     "mode_of",
@@ -279,9 +290,12 @@ __all__ = [
     "reduce_scatter_tensor",
     "refusals_expected",
     "resolve_overload",
+    "root_hooks",
     "run_and_save_rng_state",
     "run_with_rng_state",
     "set_aside_in_bodies",
+    "sharded_modules",
+    "share_state",
     "size_hint",
     "size_range",
     "size_symbols",

@@ -23,6 +23,7 @@ __all__ = [
     "CHECKPOINTS",
     "COLLECTIVES",
     "FAKE_RANKS",
+    "FULLY_SHARDED",
     "GROUPS",
     "INDUCTOR",
     "JOINT",
@@ -288,7 +289,23 @@ FAKE_RANKS = Feature(
     {"torch.testing._internal.distributed.fake_pg": "FakeStore"},
 )
 
-ON_USE = (CHECKPOINTS, PARTS, PARTITIONER, INDUCTOR, AUTOCAST, MEMORY, GROUPS, ABORT, MESSAGES, FAKE_RANKS)
+FULLY_SHARDED = Feature(
+    "models after fully_shard",
+    {
+        "torch.distributed._composable_state": "_insert_module_state",
+        "torch.distributed.fsdp._fully_shard._fsdp_state": "FSDPState._lazy_init FSDPState._pre_forward "
+        "FSDPState._post_forward FSDPState._cast_forward_inputs FSDPState._cast_output_dtype",
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group": "FSDPParamGroup._reshard_after_forward "
+        "FSDPParamGroup._use_post_forward_mesh FSDPParamGroup._is_hsdp FSDPParamGroup._to_sharded "
+        "FSDPParamGroup._reduce_scatter_process_group FSDPParamGroup._all_reduce_process_group",
+        "torch.distributed.fsdp._fully_shard._fsdp_param": "FSDPParam._sharded_local_tensor",
+        "torch.distributed.fsdp._fully_shard._fsdp_collectives": "_get_gradient_divide_factors",
+    },
+)
+
+ON_USE = (
+    CHECKPOINTS, PARTS, PARTITIONER, INDUCTOR, AUTOCAST, MEMORY, GROUPS, ABORT, MESSAGES, FAKE_RANKS, FULLY_SHARDED,
+)  # fmt: skip
 
 
 def require(feature: Feature) -> None:

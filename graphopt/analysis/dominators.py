@@ -59,7 +59,7 @@ def checkpoint_candidates(program: Program) -> list[Candidate]:
 
 def _unawaited(node: fx.Node) -> bool:
     """Whether a collective has only started when a node has run: its data is there behind the wait."""
-    return schema.is_collective(node) and not schema.aliased_inputs(node)
+    return schema.is_collective(node) and not schema.aliased_inputs(node) and not schema.is_gather(node)
 
 
 def _outliving_forward(program: Program, position: dict[fx.Node, int]) -> list[Storage]:

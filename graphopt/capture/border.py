@@ -410,6 +410,25 @@ BORDER = (
         "refused",
         "a drop-in model runs the former as they are, with eager mode's other numbers in backward",
     ),
+    Row(
+        "models after `fully_shard` (FSDP2)",
+        "traced",
+        "gathers and reductions are ops; what is not done is refused at the capture; a warning names "
+        "`set_requires_gradient_sync(False)`",
+        compiled="honoured",
+        compiled_note="FSDP2's hooks run between the graphs, which get whole parameters",
+    ),
+    Row(
+        "models that `DistributedDataParallel` wraps",
+        "honoured",
+        "`optimize` optimizes what is inside; a whole step refuses the wrapper",
+        compiled="honoured",
+        compiled_note="torch's Dynamo cuts what is inside",
+    ),
+    Row(
+        "models that `torch.compile`, FSDP or DataParallel wraps; parameters or arguments that are `DTensor`s",
+        "refused",
+    ),
     Row("what a loss outside of a drop-in model allocates", "told", "it is not part of a budget; the record says so"),
 )
 """Every row; what is not in it is read at the capture."""

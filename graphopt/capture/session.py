@@ -21,6 +21,7 @@ from graphopt.capture.call.call_checks import (
     check_optimizer,
 )
 from graphopt.capture.call.flatten import Results, Structure, flatten, loss_in
+from graphopt.capture.call.fully_sharded import FullySharded, is_fully_sharded
 from graphopt.capture.call.garbage_collection import no_collection
 from graphopt.capture.call.source_lines import user_frame
 from graphopt.capture.call.tensor_classes import refuse_classes, result_classes
@@ -57,6 +58,7 @@ from graphopt.ir.graphs.autocast import mark_around, plain_precision, under_auto
 from graphopt.ir.host import shortage_named
 from graphopt.ir.node import Stage
 from graphopt.ir.program import Program
+from graphopt.rewriting.memory.recompute.gathered_parameters import free_whole_parameters
 from graphopt.rewriting.precision.written_casts import write_casts
 from graphopt.rewriting.shards import Shards
 
@@ -381,6 +383,7 @@ class CaptureSession:
         """The joint program of a (rewritten) forward program."""
         self.joint = self._eager_error_first(functools.partial(self._differentiated, program), backward=True)
         lowered = self.joint.program
+        free_whole_parameters(lowered)
         if self.optimizer is not None:
             lowered.lower = self.lower_joint
         return lowered
@@ -456,6 +459,24 @@ def capture(
         >>> graphopt.capture(model, (x,), loss=loss, device="h100-80gb").context.device.name
         'h100-80gb'
     """
+    if is_fully_sharded(model) and device is None:
+        refuse_wrapped(model, fully_sharded=True)
+        with FullySharded(model).as_shards(optimizer):
+            return _captured(model, args, kwargs, loss, optimizer, dynamic_shapes, stage, device)
+    return _captured(model, args, kwargs, loss, optimizer, dynamic_shapes, stage, device)
+
+
+def _captured(
+    model: nn.Module,
+    args: tuple[Any, ...] | torch.Tensor,
+    kwargs: Mapping[str, Any] | None,
+    loss: Loss | bool | None,
+    optimizer: torch.optim.Optimizer | None,
+    dynamic_shapes: Any,
+    stage: Stage | None,
+    device: str | DeviceProfile | None,
+) -> Program:
+    """See ``capture``; of a model after ``fully_shard`` it gets this rank's shards."""
     refuse_wrapped(model)
     positional = _positional(args, kwargs)
     wanted = _stage(stage, optimizer)

@@ -179,7 +179,7 @@ def _draws_of(graph: fx.Graph, bodies: Mapping[str, fx.GraphModule]) -> list[str
 
 def _effects_once(program: Program, _: Program | None) -> Iterator[str]:
     for node in program.phase_nodes(Phase.RECOMPUTE):
-        if schema.is_collective(node) or schema.mutated_inputs(node):
+        if (schema.is_collective(node) and not schema.is_gather(node)) or schema.mutated_inputs(node):
             yield f"{_where(node)} has an effect and would run a second time"
 
 

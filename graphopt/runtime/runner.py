@@ -67,8 +67,9 @@ class Options:
         dynamic_shapes: Any,
         backend: Backend,
         verify: Verify,
+        fully_sharded: bool = False,
     ) -> Options:
-        """The options, where they fit together.
+        """The options, where they fit together; ``fully_sharded`` where the model may be after ``fully_shard``.
 
         Raises:
             ArgumentError: for sizes or a check of another form.
@@ -76,7 +77,7 @@ class Options:
             GraphoptError: for a backend that there is not.
             PipelineError: where the passes do not fit together.
         """
-        refuse_wrapped(model)
+        refuse_wrapped(model, fully_sharded=fully_sharded)
         check_backend(backend)
         if not (isinstance(dynamic_shapes, str) and dynamic_shapes == "auto"):
             check_dynamic_shapes(dynamic_shapes)

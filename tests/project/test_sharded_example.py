@@ -1,4 +1,4 @@
-"""The example of a sharded Llama at a tiny size: two processes, and one that goes on from what they saved."""
+"""The examples of sharded Llamas at a tiny size: two processes, and one that goes on from what they saved."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.support.ranks import free_address
 SIZES = ["--batch", "2", "--context", "16", "--layers", "1", "--features", "160"]
 
 
-def run(ranks: int, *arguments: str) -> str:
+def run(ranks: int, *arguments: str, example: str = "sharded_llama.py") -> str:
     """What the first of so many processes prints."""
     known = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     address, port = free_address().split(":")
     common = {**known, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), "MASTER_ADDR": address, "MASTER_PORT": port}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(EXAMPLES / "sharded_llama.py"), *SIZES, *arguments],
+            [sys.executable, str(EXAMPLES / example), *SIZES, *arguments],
             env={**common, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(ranks)
@@ -48,3 +48,14 @@ def test_two_processes_train_and_one_goes_on(tmp_path: Path) -> None:
     assert "Went on behind step 2, with 1 processes." in second
     assert "step    4: loss" in second
     assert "equal with the model that is put together" in second
+
+
+@pytest.mark.sweep
+def test_a_model_after_fully_shard_trains_alike_within_a_budget() -> None:
+    *ways, verdict = run(
+        2, "--steps", "4", "--budget", "80%", "--layers", "2", "--context", "128", example="fsdp2.py"
+    ).splitlines()
+    assert verdict == "Losses and parameters are equal in all ways, to the last bit"
+    sizes = {line[:22].strip(): float(line[22:].split(" MB")[0]) for line in ways}
+    assert list(sizes) == ["FSDP2", "FSDP2, checkpointing", "optimize", "FitMemory('80%')"]
+    assert sizes["FitMemory('80%')"] < sizes["optimize"] <= sizes["FSDP2"]

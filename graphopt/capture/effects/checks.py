@@ -12,6 +12,7 @@ from torch import fx, nn
 from graphopt import _torch
 from graphopt.capture.call.assigned_buffers import IN_PARTS
 from graphopt.capture.call.call_checks import check_model
+from graphopt.capture.call.fully_sharded import is_as_shards
 from graphopt.capture.call.source_lines import source_line
 from graphopt.errors import CaptureError, GraphBreakError, GraphoptError
 from graphopt.ir import region_effects
@@ -42,14 +43,16 @@ logger = logging.getLogger("graphopt")
 _WAY_OUT = {
     "OptimizedModule": "it is wrapped by torch.compile; pass the bare module (model._orig_mod) and choose "
     'backend="inductor" to compile the rewritten program',
-    "DistributedDataParallel": "it is wrapped by DistributedDataParallel, whose reducer cannot be captured; pass the "
-    "bare module (model.module) and exchange gradients outside of the program",
+    "DistributedDataParallel": "it is wrapped by DistributedDataParallel, whose reducer cannot be captured: "
+    "graphopt.optimize takes it as it is; anything else takes the bare module (model.module), and DataParallel() among "
+    "the passes exchanges gradients",
     "DataParallel": "it is wrapped by DataParallel, which runs replicas in threads; pass the bare module "
     "(model.module)",
     "FullyShardedDataParallel": "it is wrapped by FullyShardedDataParallel, which swaps parameters during the step; "
     "pass the bare module",
-    "FSDPModule": "fully_shard was applied to it, which swaps parameters during the step; pass the module before "
-    "fully_shard",
+    "FSDPModule": "fully_shard was given it, and not the model as a whole, or in a way that is not for models after "
+    "fully_shard: give optimize, optimize_step or capture the whole model, of which fully_shard(model) was the last "
+    "call, or the module before fully_shard",
     "ScriptModule": "it is a TorchScript module, which has no Python to trace; pass the module it was made from",
 }
 
@@ -70,13 +73,20 @@ _EACH_BY_ITSELF = (
 _NORMS = ("_foreach_norm", "_foreach_max")
 
 
-def refuse_wrapped(model: object) -> None:
-    """Raise a ``CaptureError`` with the way out for a model, or a part of one, that another tool has wrapped."""
+def refuse_wrapped(model: object, *, fully_sharded: bool = False) -> None:
+    """Raise a ``CaptureError`` with the way out for a model, or a part of one, that another tool has wrapped.
+
+    Args:
+        model: to look at.
+        fully_sharded: let pass what was given to ``fully_shard``, as all is that a program sees as shards.
+    """
     check_model(model)
     assert isinstance(model, nn.Module)
     for path, module in model.named_modules():
         where = f"its submodule {path!r}" if path else type(module).__name__
         for cls in type(module).__mro__:
+            if cls.__name__ == "FSDPModule" and (fully_sharded or is_as_shards(module)):
+                continue
             if cls.__name__ in _WAY_OUT and cls.__module__.startswith("torch."):
                 raise CaptureError(f"{where} cannot be captured: {_WAY_OUT[cls.__name__]}")
             if slots := _slots(cls):
@@ -85,7 +95,7 @@ def refuse_wrapped(model: object) -> None:
                     "__slots__, where changes between calls are not seen; leave __slots__ out"
                 )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if _is_distributed(tensor):
+        if _is_distributed(tensor) and not fully_sharded:
             raise CaptureError(
                 f"{type(model).__name__} cannot be captured: {name!r} is a DTensor, whose operations talk to other "
                 "ranks by themselves; leave parallelize_module, distribute_module and distribute_tensor out, and let "

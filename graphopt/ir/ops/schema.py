@@ -17,6 +17,7 @@ __all__ = [
     "has_effect",
     "holds_elsewhere",
     "is_collective",
+    "is_gather",
     "is_own_tensor",
     "is_random",
     "is_view",
@@ -56,8 +57,10 @@ _MOVE_AWAY = ("graphopt::offload", "graphopt::move_out")
 _SWAPS = ("graphopt::swap_in", "graphopt::swap_in_wait", "graphopt::swap_out", "graphopt::swap_out_wait")
 
 _COLLECTIVES = ("_c10d_functional", "c10d_functional", "_dtensor", "c10d")
+_GATHER = "graphopt::gather_shards"
 _OUR_COLLECTIVES = (
     "graphopt::all_gather_into_tensor",
+    _GATHER,
     "graphopt::reduce_scatter_sum",
     "graphopt::same_on_all_ranks",
 )
@@ -260,6 +263,11 @@ def is_collective(node: fx.Node) -> bool:
     if not isinstance(node.target, _torch.OpOverload):
         return False
     return node.target.namespace in _COLLECTIVES or node.target._schema.name in _OUR_COLLECTIVES
+
+
+def is_gather(node: fx.Node) -> bool:
+    """Whether the op gathers sharded parameters and waits for them, which all ranks may do again."""
+    return isinstance(node.target, _torch.OpOverload) and node.target._schema.name == _GATHER
 
 
 def starts_exchange(node: fx.Node) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +16,7 @@ from torch import nn
 
 from graphopt.capture import CaptureSession
 from graphopt.capture.call.call_checks import argument_names
+from graphopt.capture.call.fully_sharded import is_fully_sharded
 from graphopt.capture.effects.eager_trial import EagerCall, FailsInEagerError
 from graphopt.capture.effects.side_effects import CAPTURE_LOCK
 from graphopt.errors import GraphBreakError, GraphoptError
@@ -23,6 +27,7 @@ from graphopt.runtime.calls.observers import tell_seconds
 from graphopt.runtime.calls.size_rules import Target
 from graphopt.runtime.compiled_joint import CompiledJoint, compile_joint
 from graphopt.runtime.drop_in.set_forward import what_runs
+from graphopt.runtime.drop_in.sharded_call import ShardedCalls
 from graphopt.runtime.graph_breaks.parts import Parts
 from graphopt.runtime.runner import Options, Runner
 
@@ -47,6 +52,7 @@ class DropIn:
     Attributes:
         scaler: the scaler that the model shares its loss scale with, once there is one.
         parts: those of a model that cannot be captured whole, once that is known.
+        sharded: what a model after ``fully_shard`` needs beside.
     """
 
     def __init__(
@@ -61,6 +67,7 @@ class DropIn:
         self.runner: Runner[CompiledJoint] = Runner(options, "joint", parameter)
         self.scaler: Any = None
         self.parts: Parts | None = None
+        self.sharded: ShardedCalls | None = None
         self._plain = plain
         self._told: set[str] = set()
 
@@ -103,10 +110,12 @@ class DropIn:
             self.parts = None
         if self.parts is None:
             try:
-                with CAPTURE_LOCK, self.runner.agreement.reporting():
+                with CAPTURE_LOCK, self._as_shards(), self.runner.agreement.reporting():
                     found, tensors = self.runner.find(model, args, kwargs, _Maker(self, model, args, kwargs, True))
                     begun = self.runner.agreement.begin(found.exchanges)
                     arguments = found.gather(tensors, self.runner.serving.changes)
+                if self.sharded is not None:
+                    arguments = self.sharded.connected(arguments)
                 self.runner.wait(begun, found.rewritten.program)
                 return self._run(found, arguments, self._eager(given, model, args, kwargs))
             except _ReplacedError:
@@ -115,6 +124,8 @@ class DropIn:
             except FailsInEagerError as error:
                 fails: str | None = _first_line(error)
             except GraphBreakError as error:
+                if self.sharded is not None:
+                    raise
                 self.parts, fails = Parts(self.original, given, self.runner, error), None
             if fails is not None:  # behind the handler, so that no other error is shown above that of the user's code
                 return self._tell_of(fails, self._eager(given, model, args, kwargs).run())
@@ -125,6 +136,8 @@ class DropIn:
         self, given: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> EagerCall:
         """A call of the model as eager mode has it."""
+        if self.sharded is not None:
+            given = functools.partial(_unpacked, functools.partial(self.eager, given))
         return EagerCall(given, model, args, kwargs, autocast=self.options.pipeline.autocast)
 
     def _run(self, found: CompiledJoint, arguments: list[torch.Tensor], eager: EagerCall) -> Any:
@@ -144,7 +157,29 @@ class DropIn:
         self, given: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], why: str
     ) -> Any:
         """Run ``given`` for a call in eager mode; the first one for a reason is told, where it raises nothing."""
-        return self._tell_of(why, given(model, *args, **kwargs))
+        return self._tell_of(why, self.eager(given, model, args, kwargs))
+
+    def eager(
+        self, given: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run ``given`` for a training call in eager mode."""
+        if self.sharded is not None:
+            return self.sharded.eager(given, model, args, kwargs)
+        return given(model, *args, **kwargs)
+
+    def look_for_shards(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        """See whether ``fully_shard`` was given the optimized model since the call before."""
+        if self.sharded is None and is_fully_sharded(model):
+            self.sharded = ShardedCalls(model, model, self.options.pipeline)
+            self.sharded.end_forward(args)
+
+    def hooks_inside(self, hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
+        """Those hooks of the model itself that are part of its program; all others act around it."""
+        return OrderedDict() if self.sharded is None else self.sharded.hooks_inside(hooks)
+
+    def _as_shards(self) -> contextlib.AbstractContextManager[None]:
+        """While a call is looked at and captured: a model after ``fully_shard`` as its program sees it."""
+        return contextlib.nullcontext() if self.sharded is None else self.sharded.as_shards()
 
     def _tell_of(self, why: str, result: Any) -> Any:
         """What a call in eager mode has given, told where it is the first one for a reason."""
@@ -160,9 +195,12 @@ class DropIn:
     def prepare(self, model: nn.Module, example_inputs: Any) -> None:
         """Capture for positional example inputs."""
         try:
-            found = self.runner.find_example(model, example_inputs, lambda args: _Maker(self, model, args, {}))
+            with CAPTURE_LOCK, self._as_shards():
+                found = self.runner.find_example(model, example_inputs, lambda args: _Maker(self, model, args, {}))
             self.runner.compare_new(found.rewritten.program, found.exchanges)
         except GraphBreakError as error:
+            if self.sharded is not None:
+                raise
             self.parts = Parts(self.original, what_runs(model), self.runner, error)
             self.parts.tell_beforehand()
 
@@ -175,6 +213,10 @@ class DropIn:
     def plain(self) -> nn.Module:
         """The model as an object of its original class."""
         return self._plain()
+
+
+def _unpacked(run: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return run(model, args, kwargs)
 
 
 def _first_line(error: Exception) -> str:

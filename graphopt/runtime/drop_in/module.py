@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import fx, nn
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
 from graphopt import _torch
@@ -151,7 +151,7 @@ class Optimized(nn.Module):
         plain = self._original_model()
         plain.__class__ = _called_as_usual(type(plain))  # type: ignore[arg-type]
         for hooks in _HOOKS:
-            plain.__dict__[hooks] = OrderedDict()
+            plain.__dict__[hooks] = self._graphopt.hooks_inside(plain.__dict__[hooks])
         return plain
 
     def _original_model(self) -> nn.Module:
@@ -232,8 +232,11 @@ def _by_others(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _start(given: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a call of an optimized model: the program, or what it computes where it is not for training, or traced."""
     taken_over = not isinstance(model, Optimized)  # by a whole step, whose program it is part of
-    if taken_over or not model.training or not torch.is_grad_enabled() or _is_traced() or _by_others(args, kwargs):
+    if taken_over or not model.training or not torch.is_grad_enabled():
         return given(model, *args, **kwargs)
+    model._graphopt.look_for_shards(model, args)
+    if _is_traced() or _by_others(args, kwargs):
+        return model._graphopt.eager(given, model, args, kwargs)
     if _torch.in_function_transform():
         return model._graphopt.run_as_it_is(given, model, args, kwargs, "a transform of torch.func is at work")
     if _torch.in_forward_mode():
@@ -350,14 +353,28 @@ def optimize(
         >>> model.records[0].name
         'recompute'
     """
-    from graphopt.runtime.drop_in.model_captures import (
-        DropIn,  # what captures and runs programs: for those who make one
-    )
+    # what captures and runs programs: for those who make one
+    from graphopt.capture.call.fully_sharded import is_fully_sharded
+    from graphopt.runtime.drop_in.model_captures import DropIn
+    from graphopt.runtime.drop_in.sharded_call import ShardedCalls
     from graphopt.runtime.runner import Options
 
-    options = Options.checked(model, passes, dynamic_shapes, backend, verify)
     if isinstance(model, Optimized):
         raise CaptureError("the model is optimized already: give all passes to one call of graphopt.optimize")
+    if isinstance(model, DistributedDataParallel):
+        from graphopt.runtime.drop_in.wrapped import around
+
+        inner = optimize(
+            cast(nn.Module, model.module),
+            passes,
+            example_inputs=example_inputs,
+            dynamic_shapes=dynamic_shapes,
+            backend=backend,
+            verify=verify,
+        )
+        return cast(M, around(model, inner, cast(Optimized, inner)._graphopt.options.pipeline))
+    sharded = is_fully_sharded(model)
+    options = Options.checked(model, passes, dynamic_shapes, backend, verify, fully_sharded=sharded)
     _refuse_update(options.pipeline)
     if issubclass(cast(Any, type(model)), LazyModuleMixin):
         from graphopt.capture.guards.fingerprint import refuse_lazy
@@ -366,6 +383,8 @@ def optimize(
     result: Any = object.__new__(_optimized_class(type(model)))  # type: ignore[arg-type]
     object.__setattr__(result, "__dict__", model.__dict__)
     drop_in = DropIn(type(model), options, result.get_parameter, result._plain_model)
+    if sharded:
+        drop_in.sharded = ShardedCalls(model, result, options.pipeline)
     own = {"_graphopt": drop_in, "_own_forward": None, "_other_forward": (None, None)}
     for name, value in own.items():
         object.__setattr__(result, name, value)

@@ -63,11 +63,15 @@ def optimize_step(
         >>> value.shape, step.records[0].name
         (torch.Size([]), 'recompute')
     """
-    from graphopt.runtime.runner import Options  # what captures and runs programs: for those who make one
+    # what captures and runs programs: for those who make one
+    from graphopt.capture.call.fully_sharded import is_fully_sharded
+    from graphopt.runtime.runner import Options
     from graphopt.runtime.step.train_step import TrainStep
 
     model, taken = take_over(model, passes)
-    step = TrainStep(model, optimizer, Options.checked(model, taken, dynamic_shapes, backend, verify), loss)
+    sharded = is_fully_sharded(model)
+    options = Options.checked(model, taken, dynamic_shapes, backend, verify, fully_sharded=sharded)
+    step = TrainStep(model, optimizer, options, loss)
     if example_inputs is not None:
         step.prepare_example(example_inputs)
     return step

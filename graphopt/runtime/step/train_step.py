@@ -16,6 +16,7 @@ from torch import fx, nn
 from graphopt import _torch
 from graphopt.capture.call.call_checks import check_call, check_loss, check_optimizer
 from graphopt.capture.call.flatten import detach_all
+from graphopt.capture.call.fully_sharded import FullySharded, is_fully_sharded
 from graphopt.capture.effects.eager_trial import EagerCall, FailsInEagerError
 from graphopt.capture.effects.side_effects import CAPTURE_LOCK
 from graphopt.capture.session import call_loss, loss_call
@@ -30,6 +31,7 @@ from graphopt.rewriting.gradient_norm import GRADIENT_NORM
 from graphopt.rewriting.pass_ import Records
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.precision.scaling import scaling_of
+from graphopt.runtime.drop_in.wrapped import refuse_beside_sharding
 from graphopt.runtime.programs.accumulate import add_gradients
 from graphopt.runtime.ranks.places import reached
 from graphopt.runtime.ranks.watch import meeting
@@ -103,6 +105,10 @@ class TrainStep:
         self._store = self._runner.store
         scaling = scaling_of(options.pipeline.passes)
         self._ends: UnevenEnds | None = None
+        self._is_sharded = is_fully_sharded(model)
+        self._sharded: FullySharded | None = None
+        if self._is_sharded:
+            refuse_beside_sharding(options.pipeline, type(model).__name__)
         self._skips = SkipWatch(self._store, scaling) if scaling is not None else None
 
     # --- running -----------------------------------------------------------------------------------------------------
@@ -135,17 +141,30 @@ class TrainStep:
         eager = EagerCall(
             loss_call(self._loss or True), self._model, args, kwargs, self._loss or True, self._pipeline.autocast
         )
-        try:
-            ready = self._ready(args, kwargs)
-        except FailsInEagerError as error:
-            fails = error
-        else:
-            return self._run(ready, eager)
-        # behind the handler, so that no other error is shown above the one of the user's code
-        eager.run()
-        assert fails.__cause__ is not None
-        fails.__cause__.add_note(UNCHANGED)
-        raise fails.__cause__  # that of backward
+        with self._as_shards():
+            try:
+                ready = self._ready(args, kwargs)
+            except FailsInEagerError as error:
+                fails = error
+            else:
+                return self._run(ready, eager)
+            # behind the handler, so that no other error is shown above the one of the user's code
+            eager.run()
+            assert fails.__cause__ is not None
+            fails.__cause__.add_note(UNCHANGED)
+            raise fails.__cause__  # that of backward
+
+    @contextlib.contextmanager
+    def _as_shards(self) -> Iterator[None]:
+        """Around a call of the step: a model after ``fully_shard``, and its optimizer, as the program sees them."""
+        if not self._is_sharded:
+            yield
+            return
+        with CAPTURE_LOCK:
+            if self._sharded is None:
+                self._sharded = FullySharded(self._model)
+            with self._sharded.as_shards(self._optimizer):
+                yield
 
     def _ready(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Ready:
         with CAPTURE_LOCK, self._runner.agreement.reporting(), self._programs.kept.sharded.described():
@@ -230,14 +249,20 @@ class TrainStep:
     @public
     def prepare(self, *args: Any, **kwargs: Any) -> TrainStep:
         """Capture and compile for a batch like this one without running; returns the step itself."""
-        with CAPTURE_LOCK, self._runner.agreement.reporting(), self._programs.kept.sharded.described():
+        with (
+            CAPTURE_LOCK,
+            self._as_shards(),
+            self._runner.agreement.reporting(),
+            self._programs.kept.sharded.described(),
+        ):
             compiled = self._programs.variant(self._programs.find(args, kwargs)[0])
         self._runner.compare_new(compiled.program, compiled.exchanges)
         return self
 
     def prepare_example(self, example_inputs: Any) -> None:
         """Capture and compile for a batch given as a tuple, as ``example_inputs=`` is."""
-        compiled = self._programs.variant(self._programs.find_example(example_inputs))
+        with self._as_shards():
+            compiled = self._programs.variant(self._programs.find_example(example_inputs))
         self._runner.compare_new(compiled.program, compiled.exchanges)
 
     @public

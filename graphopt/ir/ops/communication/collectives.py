@@ -36,6 +36,7 @@ __all__ = [
     "REDUCE_SCATTER_SUM",
     "WAIT",
     "all_gather_into_tensor",
+    "gather_shards",
     "reduce_scatter_sum",
 ]
 
@@ -94,6 +95,28 @@ reduce_scatter_sum = define(
 ``input`` is contiguous; of ``group_size`` equal parts of its dimension 0, rank ``i`` gets the sum of parts ``i`` of all
 ranks, once ``wait_tensor`` has returned the result. Until then the input must be left alone, and afterwards it holds
 partial sums. Sums begin with the part of rank ``i + 1`` and go around the ring, rounded to the dtype at each rank.
+"""
+
+
+def _gather_shards(input: torch.Tensor, group_size: int, frees: bool, group_name: str) -> torch.Tensor:
+    del frees
+    found: torch.Tensor = WAIT(all_gather_into_tensor(input, group_size, group_name))
+    return found
+
+
+def _whole(input: torch.Tensor, group_size: int, frees: bool, group_name: str) -> torch.Tensor:
+    """Room for what comes; what an example run gives too."""
+    del frees
+    return _gathered(input, group_size, group_name)
+
+
+gather_shards = define(
+    "gather_shards(Tensor input, int group_size, bool frees, str group_name) -> Tensor", _gather_shards, _whole
+)
+"""``gather_shards(Tensor input, int group_size, bool frees, str group_name) -> Tensor``: gather, and wait for it.
+
+As ``all_gather_into_tensor``, in one call, which may run again: all ranks run the same program. ``frees`` says that the
+model asks for the result to be freed behind forward, and gathered again for backward.
 """
 
 ALL_GATHER = all_gather_into_tensor

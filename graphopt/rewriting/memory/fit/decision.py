@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from graphopt.analysis.costs.cost import costs_of
 from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.ir.memory.timeline import MemoryTimeline
 from graphopt.ir.node import info
@@ -19,6 +18,7 @@ from graphopt.rewriting.memory.fit.other_sizes import written_sizes
 from graphopt.rewriting.memory.fit.planned import Planned, plan_of
 from graphopt.rewriting.memory.fit.preparation import Preparation, Prepared, prepared
 from graphopt.rewriting.memory.recompute.checkpoint_segments import is_asked_for
+from graphopt.rewriting.memory.recompute.gathered_parameters import costs_with_gathers
 from graphopt.rewriting.memory.recompute.planning_problem import repeatable_calls
 from graphopt.rewriting.pass_ import Changed
 from graphopt.rewriting.progress import measuring
@@ -247,7 +247,7 @@ def own_segments(program: Program, budget: int, cost: str, origin: str) -> OwnSe
             return None
     memory = program.memory()
     with measuring() as measured:
-        costs = costs_of(memory, cost, progress=measured)
+        costs = costs_with_gathers(program, memory, cost, measured)
     seconds = sum(each for node, each in zip(memory.nodes, costs.seconds, strict=True) if is_asked_for(node))
     note = "the model's checkpoint() segments stay as they are: no plan that was found is faster"
     if reason and program.context.room is not None:  # what it is within is a share, or the smallest plan of the part

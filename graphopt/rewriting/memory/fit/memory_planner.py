@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from graphopt.analysis.costs.cost import costs_of, profile_of_cost
+from graphopt.analysis.costs.cost import profile_of_cost
 from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.errors import GraphoptError
 from graphopt.ir.context import UNLIMITED
@@ -24,7 +24,7 @@ from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
 from graphopt.planning.frontier import Frontier
 from graphopt.planning.transfers.offloading import Lanes
-from graphopt.rewriting.distributed.agreed_decision import decided_by_first_rank
+from graphopt.rewriting.distributed.agreed_decision import decided_by_first_rank, decided_in_group
 from graphopt.rewriting.distributed.sharding.sharded_parameters import sharded_inputs
 from graphopt.rewriting.memory.compress.compression import Compression
 from graphopt.rewriting.memory.fit.budget import (
@@ -37,7 +37,7 @@ from graphopt.rewriting.memory.fit.budget import (
     within_share,
 )
 from graphopt.rewriting.memory.fit.compress_action import CompressAction, choose_values, values_of
-from graphopt.rewriting.memory.fit.decision import Decision, ProgramPlan, carry, or_own_segments
+from graphopt.rewriting.memory.fit.decision import Decision, MemoryPlan, ProgramPlan, carry, or_own_segments
 from graphopt.rewriting.memory.fit.fitting import Fitting, FittingOptions
 from graphopt.rewriting.memory.fit.named_plan import shared_calls
 from graphopt.rewriting.memory.fit.other_sizes import Searches, written_sizes
@@ -53,6 +53,11 @@ from graphopt.rewriting.memory.fit.state_action import (
     swapped_line,
 )
 from graphopt.rewriting.memory.recompute.checkpoint_segments import has_segments
+from graphopt.rewriting.memory.recompute.gathered_parameters import (
+    costs_with_gathers,
+    gathering_group,
+    measure_gathers,
+)
 from graphopt.rewriting.memory.recompute.planning_problem import PlanningProblem
 from graphopt.rewriting.memory.transfers.state_swaps import created_state, elsewhere
 from graphopt.rewriting.memory.transfers.transfer_insertion import Swaps, host_lanes, lift_gathers, lift_swaps, nodes_of
@@ -161,7 +166,9 @@ class MemoryPlanner:
 
         def seconds_of(trial: Program) -> float:
             found = self._decide(trial, budget).found
-            return sum(costs_of(trial.memory(), self._options.cost).seconds) if found is None else found.seconds
+            if found is not None:
+                return found.seconds
+            return sum(costs_with_gathers(trial, trial.memory(), self._options.cost).seconds)
 
         return choose_values(program, _COMPRESSION, seconds_of)
 
@@ -247,22 +254,28 @@ class MemoryPlanner:
         with elsewhere(trial, there):
             without = trial.memory()
             with measuring() as measured:
-                costs = costs_of(without, self._options.cost, progress=measured)
+                costs = costs_with_gathers(trial, without, self._options.cost, measured)
             with searching() as searched:
                 fitting = Fitting(trial, without, costs.seconds, self._search_options(searched, ()))
             link = link_to(trial, self._options.cost)
             return state_to_move(fitting, without, costs.seconds, largest_first, budget, link)
 
     def _plan_alone(self, program: Program, share: int | None = None, known: Planned | None = None) -> Changed:
-        """Plan a program by recomputation and offloading alone; where parameters are sharded, as the first rank does.
+        """Plan a program by recomputation and offloading alone; where parameters are gathered, as the first rank does.
 
         Args:
             program: rewritten in place.
             share: the budget in bytes, where it is known already.
             known: a plan that was found for this program before.
         """
-        if sharded_inputs(program):
-            plan = decided_by_first_rank(program, lambda: self._decide(program.copy(), share).plan)
+        gathering = gathering_group(program)
+        if gathering is not None or sharded_inputs(program):
+            measure_gathers(program, self._options.cost)
+
+            def decide() -> MemoryPlan:
+                return self._decide(program.copy(), share).plan
+
+            plan = decided_by_first_rank(program, decide) if gathering is None else decided_in_group(gathering, decide)
             ready = program if plan.preparation is None else plan.preparation.done_to(program, ORIGIN)
             if ready is None:
                 raise GraphoptError("what the first rank does to its program cannot be done on this one")
@@ -371,7 +384,7 @@ class MemoryPlanner:
                 program, memory, budget, moves="offload" in self._options.allow and self._options.host_room != 0
             )
         with measuring() as measured:
-            costs = costs_of(memory, self._options.cost, progress=measured)
+            costs = costs_with_gathers(program, memory, self._options.cost, measured)
         with searching() as searched:
             everywhere = shared or program.context.elsewhere  # ask for plans at all budgets
             budgets = [] if everywhere else [budget]

@@ -30,7 +30,12 @@ __all__ = [
 
 
 def can_recompute(node: fx.Node) -> bool:
-    """Whether a forward node may run a second time: no collectives, no writes, no effects (random ops are replayed)."""
+    """Whether a forward node may run a second time: no writes, no effects, of collectives gathers of shards alone.
+
+    Random ops are replayed.
+    """
+    if schema.is_gather(node):
+        return True
     if node.op != "call_function" or schema.is_collective(node) or schema.mutated_inputs(node):
         return False
     if schema.is_random(node) and not node.all_input_nodes and node.kwargs.get("device") is None:

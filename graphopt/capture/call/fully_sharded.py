@@ -1,0 +1,284 @@
+"""A model after ``fully_shard`` (FSDP2) as a program sees it: this rank's shards are its parameters.
+
+Around each module that was given to ``fully_shard`` stand two hooks in place of FSDP2's: the first one gathers the
+parameters of its groups, in FSDP2's buckets, and puts the whole ones into the modules; the second one puts the shards
+back. A gather is one autograd function whose backward reduces the gradients of the bucket and leaves this rank's part
+to each shard. So a program has gathers and reductions as ops of forward and backward, and everything that is done with
+activations can be done with whole parameters too: freed behind forward and gathered again is nothing but recomputed.
+
+Source: Zhang et al., "SimpleFSDP: Simpler Fully Sharded Data Parallel with torch.compile", 2024 (arXiv 2411.00284).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphopt import _torch
+from graphopt.ir.ops.communication.collectives import REDUCE_SCATTER, WAIT, gather_shards
+
+__all__ = ["GATHERS", "FullySharded", "is_as_shards", "is_fully_sharded", "shard_hooks"]
+
+aten = torch.ops.aten
+
+logger = logging.getLogger("graphopt")
+
+GATHERS = "gather_"
+"""How the names of the autograd functions begin that gather a group."""
+
+
+def is_fully_sharded(model: object) -> bool:
+    """Whether ``fully_shard`` was given this module itself."""
+    return any(cls.__name__ == "FSDPModule" and cls.__module__.startswith("torch.") for cls in type(model).__mro__)
+
+
+class ShardHook:
+    """What stands in place of a hook of FSDP2's, which a program keeps also where it leaves out what runs around it."""
+
+    def __init__(self, module: _torch.ShardedModule, gathers: Sequence[_Gather]) -> None:
+        self.module, self.gathers = module, gathers
+
+
+def shard_hooks(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
+    """Those of a module's hooks that gather its parameters or put the shards back."""
+    return OrderedDict((key, hook) for key, hook in hooks.items() if isinstance(hook, ShardHook))
+
+
+def is_as_shards(module: nn.Module) -> bool:
+    """Whether a module that was given to ``fully_shard`` is as a program sees it at the moment."""
+    return bool(shard_hooks(module._forward_pre_hooks))
+
+
+class _Before(ShardHook):
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        for gather in self.gathers:
+            gather.put_whole()
+        return self.module.cast_inputs(args, kwargs)
+
+
+class _Behind(ShardHook):
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        for gather in self.gathers:
+            gather.put_shards()
+        return self.module.cast_output(output)
+
+
+class _Gather:
+    """The gather of one group, and what stands in the modules meanwhile."""
+
+    def __init__(self, group: _torch.ShardedGroup) -> None:
+        self._group = group
+        self._function = _function(group)
+        self._shards: list[nn.Parameter] = []
+
+    def put_whole(self) -> None:
+        parameters = self._group.parameters
+        self._shards = [module._parameters[name] for module, name in (p.places[0] for p in parameters)]  # type: ignore[misc]
+        whole = _torch.apply_function(self._function, *self._shards)
+        for parameter, tensor in zip(parameters, whole, strict=True):
+            for module, name in parameter.places:
+                module._parameters[name] = tensor
+
+    def put_shards(self) -> None:
+        for parameter, shard in zip(self._group.parameters, self._shards, strict=True):
+            for module, name in parameter.places:
+                module._parameters[name] = shard
+        self._shards = []
+
+
+def _function(group: _torch.ShardedGroup) -> type[torch.autograd.Function]:
+    """The autograd function of a group, under a name of its own, by which a program keeps it."""
+
+    class Gather(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            ctx.set_materialize_grads(False)
+            return _gathered(group, shards)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+            return _reduced(group, gradients)
+
+    Gather.__name__ = Gather.__qualname__ = f"{GATHERS}{group.path or 'root'}".replace(".", "_").replace(", ", "_")
+    return Gather
+
+
+def _gathered(group: _torch.ShardedGroup, shards: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The whole parameters of a group, for this rank's shards."""
+    flat = []
+    for parameter, shard in zip(group.parameters, shards, strict=True):
+        one = shard.reshape(-1)
+        if parameter.dtype is not None and one.dtype != parameter.dtype:
+            one = aten._to_copy.default(one, dtype=parameter.dtype)
+        if parameter.size[0] % group.ranks:  # then on all ranks, which must have the same program
+            one = aten.constant_pad_nd.default(one, [0, parameter.length - one.numel()], 0.0)
+        flat.append(one)
+    together = flat[0] if len(flat) == 1 else aten.cat.default(flat)
+    everything = gather_shards(together, group.ranks, group.frees, group.group).view(group.ranks, -1)
+    if len(flat) == 1:
+        pieces = [everything]
+    else:
+        pieces = aten.split_with_sizes_copy.default(everything, [p.length for p in group.parameters], 1)
+    return tuple(
+        aten.as_strided.default(piece, list(parameter.size), list(parameter.strides), 0)
+        for parameter, piece in zip(group.parameters, pieces, strict=True)
+    )
+
+
+def _reduced(group: _torch.ShardedGroup, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of a group's shards, for those of its whole parameters; in the order of FSDP2's additions."""
+    there = [(place, gradient) for place, gradient in enumerate(gradients) if gradient is not None]
+    results: list[torch.Tensor | None] = [None] * len(gradients)
+    if not there:
+        return tuple(results)
+    before, behind = group.divides
+    flat = aten._chunk_cat.default([gradient for _, gradient in there], 0, group.ranks).view(-1)
+    flat = _divided(_as(flat, group.reduce_dtype), before)
+    mine = WAIT(REDUCE_SCATTER(flat, group.ops[0], group.ranks, group.group))
+    if group.replicas:
+        mine = WAIT(_torch.all_reduce(mine, group.ops[1], group.replicas))
+    mine = _as(_divided(mine, behind), group.dtype)
+    offset = 0
+    for place, _ in there:
+        parameter = group.parameters[place]
+        size, strides = list(parameter.shard_size), list(parameter.shard_strides)
+        results[place] = aten.as_strided.default(mine, size, strides, offset)
+        offset += parameter.length
+    return tuple(results)
+
+
+def _as(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor if dtype is None or tensor.dtype == dtype else aten._to_copy.default(tensor, dtype=dtype)
+
+
+def _divided(tensor: torch.Tensor, by: float) -> torch.Tensor:
+    return tensor if by == 1 else aten.div.Tensor(tensor, by)
+
+
+class FullySharded:
+    """A model after ``fully_shard``.
+
+    Args:
+        model: that ``fully_shard`` was given as a whole, and whose parameters are there.
+
+    Attributes:
+        groups: the parameters that are gathered together.
+
+    Raises:
+        CaptureError: for what FSDP2 does and a program does not.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._title = type(model).__name__
+        self._told = False
+        self._modules = _torch.sharded_modules(model)
+        self._hooks = []
+        for module in self._modules:
+            gathers = [_Gather(group) for group in module.groups]
+            self._hooks.append((_Before(module, gathers), _Behind(module, gathers)))
+        self.groups = [group for module in self._modules for group in module.groups]
+        self._shards: dict[_torch.ShardedParameter, nn.Parameter] = {}
+
+    @contextmanager
+    def as_shards(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+        """While a call is looked at, captured, or its tensors are gathered, the model is as a program sees it.
+
+        Args:
+            optimizer: of a whole step, which then holds shards too, and state of these.
+        """
+        if not self._told and not all(group.reduces for group in self.groups):
+            self._told = True
+            logger.warning(
+                "%s: set_requires_gradient_sync(False) has no effect on a program, which reduces gradients in each "
+                "backward: their sums are the same within rounding, and no whole gradients wait for the last backward",
+                self._title,
+            )
+        for group in self.groups:
+            group.free_whole()
+        with ExitStack() as stack:
+            for module, hooks in zip(self._modules, self._hooks, strict=True):
+                stack.enter_context(module.hooks(*hooks))
+            stack.callback(
+                self._put, {parameter: parameter.tensor for group in self.groups for parameter in group.parameters}
+            )
+            self._put({parameter: self._shard(parameter) for group in self.groups for parameter in group.parameters})
+            if optimizer is not None:
+                stack.callback(self._whole_state, optimizer, self._shards_of_state(optimizer))
+            yield
+
+    def _put(self, tensors: dict[_torch.ShardedParameter, Any]) -> None:
+        for parameter, tensor in tensors.items():
+            for module, name in parameter.places:
+                module._parameters[name] = tensor
+
+    def _shard(self, parameter: _torch.ShardedParameter) -> nn.Parameter:
+        """This rank's shard as a parameter, the same one as long as the user's tensor has the same memory."""
+        given, local = parameter.tensor, parameter.local
+        known = self._shards.get(parameter)
+        if known is None or known.data_ptr() != local.data_ptr() or known.shape != local.shape:
+            known = self._shards[parameter] = nn.Parameter(local, requires_grad=given.requires_grad)
+        elif known.requires_grad != given.requires_grad:
+            known.requires_grad_(given.requires_grad)
+        return known
+
+    def _shards_of_state(self, optimizer: torch.optim.Optimizer) -> dict[int, Any]:
+        """Give an optimizer shards in place of the user's tensors; returns the latter by what stands for them."""
+        shards: dict[int, torch.Tensor] = {id(parameter.tensor): shard for parameter, shard in self._shards.items()}
+        given: dict[int, Any] = {}
+
+        def shard_of(value: Any) -> Any:
+            found = shards.get(id(value))
+            if found is None:
+                found = _torch.local_part(value)
+            if found is not None:
+                given[id(found)] = value
+            return value if found is None else found
+
+        for group in optimizer.param_groups:
+            group["params"][:] = [shard_of(parameter) for parameter in group["params"]]
+        _replace(
+            optimizer.state,
+            lambda parameter, state: (
+                shard_of(parameter),
+                {key: shard_of(value) for key, value in state.items()} if isinstance(state, dict) else state,
+            ),
+        )
+        return given
+
+    def _whole_state(self, optimizer: torch.optim.Optimizer, given: Mapping[int, Any]) -> None:
+        """Give an optimizer the user's tensors again, and distributed ones for state that is new."""
+        owners = {id(shard): parameter for parameter, shard in self._shards.items()}
+
+        def whole(key: str, value: Any, owner: _torch.ShardedParameter | None) -> Any:
+            if id(value) in given or owner is None or not isinstance(value, torch.Tensor):
+                return given.get(id(value), value)
+            same = value.shape == owner.local.shape and value.dim() > 0
+            return owner.distributed(value) if same else value
+
+        def restored(parameter: Any, state: Any) -> tuple[Any, Any]:
+            owner = owners.get(id(parameter))
+            if isinstance(state, dict):
+                state = {key: whole(key, value, owner) for key, value in state.items()}
+            return given.get(id(parameter), parameter), state
+
+        for group in optimizer.param_groups:
+            group["params"][:] = [given.get(id(parameter), parameter) for parameter in group["params"]]
+        _replace(optimizer.state, restored)
+
+    def connected(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors of a call, with the user's own in place of shards, so that these get the gradients."""
+        users = {id(shard): parameter.tensor for parameter, shard in self._shards.items()}
+        return [users[id(tensor)].to_local() if id(tensor) in users else tensor for tensor in tensors]
+
+
+def _replace(states: dict[Any, Any], change: Callable[[Any, Any], tuple[Any, Any]]) -> None:
+    """Change keys and values of a dictionary, which stays the same one, in its order."""
+    changed = [change(key, value) for key, value in states.items()]
+    states.clear()
+    states.update(changed)

@@ -1,0 +1,151 @@
+"""Parameters that forward gathers by ops of the program, as those of models after ``fully_shard``.
+
+A whole parameter is a value of forward like an activation: saved for backward, or freed and gathered again, which is
+recomputing it. Where the model asks for the latter, that is a segment of its own, as ``torch.utils.checkpoint`` makes
+them; a planner takes it for a hint and weighs gathers by the seconds that the link takes for their bytes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch.distributed as dist
+from torch import fx
+
+from graphopt.analysis.costs.cost import CostReport, costs_of, profile_of_cost
+from graphopt.errors import GraphoptError
+from graphopt.ir.memory.timeline import MemoryTimeline
+from graphopt.ir.node import Phase, value_of
+from graphopt.ir.ops import schema
+from graphopt.ir.ops.communication.groups import Group, find_group
+from graphopt.ir.program import Program
+from graphopt.rewriting.distributed.prediction.collective import seconds_on_link
+from graphopt.rewriting.distributed.prediction.link import Link
+from graphopt.rewriting.distributed.prediction.measured_link import agreed_link
+from graphopt.rewriting.memory.recompute.checkpoint_segments import CHECKPOINT
+from graphopt.rewriting.memory.recompute.rematerialize import rematerialize
+
+__all__ = [
+    "costs_with_gathers",
+    "free_whole_parameters",
+    "gathered_names",
+    "gathering_group",
+    "measure_gathers",
+    "sharding_group",
+]
+
+_COPIES = ("split_with_sizes_copy", "as_strided")
+"""Ops beside views that cut whole parameters out of what was gathered."""
+
+
+def free_whole_parameters(program: Program) -> int:
+    """Free whole parameters behind forward, and gather them again for backward, where the model asks for that.
+
+    Args:
+        program: of stage joint, rewritten in place.
+
+    Returns:
+        how many gathers run again.
+    """
+    again: set[fx.Node] = set()
+    gathers = [node for node in _gathers(program) if schema.named_arguments(node)["frees"]]
+    for gather in gathers:
+        again |= {gather, *_made_of_shards(gather)}
+    for node in program.phase_nodes(Phase.FORWARD):
+        cuts = schema.is_view(node) or node.target is operator.getitem or schema.op_name(node) in _COPIES
+        if cuts and node.op == "call_function" and again.intersection(node.all_input_nodes[:1]):
+            again.add(node)
+    done = rematerialize(program, [node for node in program.nodes if node in again], origin=CHECKPOINT)
+    return sum(gather in done.clones for gather in gathers)
+
+
+def _gathers(program: Program) -> list[fx.Node]:
+    return [node for node in program.phase_nodes(Phase.FORWARD) if schema.is_gather(node)]
+
+
+def _made_of_shards(gather: fx.Node) -> set[fx.Node]:
+    """What puts shards together for a gather, which takes little and is not worth saving."""
+    found: set[fx.Node] = set()
+    pending = list(gather.all_input_nodes)
+    while pending:
+        node = pending.pop()
+        if node.op == "call_function" and node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
+def gathering_group(program: Program) -> Group | None:
+    """The ranks that have to run the same gathers; None where there are none.
+
+    With replicas of shards that is every rank, since gradients are reduced over all of them.
+    """
+    names = {str(schema.named_arguments(node)["group_name"]) for node in _gathers(program)}
+    if not names:
+        return None
+    reduced = {
+        str(schema.named_arguments(node).get("group_name", ""))
+        for node in program.phase_nodes(*Phase)
+        if schema.is_collective(node) and not schema.hands_on(node)
+    }
+    if len(names | reduced) == 1:
+        return find_group(names.pop())
+    return find_group(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+
+
+def sharding_group(program: Program) -> Group | None:
+    """The ranks among which parameters are sharded that forward gathers; None where there are none.
+
+    Raises:
+        GraphoptError: where these are not the same for all of them.
+    """
+    names = {str(schema.named_arguments(node)["group_name"]) for node in _gathers(program)}
+    if len(names) > 1:
+        raise GraphoptError(f"parameters are sharded among the ranks of several groups: {', '.join(sorted(names))}")
+    return find_group(names.pop()) if names else None
+
+
+def gathered_names(program: Program) -> set[str]:
+    """The parameters of which forward gathers the shards, by name."""
+    put = {node for gather in _gathers(program) for node in (*_made_of_shards(gather), gather)}
+    return {spec.target for node, spec in program.inputs_of("parameter") if put.intersection(node.users)}
+
+
+def measure_gathers(program: Program, cost: str) -> None:
+    """Measure the link of gathers, where it is not known; all ranks come here together before one of them plans."""
+    for node in _gathers(program):
+        _link(node, cost)
+
+
+def costs_with_gathers(
+    program: Program,
+    memory: MemoryTimeline,
+    cost: str,
+    progress: Callable[[int, int], None] | None = None,
+) -> CostReport:
+    """Seconds of a program's ops, of which gathers of parameters take what they do on their link.
+
+    Args:
+        program: whose link is known (``measure_gathers``).
+        memory: its timeline.
+        cost: where seconds come from.
+        progress: as ``cost_report`` takes it.
+    """
+    costs = costs_of(memory, cost, progress=progress)
+    gathers = _gathers(program)
+    if not gathers:
+        return costs
+    seconds, _ = seconds_on_link(memory.nodes, costs.seconds, _link(gathers[0], cost))
+    return replace(costs, seconds=tuple(seconds))
+
+
+def _link(gather: fx.Node, cost: str) -> Link:
+    profile = profile_of_cost(cost)
+    if profile is not None and (rate := profile.peer_bandwidth or profile.network_bandwidth):
+        return Link(rate)
+    group = find_group(str(schema.named_arguments(gather)["group_name"]))
+    if group.size < 2 or dist.get_backend(group.handle) == "fake":
+        return Link(1e9)
+    return agreed_link(group, value_of(gather).device)

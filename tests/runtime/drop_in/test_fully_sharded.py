@@ -1,0 +1,188 @@
+"""Models after ``fully_shard``: drop-in and in whole steps, equal to FSDP2 to the last bit on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.fully_sharded import CASES, STEPS
+from tests.support.ranks import run_ranks
+
+Found = dict[str, dict[str, Any]]
+
+ALL = """
+from tests.support.fully_sharded import CASES, STEPS, far_apart
+say({name: far_apart(case) for name, case in CASES.items()})
+say({name: far_apart(case, step=True) for name, case in STEPS.items()})
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found]:
+    """What both ranks found, drop-in and in whole steps."""
+    first, second = run_ranks(ALL, 2, tmp_path_factory.mktemp("ranks") / "store")
+    assert first == second
+    return first[0], first[1]
+
+
+def is_equal(case: dict[str, Any], what: set[str]) -> None:
+    assert case["far"].keys() == what
+    assert set(case["far"].values()) == {0.0}
+    assert case["lower"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_drop_in_model_trains_as_with_fsdp2(name: str, found: tuple[Found, Found]) -> None:
+    case = found[0][name]
+    is_equal(case, {"loss", "gradients", "parameters", "state", "evaluation"})
+    assert case["records"] == [name.partition("{")[0] for name in CASES[name].passes.split(",") if name]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_whole_step_trains_as_with_fsdp2(name: str, found: tuple[Found, Found]) -> None:
+    is_equal(found[1][name], {"loss", "parameters", "state", "evaluation"})
+
+
+SOME = """
+from dataclasses import replace
+from tests.support.fully_sharded import CASES, Case, far_apart
+cases = [
+    CASES["rows that ranks do not divide"], CASES["FitMemory"], CASES["bfloat16"],
+    Case(width=5, passes="fit-memory{budget=85%}"),
+]
+for case in cases:
+    say(far_apart(case))
+    say(far_apart(case, step=True))
+"""
+
+HYBRID = """
+from tests.support.fully_sharded import Case, far_apart
+for passes in ("", "fit-memory{budget=90%}"):
+    case = Case(mesh=(2, 2), passes=passes)
+    say(far_apart(case))
+    say(far_apart(case, step=True))
+"""
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("script", "ranks"), [(SOME, 3), (HYBRID, 4)], ids=["three ranks", "hybrid"])
+def test_more_ranks(script: str, ranks: int, tmp_path: Path) -> None:
+    for rank in run_ranks(script, ranks, tmp_path / "store"):
+        assert [set(case["far"].values()) for case in rank] == [{0.0}] * len(rank)
+
+
+PEAKS = """
+import logging
+from torch.distributed.fsdp import fully_shard
+import graphopt
+from tests.support.training import Blocks
+logging.getLogger("graphopt").setLevel(logging.ERROR)
+
+class WithLoss(Blocks):
+    def forward(self, tokens):
+        return super().forward(tokens).square().mean()
+
+def sharded(**options):
+    torch.manual_seed(0)
+    model = WithLoss(4, 64, 256)
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+x = torch.randint(0, 256, (8, 32))
+
+def peak(model):
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = None
+        model(x).backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    measured = graphopt.measure_peak(lambda: model(x).backward()).allocated_peak_bytes
+    return measured, model.program.memory() if hasattr(model, "program") else None
+
+for options in ({}, {"reshard_after_forward": False}):
+    theirs, _ = peak(sharded(**options))
+    measured, memory = peak(graphopt.optimize(sharded(**options)))
+    say([theirs, measured, memory.allocated_peak_bytes])
+measured, memory = peak(graphopt.optimize(sharded(), "fit-memory{budget=75%}"))
+say([measured, memory.allocated_peak_bytes, memory.peak_bytes])
+"""
+
+
+def test_peaks_are_those_of_this_rank(tmp_path: Path) -> None:
+    for frees, stays, fitted in run_ranks(PEAKS, 2, tmp_path / "store"):
+        for theirs, measured, predicted in (frees, stays):
+            assert measured == pytest.approx(predicted, rel=0.01)
+            assert measured <= theirs
+        assert frees[2] < stays[2]
+        assert fitted[0] == pytest.approx(fitted[1], rel=0.01)
+        assert fitted[1] < frees[2]
+
+
+REFUSED = """
+import logging, warnings
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+import graphopt
+from tests.support.fully_sharded import Case, fully_sharded
+
+x = torch.randint(0, 11, (4, 7))
+
+def told(make):
+    try:
+        make()
+    except graphopt.GraphoptError as error:
+        return str(error)
+    return ""
+
+def parts():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model[0])
+    return model
+
+def of(model, passes=()):
+    return lambda: graphopt.optimize(model, passes)(torch.randn(4, 8)).sum().backward()
+
+def together():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard([model[0], model[1]])
+    return fully_shard(model)
+
+def tensor_parallel():
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    model = nn.Sequential(nn.Linear(8, 8))
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
+    return fully_shard(model, mesh=mesh["data"])
+
+say(told(lambda: graphopt.optimize(parts())))
+say(told(of(together())))
+say(told(of(fully_shard(nn.Linear(8, 8), offload_policy=CPUOffloadPolicy(pin_memory=False)))))
+say(told(of(tensor_parallel())))
+say(told(of(fully_shard(nn.Linear(8, 8)), "data-parallel")))
+say(told(of(fully_shard(nn.Linear(8, 8)), "scale-loss")))
+whole = fully_shard(nn.Linear(8, 8))
+say(told(lambda: graphopt.optimize_step(whole, torch.optim.SGD(whole.parameters()), "data-parallel,shard-parameters")))
+say(graphopt.capture(fully_sharded(Case()), (x,)).stage)
+"""
+
+WORDS: list[Callable[[str], bool]] = [
+    lambda text: "its submodule '0'" in text and "the whole model" in text,
+    lambda text: "fully_shard([...])" in text and "shard each by itself" in text,
+    lambda text: "CPUOffloadPolicy" in text and "leave offload_policy out" in text,
+    lambda text: "tensor parallelism" in text,
+    lambda text: "data-parallel exchanges gradients" in text and "leave the pass out" in text,
+    lambda text: "bfloat16" in text and "GradScaler" in text,
+    lambda text: "data-parallel exchanges gradients" in text,
+    lambda text: text == "joint",
+]
+
+
+def test_what_cannot_be_done_is_refused_by_name(tmp_path: Path) -> None:
+    for rank in run_ranks(REFUSED, 2, tmp_path / "store"):
+        assert [text for text, is_right in zip(rank, WORDS, strict=True) if not is_right(text)] == []
