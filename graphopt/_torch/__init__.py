@@ -6,7 +6,8 @@ and reading the allocator's own events. Each file of the folder is one subject; 
 here. The first name that is used imports all of them (``every_name.py``), Dynamo and sympy among what comes along;
 importing the folder does not, so that nobody waits for them before something is captured.
 
-In reading order: ``every_name``, ``private_names``, ``versions``, ``c10d``.
+In reading order: ``every_name``, ``private_names``, ``versions``, ``c10d``,
+``fully_sharded``.
 """
 
 from __future__ import annotations

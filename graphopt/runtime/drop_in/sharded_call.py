@@ -1,4 +1,4 @@
-"""Calls of an optimized model after ``fully_shard``: programs in training, FSDP2 itself in all other calls.
+"""Calls of a model after ``fully_shard``: programs in training, FSDP2 itself in all other calls.
 
 FSDP2 hooks the forward of the model too. Around a call that runs a program, in which gathers are ops, these two hooks
 do nothing; in eval mode and without gradients they act as always, and a call that goes to eager mode at last runs them.
@@ -16,10 +16,11 @@ from torch import nn
 
 from graphopt import _torch
 from graphopt.capture.call.fully_sharded import FullySharded, shard_hooks
+from graphopt.capture.effects.side_effects import CAPTURE_LOCK
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.runtime.drop_in.wrapped import refuse_beside_sharding
 
-__all__ = ["ShardedCalls"]
+__all__ = ["ShardedCalls", "ShardedSteps"]
 
 
 class _Around:
@@ -83,3 +84,30 @@ class ShardedCalls:
         before, behind = (hooks[key].own for hooks, key in _torch.root_hooks(self._given))
         args, kwargs = before(self._given, args, dict(kwargs))
         return behind(self._given, args, given(model, *args, **kwargs))
+
+
+class ShardedSteps:
+    """What whole steps of a model after ``fully_shard`` need beside their programs.
+
+    Args:
+        model: that ``fully_shard`` was given.
+        optimizer: over its parameters.
+        pipeline: the passes.
+
+    Raises:
+        PipelineError: as ``ShardedCalls`` raises it.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, pipeline: Pipeline) -> None:
+        refuse_beside_sharding(pipeline, type(model).__name__)
+        self._model, self._optimizer = model, optimizer
+        self._form: FullySharded | None = None
+
+    @contextmanager
+    def as_shards(self) -> Iterator[None]:
+        """Around a whole step, in which nothing else may look at the model; see ``FullySharded``."""
+        with CAPTURE_LOCK:
+            if self._form is None:
+                self._form = FullySharded(self._model)
+            with self._form.as_shards(self._optimizer):
+                yield

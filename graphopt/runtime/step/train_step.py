@@ -16,7 +16,7 @@ from torch import fx, nn
 from graphopt import _torch
 from graphopt.capture.call.call_checks import check_call, check_loss, check_optimizer
 from graphopt.capture.call.flatten import detach_all
-from graphopt.capture.call.fully_sharded import FullySharded, is_fully_sharded
+from graphopt.capture.call.fully_sharded import is_fully_sharded
 from graphopt.capture.effects.eager_trial import EagerCall, FailsInEagerError
 from graphopt.capture.effects.side_effects import CAPTURE_LOCK
 from graphopt.capture.session import call_loss, loss_call
@@ -31,7 +31,7 @@ from graphopt.rewriting.gradient_norm import GRADIENT_NORM
 from graphopt.rewriting.pass_ import Records
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.precision.scaling import scaling_of
-from graphopt.runtime.drop_in.wrapped import refuse_beside_sharding
+from graphopt.runtime.drop_in.sharded_call import ShardedSteps
 from graphopt.runtime.programs.accumulate import add_gradients
 from graphopt.runtime.ranks.places import reached
 from graphopt.runtime.ranks.watch import meeting
@@ -105,10 +105,7 @@ class TrainStep:
         self._store = self._runner.store
         scaling = scaling_of(options.pipeline.passes)
         self._ends: UnevenEnds | None = None
-        self._is_sharded = is_fully_sharded(model)
-        self._sharded: FullySharded | None = None
-        if self._is_sharded:
-            refuse_beside_sharding(options.pipeline, type(model).__name__)
+        self._sharded = ShardedSteps(model, optimizer, options.pipeline) if is_fully_sharded(model) else None
         self._skips = SkipWatch(self._store, scaling) if scaling is not None else None
 
     # --- running -----------------------------------------------------------------------------------------------------
@@ -154,17 +151,9 @@ class TrainStep:
             fails.__cause__.add_note(UNCHANGED)
             raise fails.__cause__  # that of backward
 
-    @contextlib.contextmanager
-    def _as_shards(self) -> Iterator[None]:
+    def _as_shards(self) -> contextlib.AbstractContextManager[None]:
         """Around a call of the step: a model after ``fully_shard``, and its optimizer, as the program sees them."""
-        if not self._is_sharded:
-            yield
-            return
-        with CAPTURE_LOCK:
-            if self._sharded is None:
-                self._sharded = FullySharded(self._model)
-            with self._sharded.as_shards(self._optimizer):
-                yield
+        return contextlib.nullcontext() if self._sharded is None else self._sharded.as_shards()
 
     def _ready(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Ready:
         with CAPTURE_LOCK, self._runner.agreement.reporting(), self._programs.kept.sharded.described():

@@ -2,5 +2,6 @@
 
 In come a program and a plan, or tensors marked for recomputation; the program is rewritten. Start with
 ``recompute_plan``; ``planning_problem`` makes the planner's plain data of a program. In reading order:
-``planning_problem``, ``recompute_plan``, ``rematerialize``, ``replay``, ``checkpoint_segments``.
+``planning_problem``, ``recompute_plan``, ``rematerialize``, ``replay``, ``checkpoint_segments``,
+``gathered_parameters``.
 """
