@@ -86,6 +86,7 @@ class ShardedGroup:
         dtype: of the gradients that the shards get.
         divides: by what gradients are divided before and behind their reduction; 1 for nothing.
         ops: how they are reduced over the ranks, and over replicas.
+        settings: of FSDP2's, all this comes from.
     """
 
     path: str
@@ -98,7 +99,13 @@ class ShardedGroup:
     dtype: torch.dtype | None
     divides: tuple[float, float]
     ops: tuple[str, str]
+    settings: tuple[object, ...]
     handle: Any
+
+    @property
+    def is_current(self) -> bool:
+        """Whether FSDP2's settings are as they were (``set_reshard_after_forward``)."""
+        return self.settings == _settings(self.handle)
 
     @property
     def reduces(self) -> bool:
@@ -236,8 +243,13 @@ def _group(model: nn.Module, found: Any) -> ShardedGroup:
         found._orig_dtype,
         (before or 1, behind or 1),
         (_op(model, path, ops[0]), _op(model, path, ops[1])),
+        _settings(found),
         found,
     )
+
+
+def _settings(found: Any) -> tuple[object, ...]:
+    return found._reshard_after_forward, found.gradient_divide_factor, found.force_sum_reduction_for_comms
 
 
 def _op(model: nn.Module, path: str, op: Any) -> str:

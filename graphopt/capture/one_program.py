@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from graphopt.analysis.costs.profiles import DeviceProfile, device_profile
-from graphopt.capture.call.fully_sharded import FullySharded, is_fully_sharded
 from graphopt.capture.call.garbage_collection import no_collection
+from graphopt.capture.call.sharded_form import FullySharded, is_fully_sharded
 from graphopt.capture.devices.for_device import without_data_for
 from graphopt.capture.effects.checks import refuse_wrapped
 from graphopt.capture.session import CaptureSession, Loss

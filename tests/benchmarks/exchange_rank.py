@@ -130,10 +130,10 @@ def post_local(period: int) -> Callable[[Setting], Step]:
     return make
 
 
-def fully_sharded(again: bool) -> Callable[[Setting], Step]:
+def fully_sharded(again: bool, passes: str | None = None) -> Callable[[Setting], Step]:
     """FSDP2 (``fully_shard``) around each block and the whole, which gathers parameters again for backward or not.
 
-    Its optimizer has no fused form for a CPU's DTensors.
+    With ``passes``, empty for none, the result is optimized. Its optimizer has no fused form for a CPU's DTensors.
     """
 
     def make(setting: Setting) -> Step:
@@ -142,6 +142,8 @@ def fully_sharded(again: bool) -> Callable[[Setting], Step]:
         for block in model.blocks:  # type: ignore[union-attr]
             fully_shard(block, mesh=mesh, reshard_after_forward=again)
         fully_shard(model, mesh=mesh, reshard_after_forward=again)
+        if passes is not None:
+            model = graphopt.optimize(model, passes or ())
         return _loop(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), setting)
 
     return make
@@ -208,6 +210,8 @@ def all_modes() -> list[Mode]:
     found += [
         Mode("FSDP2", fully_sharded(again=True)),
         Mode("FSDP2, gathered once", fully_sharded(again=False)),
+        Mode("FSDP2, optimize", fully_sharded(again=True, passes="")),
+        Mode("FSDP2, FitMemory", fully_sharded(again=True, passes="fit-memory{budget=60%}")),
         Mode("ShardParameters", ours(ShardParameters()), strategy=ShardedParameters()),
         Mode("ShardParameters, keep=1GB", ours(ShardParameters(keep="1GB")), strategy=ShardedParameters(stay=True)),
     ]

@@ -12,7 +12,7 @@ from torch import fx, nn
 from graphopt import _torch
 from graphopt.capture.call.assigned_buffers import IN_PARTS
 from graphopt.capture.call.call_checks import check_model
-from graphopt.capture.call.fully_sharded import is_as_shards
+from graphopt.capture.call.sharded_form import is_as_shards
 from graphopt.capture.call.source_lines import source_line
 from graphopt.errors import CaptureError, GraphBreakError, GraphoptError
 from graphopt.ir import region_effects

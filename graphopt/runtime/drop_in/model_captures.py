@@ -16,7 +16,7 @@ from torch import nn
 
 from graphopt.capture import CaptureSession
 from graphopt.capture.call.call_checks import argument_names
-from graphopt.capture.call.fully_sharded import is_fully_sharded
+from graphopt.capture.call.sharded_form import is_fully_sharded
 from graphopt.capture.effects.eager_trial import EagerCall, FailsInEagerError
 from graphopt.capture.effects.side_effects import CAPTURE_LOCK
 from graphopt.errors import GraphBreakError, GraphoptError

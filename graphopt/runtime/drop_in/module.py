@@ -354,7 +354,7 @@ def optimize(
         'recompute'
     """
     # what captures and runs programs: for those who make one
-    from graphopt.capture.call.fully_sharded import is_fully_sharded
+    from graphopt.capture.call.sharded_form import is_fully_sharded
     from graphopt.runtime.drop_in.model_captures import DropIn
     from graphopt.runtime.drop_in.sharded_call import ShardedCalls
     from graphopt.runtime.runner import Options

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from graphopt import _torch
-from graphopt.capture.call.fully_sharded import FullySharded, shard_hooks
+from graphopt.capture.call.sharded_form import FullySharded, shard_hooks
 from graphopt.capture.effects.side_effects import CAPTURE_LOCK
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.runtime.drop_in.wrapped import refuse_beside_sharding
@@ -60,7 +60,7 @@ class ShardedCalls:
     @contextmanager
     def as_shards(self) -> Iterator[None]:
         """See ``FullySharded``; the parameters have to be there by the first call."""
-        if self._form is None:
+        if self._form is None or not self._form.is_current:
             self._form = FullySharded(self._given)
         with self._form.as_shards():
             yield
@@ -107,7 +107,7 @@ class ShardedSteps:
     def as_shards(self) -> Iterator[None]:
         """Around a whole step, in which nothing else may look at the model; see ``FullySharded``."""
         with CAPTURE_LOCK:
-            if self._form is None:
+            if self._form is None or not self._form.is_current:
                 self._form = FullySharded(self._model)
             with self._form.as_shards(self._optimizer):
                 yield

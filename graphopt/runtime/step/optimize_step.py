@@ -64,7 +64,7 @@ def optimize_step(
         (torch.Size([]), 'recompute')
     """
     # what captures and runs programs: for those who make one
-    from graphopt.capture.call.fully_sharded import is_fully_sharded
+    from graphopt.capture.call.sharded_form import is_fully_sharded
     from graphopt.runtime.runner import Options
     from graphopt.runtime.step.train_step import TrainStep
 

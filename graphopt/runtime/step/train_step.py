@@ -16,7 +16,7 @@ from torch import fx, nn
 from graphopt import _torch
 from graphopt.capture.call.call_checks import check_call, check_loss, check_optimizer
 from graphopt.capture.call.flatten import detach_all
-from graphopt.capture.call.fully_sharded import is_fully_sharded
+from graphopt.capture.call.sharded_form import is_fully_sharded
 from graphopt.capture.effects.eager_trial import EagerCall, FailsInEagerError
 from graphopt.capture.effects.side_effects import CAPTURE_LOCK
 from graphopt.capture.session import call_loss, loss_call

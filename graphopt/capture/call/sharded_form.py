@@ -185,6 +185,11 @@ class FullySharded:
         self.groups = [group for module in self._modules for group in module.groups]
         self._shards: dict[_torch.ShardedParameter, nn.Parameter] = {}
 
+    @property
+    def is_current(self) -> bool:
+        """Whether FSDP2's settings are as they were."""
+        return all(group.is_current for group in self.groups)
+
     @contextmanager
     def as_shards(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
         """While a call is looked at, captured, or its tensors are gathered, the model is as a program sees it.
