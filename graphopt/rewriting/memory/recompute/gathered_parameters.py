@@ -10,15 +10,18 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import fx
 
 from graphopt.analysis.costs.cost import CostReport, costs_of, profile_of_cost
 from graphopt.errors import GraphoptError
 from graphopt.ir.memory.timeline import MemoryTimeline
-from graphopt.ir.node import Phase, value_of
+from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
+from graphopt.ir.ops.communication.collectives import ALL_REDUCE, REDUCE_SCATTER, WAIT
 from graphopt.ir.ops.communication.groups import Group, find_group
 from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.prediction.collective import seconds_on_link
@@ -33,8 +36,11 @@ __all__ = [
     "gathered_names",
     "gathering_group",
     "measure_gathers",
+    "reduce_in_place",
     "sharding_group",
 ]
+
+aten = torch.ops.aten
 
 _COPIES = ("split_with_sizes_copy", "as_strided")
 """Ops beside views that cut whole parameters out of what was gathered."""
@@ -59,6 +65,37 @@ def free_whole_parameters(program: Program) -> int:
             again.add(node)
     done = rematerialize(program, [node for node in program.nodes if node in again], origin=CHECKPOINT)
     return sum(gather in done.clones for gather in gathers)
+
+
+def reduce_in_place(program: Program) -> int:
+    """Let gradients of CPU tensors be reduced where they are, of which each rank then keeps its part.
+
+    Gloo has no reduce-scatter: what torch calls so reduces a copy of everything. The sums are the same to the last bit.
+
+    Args:
+        program: of stage joint, rewritten in place.
+
+    Returns:
+        how many reductions there are.
+    """
+    found = [
+        node
+        for node in program.graph.find_nodes(op="call_function", target=REDUCE_SCATTER)
+        if _gathers(program) and value_of(node).device.type == "cpu" and len(node.all_input_nodes[0].users) == 1
+    ]
+    for start in found:
+        flat, operation, _, name = start.args
+        (wait,) = start.users
+        how: dict[str, Any] = {"before": start, "phase": info(start).phase, "origin": info(start).origin, "like": start}
+        reducing = program.insert(ALL_REDUCE, (flat, operation, name), hint="all_reduce", **how)
+        reduced = program.insert(WAIT, (reducing,), **how)
+        rows = value_of(start).shape[0]
+        rank = find_group(str(name)).rank
+        mine = program.insert(aten.slice.Tensor, (reduced, 0, rank * rows, (rank + 1) * rows), **how)
+        wait.replace_all_uses_with(program.insert(aten.clone.default, (mine,), **how))
+        program.graph.erase_node(wait)
+        program.graph.erase_node(start)
+    return len(found)
 
 
 def _gathers(program: Program) -> list[fx.Node]:
