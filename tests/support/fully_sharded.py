@@ -17,7 +17,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import graphopt
 
-__all__ = ["CASES", "STEPS", "Case", "Net", "far_apart", "fully_sharded", "loss_of", "whole_loss"]
+__all__ = [
+    "CASES", "STEPS", "Case", "Net", "architecture_apart", "far_apart", "fully_sharded", "loss_of", "whole_loss",
+]  # fmt: skip
 
 
 class Net(nn.Module):
@@ -198,3 +200,60 @@ def far_apart(case: Case, *, step: bool = False, updates: int = 3) -> dict[str, 
         "records": [str(record.name) for record in records],
         "lower": all(record.peak_after <= record.peak_before for record in records),
     }
+
+
+def architecture_apart(name: str, *, half: bool, passes: str, step: bool) -> dict[str, Any]:
+    """Train a tiny model of transformers after ``fully_shard``, by FSDP2 and with programs, and say what differs.
+
+    Args:
+        name: of ``ARCHITECTURES``.
+        half: with bfloat16, reduced in float32.
+        passes: as text.
+        step: as a whole step.
+    """
+    from tests.support.architecture_trials import ARCHITECTURES
+    from tests.support.zoo import own_loss
+
+    logging.getLogger("graphopt").setLevel(logging.ERROR)
+    options = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if half else {}
+
+    def made() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model, batches = ARCHITECTURES[name].build(2)
+        stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
+        for block in [block for stack in stacks for block in stack]:
+            if not any(hasattr(parameter, "full_tensor") for parameter in block.parameters()):
+                fully_shard(block, **options)
+        return fully_shard(model, **options), batches
+
+    (theirs, batches), (ours, _) = made(), made()
+    one, two = (torch.optim.AdamW(model.parameters(), lr=0.01, fused=True) for model in (theirs, ours))
+    run: Any
+    if step:
+        run = graphopt.optimize_step(ours, two, passes or (), loss=own_loss)
+    else:
+        run = graphopt.optimize(ours, passes or ())
+    differ = []
+    for number in range(2):
+        batch = batches[(number + dist.get_rank()) % 2]
+        torch.manual_seed(number)
+        loss = own_loss(theirs, batch)
+        loss.backward()
+        one.step()
+        one.zero_grad()
+        torch.manual_seed(number)
+        other = run(batch) if step else own_loss(run, batch)
+        if not step:
+            other.backward()
+            two.step()
+            two.zero_grad()
+        differ += [] if torch.equal(loss.detach(), other.detach()) else ["loss"]
+        pairs = zip(theirs.named_parameters(), ours.parameters(), strict=True)
+        whole = [(key, p.full_tensor(), q.full_tensor()) for (key, p), q in pairs]
+        differ += [key for key, p, q in whole if not torch.equal(p, q)]
+    batch = batches[dist.get_rank() % 2]
+    peaks = [  # gloo's threads may let go of an exchange a moment late
+        graphopt.measure_peak(lambda: run(batch) if step else own_loss(run, batch).backward()).allocated_peak_bytes
+        for _ in range(3)
+    ]
+    return {"differ": differ, "measured": min(peaks), "predicted": run.program.memory().allocated_peak_bytes}

@@ -57,9 +57,11 @@ def is_as_shards(module: nn.Module) -> bool:
 
 class _Before(ShardHook):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        args, kwargs = self.module.cast_inputs(args, kwargs)
         for gather in self.gathers:
             gather.put_whole()
-        return self.module.cast_inputs(args, kwargs)
+            args, kwargs = _through(args, kwargs)
+        return args, kwargs
 
 
 class _Behind(ShardHook):
@@ -67,6 +69,33 @@ class _Behind(ShardHook):
         for gather in self.gathers:
             gather.put_shards()
         return self.module.cast_output(output)
+
+
+class _Through(torch.autograd.Function):
+    """Gives what it is given.
+
+    FSDP2 passes the inputs of a module through one like it, to see that backward has left the module. The gradients of
+    an input that several modules read are added up first within each of them, which the last bit shows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradients
+
+
+def _through(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    leaves, structure = _torch.pytree.tree_flatten((args, kwargs))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if places:
+        passed = _torch.apply_function(_Through, *(leaves[place] for place in places))
+        for place, tensor in zip(places, passed, strict=True):
+            leaves[place] = tensor
+    args, kwargs = _torch.pytree.tree_unflatten(leaves, structure)
+    return args, kwargs
 
 
 class _Gather:
