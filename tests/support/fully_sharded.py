@@ -18,7 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import graphopt
 
 __all__ = [
-    "CASES", "STEPS", "Case", "Net", "architecture_apart", "far_apart", "fully_sharded", "loss_of", "whole_loss",
+    "CASES", "MORE_CASES", "MORE_STEPS", "STEPS", "Case", "Net", "architecture_apart", "far_apart", "fully_sharded",
+    "loss_of", "whole_loss",
 ]  # fmt: skip
 
 
@@ -89,31 +90,39 @@ def _half(**roots: Any) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
 
 
 CASES = {
-    "float32": Case(),
-    "whole parameters stay": Case(options={"reshard_after_forward": False}),
-    "rows that ranks do not divide": Case(width=5),
-    "tied": Case(tied=True),
-    "frozen": Case(frozen=True),
-    "bfloat16": Case(dropout=0.0, policy=_half(output_dtype=torch.float32)),
-    "accumulated": Case(backwards=2),
-    "checkpoint inside": Case(checkpoint="inside"),
-    "checkpoint outside": Case(checkpoint="outside", passes="fit-memory{budget=90%}"),
-    "FitMemory": Case(passes="fit-memory{budget=85%}"),
-    "Recompute": Case(passes="recompute{checkpoints=blocks.*}"),
-    "Offload": Case(passes="offload{tier=disk min-bytes=1}"),
-    "optimized before": Case(late=True, passes="fit-memory{budget=85%}"),
+    "rows that ranks do not divide, tied": Case(width=5, tied=True),
+    "bfloat16, whole parameters stay": Case(
+        dropout=0.0, policy=_half(output_dtype=torch.float32), options={"reshard_after_forward": False}
+    ),
+    "FitMemory, frozen": Case(frozen=True, passes="fit-memory{budget=85%}"),
+    "optimized before, checkpoint outside": Case(late=True, checkpoint="outside", passes="fit-memory{budget=90%}"),
 }
 """Drop-in, by name."""
 
 STEPS = {
-    "float32": Case(),
-    "rows that ranks do not divide": Case(width=5, tied=True),
-    "frozen": Case(frozen=True),
-    "FitMemory": Case(passes="fit-memory{budget=85%}"),
-    "accumulated": Case(backwards=2, passes="fit-memory{budget=92%}"),
-    "OffloadState": Case(passes="offload-state{min-bytes=1}"),
+    "rows that ranks do not divide, FitMemory": Case(width=5, passes="fit-memory{budget=85%}"),
+    "accumulated, frozen": Case(backwards=2, frozen=True, passes="fit-memory{budget=92%}"),
 }
 """Whole steps, by name."""
+
+MORE_CASES = {
+    "float32": Case(),
+    "accumulated": Case(backwards=2),
+    "bfloat16, rows that ranks do not divide": Case(width=5, dropout=0.0, policy=_half()),
+    "checkpoint inside": Case(checkpoint="inside", passes="fit-memory{budget=90%}"),
+    "Recompute": Case(passes="recompute{checkpoints=blocks.*}"),
+    "Offload": Case(passes="offload{tier=disk min-bytes=1}"),
+    "optimized before": Case(late=True),
+}
+"""More of the same, for `make sweep`."""
+
+MORE_STEPS = {
+    "float32": Case(),
+    "tied": Case(tied=True, width=5),
+    "bfloat16": Case(dropout=0.0, policy=_half()),
+    "Recompute": Case(passes="recompute{checkpoints=blocks.*}"),
+    "OffloadState": Case(passes="offload-state{min-bytes=1}"),
+}
 
 
 def fully_sharded(case: Case, optimized: Callable[[nn.Module], nn.Module] = lambda model: model) -> nn.Module:
@@ -137,7 +146,7 @@ def fully_sharded(case: Case, optimized: Callable[[nn.Module], nn.Module] = lamb
     return model if case.late else optimized(model)
 
 
-def far_apart(case: Case, *, step: bool = False, updates: int = 3) -> dict[str, Any]:
+def far_apart(case: Case, *, step: bool = False, updates: int = 2) -> dict[str, Any]:
     """Train with FSDP2 and with programs side by side, and say where they differ, the worst of all ranks.
 
     Args:

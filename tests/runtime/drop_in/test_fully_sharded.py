@@ -46,15 +46,11 @@ def test_a_whole_step_trains_as_with_fsdp2(name: str, found: tuple[Found, Found]
     is_equal(found[1][name], {"loss", "parameters", "state", "evaluation"})
 
 
-SOME = """
-from dataclasses import replace
-from tests.support.fully_sharded import CASES, Case, far_apart
-cases = [
-    CASES["rows that ranks do not divide"], CASES["FitMemory"], CASES["bfloat16"],
-    Case(width=5, passes="fit-memory{budget=85%}"),
-]
-for case in cases:
+MORE = """
+from tests.support.fully_sharded import MORE_CASES, MORE_STEPS, far_apart
+for case in MORE_CASES.values():
     say(far_apart(case))
+for case in MORE_STEPS.values():
     say(far_apart(case, step=True))
 """
 
@@ -68,10 +64,13 @@ for passes in ("", "fit-memory{budget=90%}"):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("script", "ranks"), [(SOME, 3), (HYBRID, 4)], ids=["three ranks", "hybrid"])
-def test_more_ranks(script: str, ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "ranks"), [(MORE, 2), (MORE, 3), (ALL, 3), (HYBRID, 4)], ids=["more", "more, three", "three", "hybrid"]
+)
+def test_more_cases_and_ranks(script: str, ranks: int, tmp_path: Path) -> None:
     for rank in run_ranks(script, ranks, tmp_path / "store"):
-        assert [set(case["far"].values()) for case in rank] == [{0.0}] * len(rank)
+        cases = [case for said in rank for case in (said.values() if script is ALL else [said])]
+        assert [set(case["far"].values()) for case in cases] == [{0.0}] * len(cases)
 
 
 ARCHITECTURE = """
