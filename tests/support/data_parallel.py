@@ -19,12 +19,10 @@ import graphopt
 __all__ = ["CASES", "differences"]
 
 CASES: dict[str, dict[str, Any]] = {
-    "as it is": {},
     "FitMemory": {"passes": "fit-memory{budget=99%}"},
     "unused parameters": {"unused": True, "find_unused_parameters": True},
     "a static graph": {"unused": True, "static_graph": True},
-    "a communication hook": {"hook": True},
-    "gradients that are views of buckets": {"gradient_as_bucket_view": True},
+    "a communication hook, views of buckets": {"hook": True, "gradient_as_bucket_view": True},
     "no_sync": {"accumulate": 2},
     "join": {"join": True},
 }

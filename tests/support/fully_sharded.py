@@ -101,7 +101,6 @@ CASES = {
 
 STEPS = {
     "rows that ranks do not divide, FitMemory": Case(width=5, passes="fit-memory{budget=85%}"),
-    "accumulated, frozen": Case(backwards=2, frozen=True, passes="fit-memory{budget=92%}"),
 }
 """Whole steps, by name."""
 
@@ -117,6 +116,7 @@ MORE_CASES = {
 """More of the same, for `make sweep`."""
 
 MORE_STEPS = {
+    "accumulated, frozen": Case(backwards=2, frozen=True, passes="fit-memory{budget=92%}"),
     "float32": Case(),
     "tied": Case(tied=True, width=5),
     "bfloat16": Case(dropout=0.0, policy=_half()),

@@ -289,7 +289,7 @@ class FullySharded:
         """Give an optimizer the user's tensors again, and distributed ones for state that is new."""
         owners = {id(shard): parameter for parameter, shard in self._shards.items()}
 
-        def whole(key: str, value: Any, owner: _torch.ShardedParameter | None) -> Any:
+        def whole(value: Any, owner: _torch.ShardedParameter | None) -> Any:
             if id(value) in given or owner is None or not isinstance(value, torch.Tensor):
                 return given.get(id(value), value)
             same = value.shape == owner.local.shape and value.dim() > 0
@@ -298,7 +298,7 @@ class FullySharded:
         def restored(parameter: Any, state: Any) -> tuple[Any, Any]:
             owner = owners.get(id(parameter))
             if isinstance(state, dict):
-                state = {key: whole(key, value, owner) for key, value in state.items()}
+                state = {key: whole(value, owner) for key, value in state.items()}
             return given.get(id(parameter), parameter), state
 
         for group in optimizer.param_groups:

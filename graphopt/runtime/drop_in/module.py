@@ -176,6 +176,7 @@ def take_over(model: nn.Module, passes: Passes | Pipeline) -> tuple[nn.Module, l
     """A model as it was before ``optimize``, and its passes together with those of what is made of it now.
 
     Raises:
+        CaptureError: for a model after ``fully_shard``.
         PipelineError: where a pass is in both.
     """
     from graphopt.rewriting.pipeline import Pipeline
@@ -188,6 +189,11 @@ def take_over(model: nn.Module, passes: Passes | Pipeline) -> tuple[nn.Module, l
     if both:
         raise PipelineError(
             f"{sorted(both)[0]!r} is given here and in graphopt.optimize around the model: give it once, to one of them"
+        )
+    if any(cls.__name__ == "FSDPModule" for cls in type(model).__mro__):
+        raise CaptureError(
+            f"{type(model).__name__} was given to fully_shard and to graphopt.optimize: give optimize_step the model "
+            "as fully_shard left it, and all passes"
         )
     return model._original_model(), [*inner, *given]
 

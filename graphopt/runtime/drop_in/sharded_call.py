@@ -17,10 +17,17 @@ from torch import nn
 from graphopt import _torch
 from graphopt.capture.call.sharded_form import FullySharded, shard_hooks
 from graphopt.capture.effects.side_effects import CAPTURE_LOCK
+from graphopt.errors import CaptureError
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.runtime.drop_in.wrapped import refuse_beside_sharding
 
 __all__ = ["ShardedCalls", "ShardedSteps"]
+
+
+_BY_ELEMENTS = (
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+)  # fmt: skip
+"""Optimizers of ``torch.optim`` whose update of a shard is the shard of the update."""
 
 
 class _Around:
@@ -95,11 +102,17 @@ class ShardedSteps:
         pipeline: the passes.
 
     Raises:
+        CaptureError: for an optimizer that looks at more than one element of a parameter at a time.
         PipelineError: as ``ShardedCalls`` raises it.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, pipeline: Pipeline) -> None:
         refuse_beside_sharding(pipeline, type(model).__name__)
+        if not any(type(optimizer).step is getattr(torch.optim, name).step for name in _BY_ELEMENTS):
+            raise CaptureError(
+                f"{type(optimizer).__name__} is not known to update each element by itself, and of each parameter this "
+                f"rank has a shard: keep your loop with graphopt.optimize, or take one of {', '.join(_BY_ELEMENTS)}"
+            )
         self._model, self._optimizer = model, optimizer
         self._form: FullySharded | None = None
 

@@ -11,8 +11,6 @@ import pytest
 from tests.support.fully_sharded import CASES, STEPS
 from tests.support.ranks import run_ranks
 
-Found = dict[str, dict[str, Any]]
-
 ALL = """
 from tests.support.fully_sharded import CASES, STEPS, far_apart
 say({name: far_apart(case) for name, case in CASES.items()})
@@ -21,11 +19,11 @@ say({name: far_apart(case, step=True) for name, case in STEPS.items()})
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found]:
-    """What both ranks found, drop-in and in whole steps."""
-    first, second = run_ranks(ALL, 2, tmp_path_factory.mktemp("ranks") / "store")
-    assert first == second
-    return first[0], first[1]
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    """What each of two ranks found: drop-in, in whole steps, peaks, and what is refused."""
+    ranks = run_ranks(ALL + PEAKS + REFUSED, 2, tmp_path_factory.mktemp("ranks") / "store")
+    assert ranks[0][:2] == ranks[1][:2]
+    return ranks
 
 
 def is_equal(case: dict[str, Any], what: set[str]) -> None:
@@ -35,15 +33,15 @@ def is_equal(case: dict[str, Any], what: set[str]) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_drop_in_model_trains_as_with_fsdp2(name: str, found: tuple[Found, Found]) -> None:
-    case = found[0][name]
+def test_a_drop_in_model_trains_as_with_fsdp2(name: str, found: list[list[Any]]) -> None:
+    case = found[0][0][name]
     is_equal(case, {"loss", "gradients", "parameters", "state", "evaluation"})
     assert case["records"] == [name.partition("{")[0] for name in CASES[name].passes.split(",") if name]
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_a_whole_step_trains_as_with_fsdp2(name: str, found: tuple[Found, Found]) -> None:
-    is_equal(found[1][name], {"loss", "parameters", "state", "evaluation"})
+def test_a_whole_step_trains_as_with_fsdp2(name: str, found: list[list[Any]]) -> None:
+    is_equal(found[0][1][name], {"loss", "parameters", "state", "evaluation"})
 
 
 MORE = """
@@ -110,12 +108,12 @@ class WithLoss(Blocks):
 
 def sharded(**options):
     torch.manual_seed(0)
-    model = WithLoss(4, 64, 256)
+    model = WithLoss(3, 32, 128)
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)
 
-x = torch.randint(0, 256, (8, 32))
+x = torch.randint(0, 128, (8, 32))
 
 def peak(model):
     for _ in range(2):
@@ -127,17 +125,19 @@ def peak(model):
     measured = graphopt.measure_peak(lambda: model(x).backward()).allocated_peak_bytes
     return measured, model.program.memory() if hasattr(model, "program") else None
 
+peaks = []
 for options in ({}, {"reshard_after_forward": False}):
     theirs, _ = peak(sharded(**options))
     measured, memory = peak(graphopt.optimize(sharded(**options)))
-    say([theirs, measured, memory.allocated_peak_bytes])
+    peaks.append([theirs, measured, memory.allocated_peak_bytes])
 measured, memory = peak(graphopt.optimize(sharded(), "fit-memory{budget=75%}"))
-say([measured, memory.allocated_peak_bytes, memory.peak_bytes])
+peaks.append([measured, memory.allocated_peak_bytes, memory.peak_bytes])
+say(peaks)
 """
 
 
-def test_peaks_are_those_of_this_rank(tmp_path: Path) -> None:
-    for frees, stays, fitted in run_ranks(PEAKS, 2, tmp_path / "store"):
+def test_peaks_are_those_of_this_rank(found: list[list[Any]]) -> None:
+    for _, _, (frees, stays, fitted), _ in found:
         for theirs, measured, predicted in (frees, stays):
             assert measured == pytest.approx(predicted, rel=0.01)
             assert measured <= theirs
@@ -156,6 +156,8 @@ import graphopt
 from tests.support.fully_sharded import Case, fully_sharded
 
 x = torch.randint(0, 11, (4, 7))
+
+refused = []
 
 def told(make):
     try:
@@ -183,15 +185,20 @@ def tensor_parallel():
     parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
     return fully_shard(model, mesh=mesh["data"])
 
-say(told(lambda: graphopt.optimize(parts())))
-say(told(of(together())))
-say(told(of(fully_shard(nn.Linear(8, 8), offload_policy=CPUOffloadPolicy(pin_memory=False)))))
-say(told(of(tensor_parallel())))
-say(told(of(fully_shard(nn.Linear(8, 8)), "data-parallel")))
-say(told(of(fully_shard(nn.Linear(8, 8)), "scale-loss")))
+refused.append(told(lambda: graphopt.optimize(parts())))
+refused.append(told(of(together())))
+refused.append(told(of(fully_shard(nn.Linear(8, 8), offload_policy=CPUOffloadPolicy(pin_memory=False)))))
+refused.append(told(of(tensor_parallel())))
+refused.append(told(of(fully_shard(nn.Linear(8, 8)), "data-parallel")))
+refused.append(told(of(fully_shard(nn.Linear(8, 8)), "scale-loss")))
 whole = fully_shard(nn.Linear(8, 8))
-say(told(lambda: graphopt.optimize_step(whole, torch.optim.SGD(whole.parameters()), "data-parallel,shard-parameters")))
-say(graphopt.capture(fully_sharded(Case()), (x,)).stage)
+sgd = torch.optim.SGD(whole.parameters())
+refused.append(told(lambda: graphopt.optimize_step(whole, sgd, "data-parallel,shard-parameters")))
+refused.append(told(lambda: graphopt.optimize_step(whole, torch.optim.Adafactor(whole.parameters()))))
+twice = graphopt.optimize(fully_shard(nn.Linear(8, 8)))
+refused.append(told(lambda: graphopt.optimize_step(twice, torch.optim.SGD(twice.parameters()))))
+refused.append(graphopt.capture(fully_sharded(Case()), (x,)).stage)
+say(refused)
 """
 
 WORDS: list[Callable[[str], bool]] = [
@@ -202,10 +209,61 @@ WORDS: list[Callable[[str], bool]] = [
     lambda text: "data-parallel exchanges gradients" in text and "leave the pass out" in text,
     lambda text: "bfloat16" in text and "GradScaler" in text,
     lambda text: "data-parallel exchanges gradients" in text,
+    lambda text: "Adafactor" in text and "keep your loop" in text,
+    lambda text: "as fully_shard left it" in text,
     lambda text: text == "joint",
 ]
 
 
-def test_what_cannot_be_done_is_refused_by_name(tmp_path: Path) -> None:
-    for rank in run_ranks(REFUSED, 2, tmp_path / "store"):
-        assert [text for text, is_right in zip(rank, WORDS, strict=True) if not is_right(text)] == []
+def test_what_cannot_be_done_is_refused_by_name(found: list[list[Any]]) -> None:
+    for *_, refused in found:
+        assert [text for text, is_right in zip(refused, WORDS, strict=True) if not is_right(text)] == []
+
+
+CHECKPOINTS = """
+import logging
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+import graphopt
+from tests.support.fully_sharded import Case, fully_sharded, whole_loss
+logging.getLogger("graphopt").setLevel(logging.ERROR)
+ways = ("FSDP2", "drop-in", "whole step")
+x, y = torch.randint(0, 11, (2, 4, 7), generator=torch.Generator().manual_seed(0))
+
+def trained(way, source=None):
+    model = fully_sharded(Case(dropout=0.0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    if source is not None:
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+        dcp.load(state, checkpoint_id=source)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    run = graphopt.optimize(model, "fit-memory{{budget=90%}}") if way == "drop-in" else model
+    step = graphopt.optimize_step(model, optimizer, loss=whole_loss) if way == "whole step" else None
+    for _ in range(2):
+        if step is None:
+            whole_loss(run, x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            step(x, y)
+    return run, optimizer
+
+if world == 4:
+    for way in ways:
+        state = dict(zip(("model", "optimizer"), get_state_dict(*trained(way))))
+        dcp.save(state, checkpoint_id="{folder}/" + way)
+else:
+    for way in ways:
+        say([[p.full_tensor().tolist() for p in trained(way, "{folder}/" + source)[0].parameters()] for source in ways])
+"""
+
+
+@pytest.mark.sweep
+def test_checkpoints_go_over_between_ways_and_numbers_of_ranks(tmp_path: Path) -> None:
+    script = CHECKPOINTS.format(folder=tmp_path)
+    run_ranks(script, 4, tmp_path / "four")
+    first, second = run_ranks(script, 2, tmp_path / "two")
+    assert first == second
+    found = [values for way in first for values in way]
+    assert len(found) == 9
+    assert all(values == found[0] for values in found)
