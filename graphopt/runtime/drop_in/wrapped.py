@@ -59,6 +59,5 @@ def around(given: DistributedDataParallel, inner: nn.Module, pipeline: Pipeline)
     """
     refuse_exchange(pipeline, f"DistributedDataParallel has {type(inner).__name__}")
     made: DistributedDataParallel = object.__new__(type(given))
-    made.__dict__.update(given.__dict__)
-    made.__dict__["_modules"] = {**given._modules, "module": inner}
+    object.__setattr__(made, "__dict__", {**vars(given), "_modules": {**given._modules, "module": inner}})
     return made
