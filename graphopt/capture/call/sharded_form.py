@@ -23,14 +23,11 @@ from torch import nn
 from graphopt import _torch
 from graphopt.ir.ops.communication.collectives import REDUCE_SCATTER, WAIT, gather_shards
 
-__all__ = ["GATHERS", "FullySharded", "is_as_shards", "is_fully_sharded", "shard_hooks"]
+__all__ = ["FullySharded", "is_as_shards", "is_fully_sharded", "shard_hooks"]
 
 aten = torch.ops.aten
 
 logger = logging.getLogger("graphopt")
-
-GATHERS = "gather_"
-"""How the names of the autograd functions begin that gather a group."""
 
 
 def is_fully_sharded(model: object) -> bool:
@@ -134,7 +131,7 @@ def _function(group: _torch.ShardedGroup) -> type[torch.autograd.Function]:
         def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
             return _reduced(group, gradients)
 
-    Gather.__name__ = Gather.__qualname__ = f"{GATHERS}{group.path or 'root'}".replace(".", "_").replace(", ", "_")
+    Gather.__name__ = Gather.__qualname__ = f"gather_{group.path or 'root'}".replace(".", "_").replace(", ", "_")
     return Gather
 
 

@@ -266,7 +266,10 @@ class _Maker:
         runner.make_ready(program)
         started = time.perf_counter()
         compiled = compile_joint(runner, session, capture)
-        runner.tell_hooks(type(plain).__name__, dict(plain.named_parameters()), some_missing=compiled.tangents.needed)
+        parameters: dict[str, Any] = dict(plain.named_parameters())
+        if self.owner.sharded is not None:
+            parameters |= self.owner.sharded.users
+        runner.tell_hooks(type(plain).__name__, parameters, some_missing=compiled.tangents.needed)
         capture.rewritten.compiling = time.perf_counter() - started if self.owner.options.backend != "eager" else 0.0
         tell_seconds(capture.rewritten, first=runner.announce(capture))
         return compiled

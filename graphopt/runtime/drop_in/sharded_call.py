@@ -16,7 +16,7 @@ from torch import nn
 
 from graphopt import _torch
 from graphopt.capture.call.sharded_form import FullySharded, shard_hooks
-from graphopt.capture.effects.side_effects import CAPTURE_LOCK
+from graphopt.capture.effects.side_effects import CAPTURE_LOCK, refuse_parameter_hooks
 from graphopt.errors import CaptureError
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.runtime.drop_in.wrapped import refuse_beside_sharding
@@ -77,6 +77,12 @@ class ShardedCalls:
         assert self._form is not None
         return self._form.connected(tensors)
 
+    @property
+    def users(self) -> dict[str, torch.Tensor]:
+        """The user's sharded parameters by name, whose hooks count."""
+        assert self._form is not None
+        return {parameter.path: parameter.tensor for group in self._form.groups for parameter in group.parameters}
+
     def hooks_inside(self, hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
         """Those hooks of the model that are part of its program."""
         return shard_hooks(hooks)
@@ -119,6 +125,7 @@ class ShardedSteps:
     @contextmanager
     def as_shards(self) -> Iterator[None]:
         """Around a whole step, in which nothing else may look at the model; see ``FullySharded``."""
+        refuse_parameter_hooks(self._model)  # on the user's tensors, which the capture does not see
         with CAPTURE_LOCK:
             if self._form is None or not self._form.is_current:
                 self._form = FullySharded(self._model)

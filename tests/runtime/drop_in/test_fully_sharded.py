@@ -195,6 +195,10 @@ whole = fully_shard(nn.Linear(8, 8))
 sgd = torch.optim.SGD(whole.parameters())
 refused.append(told(lambda: graphopt.optimize_step(whole, sgd, "data-parallel,shard-parameters")))
 refused.append(told(lambda: graphopt.optimize_step(whole, torch.optim.Adafactor(whole.parameters()))))
+hooked = fully_shard(nn.Linear(8, 8))
+step = graphopt.optimize_step(hooked, torch.optim.SGD(hooked.parameters()), loss=lambda m, x: m(x).sum())
+hooked.weight.register_hook(lambda gradient: 2 * gradient)
+refused.append(told(lambda: step(torch.randn(4, 8))))
 twice = graphopt.optimize(fully_shard(nn.Linear(8, 8)))
 refused.append(told(lambda: graphopt.optimize_step(twice, torch.optim.SGD(twice.parameters()))))
 refused.append(graphopt.capture(fully_sharded(Case()), (x,)).stage)
@@ -210,6 +214,7 @@ WORDS: list[Callable[[str], bool]] = [
     lambda text: "bfloat16" in text and "GradScaler" in text,
     lambda text: "data-parallel exchanges gradients" in text,
     lambda text: "Adafactor" in text and "keep your loop" in text,
+    lambda text: "'weight' has a hook on its gradient" in text,
     lambda text: "as fully_shard left it" in text,
     lambda text: text == "joint",
 ]
