@@ -22,8 +22,8 @@ __all__ = ["Isolated", "Outcome"]
 MEMORY = 12 << 30
 """Address space of one call, in bytes."""
 
-SECONDS = 900
-"""After which a call that hangs is ended."""
+SECONDS = 3600
+"""After which a call that hangs is ended; minutes are enough for each, but not beside other work."""
 
 
 @dataclass(frozen=True)
