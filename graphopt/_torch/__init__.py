@@ -7,7 +7,7 @@ here. The first name that is used imports all of them (``every_name.py``), Dynam
 importing the folder does not, so that nobody waits for them before something is captured.
 
 In reading order: ``every_name``, ``private_names``, ``versions``, ``c10d``,
-``fully_sharded``.
+``distributed_tensors``, ``fully_sharded``.
 """
 
 from __future__ import annotations

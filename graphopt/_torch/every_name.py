@@ -39,6 +39,8 @@ from graphopt._torch.capture.autograd_engine import intercept_inner_gradients as
 from graphopt._torch.capture.custom_functions import apply_function as apply_function
 from graphopt._torch.capture.custom_functions import custom_function as custom_function
 from graphopt._torch.capture.custom_functions import intercept_custom_functions as intercept_custom_functions
+from graphopt._torch.capture.custom_functions import region_of as region_of
+from graphopt._torch.capture.custom_functions import traced_as_one as traced_as_one
 from graphopt._torch.capture.export_regions import AUTOCAST_BEGINS as AUTOCAST_BEGINS
 from graphopt._torch.capture.export_regions import AUTOCAST_ENDS as AUTOCAST_ENDS
 from graphopt._torch.capture.export_regions import SETS_GRAD_MODE as SETS_GRAD_MODE
@@ -118,6 +120,13 @@ from graphopt._torch.compilers.partitioning import JointSplit as JointSplit
 from graphopt._torch.compilers.partitioning import as_partitioner as as_partitioner
 from graphopt._torch.compilers.partitioning import is_free_to_go as is_free_to_go
 from graphopt._torch.compilers.partitioning import is_fusible as is_fusible
+from graphopt._torch.distributed_tensors import PlacementsOfGradient as PlacementsOfGradient
+from graphopt._torch.distributed_tensors import distributed_from as distributed_from
+from graphopt._torch.distributed_tensors import gradient_like as gradient_like
+from graphopt._torch.distributed_tensors import is_distributed as is_distributed
+from graphopt._torch.distributed_tensors import local_from as local_from
+from graphopt._torch.distributed_tensors import local_part as local_part
+from graphopt._torch.distributed_tensors import local_result as local_result
 from graphopt._torch.facts.change_detection import DictionariesUnchanged as DictionariesUnchanged
 from graphopt._torch.facts.change_detection import TensorsUnchanged as TensorsUnchanged
 from graphopt._torch.facts.change_detection import callers_modes as callers_modes
@@ -153,7 +162,6 @@ from graphopt._torch.facts.op_calls import resolve_overload as resolve_overload
 from graphopt._torch.fully_sharded import ShardedGroup as ShardedGroup
 from graphopt._torch.fully_sharded import ShardedModule as ShardedModule
 from graphopt._torch.fully_sharded import ShardedParameter as ShardedParameter
-from graphopt._torch.fully_sharded import local_part as local_part
 from graphopt._torch.fully_sharded import root_hooks as root_hooks
 from graphopt._torch.fully_sharded import sharded_modules as sharded_modules
 from graphopt._torch.fully_sharded import share_state as share_state
@@ -187,6 +195,7 @@ __all__ = [
     "LazyGraphModule",
     "OpOverload",
     "OpOverloadPacket",
+    "PlacementsOfGradient",
     "RealWrites",
     "ShardedGroup",
     "ShardedModule",
@@ -226,6 +235,7 @@ __all__ = [
     "default_store",
     "device_kind",
     "dict_version",
+    "distributed_from",
     "eager_kernels",
     "eager_layouts",
     "evaluate_number",
@@ -237,6 +247,7 @@ __all__ = [
     "function_that_is_cut",
     "generated_function",
     "global_module_hooks",
+    "gradient_like",
     "group_on_host",
     "guard_by",
     "guard_hooks",
@@ -259,6 +270,7 @@ __all__ = [
     "intercept_inner_gradients",
     "is_batched",
     "is_composite",
+    "is_distributed",
     "is_free_to_go",
     "is_fusible",
     "is_gloo",
@@ -269,7 +281,9 @@ __all__ = [
     "is_written",
     "kernel_choices",
     "known_value",
+    "local_from",
     "local_part",
+    "local_result",
     "map_aggregate",
     "mark_optimizer_called",
     "mode_of",
@@ -289,6 +303,7 @@ __all__ = [
     "ranks_without_network",
     "reduce_scatter_tensor",
     "refusals_expected",
+    "region_of",
     "resolve_overload",
     "root_hooks",
     "run_and_save_rng_state",
@@ -311,6 +326,7 @@ __all__ = [
     "taken_sizes",
     "tell_of_limits",
     "trace_update",
+    "traced_as_one",
     "traced_node",
     "tracing_graph",
     "transforms_undone",

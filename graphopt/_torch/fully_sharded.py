@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphopt._torch.distributed_tensors import local_part
 from graphopt._torch.private_names import FULLY_SHARDED, require
 from graphopt.errors import CaptureError
 
@@ -21,7 +22,6 @@ __all__ = [
     "ShardedGroup",
     "ShardedModule",
     "ShardedParameter",
-    "local_part",
     "root_hooks",
     "sharded_modules",
     "share_state",
@@ -41,6 +41,7 @@ class ShardedParameter:
         shard_strides: of these.
         length: elements of a shard on every rank, those that fill it up included.
         dtype: in which it is gathered; None for its own.
+        whole_spec: of the distributed tensor that it is once it is gathered (tensor parallelism); None for others.
         handle: FSDP2's.
     """
 
@@ -52,6 +53,7 @@ class ShardedParameter:
     shard_strides: tuple[int, ...]
     length: int
     dtype: torch.dtype | None
+    whole_spec: Any
     handle: Any
 
     @property
@@ -163,12 +165,6 @@ def _hooks(state: Any) -> list[tuple[dict[int, Any], int]]:
     ]
 
 
-def local_part(value: object) -> torch.Tensor | None:
-    """This rank's part of a ``DTensor``, in its memory; None for anything else."""
-    found: torch.Tensor | None = getattr(value, "_local_tensor", None)
-    return found
-
-
 def share_state(model: nn.Module, other: nn.Module) -> None:
     """Let FSDP2's methods work on another object that shares all attributes with a model (``model.unshard()``)."""
     from torch.distributed._composable_state import _insert_module_state
@@ -261,8 +257,8 @@ def _op(model: nn.Module, path: str, op: Any) -> str:
 
 def _parameter(model: nn.Module, found: Any) -> ShardedParameter:
     path, what = found._param_fqn or "", found._module_info
-    if found.is_dtensor:
-        raise _refused(model, path, "it is divided by tensor parallelism too", "leave parallelize_module out")
+    if getattr(found.mesh_info, "is_spmd_mesh", False):
+        raise _refused(model, path, "its mesh has dimensions of other kinds (dp_mesh_dims)", "give the mesh of shards")
     if found.fsdp_placement.dim != 0:
         raise _refused(model, path, f"it is divided along dimension {found.fsdp_placement.dim}", "divide dimension 0")
     if found.offload_to_cpu:
@@ -281,8 +277,17 @@ def _parameter(model: nn.Module, found: Any) -> ShardedParameter:
         tuple(found.contiguous_sharded_stride),
         found._sharded_param_data.numel(),
         found.param_dtype,
+        _whole_spec(found),
         found,
     )
+
+
+def _whole_spec(found: Any) -> Any:
+    """What a parameter is as a distributed tensor once it is gathered; None for one that is plain then."""
+    if not found.is_dtensor:
+        return None
+    name = "_unsharded_dtensor_spec" if hasattr(found, "_unsharded_dtensor_spec") else "_tp_spec"  # up to torch 2.12
+    return getattr(found, name)
 
 
 def _refused(model: nn.Module, path: str, why: str, way: str) -> CaptureError:

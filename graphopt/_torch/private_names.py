@@ -22,6 +22,7 @@ __all__ = [
     "AUTOCAST",
     "CHECKPOINTS",
     "COLLECTIVES",
+    "DISTRIBUTED",
     "FAKE_RANKS",
     "FULLY_SHARDED",
     "GROUPS",
@@ -303,8 +304,14 @@ FULLY_SHARDED = Feature(
     },
 )
 
+DISTRIBUTED = Feature(
+    "models whose parameters are distributed tensors",
+    {"torch.distributed.tensor._dtensor_spec": "DTensorSpec"},
+)
+
 ON_USE = (
     CHECKPOINTS, PARTS, PARTITIONER, INDUCTOR, AUTOCAST, MEMORY, GROUPS, ABORT, MESSAGES, FAKE_RANKS, FULLY_SHARDED,
+    DISTRIBUTED,
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from graphopt.analysis.costs.profiles import DeviceProfile, device_profile
 from graphopt.capture.call.garbage_collection import no_collection
 from graphopt.capture.call.sharded_form import FullySharded, is_fully_sharded
+from graphopt.capture.call.tensor_parallel_form import TensorParallel, has_distributed_tensors
 from graphopt.capture.devices.for_device import without_data_for
 from graphopt.capture.effects.checks import refuse_wrapped
 from graphopt.capture.session import CaptureSession, Loss
@@ -71,6 +72,10 @@ def capture(
     if is_fully_sharded(model) and device is None:
         refuse_wrapped(model, fully_sharded=True)
         with FullySharded(model).as_shards(optimizer):
+            return _captured(model, args, kwargs, loss, optimizer, dynamic_shapes, stage, device)
+    if has_distributed_tensors(model) and device is None:
+        refuse_wrapped(model, distributed=True)
+        with TensorParallel(model).as_shards(optimizer):
             return _captured(model, args, kwargs, loss, optimizer, dynamic_shapes, stage, device)
     return _captured(model, args, kwargs, loss, optimizer, dynamic_shapes, stage, device)
 

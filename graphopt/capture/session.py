@@ -21,6 +21,7 @@ from graphopt.capture.call.call_checks import (
 from graphopt.capture.call.flatten import Results, Structure, flatten, loss_in
 from graphopt.capture.call.source_lines import user_frame
 from graphopt.capture.call.tensor_classes import refuse_classes, result_classes
+from graphopt.capture.call.tensor_parallel_form import DistributedResults, distributed_call
 from graphopt.capture.call.varying_axes import VaryingAxes
 from graphopt.capture.call.without_memory import without_memory
 from graphopt.capture.devices.for_device import stand_in
@@ -162,7 +163,13 @@ class CaptureSession:
         refuse_cumulative_averages(model)
         if optimizer is not None:
             refuse_parameter_hooks(model)
-        self._call = under_autocast(call)
+        self._distributed = distributed_call(model, under_autocast(call))
+        self._call = under_autocast(call) if self._distributed is None else self._distributed.traced
+        if self._distributed is not None and dynamic_shapes is not None:
+            raise CaptureError(
+                f"the parameters of {type(model).__name__} are distributed tensors, whose parts have sizes that are "
+                "numbers: each size of a batch is captured by itself; give dynamic_shapes=None"
+            )
         self._names = argument_names(model, loss)
         self.example = (args, kwargs or {})
         self.classes = flatten(self.example, paths=False)[1].classes
@@ -291,6 +298,8 @@ class CaptureSession:
             program: gives the program, which is read from a file for it where it has to be.
         """
         outputs = self.outputs
+        if self._distributed is not None:
+            outputs = DistributedResults.of(outputs, self._distributed.results)
         classes = result_classes(program(), self.classes) if any(self.classes) else ()
         if not any(classes):
             return outputs

@@ -68,8 +68,9 @@ class Options:
         backend: Backend,
         verify: Verify,
         fully_sharded: bool = False,
+        distributed: bool = False,
     ) -> Options:
-        """The options, where they fit together; ``fully_sharded`` where the model may be after ``fully_shard``.
+        """The options, where they fit together; the last two as ``refuse_wrapped`` takes them.
 
         Raises:
             ArgumentError: for sizes or a check of another form.
@@ -77,7 +78,7 @@ class Options:
             GraphoptError: for a backend that there is not.
             PipelineError: where the passes do not fit together.
         """
-        refuse_wrapped(model, fully_sharded=fully_sharded)
+        refuse_wrapped(model, fully_sharded=fully_sharded, distributed=distributed)
         check_backend(backend)
         if not (isinstance(dynamic_shapes, str) and dynamic_shapes == "auto"):
             check_dynamic_shapes(dynamic_shapes)

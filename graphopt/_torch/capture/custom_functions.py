@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, disable_p
 from graphopt._torch.capture.traced_tensors import traced_node, tracing_graph
 from graphopt.errors import GraphoptError
 
-__all__ = ["apply_function", "custom_function", "intercept_custom_functions"]
+__all__ = ["apply_function", "custom_function", "intercept_custom_functions", "region_of", "traced_as_one"]
 
 _OF_GRAPHS = "AutogradFunctionApply."
 """Part of the name of the functions that stand for a user's in the graphs of Dynamo."""
@@ -52,11 +54,15 @@ def _plainly(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
 
 
 class _CustomFunction(HigherOrderOperator):
-    """A call of a user's ``torch.autograd.Function`` in a forward program; the first argument is its registry key."""
+    """A call of a user's ``torch.autograd.Function`` in a forward program; the first argument is its registry key.
+
+    So is one of Python code whose ops a forward program cannot have (``traced_as_one``).
+    """
 
     def __init__(self) -> None:
         super().__init__("graphopt_custom_function")
         self.registry: dict[str, type[torch.autograd.Function]] = {}
+        self.regions: weakref.WeakValueDictionary[str, Callable[..., Any]] = weakref.WeakValueDictionary()
 
     def __call__(self, key: str, *args: Any) -> Any:
         return self.original(key, *args) if tracing_graph() is None else super().__call__(key, *args)
@@ -65,6 +71,9 @@ class _CustomFunction(HigherOrderOperator):
         """Run the user's function as autograd would, with its own forward and backward."""
         if _begun:
             return _begun.pop()(*args)
+        region = self.regions.get(key)
+        if region is not None:
+            return region(*args)
         if key not in self.registry:
             raise GraphoptError(
                 f"the autograd function {key!r:.100} is not known in this process: capture the program here"
@@ -78,13 +87,35 @@ def apply_function(cls: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 custom_function = _CustomFunction()
+_numbers = itertools.count()
+
+
+def traced_as_one(region: Callable[..., Any], name: str, *tensors: torch.Tensor) -> Any:
+    """Call Python code as one node of the forward program under trace, without one as it is.
+
+    Autograd goes through what it does where the program is differentiated; nothing else sees that before.
+
+    Args:
+        region: called with tensors; as long as something else holds it, programs can call it.
+        name: of the node, for people.
+        tensors: all that it reads.
+    """
+    known = custom_function.regions
+    key = next((key for key, found in known.items() if found is region), None) or f"{name}#{next(_numbers)}"
+    known[key] = region
+    return custom_function(key, *tensors)
+
+
+def region_of(key: str) -> Callable[..., Any] | None:
+    """The code that ``traced_as_one`` has put under a key; None for an autograd function."""
+    return custom_function.regions.get(key)
 
 
 @custom_function.py_impl(ProxyTorchDispatchMode)
 def _trace_custom_function(mode: ProxyTorchDispatchMode, key: str, *args: Any) -> Any:
     """Record the call as one node, and compute its result outside of the graph."""
     proxies = pytree.tree_map(mode.tracer.unwrap_proxy, args)
-    name = key.rsplit(".", 1)[-1].lower()
+    name = key.split("#")[0].rsplit(".", 1)[-1].lower()
     proxy = mode.tracer.create_proxy("call_function", custom_function, (key, *proxies), {}, name=name)
     with disable_proxy_modes_tracing():
         result = custom_function.original(key, *args)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,6 +21,8 @@ import torch
 from torch import nn
 
 from graphopt import _torch
+from graphopt.capture.call.local_parameters import LocalParameters
+from graphopt.capture.call.tensor_parallel_form import trace_as_one
 from graphopt.ir.ops.communication.collectives import REDUCE_SCATTER, WAIT, gather_shards
 
 __all__ = ["FullySharded", "is_as_shards", "is_fully_sharded", "shard_hooks"]
@@ -107,7 +109,9 @@ class _Gather:
         parameters = self._group.parameters
         self._shards = [module._parameters[name] for module, name in (p.places[0] for p in parameters)]  # type: ignore[misc]
         whole = _torch.apply_function(self._function, *self._shards)
-        for parameter, tensor in zip(parameters, whole, strict=True):
+        for parameter, gathered in zip(parameters, whole, strict=True):
+            spec = parameter.whole_spec
+            tensor = gathered if spec is None else _torch.distributed_from(gathered, spec, _placements(spec))
             for module, name in parameter.places:
                 module._parameters[name] = tensor
 
@@ -116,6 +120,11 @@ class _Gather:
             for module, name in parameter.places:
                 module._parameters[name] = shard
         self._shards = []
+
+
+def _placements(spec: Any) -> _torch.PlacementsOfGradient:
+    """Gradients get the placements of their parameter before they are reduced, as FSDP2 has them."""
+    return lambda _found, _size: spec.placements
 
 
 def _function(group: _torch.ShardedGroup) -> type[torch.autograd.Function]:
@@ -209,12 +218,17 @@ class FullySharded:
             gathers = [_Gather(group) for group in module.groups]
             self._hooks.append((_Before(module, gathers), _Behind(module, gathers)))
         self.groups = [group for module in self._modules for group in module.groups]
-        self._shards: dict[_torch.ShardedParameter, nn.Parameter] = {}
+        self._shards = LocalParameters([parameter for group in self.groups for parameter in group.parameters])
 
     @property
     def is_current(self) -> bool:
         """Whether FSDP2's settings are as they were."""
         return all(group.is_current for group in self.groups)
+
+    @property
+    def users(self) -> dict[str, torch.Tensor]:
+        """The user's sharded parameters by name."""
+        return {parameter.path: parameter.tensor for group in self.groups for parameter in group.parameters}
 
     @contextmanager
     def as_shards(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
@@ -235,81 +249,14 @@ class FullySharded:
         with ExitStack() as stack:
             for module, hooks in zip(self._modules, self._hooks, strict=True):
                 stack.enter_context(module.hooks(*hooks))
-            stack.callback(
-                self._put, {parameter: parameter.tensor for group in self.groups for parameter in group.parameters}
-            )
-            self._put({parameter: self._shard(parameter) for group in self.groups for parameter in group.parameters})
-            if optimizer is not None:
-                stack.callback(self._whole_state, optimizer, self._shards_of_state(optimizer))
+            stack.enter_context(self._shards.in_place(optimizer))
+            distributed = [p for group in self.groups for p in group.parameters if p.whole_spec is not None]
+            trace_as_one(self, map(self._shards.part, distributed))
             yield
 
-    def _put(self, tensors: dict[_torch.ShardedParameter, Any]) -> None:
-        for parameter, tensor in tensors.items():
-            for module, name in parameter.places:
-                module._parameters[name] = tensor
-
-    def _shard(self, parameter: _torch.ShardedParameter) -> nn.Parameter:
-        """This rank's shard as a parameter, the same one as long as the user's tensor has the same memory."""
-        given, local = parameter.tensor, parameter.local
-        known = self._shards.get(parameter)
-        if known is None or known.data_ptr() != local.data_ptr() or known.shape != local.shape:
-            known = self._shards[parameter] = nn.Parameter(local, requires_grad=given.requires_grad)
-        elif known.requires_grad != given.requires_grad:
-            known.requires_grad_(given.requires_grad)
-        return known
-
-    def _shards_of_state(self, optimizer: torch.optim.Optimizer) -> dict[int, Any]:
-        """Give an optimizer shards in place of the user's tensors; returns the latter by what stands for them."""
-        shards: dict[int, torch.Tensor] = {id(parameter.tensor): shard for parameter, shard in self._shards.items()}
-        given: dict[int, Any] = {}
-
-        def shard_of(value: Any) -> Any:
-            found = shards.get(id(value))
-            if found is None:
-                found = _torch.local_part(value)
-            if found is not None:
-                given[id(found)] = value
-            return value if found is None else found
-
-        for group in optimizer.param_groups:
-            group["params"][:] = [shard_of(parameter) for parameter in group["params"]]
-        _replace(
-            optimizer.state,
-            lambda parameter, state: (
-                shard_of(parameter),
-                {key: shard_of(value) for key, value in state.items()} if isinstance(state, dict) else state,
-            ),
-        )
-        return given
-
-    def _whole_state(self, optimizer: torch.optim.Optimizer, given: Mapping[int, Any]) -> None:
-        """Give an optimizer the user's tensors again, and distributed ones for state that is new."""
-        owners = {id(shard): parameter for parameter, shard in self._shards.items()}
-
-        def whole(value: Any, owner: _torch.ShardedParameter | None) -> Any:
-            if id(value) in given or owner is None or not isinstance(value, torch.Tensor):
-                return given.get(id(value), value)
-            same = value.shape == owner.local.shape and value.dim() > 0
-            return owner.distributed(value) if same else value
-
-        def restored(parameter: Any, state: Any) -> tuple[Any, Any]:
-            owner = owners.get(id(parameter))
-            if isinstance(state, dict):
-                state = {key: whole(value, owner) for key, value in state.items()}
-            return given.get(id(parameter), parameter), state
-
-        for group in optimizer.param_groups:
-            group["params"][:] = [given.get(id(parameter), parameter) for parameter in group["params"]]
-        _replace(optimizer.state, restored)
+    def spec_of(self, _part: torch.Tensor) -> None:
+        """No shard is made a distributed tensor before it is gathered."""
 
     def connected(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors of a call, with the user's own in place of shards, so that these get the gradients."""
-        users = {id(shard): parameter.tensor for parameter, shard in self._shards.items()}
-        return [users[id(tensor)].to_local() if id(tensor) in users else tensor for tensor in tensors]
-
-
-def _replace(states: dict[Any, Any], change: Callable[[Any, Any], tuple[Any, Any]]) -> None:
-    """Change keys and values of a dictionary, which stays the same one, in its order."""
-    changed = [change(key, value) for key, value in states.items()]
-    states.clear()
-    states.update(changed)
+        """See ``LocalParameters``."""
+        return self._shards.connected(tensors)

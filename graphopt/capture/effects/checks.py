@@ -73,12 +73,13 @@ _EACH_BY_ITSELF = (
 _NORMS = ("_foreach_norm", "_foreach_max")
 
 
-def refuse_wrapped(model: object, *, fully_sharded: bool = False) -> None:
+def refuse_wrapped(model: object, *, fully_sharded: bool = False, distributed: bool = False) -> None:
     """Raise a ``CaptureError`` with the way out for a model, or a part of one, that another tool has wrapped.
 
     Args:
         model: to look at.
         fully_sharded: let pass what was given to ``fully_shard``, as all is that a program sees as shards.
+        distributed: let distributed tensors pass, which a program sees as this rank's parts.
     """
     check_model(model)
     assert isinstance(model, nn.Module)
@@ -95,7 +96,7 @@ def refuse_wrapped(model: object, *, fully_sharded: bool = False) -> None:
                     "__slots__, where changes between calls are not seen; leave __slots__ out"
                 )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if _is_distributed(tensor) and not fully_sharded:
+        if _torch.is_distributed(tensor) and not (fully_sharded or distributed):
             raise CaptureError(
                 f"{type(model).__name__} cannot be captured: {name!r} is a DTensor, whose operations talk to other "
                 "ranks by themselves; leave parallelize_module, distribute_module and distribute_tensor out, and let "
@@ -113,7 +114,7 @@ def _slots(cls: type) -> list[str]:
 
 def refuse_distributed_arguments(model: nn.Module, arguments: Iterable[object]) -> None:
     """Raise a ``CaptureError`` for a batch that is distributed over a mesh of devices."""
-    if any(_is_distributed(argument) for argument in arguments):
+    if any(_torch.is_distributed(argument) for argument in arguments):
         raise CaptureError(
             f"{type(model).__name__} is given a DTensor, whose operations talk to other ranks by themselves: give this "
             "rank's part of it (batch.to_local()), and DataParallel() exchanges gradients"
@@ -168,11 +169,6 @@ def refuse_missing_data(model: nn.Module, arguments: Iterable[object]) -> None:
             "model its values (model.load_state_dict(state, assign=True), or graphopt.materialize_shards(model) on "
             "several ranks), or plan it without running by graphopt.capture(..., device=)"
         )
-
-
-def _is_distributed(value: object) -> bool:
-    kind = type(value)
-    return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed")
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> str:

@@ -219,6 +219,7 @@ class _Builder:
         self._known: dict[str, NodeInfo] = {
             mark: info(node) for mark, node in marked(forward.graph, forward.attributes) if node.op != "output"
         }
+        self._known |= runner.inside
         self._graph = fx.Graph()
         self._map: dict[fx.Node, fx.Node] = {}
         self._specs: list[InputSpec] = []

@@ -19,9 +19,11 @@ from torch import fx, nn
 from torch.fx import traceback
 
 from graphopt import _torch
+from graphopt.capture.call.tensor_parallel_form import DistributedCall
 from graphopt.capture.forward.inner_gradients import differentiated_by
 from graphopt.capture.joint.device_kernels import on_device
-from graphopt.ir.node import InputSpec, info
+from graphopt.capture.joint.traced_modules import modules_noted
+from graphopt.ir.node import InputSpec, NodeInfo, info
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.layers.dropout import prod_backward
 from graphopt.ir.ops.values import is_dense
@@ -53,6 +55,7 @@ class Runner(nn.Module):
     Attributes:
         keys: by the name of a placeholder, under which name this module has its tensor: one for each tensor.
         holder: what that is.
+        inside: by the mark of a place inside of a node, what is known of that place (``modules_noted``).
     """
 
     def __init__(self, program: Program, tensors: dict[str, torch.Tensor]) -> None:
@@ -60,6 +63,7 @@ class Runner(nn.Module):
         self._module = [_as_module(program)]
         self.keys: dict[str, str] = {}
         self.holder: dict[str, InputSpec] = {}
+        self.inside: dict[str, NodeInfo] = {}
         known: dict[int, str] = {}
         for node, spec in zip(program.placeholders, program.inputs, strict=True):
             if spec.role == "input":
@@ -84,7 +88,7 @@ class Runner(nn.Module):
             for node in module.graph.find_nodes(op="placeholder")
         ]
         with traceback.preserve_node_meta():
-            return tuple(Interpreter(module).run(*values))
+            return tuple(Interpreter(module, known=self.inside).run(*values))
 
 
 def _as_module(program: Program) -> fx.GraphModule:
@@ -201,17 +205,20 @@ class Interpreter(fx.Interpreter):
     forward are taken by autograd.
     """
 
-    def __init__(self, module: fx.GraphModule, prefix: str = "") -> None:
+    def __init__(self, module: fx.GraphModule, prefix: str = "", known: dict[str, NodeInfo] | None = None) -> None:
         super().__init__(module)
         self._prefix = prefix
+        self._known = {} if known is None else known
+        self._place = ""
         self._bodies = {id(child): name for name, child in module.named_children()}
         self._differentiated_by = differentiated_by(module)
 
     def _inside(self, body: fx.GraphModule) -> Interpreter:
-        return Interpreter(body, f"{self._prefix}{self._bodies[id(body)]}/")
+        return Interpreter(body, f"{self._prefix}{self._bodies[id(body)]}/", self._known)
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node; the node that torch traces for it, or the error that it raises, says which one it was."""
+        self._place = self._prefix + n.name
         try:
             result = super().run_node(n)
         except Exception as error:
@@ -221,14 +228,16 @@ class Interpreter(fx.Interpreter):
         if n in self._differentiated_by and not result.requires_grad:
             result = (result.detach() if n.op == "placeholder" else result).requires_grad_()
         if isinstance(result, torch.Tensor):
-            node = _torch.traced_node(result)
-            if node is not None:
-                node.meta[HOLDS] = (*node.meta.get(HOLDS, ()), self._prefix + n.name)
+            _hold(result, self._prefix + n.name)
         return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an op so that what is traced is what eager mode runs."""
         if target is _torch.custom_function:
+            region = _torch.region_of(args[0])
+            if isinstance(region, DistributedCall):
+                with modules_noted(region.model, self._place, self._known, _hold, _MARK):
+                    return region(*args[1:])
             return _torch.custom_function.original(*args)
         if target is _torch.inner_gradients:
             return _torch.inner_gradients.original(*args)
@@ -279,6 +288,13 @@ class Interpreter(fx.Interpreter):
         if strides == given.stride():
             return super().call_function(target, args, kwargs)
         return given.copy_(self.call_function(functional, args, kwargs))
+
+
+def _hold(tensor: torch.Tensor, mark: str) -> None:
+    """Note on the joint node that stands for a tensor that it is the value of a place."""
+    node = _torch.traced_node(tensor)
+    if node is not None:
+        node.meta[HOLDS] = (*node.meta.get(HOLDS, ()), mark)
 
 
 def _without_draw(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:

@@ -27,7 +27,7 @@ from graphopt.runtime.calls.observers import tell_seconds
 from graphopt.runtime.calls.size_rules import Target
 from graphopt.runtime.compiled_joint import CompiledJoint, compile_joint
 from graphopt.runtime.drop_in.set_forward import what_runs
-from graphopt.runtime.drop_in.sharded_call import ShardedCalls
+from graphopt.runtime.drop_in.sharded_call import FullyShardedCalls, ShardedCalls
 from graphopt.runtime.graph_breaks.parts import Parts
 from graphopt.runtime.runner import Options, Runner
 
@@ -170,7 +170,7 @@ class DropIn:
     def look_for_shards(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         """See whether ``fully_shard`` was given the optimized model since the call before."""
         if self.sharded is None and is_fully_sharded(model):
-            self.sharded = ShardedCalls(model, model, self.options.pipeline)
+            self.sharded = FullyShardedCalls(model, model, self.options.pipeline)
             self.sharded.end_forward(args)
 
     def hooks_inside(self, hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:

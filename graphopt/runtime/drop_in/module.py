@@ -361,8 +361,9 @@ def optimize(
     """
     # what captures and runs programs: for those who make one
     from graphopt.capture.call.sharded_form import is_fully_sharded
+    from graphopt.capture.call.tensor_parallel_form import has_distributed_tensors
     from graphopt.runtime.drop_in.model_captures import DropIn
-    from graphopt.runtime.drop_in.sharded_call import ShardedCalls
+    from graphopt.runtime.drop_in.sharded_call import FullyShardedCalls, ShardedCalls
     from graphopt.runtime.runner import Options
 
     if isinstance(model, Optimized):
@@ -379,8 +380,10 @@ def optimize(
             verify=verify,
         )
         return cast(M, around(model, inner, cast(Optimized, inner)._graphopt.options.pipeline))
-    sharded = is_fully_sharded(model)
-    options = Options.checked(model, passes, dynamic_shapes, backend, verify, fully_sharded=sharded)
+    sharded, distributed = is_fully_sharded(model), has_distributed_tensors(model)
+    options = Options.checked(
+        model, passes, dynamic_shapes, backend, verify, fully_sharded=sharded, distributed=distributed
+    )
     _refuse_update(options.pipeline)
     if issubclass(cast(Any, type(model)), LazyModuleMixin):
         from graphopt.capture.guards.fingerprint import refuse_lazy
@@ -390,7 +393,9 @@ def optimize(
     object.__setattr__(result, "__dict__", model.__dict__)
     drop_in = DropIn(type(model), options, result.get_parameter, result._plain_model)
     if sharded:
-        drop_in.sharded = ShardedCalls(model, result, options.pipeline)
+        drop_in.sharded = FullyShardedCalls(model, result, options.pipeline)
+    elif distributed:
+        drop_in.sharded = ShardedCalls(model, options.pipeline)
     own = {"_graphopt": drop_in, "_own_forward": None, "_other_forward": (None, None)}
     for name, value in own.items():
         object.__setattr__(result, name, value)

@@ -1,4 +1,4 @@
-"""Calls of a model after ``fully_shard``: programs in training, FSDP2 itself in all other calls.
+"""Calls of a model that others have sharded: programs in training, in all other calls what it was made to be.
 
 FSDP2 hooks the forward of the model too. Around a call that runs a program, in which gathers are ops, these two hooks
 do nothing; in eval mode and without gradients they act as always, and a call that goes to eager mode at last runs them.
@@ -15,13 +15,28 @@ import torch
 from torch import nn
 
 from graphopt import _torch
-from graphopt.capture.call.sharded_form import FullySharded, shard_hooks
+from graphopt.capture.call.sharded_form import FullySharded, is_fully_sharded, shard_hooks
+from graphopt.capture.call.tensor_parallel_form import TensorParallel, has_distributed_tensors
 from graphopt.capture.effects.side_effects import CAPTURE_LOCK, refuse_parameter_hooks
-from graphopt.errors import CaptureError
+from graphopt.errors import CaptureError, PipelineError
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.runtime.drop_in.wrapped import refuse_beside_sharding
 
-__all__ = ["ShardedCalls", "ShardedSteps"]
+__all__ = ["FullyShardedCalls", "ShardedCalls", "ShardedSteps", "is_sharded"]
+
+Form = FullySharded | TensorParallel
+
+
+def is_sharded(model: object) -> bool:
+    """Whether this rank has parts of a model's parameters, by ``fully_shard`` or as other distributed tensors."""
+    return is_fully_sharded(model) or has_distributed_tensors(model)
+
+
+def current_form(model: nn.Module, known: Form | None) -> Form:
+    """How a program sees a model; the same as before as long as nothing of it is another."""
+    if known is not None and known.is_current:
+        return known
+    return FullySharded(model) if is_fully_sharded(model) else TensorParallel(model)
 
 
 _BY_ELEMENTS = (
@@ -43,7 +58,53 @@ class _Around:
 
 
 class ShardedCalls:
-    """What calls of an optimized model after ``fully_shard`` need beside its captures.
+    """What calls of an optimized model whose parameters are distributed tensors need beside its captures.
+
+    Args:
+        given: the model that ``optimize`` was given.
+        pipeline: the passes.
+
+    Raises:
+        PipelineError: for a pass that exchanges gradients, or checks them on each rank by itself.
+    """
+
+    def __init__(self, given: nn.Module, pipeline: Pipeline) -> None:
+        refuse_beside_sharding(pipeline, type(given).__name__)
+        self._given = given
+        self._form: Form | None = None
+
+    @contextmanager
+    def as_shards(self) -> Iterator[None]:
+        """See ``FullySharded`` and ``TensorParallel``; the parameters have to be there by the first call."""
+        self._form = current_form(self._given, self._form)
+        with self._form.as_shards():
+            yield
+
+    def connected(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """See ``LocalParameters``."""
+        assert self._form is not None
+        return self._form.connected(tensors)
+
+    @property
+    def users(self) -> dict[str, torch.Tensor]:
+        """The user's distributed parameters by name, whose hooks count."""
+        assert self._form is not None
+        return self._form.users
+
+    def hooks_inside(self, hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
+        """Those hooks of the model that are part of its program."""
+        return shard_hooks(hooks)
+
+    def end_forward(self, args: tuple[Any, ...]) -> None:
+        """End what others have begun around a call that a program is going to run."""
+
+    def eager(self, given: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A call in eager mode."""
+        return given(model, *args, **kwargs)
+
+
+class FullyShardedCalls(ShardedCalls):
+    """The same for a model after ``fully_shard``.
 
     Args:
         given: the model that ``fully_shard`` and ``optimize`` were given.
@@ -51,41 +112,16 @@ class ShardedCalls:
         pipeline: the passes.
 
     Raises:
-        PipelineError: for a pass that exchanges gradients, or checks them on each rank by itself.
+        PipelineError: as ``ShardedCalls`` raises it.
     """
 
     def __init__(self, given: nn.Module, optimized: nn.Module, pipeline: Pipeline) -> None:
-        refuse_beside_sharding(pipeline, type(given).__name__)
-        self._given = given
-        self._form: FullySharded | None = None
+        super().__init__(given, pipeline)
         if optimized is not given:
             _torch.share_state(given, optimized)
         for hooks, key in _torch.root_hooks(given):
             own = hooks[key].own if isinstance(hooks[key], _Around) else hooks[key]
             hooks[key] = _Around(own, type(optimized))
-
-    @contextmanager
-    def as_shards(self) -> Iterator[None]:
-        """See ``FullySharded``; the parameters have to be there by the first call."""
-        if self._form is None or not self._form.is_current:
-            self._form = FullySharded(self._given)
-        with self._form.as_shards():
-            yield
-
-    def connected(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """See ``FullySharded``."""
-        assert self._form is not None
-        return self._form.connected(tensors)
-
-    @property
-    def users(self) -> dict[str, torch.Tensor]:
-        """The user's sharded parameters by name, whose hooks count."""
-        assert self._form is not None
-        return {parameter.path: parameter.tensor for group in self._form.groups for parameter in group.parameters}
-
-    def hooks_inside(self, hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
-        """Those hooks of the model that are part of its program."""
-        return shard_hooks(hooks)
 
     def end_forward(self, args: tuple[Any, ...]) -> None:
         """Let FSDP2 end a forward that it has begun, which a program is going to run."""
@@ -100,10 +136,10 @@ class ShardedCalls:
 
 
 class ShardedSteps:
-    """What whole steps of a model after ``fully_shard`` need beside their programs.
+    """What whole steps of a model whose parameters are distributed tensors need beside their programs.
 
     Args:
-        model: that ``fully_shard`` was given.
+        model: of which this rank has parts.
         optimizer: over its parameters.
         pipeline: the passes.
 
@@ -114,20 +150,25 @@ class ShardedSteps:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, pipeline: Pipeline) -> None:
         refuse_beside_sharding(pipeline, type(model).__name__)
+        clips = [current.name for current in pipeline.passes if current.name == "clip-gradients"]
+        if clips and not is_fully_sharded(model):
+            raise PipelineError(
+                f"{clips[0]} takes the norm of all gradients, and of those of {type(model).__name__} each rank has a "
+                "part, some of them the same: keep your loop with graphopt.optimize, and clip_grad_norm_ of torch"
+            )
         if not any(type(optimizer).step is getattr(torch.optim, name).step for name in _BY_ELEMENTS):
             raise CaptureError(
                 f"{type(optimizer).__name__} is not known to update each element by itself, and of each parameter this "
                 f"rank has a shard: keep your loop with graphopt.optimize, or take one of {', '.join(_BY_ELEMENTS)}"
             )
         self._model, self._optimizer = model, optimizer
-        self._form: FullySharded | None = None
+        self._form: Form | None = None
 
     @contextmanager
     def as_shards(self) -> Iterator[None]:
         """Around a whole step, in which nothing else may look at the model; see ``FullySharded``."""
         refuse_parameter_hooks(self._model)  # on the user's tensors, which the capture does not see
         with CAPTURE_LOCK:
-            if self._form is None or not self._form.is_current:
-                self._form = FullySharded(self._model)
+            self._form = current_form(self._model, self._form)
             with self._form.as_shards(self._optimizer):
                 yield

@@ -31,17 +31,17 @@ def refuse_exchange(pipeline: Pipeline, who: str) -> None:
 
 
 def refuse_beside_sharding(pipeline: Pipeline, title: str) -> None:
-    """Raise a ``PipelineError`` for a pass that cannot act on a model after ``fully_shard``.
+    """Raise a ``PipelineError`` for a pass that cannot act on a model that others have sharded.
 
     Args:
         pipeline: the passes.
         title: the model's class.
     """
-    refuse_exchange(pipeline, f"fully_shard has {title}")
+    refuse_exchange(pipeline, f"what has sharded {title} has the ranks")
     if scaling_of(tuple(pipeline.passes)) is not None:
         raise PipelineError(
             "a pass scales the loss, and would check on each rank by itself whether gradients are finite, of which "
-            f"each rank has a shard, since {title} was given to fully_shard: use bfloat16, or torch.amp.GradScaler "
+            f"each rank has a part, since {title} is sharded: use bfloat16, or torch.amp.GradScaler "
             "around the model"
         )
 

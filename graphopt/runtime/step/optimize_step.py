@@ -65,12 +65,15 @@ def optimize_step(
     """
     # what captures and runs programs: for those who make one
     from graphopt.capture.call.sharded_form import is_fully_sharded
+    from graphopt.capture.call.tensor_parallel_form import has_distributed_tensors
     from graphopt.runtime.runner import Options
     from graphopt.runtime.step.train_step import TrainStep
 
     model, taken = take_over(model, passes)
-    sharded = is_fully_sharded(model)
-    options = Options.checked(model, taken, dynamic_shapes, backend, verify, fully_sharded=sharded)
+    sharded, distributed = is_fully_sharded(model), has_distributed_tensors(model)
+    options = Options.checked(
+        model, taken, dynamic_shapes, backend, verify, fully_sharded=sharded, distributed=distributed
+    )
     step = TrainStep(model, optimizer, options, loss)
     if example_inputs is not None:
         step.prepare_example(example_inputs)

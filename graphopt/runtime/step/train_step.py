@@ -16,7 +16,6 @@ from torch import fx, nn
 from graphopt import _torch
 from graphopt.capture.call.call_checks import check_call, check_loss, check_optimizer
 from graphopt.capture.call.flatten import detach_all
-from graphopt.capture.call.sharded_form import is_fully_sharded
 from graphopt.capture.effects.eager_trial import EagerCall, FailsInEagerError
 from graphopt.capture.effects.side_effects import CAPTURE_LOCK
 from graphopt.capture.session import call_loss, loss_call
@@ -31,7 +30,7 @@ from graphopt.rewriting.gradient_norm import GRADIENT_NORM
 from graphopt.rewriting.pass_ import Records
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.precision.scaling import scaling_of
-from graphopt.runtime.drop_in.sharded_call import ShardedSteps
+from graphopt.runtime.drop_in.sharded_call import ShardedSteps, is_sharded
 from graphopt.runtime.programs.accumulate import add_gradients
 from graphopt.runtime.ranks.places import reached
 from graphopt.runtime.ranks.watch import meeting
@@ -105,7 +104,7 @@ class TrainStep:
         self._store = self._runner.store
         scaling = scaling_of(options.pipeline.passes)
         self._ends: UnevenEnds | None = None
-        self._sharded = ShardedSteps(model, optimizer, options.pipeline) if is_fully_sharded(model) else None
+        self._sharded = ShardedSteps(model, optimizer, options.pipeline) if is_sharded(model) else None
         self._skips = SkipWatch(self._store, scaling) if scaling is not None else None
 
     # --- running -----------------------------------------------------------------------------------------------------
