@@ -54,7 +54,11 @@ from graphopt.errors import CaptureError, GraphBreakError, quoted
 from graphopt.ir.graphs.autocast import mark_around, plain_precision, under_autocast
 from graphopt.ir.host import shortage_named
 from graphopt.ir.program import Program
-from graphopt.rewriting.memory.recompute.gathered_parameters import free_whole_parameters, reduce_in_place
+from graphopt.rewriting.memory.recompute.gathered_parameters import (
+    free_whole_parameters,
+    gather_by_own_op,
+    reduce_in_place,
+)
 from graphopt.rewriting.precision.written_casts import write_casts
 from graphopt.rewriting.shards import Shards
 
@@ -387,6 +391,8 @@ class CaptureSession:
         """The joint program of a (rewritten) forward program."""
         self.joint = self._eager_error_first(functools.partial(self._differentiated, program), backward=True)
         lowered = self.joint.program
+        if self._distributed is not None:
+            gather_by_own_op(lowered)
         free_whole_parameters(lowered)
         reduce_in_place(lowered)
         if self.optimizer is not None:

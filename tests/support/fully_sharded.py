@@ -69,6 +69,7 @@ class Case:
         mesh: in two dimensions, replicated and sharded.
         late: whether ``optimize`` comes before ``fully_shard``.
         options: of ``fully_shard``.
+        tokens: of each row of a batch.
     """
 
     passes: str = ""
@@ -82,6 +83,11 @@ class Case:
     mesh: tuple[int, int] | None = None
     late: bool = False
     options: dict[str, Any] = field(default_factory=dict[str, Any])
+    tokens: int = 7
+
+    def batch_of(self, rank: int) -> int:
+        """Which batch a rank has."""
+        return rank
 
 
 def _half(**roots: Any) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
@@ -146,27 +152,27 @@ def fully_sharded(case: Case, optimized: Callable[[nn.Module], nn.Module] = lamb
     return model if case.late else optimized(model)
 
 
-def far_apart(case: Case, *, step: bool = False, updates: int = 2) -> dict[str, Any]:
-    """Train with FSDP2 and with programs side by side, and say where they differ, the worst of all ranks.
+def far_apart(
+    case: Case, *, step: bool = False, updates: int = 2, make: Callable[..., nn.Module] = fully_sharded
+) -> dict[str, Any]:
+    """Train as torch does and with programs side by side, and say where they differ, the worst of all ranks.
 
     Args:
         case: what is trained.
         step: as a whole step.
         updates: of the optimizer, with evaluation behind each.
+        make: the model, as ``fully_sharded`` does.
     """
     logging.getLogger("graphopt").setLevel(logging.ERROR)
-    theirs = fully_sharded(case)
-    ours = fully_sharded(case, (lambda m: m) if step else (lambda m: graphopt.optimize(m, case.passes or ())))
-    optimizers = [
-        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05, fused=True)
-        for model in (theirs, ours)
-    ]
+    theirs = make(case)
+    ours = make(case, (lambda m: m) if step else (lambda m: graphopt.optimize(m, case.passes or ())))
+    optimizers = [torch.optim.AdamW(_by_mesh(model), lr=0.05, fused=True) for model in (theirs, ours)]
     run: Any = None
     if step:
         run = graphopt.optimize_step(ours, optimizers[1], case.passes or (), loss=whole_loss)
         run.accumulate(case.backwards)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    x, y = torch.randint(0, 11, (2, 4, 7), generator=generator)
+    generator = torch.Generator().manual_seed(case.batch_of(dist.get_rank()))
+    x, y = torch.randint(0, 11, (2, 4, case.tokens), generator=generator)
     far: dict[str, float] = {}
 
     def compare(what: str, one: Sequence[Any], other: Sequence[Any]) -> None:
@@ -209,6 +215,15 @@ def far_apart(case: Case, *, step: bool = False, updates: int = 2) -> dict[str, 
         "records": [str(record.name) for record in records],
         "lower": all(record.peak_after <= record.peak_before for record in records),
     }
+
+
+def _by_mesh(model: nn.Module) -> list[dict[str, Any]]:
+    """Groups of trained parameters that one fused kernel takes: all of them on one mesh of ranks, or on none."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return [{"params": members} for members in groups.values()]
 
 
 def architecture_apart(name: str, *, half: bool, passes: str, step: bool) -> dict[str, Any]:

@@ -226,6 +226,11 @@ class FullySharded:
         return all(group.is_current for group in self.groups)
 
     @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether parameters are divided by tensor parallelism too."""
+        return any(parameter.whole_spec is not None for group in self.groups for parameter in group.parameters)
+
+    @property
     def users(self) -> dict[str, torch.Tensor]:
         """The user's sharded parameters by name."""
         return {parameter.path: parameter.tensor for group in self.groups for parameter in group.parameters}

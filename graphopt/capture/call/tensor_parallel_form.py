@@ -79,6 +79,11 @@ class TensorParallel:
         self._updates = False
 
     @property
+    def is_tensor_parallel(self) -> bool:
+        """Always."""
+        return True
+
+    @property
     def is_current(self) -> bool:
         """Whether the model has the same distributed tensors as when this was made."""
         found = [each.tensor for each in _distributed_tensors(self._model)]

@@ -150,18 +150,12 @@ class ShardedSteps:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, pipeline: Pipeline) -> None:
         refuse_beside_sharding(pipeline, type(model).__name__)
-        clips = [current.name for current in pipeline.passes if current.name == "clip-gradients"]
-        if clips and not is_fully_sharded(model):
-            raise PipelineError(
-                f"{clips[0]} takes the norm of all gradients, and of those of {type(model).__name__} each rank has a "
-                "part, some of them the same: keep your loop with graphopt.optimize, and clip_grad_norm_ of torch"
-            )
         if not any(type(optimizer).step is getattr(torch.optim, name).step for name in _BY_ELEMENTS):
             raise CaptureError(
                 f"{type(optimizer).__name__} is not known to update each element by itself, and of each parameter this "
                 f"rank has a shard: keep your loop with graphopt.optimize, or take one of {', '.join(_BY_ELEMENTS)}"
             )
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizer, self._pipeline = model, optimizer, pipeline
         self._form: Form | None = None
 
     @contextmanager
@@ -170,5 +164,15 @@ class ShardedSteps:
         refuse_parameter_hooks(self._model)  # on the user's tensors, which the capture does not see
         with CAPTURE_LOCK:
             self._form = current_form(self._model, self._form)
+            if self._form.is_tensor_parallel:
+                _refuse_clipping(self._pipeline, type(self._model).__name__)
             with self._form.as_shards(self._optimizer):
                 yield
+
+
+def _refuse_clipping(pipeline: Pipeline, title: str) -> None:
+    if any(current.name == "clip-gradients" for current in pipeline.passes):
+        raise PipelineError(
+            f"clip-gradients takes the norm of all gradients, and of those of {title} each rank has a part, some of "
+            "them the same on several ranks: keep your loop with graphopt.optimize, and clip_grad_norm_ of torch"
+        )

@@ -149,9 +149,7 @@ def test_peaks_are_those_of_this_rank(found: list[list[Any]]) -> None:
 REFUSED = """
 import logging, warnings
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 import graphopt
 from tests.support.fully_sharded import Case, fully_sharded
 
@@ -179,16 +177,9 @@ def together():
     fully_shard([model[0], model[1]])
     return fully_shard(model)
 
-def tensor_parallel():
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
-    model = nn.Sequential(nn.Linear(8, 8))
-    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
-    return fully_shard(model, mesh=mesh["data"])
-
 refused.append(told(lambda: graphopt.optimize(parts())))
 refused.append(told(of(together())))
 refused.append(told(of(fully_shard(nn.Linear(8, 8), offload_policy=CPUOffloadPolicy(pin_memory=False)))))
-refused.append(told(of(tensor_parallel())))
 refused.append(told(of(fully_shard(nn.Linear(8, 8)), "data-parallel")))
 refused.append(told(of(fully_shard(nn.Linear(8, 8)), "scale-loss")))
 whole = fully_shard(nn.Linear(8, 8))
@@ -209,7 +200,6 @@ WORDS: list[Callable[[str], bool]] = [
     lambda text: "its submodule '0'" in text and "the whole model" in text,
     lambda text: "fully_shard([...])" in text and "shard each by itself" in text,
     lambda text: "CPUOffloadPolicy" in text and "leave offload_policy out" in text,
-    lambda text: "tensor parallelism" in text,
     lambda text: "data-parallel exchanges gradients" in text and "leave the pass out" in text,
     lambda text: "bfloat16" in text and "GradScaler" in text,
     lambda text: "data-parallel exchanges gradients" in text,

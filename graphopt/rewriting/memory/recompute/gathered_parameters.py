@@ -1,5 +1,7 @@
 """Parameters that forward gathers by ops of the program, as those of models after ``fully_shard``.
 
+So are activations that tensor parallelism has divided along the sequence.
+
 A whole parameter is a value of forward like an activation: saved for backward, or freed and gathered again, which is
 recomputing it. Where the model asks for the latter, that is a segment of its own, as ``torch.utils.checkpoint`` makes
 them; a planner takes it for a hint and weighs gathers by the seconds that the link takes for their bytes.
@@ -16,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from graphopt import _torch
 from graphopt.analysis.costs.cost import CostReport, costs_of, profile_of_cost
 from graphopt.errors import GraphoptError
 from graphopt.ir.memory.timeline import MemoryTimeline
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
-from graphopt.ir.ops.communication.collectives import ALL_REDUCE, REDUCE_SCATTER, WAIT
+from graphopt.ir.ops.communication.collectives import ALL_REDUCE, REDUCE_SCATTER, WAIT, gather_shards
 from graphopt.ir.ops.communication.groups import Group, find_group
 from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.prediction.collective import seconds_on_link
@@ -33,6 +36,7 @@ from graphopt.rewriting.memory.recompute.rematerialize import rematerialize
 __all__ = [
     "costs_with_gathers",
     "free_whole_parameters",
+    "gather_by_own_op",
     "gathered_names",
     "gathering_group",
     "measure_gathers",
@@ -65,6 +69,34 @@ def free_whole_parameters(program: Program) -> int:
             again.add(node)
     done = rematerialize(program, [node for node in program.nodes if node in again], origin=CHECKPOINT)
     return sum(gather in done.clones for gather in gathers)
+
+
+def gather_by_own_op(program: Program) -> int:
+    """Let what the dispatch of distributed tensors gathers be gathered by an op that may run again.
+
+    Args:
+        program: of stage joint, which all ranks run; rewritten in place.
+
+    Returns:
+        how many gathers there are.
+    """
+    found = list(program.graph.find_nodes(op="call_function", target=_torch.all_gather_into_tensor))
+    for start in found:
+        (wait,) = start.users
+        made = program.insert(
+            gather_shards,
+            (start.args[0], start.args[1], False, start.args[2]),
+            before=start,
+            phase=info(start).phase,
+            origin=info(start).origin,
+            like=start,
+            names=info(wait).names,
+            hint="gather_shards",
+        )
+        wait.replace_all_uses_with(made)
+        program.graph.erase_node(wait)
+        program.graph.erase_node(start)
+    return len(found)
 
 
 def reduce_in_place(program: Program) -> int:
