@@ -59,6 +59,7 @@ from graphopt._torch.capture.fake_tensors import storage_key as storage_key
 from graphopt._torch.capture.generator_states import run_and_save_rng_state as run_and_save_rng_state
 from graphopt._torch.capture.generator_states import run_with_rng_state as run_with_rng_state
 from graphopt._torch.capture.interception import as_in_eager as as_in_eager
+from graphopt._torch.capture.interception import as_seen_by_a_trace as as_seen_by_a_trace
 from graphopt._torch.capture.interception import hooks_of_users_modules as hooks_of_users_modules
 from graphopt._torch.capture.interception import intercept_checkpoint as intercept_checkpoint
 from graphopt._torch.capture.interception import parametrizations_are_cached as parametrizations_are_cached
@@ -213,6 +214,7 @@ __all__ = [
     "allocator_events",
     "apply_function",
     "as_in_eager",
+    "as_seen_by_a_trace",
     "as_partitioner",
     "as_traced",
     "autocast_operators",

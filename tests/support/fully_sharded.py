@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import graphopt
 
 __all__ = [
-    "CASES", "MORE_CASES", "MORE_STEPS", "STEPS", "Case", "Net", "architecture_apart", "far_apart", "fully_sharded",
+    "CASES", "MORE_CASES", "MORE_STEPS", "STEPS", "Case", "Net", "by_mesh", "far_apart", "fully_sharded",
     "loss_of", "whole_loss",
 ]  # fmt: skip
 
@@ -166,7 +166,7 @@ def far_apart(
     logging.getLogger("graphopt").setLevel(logging.ERROR)
     theirs = make(case)
     ours = make(case, (lambda m: m) if step else (lambda m: graphopt.optimize(m, case.passes or ())))
-    optimizers = [torch.optim.AdamW(_by_mesh(model), lr=0.05, fused=True) for model in (theirs, ours)]
+    optimizers = [torch.optim.AdamW(by_mesh(model), lr=0.05, fused=True) for model in (theirs, ours)]
     run: Any = None
     if step:
         run = graphopt.optimize_step(ours, optimizers[1], case.passes or (), loss=whole_loss)
@@ -217,67 +217,10 @@ def far_apart(
     }
 
 
-def _by_mesh(model: nn.Module) -> list[dict[str, Any]]:
+def by_mesh(model: nn.Module) -> list[dict[str, Any]]:
     """Groups of trained parameters that one fused kernel takes: all of them on one mesh of ranks, or on none."""
     groups: dict[Any, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
             groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     return [{"params": members} for members in groups.values()]
-
-
-def architecture_apart(name: str, *, half: bool, passes: str, step: bool) -> dict[str, Any]:
-    """Train a tiny model of transformers after ``fully_shard``, by FSDP2 and with programs, and say what differs.
-
-    Args:
-        name: of ``ARCHITECTURES``.
-        half: with bfloat16, reduced in float32.
-        passes: as text.
-        step: as a whole step.
-    """
-    from tests.support.architecture_trials import ARCHITECTURES
-    from tests.support.zoo import own_loss
-
-    logging.getLogger("graphopt").setLevel(logging.ERROR)
-    options = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if half else {}
-
-    def made() -> tuple[Any, Any]:
-        torch.manual_seed(0)
-        model, batches = ARCHITECTURES[name].build(2)
-        stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
-        for block in [block for stack in stacks for block in stack]:
-            if not any(hasattr(parameter, "full_tensor") for parameter in block.parameters()):
-                fully_shard(block, **options)
-        return fully_shard(model, **options), batches
-
-    (theirs, batches), (ours, _) = made(), made()
-    one, two = (torch.optim.AdamW(model.parameters(), lr=0.01, fused=True) for model in (theirs, ours))
-    run: Any
-    if step:
-        run = graphopt.optimize_step(ours, two, passes or (), loss=own_loss)
-    else:
-        run = graphopt.optimize(ours, passes or ())
-    differ = []
-    for number in range(2):
-        batch = batches[(number + dist.get_rank()) % 2]
-        torch.manual_seed(number)
-        loss = own_loss(theirs, batch)
-        loss.backward()
-        one.step()
-        one.zero_grad()
-        torch.manual_seed(number)
-        other = run(batch) if step else own_loss(run, batch)
-        if not step:
-            other.backward()
-            two.step()
-            two.zero_grad()
-        differ += [] if torch.equal(loss.detach(), other.detach()) else ["loss"]
-        pairs = zip(theirs.named_parameters(), ours.parameters(), strict=True)
-        whole = [(key, p.full_tensor(), q.full_tensor()) for (key, p), q in pairs]
-        differ += [key for key, p, q in whole if not torch.equal(p, q)]
-    batch = batches[dist.get_rank() % 2]
-    peaks = [  # gloo's threads may let go of an exchange a moment late
-        graphopt.measure_peak(lambda: run(batch) if step else own_loss(run, batch).backward()).allocated_peak_bytes
-        for _ in range(3)
-    ]
-    return {"differ": differ, "measured": min(peaks), "predicted": run.program.memory().allocated_peak_bytes}

@@ -134,6 +134,25 @@ def as_in_eager(*, compiling: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def as_seen_by_a_trace(*, compiling: bool, exporting: bool) -> Iterator[None]:
+    """While a model's Python runs under a trace that is none of ``torch.export``, let it see what it would see there.
+
+    Args:
+        compiling: whether it sees that it is compiled.
+        exporting: whether it sees that it is exported.
+    """
+    seen = {"_is_exporting_flag": exporting, "_is_compiling_flag": compiling}
+    saved = {flag: getattr(torch.compiler, flag) for flag in seen if has_flag(flag)}
+    for flag in saved:
+        setattr(torch.compiler, flag, seen[flag])
+    try:
+        yield
+    finally:
+        for flag, value in saved.items():
+            setattr(torch.compiler, flag, value)
+
+
+@contextlib.contextmanager
 def intercept_checkpoint(region: Callable[[Any, bool], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
     """While tracing, run functions given to ``torch.utils.checkpoint`` once, inside ``region(context_fn, preserve)``.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -205,6 +205,7 @@ class DistributedCall:
         form: of the model.
 
     Attributes:
+        surroundings: in which the function runs where the program is differentiated, for the tensors of the batch.
         results: the specs of those results that are distributed tensors in eager mode, by where they are in the result.
     """
 
@@ -214,6 +215,7 @@ class DistributedCall:
         named = _named(model)
         self._names = list(named)
         self._specs = {name: spec for name, tensor in named.items() if (spec := form.spec_of(tensor))}
+        self.surroundings: Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]] = lambda _: nullcontext()
         self._inputs: Structure | None = None
         self._outputs: Structure | None = None
         self.results: dict[str, Any] = {}
@@ -234,7 +236,8 @@ class DistributedCall:
             made.setdefault(id(tensor), self._distributed(name, tensor))
         versions = [tensor._version for tensor in tensors]
         args, kwargs = self._inputs.restore(tensors[len(given) :])
-        with _in_modules(self.model, {name: made[id(tensor)] for name, tensor in given.items()}):
+        put = {name: made[id(tensor)] for name, tensor in given.items()}
+        with self.surroundings(tensors[len(given) :]), _in_modules(self.model, put):
             result = self._call(self.model, *args, **kwargs)
         self._refuse_writes(tensors, versions)
         flat, self._outputs = flatten(result)

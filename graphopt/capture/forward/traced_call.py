@@ -10,7 +10,7 @@ import functools
 import logging
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from graphopt import _torch
 from graphopt.capture.call.assigned_buffers import buffers_of, write_assigned
 from graphopt.capture.call.call_checks import shapes_by_argument
 from graphopt.capture.call.flatten import Structure, copy_others, flatten, loss_in
+from graphopt.capture.call.tensor_parallel_form import DistributedCall
 from graphopt.capture.call.varying_axes import VaryingAxes, marks_undone
 from graphopt.capture.dynamo.graph_part import title_of
 from graphopt.capture.effects.returned_tensors import returnable
@@ -137,6 +138,9 @@ class _Root(nn.Module):
                 setattr(tensor, name, value)
         args, kwargs = traced.inputs.restore(tensors)
         buffers = buffers_of(self.model)
+        whole = getattr(traced.call.function, "__self__", None)
+        if isinstance(whole, DistributedCall):  # what it runs runs again where the program is differentiated
+            whole.surroundings = functools.partial(_seen_again, traced.questions, path)
         met = TensorsMet(real, tensors_of(self.model))
         with contextlib.ExitStack() as stack:
             stack.enter_context(kept_as_checks())
@@ -166,6 +170,16 @@ class _Root(nn.Module):
             Seen(structure, changed, left_out, list(met.outside.values()), list(met.numbers.values()), place)
         )
         return tuple(flat)
+
+
+@contextlib.contextmanager
+def _seen_again(questions: Questions, path: Path, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let the user's code see what it has seen under export, in a trace of another kind."""
+    with (
+        _torch.as_seen_by_a_trace(compiling=path != "eager", exporting=path == "exported"),
+        questions.answered(tensors),
+    ):
+        yield
 
 
 def call_under_trace(call: Callable[..., Any], model: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -71,30 +71,6 @@ def test_more_cases_and_ranks(script: str, ranks: int, tmp_path: Path) -> None:
         assert [set(case["far"].values()) for case in cases] == [{0.0}] * len(cases)
 
 
-ARCHITECTURE = """
-import transformers
-from tests.support.fully_sharded import architecture_apart
-transformers.logging.set_verbosity_error()
-for half in (False, True):
-    for passes in ("", "fit-memory{{budget=96%}}"):
-        for step in (False, True):
-            say(architecture_apart("{name}", half=half, passes=passes, step=step))
-"""
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(
-    "name",
-    ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "T5ForConditionalGeneration", "ViTForImageClassification"],
-)
-def test_models_of_transformers(name: str, tmp_path: Path) -> None:
-    for rank in run_ranks(ARCHITECTURE.format(name=name), 2, tmp_path / "store"):
-        assert [case["differ"] for case in rank] == [[]] * 8
-        for number, case in enumerate(rank):
-            close = 0.01 if number % 2 else 0.1  # the loss outside of a drop-in model takes less than is allowed for it
-            assert case["measured"] == pytest.approx(case["predicted"], rel=close)
-
-
 PEAKS = """
 import logging
 from torch.distributed.fsdp import fully_shard
