@@ -29,6 +29,7 @@ from graphopt._torch.c10d import broadcast as broadcast
 from graphopt._torch.c10d import broadcast_ as broadcast_
 from graphopt._torch.c10d import reduce_scatter_tensor as reduce_scatter_tensor
 from graphopt._torch.c10d import wait_tensor as wait_tensor
+from graphopt._torch.distributed_tensors import is_distributed as is_distributed
 from graphopt._torch.private_names import ON_IMPORT, require_all
 
 pytree = _pytree

@@ -25,8 +25,10 @@ __all__ = ["MODELS", "WRAPPINGS", "apart"]
 
 MODELS = ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "ViTForImageClassification", "T5ForConditionalGeneration")
 
-_COLUMNS = frozenset("q_proj k_proj v_proj gate_proj up_proj fc1 q k v wi relative_attention_bias".split())
-_ROWS = frozenset("o_proj down_proj fc2 o wo".split())
+_COLUMNS = frozenset(
+    ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1", "q", "k", "v", "wi", "relative_attention_bias"]
+)
+_ROWS = frozenset(["o_proj", "down_proj", "fc2", "o", "wo"])
 
 
 def _sharded(model: nn.Module, mesh: DeviceMesh | None = None, *, half: bool = False) -> nn.Module:

@@ -98,10 +98,9 @@ def refuse_wrapped(model: object, *, fully_sharded: bool = False, distributed: b
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if _torch.is_distributed(tensor) and not (fully_sharded or distributed):
             raise CaptureError(
-                f"{type(model).__name__} cannot be captured: {name!r} is a DTensor, whose operations talk to other "
-                "ranks by themselves; leave parallelize_module, distribute_module and distribute_tensor out, and let "
-                "ShardParameters() divide parameters over the ranks, or give each rank layers of its own part, with "
-                "the collectives in autograd functions (graphopt/README.md, Tensor parallelism)"
+                f"{type(model).__name__} cannot be captured here: {name!r} is a DTensor, whose operations talk to "
+                "other ranks by themselves; graphopt.optimize, optimize_step and capture take such a model, and "
+                "anything else the module before parallelize_module, distribute_module or distribute_tensor"
             )
 
 
@@ -116,8 +115,8 @@ def refuse_distributed_arguments(model: nn.Module, arguments: Iterable[object]) 
     """Raise a ``CaptureError`` for a batch that is distributed over a mesh of devices."""
     if any(_torch.is_distributed(argument) for argument in arguments):
         raise CaptureError(
-            f"{type(model).__name__} is given a DTensor, whose operations talk to other ranks by themselves: give this "
-            "rank's part of it (batch.to_local()), and DataParallel() exchanges gradients"
+            f"{type(model).__name__} is given a DTensor, whose operations talk to other ranks by themselves: give "
+            "plain tensors, as parallelize_module takes them, or this rank's part of it (batch.to_local())"
         )
 
 

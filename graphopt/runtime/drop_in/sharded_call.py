@@ -26,23 +26,47 @@ __all__ = ["FullyShardedCalls", "ShardedCalls", "ShardedSteps", "is_sharded"]
 
 Form = FullySharded | TensorParallel
 
+_NOT_ON_PARTS = {
+    "clip-gradients": "takes the norm of all gradients, and of those each rank has a part, some of them the same on "
+    "several ranks: keep your loop with graphopt.optimize, and clip_grad_norm_ of torch",
+    "mixed-precision": "puts casts into a program of forward, in which a call of such a model is one op: give torch's "
+    "autocast around the call, or mp_policy to fully_shard",
+}
+"""By the name of a pass why it does not go together with tensor parallelism, and what to do."""
+
 
 def is_sharded(model: object) -> bool:
     """Whether this rank has parts of a model's parameters, by ``fully_shard`` or as other distributed tensors."""
     return is_fully_sharded(model) or has_distributed_tensors(model)
 
 
-def current_form(model: nn.Module, known: Form | None) -> Form:
-    """How a program sees a model; the same as before as long as nothing of it is another."""
+def current_form(model: nn.Module, known: Form | None, pipeline: Pipeline) -> Form:
+    """How a program sees a model; the same as before as long as nothing of it is another.
+
+    Raises:
+        PipelineError: for a pass that cannot act on a model with tensor parallelism.
+    """
     if known is not None and known.is_current:
         return known
-    return FullySharded(model) if is_fully_sharded(model) else TensorParallel(model)
+    form = FullySharded(model) if is_fully_sharded(model) else TensorParallel(model)
+    if form.is_tensor_parallel:
+        _refuse_beside_parts(pipeline, type(model).__name__)
+    return form
 
 
 _BY_ELEMENTS = (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 )  # fmt: skip
 """Optimizers of ``torch.optim`` whose update of a shard is the shard of the update."""
+
+
+def _refuse_beside_parts(pipeline: Pipeline, title: str) -> None:
+    for current in pipeline.passes:
+        if current.name in _NOT_ON_PARTS:
+            raise PipelineError(
+                f"{title} has distributed tensors, beside which {current.name} is refused: it "
+                f"{_NOT_ON_PARTS[current.name]}"
+            )
 
 
 class _Around:
@@ -70,13 +94,13 @@ class ShardedCalls:
 
     def __init__(self, given: nn.Module, pipeline: Pipeline) -> None:
         refuse_beside_sharding(pipeline, type(given).__name__)
-        self._given = given
+        self._given, self._pipeline = given, pipeline
         self._form: Form | None = None
 
     @contextmanager
     def as_shards(self) -> Iterator[None]:
         """See ``FullySharded`` and ``TensorParallel``; the parameters have to be there by the first call."""
-        self._form = current_form(self._given, self._form)
+        self._form = current_form(self._given, self._form, self._pipeline)
         with self._form.as_shards():
             yield
 
@@ -163,16 +187,6 @@ class ShardedSteps:
         """Around a whole step, in which nothing else may look at the model; see ``FullySharded``."""
         refuse_parameter_hooks(self._model)  # on the user's tensors, which the capture does not see
         with CAPTURE_LOCK:
-            self._form = current_form(self._model, self._form)
-            if self._form.is_tensor_parallel:
-                _refuse_clipping(self._pipeline, type(self._model).__name__)
+            self._form = current_form(self._model, self._form, self._pipeline)
             with self._form.as_shards(self._optimizer):
                 yield
-
-
-def _refuse_clipping(pipeline: Pipeline, title: str) -> None:
-    if any(current.name == "clip-gradients" for current in pipeline.passes):
-        raise PipelineError(
-            f"clip-gradients takes the norm of all gradients, and of those of {title} each rank has a part, some of "
-            "them the same on several ranks: keep your loop with graphopt.optimize, and clip_grad_norm_ of torch"
-        )

@@ -63,6 +63,8 @@ def refuse_process_bound(program: Program) -> str:
     for node in program.graph.nodes:
         if node.target in (opaque_update_, getattr(opaque_update_, "default", None)):
             return "the optimizer's update runs as it is, as Python"
+        if node.target is _torch.custom_function and _torch.region_of(str(node.args[0])) is not None:
+            return "it is of a model with distributed tensors, whose ops torch finds out in each process"
         if node.target is _torch.custom_function:
             return "it calls a torch.autograd.Function of the user, which is Python"
     return ""

@@ -47,7 +47,8 @@ say([type(value).__name__ for value in (*model.parameters(), *states) if value.d
 say([
     refused(lambda: graphopt.optimize(tensor_parallel(ParallelCase()), "data-parallel")),
     refused(lambda: graphopt.optimize_step(model, optimizer, "clip-gradients{max-norm=1}", loss=whole_loss)(x, x)),
-    refused(lambda: graphopt.optimize(tensor_parallel(ParallelCase()), dynamic_shapes={"x": {0: torch.export.Dim.AUTO}})(x)),
+    refused(lambda: graphopt.optimize(tensor_parallel(ParallelCase()), "mixed-precision")(x)),
+    refused(lambda: graphopt.optimize(tensor_parallel(ParallelCase()), dynamic_shapes=({0: torch.export.Dim.AUTO},))(x)),
 ])
 """
 
@@ -92,8 +93,13 @@ def test_parameters_and_state_stay_distributed(found: list[list[Any]]) -> None:
 
 @pytest.mark.parametrize(
     ("place", "said"),
-    [(0, "has the ranks exchange them already"), (1, "takes the norm of all gradients"), (2, "by itself")],
-    ids=["exchange", "clip", "sizes"],
+    [
+        (0, "has the ranks exchange them already"),
+        (1, "takes the norm of all gradients"),
+        (2, "autocast around"),
+        (3, "by itself"),
+    ],
+    ids=["exchange", "clip", "casts", "sizes"],
 )
 def test_what_cannot_be_is_refused(place: int, said: str, found: list[list[Any]]) -> None:
     for *_, refusals in found:
