@@ -59,9 +59,16 @@ class Share(int):
         made.whole = whole
         return made
 
+    @classmethod
+    def of(cls, count: int, whole: int) -> Share:
+        """A number of bytes that is known to be a share of others."""
+        made = super().__new__(cls, count)
+        made.whole = whole
+        return made
+
     def __reduce__(self) -> tuple[Any, ...]:
-        """For another rank the bytes alone."""
-        return int, (int(self),)
+        """The same for another rank, whose errors are those of the first one."""
+        return Share.of, (int(self), self.whole)
 
 
 class BudgetError(GraphoptError):
