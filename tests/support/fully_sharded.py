@@ -100,8 +100,9 @@ CASES = {
     "bfloat16, whole parameters stay": Case(
         dropout=0.0, policy=_half(output_dtype=torch.float32), options={"reshard_after_forward": False}
     ),
-    "FitMemory, frozen": Case(frozen=True, passes="fit-memory{budget=85%}"),
-    "optimized before, checkpoint outside": Case(late=True, checkpoint="outside", passes="fit-memory{budget=90%}"),
+    "optimized before, checkpoint outside, frozen": Case(
+        frozen=True, late=True, checkpoint="outside", passes="fit-memory{budget=90%}"
+    ),
 }
 """Drop-in, by name."""
 
@@ -112,6 +113,7 @@ STEPS = {
 
 MORE_CASES = {
     "float32": Case(),
+    "FitMemory, frozen": Case(frozen=True, passes="fit-memory{budget=85%}"),
     "accumulated": Case(backwards=2),
     "bfloat16, rows that ranks do not divide": Case(width=5, dropout=0.0, policy=_half()),
     "checkpoint inside": Case(checkpoint="inside", passes="fit-memory{budget=90%}"),

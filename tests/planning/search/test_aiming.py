@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from itertools import pairwise
 from random import Random
 
@@ -38,19 +39,26 @@ def budgets_of(problem: Problem, frontier: Frontier, count: int) -> list[int]:
     return [low + (high - low) * number // count for number in range(1, count)]
 
 
+@functools.cache
+def layers(count: int) -> tuple[Problem, Frontier]:
+    """A problem, and what a search for all budgets finds."""
+    problem = layered(count)
+    return problem, find_frontier(problem)
+
+
 def plain_peak(problem: Problem) -> int:
     return simulate(problem, Plan(tuple(range(len(problem.operations))))).peak
 
 
 @pytest.mark.parametrize(
     ("problem", "near"),
-    [(layered(24), NEAR), (seeded_problem(3, fewest=64, most=64), SLOWER)],
+    [(None, NEAR), (seeded_problem(3, fewest=64, most=64), SLOWER)],
     ids=["layers", "random"],
 )
-def test_a_plan_for_one_budget_is_as_good_as_one_out_of_all(problem: Problem, near: float) -> None:
+def test_a_plan_for_one_budget_is_as_good_as_one_out_of_all(problem: Problem | None, near: float) -> None:
     """And a larger budget gets no slower plan, but for what is not worth a search."""
+    problem, whole = layers(24) if problem is None else (problem, find_frontier(problem))
     assert len(problem.operations) > SMALL
-    whole = find_frontier(problem)
     budgets = budgets_of(problem, whole, 6)
     found = [again_within(problem, budget) for budget in budgets]
     for budget, again in zip(budgets, found, strict=True):
@@ -80,10 +88,9 @@ def test_a_plan_keeps_its_budget_and_the_bounds_are_below_it(seed: int, share: f
 
 
 def test_a_thorough_search_is_never_worse_than_every_method_alone() -> None:
-    problem = layered(21)
+    problem, thorough = layers(21)
     alone = Ladder(Scheduler(problem), lambda: False, lambda share, frontier: None)
     alone.climb()
-    thorough = find_frontier(problem)
     for point in alone.frontier:
         better = thorough.within(point.peak)
         assert better is not None
@@ -91,24 +98,23 @@ def test_a_thorough_search_is_never_worse_than_every_method_alone() -> None:
 
 
 def test_what_is_not_found_by_aiming_is_found_by_every_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = layered(24)
-    whole = find_frontier(problem)
+    problem, whole = layers(24)
     budget = budgets_of(problem, whole, 4)[0]
     monkeypatch.setattr(Aim, "at", lambda *_: float("inf"))
     assert again_within(problem, budget) < float("inf")
 
 
 def test_a_search_that_is_not_thorough_covers_all_budgets() -> None:
-    problem = layered(21)
-    quick, whole = find_frontier(problem, thorough=False), find_frontier(problem)
+    problem, whole = layers(21)
+    quick = find_frontier(problem, thorough=False)
     assert quick.lowest.peak == whole.lowest.peak
     for budget in budgets_of(problem, whole, 6)[1:]:
         assert again_within(problem, budget, quick) <= again_within(problem, budget, whole) + 0.02 * problem.seconds
 
 
 def test_a_budget_that_only_a_search_for_all_meets_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = layered(21)
-    budget = budgets_of(problem, find_frontier(problem), 4)[0]
+    problem, whole = layers(21)
+    budget = budgets_of(problem, whole, 4)[0]
     monkeypatch.setattr("graphopt.planning.planner._Search._aim_at", lambda *_: None)
     assert find_frontier(problem, budget=budget).within(budget) is None
     assert plan(problem, budget).peak <= budget
@@ -123,7 +129,7 @@ def test_the_same_budget_gets_the_same_plan() -> None:
 
 def test_several_budgets_are_looked_for_within_one_limit_of_time() -> None:
     problem = layered(24)
-    budgets = budgets_of(problem, find_frontier(problem, thorough=False), 4)
+    budgets = budgets_of(problem, layers(24)[1], 4)
     together = find_frontier(problem, budget=budgets)
     for budget in budgets:
         alone = again_within(problem, budget)

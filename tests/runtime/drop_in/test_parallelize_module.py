@@ -32,7 +32,7 @@ def refused(call):
         return str(error)
     return ""
 
-x = torch.randint(0, 11, (4, 8))
+x, VARY = torch.randint(0, 11, (4, 8)), ({0: torch.export.Dim.AUTO},)
 program = graphopt.capture(tensor_parallel(ParallelCase(plan="sequence")), (x,))
 modules = [info(node).module for node in program.graph.nodes if "gather_shards" in node.name]
 say([program.to_text(), modules])
@@ -48,7 +48,7 @@ say([
     refused(lambda: graphopt.optimize(tensor_parallel(ParallelCase()), "data-parallel")),
     refused(lambda: graphopt.optimize_step(model, optimizer, "clip-gradients{max-norm=1}", loss=whole_loss)(x, x)),
     refused(lambda: graphopt.optimize(tensor_parallel(ParallelCase()), "mixed-precision")(x)),
-    refused(lambda: graphopt.optimize(tensor_parallel(ParallelCase()), dynamic_shapes=({0: torch.export.Dim.AUTO},))(x)),
+    refused(lambda: graphopt.optimize(tensor_parallel(ParallelCase()), dynamic_shapes=VARY)(x)),
 ])
 """
 
