@@ -83,7 +83,8 @@ class ShardedGroup:
         ranks: how many share them.
         group: the name of the process group of these.
         replicas: the name of the group of ranks that have the same shards; empty without any (HSDP).
-        frees: whether whole parameters are freed behind forward and gathered again (``reshard_after_forward``).
+        frees: whether whole parameters are freed behind forward and gathered again (``reshard_after_forward``; a number
+            of ranks among which parts stay there counts as yes).
         reduce_dtype: in which gradients are reduced; None for their own.
         dtype: of the gradients that the shards get.
         divides: by what gradients are divided before and behind their reduction; 1 for nothing.
@@ -122,15 +123,15 @@ class ShardedGroup:
 
 @dataclass(frozen=True, eq=False)
 class ShardedModule:
-    """A module that ``fully_shard`` was given.
+    """What ``fully_shard`` was given at one time: a module, or several that are gathered together.
 
     Attributes:
-        module: itself.
+        modules: these.
         groups: the parameters that are gathered around its forward.
         state: FSDP2's.
     """
 
-    module: nn.Module
+    modules: tuple[nn.Module, ...]
     groups: tuple[ShardedGroup, ...]
     state: Any
 
@@ -145,11 +146,11 @@ class ShardedModule:
 
     @contextmanager
     def hooks(self, before: Callable[..., Any], after: Callable[..., Any]) -> Iterator[None]:
-        """Meanwhile, run these in place of what FSDP2 runs around its forward; hooks of others stay."""
-        places = _hooks(self.state)
+        """Meanwhile, run these in place of what FSDP2 runs around a forward of theirs; hooks of others stay."""
+        places = [place for pair in _hooks(self.state) for place in pair]
         kept = [(hooks, key, hooks[key]) for hooks, key in places]
-        for (hooks, key), hook in zip(places, (before, after), strict=True):
-            hooks[key] = hook
+        for number, (hooks, key) in enumerate(places):
+            hooks[key] = after if number % 2 else before
         try:
             yield
         finally:
@@ -157,11 +158,19 @@ class ShardedModule:
                 hooks[key] = hook
 
 
-def _hooks(state: Any) -> list[tuple[dict[int, Any], int]]:
-    (module,) = state._modules
+Hook = tuple[dict[int, Any], int]
+"""The hooks of a module, and the key of one of them."""
+
+
+def _hooks(state: Any) -> list[tuple[Hook, Hook]]:
+    """What FSDP2 runs before and behind the forward of each module of a state."""
+    before, behind = state._pre_forward_hook_handle, state._post_forward_hook_handle
+    several = getattr(before, "handles", None)  # of all modules: those before their forwards, then those behind
+    keys = [before.id, behind.id] if several is None else [handle.id for handle in several]
+    count = len(state._modules)
     return [
-        (module._forward_pre_hooks, state._pre_forward_hook_handle.id),
-        (module._forward_hooks, state._post_forward_hook_handle.id),
+        ((module._forward_pre_hooks, keys[place]), (module._forward_hooks, keys[count + place]))
+        for place, module in enumerate(state._modules)
     ]
 
 
@@ -173,13 +182,12 @@ def share_state(model: nn.Module, other: nn.Module) -> None:
     _insert_module_state(other, model._get_fsdp_state())  # type: ignore[operator]
 
 
-def root_hooks(model: nn.Module) -> list[tuple[dict[int, Any], int]]:
+def root_hooks(model: nn.Module) -> list[Hook]:
     """The two places of hooks of a model with what FSDP2 runs around its forward: before it, and behind it."""
     require(FULLY_SHARDED)
     state: Any = model._get_fsdp_state()  # type: ignore[operator]
-    if len(state._modules) != 1:
-        raise _refused(model, "", "several modules were given to one fully_shard([...])", "shard each by itself")
-    return _hooks(state)
+    (pair,) = _hooks(state)  # of several modules none is the whole model
+    return list(pair)
 
 
 def sharded_modules(model: nn.Module) -> list[ShardedModule]:
@@ -197,20 +205,17 @@ def sharded_modules(model: nn.Module) -> list[ShardedModule]:
 
 
 def _module(model: nn.Module, state: Any) -> ShardedModule:
-    if len(state._modules) != 1:
-        raise _refused(model, "", "several modules were given to one fully_shard([...])", "shard each by itself")
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # before torch 2.13
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    return ShardedModule(state._modules[0], tuple(_group(model, found) for found in groups if found.fsdp_params), state)
+    made = tuple(_group(model, found) for found in groups if found.fsdp_params)
+    return ShardedModule(tuple(state._modules), made, state)
 
 
 def _group(model: nn.Module, found: Any) -> ShardedGroup:
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
     path = found._module_fqn or ""
-    if found._use_post_forward_mesh:
-        raise _refused(model, path, "reshard_after_forward is a number", "give True or False")
     if found._all_reduce_hook is not None:
         raise _refused(model, path, "it has an all-reduce hook", "leave set_all_reduce_hook out")
     own = type(found._all_gather_comm).__name__, type(found._reduce_scatter_comm).__name__

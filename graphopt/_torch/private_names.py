@@ -297,7 +297,7 @@ FULLY_SHARDED = Feature(
         "torch.distributed.fsdp._fully_shard._fsdp_state": "FSDPState._lazy_init FSDPState._pre_forward "
         "FSDPState._post_forward FSDPState._cast_forward_inputs FSDPState._cast_output_dtype",
         "torch.distributed.fsdp._fully_shard._fsdp_param_group": "FSDPParamGroup._reshard_after_forward "
-        "FSDPParamGroup._use_post_forward_mesh FSDPParamGroup._is_hsdp FSDPParamGroup._to_sharded "
+        "FSDPParamGroup._is_hsdp FSDPParamGroup._to_sharded "
         "FSDPParamGroup._reduce_scatter_process_group FSDPParamGroup._all_reduce_process_group",
         "torch.distributed.fsdp._fully_shard._fsdp_param": "FSDPParam._sharded_local_tensor",
         "torch.distributed.fsdp._fully_shard._fsdp_collectives": "_get_gradient_divide_factors",

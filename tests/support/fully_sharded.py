@@ -67,6 +67,7 @@ class Case:
         backwards: how many are accumulated for an update.
         policy: for mixed precision, of the blocks and of the whole.
         mesh: in two dimensions, replicated and sharded.
+        together: whether the last block and the head were given to one ``fully_shard``.
         late: whether ``optimize`` comes before ``fully_shard``.
         options: of ``fully_shard``.
         tokens: of each row of a batch.
@@ -81,6 +82,7 @@ class Case:
     backwards: int = 1
     policy: tuple[MixedPrecisionPolicy, MixedPrecisionPolicy] | None = None
     mesh: tuple[int, int] | None = None
+    together: bool = False
     late: bool = False
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     tokens: int = 7
@@ -115,6 +117,9 @@ MORE_CASES = {
     "float32": Case(),
     "FitMemory, frozen": Case(frozen=True, passes="fit-memory{budget=85%}"),
     "accumulated": Case(backwards=2),
+    "two modules together": Case(together=True, passes="fit-memory{budget=90%}"),
+    "a number of ranks": Case(options={"reshard_after_forward": 2}),
+    "two modules together, bfloat16": Case(together=True, dropout=0.0, policy=_half(output_dtype=torch.float32)),
     "bfloat16, rows that ranks do not divide": Case(width=5, dropout=0.0, policy=_half()),
     "checkpoint inside": Case(checkpoint="inside", passes="fit-memory{budget=90%}"),
     "Recompute": Case(passes="recompute{checkpoints=blocks.*}"),
@@ -144,12 +149,14 @@ def fully_sharded(case: Case, optimized: Callable[[nn.Module], nn.Module] = lamb
     if case.mesh is not None:
         options["mesh"] = init_device_mesh("cpu", case.mesh, mesh_dim_names=("replicated", "sharded"))
     of_blocks, of_root = ({"mp_policy": each} for each in case.policy) if case.policy else ({}, {})
-    for place, block in enumerate(list(model.blocks)):
+    for place, block in enumerate(list(model.blocks)[: 1 if case.together else None]):
         if case.checkpoint == "inside":
             block = model.blocks[place] = checkpoint_wrapper(block)
         fully_shard(block, **options, **of_blocks)
         if case.checkpoint == "outside":
             model.blocks[place] = checkpoint_wrapper(block)
+    if case.together:
+        fully_shard([model.blocks[1], model.head], **options, **of_blocks)
     fully_shard(model, **options, **of_root)
     return model if case.late else optimized(model)
 

@@ -40,8 +40,8 @@ def is_fully_sharded(model: object) -> bool:
 class ShardHook:
     """What stands in place of a hook of FSDP2's, which a program keeps also where it leaves out what runs around it."""
 
-    def __init__(self, module: _torch.ShardedModule, gathers: Sequence[_Gather]) -> None:
-        self.module, self.gathers = module, gathers
+    def __init__(self, run: _Run) -> None:
+        self.run = run
 
 
 def shard_hooks(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
@@ -54,20 +54,49 @@ def is_as_shards(module: nn.Module) -> bool:
     return bool(shard_hooks(module._forward_pre_hooks))
 
 
+class _Run:
+    """A forward of modules that are gathered together: from the first call of one of them until all have run."""
+
+    def __init__(self, module: _torch.ShardedModule, inside: Sequence[_Run]) -> None:
+        self.module = module
+        self._gathers = [_Gather(group) for group in module.groups]
+        self._inside = inside
+        self._waiting: set[nn.Module] = set()
+
+    def begin(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Gather parameters before the call of a module, where they are not gathered yet."""
+        args, kwargs = self.module.cast_inputs(args, kwargs)
+        if not self._waiting:
+            self._waiting.update(self.module.modules)
+            for gather in self._gathers:
+                gather.put_whole()
+                args, kwargs = _through(args, kwargs)
+        return args, kwargs
+
+    def end(self, module: nn.Module) -> None:
+        """Put the shards back behind the call of the last module, and of those inside some of which have not run."""
+        self._waiting.discard(module)
+        if not self._waiting or len(self.module.modules) == 1:  # which another object may stand for
+            self.stop()
+            for run in self._inside:
+                run.stop()
+
+    def stop(self) -> None:
+        """Put the shards back, where parameters are gathered."""
+        self._waiting.clear()
+        for gather in self._gathers:
+            gather.put_shards()
+
+
 class _Before(ShardHook):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        args, kwargs = self.module.cast_inputs(args, kwargs)
-        for gather in self.gathers:
-            gather.put_whole()
-            args, kwargs = _through(args, kwargs)
-        return args, kwargs
+        return self.run.begin(args, kwargs)
 
 
 class _Behind(ShardHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        for gather in self.gathers:
-            gather.put_shards()
-        return self.module.cast_output(output)
+        self.run.end(module)
+        return self.run.module.cast_output(output)
 
 
 class _Through(torch.autograd.Function):
@@ -116,7 +145,7 @@ class _Gather:
                 module._parameters[name] = tensor
 
     def put_shards(self) -> None:
-        for parameter, shard in zip(self._group.parameters, self._shards, strict=True):
+        for parameter, shard in zip(self._group.parameters if self._shards else (), self._shards, strict=True):
             for module, name in parameter.places:
                 module._parameters[name] = shard
         self._shards = []
@@ -213,10 +242,10 @@ class FullySharded:
         self._title = type(model).__name__
         self._told = False
         self._modules = _torch.sharded_modules(model)
-        self._hooks = []
-        for module in self._modules:
-            gathers = [_Gather(group) for group in module.groups]
-            self._hooks.append((_Before(module, gathers), _Behind(module, gathers)))
+        root, *others = self._modules
+        inside = [_Run(module, ()) for module in others]
+        self._runs = [_Run(root, inside), *inside]
+        self._hooks = [(_Before(run), _Behind(run)) for run in self._runs]
         self.groups = [group for module in self._modules for group in module.groups]
         self._shards = LocalParameters([parameter for group in self.groups for parameter in group.parameters])
 
@@ -255,6 +284,8 @@ class FullySharded:
             for module, hooks in zip(self._modules, self._hooks, strict=True):
                 stack.enter_context(module.hooks(*hooks))
             stack.enter_context(self._shards.in_place(optimizer))
+            for run in self._runs:
+                stack.callback(run.stop)  # where an error has ended a forward
             distributed = [p for group in self.groups for p in group.parameters if p.whole_spec is not None]
             trace_as_one(self, map(self._shards.part, distributed))
             yield
