@@ -21,6 +21,7 @@ __all__ = [
     "local_from",
     "local_part",
     "local_result",
+    "placements_of_gradient",
 ]
 
 Spec = Any
@@ -102,6 +103,12 @@ def _of_gradient(spec: Spec) -> Spec:
     require(DISTRIBUTED)
     placements = tuple(Replicate() if each.is_partial() else each for each in spec.placements)
     return DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
+
+
+def placements_of_gradient(spec: Spec) -> PlacementsOfGradient:
+    """Decides for the placements that the gradient of an input has in eager mode where it is a leaf."""
+    placements: Sequence[Any] = _of_gradient(spec).placements
+    return lambda _found, _size: placements
 
 
 def distributed_from(local: torch.Tensor, spec: Spec, note: PlacementsOfGradient) -> Any:

@@ -128,6 +128,7 @@ from graphopt._torch.distributed_tensors import is_distributed as is_distributed
 from graphopt._torch.distributed_tensors import local_from as local_from
 from graphopt._torch.distributed_tensors import local_part as local_part
 from graphopt._torch.distributed_tensors import local_result as local_result
+from graphopt._torch.distributed_tensors import placements_of_gradient as placements_of_gradient
 from graphopt._torch.facts.change_detection import DictionariesUnchanged as DictionariesUnchanged
 from graphopt._torch.facts.change_detection import TensorsUnchanged as TensorsUnchanged
 from graphopt._torch.facts.change_detection import callers_modes as callers_modes
@@ -297,6 +298,7 @@ __all__ = [
     "parametrized_apart",
     "parts_of",
     "peaks_between_marks",
+    "placements_of_gradient",
     "process_groups",
     "profile_memory",
     "profiler_is_running",

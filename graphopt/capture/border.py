@@ -426,13 +426,16 @@ BORDER = (
         compiled_note="torch's Dynamo cuts what is inside",
     ),
     Row(
-        "parameters that are `DTensor`s (`parallelize_module`)",
+        "parameters that are `DTensor`s (`parallelize_module`), and arguments beside them",
         "traced",
         "in `optimize`, `optimize_step` and `capture`; their collectives are ops; each size is captured by itself",
         compiled="told",
         compiled_note="torch's graph takes the mesh, and runs as it is",
     ),
-    Row("models that `torch.compile`, FSDP or DataParallel wraps; arguments that are `DTensor`s", "refused"),
+    Row(
+        "models that `torch.compile`, FSDP or DataParallel wraps; arguments that are `DTensor`s where no parameter is",
+        "refused",
+    ),
     Row("what a loss outside of a drop-in model allocates", "told", "it is not part of a budget; the record says so"),
 )
 """Every row; what is not in it is read at the capture."""

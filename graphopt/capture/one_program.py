@@ -75,7 +75,9 @@ def capture(
             return _captured(model, args, kwargs, loss, optimizer, dynamic_shapes, stage, device)
     if has_distributed_tensors(model) and device is None:
         refuse_wrapped(model, distributed=True)
-        with TensorParallel(model).as_shards(optimizer):
+        form = TensorParallel(model)
+        args, kwargs = form.inputs.local(_positional(args, kwargs), kwargs or {})
+        with form.as_shards(optimizer):
             return _captured(model, args, kwargs, loss, optimizer, dynamic_shapes, stage, device)
     return _captured(model, args, kwargs, loss, optimizer, dynamic_shapes, stage, device)
 

@@ -31,7 +31,7 @@ def said(call):
 split = parallelize_module(made(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 for call in (
     lambda: graphopt.largest_batch(split, lambda size: (torch.randn(size, 8),), budget="1GB"),
-    lambda: graphopt.optimize(split)(distribute_tensor(x, mesh, [Replicate()])),
+    lambda: graphopt.optimize(made())(distribute_tensor(x, mesh, [Replicate()])),
     lambda: step(made(), distribute_tensor(x, mesh, [Replicate()])),
 ):
     say(said(call))

@@ -22,7 +22,7 @@ from torch import nn
 
 from graphopt import _torch
 from graphopt.capture.call.local_parameters import LocalParameters
-from graphopt.capture.call.tensor_parallel_form import trace_as_one
+from graphopt.capture.call.tensor_parallel_form import DistributedInputs, trace_as_one
 from graphopt.ir.ops.communication.collectives import REDUCE_SCATTER, WAIT, gather_shards
 
 __all__ = ["FullySharded", "is_as_shards", "is_fully_sharded", "shard_hooks"]
@@ -233,6 +233,7 @@ class FullySharded:
 
     Attributes:
         groups: the parameters that are gathered together.
+        inputs: of calls that are distributed tensors.
 
     Raises:
         CaptureError: for what FSDP2 does and a program does not.
@@ -241,6 +242,7 @@ class FullySharded:
     def __init__(self, model: nn.Module) -> None:
         self._title = type(model).__name__
         self._told = False
+        self.inputs = DistributedInputs(self._title)
         self._modules = _torch.sharded_modules(model)
         root, *others = self._modules
         inside = [_Run(module, ()) for module in others]

@@ -26,6 +26,7 @@ from graphopt.errors import CaptureError
 
 __all__ = [
     "DistributedCall",
+    "DistributedInputs",
     "DistributedResults",
     "GradientSpec",
     "TensorParallel",
@@ -69,12 +70,16 @@ class TensorParallel:
 
     Args:
         model: is not changed but while ``as_shards`` lasts.
+
+    Attributes:
+        inputs: of calls that are distributed tensors.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._tensors = _distributed_tensors(model)
         self._locals = LocalParameters(self._tensors)
+        self.inputs = DistributedInputs(type(model).__name__)
         self._gradients: dict[str, tuple[Any, ...]] = {}
         self._updates = False
 
@@ -149,7 +154,13 @@ class TensorParallel:
 
 
 class Form(Protocol):
-    """How a program sees a model of which this rank has parts."""
+    """How a program sees a model of which this rank has parts.
+
+    Attributes:
+        inputs: of calls that are distributed tensors.
+    """
+
+    inputs: DistributedInputs
 
     def spec_of(self, part: torch.Tensor) -> GradientSpec | None:
         """What is made of a part in a call that is traced as one node; None where nothing is."""
@@ -196,6 +207,44 @@ def _distributed_tensors(model: nn.Module) -> list[_Distributed]:
     return [_Distributed(path, tuple(places[key]), tensor) for key, (path, tensor) in found.items()]
 
 
+class DistributedInputs:
+    """Inputs of calls that are distributed tensors, of which programs take this rank's parts.
+
+    Args:
+        title: the model's class.
+    """
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._known: dict[object, list[Any]] = {}
+
+    def local(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A call with this rank's parts of them, through which gradients go.
+
+        Raises:
+            CaptureError: where the parts are like those of an earlier call, and the distributed tensors others.
+        """
+        leaves, structure = _torch.pytree.tree_flatten((args, dict(kwargs)))
+        if not any(map(_torch.is_distributed, leaves)):
+            return args, dict(kwargs)
+        specs = [leaf._spec if _torch.is_distributed(leaf) else None for leaf in leaves]
+        leaves = [_torch.local_from(leaf) if _torch.is_distributed(leaf) else leaf for leaf in leaves]
+        of_tensors = [spec for spec, leaf in zip(specs, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
+        key = str(structure), tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        if self._known.setdefault(key, of_tensors) != of_tensors:
+            raise CaptureError(
+                f"{self._title} is given distributed tensors whose parts on this rank are like those of an earlier "
+                "call, and whose placements are not: give one placement for each size"
+            )
+        args, kwargs = _torch.pytree.tree_unflatten(leaves, structure)
+        return args, dict(kwargs)
+
+    def specs_of(self, tensors: Sequence[torch.Tensor], structure: object) -> list[Any]:
+        """What is made of the tensors of a call inside of its program; None where nothing is."""
+        key = str(structure), tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+        return self._known.get(key, [None] * len(tensors))
+
+
 class DistributedCall:
     """A function of a model with distributed tensors and a batch, as a forward program has it: one node.
 
@@ -216,13 +265,16 @@ class DistributedCall:
         self._names = list(named)
         self._specs = {name: spec for name, tensor in named.items() if (spec := form.spec_of(tensor))}
         self.surroundings: Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]] = lambda _: nullcontext()
+        self._form = form
         self._inputs: Structure | None = None
+        self._given: list[Any] = []
         self._outputs: Structure | None = None
         self.results: dict[str, Any] = {}
 
     def traced(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call the function under trace, as one node."""
         tensors, self._inputs = flatten((args, kwargs))
+        self._given = self._form.inputs.specs_of(tensors, self._inputs.spec)
         results = _torch.traced_as_one(self, "distributed_call", *_named(model).values(), *tensors)
         assert self._outputs is not None
         return self._outputs.restore(results)
@@ -235,7 +287,11 @@ class DistributedCall:
         for name, tensor in given.items():
             made.setdefault(id(tensor), self._distributed(name, tensor))
         versions = [tensor._version for tensor in tensors]
-        args, kwargs = self._inputs.restore(tensors[len(given) :])
+        batch = [
+            tensor if spec is None else _torch.distributed_from(tensor, spec, _torch.placements_of_gradient(spec))
+            for tensor, spec in zip(tensors[len(given) :], self._given, strict=True)
+        ]
+        args, kwargs = self._inputs.restore(batch)
         put = {name: made[id(tensor)] for name, tensor in given.items()}
         with self.surroundings(tensors[len(given) :]), _in_modules(self.model, put):
             result = self._call(self.model, *args, **kwargs)

@@ -115,8 +115,8 @@ def refuse_distributed_arguments(model: nn.Module, arguments: Iterable[object]) 
     """Raise a ``CaptureError`` for a batch that is distributed over a mesh of devices."""
     if any(_torch.is_distributed(argument) for argument in arguments):
         raise CaptureError(
-            f"{type(model).__name__} is given a DTensor, whose operations talk to other ranks by themselves: give "
-            "plain tensors, as parallelize_module takes them, or this rank's part of it (batch.to_local())"
+            f"{type(model).__name__} is given a DTensor, whose operations talk to other ranks by themselves, and its "
+            "parameters are none: give this rank's part of it (batch.to_local())"
         )
 
 

@@ -111,7 +111,8 @@ class DropIn:
         if self.parts is None:
             try:
                 with CAPTURE_LOCK, self._as_shards(), self.runner.agreement.reporting():
-                    found, tensors = self.runner.find(model, args, kwargs, _Maker(self, model, args, kwargs, True))
+                    local = (args, kwargs) if self.sharded is None else self.sharded.local_inputs(args, kwargs)
+                    found, tensors = self.runner.find(model, *local, _Maker(self, model, *local, True))
                     begun = self.runner.agreement.begin(found.exchanges)
                     arguments = found.gather(tensors, self.runner.serving.changes)
                 if self.sharded is not None:

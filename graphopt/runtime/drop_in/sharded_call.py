@@ -49,6 +49,8 @@ def current_form(model: nn.Module, known: Form | None, pipeline: Pipeline) -> Fo
     if known is not None and known.is_current:
         return known
     form = FullySharded(model) if is_fully_sharded(model) else TensorParallel(model)
+    if known is not None:
+        form.inputs = known.inputs
     if form.is_tensor_parallel:
         _refuse_beside_parts(pipeline, type(model).__name__)
     return form
@@ -103,6 +105,11 @@ class ShardedCalls:
         self._form = current_form(self._given, self._form, self._pipeline)
         with self._form.as_shards():
             yield
+
+    def local_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """See ``DistributedInputs``; while ``as_shards`` lasts."""
+        assert self._form is not None
+        return self._form.inputs.local(args, kwargs)
 
     def connected(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """See ``LocalParameters``."""
@@ -181,6 +188,11 @@ class ShardedSteps:
             )
         self._model, self._optimizer, self._pipeline = model, optimizer, pipeline
         self._form: Form | None = None
+
+    def local_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """See ``DistributedInputs``; while ``as_shards`` lasts."""
+        assert self._form is not None
+        return self._form.inputs.local(args, kwargs)
 
     @contextmanager
     def as_shards(self) -> Iterator[None]:

@@ -139,7 +139,8 @@ class TrainStep:
         )
         with self._as_shards():
             try:
-                ready = self._ready(args, kwargs)
+                local = (args, kwargs) if self._sharded is None else self._sharded.local_inputs(args, kwargs)
+                ready = self._ready(*local)
             except FailsInEagerError as error:
                 fails = error
             else:
@@ -243,7 +244,8 @@ class TrainStep:
             self._runner.agreement.reporting(),
             self._programs.kept.sharded.described(),
         ):
-            compiled = self._programs.variant(self._programs.find(args, kwargs)[0])
+            local = (args, kwargs) if self._sharded is None else self._sharded.local_inputs(args, kwargs)
+            compiled = self._programs.variant(self._programs.find(*local)[0])
         self._runner.compare_new(compiled.program, compiled.exchanges)
         return self
 

@@ -44,6 +44,29 @@ measured = [graphopt.measure_peak(lambda: step(x, x)).allocated_peak_bytes for _
 say([min(measured), step.program.memory().allocated_peak_bytes])
 states = [value for state in optimizer.state.values() for value in state.values()]
 say([type(value).__name__ for value in (*model.parameters(), *states) if value.dim()])
+
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+def results(optimized, *placements):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))
+    mesh = init_device_mesh("cpu", (world,))
+    last = RowwiseParallel(output_layouts=Shard(0), use_local_output=False)
+    parallelize_module(model, mesh, {"0": ColwiseParallel(use_local_output=False), "2": last})
+    model = graphopt.optimize(model) if optimized else model
+    batch = distribute_tensor(torch.randn(4, 8), mesh, placements).requires_grad_()
+    result = model(batch)
+    loss = result.square().sum()
+    loss.backward()
+    found = [result, loss, batch.grad, *(parameter.grad for parameter in model.parameters())]
+    return [str(result.placements), *(each.full_tensor() for each in found)]
+
+say([
+    one == other if isinstance(one, str) else torch.equal(one, other)
+    for place in (Replicate(), Shard(0))
+    for one, other in zip(results(False, place), results(True, place), strict=True)
+])
 say([
     refused(lambda: graphopt.optimize(tensor_parallel(ParallelCase()), "data-parallel")),
     refused(lambda: graphopt.optimize_step(model, optimizer, "clip-gradients{max-norm=1}", loss=whole_loss)(x, x)),
@@ -75,6 +98,11 @@ def test_a_whole_step_trains_as_with_torch(name: str, found: list[list[Any]]) ->
     is_equal(found[0][1][name], {"loss", "parameters", "state", "evaluation"})
 
 
+def test_batches_and_results_may_be_distributed(found: list[list[Any]]) -> None:
+    for *_, same, _ in found:
+        assert all(same)
+
+
 def test_collectives_are_ops_of_their_modules(found: list[list[Any]]) -> None:
     for _, _, (text, modules), *_ in found:
         assert "all_reduce" in text
@@ -82,12 +110,12 @@ def test_collectives_are_ops_of_their_modules(found: list[list[Any]]) -> None:
 
 
 def test_the_peak_of_this_rank_is_predicted(found: list[list[Any]]) -> None:
-    for *_, (measured, predicted), _, _ in found:  # gloo's threads may let go of an exchange a moment late
+    for *_, (measured, predicted), _, _, _ in found:  # gloo's threads may let go of an exchange a moment late
         assert measured == pytest.approx(predicted, rel=0.01)
 
 
 def test_parameters_and_state_stay_distributed(found: list[list[Any]]) -> None:
-    for *_, kinds, _ in found:
+    for *_, kinds, _, _ in found:
         assert set(kinds) == {"DTensor"}
 
 
