@@ -400,7 +400,12 @@ class CaptureSession:
         return lowered
 
     def _differentiated(self, program: Program) -> JointCapture:
-        with shortage_named(self.title), plain_precision(), capturing(self.model):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(shortage_named(self.title))
+            stack.enter_context(plain_precision())
+            stack.enter_context(capturing(self.model))
+            if self._distributed is not None:  # whose Python runs once more, and is to leave nothing
+                stack.callback(modules_now(self.model))
             given = write_casts(program), self.tensors(), self.captured.example_tensors
             return stamp_joint(*given) or capture_joint(*given)
 

@@ -36,9 +36,11 @@ def _sharded(model: nn.Module, mesh: DeviceMesh | None = None, *, half: bool = F
     if half:
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
+    inside: set[nn.Module] = set()
     for block in [block for stack in stacks for block in stack]:
-        if not any(type(module).__name__.startswith("FSDP") for module in block.modules()):
+        if block not in inside:
             fully_shard(block, **options)
+            inside.update(block.modules())
     return fully_shard(model, **options)
 
 

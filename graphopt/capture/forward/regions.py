@@ -24,7 +24,7 @@ from graphopt.errors import CaptureError, GraphBreakError
 from graphopt.ir.names import add_name, identifier
 from graphopt.ir.ops import schema
 
-__all__ = ["REGION_KEY", "nest_regions", "observe"]
+__all__ = ["REGION_KEY", "nest_regions", "observe", "refuse_other_numbers"]
 
 _WRITABLE = (torch.Tensor, str, int, float, bool, complex, torch.dtype, torch.device, torch.memory_format, type(None))
 """What an argument of a call in a graph may be."""
@@ -102,13 +102,20 @@ def _checkpoint_regions() -> Any:
                 for node in inside:
                     node.meta[REGION_KEY] = number
         if not preserve:
-            _refuse_other_numbers(inside)
+            refuse_other_numbers(inside)
 
     return region
 
 
-def _refuse_other_numbers(nodes: Iterable[fx.Node]) -> None:
-    """Refuse random ops that eager mode runs again with other numbers, for whose results it computes gradients."""
+def refuse_other_numbers(nodes: Iterable[fx.Node]) -> None:
+    """Refuse random ops that eager mode runs again with other numbers, for whose results it computes gradients.
+
+    Args:
+        nodes: of a call of ``checkpoint(preserve_rng_state=False)``.
+
+    Raises:
+        GraphBreakError: naming one.
+    """
     drawing = next(filter(schema.is_random, nodes), None)
     if drawing is not None:
         raise GraphBreakError(

@@ -18,6 +18,7 @@ from torch.fx import traceback
 
 from graphopt import _torch
 from graphopt.capture.call.source_lines import user_frame
+from graphopt.capture.forward.regions import refuse_other_numbers
 from graphopt.errors import CaptureError
 from graphopt.ir.node import NodeInfo, Phase
 
@@ -94,7 +95,7 @@ class _Notes:
         return stack
 
     @contextlib.contextmanager
-    def checkpoint(self, context_fn: Any, _preserve: bool) -> Iterator[None]:
+    def checkpoint(self, context_fn: Any, preserve: bool) -> Iterator[None]:
         """Around what a model gives to ``torch.utils.checkpoint``, of which the outermost call counts."""
         if context_fn is not None:
             raise CaptureError(
@@ -104,6 +105,8 @@ class _Notes:
         if self._region is not None:
             yield
             return
+        graph = _torch.tracing_graph()
+        before = set() if graph is None else set(graph.nodes)
         self._region, self._regions = self._regions, self._regions + 1
         here = self._inside[-1][0].partition("@")[2] if self._inside else ""
         known = self._known[self._inside[-1][0]] if self._inside else NodeInfo(Phase.FORWARD)
@@ -113,3 +116,5 @@ class _Notes:
                 yield
         finally:
             self._region = None
+        if not preserve and graph is not None:
+            refuse_other_numbers(node for node in graph.nodes if node not in before)
