@@ -1,6 +1,10 @@
 """A model after ``fully_shard``: FSDP2 with its own ways to save memory, and with programs within budgets.
 
     python tests/benchmarks/fully_sharded.py --ranks 2
+    python tests/benchmarks/fully_sharded.py --tensor
+
+With ``--tensor`` the feed-forward layers are divided by ``parallelize_module`` instead, and torch's own way to run
+them stands in FSDP2's place.
 
 A GPT of blocks, each given to ``fully_shard``, and the whole; forward and backward, two processes of one thread each.
 Bytes are what a pass through both allocates at most on the first rank, as measured and as predicted; times are paired
@@ -25,7 +29,9 @@ import torch.distributed as dist
 from harness import make_table, parser, show
 from offload_state import GPT
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import graphopt
 
@@ -43,8 +49,30 @@ def built(width: int, layers: int, *, checkpoints: bool = False, frees: bool = T
     return fully_shard(model, reshard_after_forward=frees)
 
 
-def ways(width: int, layers: int, budgets: Sequence[str]) -> dict[str, Any]:
-    """The models, by what is done to them; FSDP2 by itself first."""
+def divided(width: int, layers: int, *, checkpoints: bool = False) -> Any:
+    """The GPT after ``parallelize_module``, the same each time."""
+    torch.manual_seed(0)
+    model: Any = GPT(width, layers, VOCABULARY, CONTEXT)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for place, block in enumerate(list(model.blocks)):
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        if checkpoints:
+            model.blocks[place] = checkpoint_wrapper(block)
+    return model
+
+
+def ways(width: int, layers: int, budgets: Sequence[str], *, tensor: bool) -> dict[str, Any]:
+    """The models, by what is done to them; torch's own way first."""
+    if tensor:
+        made = {
+            "torch": divided(width, layers),
+            "torch, checkpoints": divided(width, layers, checkpoints=True),
+            "optimize": graphopt.optimize(divided(width, layers)),
+        }
+        return made | {
+            f"FitMemory({budget!r})": graphopt.optimize(divided(width, layers), f"fit-memory{{budget={budget}}}")
+            for budget in budgets
+        }
     made = {
         "FSDP2": built(width, layers),
         "FSDP2, reshard_after_forward=False": built(width, layers, frees=False),
@@ -58,19 +86,21 @@ def ways(width: int, layers: int, budgets: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def rank(width: int, layers: int, batch: int, rounds: int, budgets: Sequence[str]) -> dict[str, Any]:
+def rank(width: int, layers: int, batch: int, rounds: int, budgets: Sequence[str], tensor: bool) -> dict[str, Any]:
     """What this process finds of each way."""
     torch.set_num_threads(1)
     logging.getLogger("graphopt").setLevel(logging.WARNING)
     dist.init_process_group("gloo")
-    tokens = torch.randint(0, VOCABULARY, (batch, CONTEXT), generator=torch.Generator().manual_seed(dist.get_rank()))
-    models, found, first = ways(width, layers, budgets), {}, None
+    tokens = torch.randint(
+        0, VOCABULARY, (batch, CONTEXT), generator=torch.Generator().manual_seed(0 if tensor else dist.get_rank())
+    )
+    models, found, first = ways(width, layers, budgets, tensor=tensor), {}, None
     for name, model in models.items():
         for _ in range(2):
             _train(model, tokens)
         model.zero_grad()
         peak = graphopt.measure_peak(lambda model=model: model(tokens).backward()).allocated_peak_bytes
-        gradients = [parameter.grad.full_tensor() for parameter in model.parameters()]
+        gradients = [getattr(p.grad, "full_tensor", p.grad.clone)() for p in model.parameters()]
         first = gradients if first is None else first
         predicted = model.program.memory().allocated_peak_bytes if hasattr(model, "program") else 0
         equal = all(map(torch.equal, first, gradients))
@@ -100,10 +130,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--layers", type=int, default=6, help="blocks")
     options.add_argument("--batch", type=int, default=8, help="sequences of a process")
     options.add_argument("--budgets", nargs="+", default=["80%", "60%", "50%", "40%"], help="of FitMemory")
+    options.add_argument("--tensor", action="store_true", help="tensor parallelism in the place of FSDP2")
     given = options.parse_args(argv)
     rounds = 2 if given.quick else given.rounds
     if "RANK" in os.environ:
-        print(json.dumps(rank(given.width, given.layers, given.batch, rounds, given.budgets)))
+        print(json.dumps(rank(given.width, given.layers, given.batch, rounds, given.budgets, given.tensor)))
         return 0
     common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29713", "WORLD_SIZE": str(given.ranks)}
     processes = [
@@ -117,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if any(process.returncode for process in processes):
         return 1
     found: dict[str, Any] = json.loads(texts[0].splitlines()[-1])
-    reference = found["FSDP2"]["seconds"]
+    reference = next(iter(found.values()))["seconds"]
     rows = [
         (
             name,
