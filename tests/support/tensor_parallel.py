@@ -47,7 +47,7 @@ class ParallelCase(Case):
 
 
 CASES = {
-    "sequence, tied": ParallelCase(plan="sequence", tied=True),
+    "sequence, tied, optimized before": ParallelCase(plan="sequence", tied=True, late=True),
     "loss, FitMemory, frozen": ParallelCase(frozen=True, passes="fit-memory{budget=90%}"),
 }
 """Drop-in, by name."""
@@ -80,6 +80,8 @@ def tensor_parallel(case: Case, optimized: Callable[[nn.Module], nn.Module] = la
     assert isinstance(case, ParallelCase)
     torch.manual_seed(0)
     model: Any = Net(case.width, case.tied, case.dropout)
+    if case.late:
+        model = optimized(model)
     mesh = init_device_mesh("cpu", case.mesh or (1, dist.get_world_size()), mesh_dim_names=("shards", "parts"))
     local = case.plan != "loss"
     if case.plan == "layers":
@@ -115,7 +117,7 @@ def tensor_parallel(case: Case, optimized: Callable[[nn.Module], nn.Module] = la
         for block in model.blocks:
             fully_shard(block, **options)
         fully_shard(model, **options)
-    return optimized(model)
+    return model if case.late else optimized(model)
 
 
 def torchs_far_apart(case: ParallelCase, *, step: bool = False) -> dict[str, Any]:

@@ -162,7 +162,7 @@ class Form(Protocol):
 
     inputs: DistributedInputs
 
-    def spec_of(self, part: torch.Tensor) -> GradientSpec | None:
+    def spec_of(self, part: torch.Tensor, /) -> GradientSpec | None:
         """What is made of a part in a call that is traced as one node; None where nothing is."""
         ...
 

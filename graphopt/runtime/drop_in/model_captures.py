@@ -17,6 +17,7 @@ from torch import nn
 from graphopt.capture import CaptureSession
 from graphopt.capture.call.call_checks import argument_names
 from graphopt.capture.call.sharded_form import is_fully_sharded
+from graphopt.capture.call.tensor_parallel_form import has_distributed_tensors
 from graphopt.capture.effects.eager_trial import EagerCall, FailsInEagerError
 from graphopt.capture.effects.side_effects import CAPTURE_LOCK
 from graphopt.errors import GraphBreakError, GraphoptError
@@ -169,10 +170,14 @@ class DropIn:
         return given(model, *args, **kwargs)
 
     def look_for_shards(self, model: nn.Module, args: tuple[Any, ...]) -> None:
-        """See whether ``fully_shard`` was given the optimized model since the call before."""
-        if self.sharded is None and is_fully_sharded(model):
+        """See whether the optimized model was sharded since the call before."""
+        if self.sharded is not None:
+            return
+        if is_fully_sharded(model):
             self.sharded = FullyShardedCalls(model, model, self.options.pipeline)
             self.sharded.end_forward(args)
+        elif not self.used and has_distributed_tensors(model):
+            self.sharded = ShardedCalls(model, self.options.pipeline)
 
     def hooks_inside(self, hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
         """Those hooks of the model itself that are part of its program; all others act around it."""
