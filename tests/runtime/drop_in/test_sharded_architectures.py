@@ -17,11 +17,10 @@ for passes in {passes}:
 """
 
 PAIRS = [
-    ("DDP", "LlamaForCausalLM", ("smallest",), (False,)),
     ("tensor parallel", "Qwen3MoeForCausalLM", ("",), (True,)),
     ("tensor parallel", "T5ForConditionalGeneration", ("fit-memory{budget=80%}",), (False,)),
 ]
-"""What is not in the tests of ``fully_shard`` beside them."""
+"""What is not in the tests of ``fully_shard`` and of DDP beside them."""
 
 
 def train(tmp_path: Path, wrapping: str, model: str, passes: tuple[str, ...], steps: tuple[bool, ...]) -> None:
