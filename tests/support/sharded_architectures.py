@@ -132,7 +132,7 @@ def apart(name: str, wrapping: str, passes: str, *, step: bool, ranks_of_batch: 
     batch = batches[place % 2]
     peaks = [  # gloo's threads may let go of an exchange a moment late
         graphopt.measure_peak(lambda: run(batch) if step else own_loss(run, batch).backward()).allocated_peak_bytes
-        for _ in range(5)
+        for _ in range(12)
     ]
     inner = run.module if isinstance(run, DistributedDataParallel) else run
     return {"differ": differ, "measured": min(peaks), "predicted": inner.program.memory().allocated_peak_bytes}
