@@ -107,6 +107,7 @@ def test_a_drop_in_model_meets_its_budget(reentrant: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.sweep(but=("reentrant",))
 @pytest.mark.parametrize("reentrant", VARIANTS.values(), ids=VARIANTS)
 def test_a_model_of_transformers_is_fitted_as_without_checkpoints(reentrant: bool) -> None:
     tokens = torch.arange(2 * 24).reshape(2, 24) % 61 + 2
@@ -256,6 +257,7 @@ class InParts(Checkpointed):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's
+@pytest.mark.sweep(but=("non-reentrant",))
 @pytest.mark.parametrize("reentrant", VARIANTS.values(), ids=VARIANTS)
 def test_segments_are_a_hint_in_parts_of_a_model_too(reentrant: bool) -> None:
     def trained(budget: str | int | None, how: bool | None) -> tuple[int, list[torch.Tensor]]:

@@ -274,6 +274,7 @@ def blocks() -> tuple[nn.Module, torch.Tensor]:
     return Blocks(5, p=0.1), torch.zeros(3, 6, dtype=torch.int64)
 
 
+@pytest.mark.sweep  # with little search, in tests/rewriting/memory/order
 def test_a_budget_that_only_the_given_order_meets_is_met(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "_EACH", 2_000)
     of = f"{__file__}:blocks"

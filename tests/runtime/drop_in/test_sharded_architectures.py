@@ -18,7 +18,6 @@ for passes in {passes}:
 
 PAIRS = [
     ("tensor parallel", "Qwen3MoeForCausalLM", ("",), (True,)),
-    ("tensor parallel", "T5ForConditionalGeneration", ("fit-memory{budget=80%}",), (False,)),
 ]
 """What is not in the tests of ``fully_shard`` and of DDP beside them."""
 

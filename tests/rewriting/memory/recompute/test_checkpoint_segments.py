@@ -19,6 +19,7 @@ from graphopt.ir.node import info, own_phase
 from graphopt.ir.verify import verify
 from graphopt.passes import Microbatch, Recompute
 from graphopt.rewriting.memory.recompute.checkpoint_segments import undo_recomputation
+from tests.support.covering import covering
 from tests.support.training import captured, identical, results
 
 D = 16
@@ -145,8 +146,7 @@ def ops_of(program: Program) -> Counter[str]:
     return Counter(str(node.target) for node in program.nodes)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@covering(way=list(WAYS), reentrant=[False, True])
 def test_the_program_is_that_of_the_model_without_checkpoints(way: str, reentrant: bool) -> None:
     model, program, x = program_of(way, reentrant)
     plain = program_of(way, None)[1]
