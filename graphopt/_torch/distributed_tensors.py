@@ -33,7 +33,7 @@ PlacementsOfGradient = Callable[[Sequence[Any], torch.Size], Sequence[Any]]
 
 def is_distributed(value: object) -> bool:
     """Whether a value is a ``DTensor``; torch's module of these is not imported for the question."""
-    return any(cls.__name__ == "DTensor" for cls in type(value).__mro__)
+    return any(cls.__name__ == "DTensor" and cls.__module__.startswith("torch.") for cls in type(value).__mro__)
 
 
 def local_part(value: object) -> torch.Tensor | None:
@@ -106,7 +106,7 @@ def _of_gradient(spec: Spec) -> Spec:
 
 
 def placements_of_gradient(spec: Spec) -> PlacementsOfGradient:
-    """Decides for the placements that the gradient of an input has in eager mode where it is a leaf."""
+    """Decides for the placements that the gradient of a leaf has: its own, and the same on all ranks for a sum."""
     placements: Sequence[Any] = _of_gradient(spec).placements
     return lambda _found, _size: placements
 

@@ -140,7 +140,9 @@ class _Gather:
         whole = _torch.apply_function(self._function, *self._shards)
         for parameter, gathered in zip(parameters, whole, strict=True):
             spec = parameter.whole_spec
-            tensor = gathered if spec is None else _torch.distributed_from(gathered, spec, _placements(spec))
+            tensor = gathered
+            if spec is not None:  # whose gradient has its placements before it is reduced, as FSDP2 has it
+                tensor = _torch.distributed_from(gathered, spec, _torch.placements_of_gradient(spec))
             for module, name in parameter.places:
                 module._parameters[name] = tensor
 
@@ -149,11 +151,6 @@ class _Gather:
             for module, name in parameter.places:
                 module._parameters[name] = shard
         self._shards = []
-
-
-def _placements(spec: Any) -> _torch.PlacementsOfGradient:
-    """Gradients get the placements of their parameter before they are reduced, as FSDP2 has them."""
-    return lambda _found, _size: spec.placements
 
 
 def _function(group: _torch.ShardedGroup) -> type[torch.autograd.Function]:
@@ -291,6 +288,10 @@ class FullySharded:
             distributed = [p for group in self.groups for p in group.parameters if p.whole_spec is not None]
             trace_as_one(self, map(self._shards.part, distributed))
             yield
+
+    def take_over(self, known: FullySharded) -> None:
+        """Go on with what programs are of that an earlier form of the model was for."""
+        self.inputs = known.inputs
 
     def spec_of(self, _part: torch.Tensor) -> None:
         """No shard is made a distributed tensor before it is gathered."""

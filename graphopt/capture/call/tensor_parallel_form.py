@@ -96,6 +96,21 @@ class TensorParallel:
             now is each.tensor for now, each in zip(found, self._tensors, strict=True)
         )
 
+    def take_over(self, known: TensorParallel) -> None:
+        """Go on with what programs are of that an earlier form of the model was for.
+
+        Raises:
+            CaptureError: where a tensor is distributed otherwise than there.
+        """
+        before = {each.path: each.tensor._spec for each in known._tensors}
+        for each in self._tensors:
+            if before.get(each.path) != each.tensor._spec:
+                raise CaptureError(
+                    f"{each.path!r} of {type(self._model).__name__} is distributed otherwise than when programs were "
+                    "captured: optimize the model behind such a change"
+                )
+        self.inputs, self._gradients = known.inputs, known._gradients
+
     @property
     def users(self) -> dict[str, torch.Tensor]:
         """The user's distributed tensors by name."""
@@ -222,19 +237,17 @@ class DistributedInputs:
         """A call with this rank's parts of them, through which gradients go.
 
         Raises:
-            CaptureError: where the parts are like those of an earlier call, and the distributed tensors others.
+            CaptureError: where the parts are like those of an earlier call, and the placements are others.
         """
         leaves, structure = _torch.pytree.tree_flatten((args, dict(kwargs)))
-        if not any(map(_torch.is_distributed, leaves)):
-            return args, dict(kwargs)
         specs = [leaf._spec if _torch.is_distributed(leaf) else None for leaf in leaves]
         leaves = [_torch.local_from(leaf) if _torch.is_distributed(leaf) else leaf for leaf in leaves]
         of_tensors = [spec for spec, leaf in zip(specs, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
         key = str(structure), tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
         if self._known.setdefault(key, of_tensors) != of_tensors:
             raise CaptureError(
-                f"{self._title} is given distributed tensors whose parts on this rank are like those of an earlier "
-                "call, and whose placements are not: give one placement for each size"
+                f"{self._title} is given tensors whose parts on this rank are like those of an earlier call, and which "
+                "are distributed otherwise, or in one of the two calls alone: give one placement for each size"
             )
         args, kwargs = _torch.pytree.tree_unflatten(leaves, structure)
         return args, dict(kwargs)

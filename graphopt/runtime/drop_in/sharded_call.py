@@ -44,13 +44,20 @@ def current_form(model: nn.Module, known: Form | None, pipeline: Pipeline) -> Fo
     """How a program sees a model; the same as before as long as nothing of it is another.
 
     Raises:
+        CaptureError: where parameters are distributed otherwise than before.
         PipelineError: for a pass that cannot act on a model with tensor parallelism.
     """
     if known is not None and known.is_current:
         return known
-    form = FullySharded(model) if is_fully_sharded(model) else TensorParallel(model)
-    if known is not None:
-        form.inputs = known.inputs
+    form: Form
+    if is_fully_sharded(model):
+        form = FullySharded(model)
+        if isinstance(known, FullySharded):
+            form.take_over(known)
+    else:
+        form = TensorParallel(model)
+        if isinstance(known, TensorParallel):
+            form.take_over(known)
     if form.is_tensor_parallel:
         _refuse_beside_parts(pipeline, type(model).__name__)
     return form

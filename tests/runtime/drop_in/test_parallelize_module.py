@@ -46,7 +46,7 @@ states = [value for state in optimizer.state.values() for value in state.values(
 say([type(value).__name__ for value in (*model.parameters(), *states) if value.dim()])
 
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 def results(optimized, *placements):
     torch.manual_seed(0)
@@ -67,6 +67,33 @@ say([
     for place in (Replicate(), Shard(0))
     for one, other in zip(results(False, place), results(True, place), strict=True)
 ])
+
+def norm_and_layer():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8))
+    plan = {"0": SequenceParallel(), "1": ColwiseParallel(input_layouts=Shard(1))}
+    return parallelize_module(model, init_device_mesh("cpu", (world,)), plan)
+
+plain = torch.randn(2, 4, 8)
+mesh = init_device_mesh("cpu", (world,))
+batches = [plain, distribute_tensor(plain, mesh, [Replicate()])]
+switched = []
+for first, second in (batches, batches[::-1]):
+    changing = parallelize_module(torch.nn.Sequential(torch.nn.Linear(8, 8)), mesh, {"0": ColwiseParallel()})
+    changing = graphopt.optimize(changing)
+    changing(first)
+    switched.append(refused(lambda: changing(second)))
+
+theirs, ours = (norm_and_layer() for _ in range(2))
+ours = graphopt.optimize(ours)
+for each in (theirs, ours):  # another parameter with the same part, behind a program for the first one
+    each(plain).sum().backward()
+    each[0].weight = torch.nn.Parameter(each[0].weight.detach().clone())
+    each(plain).sum().backward()
+same = torch.equal(theirs[0].weight.grad.full_tensor(), ours[0].weight.grad.full_tensor())
+replicated = ours[1].weight.detach().redistribute(mesh, [Replicate()])
+ours[1].weight = torch.nn.Parameter(replicated)
+say([same, *switched, refused(lambda: ours(plain))])
 say([
     refused(lambda: graphopt.optimize(tensor_parallel(ParallelCase()), "data-parallel")),
     refused(lambda: graphopt.optimize_step(model, optimizer, "clip-gradients{max-norm=1}", loss=whole_loss)(x, x)),
@@ -99,8 +126,15 @@ def test_a_whole_step_trains_as_with_torch(name: str, found: list[list[Any]]) ->
 
 
 def test_batches_and_results_may_be_distributed(found: list[list[Any]]) -> None:
-    for *_, same, _ in found:
+    for *_, same, _, _ in found:
         assert all(same)
+
+
+def test_a_program_is_for_the_placements_that_it_was_captured_with(found: list[list[Any]]) -> None:
+    for *_, (same, first, second, parameter), _ in found:
+        assert same
+        assert all("give one placement for each size" in refusal for refusal in (first, second))
+        assert "'1.weight' of Sequential is distributed otherwise" in parameter
 
 
 def test_collectives_are_ops_of_their_modules(found: list[list[Any]]) -> None:
@@ -110,12 +144,12 @@ def test_collectives_are_ops_of_their_modules(found: list[list[Any]]) -> None:
 
 
 def test_the_peak_of_this_rank_is_predicted(found: list[list[Any]]) -> None:
-    for *_, (measured, predicted), _, _, _ in found:  # gloo's threads may let go of an exchange a moment late
+    for *_, (measured, predicted), _, _, _, _ in found:  # gloo's threads may let go of an exchange a moment late
         assert measured == pytest.approx(predicted, rel=0.01)
 
 
 def test_parameters_and_state_stay_distributed(found: list[list[Any]]) -> None:
-    for *_, kinds, _, _ in found:
+    for *_, kinds, _, _, _ in found:
         assert set(kinds) == {"DTensor"}
 
 

@@ -33,8 +33,8 @@ def train(tmp_path: Path, wrapping: str, model: str, passes: tuple[str, ...], st
     for rank in run_ranks(script, ranks, tmp_path / "store"):
         assert [case["differ"] for case in rank] == [[]] * len(whole)
         for case, step in zip(rank, whole, strict=True):
-            close = 0.01 if step else 0.15  # the loss outside of a drop-in model takes less than is allowed for it
-            assert case["measured"] == pytest.approx(case["predicted"], rel=close)
+            least = 0.99 if step else 0.85  # the loss outside of a drop-in model takes less than is allowed for it
+            assert least * case["predicted"] <= case["measured"] <= 1.01 * case["predicted"]
 
 
 @pytest.mark.parametrize(("wrapping", "model", "passes", "steps"), PAIRS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from graphopt.integrations.accelerate import prepare_step
 from graphopt.integrations.transformers import Trainer
 from graphopt.passes import ClipGradients, Microbatch, MixedPrecision, OffloadState, ScaleLoss
 from graphopt.rewriting.memory.fit import budget as budget_module
-from graphopt.rewriting.memory.fit.budget import BudgetError
+from graphopt.rewriting.memory.fit.budget import BudgetError, Share
 from graphopt.rewriting.memory.fit.fitting import Fitted, Fitting
 from graphopt.runtime.step.train_step import TrainStep
 from tests.support import loops
@@ -63,6 +64,11 @@ def assert_exact(calls: Sequence[Call], budget: float = float("inf")) -> None:
 
 def assert_equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+
+
+def test_a_share_that_cannot_be_met_is_answered_in_shares_on_other_ranks_too() -> None:
+    sent = pickle.loads(pickle.dumps(BudgetError("no plan fits", 800, Share(50, 1000))))
+    assert str(sent.in_shares("50%")) == "80% is the least, and 50% is asked for: no plan fits"
 
 
 def refused(step: TrainStep, call: Callable[[], object]) -> BudgetError:

@@ -80,7 +80,11 @@ def gather_by_own_op(program: Program) -> int:
     Returns:
         how many gathers there are.
     """
-    found = list(program.graph.find_nodes(op="call_function", target=_torch.all_gather_into_tensor))
+    found = [
+        start
+        for start in program.graph.find_nodes(op="call_function", target=_torch.all_gather_into_tensor)
+        if [user.target for user in start.users] == [WAIT]
+    ]
     for start in found:
         (wait,) = start.users
         made = program.insert(
