@@ -118,7 +118,6 @@ MORE_CASES = {
     "FitMemory, frozen": Case(frozen=True, passes="fit-memory{budget=85%}"),
     "accumulated": Case(backwards=2),
     "two modules together": Case(together=True, passes="fit-memory{budget=90%}"),
-    "a number of ranks": Case(options={"reshard_after_forward": 2}),
     "two modules together, bfloat16": Case(together=True, dropout=0.0, policy=_half(output_dtype=torch.float32)),
     "bfloat16, rows that ranks do not divide": Case(width=5, dropout=0.0, policy=_half()),
     "checkpoint inside": Case(checkpoint="inside", passes="fit-memory{budget=90%}"),
