@@ -17,6 +17,7 @@ from torch import nn
 
 import graphopt
 from graphopt import Program
+from graphopt.ir.ops.storage.quantize import rounding_seed
 from graphopt.rewriting.pass_ import PassRecord
 from tests.support.training import OPTIMIZERS, Training, identical
 
@@ -107,7 +108,7 @@ class Rounding(Eager):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        torch.ops.graphopt.rounding_seed()
+        rounding_seed()
         yield
 
 

@@ -10,12 +10,12 @@ from typing import Literal
 
 import torch
 
-from graphopt.analysis.costs.figures import Figure, device_here, figures_of
+from graphopt.analysis.costs.figures import Figure, Figures, device_here, figures_of
 from graphopt.analysis.costs.timing import SHORTEST, shortest_seconds
 from graphopt.errors import GraphoptError
 from graphopt.ir.host import local_ranks
 
-__all__ = ["Tier", "link_bandwidth"]
+__all__ = ["COPIES", "COPY_BYTES", "Tier", "link_bandwidth", "memory_bandwidth"]
 
 Tier = Literal["host", "disk"]
 
@@ -53,7 +53,7 @@ def link_bandwidth(
     if tier == "host":
         if directory is not None:
             raise GraphoptError("directory= says which disk to measure; the tier 'host' has none")
-        found = figures.once("bandwidth", "host", lambda: _host_bandwidth(place))
+        found = figures.once("bandwidth", "host", lambda: _host_bandwidth(place, figures))
     elif tier == "disk":
         folder = Path(tempfile.gettempdir() if directory is None else directory).resolve()
         found = figures.once("bandwidth", f"disk {folder}", lambda: _disk_bandwidth(folder))
@@ -71,9 +71,24 @@ def _ranks(given: int | None) -> int:
     return int(given)
 
 
-def _host_bandwidth(device: torch.device) -> Figure:
+def memory_bandwidth(device: torch.device, figures: Figures) -> float:
+    """Bytes per second that a device reads and writes in its own memory, of ``figures`` where it is known there."""
+    return figures.once("profile", "memory_bandwidth", lambda: _memory_bandwidth(device))
+
+
+def _memory_bandwidth(device: torch.device) -> Figure:
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.ones_like(source)
+    return shortest_seconds(lambda: target.copy_(source), device, runs=COPIES).rate(2 * COPY_BYTES)
+
+
+def _host_bandwidth(device: torch.device, figures: Figures) -> Figure:
+    if device.type == "cpu":  # a copy within its memory, which reads each byte and writes it
+        within = memory_bandwidth(device, figures)
+        measured = figures.get("profile", "memory_bandwidth")
+        return Figure(within / 2, measured is not None and measured.doubtful)
     there = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
-    here = torch.ones(COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    here = torch.ones(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     away = shortest_seconds(lambda: here.copy_(there, non_blocking=True), device, runs=COPIES)
     back = shortest_seconds(lambda: there.copy_(here, non_blocking=True), device, runs=COPIES)
     return max(away, back).rate(COPY_BYTES)

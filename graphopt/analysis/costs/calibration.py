@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import replace
 from datetime import date
 from functools import partial
 
 import torch
+from torch import fx
 
 from graphopt.analysis.allocator.rules import CACHING, PLAIN
-from graphopt.analysis.costs.bandwidth import COPIES, COPY_BYTES, link_bandwidth
+from graphopt.analysis.costs.bandwidth import COPIES, COPY_BYTES, link_bandwidth, memory_bandwidth
 from graphopt.analysis.costs.figures import Figure, device_here, device_name, figures_of
 from graphopt.analysis.costs.profiles import DeviceProfile
+from graphopt.analysis.costs.roofline import call_device, call_precision
 from graphopt.analysis.costs.timing import shortest_seconds
 from graphopt.ir.graphs.autocast import plain_precision
 from graphopt.ir.version import VERSION
 
-__all__ = ["measured_profile", "profile_of"]
+__all__ = ["ProfilesHere", "measured_profile", "profile_of"]
 
 _CALIBRATED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _SMALL_RUNS = 200
 _MIB = 1024 * 1024
 
 
-def profile_of(device: torch.device | str, *, cache: bool = True) -> DeviceProfile:
+def profile_of(
+    device: torch.device | str, *, cache: bool = True, dtypes: Collection[torch.dtype] = _CALIBRATED
+) -> DeviceProfile:
     """The profile of a device of this machine, measured once: matrix products, copies, and an op on one number.
 
     Args:
         device: cpu or a CUDA device; the CPU is measured with the number of threads of now.
         cache: use figures measured before, and keep new ones.
+        dtypes: whose matrix products the profile has, beside those in float32.
 
     Raises:
         GraphoptError: for a device that is not here; `PROFILES` has figures of some.
@@ -40,23 +46,39 @@ def profile_of(device: torch.device | str, *, cache: bool = True) -> DeviceProfi
         flops = {
             str(dtype).removeprefix("torch."): figures.once("profile", f"flops {dtype}", partial(_flops, dtype, place))
             for dtype in _CALIBRATED
+            if dtype is torch.float32 or dtype in dtypes
         }
         if place.type == "cuda":
             flops["tf32"] = figures.once("profile", "flops tf32", partial(_flops, torch.float32, place, "high"))
-        memory_bandwidth = figures.once("profile", "memory_bandwidth", partial(_memory_bandwidth, place))
+        within = memory_bandwidth(place, figures)
         overhead = figures.once("profile", "overhead", partial(_overhead, place))
     figures.save()
     host_bandwidth = link_bandwidth(place, "host", ranks=1, cache=cache)
     return DeviceProfile(
         device_name(place),
         flops,
-        memory_bandwidth,
+        within,
         overhead,
         host_bandwidth,
         _memory_bytes(place),
         kind=place.type,
         allocator=CACHING if place.type == "cuda" else PLAIN,
     )
+
+
+class ProfilesHere:
+    """The profiles of the devices that calls run on, each measured for the dtypes that the calls compute in."""
+
+    def __init__(self, cache: bool) -> None:
+        self._cache = cache
+        self._known: dict[tuple[torch.device, torch.dtype], DeviceProfile] = {}
+
+    def of(self, node: fx.Node) -> DeviceProfile:
+        """The profile for one call."""
+        wanted = device, dtype = call_device(node), call_precision(node)
+        if wanted not in self._known:
+            self._known[wanted] = profile_of(device, cache=self._cache, dtypes=(dtype,))
+        return self._known[wanted]
 
 
 def measured_profile(device: torch.device | str, *, cache: bool = True) -> DeviceProfile:
@@ -128,12 +150,6 @@ def _flops(dtype: torch.dtype, device: torch.device, precision: str = "highest")
         return shortest_seconds(lambda: one @ one, device).rate(2 * width**3)
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def _memory_bandwidth(device: torch.device) -> Figure:
-    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
-    target = torch.ones_like(source)
-    return shortest_seconds(lambda: target.copy_(source), device, runs=COPIES).rate(2 * COPY_BYTES)
 
 
 def _overhead(device: torch.device) -> Figure:

@@ -15,18 +15,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
 from torch import fx
 
 from graphopt import _torch
 from graphopt.analysis.costs.bandwidth import Tier, link_bandwidth
-from graphopt.analysis.costs.calibration import profile_of
+from graphopt.analysis.costs.calibration import ProfilesHere, profile_of
 from graphopt.analysis.costs.device_names import COSTS, is_profile_file, near_devices
 from graphopt.analysis.costs.figures import cache_folder, remeasure
 from graphopt.analysis.costs.isolated_call import call_key, call_tensors
 from graphopt.analysis.costs.measurements import Measurements
 from graphopt.analysis.costs.profiles import EFFICIENCY, PROFILES, DeviceProfile, device_profile
-from graphopt.analysis.costs.roofline import call_device, flops_of, moved_bytes, roofline_seconds
+from graphopt.analysis.costs.roofline import flops_of, moved_bytes, roofline_seconds
 from graphopt.errors import GraphoptError, near_words, shown
 from graphopt.ir.context import Device
 from graphopt.ir.graphs.autocast import plain_precision
@@ -195,25 +194,16 @@ class _Roofline:
 
     def __init__(self, profile: DeviceProfile | None, cache: bool) -> None:
         self._profile = profile
-        self._cache = cache
-        self._profiles: dict[torch.device, DeviceProfile] = {}
+        self._here = ProfilesHere(cache)
         self._known: dict[str, float] = {}
 
     def __call__(self, node: fx.Node) -> float:
         key = call_key(node)
         if not key:
-            return roofline_seconds(node, self._profile_for(node))
+            return roofline_seconds(node, self._profile or self._here.of(node))
         if key not in self._known:
-            self._known[key] = roofline_seconds(node, self._profile_for(node))
+            self._known[key] = roofline_seconds(node, self._profile or self._here.of(node))
         return self._known[key]
-
-    def _profile_for(self, node: fx.Node) -> DeviceProfile:
-        if self._profile is not None:
-            return self._profile
-        device = call_device(node)
-        if device not in self._profiles:
-            self._profiles[device] = profile_of(device, cache=self._cache)
-        return self._profiles[device]
 
 
 def check_cost(cost: str) -> None:

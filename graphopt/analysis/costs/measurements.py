@@ -16,11 +16,10 @@ from statistics import median
 import torch
 from torch import fx
 
-from graphopt.analysis.costs.calibration import profile_of
+from graphopt.analysis.costs.calibration import ProfilesHere
 from graphopt.analysis.costs.figures import Figure, Figures, figures_of
 from graphopt.analysis.costs.isolated_call import LARGEST_CALL, call_bytes, call_key, call_tensors, refusal
 from graphopt.analysis.costs.plausibility import is_large, outliers, shortest_possible
-from graphopt.analysis.costs.profiles import DeviceProfile
 from graphopt.analysis.costs.roofline import call_device, roofline_seconds
 from graphopt.analysis.costs.timing import measured_seconds
 from graphopt.errors import quoted
@@ -104,7 +103,7 @@ class Measurements:
         self._cache = cache
         self._figures: dict[torch.device, Figures] = {}
         self._least: dict[fx.Node, float] = {}
-        self._profiles: dict[torch.device, DeviceProfile] = {}
+        self._here = ProfilesHere(cache)
         self._ratios: dict[tuple[str, bool], list[float]] = {}
 
     def run(self, calls: Iterable[fx.Node], progress: Callable[[int, int], None] | None) -> None:
@@ -146,7 +145,7 @@ class Measurements:
 
     def _expected(self, node: fx.Node) -> float:
         """Seconds of a call by the roofline of its device."""
-        return roofline_seconds(node, self._profile_of(node))
+        return roofline_seconds(node, self._here.of(node))
 
     def _is_known(self, key: str, node: fx.Node) -> bool:
         """Whether there is a figure that can be, or this process has had no time for it already."""
@@ -190,7 +189,7 @@ class Measurements:
     def _suspects(self, nodes: Mapping[str, fx.Node], measured: Mapping[str, Figure]) -> list[str]:
         """The calls that are worth another measurement: disturbed, too fast to be, or far slower than their like."""
         large = {nodes[key]: figure.value for key, figure in measured.items() if self._least_of(nodes[key])}
-        slow = outliers(large, [self._profile_of(node) for node in large])
+        slow = outliers(large, [self._here.of(node) for node in large])
         return [
             key
             for key, figure in measured.items()
@@ -245,7 +244,7 @@ class Measurements:
     def _least_of(self, node: fx.Node) -> float:
         """Seconds that a call cannot take less of; 0 for small calls, and where nothing is known."""
         if node not in self._least:
-            self._least[node] = shortest_possible(node, self._profile_of(node)) if is_large(node) else 0.0
+            self._least[node] = shortest_possible(node, self._here.of(node)) if is_large(node) else 0.0
         return self._least[node]
 
     def _refuse(self, node: fx.Node, reason: str) -> None:
@@ -253,12 +252,6 @@ class Measurements:
         if op not in self.reasons:
             logger.info("the time of %s is estimated, not measured: %s", op, reason)
             self.reasons[op] = reason
-
-    def _profile_of(self, node: fx.Node) -> DeviceProfile:
-        device = call_device(node)
-        if device not in self._profiles:
-            self._profiles[device] = profile_of(device, cache=self._cache)
-        return self._profiles[device]
 
     def _figures_of(self, node: fx.Node) -> Figures:
         device = call_device(node)

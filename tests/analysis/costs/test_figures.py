@@ -274,6 +274,12 @@ def test_without_a_profile_the_roofline_is_that_of_the_device_here(program: Prog
     assert here == op_seconds(program.nodes, method="roofline", profile=profile_of("cpu"))
 
 
+def test_matrix_products_are_measured_in_the_dtypes_that_a_program_computes_in(program: Program, folder: Path) -> None:
+    op_seconds(program.nodes)
+    assert [key for key in kept(folder)["profile"] if key.startswith("flops")] == ["flops torch.float32"]
+    assert profile_of("cpu", dtypes=(torch.float64,)).flops.keys() == {"float32", "float64"}
+
+
 @pytest.mark.parametrize("device", ["meta", "xpu", "cuda:99", "nonsense"])
 def test_a_device_that_is_not_here_cannot_be_measured(device: str) -> None:
     message = "is not a device" if device == "nonsense" else r"nothing can be measured on .* here: .*PROFILES"

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from graphopt import Program
-from graphopt.analysis.costs import cost, figures, measurements
+from graphopt.analysis.costs import calibration, figures, measurements
 from graphopt.analysis.costs.cost import cost_report
 from graphopt.analysis.costs.figures import Figure
 from graphopt.analysis.costs.isolated_call import call_key
@@ -28,8 +28,7 @@ Answer = Callable[[fx.Node, int], Figure]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(measurements, "profile_of", lambda device, cache=True: TOY)
-    monkeypatch.setattr(cost, "profile_of", lambda device, cache=True: TOY)
+    monkeypatch.setattr(calibration, "profile_of", lambda device, cache, dtypes: TOY)
     monkeypatch.setattr(figures, "_fresh", False)
     monkeypatch.setattr(measurements, "LEAST", 1000.0)
     return use_folder(tmp_path, monkeypatch)
@@ -149,8 +148,7 @@ def test_measuring_ends_when_its_time_is_over_and_the_ratio_of_what_was_measured
     clocks = Clocks()
     fast = dataclasses.replace(TOY, memory_bandwidth=1e10, overhead=1e-6)
     monkeypatch.setattr(measurements, "time", clocks)
-    monkeypatch.setattr(measurements, "profile_of", lambda device, cache=True: fast)
-    monkeypatch.setattr(cost, "profile_of", lambda device, cache=True: fast)
+    monkeypatch.setattr(calibration, "profile_of", lambda device, cache, dtypes: fast)
     monkeypatch.setattr(measurements, "LEAST", 0.5)
     nodes = pointwise(300_000, 500_000, 400_000, 600_000)
 
