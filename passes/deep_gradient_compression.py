@@ -316,7 +316,7 @@ class DeepGradientCompression(TrainingPass):
         if self.bandwidth is None:
             return None
         device = value_of(found[0].members[0].gradient).device
-        speeds = speeds_of(group, device, self.bandwidth, program.context.numbers)
+        speeds = speeds_of(program, group, device, self.bandwidth)
         return replace(speeds, adds=adds_gradients(program, momentum=self.correction == "momentum"))
 
     def _why_dense(

@@ -240,7 +240,8 @@ def test_what_work_costs_is_measured_once_for_a_group(
 @pytest.mark.usefixtures("four_ranks")
 def test_costs_that_are_measured_here_are_sensible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphopt.rewriting.distributed.prediction.workload._SELECTED_FROM", 2**16)
-    found = choice.speeds_of(find_group(""), CPU, "1Gbit", {})
+    program = graphopt.capture(nn.Linear(2, 2), (torch.randn(3, 2),), loss=mean_square)
+    found = choice.speeds_of(program, find_group(""), CPU, "1Gbit")
     assert found.bandwidth == 1.25e8
     assert not found.measured
     assert 0 < found.rates.copy < 1e-6

@@ -65,7 +65,28 @@ class CallRecorder(TorchDispatchMode):
             self.calls.append((func, args, dict(kwargs or {})))
             if not self._run and func is not torch.ops.aten._to_copy.default:
                 raise StopIteration
-        return func(*args, **(kwargs or {}))
+        try:
+            return func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            if _NOT_LINKED not in str(error):
+                raise
+            return _without_device(func, args, kwargs or {})
+
+
+_NOT_LINKED = "not linked with support for"
+"""In what torch says where it was built without a device, and an op on values without data asks for its library all the
+same: what writes running statistics does."""
+
+
+def _without_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The results of an op on values without data, by its kernel for no device."""
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+
+    def placed(device: torch.device | str) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+
+    args, kwargs = pytree.tree_map_only(torch.Tensor, placed("meta"), (args, kwargs))
+    return pytree.tree_map_only(torch.Tensor, placed(tensors[0].device), func(*args, **kwargs))
 
 
 _REFUSALS = [

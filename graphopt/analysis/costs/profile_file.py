@@ -21,6 +21,7 @@ _LARGEST = 1_000_000
 
 _NEEDED = ("name", "memory_bytes", "memory_bandwidth", "host_bandwidth", "overhead", "flops")
 _BANDWIDTHS = ("memory_bandwidth", "host_bandwidth", "peer_bandwidth", "network_bandwidth", "disk_bandwidth")
+_LATENCIES = ("network_latency", "peer_latency")
 _COUNTS = ("memory_bytes", "context_bytes", "devices_per_host")
 _OTHERS = ("kind", "efficiency", "allocator", "workspaces", "sources", "temporaries")
 _KINDS = {"cuda": "cuda", "cpu": "cpu"}
@@ -89,10 +90,11 @@ def _document(path: Path) -> Any:
 
 
 def _arguments(document: Field) -> dict[str, Any]:
-    given = document.parts(_NEEDED, (*_BANDWIDTHS, *_COUNTS, *_OTHERS))
+    given = document.parts(_NEEDED, (*_BANDWIDTHS, *_LATENCIES, *_COUNTS, *_OTHERS))
     efficiency = _efficiency(given)
     found: dict[str, Any] = {"name": _name(given["name"]), "overhead": given["overhead"].number()}
     found |= {name: efficiency * _rate(given[name]) for name in _BANDWIDTHS if name in given}
+    found |= {name: _rate(given[name]) for name in _LATENCIES if name in given}
     found |= {name: given[name].whole(0, _LARGEST_COUNT) for name in _COUNTS if name in given}
     rates = given["flops"].entries(_MOST_ITEMS)
     found["flops"] = {dtype: efficiency * _rate(value) for dtype, value in rates}

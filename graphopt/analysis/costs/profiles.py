@@ -25,6 +25,17 @@ of it. 0.75 is also what torch's own estimate of run times takes (``torch.utils.
 """
 
 
+_MAY_BE_ZERO = (
+    "overhead",
+    "peer_bandwidth",
+    "network_bandwidth",
+    "disk_bandwidth",
+    "context_bytes",
+    "network_latency",
+    "peer_latency",
+)
+
+
 @dataclass(frozen=True)
 class DeviceProfile:
     """What a device can do, for estimating times without running anything.
@@ -42,6 +53,8 @@ class DeviceProfile:
         peer_bandwidth: bytes per second between two devices of one host, in each direction; 0 where it is not known.
         network_bandwidth: bytes per second and device between hosts, in each direction; 0 where it is not known.
         devices_per_host: how many devices share a host.
+        network_latency: seconds of each round of a collective between hosts.
+        peer_latency: the same between two devices of one host.
         allocator: how torch's allocator for this device lays out blocks.
         workspaces: bytes that libraries keep for themselves out of the allocator's memory, by library (``"cublas"``).
         context_bytes: bytes that the device's driver and libraries take outside of the allocator.
@@ -79,6 +92,8 @@ class DeviceProfile:
     sources: tuple[str, ...] = ()
     disk_bandwidth: float = 0.0
     temporaries: Mapping[str, int] = field(default_factory=dict, hash=False)
+    network_latency: float = 50e-6
+    peer_latency: float = 0.0
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DeviceProfile:
@@ -111,8 +126,7 @@ class DeviceProfile:
         figures |= {"memory_bandwidth": self.memory_bandwidth, "host_bandwidth": self.host_bandwidth}
         figures["memory_bytes"] = self.memory_bytes
         wrong = [f"{key} is {value!r}" for key, value in figures.items() if not 0 < value < math.inf]
-        unknown = ("overhead", "peer_bandwidth", "network_bandwidth", "disk_bandwidth", "context_bytes")
-        figures = {name: getattr(self, name) for name in unknown}
+        figures = {name: getattr(self, name) for name in _MAY_BE_ZERO}
         figures |= {f"workspaces[{library!r}]": size for library, size in self.workspaces.items()}
         figures |= {f"temporaries[{call!r}]": size for call, size in self.temporaries.items()}
         wrong += [f"{key} is {value!r}" for key, value in figures.items() if not 0 <= value < math.inf]

@@ -200,8 +200,11 @@ def _input_names(inputs: Structure) -> list[str]:
 
 def _describe_body(body: fx.GraphModule, namer: _OpNames) -> None:
     """Describe the nodes of a sub-graph (an autocast or no-grad region) and of those inside it."""
-    for node in body.graph.nodes:
-        set_info(node, _node_info(node, namer))
+    for node in list(body.graph.nodes):
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            body.graph.erase_node(node)
+        else:
+            set_info(node, _node_info(node, namer))
     for child in body.children():
         if isinstance(child, fx.GraphModule):
             _describe_body(child, namer)

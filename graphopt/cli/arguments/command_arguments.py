@@ -163,7 +163,8 @@ _PLAN_EPILOG = """\
 The passes of --passes run first; what is planned is the program that they leave. Plans are what the pass fit-memory
 would do. Nothing of the user's is trained or changed. Ctrl-C during the search shows the best plans found until then.
 
-With --world-size the exchange of gradients is planned, not memory; --budget and --world-size are asked one at a time.
+With --devices and passes that exchange something, memory and communication are planned together; --world-size without
+--budget compares the ways to exchange gradients.
 Its seconds are those of this device with --cost measured; the network is not measured, but as --bandwidth and --latency
 describe it, or as the profile of --device does: the network between hosts, and what joins the devices of a host.
 

@@ -43,10 +43,11 @@ _STEP_TIME_HELP = (
 def exchange_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that describe a network."""
     group = parser.add_argument_group(
-        "gradient exchange",
-        "with --world-size, what is planned is the exchange of gradients over a network in place of memory: bytes and "
-        "seconds of each way to do it, which one to use, and where one overtakes another. No process group is needed. "
-        "--devices with --network is the same",
+        "several ranks",
+        "with --devices or --world-size and passes that exchange something, or a budget, memory and communication are "
+        "planned together: the peak of a rank, and the step with what is exchanged beside it. Without both, "
+        "--world-size (or --devices with --network) compares the ways to exchange gradients: bytes and seconds of "
+        "each, which one to use, and where one overtakes another. No process group is needed",
     )
     group.add_argument("--world-size", type=_ranks, metavar="N", help="ranks, each with a batch like the target's")
     _add_link(group, "50us")
@@ -156,13 +157,27 @@ def exchange_problem(options: argparse.Namespace) -> str:
     if asked and options.host_bandwidth is None and options.device is None:
         return "--host-ranks and --host-latency need --host-bandwidth, what joins the ranks of a host"
     if options.budget:
-        return (
-            "--budget plans memory and --world-size the exchange of gradients: ask for one at a time; --passes "
-            '"fit-memory{budget=...}" plans the exchange of a program that is fitted into memory first'
-        )
+        return _joint_problem(options)
     if options.time_limit is not None:
         return "--time-limit ends the search for --budget, and nothing is searched with --world-size"
     return "--format svg draws the trade of memory; with --world-size use text or json" if _wants_svg(options) else ""
+
+
+def _joint_problem(options: argparse.Namespace) -> str:
+    """What is wrong with the arguments of a plan for memory and communication together."""
+    if options.device is None:
+        return (
+            "--budget for several ranks needs --device, whose seconds and links are planned with: --device h100-80gb "
+            "--devices 8"
+        )
+    if options.world_size is not None and options.devices not in (1, options.world_size):
+        return f"--world-size {options.world_size} and --devices {options.devices} differ: give --devices alone"
+    compared = {"--density": options.density, "--k-steps": options.k_steps, "--step-time": options.step_time}
+    compared["--algorithm"] = options.algorithm
+    given = [name for name, value in compared.items() if value is not None]
+    if not given:
+        return ""
+    return f"{given[0]} is for comparing ways to exchange gradients, and with --budget those of --passes are planned"
 
 
 def _wants_svg(options: argparse.Namespace) -> bool:

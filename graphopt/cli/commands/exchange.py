@@ -21,9 +21,9 @@ from graphopt.rewriting.distributed.prediction.link import HostLink, Link
 from graphopt.rewriting.distributed.prediction.workload import workload_of
 from graphopt.rewriting.pipeline import Pipeline
 
-__all__ = ["exchange_plan"]
+__all__ = ["EXCHANGERS", "exchange_plan"]
 
-_EXCHANGERS = (
+EXCHANGERS = (
     "data-parallel",
     "compress-gradients",
     "deep-gradient-compression",
@@ -92,7 +92,7 @@ def _link(options: argparse.Namespace) -> Link:
 def _pipeline(options: argparse.Namespace) -> Pipeline:
     """The passes that run before; those that exchange gradients are left out, and the user is told."""
     pipeline = pipeline_of(options, fitted=False)
-    left_out = [current for current in pipeline.passes if current.name in _EXCHANGERS]
+    left_out = [current for current in pipeline.passes if current.name in EXCHANGERS]
     for current in left_out:
         terminal.write(f"{current} does not run: ways to exchange gradients are what is shown", sys.stderr)
     return Pipeline([current for current in pipeline.passes if current not in left_out]) if left_out else pipeline

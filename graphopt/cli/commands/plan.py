@@ -1,7 +1,7 @@
 """``graphopt plan``: what fits into how many bytes, at what cost in time, and the plan for each budget.
 
-With ``--world-size``, or with ``--devices`` and ``--network``, it plans the exchange of gradients instead; see
-``graphopt.cli.commands.exchange``.
+For several ranks, with what they exchange; without a budget and passes that exchange something, ``--world-size`` (or
+``--devices`` with ``--network``) compares the ways to exchange gradients: see ``graphopt.cli.commands.exchange``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from graphopt import _torch
 from graphopt.analysis.costs.cost import CostReport, costs_of, remeasure
 from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.cli.arguments.arguments import format_of
 from graphopt.cli.arguments.exchange_arguments import exchange_ranks
-from graphopt.cli.commands.exchange import exchange_plan
+from graphopt.cli.commands.exchange import EXCHANGERS, exchange_plan
 from graphopt.cli.target.output import report_passes, write_output
 from graphopt.cli.target.programs import pipeline_of, rewritten_program
 from graphopt.errors import GraphoptError
@@ -31,6 +32,7 @@ from graphopt.report.console import terminal
 from graphopt.report.console.progress_bar import progress_bar
 from graphopt.report.pictures.frontier_chart import BudgetMark, frontier_svg
 from graphopt.report.text.frontier_table import FrontierPoint, FrontierReport, fitted_point, frontier_report
+from graphopt.report.text.predicted_step import PredictedStep, predicted_step
 from graphopt.rewriting.memory.fit.budget import budget_bytes, infeasible, within_already
 from graphopt.rewriting.memory.fit.decision import own_segments
 from graphopt.rewriting.memory.fit.fitting import Fitted, Fitting, FittingOptions
@@ -59,6 +61,7 @@ class _Answer:
         fitting: the search that the plan is of.
         reason: why there is no plan, where none is needed; what else there is to say about a plan.
         error: where nothing fits.
+        step: how the plan runs on several ranks; None for one.
     """
 
     text: str
@@ -69,6 +72,7 @@ class _Answer:
     fitting: Fitting | None = None
     reason: str = ""
     error: GraphoptError | None = None
+    step: PredictedStep | None = None
 
 
 class _Searches:
@@ -90,6 +94,7 @@ class _Searches:
         self.program = program
         self.plain = program.memory()
         self.cost = options.cost or "measured"
+        self.ranks = int(options.devices)
         self.ready = prepared(program, _FITTER)
         segments = self.ready.segments
         self.first = (*([] if segments is None else [segments.line()]), *self.ready.lines)
@@ -119,8 +124,22 @@ class _Searches:
             )
             return costs, Fitting(program, memory, costs.seconds, options)
 
+    def step(self, program: Program) -> PredictedStep | None:
+        """How a program runs on several ranks; None where there is one."""
+        return predicted_step(program, self.cost, self.ranks) if self.ranks > 1 else None
+
     def answer(self, text: str) -> _Answer:
         """What a budget gets, which may be a share of what the program takes as it is."""
+        answer = self._answer(text)
+        if self.ranks == 1 or answer.error is not None:
+            return answer
+        program = self.ready.program.copy()
+        if answer.fitted is not None and answer.fitting is not None:
+            program = answer.fitting.program.copy()
+            answer.fitting.apply(program, answer.fitted, origin=_FITTER)
+        return replace(answer, step=self.step(program))
+
+    def _answer(self, text: str) -> _Answer:
         reserved = reserved_where_cached(self.program, self.plain)
         budget = budget_bytes(text, self.plain, reserved)
         reason = within_already(self.plain, budget, reserved)
@@ -172,16 +191,29 @@ def plan(options: argparse.Namespace) -> None:
     """
     if options.remeasure:
         remeasure()
-    if exchange_ranks(options) is not None:
+    pipeline = _pipeline(options)
+    if exchange_ranks(options) is not None and not (options.budget or _exchanges(options, pipeline)):
         exchange_plan(options)
         return
-    rewritten = rewritten_program(options, _pipeline(options))
+    options.devices = max(options.devices, options.world_size or 1)
+    with _torch.ranks_without_network(options.devices):
+        _plan(options, pipeline)
+
+
+def _exchanges(options: argparse.Namespace, pipeline: Pipeline) -> bool:
+    """Whether the exchange is that of the passes; ``--world-size`` by itself compares others with it."""
+    return options.world_size is None and any(current.name in EXCHANGERS for current in pipeline.passes)
+
+
+def _plan(options: argparse.Namespace, pipeline: Pipeline) -> None:
+    rewritten = rewritten_program(options, pipeline)
     report_passes(rewritten)
     searches = _Searches(rewritten.program, options)
     costs = searches.costs
     report = frontier_report(searches.fitting, searches.cost, costs, rewritten.program, searches.first)
     answers = [searches.answer(text) for text in options.budget]
-    write_output(options, _render(format_of(options), report, answers, costs))
+    step = searches.step(rewritten.program)
+    write_output(options, _render(format_of(options), report, answers, costs, step))
     if report.remark and (options.output is not None or format_of(options) != "text"):
         terminal.write(f"warning: {report.remark}", sys.stderr)
     if costs.remark and (options.output is not None or not options.budget or format_of(options) != "text"):
@@ -205,13 +237,17 @@ def _pipeline(options: argparse.Namespace) -> Pipeline:
 # --- what is written -------------------------------------------------------------------------------------------------
 
 
-def _render(form: str, report: FrontierReport, answers: Sequence[_Answer], costs: CostReport) -> str:
+def _render(
+    form: str, report: FrontierReport, answers: Sequence[_Answer], costs: CostReport, step: PredictedStep | None
+) -> str:
     if form == "svg":
         return frontier_svg(report, [_mark(answer) for answer in answers])
     if form == "json":
         budgets = [_answer_json(answer) for answer in answers]
-        return json.dumps({**report.to_json(), "budgets": budgets}, indent=2)
-    return filled("\n".join([report.to_text(), *(_answer_text(answer, costs) for answer in answers)]))
+        whole = {} if step is None else {"step": step.to_json()}
+        return json.dumps({**report.to_json(), **whole, "budgets": budgets}, indent=2)
+    head = [] if step is None else [*step.lines(), ""]
+    return filled("\n".join([report.to_text(), *head, *(_answer_text(answer, costs) for answer in answers)]))
 
 
 def _mark(answer: _Answer) -> BudgetMark:
@@ -230,11 +266,13 @@ def _answer_text(answer: _Answer, costs: CostReport) -> str:
     if answer.error is not None:
         return f"{head}\nno plan was found within it\n"
     if answer.fitted is None or answer.fitting is None:
-        return f"{head}\n{answer.reason}\n"
+        said = [head, answer.reason, *([] if answer.step is None else answer.step.lines())]
+        return "\n".join(said) + "\n"
     fitting, fitted = answer.fitting, answer.fitted
     summary = summary_lines(fitting, fitted, answer.budget, costs)
     moved, kept = away_lines(fitting, fitted), plan_lines(fitting, fitted.simulated)
     order = [answer.reason] if answer.reason else []
+    order += [] if answer.step is None else answer.step.lines()
     return "\n".join([head, *summary, *order, *(["", *moved] if moved else []), "", *kept]) + "\n"
 
 
@@ -245,6 +283,8 @@ def _answer_json(answer: _Answer) -> dict[str, Any]:
     data |= asdict(_point(answer))
     if answer.reserved_bytes is not None:
         data["reserved_bytes"] = answer.reserved_bytes
+    if answer.step is not None:
+        data["step"] = answer.step.to_json()
     if answer.fitted is None or answer.fitting is None:
         return {**data, "decisions": [], "offloaded": []}
     fitting, fitted = answer.fitting, answer.fitted

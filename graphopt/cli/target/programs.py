@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -31,6 +32,7 @@ from graphopt.runtime.programs.rewrite import Checks, Rewritten, Verify, rewrite
 
 __all__ = [
     "before_passes",
+    "joined_profile",
     "pipeline_of",
     "program_without_data",
     "rewritten_program",
@@ -59,7 +61,7 @@ def rewritten_program(options: argparse.Namespace, pipeline: Pipeline | None = N
         remeasure()
     with contextlib.redirect_stdout(sys.stderr):
         with wrong_use():
-            profile = None if options.device is None else device_profile(options.device)
+            profile = None if options.device is None else joined_profile(options)
             if getattr(options, "cost", None) is not None:
                 check_cost(options.cost)
         with working(f"loading {options.target}"):
@@ -71,6 +73,24 @@ def rewritten_program(options: argparse.Namespace, pipeline: Pipeline | None = N
         if options.verify == "numerics":
             check_numerics(rewritten)
     return rewritten
+
+
+def joined_profile(options: argparse.Namespace) -> DeviceProfile:
+    """The profile of ``--device``, with what the arguments say of the links between such devices.
+
+    Raises:
+        GraphoptError: for a device that is not known.
+    """
+    profile = device_profile(options.device)
+    said = {
+        "network_bandwidth": "bandwidth",
+        "network_latency": "latency",
+        "devices_per_host": "host_ranks",
+        "peer_bandwidth": "host_bandwidth",
+        "peer_latency": "host_latency",
+    }
+    given = {name: getattr(options, argument, None) for name, argument in said.items()}
+    return replace(profile, **{name: value for name, value in given.items() if value is not None})
 
 
 def program_without_data(text: str, profile: DeviceProfile, options: argparse.Namespace) -> Program:

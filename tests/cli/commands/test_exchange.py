@@ -104,7 +104,10 @@ def test_devices_on_a_network_with_hosts(run: Command) -> None:
         (("--device", "rtx-4090", "--world-size", "4"), "the profile of --device rtx-4090 does not say"),
         (("--device", "rtx-4090", *NETWORK, "--host-ranks", "4"), "give --host-bandwidth too: the profile of"),
         (("--device", "rtx-4090", *NETWORK, "--host-bandwidth", "1GB/s"), "give --host-ranks too: the profile of"),
-        (("--device", "h100-80gb", "--devices", "8", "--network", "1Gbit", "--budget", "1GB"), "ask for one at a time"),
+        (
+            (*NETWORK, "--device", "h100-80gb", "--devices", "8", "--budget", "1GB"),
+            "--world-size 4 and --devices 8 differ",
+        ),
     ],
 )
 def test_what_is_said_of_hosts_has_to_be_whole(run: Command, argv: tuple[str, ...], message: str) -> None:
@@ -227,7 +230,11 @@ def test_into_a_file(run: Command, tmp_path: Path) -> None:
         (("--world-size", "4"), "--world-size needs --bandwidth, what one rank's link carries: --bandwidth 1Gbit"),
         (("--bandwidth", "1Gbit"), "--bandwidth describes an exchange of gradients: give --world-size too"),
         (("--k-steps", "4"), "--k-steps describes an exchange of gradients: give --world-size too"),
-        ((*NETWORK, "-b", "60%"), "ask for one at a time"),
+        (
+            (*NETWORK, "-b", "60%"),
+            "--budget for several ranks needs --device, whose seconds and links are planned with",
+        ),
+        ((*NETWORK, "--device", "h200", "-b", "60%", "--k-steps", "4"), "--k-steps is for comparing ways to exchange"),
         ((*NETWORK, "--time-limit", "1"), "nothing is searched with --world-size"),
         ((*NETWORK, "--format", "svg"), "with --world-size use text or json"),
         ((*NETWORK, "--format", "text", "--json"), "two formats"),
@@ -278,9 +285,9 @@ def test_targets_that_are_not_there_or_train_nothing(run: Command, tmp_path: Pat
     assert outcome.err.startswith("graphopt: error: no parameter of Linear gets a gradient")
 
 
-def test_help_says_that_it_is_one_or_the_other(run: Command) -> None:
+def test_help_says_what_is_planned_together(run: Command) -> None:
     words = " ".join(run("plan", "--help").out.replace("\\\n", " ").split())
-    assert "--budget and --world-size are asked one at a time" in words
+    assert "memory and communication are planned together" in words
     assert "graphopt plan examples/train_gpt.py:factory --world-size 64 --bandwidth 1Gbit" in words
     assert "share of the elements that sparse exchange sends behind its warm-up: 0.001, 0.1% (default 0.001)" in words
 

@@ -12,7 +12,7 @@ from graphopt.ir.words.written_units import format_seconds
 from graphopt.rewriting.distributed.agreed_decision import decided_in_group
 from graphopt.rewriting.distributed.dense.buckets import BucketSizes
 from graphopt.rewriting.distributed.prediction.link import Link, format_bandwidth
-from graphopt.rewriting.distributed.prediction.measured_link import agreed_link
+from graphopt.rewriting.distributed.prediction.measured_link import link_between
 from graphopt.rewriting.distributed.prediction.predict import predict_workload
 from graphopt.rewriting.distributed.prediction.strategies import Dense
 from graphopt.rewriting.distributed.prediction.workload import Workload, workload_of
@@ -68,17 +68,18 @@ def choose_buckets(program: Program, group: Group, device: torch.device, first_m
     if key in numbers:
         line = f"buckets of {numbers[key]:g} MiB, as they were chosen before"
     else:
-        link = agreed_link(group, device)
+        link = link_between(program, group, device)
         numbers[key], line = decided_in_group(group, lambda: _chosen(program, group.size, link, first_mib))
     return BucketChoice(numbers[key], min(first_mib, numbers[key]), line)
 
 
 def _chosen(program: Program, ranks: int, link: Link, first_mib: float) -> tuple[float, str]:
     workload = workload_of(program, "roofline")
+    told = ", as measured" if program.context.device is None else f", those of {program.context.device.name}"
     limit, seconds = fastest_limit(workload, ranks, link, first_mib)
     return limit, (
         f"buckets of {limit:g} MiB: a step of {format_seconds(seconds)} is expected with them, by the roofline, on "
-        f"links of {format_bandwidth(link.bandwidth)} and {format_seconds(link.latency)} a round, as measured"
+        f"links of {format_bandwidth(link.bandwidth)} and {format_seconds(link.latency)} a round{told}"
     )
 
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import MutableMapping
 from dataclasses import astuple, dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from graphopt.analysis.costs.cost import profile_of_cost
 from graphopt.errors import GraphoptError, did_you_mean
 from graphopt.ir.ops.communication.groups import Group, require_together, talking
 from graphopt.ir.ops.values import storage_bytes
+from graphopt.ir.program import Program
 from graphopt.ir.words.written_units import format_seconds
 from graphopt.rewriting.distributed.prediction.compressed import Sparse
 from graphopt.rewriting.distributed.prediction.link import Link, format_bandwidth, parse_bandwidth
-from graphopt.rewriting.distributed.prediction.measured_link import agreed_link, largest_of_all
+from graphopt.rewriting.distributed.prediction.measured_link import largest_of_all, link_between
 from graphopt.rewriting.distributed.prediction.step_timeline import Message
 from graphopt.rewriting.distributed.prediction.strategies import dense_message
 from graphopt.rewriting.distributed.prediction.volume import Gradient
@@ -122,7 +123,7 @@ def check_bandwidth(option: str | float) -> float | None:
     return float(option)
 
 
-def speeds_of(group: Group, device: torch.device, option: str | float, known: MutableMapping[str, float]) -> Speeds:
+def speeds_of(program: Program, group: Group, device: torch.device, option: str | float) -> Speeds:
     """What dense and sparse exchange over a group are compared by.
 
     Every rank of the group has to ask for the first time together: they measure what selecting and copying cost (kept
@@ -130,20 +131,25 @@ def speeds_of(group: Group, device: torch.device, option: str | float, known: Mu
     they measure their links too. Later calls of this process get the same figures, and exchange nothing; so do those of
     another process with the figures of this one, so that a run which continues from a saved state chooses as before.
 
+    Of a device that is not here, all figures are those of its profile.
+
     Args:
+        program: whose ``numbers`` hold the figures found before; those found now are added, equal on all ranks.
         group: of two ranks or more.
         device: of the gradients.
         option: as ``check_bandwidth`` takes it.
-        known: the figures found before, by what they are; those found now are added. Equal on all ranks of the group.
 
     Raises:
         GraphoptError: where something is to be measured that cannot be: on a device that is not here, or the links of
             a group that moves nothing.
     """
-    given = check_bandwidth(option)
+    given, known = check_bandwidth(option), program.context.numbers
     if given is None and _BANDWIDTH not in known:
-        known[_BANDWIDTH] = agreed_link(group, device).bandwidth
-    if _COPY not in known or _SELECT not in known:
+        known[_BANDWIDTH] = link_between(program, group, device).carried(group.size)
+    profile = profile_of_cost("measured", program.context.device)
+    if profile is not None:
+        known[_COPY], known[_SELECT] = astuple(rates_of(device, profile=profile))
+    elif _COPY not in known or _SELECT not in known:
         if group.handle not in _agreed_rates:
             own = rates_of(device)
             require_together(group, "what selecting and copying cost has not been compared")

@@ -11,10 +11,12 @@ from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.communication.groups import find_group
 from graphopt.ir.ops.values import storage_bytes, tensors_of
+from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.prediction.link import Link
+from graphopt.rewriting.distributed.prediction.measured_link import link_between
 from graphopt.rewriting.distributed.prediction.volume import Volume, all_gather, all_reduce, broadcast, reduce_scatter
 
-__all__ = ["LINK", "group_size", "is_exchange", "moved", "seconds_on_link"]
+__all__ = ["LINK", "group_size", "is_exchange", "moved", "seconds_on_link", "seconds_with_exchanges"]
 
 LINK = "10Gbit"
 """What joins ranks where nothing is said of it."""
@@ -59,6 +61,30 @@ def moved(node: fx.Node) -> Volume:
 def is_exchange(node: fx.Node) -> bool:
     """Whether a call starts a collective."""
     return schema.is_collective(node) and not schema.hands_on(node)
+
+
+def seconds_with_exchanges(program: Program, nodes: Sequence[fx.Node], seconds: Sequence[float]) -> list[float]:
+    """Seconds of a program's calls, of which exchanges take what they do on the link of their ranks (``link_between``).
+
+    Args:
+        program: with its groups.
+        nodes: its calls.
+        seconds: of each, by a cost model.
+
+    Raises:
+        GraphoptError: where nothing is known of a link.
+    """
+    links: dict[str, Link] = {}
+    found = []
+    for node, own in zip(nodes, seconds, strict=True):
+        if is_exchange(node):
+            name = str(schema.named_arguments(node)["group_name"])
+            if name not in links:
+                device = next(t.device for source in node.all_input_nodes for t in tensors_of(value_of(source)))
+                links[name] = link_between(program, find_group(name), device)
+            own = moved(node).seconds(links[name], group_size(node))
+        found.append(own)
+    return found
 
 
 def seconds_on_link(nodes: Sequence[fx.Node], seconds: Sequence[float], link: Link) -> tuple[list[float], int]:

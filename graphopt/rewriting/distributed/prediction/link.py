@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from graphopt.errors import GraphoptError, did_you_mean
@@ -130,6 +130,11 @@ class Link:
         over_network = moved if relayed and hosts > 1 else moved * share
         beside = moved if relayed and inside > 1 else moved * (1 - share)
         return near + far + max(beside / host.bandwidth, over_network / self.bandwidth)
+
+    def carried(self, ranks: int) -> float:
+        """Bytes per second of a rank in a collective of all of them, its rounds aside."""
+        still = None if self.host is None else replace(self.host, latency=0.0)
+        return 1.0 / replace(self, latency=0.0, host=still).seconds(1.0, 1, ranks)
 
     def __str__(self) -> str:
         latency = f"{self.latency * 1e6:.6g} us"

@@ -1,4 +1,4 @@
-"""The link of each rank, measured by all ranks of a group together."""
+"""The link of each rank: that of the device a program is planned for, or measured by all ranks of a group together."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from graphopt.analysis.costs.cost import DeviceProfile, profile_of_cost
 from graphopt.errors import GraphoptError
 from graphopt.ir.ops.communication.groups import Group, require_together, talking
-from graphopt.rewriting.distributed.prediction.link import Link
+from graphopt.ir.program import Program
+from graphopt.rewriting.distributed.prediction.link import HostLink, Link
 from graphopt.rewriting.distributed.prediction.volume import all_reduce
 
-__all__ = ["agreed_link", "largest_of_all", "measure_link"]
+__all__ = ["agreed_link", "largest_of_all", "link_between", "link_of_profile", "measure_link"]
 
 _ELEMENT = torch.float32.itemsize
 
@@ -38,6 +40,47 @@ _agreed: WeakKeyDictionary[Any, Link] = WeakKeyDictionary()
 
 A rank may capture a program alone (another size of batch), so that nothing may be exchanged for a second one.
 """
+
+
+def link_of_profile(profile: DeviceProfile, ranks: Sequence[int]) -> Link:
+    """What joins devices of a profile: the links of a host, and the network where they are on several hosts.
+
+    Args:
+        profile: of all of them.
+        ranks: theirs; those of a host follow one another.
+
+    Raises:
+        GraphoptError: where they are on several hosts and the profile says nothing of the network between these.
+    """
+    hosts = [rank // profile.devices_per_host for rank in ranks]
+    inside = hosts.count(hosts[0]) if profile.peer_bandwidth else 1
+    host = HostLink(inside, profile.peer_bandwidth, profile.peer_latency) if inside > 1 else None
+    if len(ranks) > inside and not profile.network_bandwidth:
+        raise GraphoptError(
+            f"the profile of {profile.name} does not say what joins {len(ranks)} devices: give --network, such as "
+            "400Gbit, or network_bandwidth in a file with a profile"
+        )
+    return Link(profile.network_bandwidth or profile.peer_bandwidth, profile.network_latency, host=host)
+
+
+def link_between(program: Program, group: Group, device: torch.device, cost: str = "measured") -> Link:
+    """The link between the ranks of a group.
+
+    Args:
+        program: planned for the ranks; where it is for a device that is not here, the links are those of its profile.
+        group: of any size.
+        device: as ``measure_link`` takes it.
+        cost: where seconds come from, which may be a device.
+
+    Raises:
+        GraphoptError: as ``link_of_profile`` and ``measure_link`` raise it.
+    """
+    if group.size < 2:
+        return Link(1.0)  # over which nothing goes
+    profile = profile_of_cost(cost, program.context.device)
+    if profile is not None and (program.context.device is not None or profile.peer_bandwidth):
+        return link_of_profile(profile, dist.get_process_group_ranks(group.handle))
+    return agreed_link(group, device)
 
 
 def agreed_link(group: Group, device: torch.device) -> Link:

@@ -18,7 +18,7 @@ from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.words.written_units import format_bytes, format_seconds
 from graphopt.planning.transfers.swapping import schedule_visits, seconds_waited
-from graphopt.rewriting.distributed.prediction.measured_link import agreed_link
+from graphopt.rewriting.distributed.prediction.measured_link import link_between
 from graphopt.rewriting.memory.fit.fitting import Fitting
 from graphopt.rewriting.memory.order.early_updates import ordered_updates
 from graphopt.rewriting.memory.transfers.state_swaps import RANKS, Link, Swapped, obstacle, state_visits, swap_state
@@ -94,7 +94,7 @@ def gather_link(program: Program, group: Group) -> Link:
     numbers = program.context.numbers
     if key not in numbers:
         device = next(value_of(node).device for node, _ in program.inputs_of("parameter") if _is_tensor(node))
-        numbers[key] = agreed_link(group, device).bandwidth
+        numbers[key] = link_between(program, group, device).carried(group.size)
     return Link(RANKS, numbers[key] * group.size / max(group.size - 1, 1))
 
 

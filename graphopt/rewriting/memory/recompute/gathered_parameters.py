@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import fx
 
 from graphopt import _torch
-from graphopt.analysis.costs.cost import CostReport, costs_of, profile_of_cost
+from graphopt.analysis.costs.cost import CostReport, costs_of
 from graphopt.errors import GraphoptError
 from graphopt.ir.memory.timeline import MemoryTimeline
 from graphopt.ir.node import Phase, info, value_of
@@ -29,7 +29,7 @@ from graphopt.ir.ops.communication.groups import Group, find_group
 from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.prediction.collective import seconds_on_link
 from graphopt.rewriting.distributed.prediction.link import Link
-from graphopt.rewriting.distributed.prediction.measured_link import agreed_link
+from graphopt.rewriting.distributed.prediction.measured_link import link_between
 from graphopt.rewriting.memory.recompute.checkpoint_segments import CHECKPOINT
 from graphopt.rewriting.memory.recompute.rematerialize import rematerialize
 
@@ -189,7 +189,7 @@ def gathered_names(program: Program) -> set[str]:
 def measure_gathers(program: Program, cost: str) -> None:
     """Measure the link of gathers, where it is not known; all ranks come here together before one of them plans."""
     for node in _gathers(program):
-        _link(node, cost)
+        _link(program, node, cost)
 
 
 def costs_with_gathers(
@@ -210,15 +210,10 @@ def costs_with_gathers(
     gathers = _gathers(program)
     if not gathers:
         return costs
-    seconds, _ = seconds_on_link(memory.nodes, costs.seconds, _link(gathers[0], cost))
+    seconds, _ = seconds_on_link(memory.nodes, costs.seconds, _link(program, gathers[0], cost))
     return replace(costs, seconds=tuple(seconds))
 
 
-def _link(gather: fx.Node, cost: str) -> Link:
-    profile = profile_of_cost(cost)
-    if profile is not None and (rate := profile.peer_bandwidth or profile.network_bandwidth):
-        return Link(rate)
+def _link(program: Program, gather: fx.Node, cost: str) -> Link:
     group = find_group(str(schema.named_arguments(gather)["group_name"]))
-    if group.size < 2:
-        return Link(1.0)  # over which nothing goes
-    return agreed_link(group, value_of(gather).device)
+    return link_between(program, group, value_of(gather).device, cost)
