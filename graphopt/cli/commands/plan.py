@@ -24,6 +24,7 @@ from graphopt.cli.target.output import report_passes, write_output
 from graphopt.cli.target.programs import pipeline_of, rewritten_program
 from graphopt.errors import GraphoptError
 from graphopt.ir.memory.timeline import ReservedMemory
+from graphopt.ir.node import Phase
 from graphopt.ir.program import Program
 from graphopt.ir.words.columns import filled
 from graphopt.ir.words.written_units import format_bytes
@@ -33,13 +34,14 @@ from graphopt.report.console.progress_bar import progress_bar
 from graphopt.report.formats.predicted_step import PredictedStep, predicted_step
 from graphopt.report.pictures.frontier_chart import BudgetMark, frontier_svg
 from graphopt.report.text.frontier_table import FrontierPoint, FrontierReport, fitted_point, frontier_report
-from graphopt.rewriting.memory.fit.budget import budget_bytes, infeasible, within_already
+from graphopt.rewriting.memory.fit.budget import BudgetError, budget_bytes, infeasible, within_already
 from graphopt.rewriting.memory.fit.decision import own_segments
 from graphopt.rewriting.memory.fit.fitting import Fitted, Fitting, FittingOptions
+from graphopt.rewriting.memory.fit.memory_planner import MemoryPlanner, MemoryPlannerOptions
 from graphopt.rewriting.memory.fit.preparation import prepared
 from graphopt.rewriting.memory.fit.summary import away_lines, decisions, plan_lines, summary_lines
 from graphopt.rewriting.memory.recompute.checkpoint_segments import Segments
-from graphopt.rewriting.memory.transfers.transfer_insertion import host_lanes
+from graphopt.rewriting.memory.transfers.transfer_insertion import host_lanes, lift_gathers, lift_swaps, nodes_of
 from graphopt.rewriting.pipeline import Pipeline
 
 __all__ = ["plan"]
@@ -62,6 +64,7 @@ class _Answer:
         reason: why there is no plan, where none is needed; what else there is to say about a plan.
         error: where nothing fits.
         step: how the plan runs on several ranks; None for one.
+        around: what a plan around copies, or gathers, of inputs takes; None for one without these.
     """
 
     text: str
@@ -73,10 +76,13 @@ class _Answer:
     reason: str = ""
     error: GraphoptError | None = None
     step: PredictedStep | None = None
+    around: FrontierPoint | None = None
 
 
 class _Searches:
     """The searches for plans: of the program with what is done first; below all of its plans, in the given order.
+
+    Copies and gathers of inputs that reside elsewhere are taken out for it, and put in around the plan of each budget.
 
     Args:
         program: is only read.
@@ -93,9 +99,14 @@ class _Searches:
     def __init__(self, program: Program, options: argparse.Namespace) -> None:
         self.program = program
         self.plain = program.memory()
+        lifted = program.copy()
+        away = [found for found in (lift_swaps(lifted), lift_gathers(lifted)) if found is not None]
+        names = frozenset(node.name for node in nodes_of(lifted, away))
+        lifted.context = replace(lifted.context, elsewhere=lifted.context.elsewhere | names)
+        self.lifted = lifted if away else program
         self.cost = options.cost or "measured"
         self.ranks = int(options.devices)
-        self.ready = prepared(program, _FITTER)
+        self.ready = prepared(self.lifted, _FITTER)
         segments = self.ready.segments
         self.first = (*([] if segments is None else [segments.line()]), *self.ready.lines)
         self._time_limit: float | None = options.time_limit
@@ -104,7 +115,7 @@ class _Searches:
     @cached_property
     def given(self) -> Fitting:
         """The plans in the given order."""
-        return self._search(prepared(self.program, _FITTER, reorder=False).program)[1]
+        return self._search(prepared(self.lifted, _FITTER, reorder=False).program)[1]
 
     def _search(self, program: Program) -> tuple[CostReport, Fitting]:
         memory = program.memory()
@@ -130,6 +141,8 @@ class _Searches:
 
     def answer(self, text: str) -> _Answer:
         """What a budget gets, which may be a share of what the program takes as it is."""
+        if self.lifted is not self.program:
+            return self._around(text)
         answer = self._answer(text)
         if self.ranks == 1 or answer.error is not None:
             return answer
@@ -138,6 +151,28 @@ class _Searches:
             program = answer.fitting.program.copy()
             answer.fitting.apply(program, answer.fitted, origin=_FITTER)
         return replace(answer, step=self.step(program))
+
+    def _around(self, text: str) -> _Answer:
+        """What a budget gets where inputs reside elsewhere: as ``FitMemory`` has it, planning around their copies."""
+        budget = budget_bytes(text, self.plain, reserved_where_cached(self.program, self.plain))
+        program = self.program.copy()
+        program.context = replace(program.context, plans={})
+        limit = self._time_limit
+        options = MemoryPlannerOptions(_FITTER, budget, None, ("recompute", "offload"), self.cost, "default", limit)
+        try:
+            done = MemoryPlanner(options).plan(program)
+        except BudgetError as error:
+            return _Answer(text, budget, error=error.in_shares(text))
+        memory = program.memory()
+        before, after = (sum(costs_of(found, self.cost).seconds) for found in (self.plain, memory))
+        point = FrontierPoint(
+            memory.peak_bytes, after - before, after / before, len(list(program.phase_nodes(Phase.RECOMPUTE)))
+        )
+        reserved = _reserved_bytes(reserved_where_cached(program, memory))
+        said = [f"peak {format_bytes(memory.peak_bytes)} of {format_bytes(budget)} allowed", done.reason, *done.lines]
+        reason = "\n".join(filter(None, said))
+        step = self.step(program)
+        return _Answer(text, budget, memory.peak_bytes, reserved, reason=reason, step=step, around=point)
 
     def _answer(self, text: str) -> _Answer:
         reserved = reserved_where_cached(self.program, self.plain)
@@ -257,7 +292,7 @@ def _mark(answer: _Answer) -> BudgetMark:
 def _point(answer: _Answer) -> FrontierPoint:
     """The plan of a budget that can be met; without one, the program that fits without."""
     if answer.fitted is None or answer.fitting is None:
-        return FrontierPoint(answer.peak_bytes, 0.0, 1.0, 0)
+        return answer.around or FrontierPoint(answer.peak_bytes, 0.0, 1.0, 0)
     return fitted_point(answer.fitting, answer.fitted)
 
 
