@@ -105,7 +105,7 @@ def test_the_plan_of_a_budget_is_that_of_the_pass_which_gathers_around_it(run: C
     argv = ("--passes", f"{SHARDED},fit-memory{{budget={budget}}}", "--json")
     outcome = run("memory", ROTATED, *RANKS, *argv)
     assert outcome.code == 0, outcome.err
-    assert outcome.data["program"]["peak_bytes"] == answer["peak_bytes"]
+    assert outcome.data["after"]["peak_bytes"] == answer["peak_bytes"]
 
 
 def test_the_text_has_the_step_below_each_budget(run: Command) -> None:
