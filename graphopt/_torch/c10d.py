@@ -201,13 +201,19 @@ def is_tcp_store(store: Any) -> bool:
 
 
 @contextlib.contextmanager
-def ranks_without_network(count: int) -> Iterator[None]:
+def ranks_without_network(count: int, per_host: int = 1) -> Iterator[None]:
     """While the block runs, this process is the first of so many ranks, the others of which are not there.
 
     Collectives of torch's own stand-in for a backend exchange nothing and give what they are given. Nothing is done
     where a process group exists already.
+
+    Args:
+        count: how many ranks.
+        per_host: how many of them share a host; where there are several hosts with as many each, they are a mesh
+            with the dimensions ``hosts`` and ``host``.
     """
     import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
 
     if count == 1 or not dist.is_available() or dist.is_initialized():
         yield
@@ -217,6 +223,9 @@ def ranks_without_network(count: int) -> Iterator[None]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
+        meshes = [(count // per_host, per_host)] if count > per_host > 1 and count % per_host == 0 else []
+        joined = [init_device_mesh("cpu", shape, mesh_dim_names=("hosts", "host")) for shape in meshes]
         yield
+        del joined  # groups are found by the names of its dimensions as long as it is there
     finally:
         dist.destroy_process_group()

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 
-from graphopt import _torch
 from graphopt.cli.arguments.arguments import format_of
 from graphopt.cli.arguments.exit_codes import wrong_use
 from graphopt.cli.commands.view import view_command
@@ -20,7 +19,7 @@ from graphopt.cli.target.output import (
     report_passes,
     write_output,
 )
-from graphopt.cli.target.programs import before_passes, rewritten_program
+from graphopt.cli.target.programs import before_passes, ranks, rewritten_program
 from graphopt.ir.provided.formats import available_formats, find_format
 from graphopt.ir.words.columns import aligned, filled
 from graphopt.report.console import terminal
@@ -64,7 +63,7 @@ def dump(options: argparse.Namespace) -> None:
     elif options.after_each:
         text = snapshots_text(rewritten, find_format(form).text, find_format(form).comment)
     elif form in ("ranks", "perfetto"):
-        with _torch.ranks_without_network(options.devices):  # the ones that passes have rewritten the program for
+        with ranks(options):  # the ones that passes have rewritten the program for
             text = find_format(form).text(rewritten.program, link=_link(options))
     else:
         text = find_format(form).text(rewritten.program)

@@ -14,14 +14,14 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from graphopt import _torch
 from graphopt.analysis.costs.cost import CostReport, costs_of, remeasure
 from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.cli.arguments.arguments import format_of
 from graphopt.cli.arguments.exchange_arguments import exchange_ranks
+from graphopt.cli.arguments.exit_codes import wrong_use
 from graphopt.cli.commands.exchange import EXCHANGERS, exchange_plan
 from graphopt.cli.target.output import report_passes, write_output
-from graphopt.cli.target.programs import pipeline_of, rewritten_program
+from graphopt.cli.target.programs import pipeline_of, ranks, rewritten_program
 from graphopt.errors import GraphoptError
 from graphopt.ir.memory.timeline import ReservedMemory
 from graphopt.ir.node import Phase
@@ -231,7 +231,9 @@ def plan(options: argparse.Namespace) -> None:
         exchange_plan(options)
         return
     options.devices = max(options.devices, options.world_size or 1)
-    with _torch.ranks_without_network(options.devices):
+    with wrong_use():
+        joined = ranks(options)
+    with joined:
         _plan(options, pipeline)
 
 

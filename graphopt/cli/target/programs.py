@@ -35,6 +35,7 @@ __all__ = [
     "joined_profile",
     "pipeline_of",
     "program_without_data",
+    "ranks",
     "rewritten_program",
     "stage_to_show",
 ]
@@ -68,11 +69,17 @@ def rewritten_program(options: argparse.Namespace, pipeline: Pipeline | None = N
             target = _target(options.target, options, data=options.device is None)
         stage = stage_to_show(options.stage, target, pipeline, options.verify)
         session, context = target.session(profile), Context(device=profile)
-        with _torch.ranks_without_network(options.devices):
+        with ranks(options):
             rewritten = rewrite(session, pipeline, until=stage, checks=Checks(_VERIFY[options.verify]), context=context)
         if options.verify == "numerics":
             check_numerics(rewritten)
     return rewritten
+
+
+def ranks(options: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
+    """While the block runs, this process is the first of ``--devices`` ranks, in hosts as the device's profile says."""
+    per_host = 1 if options.device is None else joined_profile(options).devices_per_host
+    return _torch.ranks_without_network(options.devices, per_host)
 
 
 def joined_profile(options: argparse.Namespace) -> DeviceProfile:

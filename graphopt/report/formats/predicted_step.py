@@ -6,12 +6,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
-from graphopt.analysis.costs.cost import costs_of
+from graphopt.analysis.costs.cost import DeviceProfile, costs_of, profile_of_cost
 from graphopt.ir.node import value_of
 from graphopt.ir.program import Program
 from graphopt.ir.words.written_units import format_bytes, format_seconds
-from graphopt.report.formats.run_schedule import COMPUTE, NETWORK, schedule
+from graphopt.report.formats.run_schedule import AWAY, BACK, COMPUTE, NETWORK, copied, lane_of, schedule
 from graphopt.rewriting.distributed.prediction.collective import is_exchange, moved, seconds_with_exchanges
 
 __all__ = ["PredictedStep", "predicted_step"]
@@ -80,6 +81,10 @@ def predicted_step(program: Program, cost: str, ranks: int) -> PredictedStep:
     """
     memory = program.memory()
     seconds = seconds_with_exchanges(program, memory.nodes, costs_of(memory, cost).seconds)
+    profile = profile_of_cost(cost, program.context.device)
+    if profile is not None:
+        copies = {node: _copy_seconds(node, profile) for node in memory.nodes if lane_of(node) in (AWAY, BACK)}
+        seconds = [copies.get(node, own) for node, own in zip(memory.nodes, seconds, strict=True)]
     run = list(schedule(memory, seconds))
     beside = [part for part in run if part.lane != COMPUTE]
     exchanges = sum(part.seconds for part in beside if part.lane == NETWORK)
@@ -97,6 +102,12 @@ def predicted_step(program: Program, cost: str, ranks: int) -> PredictedStep:
         items=items,
         unit=unit,
     )
+
+
+def _copy_seconds(node: fx.Node, profile: DeviceProfile) -> float:
+    size, tier = copied(node)
+    disk = profile.disk_bandwidth if tier == "disk" else 0.0
+    return size / (disk or profile.host_bandwidth)
 
 
 def _items(program: Program) -> tuple[int, str]:

@@ -8,16 +8,24 @@ from dataclasses import dataclass
 from torch import fx
 
 from graphopt.ir.memory.timeline import MemoryTimeline
+from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
+from graphopt.ir.ops.values import storage_bytes, tensors_of
 
-__all__ = ["COMPUTE", "LANES", "NETWORK", "Slice", "schedule"]
+__all__ = ["AWAY", "BACK", "COMPUTE", "LANES", "NETWORK", "Slice", "copied", "lane_of", "schedule"]
 
 COMPUTE, NETWORK, AWAY, BACK = "compute", "network", "host link, away", "host link, back"
 LANES = (COMPUTE, NETWORK, AWAY, BACK)
 """The lanes of a run, from the top. Copies away and back share nothing: links carry both ways at once."""
 
-_STARTS = {"graphopt::offload": AWAY, "graphopt::prefetch": BACK}
-_WAITS = ("graphopt::offload_wait", "graphopt::prefetch_wait")
+_STARTS = {
+    "graphopt::offload": AWAY,
+    "graphopt::move_out": AWAY,
+    "graphopt::swap_out": AWAY,
+    "graphopt::prefetch": BACK,
+    "graphopt::swap_in": BACK,
+}
+_WAITS = tuple(f"{op}_wait" for op in _STARTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +71,7 @@ def schedule(memory: MemoryTimeline, seconds: Sequence[float]) -> Iterator[Slice
     free: dict[str, float] = dict.fromkeys(LANES, 0.0)
     done: dict[fx.Node, float] = {}
     for position, (node, own) in enumerate(zip(memory.nodes, seconds, strict=True)):
-        lane, now = _lane(node), free[COMPUTE]
+        lane, now = lane_of(node), free[COMPUTE]
         if lane != COMPUTE:
             start = max(free[lane], now)
             free[lane] = done[node] = start + own
@@ -81,7 +89,7 @@ def _op(node: fx.Node) -> str:
     return str(found.name) if found is not None else ""
 
 
-def _lane(node: fx.Node) -> str:
+def lane_of(node: fx.Node) -> str:
     """Where a call runs; waits stand on the lane of computation."""
     if schema.is_collective(node) and not schema.hands_on(node):
         return NETWORK
@@ -93,5 +101,16 @@ def _awaited(node: fx.Node) -> fx.Node | None:
     waits = _op(node) in _WAITS or (schema.is_collective(node) and schema.hands_on(node))
     if not waits or not node.args:
         return None
+    if _op(node) == "graphopt::swap_out_wait":  # what it waits for returns nothing
+        written = schema.nodes_in(node.args)
+        begun = (user for user in written[-1].users if _op(user) == "graphopt::swap_out")
+        return next((user for user in begun if user.args[:2] == node.args), None)
     source = node.args[0]
     return schema.maker(source) if isinstance(source, fx.Node) else None
+
+
+def copied(node: fx.Node) -> tuple[int, str]:
+    """The bytes that a call on one of the host's lanes copies, and where to or from: ``host`` or ``disk``."""
+    source = node if lane_of(node) == BACK else schema.nodes_in(node.args)[-1]
+    tier = "disk" if "disk" in node.args else "host"
+    return sum(storage_bytes(tensor) for tensor in tensors_of(value_of(source))), tier

@@ -129,6 +129,14 @@ def test_one_device_has_no_step_of_ranks(run: Command) -> None:
     assert "step" not in outcome.data
 
 
+def test_copies_take_what_their_bytes_do_on_the_way_to_the_host(run: Command) -> None:
+    """Both moments of the optimizer, there and back, by hand."""
+    found = planned(run, "--passes", "data-parallel,offload-state", of=ROTATED)["step"]
+    size = sum(parameter.numel() * 4 for parameter in Rotated().parameters() if parameter.dim() == 2)
+    assert found["copies"] == pytest.approx(2 * 2 * size / PROFILES[DEVICE].host_bandwidth, rel=0.01)
+    assert found["waited"] > 0
+
+
 def test_batch_norm_in_mixed_precision_for_a_device_that_is_not_here(run: Command) -> None:
     assert planned(run, "--passes", SHARDED)["step"]["exchanges"] > 0
 
@@ -143,7 +151,7 @@ def test_batch_norm_in_mixed_precision_for_a_device_that_is_not_here(run: Comman
         "microbatch{slices=2},data-parallel",
         "data-parallel,compress-gradients",
         "mixed-precision{dtype=float16},data-parallel,shard-parameters",
-        "data-parallel,offload-state",
+        "data-parallel,shard-parameters{group=host replicas=hosts}",
     ],
 )
 def test_pipelines_that_run_can_be_planned(run: Command, passes: str) -> None:
