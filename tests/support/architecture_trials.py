@@ -25,7 +25,7 @@ from tests.support.tiny_models import Batch
 from tests.support.training import Training, train
 from tests.support.zoo import own_loss
 
-__all__ = ["ARCHITECTURES", "PASSES", "Verdict", "try_architecture"]
+__all__ = ["ARCHITECTURES", "Verdict", "passes_in_turn", "try_architecture"]
 
 ARCHITECTURES = {architecture.name: architecture for architecture in (*TEXT, *IMAGES, *SOUND, *SERIES)}
 
@@ -42,6 +42,13 @@ PASSES: dict[str, Callable[[], list[Pass]]] = {
     "offload": lambda: [Offload(tier="disk", min_bytes=1)],
     "mixed": lambda: [MixedPrecision()],
 }
+
+
+def passes_in_turn(place: int) -> list[str]:
+    """What one of many architectures is trained under: no pass, a budget, and one of the others, by its place."""
+    always = ["none", "fit"]
+    others = [name for name in PASSES if name not in always]
+    return [*always, others[place // 2 % len(others)]]  # at every other place the way to train is another one
 
 
 @dataclass(frozen=True)

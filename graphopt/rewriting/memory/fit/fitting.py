@@ -135,6 +135,7 @@ class Fitting:
         self._moved: list[Moved] | None = None
         self._smallest: Fitted | None = None
         self._rewritten: tuple[NamedPlan, Program, Recomputation] | None = None
+        self._looked_at: dict[int, tuple[Point | Moved, Fitted]] = {}
         self._repeatable: set[fx.Node] | None = None
         self._lower = 0
         self.reserved = reserved_where_cached(program, memory)
@@ -179,6 +180,7 @@ class Fitting:
             found = copy.copy(self)
             found._options = replace(self._options, budgets=(), thorough=True)
             found._moved = found._smallest = found._rewritten = None
+            found._looked_at = {}
             found._search_all()
             self._thorough = found
         return self._thorough
@@ -201,6 +203,7 @@ class Fitting:
         carried = copy.copy(self)
         carried.program, carried.memory = program, memory
         carried._smallest = carried._thorough = carried._rewritten = None
+        carried._looked_at = {}
         carried.reserved = reserved_where_cached(program, memory)
         carried._repeatable = repeatable_calls(program)
         carried._lower = min(0, memory.peak_bytes - self.memory.peak_bytes)
@@ -340,9 +343,18 @@ class Fitting:
         return Fitted(choice.plan.simulated, choice.peak, choice.plan.away, choice.plan.late)
 
     def _fitted(self, choice: _Choice) -> Fitted:
-        if isinstance(choice.plan, Point):
-            return self._checked(self.simulate(choice.plan), (), 0.0)
-        return self._checked(choice.plan.simulated, choice.plan.away, choice.plan.late)
+        """A plan as a program; where each takes a replay of the allocator, the least plan looks at the same again."""
+        plan = choice.plan
+        known = self._looked_at.get(id(plan))
+        if known is not None:
+            return known[1]
+        if isinstance(plan, Point):
+            found = self._checked(self.simulate(plan), (), 0.0)
+        else:
+            found = self._checked(plan.simulated, plan.away, plan.late)
+        if self.reserved is not None:
+            self._looked_at[id(plan)] = plan, found
+        return found
 
     def _checked(self, simulated: Simulated, away: tuple[Away, ...], late: float) -> Fitted:
         expected = Fitted(simulated, _IMPOSSIBLE, away, late)
