@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphopt
 from graphopt import GraphoptError, Pipeline, Program
+from graphopt.analysis.costs.profiles import PROFILES
 from graphopt.ir.ops.communication.groups import Group, find_group
 from graphopt.ir.ops.communication.sparse import packed_bytes
 from graphopt.passes import DataParallel, DeepGradientCompression
@@ -24,7 +25,7 @@ from graphopt.rewriting.distributed.choice.sparse_or_dense import Speeds
 from graphopt.rewriting.distributed.prediction import measured_link
 from graphopt.rewriting.distributed.prediction.compressed import Sparse
 from graphopt.rewriting.distributed.prediction.link import Link
-from graphopt.rewriting.distributed.prediction.measured_link import measure_link
+from graphopt.rewriting.distributed.prediction.measured_link import link_between, measure_link
 from graphopt.rewriting.distributed.prediction.predict import predict_workload
 from graphopt.rewriting.distributed.prediction.strategies import Dense
 from graphopt.rewriting.distributed.prediction.volume import all_reduce
@@ -246,6 +247,14 @@ def test_costs_that_are_measured_here_are_sensible(monkeypatch: pytest.MonkeyPat
     assert not found.measured
     assert 0 < found.rates.copy < 1e-6
     assert 0 < found.rates.select < 1e-3
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_ranks_that_are_here_with_the_seconds_of_a_device_are_joined_by_its_links() -> None:
+    """Also of a device whose profile says nothing of a network between hosts."""
+    program = graphopt.capture(nn.Linear(2, 2), (torch.randn(3, 2),), loss=mean_square)
+    assert PROFILES["l4"].network_bandwidth == 0
+    assert link_between(program, find_group(""), CPU, "l4").bandwidth == PROFILES["l4"].peer_bandwidth
 
 
 class Network:

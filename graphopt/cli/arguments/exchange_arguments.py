@@ -14,6 +14,7 @@ __all__ = [
     "exchange_arguments",
     "exchange_problem",
     "exchange_ranks",
+    "joint_problem",
     "link_arguments",
     "link_problem",
 ]
@@ -157,13 +158,13 @@ def exchange_problem(options: argparse.Namespace) -> str:
     if asked and options.host_bandwidth is None and options.device is None:
         return "--host-ranks and --host-latency need --host-bandwidth, what joins the ranks of a host"
     if options.budget:
-        return _joint_problem(options)
+        return joint_problem(options)
     if options.time_limit is not None:
         return "--time-limit ends the search for --budget, and nothing is searched with --world-size"
     return "--format svg draws the trade of memory; with --world-size use text or json" if _wants_svg(options) else ""
 
 
-def _joint_problem(options: argparse.Namespace) -> str:
+def joint_problem(options: argparse.Namespace) -> str:
     """What is wrong with the arguments of a plan for memory and communication together."""
     if options.device is None:
         return (
@@ -177,7 +178,7 @@ def _joint_problem(options: argparse.Namespace) -> str:
     given = [name for name, value in compared.items() if value is not None]
     if not given:
         return ""
-    return f"{given[0]} is for comparing ways to exchange gradients, and with --budget those of --passes are planned"
+    return f"{given[0]} is for comparing ways to exchange gradients, and here those of --passes are planned"
 
 
 def _wants_svg(options: argparse.Namespace) -> bool:

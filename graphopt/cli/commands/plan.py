@@ -17,8 +17,8 @@ from typing import Any
 from graphopt.analysis.costs.cost import CostReport, costs_of, remeasure
 from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.cli.arguments.arguments import format_of
-from graphopt.cli.arguments.exchange_arguments import exchange_ranks
-from graphopt.cli.arguments.exit_codes import wrong_use
+from graphopt.cli.arguments.exchange_arguments import exchange_ranks, joint_problem
+from graphopt.cli.arguments.exit_codes import UsageError, wrong_use
 from graphopt.cli.commands.exchange import EXCHANGERS, exchange_plan
 from graphopt.cli.target.output import report_passes, write_output
 from graphopt.cli.target.programs import pipeline_of, ranks, rewritten_program
@@ -230,6 +230,8 @@ def plan(options: argparse.Namespace) -> None:
     if exchange_ranks(options) is not None and not (options.budget or _exchanges(options, pipeline)):
         exchange_plan(options)
         return
+    if exchange_ranks(options) is not None and (problem := joint_problem(options)):
+        raise UsageError(problem)
     options.devices = max(options.devices, options.world_size or 1)
     with wrong_use():
         joined = ranks(options)
@@ -322,6 +324,8 @@ def _answer_json(answer: _Answer) -> dict[str, Any]:
         data["reserved_bytes"] = answer.reserved_bytes
     if answer.step is not None:
         data["step"] = answer.step.to_json()
+    if answer.around is not None:
+        data["notes"] = answer.reason.splitlines()
     if answer.fitted is None or answer.fitting is None:
         return {**data, "decisions": [], "offloaded": []}
     fitting, fitted = answer.fitting, answer.fitted

@@ -97,6 +97,7 @@ def test_sharded_parameters_in_mixed_precision_within_a_budget(run: Command) -> 
     assert answer["step"]["peak_bytes"] == answer["peak_bytes"]
     assert answer["reserved_bytes"] <= answer["budget_bytes"]
     assert answer["ratio"] > 1
+    assert any("gathered from all ranks" in line for line in answer["notes"])
     budget = answer["budget_bytes"]
     argv = ("--passes", f"{SHARDED},fit-memory{{budget={budget}}}", "--json")
     outcome = run("memory", ROTATED, *RANKS, *argv)
@@ -119,6 +120,14 @@ def test_where_nothing_says_what_joins_hosts_the_option_is_named(run: Command) -
     assert outcome.code == 1
     assert "the profile of rtx-4090 does not say what joins 4 devices: give --network" in outcome.err
     assert run("plan", STEP, *argv, "--network", "10Gbit").code == 0
+
+
+def test_an_option_for_comparing_exchanges_is_refused_beside_passes_that_exchange(run: Command) -> None:
+    argv = ("--network", "1Gbit", "--passes", "data-parallel")
+    for option in (("--density", "0.1"), ("--k-steps", "4"), ("--step-time", "1s"), ("--algorithm", "tree")):
+        outcome = run("plan", STEP, *RANKS, *argv, *option)
+        assert outcome.code == 2
+        assert f"{option[0]} is for comparing ways to exchange gradients" in outcome.err
 
 
 def test_one_device_has_no_step_of_ranks(run: Command) -> None:

@@ -78,8 +78,10 @@ def link_between(program: Program, group: Group, device: torch.device, cost: str
     if group.size < 2:
         return Link(1.0)  # over which nothing goes
     profile = profile_of_cost(cost, program.context.device)
-    if profile is not None and (program.context.device is not None or profile.peer_bandwidth):
+    if profile is not None and program.context.device is not None:
         return link_of_profile(profile, dist.get_process_group_ranks(group.handle))
+    if profile is not None and (rate := profile.peer_bandwidth or profile.network_bandwidth):
+        return Link(rate)  # ranks that are here, whose seconds are those of another device
     return agreed_link(group, device)
 
 
