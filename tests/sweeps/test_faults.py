@@ -13,7 +13,7 @@ from tests.support.isolated import Isolated, Outcome
 
 pytestmark = pytest.mark.sweep
 
-TIMES = {"first step": 12, "later step": 40}
+TIMES = {"first step": 12, "later step": 24}
 
 cases = pytest.mark.parametrize(
     ("way", "pipeline", "when"),

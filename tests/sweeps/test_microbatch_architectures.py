@@ -23,7 +23,7 @@ def of_transformers(model: nn.Module, **batch: Any) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [one.name for one in TEXT])
+@pytest.mark.parametrize("name", [one.name for one in TEXT[::3]])  # what mixes samples is alike in many of them
 def test_language_models_train_as_by_whole_batches_or_are_refused_by_name(name: str) -> None:
     (architecture,) = (one for one in TEXT if one.name == name)
     model, parts = architecture.build(2)

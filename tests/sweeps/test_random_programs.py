@@ -14,7 +14,7 @@ from tests.support.random_trials import Verdict
 
 pytestmark = pytest.mark.sweep
 
-PROGRAMS, AT_A_TIME = 1800, 60
+PROGRAMS, AT_A_TIME = 1200, 60
 """Of these numbers one in fifteen is a program that eager mode refuses."""
 
 REFUSED = (

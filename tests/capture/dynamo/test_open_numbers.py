@@ -13,6 +13,7 @@ from torch import nn
 
 import graphopt
 from tests.support.bits import first_difference
+from tests.support.covering import covering
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -147,10 +148,7 @@ def test_a_number_gives_the_dtype_that_it_gives_in_eager_mode(dtype: str) -> Non
     check(kind(operator.mul, made), VALUES, "optimize")
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", OPEN)
+@covering(name=list(OPEN), dtype=list(DTYPES), door=DOORS)
 def test_numbers_have_eager_modes_bits(name: str, dtype: str, door: str) -> None:
     if dtype in ("int64", "int8") and name in ("rounded", "rounded and not", "values of where", "comparison"):
         dtype = "float32"
