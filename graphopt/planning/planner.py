@@ -117,6 +117,7 @@ class _Search:
         self.scheduler = Scheduler(problem)
         self._progress = progress
         self._deadline = None if time_limit is None else time.monotonic() + time_limit
+        self._climbed = False
         self._near = self._ladder(None)
         self.frontier = self._near.frontier
 
@@ -161,8 +162,9 @@ class _Search:
 
     def _aim_at(self, budget: int, work: int) -> None:
         """Aim at a budget; where what is found is far from the bound, after every method was tried."""
-        if self._aim.at(budget, work) <= _FAR * self.problem.seconds or self.late():
+        if self._aim.at(budget, work) <= _FAR * self.problem.seconds or self._climbed or self.late():
             return
+        self._climbed = True  # which looks for plans for all budgets
         most = max(_ALL, _ALL_EACH * len(self.problem.operations))
         other = self._ladder(most)  # as if nothing had been found, so that it is not worse for that
         try:

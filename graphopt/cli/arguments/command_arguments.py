@@ -29,12 +29,14 @@ from graphopt.cli.arguments.arguments import (
     two_formats,
     whole,
 )
-from graphopt.cli.arguments.exchange_arguments import exchange_arguments, exchange_problem
+from graphopt.cli.arguments.exchange_arguments import exchange_arguments, exchange_problem, network_arguments
 from graphopt.errors import did_you_mean
 from graphopt.ir.phases import Phase
+from graphopt.ir.words.written_units import parse_bytes
 from graphopt.runtime.comparison.granularity import By
 
 __all__ = [
+    "advise_arguments",
     "cache_arguments",
     "compare_arguments",
     "memory_arguments",
@@ -199,6 +201,52 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
 def _plan_problem(options: argparse.Namespace) -> str:
     """What is wrong with the arguments together; empty where nothing is."""
     return cost_problem(options) or device_problem(options) or two_formats(options) or exchange_problem(options)
+
+
+_ADVISE_EPILOG = """\
+Every precision and way to exchange gradients that --numerics allows is rewritten and simulated, bytes to the last one
+and seconds of ops, exchanges and copies beside each other. What does not fit gets a plan of fit-memory, with what else
+leaves memory. Nothing of the model is run. The first line of the answer is what --passes and passes= take.
+
+examples:
+  graphopt advise examples/train_gpt.py:factory --device a100-80gb
+  graphopt advise hf:config.json --tokens 4096 --dtype float32 \\
+    --device h100-80gb --devices 64 --network 400Gbit --numerics changes
+"""
+_NUMERICS = ("bitwise", "tolerant", "changes")
+_NUMERICS_HELP = (
+    "what passes may do to results: bitwise (default), nothing but exchange gradients between devices; tolerant, sums "
+    "in another order; changes, 16 bits, and an exchange that leaves something out"
+)
+
+
+def _memory(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def advise_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command, and an example."""
+    parser.epilog = _ADVISE_EPILOG
+    target_argument(parser)
+    parser.add_argument(
+        "--memory", type=_memory, metavar="SIZE", help="of one device (default: what --device has, or is free here)"
+    )
+    parser.add_argument("--numerics", choices=_NUMERICS, default="bitwise", metavar="WORD", help=_NUMERICS_HELP)
+    output_arguments(parser, ("text", "json"))
+    device_arguments(parser)
+    network_arguments(parser)
+    parser.set_defaults(problem=_advise_problem)
+
+
+def _advise_problem(options: argparse.Namespace) -> str:
+    """What is wrong with the arguments together; empty where nothing is."""
+    given = [f"--{name}" for name, value in (("network", options.bandwidth), ("latency", options.latency)) if value]
+    if given and options.devices < 2:
+        return f"{given[0]} is for several devices: give --devices too"
+    return device_problem(options) or two_formats(options)
 
 
 _PROFILE_EPILOG = """\

@@ -7,6 +7,7 @@ import textwrap
 
 from graphopt.cli.arguments.arguments import format_of, output_arguments, program_arguments, two_formats
 from graphopt.cli.arguments.command_arguments import (
+    advise_arguments,
     cache_arguments,
     compare_arguments,
     memory_arguments,
@@ -67,6 +68,9 @@ def command_line() -> argparse.ArgumentParser:
         add(
             "plan:plan", "plan", "show what fits into how many bytes at what cost in time, and the plan for each budget"
         )
+    )
+    advise_arguments(
+        add("advise:advise", "advise", "choose the passes for a machine: what fits, and is predicted to be fastest")
     )
     cache_arguments(
         add("cache:cache", "cache", "list the captures that are kept beyond the process, explain misses, remove them")

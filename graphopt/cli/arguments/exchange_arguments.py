@@ -17,6 +17,7 @@ __all__ = [
     "joint_problem",
     "link_arguments",
     "link_problem",
+    "network_arguments",
 ]
 
 _BANDWIDTH_HELP = (
@@ -67,6 +68,12 @@ def link_arguments(parser: argparse.ArgumentParser) -> None:
         "what joins ranks", "with --format ranks or perfetto, which show when they wait for it"
     )
     _add_link(group, "none")
+
+
+def network_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that describe the network between the hosts of ``--devices``."""
+    group = parser.add_argument_group("what joins the hosts of --devices", "by default what the device's profile says")
+    _add_link(group, "50us")
 
 
 def link_problem(options: argparse.Namespace) -> str:

@@ -31,9 +31,9 @@ from graphopt.ir.words.written_units import format_bytes
 from graphopt.planning.frontier import Frontier
 from graphopt.report.console import terminal
 from graphopt.report.console.progress_bar import progress_bar
-from graphopt.report.formats.predicted_step import PredictedStep, predicted_step
 from graphopt.report.pictures.frontier_chart import BudgetMark, frontier_svg
 from graphopt.report.text.frontier_table import FrontierPoint, FrontierReport, fitted_point, frontier_report
+from graphopt.rewriting.distributed.prediction.predicted_step import PredictedStep, predicted_step
 from graphopt.rewriting.memory.fit.budget import BudgetError, budget_bytes, infeasible, within_already
 from graphopt.rewriting.memory.fit.decision import own_segments
 from graphopt.rewriting.memory.fit.fitting import Fitted, Fitting, FittingOptions

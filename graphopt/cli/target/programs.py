@@ -33,6 +33,7 @@ from graphopt.runtime.programs.rewrite import Checks, Rewritten, Verify, rewrite
 __all__ = [
     "before_passes",
     "joined_profile",
+    "loaded_target",
     "pipeline_of",
     "program_without_data",
     "ranks",
@@ -65,8 +66,7 @@ def rewritten_program(options: argparse.Namespace, pipeline: Pipeline | None = N
             profile = None if options.device is None else joined_profile(options)
             if getattr(options, "cost", None) is not None:
                 check_cost(options.cost)
-        with working(f"loading {options.target}"):
-            target = _target(options.target, options, data=options.device is None)
+        target = loaded_target(options)
         stage = stage_to_show(options.stage, target, pipeline, options.verify)
         session, context = target.session(profile), Context(device=profile)
         with ranks(options):
@@ -74,6 +74,16 @@ def rewritten_program(options: argparse.Namespace, pipeline: Pipeline | None = N
         if options.verify == "numerics":
             check_numerics(rewritten)
     return rewritten
+
+
+def loaded_target(options: argparse.Namespace) -> Target:
+    """The target of the command, without data where it is for a device that need not be here.
+
+    Raises:
+        GraphoptError: for a target that gives no program.
+    """
+    with working(f"loading {options.target}"):
+        return _target(options.target, options, data=options.device is None)
 
 
 def ranks(options: argparse.Namespace) -> contextlib.AbstractContextManager[None]:

@@ -28,6 +28,7 @@ from graphopt.ir.node import Stage
 
 __all__ = ["Target", "checked_target", "load_target"]
 
+S = TypeVar("S", bound=CaptureSession)
 T = TypeVar("T")
 
 _SHOWN_TEXT = 60
@@ -61,9 +62,14 @@ class Target:
         return "joint" if self.optimizer is None else "step"
 
     def session(self, profile: DeviceProfile | None = None) -> CaptureSession:
+        """See ``session_of``."""
+        return self.session_of(CaptureSession, profile)
+
+    def session_of(self, kind: type[S], profile: DeviceProfile | None = None) -> S:
         """A capture of the model on its example inputs; an error of eager mode is told as one of the call.
 
         Args:
+            kind: the class of the capture.
             profile: of the device for which it is captured without data; None for a capture of what is here.
 
         Raises:
@@ -73,9 +79,7 @@ class Target:
         if profile is not None:
             twins = without_data_for(profile, model, optimizer, args, kwargs, self.dynamic_shapes)
             model, optimizer, args, kwargs = twins.model, twins.optimizer, twins.args, twins.kwargs
-        session = CaptureSession(
-            model, args, kwargs, loss=self.loss, optimizer=optimizer, dynamic_shapes=self.dynamic_shapes
-        )
+        session = kind(model, args, kwargs, loss=self.loss, optimizer=optimizer, dynamic_shapes=self.dynamic_shapes)
         session.to_run = True
         return session
 

@@ -1,5 +1,4 @@
 """Programs in other formats, by name; third parties add theirs through the entry point group ``graphopt.formats``.
 
-In reading order: ``python``, ``dot``, ``model_explorer``, ``perfetto``, ``run_schedule``, ``predicted_step``,
-``ranks_page``.
+In reading order: ``python``, ``dot``, ``model_explorer``, ``perfetto``, ``ranks_page``.
 """

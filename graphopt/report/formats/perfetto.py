@@ -20,10 +20,10 @@ from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import type_text
 from graphopt.ir.program import Program
 from graphopt.ir.version import VERSION
-from graphopt.report.formats.run_schedule import COMPUTE, LANES, Slice, schedule
 from graphopt.report.text.memory_bands import bytes_by_category
 from graphopt.rewriting.distributed.prediction.collective import LINK, is_exchange, seconds_on_link
 from graphopt.rewriting.distributed.prediction.link import Link, parse_bandwidth
+from graphopt.rewriting.distributed.prediction.run_schedule import COMPUTE, LANES, Slice, schedule
 
 __all__ = ["to_perfetto"]
 

@@ -24,9 +24,9 @@ from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.words.written_units import format_bytes, format_seconds
 from graphopt.report.console.escape import safe
-from graphopt.report.formats.run_schedule import NETWORK, Slice, schedule
 from graphopt.rewriting.distributed.prediction.collective import LINK, group_size, is_exchange, moved, seconds_on_link
 from graphopt.rewriting.distributed.prediction.link import Link, parse_bandwidth
+from graphopt.rewriting.distributed.prediction.run_schedule import NETWORK, Slice, schedule
 from graphopt.rewriting.shards import shard_of
 
 __all__ = ["to_ranks"]

@@ -22,8 +22,8 @@ from graphopt.ir.ops import schema
 from graphopt.ir.provided.formats import find_format
 from graphopt.passes import DataParallel, Recompute
 from graphopt.report.formats.perfetto import to_perfetto
-from graphopt.report.formats.run_schedule import LANES
 from graphopt.rewriting.distributed.prediction.collective import moved
+from graphopt.rewriting.distributed.prediction.run_schedule import LANES
 from tests.support.hostile import ATTACK, LONG, TURNED, hostile
 from tests.support.offloading import ROWS, layers, off
 from tests.support.training import captured, mean_square

@@ -32,6 +32,15 @@ _IMPOSSIBLE = 2**63
 _TRIALS = 24
 """How many plans of a frontier are tried with values moved away."""
 
+_LITTLE = 1 / 8
+"""The share of a budget that an allocator leaves unused at most where plans are aimed at that budget."""
+
+_UNUSED = 32
+"""The part of a peak that an allocator leaves unused at least, as plans are aimed at."""
+
+_BETWEEN = 8
+"""In how many steps plans are aimed at between a budget and the peak, from which copies may take what is above."""
+
 _STEP = 1 / 128
 """How far apart in bytes plans are that are looked at as programs whose allocator reserves more than their tensors.
 
@@ -156,7 +165,7 @@ class Fitting:
         """The plans in which operations run again."""
         return find_frontier(
             problem,
-            budget=options.budgets if self.is_aimed else None,
+            budget=self._targets() if self.is_aimed else None,
             thorough=options.thorough,
             time_limit=options.time_limit,
             progress=options.progress,
@@ -167,10 +176,33 @@ class Fitting:
     def is_aimed(self) -> bool:
         """Whether only plans for some budgets are searched for.
 
-        What else a plan depends on asks for plans at other budgets too: copies, more than one slice, an allocator.
+        What more than one slice takes depends on plans at all of them, and so does what an allocator leaves unused,
+        where that is much.
         """
-        alone = self.sliced is None and self.reserved is None and not (self.lanes is not None and self.lanes.room)
-        return alone and bool(self._options.budgets) and not self._options.thorough
+        budgets = self._options.budgets
+        if self.sliced is not None or not budgets or self._options.thorough:
+            return False
+        return self._unused <= _LITTLE * min(budgets)
+
+    @property
+    def _unused(self) -> int:
+        """What the allocator reserves beyond the peak of the program as it is."""
+        return 0 if self.reserved is None else self.reserved.reserved_peak_bytes - self.memory.peak_bytes
+
+    def _targets(self) -> list[int]:
+        """The budgets that plans are searched for: those that are asked for, and what a plan may come from beside.
+
+        An allocator reserves more than is alive, so that a plan for fewer bytes may be the one that fits; with copies
+        to the host a plan for more bytes may, as soon as some of its values wait there.
+        """
+        peak, found = self.memory.peak_bytes, list(self._options.budgets)
+        for budget in self._options.budgets:
+            if self.reserved is not None:
+                unused = max(self._unused, peak // _UNUSED)
+                found += [budget - unused * number // 2 for number in (1, 2, 3)]
+            if self.lanes is not None and self.lanes.room:
+                found += [budget + (peak - budget) * number // _BETWEEN for number in range(1, _BETWEEN)]
+        return sorted({target for target in found if target > 0}, reverse=True)
 
     def thorough(self) -> Fitting:
         """The same program after the most effort for all budgets; this one where that was made for it already."""

@@ -91,6 +91,7 @@ class MemoryPlannerOptions:
         cost: where seconds come from.
         effort: ``default`` or ``thorough``.
         time_limit: seconds that a search may take.
+        insist: where no plan is found within the budget, search for plans at every budget with the most effort.
     """
 
     key: str
@@ -100,6 +101,7 @@ class MemoryPlannerOptions:
     cost: str
     effort: str
     time_limit: float | None
+    insist: bool = True
 
     def of_bytes(self, budget: int) -> MemoryPlannerOptions:
         """The same for another number of bytes."""
@@ -222,8 +224,10 @@ class MemoryPlanner:
                 return self._plan_alone(program)
             actions = self._choose_state(program, state, budget)
         for action in actions:
+            insist = action is actions[-1]  # before that more state may move
+            planner = self if insist else MemoryPlanner(replace(self._options, insist=False))
             try:
-                done = self._plan_with_state_moved(program, action, budget)
+                done = planner._plan_with_state_moved(program, action, budget)
             except BudgetError:
                 if action is actions[-1]:
                     raise
@@ -392,7 +396,7 @@ class MemoryPlanner:
                 budgets += [budget + (memory.peak_bytes - budget) * share // _SHARES for share in range(1, _SHARES)]
             fitting = Fitting(program, memory, costs.seconds, self._search_options(searched, budgets))
             fitted = fitting.within(budget)
-            if fitted is None and not shared:
+            if fitted is None and not shared and self._options.insist:
                 fitting = fitting.thorough()
                 fitted = fitting.within(budget)
         if fitted is None and not shared:

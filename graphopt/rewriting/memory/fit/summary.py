@@ -157,7 +157,7 @@ def reserved_lines(fitting: Fitting, fitted: Fitted) -> list[str]:
         return []
     more = fitted.reserved_bytes - fitted.peak_bytes
     least = ""
-    if not fitting.is_carried:
+    if not (fitting.is_carried or fitting.is_aimed):
         least = f", and under the plan that takes least {format_bytes(fitting.smallest().taken_bytes)}"
     line = (
         f"{reserved.device} reserves {format_bytes(fitted.reserved_bytes)} for it, {format_bytes(more)} beyond the "

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from graphopt.analysis.costs.cost import DeviceProfile, costs_of, profile_of_cost
-from graphopt.ir.node import value_of
+from graphopt.analysis.costs.profiles import EFFICIENCY, PROFILES
+from graphopt.analysis.costs.roofline import call_precision, flops_of
+from graphopt.ir.node import Phase, value_of
 from graphopt.ir.program import Program
 from graphopt.ir.words.written_units import format_bytes, format_seconds
-from graphopt.report.formats.run_schedule import AWAY, BACK, COMPUTE, NETWORK, copied, lane_of, schedule
 from graphopt.rewriting.distributed.prediction.collective import is_exchange, moved, seconds_with_exchanges
+from graphopt.rewriting.distributed.prediction.run_schedule import (
+    AWAY,
+    BACK,
+    COMPUTE,
+    NETWORK,
+    copied,
+    lane_of,
+    schedule,
+)
 
-__all__ = ["PredictedStep", "predicted_step"]
+__all__ = ["PredictedStep", "mean_step", "predicted_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +42,8 @@ class PredictedStep:
         sent_bytes: that a rank sends.
         copies: of its copies to and from the host.
         waited: for which its ops wait for exchanges and copies.
+        arithmetic: that matrix products of forward and backward would take at the device's published peak; 0 where
+            that is not known.
         items: tokens, or rows, in the batch of a rank.
         unit: what ``items`` counts: ``tokens`` or ``rows``.
     """
@@ -43,6 +56,7 @@ class PredictedStep:
     sent_bytes: int
     copies: float
     waited: float
+    arithmetic: float
     items: int
     unit: str
 
@@ -51,21 +65,37 @@ class PredictedStep:
         """Tokens or rows of one rank in a second."""
         return self.items / self.seconds
 
+    @property
+    def utilization(self) -> float:
+        """The share of the device's published peak that goes into forward and backward (MFU); 0 if it is not known.
+
+        What runs again does not count: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022
+        (arXiv 2204.02311).
+        """
+        return self.arithmetic / self.seconds
+
     def lines(self) -> list[str]:
         """What is said of it, for people."""
-        copies = f"copies to the host and back {format_seconds(self.copies)}, " if self.copies else ""
-        head = f"step of {self.ranks} ranks"
-        taken = (
-            f"{head:21}{format_seconds(self.seconds)}, {format_bytes(self.peak_bytes)} on each: "
-            f"ops {format_seconds(self.compute)}, exchanges {format_seconds(self.exchanges)} "
-            f"({format_bytes(self.sent_bytes)} sent), {copies}{format_seconds(self.waited)} of waiting for them"
-        )
-        rates = f"{self.rate:,.0f} {self.unit} a second on each rank, {self.rate * self.ranks:,.0f} on all"
+        several = self.ranks > 1
+        parts = [f"ops {format_seconds(self.compute)}"]
+        if several:
+            parts.append(f"exchanges {format_seconds(self.exchanges)} ({format_bytes(self.sent_bytes)} sent)")
+        if self.copies:
+            parts.append(f"copies to the host and back {format_seconds(self.copies)}")
+        if len(parts) > 1:
+            parts.append(f"{format_seconds(self.waited)} of waiting for them")
+        head, each = (f"step of {self.ranks} ranks", " on each") if several else ("step", "")
+        taken = f"{head:21}{format_seconds(self.seconds)}, {format_bytes(self.peak_bytes)}{each}: {', '.join(parts)}"
+        rates = f"{self.rate:,.0f} {self.unit} a second"
+        if several:
+            rates += f" on each rank, {self.rate * self.ranks:,.0f} on all"
         return [taken, f"{'throughput':21}{rates}"]
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain data."""
-        return {**asdict(self), f"{self.unit}_per_second_and_rank": self.rate}
+        return {
+            **asdict(self), f"{self.unit}_per_second_and_rank": self.rate, "utilization": self.utilization,
+        }  # fmt: skip
 
 
 def predicted_step(program: Program, cost: str, ranks: int) -> PredictedStep:
@@ -99,9 +129,39 @@ def predicted_step(program: Program, cost: str, ranks: int) -> PredictedStep:
         sent_bytes=int(sum(moved(node).sent for node in memory.nodes if is_exchange(node))),
         copies=sum(part.seconds for part in beside) - exchanges,
         waited=waited,
+        arithmetic=0.0 if profile is None else _arithmetic(program, profile),
         items=items,
         unit=unit,
     )
+
+
+def mean_step(steps: Sequence[tuple[PredictedStep, int]]) -> PredictedStep:
+    """The mean of steps that alternate, with the highest of their peaks.
+
+    Args:
+        steps: each with how often it comes.
+    """
+    total = sum(count for _, count in steps)
+
+    def mean(name: str) -> float:
+        return float(sum(getattr(step, name) * count for step, count in steps) / total)
+
+    return replace(
+        steps[0][0],
+        peak_bytes=max(step.peak_bytes for step, _ in steps),
+        seconds=mean("seconds"),
+        compute=mean("compute"),
+        exchanges=mean("exchanges"),
+        sent_bytes=round(mean("sent_bytes")),
+        copies=mean("copies"),
+        waited=mean("waited"),
+    )
+
+
+def _arithmetic(program: Program, profile: DeviceProfile) -> float:
+    share = EFFICIENCY if profile.name in PROFILES else 1.0  # of the published peak that a profile of these holds
+    nodes = program.phase_nodes(Phase.FORWARD, Phase.BACKWARD)
+    return share * sum(flops_of(node) / profile.peak_flops(call_precision(node)) for node in nodes)
 
 
 def _copy_seconds(node: fx.Node, profile: DeviceProfile) -> float:

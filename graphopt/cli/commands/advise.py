@@ -1,0 +1,33 @@
+"""``graphopt advise``: the passes for a machine, chosen among all by what is predicted of each."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+
+from graphopt.cli.arguments.arguments import format_of
+from graphopt.cli.arguments.exit_codes import wrong_use
+from graphopt.cli.target.output import json_data, write_output
+from graphopt.cli.target.programs import joined_profile, loaded_target
+from graphopt.runtime.advice.advise import Machine, advise_session
+from graphopt.runtime.advice.evaluation import SharedCapture
+
+__all__ = ["advise"]
+
+
+def advise(options: argparse.Namespace) -> None:
+    """Run the command.
+
+    Raises:
+        GraphoptError: for a target that gives no program, a machine that is not known, and where nothing fits.
+    """
+    with contextlib.redirect_stdout(sys.stderr):
+        with wrong_use():
+            profile = None if options.device is None else joined_profile(options)
+            machine = Machine.of(options.devices, profile, options.memory)
+        session = loaded_target(options).session_of(SharedCapture, profile)
+        found = advise_session(session, machine, options.numerics)
+    text = str(found) if format_of(options) == "text" else json.dumps(json_data(found.to_json()), indent=2)
+    write_output(options, text)

@@ -1,0 +1,143 @@
+"""One pipeline on one machine, as predicted: whether it fits, its peak, its seconds. Nothing of the model is run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from graphopt.analysis.program_replay import reserved_where_cached
+from graphopt.capture import CaptureSession
+from graphopt.capture.joint.differentiation import JointCapture
+from graphopt.errors import GraphoptError
+from graphopt.ir.context import Context
+from graphopt.ir.node import Phase, Stage
+from graphopt.ir.program import Program
+from graphopt.rewriting.distributed.prediction.predicted_step import PredictedStep, mean_step, predicted_step
+from graphopt.rewriting.memory.fit.budget import BudgetError, within_already
+from graphopt.rewriting.pipeline import Pipeline
+from graphopt.rewriting.shards import Shards
+from graphopt.rewriting.training_pass import Clock
+from graphopt.runtime.advice.candidate_pipelines import Candidate
+from graphopt.runtime.programs.rewrite import Rewritten, rewrite
+
+__all__ = ["Evaluated", "Evaluator", "SharedCapture"]
+
+_STEPS = range(10_000, 10_064)
+"""Steps of a long run, over which programs that alternate are averaged: warm-ups are over, and intervals divide 64."""
+
+
+class SharedCapture(CaptureSession):
+    """A capture that several pipelines rewrite one after the other: what two of them lower alike is lowered once."""
+
+    def forward(self, autocast: torch.dtype | None = None) -> Program:
+        """See the base class."""
+        self._precision = autocast
+        return super().forward(autocast)
+
+    def lower_forward(self, program: Program) -> Program:
+        """See the base class."""
+        return self._once(program, super().lower_forward)
+
+    def lower_joint(self, program: Program, *, first: bool = False, shards: Shards | None = None) -> Program:
+        """See the base class."""
+        lower = super().lower_joint
+        if first or shards is not None:
+            return lower(program, first=first, shards=shards)
+        return self._once(program, lower)
+
+    def _once(self, program: Program, lower: Callable[[Program], Program]) -> Program:
+        """The program that comes of one with these passes, and what this session knows of it."""
+        known: dict[object, tuple[Program, JointCapture | None]] = self.__dict__.setdefault("_lowered", {})
+        key = (program.stage, self._precision, program.history)
+        if key not in known:
+            known[key] = lower(program), self.joint
+        lowered, self.joint = known[key]
+        lowered = lowered.copy()
+        lowered.context = program.context
+        return lowered
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What is predicted of a pipeline.
+
+    Attributes:
+        candidate: the pipeline.
+        fits: whether it stays within the budget.
+        taken: bytes at its peak; where the device's allocator keeps freed blocks, what it reserves; where no plan
+            fits, the least that was found.
+        step: how it runs; None where it does not.
+        recomputed: ops that run again.
+        problem: why it is not possible, apart from memory; empty where it is.
+    """
+
+    candidate: Candidate
+    fits: bool = False
+    taken: int = 0
+    step: PredictedStep | None = None
+    recomputed: int = 0
+    problem: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return float("inf") if self.step is None else self.step.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """Predicts pipelines for one capture.
+
+    Attributes:
+        session: the capture.
+        stage: the last one of its programs.
+        context: of its programs.
+        cost: where seconds come from.
+        ranks: how many train together.
+        budget: bytes that each has.
+    """
+
+    session: SharedCapture
+    stage: Stage
+    context: Context
+    cost: str
+    ranks: int
+    budget: int
+
+    def __call__(self, candidate: Candidate) -> Evaluated:
+        """What is predicted of a pipeline; a pass that refuses the program, or its machine, is a problem of it."""
+        try:
+            return self._evaluated(candidate)
+        except GraphoptError as error:
+            cause = error if error.__cause__ is None else error.__cause__  # what the pass itself says
+            if isinstance(cause, BudgetError):
+                return Evaluated(candidate, taken=cause.smallest_bytes)
+            return Evaluated(candidate, problem=str(cause).splitlines()[0])
+
+    def _evaluated(self, candidate: Candidate) -> Evaluated:
+        pipeline = Pipeline(candidate.pipeline)
+        context = replace(self.context, plans={}, forms={})
+        rewritten = rewrite(self.session, pipeline, until=self.stage, context=context, log=False)
+        program = rewritten.program
+        memory = program.memory()
+        reserved = reserved_where_cached(program, memory)
+        return Evaluated(
+            candidate,
+            fits=bool(within_already(memory, self.budget, reserved)),
+            taken=memory.peak_bytes if reserved is None else reserved.reserved_peak_bytes,
+            step=self._step(rewritten),
+            recomputed=len(list(program.phase_nodes(Phase.RECOMPUTE))),
+        )
+
+    def _step(self, rewritten: Rewritten) -> PredictedStep:
+        """The mean of a long run, in which several programs may alternate."""
+        passes = rewritten.pipeline.training
+        forms = Counter(tuple((p.name, p.form(Clock(steps))) for p in passes) for steps in _STEPS)
+        if len(forms) < 2:
+            return predicted_step(rewritten.program, self.cost, self.ranks)
+        joint = rewritten.stages["joint"]
+        programs = [(rewritten.lower_joint(joint, forms=dict(form)), count) for form, count in forms.items()]
+        return mean_step([(predicted_step(program, self.cost, self.ranks), count) for program, count in programs])
