@@ -87,7 +87,7 @@ _HOMES = {
     "TrainingPass": "rewriting.training_pass",
     "VerifyError": "errors",
     "__version__": "ir.version:VERSION",
-    "advise": "runtime.advice.advise",
+    "advise": "runtime.advice.choose_passes",
     "available_formats": "ir.provided.formats",
     "capture": "capture",
     "checkpoint": "runtime.checkpoints.checkpoint:",

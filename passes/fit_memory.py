@@ -88,8 +88,9 @@ class FitMemory(Pass):
         effort: ``default``, which looks for a plan for this budget, in about a second, and ends as soon as one is
             within half a per cent of the step of a proven bound; or ``thorough``, which looks for the best plans for
             every budget, and takes many times as long. Where plans for other budgets count too, all are looked for in
-            any case: with copies to a host, slices, parts, ``state``, inputs that reside elsewhere, and on devices
-            whose allocator keeps freed blocks. Where sizes vary, plans for three budgets are.
+            any case: with slices, parts, ``state``, inputs that reside elsewhere, and where a device's allocator
+            leaves more than an eighth of the budget unused. Where sizes vary, or values may wait on the host, plans
+            for some more budgets are.
         time_limit: seconds that the search may take; what it has by then is used. Without a limit the effort depends on
             the program and the budget alone, and so do the plans.
         cost: where seconds come from: ``measured`` (each distinct call is run on this device, and the figures are kept

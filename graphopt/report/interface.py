@@ -32,7 +32,7 @@ from graphopt.rewriting.patterns.rewrite_pass import Rewrite as Rewrite
 from graphopt.rewriting.pipeline import Pipeline as Pipeline
 from graphopt.rewriting.precision.devices import fast_dtype as fast_dtype
 from graphopt.rewriting.training_pass import TrainingPass as TrainingPass
-from graphopt.runtime.advice.advise import advise as advise
+from graphopt.runtime.advice.choose_passes import advise as advise
 from graphopt.runtime.checkpoints import checkpoint as checkpoint
 from graphopt.runtime.compile.inductor_partitioner import partitioner as partitioner
 from graphopt.runtime.drop_in.largest_batch import largest_batch as largest_batch

@@ -102,10 +102,13 @@ def flops_of(node: fx.Node) -> int:
     target, args, kwargs = real_call(node)
     if not isinstance(target, _torch.OpOverload) or not _given(node):
         return 0
+    known = _FORMULAS.get(target._schema.name)
+    if known is None and torch.Tag.pointwise in target.tags:
+        return 0
     args, kwargs = _torch.map_aggregate(
         (args, kwargs), lambda a: _without_data(value_of(a) if isinstance(a, fx.Node) else a)
     )
-    formula = _FORMULAS.get(target._schema.name, partial(_by_parts, target))
+    formula = known or partial(_by_parts, target)
     try:
         count = formula(*args, **kwargs, out_val=_without_data(_result(node)))
     except Exception as error:  # no formula for this overload, or nothing that runs without data
@@ -134,8 +137,6 @@ def _without_data(value: Any) -> Any:
 
 def _by_parts(target: _torch.OpOverload, *args: Any, out_val: Any, **kwargs: Any) -> int:
     """Count while the call runs on tensors without data."""
-    if torch.Tag.pointwise in target.tags:
-        return 0
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         target(*args, **kwargs)
     return int(counter.get_total_flops())

@@ -11,7 +11,7 @@ from graphopt.cli.arguments.arguments import format_of
 from graphopt.cli.arguments.exit_codes import wrong_use
 from graphopt.cli.target.output import json_data, write_output
 from graphopt.cli.target.programs import joined_profile, loaded_target
-from graphopt.runtime.advice.advise import Machine, advise_session
+from graphopt.runtime.advice.choose_passes import Machine, advise_session
 from graphopt.runtime.advice.evaluation import SharedCapture
 
 __all__ = ["advise"]

@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "cache": ((), {"folder", "on", "entries"}),
     "profile": (("cpu",), {"device", "profile"}),
     "plan": ((target("plain"), "--cost", "a100-80gb"), {"title", "stage", "budgets"}),
+    "advise": ((target("plain"), "--device", "a100-80gb"), {"pipeline", "machine", "step", "candidates"}),
     "view": ((target("plain"), "-o", "page.html"), {"title", "stage", "passes", "file", "bytes"}),
 }
 

@@ -159,18 +159,19 @@ def test_where_nothing_fits_the_bytes_and_the_devices_that_would_do_are_said() -
     with pytest.raises(BudgetError, match="the least that one of 2 x small has to hold") as caught:
         advised("4MB", devices=2)
     assert caught.value.smallest_bytes > 4_000_000
-    model = Layers(16)
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(32)))
     size = 4 * sum(parameter.numel() for parameter in model.parameters())
     profile = replace(PROFILE, devices_per_host=1, allocator=PLAIN)
 
     def advise(devices: int) -> Advice:
-        batch = (torch.zeros(16, WIDTH),)
+        batch = (torch.zeros(16, 1024),)
         return graphopt.advise(
             model, adamw(model), batch, loss=mean_square, device=profile, memory=int(0.9 * size), devices=devices
         )
 
     with pytest.raises(BudgetError) as caught:
         advise(1)
+    assert caught.value.smallest_bytes > 0.9 * size
     found = re.search(r"what to do: (\d+) devices can hold it", str(caught.value))
     assert found is not None
     assert "shard-parameters" in advise(int(found[1])).pipeline

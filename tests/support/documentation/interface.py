@@ -36,6 +36,8 @@ _MODULES = {
 def _documented(name: str, module: types.ModuleType) -> pdoc.doc.Module:
     """A module under the name that users know it by."""
     if module.__name__ == name:
+        for public in module.__all__:  # imported when asked for; pdoc takes them as they lie there
+            getattr(module, public)
         return pdoc.doc.Module(module)
     known_as = types.ModuleType(name, module.__doc__)
     known_as.__dict__.update({key: getattr(module, key) for key in module.__all__}, __all__=module.__all__)

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from graphopt.analysis.costs.cost import DeviceProfile, costs_of, profile_of_cost
+from graphopt.analysis.costs.isolated_call import call_key
 from graphopt.analysis.costs.profiles import EFFICIENCY, PROFILES
 from graphopt.analysis.costs.roofline import call_precision, flops_of
 from graphopt.ir.node import Phase, value_of
@@ -160,8 +161,14 @@ def mean_step(steps: Sequence[tuple[PredictedStep, int]]) -> PredictedStep:
 
 def _arithmetic(program: Program, profile: DeviceProfile) -> float:
     share = EFFICIENCY if profile.name in PROFILES else 1.0  # of the published peak that a profile of these holds
-    nodes = program.phase_nodes(Phase.FORWARD, Phase.BACKWARD)
-    return share * sum(flops_of(node) / profile.peak_flops(call_precision(node)) for node in nodes)
+    known: dict[str, float] = {}
+    total = 0.0
+    for node in program.phase_nodes(Phase.FORWARD, Phase.BACKWARD):
+        key = call_key(node) or node.name
+        if key not in known:
+            known[key] = flops_of(node) / profile.peak_flops(call_precision(node))
+        total += known[key]
+    return share * total
 
 
 def _copy_seconds(node: fx.Node, profile: DeviceProfile) -> float:
