@@ -235,7 +235,7 @@ def advise_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory", type=_memory, metavar="SIZE", help="of one device (default: what --device has, or is free here)"
     )
     parser.add_argument("--numerics", choices=_NUMERICS, default="bitwise", metavar="WORD", help=_NUMERICS_HELP)
-    output_arguments(parser, ("text", "json"))
+    output_arguments(parser, ("text", "json", "svg"))
     device_arguments(parser)
     network_arguments(parser)
     parser.set_defaults(problem=_advise_problem)

@@ -11,8 +11,10 @@ from graphopt.cli.arguments.arguments import format_of
 from graphopt.cli.arguments.exit_codes import wrong_use
 from graphopt.cli.target.output import json_data, write_output
 from graphopt.cli.target.programs import joined_profile, loaded_target
+from graphopt.report.pictures.advice_chart import advice_svg
 from graphopt.runtime.advice.choose_passes import Machine, advise_session
 from graphopt.runtime.advice.evaluation import SharedCapture
+from graphopt.runtime.advice.recommendation import Advice
 
 __all__ = ["advise"]
 
@@ -29,5 +31,10 @@ def advise(options: argparse.Namespace) -> None:
             machine = Machine.of(options.devices, profile, options.memory)
         session = loaded_target(options).session_of(SharedCapture, profile)
         found = advise_session(session, machine, options.numerics)
-    text = str(found) if format_of(options) == "text" else json.dumps(json_data(found.to_json()), indent=2)
-    write_output(options, text)
+    write_output(options, _written(found, format_of(options)))
+
+
+def _written(found: Advice, form: str) -> str:
+    if form == "svg":
+        return advice_svg(found)
+    return str(found) if form == "text" else json.dumps(json_data(found.to_json()), indent=2)

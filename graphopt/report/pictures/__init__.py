@@ -1,5 +1,5 @@
-"""Programs, memory timelines and frontiers as SVG.
+"""Programs, memory timelines, frontiers and pipelines to choose from as SVG.
 
-In reading order: ``picture``, ``layout``, ``folding``, ``visits``, ``memory_timeline``, ``frontier_chart``,
-``images``.
+In reading order: ``picture``, ``layout``, ``folding``, ``visits``, ``memory_timeline``, ``chart``,
+``frontier_chart``, ``advice_chart``, ``images``.
 """
