@@ -335,7 +335,8 @@ def optimize(
     Args:
         model: the bare module. It is not changed, and shares everything with the result, attributes set later too.
         passes: ``Pass`` objects or their text form (``"recompute{checkpoints=blocks.*}"``), in a list in any order, or
-            one alone; None for no passes.
+            one alone; None for no passes; ``"auto"`` for a plan where the device's memory is short
+            (``fit-memory{budget=auto}``).
         example_inputs: positional inputs to capture with right away.
         dynamic_shapes: ``"auto"`` lets an axis vary from its second size on, so that few captures serve all sizes; None
             captures each size by itself; or the sizes that may vary, as for ``torch.export.export``.
@@ -366,6 +367,10 @@ def optimize(
     from graphopt.runtime.drop_in.sharded_call import FullyShardedCalls, ShardedCalls
     from graphopt.runtime.runner import Options
 
+    if passes == "auto":
+        from graphopt.runtime.advice.automatic import WITHIN_MEMORY
+
+        passes = WITHIN_MEMORY
     if isinstance(model, Optimized):
         raise CaptureError("the model is optimized already: give all passes to one call of graphopt.optimize")
     if isinstance(model, DistributedDataParallel):

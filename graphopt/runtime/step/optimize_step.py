@@ -39,7 +39,9 @@ def optimize_step(
         optimizer: a ``torch.optim`` object over its parameters; stays the source of truth. The step runs the
             implementation that it is asked for, with eager mode's bits; ``Adam``, ``AdamW`` and ``Adagrad`` that are
             asked for none run their fused kernel, with the bits of ``fused=True``.
-        passes: ``Pass`` objects or their text form, in a list in any order, or one alone; None for no passes.
+        passes: ``Pass`` objects or their text form, in a list in any order, or one alone; None for no passes;
+            ``"auto"`` for what the machine needs and results do not show: a plan where memory is short, and, where
+            several ranks train, the fastest way to exchange gradients by ``example_inputs`` (``graphopt.advise``).
         loss: ``loss(model, *batch)`` returning a scalar, or more beside it (metrics, predictions): a tuple or list that
             begins with the loss, a dict with ``"loss"``, or an object with ``.loss``; the step then returns the same,
             detached. None where the model returns the loss or an object with ``.loss``, the rest of which is left out.
@@ -66,11 +68,15 @@ def optimize_step(
     # what captures and runs programs: for those who make one
     from graphopt.capture.call.sharded_form import is_fully_sharded
     from graphopt.capture.call.tensor_parallel_form import has_distributed_tensors
+    from graphopt.runtime.advice.automatic import AUTO, WITHIN_MEMORY, automatic_passes
     from graphopt.runtime.runner import Options
     from graphopt.runtime.step.train_step import TrainStep
 
-    model, taken = take_over(model, passes)
     sharded, distributed = is_fully_sharded(model), has_distributed_tensors(model)
+    if passes == AUTO:
+        alone = sharded or distributed  # where what has sharded the model has the ranks
+        passes = WITHIN_MEMORY if alone else automatic_passes(model, optimizer, loss, example_inputs)
+    model, taken = take_over(model, passes)
     options = Options.checked(
         model, taken, dynamic_shapes, backend, verify, fully_sharded=sharded, distributed=distributed
     )
