@@ -125,7 +125,11 @@ class Advice:
             f"limited by           {self.limit}",
         ]
         if step.arithmetic:
-            lines.insert(4, f"utilization          {step.utilization:.0%} of the device's published peak (MFU)")
+            least = step.utilization * step.seconds / step.at_most
+            range_ = (
+                f"{step.utilization:.0%}" if least == step.utilization else f"{least:.0%} to {step.utilization:.0%}"
+            )
+            lines.insert(4, f"utilization          {range_} of the device's published peak (MFU)")
         if (other := self.runner_up) is not None:
             slower = other.seconds / step.seconds - 1
             told = f"{abs(slower):.1%} {'slower' if slower >= 0 else 'faster, and further from the baseline'}"

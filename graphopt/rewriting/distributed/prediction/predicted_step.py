@@ -11,7 +11,7 @@ from torch import fx
 
 from graphopt.analysis.costs.cost import DeviceProfile, costs_of, profile_of_cost
 from graphopt.analysis.costs.isolated_call import call_key
-from graphopt.analysis.costs.profiles import EFFICIENCY, PROFILES
+from graphopt.analysis.costs.profiles import EFFICIENCY, PROFILES, SLOWEST
 from graphopt.analysis.costs.roofline import call_precision, flops_of
 from graphopt.ir.node import Phase, value_of
 from graphopt.ir.program import Program
@@ -38,6 +38,8 @@ class PredictedStep:
         ranks: how many there are.
         peak_bytes: the most bytes alive on a rank at once.
         seconds: of the step, waiting included.
+        at_most: seconds that it may take: by data sheets, programs are slower than predicted (``SLOWEST``); the same as
+            ``seconds`` where ops, or what the device can do, were measured.
         compute: of its ops.
         exchanges: of what it exchanges with other ranks, beside the ops.
         sent_bytes: that a rank sends.
@@ -52,6 +54,7 @@ class PredictedStep:
     ranks: int
     peak_bytes: int
     seconds: float
+    at_most: float
     compute: float
     exchanges: float
     sent_bytes: int
@@ -87,15 +90,28 @@ class PredictedStep:
             parts.append(f"{format_seconds(self.waited)} of waiting for them")
         head, each = (f"step of {self.ranks} ranks", " on each") if several else ("step", "")
         taken = f"{head:21}{format_seconds(self.seconds)}, {format_bytes(self.peak_bytes)}{each}: {', '.join(parts)}"
-        rates = f"{self.rate:,.0f} {self.unit} a second"
+        rates = f"{self._rates(1)} {self.unit} a second"
         if several:
-            rates += f" on each rank, {self.rate * self.ranks:,.0f} on all"
-        return [taken, f"{'throughput':21}{rates}"]
+            rates += f" on each rank, {self._rates(self.ranks)} on all"
+        lines = [taken, f"{'throughput':21}{rates}"]
+        if self.at_most > self.seconds:
+            lines.append(
+                f"{'':21}by data sheets: published runs took up to {self.at_most / self.seconds:g} times as long"
+            )
+        return lines
+
+    def _rates(self, ranks: int) -> str:
+        """Tokens or rows of some ranks in a second, from the least to the most."""
+        least, most = (f"{self.items * ranks / seconds:,.0f}" for seconds in (self.at_most, self.seconds))
+        return most if least == most else f"{least} to {most}"
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain data."""
         return {
-            **asdict(self), f"{self.unit}_per_second_and_rank": self.rate, "utilization": self.utilization,
+            **asdict(self),
+            f"{self.unit}_per_second_and_rank": self.rate,
+            f"{self.unit}_per_second_and_rank_at_least": self.items / self.at_most,
+            "utilization": self.utilization,
         }  # fmt: skip
 
 
@@ -121,10 +137,13 @@ def predicted_step(program: Program, cost: str, ranks: int) -> PredictedStep:
     exchanges = sum(part.seconds for part in beside if part.lane == NETWORK)
     waited = sum(part.waits for part in run)
     items, unit = _items(program)
+    end = max(part.end for part in run)
+    by_data_sheet = profile is not None and profile.name in PROFILES
     return PredictedStep(
         ranks=ranks,
         peak_bytes=memory.peak_bytes,
-        seconds=max(part.end for part in run),
+        seconds=end,
+        at_most=end * (SLOWEST if by_data_sheet else 1.0),
         compute=sum(part.seconds - part.waits for part in run if part.lane == COMPUTE),
         exchanges=exchanges,
         sent_bytes=int(sum(moved(node).sent for node in memory.nodes if is_exchange(node))),
@@ -151,6 +170,7 @@ def mean_step(steps: Sequence[tuple[PredictedStep, int]]) -> PredictedStep:
         steps[0][0],
         peak_bytes=max(step.peak_bytes for step, _ in steps),
         seconds=mean("seconds"),
+        at_most=mean("at_most"),
         compute=mean("compute"),
         exchanges=mean("exchanges"),
         sent_bytes=round(mean("sent_bytes")),
