@@ -70,11 +70,12 @@ def automatic_passes(
         advice = advise_session(session, machine, "bitwise")
     other = advice.runner_up
     told = "" if other is None else f"; runner-up {other.candidate}, {format_seconds(other.seconds)}"
+    pipeline = re.sub(r"\bbudget=\d+", "budget=auto", advice.pipeline)
     leave_line(
-        f"passes='auto': {advice.pipeline}: {format_bytes(advice.chosen.taken)} of {format_bytes(machine.budget)}, "
+        f"passes='auto': {pipeline}: {format_bytes(advice.chosen.taken)} of {format_bytes(machine.budget)}, "
         f"{format_seconds(advice.step.seconds)} a step (predicted){told}"
     )
-    return re.sub(r"\bbudget=\d+", "budget=auto", advice.pipeline)
+    return pipeline
 
 
 def _machine_here(model: nn.Module, device: torch.device) -> Machine:

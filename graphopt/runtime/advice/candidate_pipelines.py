@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -33,6 +34,16 @@ class Candidate:
     def pipeline(self) -> str:
         """The text that ``Pipeline`` takes."""
         return ",".join(self.passes)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the passes."""
+        return re.sub(r"\{[^}]*\}", "", self.pipeline).split(",")
+
+    @property
+    def gathers(self) -> bool:
+        """Whether parameters are gathered when they are read, and stay where a budget leaves them room."""
+        return "shard-parameters" in self.pipeline
 
     def __str__(self) -> str:
         return self.pipeline or "no pass"

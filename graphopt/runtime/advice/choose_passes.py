@@ -112,7 +112,7 @@ def advise(
     Every precision and way to exchange gradients that ``numerics`` allows is rewritten and simulated as a program:
     bytes to the last one, seconds of ops, exchanges and copies beside each other. What does not fit gets a plan of
     ``FitMemory``, with what else leaves memory, unless even without it a step would be slower than one that fits.
-    Of pipelines within 5 % of the fastest the one that changes results least is taken.
+    Of pipelines within 5 % of the fastest the one that changes results least is taken, with the fewest passes.
 
     Args:
         model: as for ``graphopt.optimize_step``; it may be without data (``graphopt.without_data()``).
@@ -198,7 +198,7 @@ def advise_session(session: SharedCapture, machine: Machine, numerics: Numerics)
 
 
 _ALIKE = 1.01
-"""Pipelines within a per cent of each other are told apart by how many passes they have."""
+"""How many times as fast a pipeline has to be for its plan to be looked for."""
 
 _FALLS = 0.98
 """What twice as many devices have to leave of the bytes of one at most, for even more of them to be tried."""
@@ -227,15 +227,17 @@ class _Search:
     found: list[Evaluated] = field(default_factory=list)
 
     def run(self, wanted: list[Candidate]) -> None:
-        """Look at every candidate as it is, then within the budget at those that do not fit and may be fastest.
+        """Look at every candidate as it is, then within the budget at those that may be fastest so.
 
-        What takes less memory takes no less time: nothing is planned for a candidate that is slower than another one
-        that fits. Copies to the host, which take longer to plan, are planned for the nearest two.
+        Those are candidates that do not fit, and those whose parameters a budget leaves gathered. Nothing is planned
+        for one that takes longer in any case than another one that fits. Copies to the host, which take longer to
+        plan, are planned for the nearest two.
         """
-        large = [one for one in map(self._look, wanted) if not one.fits and not one.problem]
-        large.sort(key=lambda one: one.seconds)
+        looked = [one for one in map(self._look, wanted) if not one.problem]
+        large = [one for one in looked if not one.fits or one.candidate.gathers]
+        large.sort(key=lambda one: one.least_seconds)
         reached = {one: self._within(one, "recompute") for one in large}
-        nearest = sorted(large, key=lambda one: (reached[one], one.seconds))[:_NEAREST]
+        nearest = sorted((one for one in large if not one.fits), key=lambda one: (reached[one], one.seconds))[:_NEAREST]
         for one in nearest[:1]:
             for variant in with_less_memory(one.candidate, self.numerics):
                 if self._may_gain(one) and (less := self._look(variant)).taken < one.taken:
@@ -248,19 +250,19 @@ class _Search:
 
     def _within(self, plain: Evaluated, allow: str) -> float:
         """Look at a candidate within the budget, where it may gain by that; gives the seconds that it comes to."""
-        if plain.fits or plain.problem or not self._may_gain(plain):
+        if plain.problem or not self._may_gain(plain):
             return plain.seconds if plain.fits else math.inf
         found = self._look(within_budget(plain.candidate, self.evaluate.budget, allow))
         return found.seconds if found.fits else math.inf
 
     def _may_gain(self, plain: Evaluated) -> bool:
-        """Whether a candidate without a budget would be faster than what fits, or as fast with less changed."""
+        """Whether a candidate may be faster than what fits, or as fast with less changed."""
         fitting = [one for one in self.found if one.fits]
         alike = min(
             (one.seconds for one in fitting if one.candidate.change <= plain.candidate.change), default=math.inf
         )
         best = min((one.seconds for one in fitting), default=math.inf)
-        return _ALIKE * plain.seconds < alike and plain.seconds <= CLOSE * best
+        return _ALIKE * plain.least_seconds < alike and plain.least_seconds <= CLOSE * best
 
     def _look(self, candidate: Candidate) -> Evaluated:
         with working(f"simulating {candidate}"):
@@ -269,14 +271,10 @@ class _Search:
 
 
 def _chosen(fitting: list[Evaluated]) -> Evaluated:
-    """Of those that are hardly slower than the fastest, the one that changes results least; then the shortest."""
+    """Of those that are hardly slower than the fastest, the one that changes results least, with the fewest passes."""
     fastest = min(one.seconds for one in fitting)
     close = [one for one in fitting if one.seconds <= CLOSE * fastest]
-    least = min(one.candidate.change for one in close)
-    same = [one for one in close if one.candidate.change == least]
-    best = min(one.seconds for one in same)
-    alike = [one for one in same if one.seconds <= _ALIKE * best]
-    return min(alike, key=lambda one: (len(one.candidate.passes), one.seconds))
+    return min(close, key=lambda one: (one.candidate.change, len(one.candidate.names), one.seconds))
 
 
 def _ranked(found: list[Evaluated]) -> list[Evaluated]:

@@ -334,6 +334,11 @@ class Fitting:
         return self._smallest
 
     @property
+    def knows_smallest(self) -> bool:
+        """Whether the plan with the fewest bytes of all is known: each that may be it takes a look at its program."""
+        return not self.is_carried and (self._smallest is not None or self._options.thorough)
+
+    @property
     def smallest_peak(self) -> int:
         """The lowest peak that was found, in bytes; where more is reserved, another plan may take the fewest bytes."""
         peak = self.smallest().peak_bytes

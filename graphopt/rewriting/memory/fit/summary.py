@@ -115,8 +115,7 @@ def summary_lines(fitting: Fitting, fitted: Fitted, budget: int, costs: CostRepo
     """What a plan within ``budget`` bytes takes, in bytes and in seconds, next to the program as it is."""
     share = fitted.seconds / fitting.seconds if fitting.seconds else 0.0
     how = "measured" if costs.measured or costs.cached else "roofline"
-    unknown = fitting.is_carried or fitting.is_aimed
-    least = "" if unknown else f"; the smallest peak found is {format_bytes(fitting.smallest_peak)}"
+    least = "" if not fitting.knows_smallest else f"; the smallest peak found is {format_bytes(fitting.smallest_peak)}"
     peak = (
         f"peak {format_bytes(fitted.peak_bytes)} of {format_bytes(budget)} allowed; with nothing run again it takes "
         f"{format_bytes(fitting.memory.peak_bytes)}{least}"
@@ -157,7 +156,7 @@ def reserved_lines(fitting: Fitting, fitted: Fitted) -> list[str]:
         return []
     more = fitted.reserved_bytes - fitted.peak_bytes
     least = ""
-    if not (fitting.is_carried or fitting.is_aimed):
+    if fitting.knows_smallest:
         least = f", and under the plan that takes least {format_bytes(fitting.smallest().taken_bytes)}"
     line = (
         f"{reserved.device} reserves {format_bytes(fitted.reserved_bytes)} for it, {format_bytes(more)} beyond the "
