@@ -10,13 +10,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from graphopt import _torch
 from graphopt.analysis.costs.profiles import DeviceProfile, device_profile
 from graphopt.capture.devices.for_device import without_data_for
 from graphopt.capture.effects.side_effects import CAPTURE_LOCK
-from graphopt.errors import ArgumentError, GraphoptError, did_you_mean, public, whole_number
+from graphopt.errors import ArgumentError, GraphoptError, check_type, did_you_mean, public, whole_number
 from graphopt.ir.context import Context
 from graphopt.ir.node import Stage
 from graphopt.ir.words.written_units import format_bytes, parse_bytes
@@ -86,7 +87,17 @@ class Machine:
 
     @contextlib.contextmanager
     def ranks(self) -> Iterator[None]:
-        """While the block runs, this process is the first of its ranks."""
+        """While the block runs, this process is one of its ranks: the first, where there are no processes for them.
+
+        Raises:
+            ArgumentError: where there are others than these.
+        """
+        there = dist.get_world_size() if dist.is_available() and dist.is_initialized() else self.devices
+        if there != self.devices:
+            raise ArgumentError(
+                f"{there} ranks have a process group here, and devices={self.devices} are to be planned for: give "
+                f"devices={there}, or ask in a process without a group"
+            )
         per_host = 1 if self.profile is None else self.profile.devices_per_host
         with _torch.ranks_without_network(self.devices, per_host):
             yield
@@ -146,6 +157,8 @@ def advise(
     if numerics not in get_args(Numerics):
         raise ArgumentError(f"numerics={numerics!r} is not possible; {did_you_mean(str(numerics), get_args(Numerics))}")
     machine = _machine(memory, whole_number("devices", devices, least=1), device, network, cost)
+    if example_inputs is not None:
+        check_type("advise's example_inputs", example_inputs, tuple, "the batch as a tuple of positional arguments")
     args, kwargs = example_inputs or (), kwargs or {}
     if machine.profile is not None:
         twins = without_data_for(machine.profile, model, optimizer, args, kwargs)

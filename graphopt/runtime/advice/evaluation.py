@@ -6,13 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.capture import CaptureSession
 from graphopt.capture.joint.differentiation import JointCapture
-from graphopt.errors import GraphoptError
+from graphopt.errors import CaptureError, GraphoptError
 from graphopt.ir.context import Context
 from graphopt.ir.node import Phase, Stage
 from graphopt.ir.program import Program
@@ -31,7 +32,16 @@ _STEPS = range(10_000, 10_064)
 
 
 class SharedCapture(CaptureSession):
-    """A capture that several pipelines rewrite one after the other: what two of them lower alike is lowered once."""
+    """A capture that several pipelines rewrite one after the other: what two of them lower alike is lowered once.
+
+    Attributes:
+        lowered: the programs that were lowered, by what from, each with what the session knew of it then.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As the base class."""
+        super().__init__(*args, **kwargs)
+        self.lowered: dict[object, tuple[Program, JointCapture | None]] = {}
 
     def forward(self, autocast: torch.dtype | None = None) -> Program:
         """See the base class."""
@@ -51,11 +61,10 @@ class SharedCapture(CaptureSession):
 
     def _once(self, program: Program, lower: Callable[[Program], Program]) -> Program:
         """The program that comes of one with these passes, and what this session knows of it."""
-        known: dict[object, tuple[Program, JointCapture | None]] = self.__dict__.setdefault("_lowered", {})
         key = (program.stage, self._precision, program.history)
-        if key not in known:
-            known[key] = lower(program), self.joint
-        lowered, self.joint = known[key]
+        if key not in self.lowered:
+            self.lowered[key] = lower(program), self.joint
+        lowered, self.joint = self.lowered[key]
         lowered = lowered.copy()
         lowered.context = program.context
         return lowered
@@ -121,6 +130,8 @@ class Evaluator:
         try:
             return self._evaluated(candidate)
         except GraphoptError as error:
+            if isinstance(error, CaptureError) and not self.session.lowered:
+                raise  # that of the model, whatever the passes
             cause = error if error.__cause__ is None else error.__cause__  # what the pass itself says
             if isinstance(cause, BudgetError):
                 return Evaluated(candidate, taken=cause.smallest_bytes)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from graphopt.analysis.costs.profiles import PROFILES
+from graphopt.analysis.costs.profiles import PROFILES, SLOWEST
 from tests.support.command import Command
 from tests.support.exchanging import wide
 from tests.support.training import mean_square
@@ -103,6 +105,17 @@ def test_sharded_parameters_in_mixed_precision_within_a_budget(run: Command) -> 
     outcome = run("memory", ROTATED, *RANKS, *argv)
     assert outcome.code == 0, outcome.err
     assert outcome.data["after"]["peak_bytes"] == answer["peak_bytes"] < data["plain"]["peak_bytes"]
+
+
+def test_what_is_predicted_by_a_data_sheet_is_a_range(run: Command, tmp_path: Path) -> None:
+    found = planned(run, "--network", "1Gbit", "--passes", "data-parallel")["step"]
+    assert found["at_most"] == pytest.approx(SLOWEST * found["seconds"])
+    assert found["rows_per_second_and_rank_at_least"] == pytest.approx(ROWS / found["at_most"])
+    text = run("plan", STEP, *RANKS, "--network", "1Gbit", "--passes", "data-parallel").out
+    assert f"{ROWS / found['at_most']:,.0f} to {ROWS / found['seconds']:,.0f} rows a second on each rank" in text
+    mine = replace(PROFILES[DEVICE], name="mine", network_bandwidth=1e9).save(tmp_path / "mine.toml")
+    outcome = run("plan", STEP, "--device", mine, "--devices", "16", "--passes", "data-parallel", "--json")
+    assert outcome.data["step"]["at_most"] == outcome.data["step"]["seconds"]
 
 
 @pytest.mark.sweep

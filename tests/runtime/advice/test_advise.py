@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -219,6 +220,7 @@ def test_text_and_data_say_the_same() -> None:
         ({"devices": 2, "device": None}, "needs device="),
         ({"network": "1Gbit", "device": None}, "give device="),
         ({"network": "fast"}, "is not a bandwidth"),
+        ({"example_inputs": torch.zeros(2, WIDTH)}, "as a tuple of positional arguments"),
         ({"memory": "8 apples"}, "8 apples"),
         ({"memory": 10, "device": "h100-80gb"}, "not enough for the driver"),
     ],
@@ -226,9 +228,9 @@ def test_text_and_data_say_the_same() -> None:
 )
 def test_wrong_arguments_say_what_to_write(options: dict[str, Any], words: str) -> None:
     model = Layers(1)
-    given = {"device": PROFILE, **options}
+    given = {"device": PROFILE, "example_inputs": (torch.zeros(2, WIDTH),), **options}
     with pytest.raises(graphopt.GraphoptError, match=words) as caught:
-        graphopt.advise(model, adamw(model), (torch.zeros(2, WIDTH),), loss=mean_square, **given)
+        graphopt.advise(model, adamw(model), loss=mean_square, **given)
     assert isinstance(caught.value, ArgumentError) or "network" in options
 
 
@@ -240,6 +242,26 @@ def test_what_is_evaluated_together_is_what_each_is_by_itself() -> None:
             continue  # a mean of two programs
         assert one.step is not None
         assert measured(one.candidate.pipeline, PROFILE, 4) == (one.taken, pytest.approx(one.seconds))
+
+
+def test_a_model_that_cannot_be_captured_says_so_itself() -> None:
+    class Branching(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if x.sum().item() > 0 else x
+
+    with pytest.raises(graphopt.CaptureError, match="Branching cannot be captured") as caught:
+        graphopt.advise(Branching(1), None, (torch.ones(2, WIDTH),), device=PROFILE)
+    assert "what to do" in str(caught.value)
+
+
+def test_a_process_group_of_other_ranks_is_refused(tmp_path: Path) -> None:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(ArgumentError, match="give devices=1"):
+            advised(devices=2)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_no_parameter_is_touched() -> None:

@@ -57,8 +57,8 @@ def link_of_profile(profile: DeviceProfile, ranks: Sequence[int]) -> Link:
     host = HostLink(inside, profile.peer_bandwidth, profile.peer_latency) if inside > 1 else None
     if len(ranks) > inside and not profile.network_bandwidth:
         raise GraphoptError(
-            f"the profile of {profile.name} does not say what joins {len(ranks)} devices: give --network, such as "
-            "400Gbit, or network_bandwidth in a file with a profile"
+            f"the profile of {profile.name} does not say what joins {len(ranks)} devices: give --network 400Gbit "
+            "(network='400Gbit' in Python), or network_bandwidth in a file with a profile"
         )
     return Link(profile.network_bandwidth or profile.peer_bandwidth, profile.network_latency, host=host)
 
