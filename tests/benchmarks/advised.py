@@ -98,7 +98,7 @@ def row(case: Case) -> list[str]:
         profile = replace(profile, network_bandwidth=parse_bandwidth(case.network))
     twins = without_data_for(profile, model, optimizer, batch, {})
     session = SharedCapture(twins.model, twins.args, twins.kwargs, loss=loss, optimizer=twins.optimizer)
-    machine = Machine.of(case.devices, profile, None)
+    machine = Machine.of(case.devices, profile, None, model)
     evaluate = Evaluator(session, "step", Context(device=profile), "measured", case.devices, machine.budget)
     plain = candidates(machine.devices, machine.hosts, "bitwise", "AdamW")[0]
     with machine.ranks():

@@ -28,8 +28,10 @@ def advise(options: argparse.Namespace) -> None:
     with contextlib.redirect_stdout(sys.stderr):
         with wrong_use():
             profile = None if options.device is None else joined_profile(options)
-            machine = Machine.of(options.devices, profile, options.memory)
-        session = loaded_target(options).session_of(SharedCapture, profile)
+        target = loaded_target(options)
+        with wrong_use():
+            machine = Machine.of(options.devices, profile, options.memory, target.model)
+        session = target.session_of(SharedCapture, profile)
         found = advise_session(session, machine, options.numerics)
     write_output(options, _written(found, format_of(options)))
 

@@ -15,13 +15,11 @@ from graphopt.analysis.costs.calibration import profile_of
 from graphopt.capture.devices.for_device import without_data_for
 from graphopt.capture.effects.side_effects import CAPTURE_LOCK
 from graphopt.errors import ArgumentError
-from graphopt.ir.host import local_ranks
 from graphopt.ir.ops.communication.groups import find_group, talking
 from graphopt.ir.words.written_units import format_bytes, format_seconds
 from graphopt.rewriting.distributed.prediction.measured_link import largest_of_all, measure_link
-from graphopt.rewriting.memory.free_memory import free_bytes
 from graphopt.rewriting.progress import leave_line
-from graphopt.runtime.advice.choose_passes import Machine, advise_session
+from graphopt.runtime.advice.choose_passes import Machine, advise_session, memory_left
 from graphopt.runtime.advice.evaluation import SharedCapture
 
 __all__ = ["AUTO", "automatic_passes"]
@@ -85,9 +83,7 @@ def _machine_here(model: nn.Module, device: torch.device) -> Machine:
         told: list[Any] = [profile_of(device) if group.rank == 0 else None]
         dist.broadcast_object_list(told, src=dist.get_global_rank(group.handle, 0), group=group.handle)
         link = measure_link(group, device)
-        held = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
-        sharing = local_ranks() if device.type == "cpu" else 1
-        (least,) = largest_of_all([-(held + 0.95 * free_bytes(device) / sharing)], group, device)
+        (least,) = largest_of_all([-memory_left(model)], group, device)
     profile = replace(
         told[0], devices_per_host=1, network_bandwidth=link.bandwidth, network_latency=link.latency
     )  # what is measured between all ranks holds for hosts too

@@ -19,6 +19,7 @@ from graphopt.capture.devices.for_device import without_data_for
 from graphopt.capture.effects.side_effects import CAPTURE_LOCK
 from graphopt.errors import ArgumentError, GraphoptError, check_type, did_you_mean, public, whole_number
 from graphopt.ir.context import Context
+from graphopt.ir.host import local_ranks
 from graphopt.ir.node import Stage
 from graphopt.ir.words.written_units import format_bytes, parse_bytes
 from graphopt.rewriting.distributed.prediction.advice import CLOSE
@@ -31,7 +32,7 @@ from graphopt.runtime.advice.candidate_pipelines import Candidate, candidates, w
 from graphopt.runtime.advice.evaluation import Evaluated, Evaluator, SharedCapture
 from graphopt.runtime.advice.recommendation import Advice
 
-__all__ = ["Machine", "advise", "advise_session"]
+__all__ = ["Machine", "advise", "advise_session", "memory_left"]
 
 _MOST_DEVICES = 4096
 """Where the search for a number of devices that can hold a model ends."""
@@ -54,14 +55,16 @@ class Machine:
     cost: str = "measured"
 
     @classmethod
-    def of(cls, devices: int, profile: DeviceProfile | None, memory: int | None, cost: str = "measured") -> Machine:
-        """Devices with so many bytes each; by default with what they have, or with what is free here.
+    def of(
+        cls, devices: int, profile: DeviceProfile | None, memory: int | None, model: nn.Module, cost: str = "measured"
+    ) -> Machine:
+        """Devices with so many bytes each; by default with what they have, or with what is left where the model is.
 
         Raises:
             ArgumentError: where the driver alone takes more.
         """
         if profile is None:
-            return cls(devices, None, free_bytes(torch.device("cpu")) if memory is None else memory, cost)
+            return cls(devices, None, memory_left(model) if memory is None else memory, cost)
         memory = profile.memory_bytes if memory is None else memory
         if memory <= profile.context_bytes:
             raise ArgumentError(
@@ -131,7 +134,7 @@ def advise(
         example_inputs: the batch of one device, as positional arguments.
         kwargs: those by keyword.
         loss: as for ``graphopt.optimize_step``.
-        memory: bytes of one device, or text (``"80GB"``); by default those that ``device`` has, or that are free here.
+        memory: bytes of one device, or text (``"80GB"``); by default those that ``device`` has, or that are left here.
         devices: how many train together.
         device: what they are: a name (``"h100-80gb"``), a profile, or a file with one; None for the device that is
             here, on which calls are timed.
@@ -156,7 +159,7 @@ def advise(
     """
     if numerics not in get_args(Numerics):
         raise ArgumentError(f"numerics={numerics!r} is not possible; {did_you_mean(str(numerics), get_args(Numerics))}")
-    machine = _machine(memory, whole_number("devices", devices, least=1), device, network, cost)
+    machine = _machine(model, memory, whole_number("devices", devices, least=1), device, network, cost)
     if example_inputs is not None:
         check_type("advise's example_inputs", example_inputs, tuple, "the batch as a tuple of positional arguments")
     args, kwargs = example_inputs or (), kwargs or {}
@@ -167,7 +170,20 @@ def advise(
         return advise_session(SharedCapture(model, args, kwargs, loss=loss, optimizer=optimizer), machine, numerics)
 
 
-def _machine(memory: int | str | None, devices: int, device: Any, network: str | None, cost: str) -> Machine:
+def memory_left(model: nn.Module) -> int:
+    """The bytes that a program may take on the device of a model: what the model holds, and 95 % of what is free.
+
+    On a CPU each rank has its part of that.
+    """
+    held = [*model.parameters(), *model.buffers()]
+    device = held[0].device if held else torch.device("cpu")
+    sharing = local_ranks() if device.type == "cpu" else 1
+    return sum(tensor.numel() * tensor.element_size() for tensor in held) + int(0.95 * free_bytes(device) / sharing)
+
+
+def _machine(
+    model: nn.Module, memory: int | str | None, devices: int, device: Any, network: str | None, cost: str
+) -> Machine:
     profile = None if device is None else device_profile(device)
     if profile is None and devices > 1:
         raise ArgumentError(
@@ -181,7 +197,7 @@ def _machine(memory: int | str | None, devices: int, device: Any, network: str |
         given = parse_bytes(memory) if isinstance(memory, str) else memory
     except ValueError as error:
         raise ArgumentError(f"memory={memory!r}: {error}") from None
-    return Machine.of(devices, profile, given, cost)
+    return Machine.of(devices, profile, given, model, cost)
 
 
 def advise_session(session: SharedCapture, machine: Machine, numerics: Numerics) -> Advice:
