@@ -121,6 +121,7 @@ def test_the_choice_is_the_best_of_all_that_fit(devices: int, share: float, netw
     assert (taken, pytest.approx(seconds)) == (advice.chosen.taken, advice.step.seconds)
 
 
+@pytest.mark.sweep
 def test_what_changes_results_is_looked_at_where_it_may() -> None:
     texts = {
         numerics: _passes(advised(devices=4, numerics=numerics)) for numerics in ("bitwise", "tolerant", "changes")
