@@ -169,7 +169,11 @@ class _Searches:
             memory.peak_bytes, after - before, after / before, len(list(program.phase_nodes(Phase.RECOMPUTE)))
         )
         reserved = _reserved_bytes(reserved_where_cached(program, memory))
-        said = [f"peak {format_bytes(memory.peak_bytes)} of {format_bytes(budget)} allowed", done.reason, *done.lines]
+        said = [
+            f"peak {format_bytes(memory.peak_bytes)} of {format_bytes(budget)} allowed",
+            "" if done else done.reason,
+            *done.lines,
+        ]
         reason = "\n".join(filter(None, said))
         step = self.step(program)
         return _Answer(text, budget, memory.peak_bytes, reserved, reason=reason, step=step, around=point)

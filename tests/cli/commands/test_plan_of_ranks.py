@@ -100,6 +100,7 @@ def test_sharded_parameters_in_mixed_precision_within_a_budget(run: Command) -> 
     assert answer["reserved_bytes"] <= answer["budget_bytes"]
     assert answer["ratio"] > 1
     assert any("gathered from all ranks" in line for line in answer["notes"])
+    assert not any(line.startswith("nothing") for line in answer["notes"])
     budget = answer["budget_bytes"]
     argv = ("--passes", f"{SHARDED},fit-memory{{budget={budget}}}", "--json")
     outcome = run("memory", ROTATED, *RANKS, *argv)
