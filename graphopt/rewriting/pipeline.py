@@ -27,7 +27,12 @@ from graphopt.rewriting.shards import Shards
 from graphopt.rewriting.text.spec import parse_passes
 from graphopt.rewriting.training_pass import TrainingPass
 
-__all__ = ["Passes", "Pipeline"]
+__all__ = ["AUTO", "Passes", "Pipeline"]
+
+AUTO = "auto"
+"""What stands for the passes that the machine needs; by itself for a plan where memory is short."""
+
+_WITHIN_MEMORY = "fit-memory{budget=auto}"
 
 
 Passes = str | Pass | Iterable[Pass | str] | os.PathLike[str] | None
@@ -251,7 +256,7 @@ def _listed(passes: Any) -> list[Any]:
     if passes is None:
         return []
     if isinstance(passes, str):
-        return parse_passes(passes, find_pass)
+        return parse_passes(_WITHIN_MEMORY if passes == AUTO else passes, find_pass)
     if isinstance(passes, os.PathLike):
         return read_passes(passes)
     if isinstance(passes, Pipeline):

@@ -27,7 +27,7 @@ of it. 0.75 is also what torch's own estimate of run times takes (``torch.utils.
 SLOWEST = 1.6
 """How many times as long as predicted by a profile of `PROFILES` a step may take.
 
-Published runs took between 1.09 and 1.51 times as long (``tests/benchmarks/predictions.py``): kernels reach less than
+Published runs took between 1.07 and 1.51 times as long (``tests/benchmarks/predictions.py``): kernels reach less than
 `EFFICIENCY` where they are small, and where a device is held to fewer watts than its data sheet has.
 """
 

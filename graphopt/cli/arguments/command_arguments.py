@@ -206,7 +206,7 @@ def _plan_problem(options: argparse.Namespace) -> str:
 _ADVISE_EPILOG = """\
 Every precision and way to exchange gradients that --numerics allows is rewritten and simulated, bytes to the last one
 and seconds of ops, exchanges and copies beside each other. What does not fit gets a plan of fit-memory, with what else
-leaves memory. Nothing of the model is run. The first line of the answer is what --passes and passes= take.
+leaves memory. The model is not run. The first line of the answer is what --passes and passes= take.
 
 examples:
   graphopt advise examples/train_gpt.py:factory --device a100-80gb

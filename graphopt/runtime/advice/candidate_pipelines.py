@@ -38,7 +38,7 @@ class Candidate:
     @property
     def names(self) -> list[str]:
         """The names of the passes."""
-        return re.sub(r"\{[^}]*\}", "", self.pipeline).split(",")
+        return re.sub(r"\{[^}]*\}", "", self.pipeline).split(",") if self.passes else []
 
     @property
     def gathers(self) -> bool:
@@ -87,12 +87,14 @@ def with_less_memory(candidate: Candidate, numerics: Numerics) -> list[Candidate
     return [] if numerics == "bitwise" else [candidate.plus("chunk-loss", 1), candidate.plus("microbatch", 1)]
 
 
-def within_budget(candidate: Candidate, budget: int, allow: str) -> Candidate:
+def within_budget(candidate: Candidate, budget: int, allow: str, cost: str = "measured") -> Candidate:
     """A pipeline that keeps to a budget.
 
     Args:
         candidate: without one.
         budget: in bytes.
         allow: as ``FitMemory`` takes it.
+        cost: the same.
     """
-    return candidate.plus(f"fit-memory{{budget={budget} allow={allow}}}")
+    by = "" if cost == "measured" else f" cost={cost}"
+    return candidate.plus(f"fit-memory{{budget={budget} allow={allow}{by}}}")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from graphopt import _torch
+from graphopt.analysis.costs.cost import check_cost
 from graphopt.analysis.costs.profiles import DeviceProfile, device_profile
 from graphopt.capture.devices.for_device import without_data_for
 from graphopt.capture.effects.side_effects import CAPTURE_LOCK
@@ -121,7 +122,7 @@ def advise(
     numerics: Numerics = "bitwise",
     cost: str = "measured",
 ) -> Advice:
-    """The passes for a model on a machine: what fits, and is predicted to be fastest. Nothing of the model is run.
+    """The passes for a model on a machine: what fits, and is predicted to be fastest. The model is not run.
 
     Every precision and way to exchange gradients that ``numerics`` allows is rewritten and simulated as a program:
     bytes to the last one, seconds of ops, exchanges and copies beside each other. What does not fit gets a plan of
@@ -185,6 +186,9 @@ def _machine(
     model: nn.Module, memory: int | str | None, devices: int, device: Any, network: str | None, cost: str
 ) -> Machine:
     profile = None if device is None else device_profile(device)
+    check_cost(cost)
+    if profile is not None and cost != "measured":
+        raise ArgumentError(f"cost={cost!r} is for the device that is here, and device= names another one: give one")
     if profile is None and devices > 1:
         raise ArgumentError(
             f"devices={devices} needs device=, whose seconds and links are planned with: device='h100-80gb'"
@@ -197,21 +201,27 @@ def _machine(
         given = parse_bytes(memory) if isinstance(memory, str) else memory
     except ValueError as error:
         raise ArgumentError(f"memory={memory!r}: {error}") from None
-    return Machine.of(devices, profile, given, model, cost)
+    return Machine.of(devices, profile, None if given is None else int(given), model, cost)
 
 
-def advise_session(session: SharedCapture, machine: Machine, numerics: Numerics) -> Advice:
+def advise_session(
+    session: SharedCapture,
+    machine: Machine,
+    numerics: Numerics,
+    agreed: Callable[[Evaluated], Evaluated] = lambda found: found,
+) -> Advice:
     """The same for a capture.
 
     Args:
         session: of the model, for the machine.
         machine: what it is for.
         numerics: as ``advise`` takes it.
+        agreed: gives what counts of a prediction, where several processes predict the same.
     """
     stage: Stage = "joint" if session.optimizer is None else "step"
     evaluate = Evaluator(session, stage, Context(device=machine.profile), machine.cost, machine.devices, machine.budget)
     with machine.ranks(), working(f"choosing passes for {session.title}"):
-        search = _Search(evaluate, numerics)
+        search = _Search(evaluate, numerics, agreed)
         search.run(
             candidates(
                 machine.devices,
@@ -248,11 +258,13 @@ class _Search:
     Attributes:
         evaluate: predicts one.
         numerics: what passes may do to results.
+        agreed: as ``advise_session`` takes it.
         found: what was predicted of each.
     """
 
     evaluate: Evaluator
     numerics: Numerics
+    agreed: Callable[[Evaluated], Evaluated]
     found: list[Evaluated] = field(default_factory=list)
 
     def run(self, wanted: list[Candidate]) -> None:
@@ -281,7 +293,7 @@ class _Search:
         """Look at a candidate within the budget, where it may gain by that; gives the seconds that it comes to."""
         if plain.problem or not self._may_gain(plain):
             return plain.seconds if plain.fits else math.inf
-        found = self._look(within_budget(plain.candidate, self.evaluate.budget, allow))
+        found = self._look(within_budget(plain.candidate, self.evaluate.budget, allow, self.evaluate.cost))
         return found.seconds if found.fits else math.inf
 
     def _may_gain(self, plain: Evaluated) -> bool:
@@ -295,7 +307,7 @@ class _Search:
 
     def _look(self, candidate: Candidate) -> Evaluated:
         with working(f"simulating {candidate}"):
-            self.found.append(self.evaluate(candidate))
+            self.found.append(self.agreed(self.evaluate(candidate)))
         return self.found[-1]
 
 
@@ -329,11 +341,11 @@ def _nothing_fits(found: list[Evaluated], evaluate: Evaluator, machine: Machine)
 
 def _enough_devices(evaluate: Evaluator, machine: Machine, least: Candidate) -> int | None:
     """A number of devices over which parameters and state can be sharded so that it fits; None where none is known."""
-    if machine.profile is None or evaluate.stage != "step":
-        return None
+    if machine.profile is None or evaluate.stage != "step" or dist.is_initialized():
+        return None  # ranks that are here are as many as there are
     precision = Candidate(tuple(text for text in least.passes if text.startswith("mixed-precision")))
     sharded = precision.plus("data-parallel").plus("shard-parameters")
-    planned = within_budget(sharded, machine.budget, "recompute")
+    planned = within_budget(sharded, machine.budget, "recompute", machine.cost)
     devices, taken = machine.devices, math.inf
     while devices < _MOST_DEVICES:
         devices *= 2
@@ -344,6 +356,10 @@ def _enough_devices(evaluate: Evaluator, machine: Machine, least: Candidate) -> 
         taken = one.taken
         if one.fits:
             break
+    else:
+        return None
     fewer = devices // 2
-    with replace(machine, devices=fewer).ranks():
-        return fewer if fewer > machine.devices and replace(evaluate, ranks=fewer)(planned).fits else devices
+    if fewer > machine.devices:
+        with replace(machine, devices=fewer).ranks():
+            devices = fewer if replace(evaluate, ranks=fewer)(planned).fits else devices
+    return devices

@@ -139,7 +139,7 @@ class Evaluator:
 
     def _evaluated(self, candidate: Candidate) -> Evaluated:
         pipeline = Pipeline(candidate.pipeline)
-        context = replace(self.context, plans={}, forms={})
+        context = replace(self.context, plans={}, forms={}, numbers={})  # of this machine and pipeline alone
         rewritten = rewrite(self.session, pipeline, until=self.stage, context=context, log=False)
         program = rewritten.program
         memory = program.memory()

@@ -367,10 +367,6 @@ def optimize(
     from graphopt.runtime.drop_in.sharded_call import FullyShardedCalls, ShardedCalls
     from graphopt.runtime.runner import Options
 
-    if passes == "auto":
-        from graphopt.runtime.advice.automatic import WITHIN_MEMORY
-
-        passes = WITHIN_MEMORY
     if isinstance(model, Optimized):
         raise CaptureError("the model is optimized already: give all passes to one call of graphopt.optimize")
     if isinstance(model, DistributedDataParallel):

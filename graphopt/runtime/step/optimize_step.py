@@ -68,15 +68,16 @@ def optimize_step(
     # what captures and runs programs: for those who make one
     from graphopt.capture.call.sharded_form import is_fully_sharded
     from graphopt.capture.call.tensor_parallel_form import has_distributed_tensors
-    from graphopt.runtime.advice.automatic import AUTO, WITHIN_MEMORY, automatic_passes
+    from graphopt.rewriting.pipeline import AUTO
     from graphopt.runtime.runner import Options
     from graphopt.runtime.step.train_step import TrainStep
 
-    sharded, distributed = is_fully_sharded(model), has_distributed_tensors(model)
-    if passes == AUTO:
-        alone = sharded or distributed  # where what has sharded the model has the ranks
-        passes = WITHIN_MEMORY if alone else automatic_passes(model, optimizer, loss, example_inputs)
+    if passes == AUTO and not (is_fully_sharded(model) or has_distributed_tensors(model)):  # whose ranks have a way
+        from graphopt.runtime.advice.automatic import automatic_passes
+
+        passes = automatic_passes(model, optimizer, loss, example_inputs)
     model, taken = take_over(model, passes)
+    sharded, distributed = is_fully_sharded(model), has_distributed_tensors(model)
     options = Options.checked(
         model, taken, dynamic_shapes, backend, verify, fully_sharded=sharded, distributed=distributed
     )

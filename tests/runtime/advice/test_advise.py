@@ -180,6 +180,24 @@ def test_where_nothing_fits_the_bytes_and_the_devices_that_would_do_are_said() -
     assert "shard-parameters" in advise(int(found[1])).pipeline
 
 
+def test_no_number_of_devices_is_said_where_more_of_them_do_not_help() -> None:
+    """Activations alone take more than a device has."""
+    profile = replace(PROFILE, devices_per_host=1, allocator=PLAIN)
+    with pytest.raises(BudgetError) as caught:
+        advised(2_500_000, profile)
+    assert "what to do" not in str(caught.value)
+
+
+def test_a_plan_goes_by_the_cost_that_is_given() -> None:
+    model = Layers()
+
+    def advise(memory: int | None = None) -> Advice:
+        batch = (torch.zeros(ROWS, WIDTH),)
+        return graphopt.advise(model, adamw(model), batch, loss=mean_square, memory=memory, cost="roofline")
+
+    assert "cost=roofline" in advise(int(0.8 * advise().chosen.taken)).pipeline
+
+
 def test_a_drop_in_model_is_advised_without_an_update() -> None:
     model = Layers()
     batch = (torch.zeros(ROWS, WIDTH),)
@@ -224,6 +242,8 @@ def test_text_and_data_say_the_same() -> None:
         ({"network": "fast"}, "is not a bandwidth"),
         ({"example_inputs": torch.zeros(2, WIDTH)}, "as a tuple of positional arguments"),
         ({"memory": "8 apples"}, "8 apples"),
+        ({"cost": "roofline"}, "is for the device that is here"),
+        ({"cost": "rufline", "device": None}, "did you mean 'roofline'"),
         ({"memory": 10, "device": "h100-80gb"}, "not enough for the driver"),
     ],
     ids=lambda value: str(value)[:40],
@@ -233,7 +253,7 @@ def test_wrong_arguments_say_what_to_write(options: dict[str, Any], words: str) 
     given = {"device": PROFILE, "example_inputs": (torch.zeros(2, WIDTH),), **options}
     with pytest.raises(graphopt.GraphoptError, match=words) as caught:
         graphopt.advise(model, adamw(model), loss=mean_square, **given)
-    assert isinstance(caught.value, ArgumentError) or "network" in options
+    assert isinstance(caught.value, ArgumentError) or {"network", "cost"} & options.keys()
 
 
 def test_what_is_evaluated_together_is_what_each_is_by_itself() -> None:

@@ -83,6 +83,44 @@ def test_ranks_come_to_the_same_and_train_as_with_it_by_name(tmp_path: Path) -> 
     assert "a step (predicted); runner-up" in lines[0]
 
 
+REFUSED = """
+import graphopt
+import graphopt.runtime.advice.choose_passes as choose_passes
+from tests.runtime.advice.test_automatic import model
+from tests.support.training import mean_square
+
+def refused(x):
+    network = model()
+    optimizer = torch.optim.AdamW(network.parameters(), fused=True)
+    try:
+        graphopt.optimize_step(network, optimizer, "auto", loss=mean_square, example_inputs=(x,))
+    except graphopt.GraphoptError as error:
+        return f"{type(error).__name__}: {error}"
+
+say(refused(torch.zeros(8 + rank, 256)))
+choose_passes.free_bytes = lambda device: 1000
+say(refused(torch.zeros(512, 256)))
+"""
+
+
+def test_ranks_whose_batches_differ_and_ranks_without_room_are_told_so_on_all(tmp_path: Path) -> None:
+    for differ, narrow in run_ranks(REFUSED, 2, tmp_path / "store"):
+        assert "give batches of equal sizes" in differ
+        assert narrow.startswith("BudgetError: the least that one of 2 x ")
+        assert "what to do" not in narrow
+
+
+def test_behind_torch_compile_it_is_the_same() -> None:
+    network = model()
+    x = torch.ones(2048, 256)
+    expected = torch.autograd.grad(network(x).square().mean(), list(network.parameters()))
+    compiled = torch.compile(network, backend="graphopt", options={"passes": "auto"})
+    found = torch.autograd.grad(compiled(x).square().mean(), list(network.parameters()))
+    assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+    (graph,) = graphopt.compiled_graphs(compiled)
+    assert [record.name for record in graph.records] == ["fit-memory"]
+
+
 NO_BATCH = """
 import graphopt
 from tests.runtime.advice.test_automatic import model

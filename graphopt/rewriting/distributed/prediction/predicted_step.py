@@ -95,9 +95,7 @@ class PredictedStep:
             rates += f" on each rank, {self._rates(self.ranks)} on all"
         lines = [taken, f"{'throughput':21}{rates}"]
         if self.at_most > self.seconds:
-            lines.append(
-                f"{'':21}by data sheets: published runs took up to {self.at_most / self.seconds:g} times as long"
-            )
+            lines.append(f"{'':21}the range is that of published runs beside predictions by data sheets")
         return lines
 
     def _rates(self, ranks: int) -> str:
