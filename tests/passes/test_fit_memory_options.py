@@ -275,7 +275,7 @@ def test_by_measured_seconds() -> None:
     model, x = wide(), ROWS
     program, record = applied(captured(model, x), FitMemory("70%"))
     assert record.changed
-    assert "(measured)" in "\n".join(record.changed.lines)
+    assert "more, estimated from" in "\n".join(record.changed.lines)
     predicted, measured = peaks(program, model, x)
     assert predicted == measured
 

@@ -59,6 +59,9 @@ logger = logging.getLogger(__name__)
 
 Method = Literal["measured", "roofline"]
 
+_WORTH_TELLING = 0.05
+"""The share of all seconds below which nothing is said of the roofline, or of measured ops."""
+
 
 @dataclass(frozen=True, slots=True)
 class CostReport:
@@ -87,6 +90,15 @@ class CostReport:
     doubtful: int = 0
     late: int = 0
     share: float = 0.0
+
+    @property
+    def basis(self) -> str:
+        """What the seconds are made of; nothing here is the time of a whole step."""
+        if not (self.measured or self.cached) or self.share > 1 - _WORTH_TELLING:
+            return "the roofline"
+        return (
+            "measured ops" if self.share < _WORTH_TELLING else f"measured ops and, for {self.share:.0%}, the roofline"
+        )
 
     @property
     def remark(self) -> str:

@@ -17,7 +17,7 @@ from graphopt.report.page.lineage import Difference, Lineage, follow
 from graphopt.report.page.pass_rows import passes_json, sentence
 from graphopt.report.page.records import PHASES, REFERENCE, Records, Strings, runs
 from graphopt.report.page.sheet import LANES, Sheet, set_out
-from graphopt.report.page.story import Story
+from graphopt.report.page.story import ALL_PASSES, STAGE_NAMES, Story
 from graphopt.report.page.timeline_columns import timeline_json
 from graphopt.report.page.tree import Item
 from graphopt.report.pictures.visits import Placement
@@ -25,7 +25,7 @@ from graphopt.rewriting.dump import environment
 
 __all__ = ["PAGE_SCHEMA", "page_data"]
 
-PAGE_SCHEMA = 2
+PAGE_SCHEMA = 3
 """The version of the data's layout."""
 
 
@@ -55,21 +55,24 @@ def page_data(story: Story) -> dict[str, Any]:
         None if after.stage == "forward" else (timelines[story.before].peak_bytes, timelines[story.after].peak_bytes)
     )
     pair = [(sheet.placements[index], timelines[index]) for index in (story.before, story.after)]
+    snapshots = _snapshots(story, lineages, numbers, sheet, timelines)
     return {
         "schema": PAGE_SCHEMA,
         "title": after.title or "program",
         "sentence": sentence(story, peaks),
         "stage": after.stage,
-        "passes": passes_json(story.records),
+        "stage_names": STAGE_NAMES,
+        "passes": passes_json(story),
         "timelines": shown,
-        "snapshots": _snapshots(story, lineages, numbers, sheet, timelines),
+        "snapshots": snapshots,
         "before": story.before,
         "after": story.after,
+        "first_shown": len(snapshots) - 1,
         "sheet": _sheet_json(sheet, strings),
         "phases": [phase.value for phase in PHASES],
         "reference": REFERENCE,
-        "diffs": [found.to_json() for found in text_diffs(story)],
-        "activations": activations_json(activations(*pair)),
+        "diffs": [found.to_json(strings) for found in text_diffs(story)],
+        "activations": activations_json(activations(*pair), numbers[story.before] | numbers[story.after]),
         "frontier": frontier_json(story, numbers, strings),
         "environment": environment(),
         "pipeline": story.pipeline,
@@ -116,6 +119,7 @@ def _snapshots(
     sheet: Sheet,
     timelines: dict[int, MemoryTimeline],
 ) -> list[dict[str, Any]]:
+    """The programs in order; behind them, the last one once more with what all passes together did to it."""
     differences = [found for lineage in lineages.values() for found in lineage.differences]
     shown = []
     passes = itertools.count()
@@ -127,6 +131,7 @@ def _snapshots(
             {
                 "label": snapshot.label,
                 "stage": snapshot.program.stage,
+                "program": index,
                 "pass": None if snapshot.record is None else next(passes),
                 "nodes": runs(number.values()),
                 "changes": None
@@ -135,11 +140,16 @@ def _snapshots(
                 "kept": _kept(sheet.placements[index], refers, number),
             }
         )
+    if story.compares_all:
+        lineage = lineages[story.snapshots[story.after].program.stage]
+        difference = lineage.between(0, -1)
+        changes = _changes(difference, numbers[story.after], numbers[story.before])
+        shown.append({**shown[story.after], "label": ALL_PASSES, "pass": None, "changes": changes})
     return shown
 
 
 def _changes(difference: Difference, new: dict[fx.Node, int], old: dict[fx.Node, int]) -> dict[str, list[int]]:
-    """Runs of records; those of erased calls are of the snapshot before."""
+    """Runs of records; those of erased ops are of the program that is compared with."""
     return {
         "created": runs(new[node] for node in difference.created),
         "erased": runs(old[node] for node in difference.erased),

@@ -1,4 +1,4 @@
-"""What forward keeps for backward, before and after the passes, with layers that do the same in one line."""
+"""What forward saves for backward, before and after the passes, with layers that do the same in one line."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import tensors_of, type_text
 from graphopt.report.page.sheet import merge_orders
+from graphopt.report.page.timeline_columns import named_nodes
 from graphopt.report.pictures.visits import Lane, Placement
 
 __all__ = ["Activation", "activations", "activations_json", "kept_storages", "last_readers"]
@@ -68,11 +69,11 @@ class Activation:
         name: of the tensor; ``*`` stands for the layers' numbers.
         count: how many tensors.
         type: dtype and shape; both, where passes changed it.
-        before: bytes kept for backward without passes, all together; 0 where it is not kept.
-        after: bytes kept with passes.
-        what: what became of it: kept, runs again, moved away, not kept, new.
+        before: bytes saved for backward without passes, all together; 0 where it is not saved.
+        after: bytes saved with passes.
+        what: what passes do with it: saved, recomputed, offloaded, not saved, new.
         source: the user's line.
-        first: the name of the first one.
+        first: the node of the first one, of the program with passes where it is saved there.
     """
 
     name: str
@@ -82,11 +83,12 @@ class Activation:
     after: int
     what: str
     source: str
-    first: str
+    first: fx.Node
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
+    node: fx.Node
     name: str
     bytes: int
     type: str
@@ -116,7 +118,7 @@ def activations(
     return [
         Activation(
             folded if len(items) > 1 else items[0].name, len(items), kind, old_size * len(items),
-            new_size * len(items), what, short_source(items[0].source), items[0].name,
+            new_size * len(items), what, short_source(items[0].source), items[0].node,
         )
         for (folded, kind, old_size, new_size, what), items in rows.items()
     ]  # fmt: skip
@@ -128,14 +130,15 @@ def _folded(name: str) -> str:
     return _NUMBER.sub("*", path) + mark + rest
 
 
-def activations_json(rows: Sequence[Activation]) -> list[list[Any]]:
-    """Rows as plain lists, in the order of the fields of ``Activation``."""
-    return [[r.name, r.count, r.type, r.before, r.after, r.what, r.source, r.first] for r in rows]
+def activations_json(rows: Sequence[Activation], record: dict[fx.Node, int]) -> list[list[Any]]:
+    """Rows as plain lists, in the order of the fields of ``Activation``; ``record`` has the nodes of both programs."""
+    return [[r.name, r.count, r.type, r.before, r.after, r.what, r.source, record[r.first]] for r in rows]
 
 
 def _kept(placement: Placement, timeline: MemoryTimeline) -> dict[str, _Kept]:
-    """What is kept, by name: the tensor's or, where it has none, its node's and which of the node's results it is."""
+    """What is saved, by name: the tensor's or, where it has none, its node's and which of the node's results it is."""
     found = {}
+    named = named_nodes(timeline)
     for storage in kept_storages(placement, timeline.refers):
         made = timeline.refers[storage.owner]
         place = next((index for index, one in enumerate(made) if one is storage), 0)
@@ -143,12 +146,14 @@ def _kept(placement: Placement, timeline: MemoryTimeline) -> dict[str, _Kept]:
         name = f"{name}.{place}" if name in found else name
         tensors = tensors_of(value_of(storage.owner))
         kind = type_text(tensors[place]) if len(tensors) == len(made) else ""
-        found[name] = _Kept(name, storage.bytes, kind, info(storage.owner).source)
+        found[name] = _Kept(
+            named.get(id(storage), storage.owner), name, storage.bytes, kind, info(storage.owner).source
+        )
     return found
 
 
 def _again(placement: Placement) -> set[str]:
-    """The names of what runs again."""
+    """The names of what is recomputed."""
     return {
         name.rstrip("'")
         for node in placement.calls
@@ -170,7 +175,7 @@ def _moved(placement: Placement) -> set[str]:
 
 def _what(name: str, was: _Kept | None, now: _Kept | None, again: set[str], away: set[str]) -> str:
     if now is not None:
-        return "kept" if was is not None else "new"
+        return "saved" if was is not None else "new"
     if name in away:
-        return "moved away"
-    return "runs again" if name in again else "not kept"
+        return "offloaded"
+    return "recomputed" if name in again else "not saved"

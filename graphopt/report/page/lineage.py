@@ -46,6 +46,13 @@ class Lineage:
     numbers: list[dict[fx.Node, int]]
     differences: list[Difference | None]
 
+    def between(self, first: int, last: int) -> Difference:
+        """What happened from one snapshot to a later one, over all those in between."""
+        old, new = self.numbers[first], self.numbers[last]
+        named = {number: node for node, number in old.items()}
+        pairs = {node: named[number] for node, number in new.items() if number in named}
+        return _difference(old, new, pairs)
+
 
 def follow(programs: Sequence[Program], lowered: Sequence[bool]) -> Lineage:
     """Follow every node through the snapshots of one stage.

@@ -7,15 +7,14 @@ from typing import Any
 from graphopt.errors import PipelineError
 from graphopt.ir.program import Program
 from graphopt.ir.words.written_units import format_bytes
-from graphopt.report.page.story import Story
-from graphopt.rewriting.pass_ import PassRecord
+from graphopt.report.page.story import STAGE_NAMES, Story
 from graphopt.rewriting.registry import find_pass
 from graphopt.rewriting.text.spec import option_fields, parse_passes
 
 __all__ = ["passes_json", "sentence"]
 
 
-def passes_json(records: list[PassRecord]) -> list[dict[str, Any]]:
+def passes_json(story: Story) -> list[dict[str, Any]]:
     """One row for each pass that ran; bytes are predicted, seconds measured."""
     return [
         {
@@ -26,14 +25,23 @@ def passes_json(records: list[PassRecord]) -> list[dict[str, Any]]:
             "numerics": record.numerics,
             "done": bool(record.changed),
             "changed": str(record.changed),
-            "nodes": [record.nodes_before, record.nodes_after],
+            "ops": _ops(story, index),
             "peaks": [record.peak_before, record.peak_after],
             "seconds": record.seconds,
             "lines": list(record.changed.lines),
             "tensors": list(record.changed.tensors),
         }
-        for record in records
+        for index, snapshot in enumerate(story.snapshots)
+        if (record := snapshot.record) is not None
     ]
+
+
+def _ops(story: Story, index: int) -> list[int] | None:
+    """Ops before and after a pass; None of a capture that was read, which has the last program alone."""
+    previous = story.previous(index)
+    if previous is None or story.snapshots[previous].program is story.snapshots[index].program:
+        return None
+    return [_op_count(story.snapshots[at].program) for at in (previous, index)]
 
 
 def _options(spec: str) -> list[list[Any]]:
@@ -51,17 +59,16 @@ def _options(spec: str) -> list[list[Any]]:
 
 
 def sentence(story: Story, peaks: tuple[int, int] | None) -> str:
-    """One sentence that sums the run up: model, stage, calls, passes, and the peak before and after.
+    """One sentence that sums the run up: model, stage, ops, passes, and the peak before and after.
 
     Args:
         story: what the page shows.
         peaks: predicted peaks in bytes, before and after; None for a forward program, whose bytes mean little.
     """
     program = story.snapshots[story.after].program
-    what = {"forward": "the forward pass", "joint": "forward and backward", "step": "a whole training step"}
-    parts = [
-        f"{program.title or 'A program'}: {what[program.stage]} ({program.stage} stage) in {_calls(program):,} calls"
-    ]
+    count = _op_count(program)
+    ops = "1 op" if count == 1 else f"{count:,} ops"
+    parts = [f"{program.title or 'A program'}: {STAGE_NAMES[program.stage]} of {ops}"]
     done = list(dict.fromkeys(record.name for record in story.records if record.changed))
     idle = list(dict.fromkeys(record.name for record in story.records if record.name not in done))
     if done:
@@ -75,7 +82,7 @@ def sentence(story: Story, peaks: tuple[int, int] | None) -> str:
     return "; ".join(parts) + "."
 
 
-def _calls(program: Program) -> int:
+def _op_count(program: Program) -> int:
     return sum(node.op not in ("placeholder", "output") for node in program.graph.nodes)
 
 
@@ -94,5 +101,5 @@ def _peak(story: Story, peaks: tuple[int, int]) -> str:
         if size is not None
     ]
     return told + (
-        f"; measured above what is resident: {', '.join(measured)}" if measured else "; no peak was measured"
+        f"; measured above persistent memory: {', '.join(measured)}" if measured else "; no peak was measured"
     )

@@ -10,10 +10,25 @@ from graphopt.ir.program import Program
 from graphopt.rewriting.pass_ import PassRecord
 from graphopt.runtime.stored.capture_content import READ
 
-__all__ = ["WITHOUT_PASSES", "MeasuredPeaks", "Snapshot", "Story", "story_of_program", "story_of_snapshots"]
+__all__ = [
+    "ALL_PASSES",
+    "STAGE_NAMES",
+    "WITHOUT_PASSES",
+    "MeasuredPeaks",
+    "Snapshot",
+    "Story",
+    "story_of_program",
+    "story_of_snapshots",
+]
+
+STAGE_NAMES = {"forward": "forward graph", "joint": "forward + backward graph", "step": "training-step graph"}
+"""What a page calls a program of each stage."""
 
 WITHOUT_PASSES = "without passes"
-"""The label of a snapshot that is made for the page: the last stage's program as it is without any pass."""
+"""The label of a snapshot that is made for the page: the last stage's program without any pass."""
+
+ALL_PASSES = "all passes"
+"""The label of the comparison of the program without passes and the last one, where several steps lie between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +54,7 @@ class Story:
 
     Attributes:
         snapshots: in the order in which they were made; those of one stage stand together.
-        before: the index of the program as it is without passes, of the last stage.
+        before: the index of the program without passes, of the last stage.
         after: the index of the last program.
         pipeline: the passes as text, ready to be given again.
         command: the command line that makes the page again, where there is one.
@@ -57,6 +72,11 @@ class Story:
     def records(self) -> list[PassRecord]:
         """What each pass did."""
         return [snapshot.record for snapshot in self.snapshots if snapshot.record is not None]
+
+    @property
+    def compares_all(self) -> bool:
+        """Whether the first and the last program of the last stage are more than one step apart."""
+        return self.after - self.before > 1
 
     def previous(self, index: int) -> int | None:
         """The snapshot that one is compared with: the one before it, if that is of the same stage."""
@@ -115,7 +135,7 @@ def _labelled(snapshots: Sequence[tuple[str, Program]], records: Sequence[PassRe
     told: list[Snapshot] = []
     for label, program in snapshots:
         if _is_captured(label):
-            told.append(Snapshot(f"lowered to {program.stage}" if told else "captured", program))
+            told.append(Snapshot("lowered" if told else "captured", program))
         else:
             told.append(Snapshot(label, program, next(left)))
     return told

@@ -10,7 +10,7 @@ from graphopt.ir.memory.timeline import MemoryTimeline
 from graphopt.ir.node import Phase, info
 from graphopt.report.page.records import Strings
 
-__all__ = ["CATEGORIES", "timeline_json"]
+__all__ = ["CATEGORIES", "named_nodes", "timeline_json"]
 
 CATEGORIES = (
     "parameters", "buffers", "optimizer state", "pass state", "inputs", "gradients", "activations", "recomputed",
@@ -24,9 +24,10 @@ def timeline_json(
 ) -> dict[str, Any]:
     """What the chart of one program needs; all sizes are bytes.
 
-    Storages are columns ``name`` (a text), ``record``, ``bytes``, ``category``, ``first`` and ``last`` (the calls
-    between which it lives, both included; -1 is before the program). ``temporaries`` holds pairs of a call and the
-    bytes that it needs while it runs, ``sections`` the first call and name of each part of the step.
+    Storages are columns ``name`` (a text), ``record`` (of the node that has this name), ``owner`` (the record of the
+    node that allocates it), ``bytes``, ``category``, ``first`` and ``last`` (the ops between which it lives, both
+    included; -1 is before the program). ``temporaries`` holds pairs of an op and the
+    bytes that it needs while it runs, ``sections`` the first op and name of each part of the step.
 
     Args:
         timeline: of the program.
@@ -35,6 +36,7 @@ def timeline_json(
         measured: bytes that running it took above what is resident, where that was measured.
     """
     storages = [storage for storage in timeline.storages if storage.bytes]
+    named = named_nodes(timeline)
     found = dict.fromkeys([*CATEGORIES, *(storage.category for storage in storages)])
     category = {name: number for number, name in enumerate(found)}
     return {
@@ -48,13 +50,28 @@ def timeline_json(
         "sections": _sections(timeline),
         "storages": {
             "name": [strings(s.names[0] if s.names else s.owner.name) for s in storages],
-            "record": [record[s.owner] for s in storages],
+            "record": [record[named.get(id(s), s.owner)] for s in storages],
+            "owner": [record[s.owner] for s in storages],
             "bytes": [s.bytes for s in storages],
             "category": [category[s.category] for s in storages],
             "first": [s.first for s in storages],
             "last": [s.last for s in storages],
         },
     }
+
+
+def named_nodes(timeline: MemoryTimeline) -> dict[int, fx.Node]:
+    """For the ``id`` of each storage that is called by a tensor's name, the first node that has it.
+
+    That is often another one than the owner: a view, or what an op wrote into the owner's memory.
+    """
+    found: dict[int, fx.Node] = {}
+    for node, storages in timeline.refers.items():
+        names = info(node).names
+        for storage in storages if names else ():
+            if storage.names and storage.names[0] in names:
+                found.setdefault(id(storage), node)
+    return found
 
 
 def _sections(timeline: MemoryTimeline) -> list[list[Any]]:

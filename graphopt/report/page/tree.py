@@ -93,7 +93,7 @@ class _Tree:
     def _visit(self, row: int, name: str) -> Item:
         visit = self.visits[row]
         again = visit.which if visit.which.startswith(" #") and visit.which != " #1" else ""
-        own = "own calls" if visit.path else f"{self.title or 'model'}: own calls"
+        own = "own ops" if visit.path else f"{self.title or 'model'}: own ops"
         label = f"{name}{again}" if name else own
         return Item(label, visit.path, "visit", (row, row + 1))
 

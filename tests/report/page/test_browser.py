@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from playwright.sync_api import Browser
-from torch import nn
+from torch import fx, nn
 
 import graphopt
 from graphopt import Phase, Pipeline, Program
@@ -19,6 +19,7 @@ from graphopt.ir.ops.values import type_text
 from graphopt.ir.words.written_units import format_bytes
 from graphopt.report.page import MeasuredPeaks, Story, page_of_story, story_of_snapshots
 from graphopt.report.page.kept import kept_storages
+from graphopt.report.page.story import STAGE_NAMES
 from graphopt.report.pictures.visits import Placement, merge_visits
 from graphopt.runtime.programs.rewrite import rewrite
 from tests.support.browser import SIZES, Opened, opened
@@ -57,6 +58,12 @@ def programs(story: Story) -> tuple[Program, Program]:
     return story.snapshots[story.before].program, story.snapshots[story.after].program
 
 
+def named_nodes(program: Program) -> dict[str, fx.Node]:
+    """The first node that has each of the names for users."""
+    nodes = [node for node in program.graph.nodes if node.op != "output"]
+    return {name: node for node in reversed(nodes) for name in info(node).names}
+
+
 def placed(program: Program) -> Placement:
     placement = Placement(program)
     placement.place(merge_visits([placement.order]))
@@ -70,13 +77,15 @@ def placed(program: Program) -> Placement:
 def test_the_sentence_and_the_table_say_what_the_records_say(page: Opened, story: Story) -> None:
     before, after = (format_bytes(program.memory().peak_bytes) for program in programs(story))
     assert f"predicted peak {before} → {after}" in page.text("#sentence")
-    assert "measured above what is resident: before 54.3 kB, after 12.3 kB" in page.text("#sentence")
+    assert "measured above persistent memory: before 54.3 kB, after 12.3 kB" in page.text("#sentence")
     rows = page.table("#passes-table")
     assert len(rows) == len(story.records) == 2
     for cells, record in zip(rows, story.records, strict=True):
         assert cells[0].startswith(record.name)
-        assert cells[1:3] == [record.stage, str(record.changed)]
-        assert cells[3] == f"{record.nodes_before:,} → {record.nodes_after:,}"
+        assert cells[1:3] == [STAGE_NAMES[record.stage], str(record.changed)]
+        at = next(i for i, snapshot in enumerate(story.snapshots) if snapshot.record is record)
+        ops = [len(list(story.snapshots[i].program.memory().nodes)) for i in (at - 1, at)]
+        assert cells[3] == f"{ops[0]:,} → {ops[1]:,}"
         assert cells[4] == f"{format_bytes(record.peak_before or 0)} → {format_bytes(record.peak_after or 0)}"
         assert cells[6] == record.numerics
         assert all(line in cells[7] for line in record.changed.lines)
@@ -90,7 +99,7 @@ def test_the_sentence_and_the_table_say_what_the_records_say(page: Opened, story
 def test_predicted_and_measured_peaks_stand_apart(page: Opened, story: Story) -> None:
     after = programs(story)[1].memory()
     caption = page.text("#chart-after figcaption")
-    assert f"above what is resident {format_bytes(after.allocated_peak_bytes)} predicted, 12.3 kB measured" in caption
+    assert f"above persistent memory {format_bytes(after.allocated_peak_bytes)} predicted, 12.3 kB measured" in caption
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -108,7 +117,7 @@ def assert_moment(page: Opened, program: Program, position: int) -> None:
     expected = [(item.name, format_bytes(item.bytes), item.category) for item in timeline.alive_at(position)]
     assert alive_on(page) == expected
     head = page.text("#moment-head")
-    assert f"call {position + 1:,} of {len(timeline.nodes):,}, in {info(timeline.nodes[position]).phase}" in head
+    assert f"op {position + 1:,} of {len(timeline.nodes):,}, in {info(timeline.nodes[position]).phase}" in head
     assert f"{format_bytes(timeline.bytes[position])} alive" in head
     shown = {name: size for name, size, _ in page.table("#moment-categories")}
     assert shown == {name: format_bytes(size) for name, size in timeline.categories_at(position).items()}
@@ -150,14 +159,33 @@ def test_a_click_selects_a_moment_and_a_name_leads_to_its_call(page: Opened, sto
     assert box is not None
     page.page.mouse.click(box["x"] + 66 + (box["width"] - 74) / 2, box["y"] + 100)
     head = page.text("#moment-head")
-    position = int(head.split("call ")[1].split(" of")[0].replace(",", "")) - 1
+    position = int(head.split(": op ")[1].split(" of")[0].replace(",", "")) - 1
     assert abs(position - len(before.memory().nodes) / 2) < 5
     assert_moment(page, before, position)
-    owners = {s.names[0] if s.names else s.owner.name: s.owner.name for s in before.memory().storages}
+    nodes = named_nodes(before)
     name = next(item.name for item in before.memory().alive_at(position) if item.category == "activations")
     page.page.locator("#moment-alive .link", has_text=name).first.click()
-    assert page.ask("selected") == owners[name]
-    assert f"{story.before + 1} of {len(story.snapshots)}" in page.text("#snapshot")
+    assert page.ask("selected") == nodes[name].name
+    assert page.text("#details h3") == name
+    assert f"{story.before + 1} of {len(story.snapshots) + 1}" in page.text("#snapshot")
+
+
+def test_what_is_clicked_opens_under_its_name(page: Opened, story: Story) -> None:
+    timeline = programs(story)[1].memory()
+    nodes = named_nodes(programs(story)[1])
+    owners = {storage.names[0]: storage.owner for storage in timeline.storages if storage.names}
+    alive_on(page)
+    shared = 0
+    for name in page.page.locator("#moment-alive .link").all_inner_texts():
+        if name not in nodes:
+            continue  # temporaries, and what has no name for users
+        page.page.locator("#moment-alive").get_by_text(name, exact=True).first.click()
+        assert page.text("#details h3") == name
+        told = page.details().get("shares memory with", "")
+        assert told == ("" if owners[name] is nodes[name] else owners[name].name)
+        shared += bool(told)
+    assert shared > 0
+    assert "all passes" in page.text("#snapshot"), "the picture of this program stays"
 
 
 # --- the picture -----------------------------------------------------------------------------------------------------
@@ -170,13 +198,14 @@ def test_search_and_click_show_a_calls_facts(page: Opened, story: Story) -> None
     assert page.ask("selected") == tensor.node
     node = next(node for node in after.graph.nodes if node.name == tensor.node)
     shown = page.details()
-    assert shown["names"] == ", ".join(info(node).names)
+    names = [page.text("#details h3"), *shown["also called"].split(", ")]
+    assert names == ["blocks.1.qkv", *(n for n in (*info(node).names, node.name) if n != "blocks.1.qkv")]
     assert shown["type"] == type_text(value_of(node))
     assert shown["bytes"].startswith("0: a view" if not tensor.bytes else format_bytes(tensor.bytes))
     assert shown["phase"] == "forward"
     assert shown["module"] == "blocks.1.qkv"
     assert shown["source"] == info(node).source
-    assert shown["origin"] == "capture"
+    assert shown["made by"] == "capture"
     assert f"users ({len(node.users)})" in shown
     (source,) = node.all_input_nodes
     assert source.name in shown["call"]
@@ -241,7 +270,7 @@ def test_the_slider_tells_what_a_pass_did_and_nothing_moves(page: Opened, story:
     page.slide(index - 1)
     places = page.places(names[0])
     page.slide(index)
-    assert f"{index + 1} of {len(story.snapshots)} · joint stage" in page.text("#snapshot")
+    assert f"{index + 1} of {len(story.snapshots) + 1} · forward + backward graph" in page.text("#snapshot")
     changes = page.ask("changes")
     assert set(changes["created"]) == names[1] - names[0]
     assert set(changes["erased"]) == names[0] - names[1]
@@ -259,7 +288,7 @@ def test_the_slider_tells_what_a_pass_did_and_nothing_moves(page: Opened, story:
 
 @pytest.mark.sweep
 def test_a_moved_call_is_told_from_a_new_one(page: Opened, story: Story) -> None:
-    page.slide(len(story.snapshots) - 1)
+    page.slide(story.after)
     changes = page.ask("changes")
     kinds = [set(changes[kind]) for kind in ("created", "erased", "moved", "rewired")]
     assert sum(map(len, kinds)) == len(set().union(*kinds))
@@ -268,23 +297,39 @@ def test_a_moved_call_is_told_from_a_new_one(page: Opened, story: Story) -> None
     assert kinds[2] <= both
 
 
-# --- changes, activations, origin ------------------------------------------------------------------------------------
+def test_the_picture_opens_with_all_that_passes_did(page: Opened, story: Story) -> None:
+    old, new = programs(story)
+    names = [{node.name for node in program.graph.nodes if node.op == "call_function"} for program in (old, new)]
+    assert "all passes" in page.text("#snapshot")
+    assert "compared with the program without passes" in page.text("#changed")
+    changes = page.ask("changes")
+    again = {node.name for node in new.phase_nodes(Phase.RECOMPUTE)}
+    assert again
+    assert again <= set(changes["created"]), "what an earlier pass made counts, too"
+    assert len(changes["created"]) - len(changes["erased"]) == len(names[1]) - len(names[0])
+
+
+# --- changes, activations, build -------------------------------------------------------------------------------------
 
 
 @pytest.mark.sweep
 def test_the_diffs_are_the_programs_diffs(page: Opened, story: Story) -> None:
-    index = next(i for i, s in enumerate(story.snapshots) if s.record is not None)
-    expected = story.snapshots[index - 1].program.diff(story.snapshots[index].program).splitlines()
-    block = page.page.locator("#diffs details").first
-    assert expected[0] in block.inner_text()
-    block.locator("summary").click()
-    block.locator("pre").wait_for()
-    shown = block.locator("pre span").all_inner_texts()
-    assert [line.rstrip() for line in shown] == [line.rstrip() for line in expected[1 : len(shown) + 1]]
-    assert len(shown) == min(len(expected), 600) - 1
-    if len(expected) > 600:
-        assert f"{len(expected) - 600} lines more are left out here" in block.locator(".cut").inner_text()
-        assert block.locator(".cut code").inner_text() == "graphopt diff a.py:b"
+    expected = [programs(story)[0].diff(programs(story)[1]).splitlines()]
+    for index, snapshot in enumerate(story.snapshots):
+        if snapshot.record is not None:
+            expected.append(story.snapshots[index - 1].program.diff(snapshot.program).splitlines())
+    blocks = page.page.locator("#diffs > details").all()
+    for block, lines in zip(blocks, expected, strict=True):
+        assert lines[0] in block.inner_text()
+        block.locator("summary").click()
+        block.locator(".hunks").wait_for()
+        assert not block.locator("pre").count(), "hunks of a long diff are folded"
+        assert block.locator(".hunk").count() == sum(line.startswith("@@") for line in lines)
+        block.locator(".hunks > button").click()
+        block.locator(".hunk[open] pre").last.wait_for()
+        body = [line for line in lines[1:] if not line.startswith(("@@", "---", "+++"))]
+        shown = block.locator("pre span").all_inner_texts()
+        assert [line.rstrip() for line in shown] == [line.rstrip() for line in body], "and none of them is left out"
 
 
 @pytest.mark.sweep
@@ -299,20 +344,20 @@ def test_activations_are_sorted_by_any_column(page: Opened) -> None:
     assert names == sorted(cells[0] for cells in rows)
     folded = next(cells[0] for cells in rows if cells[0].startswith("blocks.*."))
     page.page.locator("#activations-table .link", has_text=folded).first.click()
-    assert page.details()["names"].startswith(folded.replace("*", "0"))
+    assert page.text("#details h3").startswith(folded.replace("*", "0"))
 
 
 @pytest.mark.sweep
-def test_the_origin_can_be_copied(page: Opened, story: Story) -> None:
-    assert page.page.locator("#origin pre").all_inner_texts() == [story.pipeline, "graphopt view a.py:b"]
+def test_the_passes_and_the_command_can_be_copied(page: Opened, story: Story) -> None:
+    assert page.page.locator("#build pre").all_inner_texts() == [story.pipeline, "graphopt view a.py:b"]
     assert story.pipeline == PASSES
-    environment, formats = page.page.locator("#origin dl").all_inner_texts()
+    environment, formats = page.page.locator("#build dl").all_inner_texts()
     assert graphopt.__version__ in environment
     assert torch.__version__ in environment
     assert "model-explorer" in formats
-    page.show("#origin pre")
-    page.page.locator("#origin button").first.click()
-    page.page.locator("#origin button", has_text="Cop").first.wait_for()
+    page.show("#build pre")
+    page.page.locator("#build button").first.click()
+    page.page.locator("#build button", has_text="Cop").first.wait_for()
 
 
 # --- other programs --------------------------------------------------------------------------------------------------
@@ -323,8 +368,8 @@ def test_a_program_without_calls_has_a_page(browser: Browser, tmp_path: Path) ->
     file = tmp_path / "empty.html"
     file.write_text(graphopt.capture(nn.Identity(), (torch.zeros(2),), stage="forward").to_html(), encoding="ascii")
     with opened(browser, file) as page:
-        assert "in 0 calls; as captured, without passes" in page.text("#sentence")
-        assert page.text("#moment-head") == "No calls; 8 B are resident."
+        assert "of 0 ops; as captured, without passes" in page.text("#sentence")
+        assert page.text("#moment-head") == "No ops; 8 B are persistent."
         page.show("#graph").press("j")
         page.find("args")
         assert page.details()["phase"].startswith("input: input")

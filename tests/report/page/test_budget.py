@@ -20,12 +20,12 @@ from tests.support.browser import Opened, opened
 from tests.support.training import Blocks, next_token
 
 LAYERS = 2
-WORDS = {"k": "kept", "r": "computed again", "o": "moved away"}
+WORDS = {"k": "saved", "r": "recomputed", "o": "offloaded"}
 
 
 @pytest.fixture(scope="module")
 def story() -> Story:
-    """A whole step that was fitted into less than it takes, with moving away allowed."""
+    """A whole step that was fitted into less than it takes, with offloading allowed."""
     torch.manual_seed(0)
     model = Blocks(LAYERS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
@@ -71,7 +71,7 @@ def settled(page: Opened, place: int) -> None:
 
 
 def sums(frontier: dict[str, Any], place: int) -> dict[str, int]:
-    """Bytes of what a plan keeps, computes again and moves away."""
+    """Bytes of what a plan saves, recomputes and offloads."""
     sizes = frontier["tensors"]["bytes"]
     return {
         word: sum(size for code, size in zip(frontier["plans"][place], sizes, strict=True) if code == letter)
@@ -79,10 +79,11 @@ def sums(frontier: dict[str, Any], place: int) -> dict[str, int]:
     }
 
 
-def test_the_page_opens_with_the_plan_that_was_carried_out(page: Opened, story: Story) -> None:
+def test_the_page_opens_with_the_plan_that_was_applied(page: Opened, story: Story) -> None:
     after = story.snapshots[story.after].program.memory()
     assert f"peak {format_bytes(after.peak_bytes)}" in page.text("#budget-figures")
-    assert "the plan that was carried out" in page.text("#budget-figures")
+    assert "the plan that was applied" in page.text("#budget-figures")
+    assert "estimated from the roofline" in page.text("#figures")
     assert page.ask("plan")["shown"] is None
     assert page.page.locator("#figures .value").count() == 2
 
@@ -98,16 +99,16 @@ def test_the_slider_shows_each_plan_as_python_has_it(page: Opened, frontier: dic
         shown = page.text("#budget-figures")
         expected = sums(frontier, place)
         assert f"peak {format_bytes(frontier['peaks'][place])}" in shown
-        assert f"kept {format_bytes(expected['kept'])}" in shown
-        assert f"computed again {format_bytes(expected['computed again'])}" in shown
+        assert f"saved {format_bytes(expected['saved'])}" in shown
+        assert f"recomputed {format_bytes(expected['recomputed'])}" in shown
         share = frontier["extra"][place] / frontier["seconds"]
         if share > 0.001:
             assert f"time +{share:.1%}".replace("%", " %") in shown
         ribbons = page.ask("ribbons")
-        for kind, word in (("kept", "kept"), ("again", "computed again"), ("away", "moved away")):
+        for kind, word in (("kept", "saved"), ("again", "recomputed"), ("away", "offloaded")):
             drawn = sum(ribbon["bytes"] for ribbon in ribbons if ribbon["kind"] == kind)
             assert drawn == expected[word]
-        assert page.table("#plan-table", "tfoot")[0][4] == format_bytes(expected["kept"])
+        assert page.table("#plan-table", "tfoot")[0][4] == format_bytes(expected["saved"])
 
 
 def test_the_table_follows_the_slider_and_the_way_back_is_there(page: Opened, frontier: dict[str, Any]) -> None:
@@ -117,11 +118,11 @@ def test_the_table_follows_the_slider_and_the_way_back_is_there(page: Opened, fr
     plain = page.table("#plan-table")
     assert [cells[0] for cells in smallest] == [cells[0] for cells in plain]
     assert smallest != plain
-    assert all("computed again" not in cells[3] for cells in plain)
-    assert "the program as it is" in page.text("#budget-figures")
+    assert all("recomputed" not in cells[3] for cells in plain)
+    assert "nothing recomputed" in page.text("#budget-figures")
     page.page.click("#budget-back")
     page.page.wait_for_function("() => window.graphoptPage.plan().shown === null")
-    assert "the plan that was carried out" in page.text("#budget-figures")
+    assert "the plan that was applied" in page.text("#budget-figures")
 
 
 @pytest.mark.sweep
@@ -136,7 +137,7 @@ def test_keys_and_buttons_step_from_plan_to_plan(page: Opened, frontier: dict[st
     page.show("#frontier").focus()
     page.page.keyboard.press("End")
     settled(page, len(frontier["peaks"]) - 1)
-    assert "as it is" in page.text("#budget-figures")
+    assert "nothing recomputed" in page.text("#budget-figures")
 
 
 @pytest.mark.sweep

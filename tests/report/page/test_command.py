@@ -35,7 +35,7 @@ def test_view_writes_one_page_and_says_where(run: Command, tmp_path: Path) -> No
     assert shown["pipeline"] == RECOMPUTE
     assert shown["command"] == f"graphopt view {target('step')} --passes '{RECOMPUTE}'"
     assert [snapshot["label"] for snapshot in shown["snapshots"]] == [
-        "captured", "lowered to joint", RECOMPUTE, "without passes", "lowered to step",
+        "captured", "lowered", RECOMPUTE, "without passes", "lowered",
     ]  # fmt: skip
 
 

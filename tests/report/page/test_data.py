@@ -19,14 +19,14 @@ from torch import nn
 import graphopt
 from graphopt import GraphoptError, Phase, Pipeline, Program
 from graphopt.capture import CaptureSession
-from graphopt.report.page import page_of_program, page_of_rewritten, page_of_snapshots, story_of_snapshots
-from graphopt.report.page.changes import MAX_LINES, text_diffs
+from graphopt.report.page import changes, page_of_program, page_of_rewritten, page_of_snapshots, story_of_snapshots
+from graphopt.report.page.changes import text_diffs
 from graphopt.report.page.data import page_data
 from graphopt.report.page.kept import activations, kept_storages
 from graphopt.report.page.lineage import follow, increasing
 from graphopt.report.page.records import runs
 from graphopt.report.page.sheet import merge_orders, set_out
-from graphopt.report.page.story import WITHOUT_PASSES, Story, story_of_program
+from graphopt.report.page.story import ALL_PASSES, WITHOUT_PASSES, Story, story_of_program
 from graphopt.report.page.tree import Item
 from graphopt.report.pictures.visits import Placement
 from graphopt.runtime.programs.rewrite import Rewritten, rewrite
@@ -74,8 +74,8 @@ def calls(program: Program) -> list[str]:
 def test_a_story_compares_the_last_stage_with_and_without_passes(story: Story) -> None:
     told = [(snapshot.label, snapshot.program.stage) for snapshot in story.snapshots]
     assert told == [
-        ("captured", "forward"), ("lowered to joint", "joint"), ("recompute{checkpoints=blocks.*}", "joint"),
-        (WITHOUT_PASSES, "step"), ("lowered to step", "step"), ("fuse-update", "step"),
+        ("captured", "forward"), ("lowered", "joint"), ("recompute{checkpoints=blocks.*}", "joint"),
+        (WITHOUT_PASSES, "step"), ("lowered", "step"), ("fuse-update", "step"),
     ]  # fmt: skip
     assert (story.before, story.after) == (3, 5)
     assert [story.previous(index) for index in range(6)] == [None, None, 1, None, 3, 4]
@@ -87,10 +87,7 @@ def test_a_story_compares_the_last_stage_with_and_without_passes(story: Story) -
 @pytest.mark.sweep
 def test_passes_of_the_last_stage_need_no_further_program() -> None:
     story = story_of_snapshots(*_parts(rewritten_step("recompute{checkpoints=blocks.*}", 2, optimizer=False)))
-    assert [snapshot.label for snapshot in story.snapshots][-2:] == [
-        "lowered to joint",
-        "recompute{checkpoints=blocks.*}",
-    ]
+    assert [snapshot.label for snapshot in story.snapshots][-2:] == ["lowered", "recompute{checkpoints=blocks.*}"]
     assert (story.before, story.after) == (1, 2)
 
 
@@ -106,7 +103,7 @@ def test_programs_that_cannot_be_lowered_again_are_shown_as_they_are(result: Rew
     loaded = [(label, Program.from_json(program.to_json())) for label, program in result.snapshots]
     story = story_of_snapshots(loaded, result.records)
     assert [snapshot.label for snapshot in story.snapshots].count(WITHOUT_PASSES) == 0
-    assert story.snapshots[story.before].label == "lowered to step"
+    assert (story.snapshots[story.before].label, story.snapshots[story.before].program.stage) == ("lowered", "step")
     page_of_snapshots(loaded, result.records)
 
 
@@ -126,7 +123,8 @@ def _parts(result: Rewritten) -> tuple[Any, Any]:
 
 def test_changes_are_what_the_programs_differ_in(story: Story, data: dict[str, Any]) -> None:
     names = [data["strings"][number] for number in data["records"]["name"]]
-    for index, (snapshot, shown) in enumerate(zip(story.snapshots, data["snapshots"], strict=True)):
+    *single, together = data["snapshots"]
+    for index, (snapshot, shown) in enumerate(zip(story.snapshots, single, strict=True)):
         inside = [node.name for node in snapshot.program.graph.nodes if node.op != "output"]
         assert [names[record] for record in expanded(shown["nodes"])] == inside
         previous = story.previous(index)
@@ -138,10 +136,21 @@ def test_changes_are_what_the_programs_differ_in(story: Story, data: dict[str, A
         assert told["created"] == new - old
         assert told["erased"] == old - new
         assert told["moved"] | told["rewired"] <= old & new
+    assert data["first_shown"] == len(single)
+    assert together["program"] == story.after
+    assert expanded(together["nodes"]) == expanded(single[story.after]["nodes"])
+    created, erased = (len(expanded(together["changes"][kind])) for kind in ("created", "erased"))
+    ends = [len(calls(story.snapshots[index].program)) for index in (story.before, story.after)]
+    assert created - erased == ends[1] - ends[0]
+    assert created > len(expanded(single[story.after]["changes"]["created"]))
 
 
 def test_what_is_counted_agrees_with_the_diff(story: Story, data: dict[str, Any]) -> None:
-    for found in text_diffs(story):
+    whole, *passes = text_diffs(story)
+    assert (whole.label, whole.snapshot) == (ALL_PASSES, story.after)
+    before, after = (story.snapshots[index].program for index in (story.before, story.after))
+    assert whole.lines == before.diff(after).splitlines()
+    for found in passes:
         changes = data["snapshots"][found.snapshot]["changes"]
         counts = {kind: len(expanded(changes[kind])) for kind in changes}
         assert found.lines[0].startswith(f"+{counts['created']} nodes, -{counts['erased']} nodes")
@@ -281,11 +290,11 @@ def test_activations_are_what_is_kept(story: Story) -> None:
         (sum(r.before for r in rows), sum(r.after for r in rows)), pair, strict=True
     ):
         assert total == sum(storage.bytes for storage in kept_storages(placement, timeline.refers)) > 0
-    assert {row.what for row in rows} >= {"kept", "runs again"}
+    assert {row.what for row in rows} >= {"saved", "recomputed"}
     folded = [row for row in rows if row.name.startswith("blocks.*")]
     assert folded
     assert all(row.count > 1 for row in folded)
-    assert any(row.what == "runs again" and row.count == LAYERS for row in folded)
+    assert any(row.what == "recomputed" and row.count == LAYERS for row in folded)
 
 
 def test_rows_keep_what_the_activations_are(story: Story, data: dict[str, Any]) -> None:
@@ -314,16 +323,21 @@ def test_a_page_without_a_search_has_no_frontier(data: dict[str, Any]) -> None:
 
 
 @pytest.mark.sweep
-def test_long_diffs_are_cut_and_say_how_to_get_the_rest(result: Rewritten) -> None:
+def test_very_long_diffs_are_cut_and_say_how_to_get_the_rest(
+    result: Rewritten, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(changes, "MAX_LINES", 8)
     plain = story_of_snapshots(result.snapshots, result.records)
-    (first, second) = text_diffs(plain)
+    together, first, second = text_diffs(plain)
     whole = result.snapshots[1][1].diff(result.snapshots[2][1]).splitlines()
-    assert first.lines == whole[:MAX_LINES]
-    assert first.cut == max(0, len(whole) - MAX_LINES)
+    assert first.lines == whole[:8]
+    assert first.cut == len(whole) - 8 > 0
+    assert together.cut > 0
+    assert (together.rest, first.rest) == ("", "snapshots[1][1].diff(snapshots[2][1])")
     assert second.rest == ("snapshots[3][1].diff(snapshots[4][1])" if second.cut else "")
     told = story_of_snapshots(result.snapshots, result.records, command="graphopt view 'a b.py:c' --passes 'x{y=1}'")
     rests = {found.rest for found in text_diffs(told) if found.cut}
-    assert rests <= {"graphopt diff 'a b.py:c' --passes 'x{y=1}'"}
+    assert rests == {"graphopt diff 'a b.py:c' --passes 'x{y=1}'"}
 
 
 def test_every_option_in_force_is_told(data: dict[str, Any]) -> None:
@@ -353,7 +367,7 @@ def test_equal_programs_give_equal_pages(result: Rewritten) -> None:
 
 def test_a_forward_program_has_a_page() -> None:
     program = graphopt.capture(nn.Linear(4, 4), (torch.zeros(2, 4),), stage="forward")
-    assert "forward stage" in program.to_html()
+    assert "forward graph of 1 op;" in program.to_html()
 
 
 @pytest.mark.sweep

@@ -86,10 +86,10 @@ def test_a_calls_facts_are_shown_whole(page: Opened, program: Program, name: str
     page.find(info(node).names[0])
     assert page.ask("selected") == node.name
     shown = page.details()
-    assert shown["names"] == written(info(node).names[0])
+    assert page.text("#details h3") == written(info(node).names[0])
     assert shown["module"] == written(info(node).module)
     assert shown["source"] == written(SOURCE)
-    assert shown["origin"] == written(ATTACK)
+    assert shown["made by"] == written(ATTACK)
     place = page.ask("place", node.name)
     page.page.mouse.move(place["x"], place["y"])
     page.page.mouse.click(place["x"], place["y"])
@@ -109,7 +109,7 @@ def test_every_part_of_the_page_copes(page: Opened, program: Program) -> None:
     assert any(written(TURNED) in name for name in names)
     for head in range(page.page.locator("#activations-table th button").count()):
         page.page.locator("#activations-table th button").nth(head).click()
-    assert page.page.locator("#origin pre").all_inner_texts() == [QUOTES + ATTACK, f"graphopt '{ATTACK}'"]
+    assert page.page.locator("#build pre").all_inner_texts() == [QUOTES + ATTACK, f"graphopt '{ATTACK}'"]
     assert_harmless(page)
 
 

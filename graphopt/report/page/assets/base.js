@@ -75,7 +75,7 @@ function secondsText(seconds) {
 const grouped = new Intl.NumberFormat("en-US");
 const countText = (count) => grouped.format(count);
 
-/** "1 call", "2 calls". */
+/** "1 op", "2 ops". */
 const plural = (count, what) => `${countText(count)} ${what}${count === 1 ? "" : "s"}`;
 
 /** Numbers from runs of consecutive ones: first, length, first, length, … */
@@ -93,6 +93,16 @@ function fromRuns(runs) {
 /** A table's row of cells; `kinds` are the classes of the columns. */
 function row(cells, kinds = [], tag = "td") {
   return element("tr", {}, cells.map((cell, i) => element(tag, { class: kinds[i] }, cell)));
+}
+
+/** Give each cell the head of its column, for narrow screens, where the cells of a row stand below each other. */
+function labelCells(table) {
+  const heads = [...table.querySelectorAll("thead th")].map((head) => head.textContent);
+  for (const line of table.querySelectorAll("tbody tr, tfoot tr")) {
+    [...line.cells].forEach((cell, i) => { if (heads[i]) cell.dataset.head = heads[i]; });
+  }
+  table.classList.add("cards");
+  return table;
 }
 
 /** The file and line without the folder. */

@@ -71,7 +71,7 @@ class Budget {
     const words = this.words(plan);
     if (Number(this.slider.value) !== this.place) this.slider.value = this.place;
     this.slider.setAttribute("aria-valuetext", `peak ${bytesText(plan.peak)}, ${extraText(plan.extra)} time; ${words}`);
-    const kind = this.place === frontier.chosen ? "the plan that was carried out" : this.place === frontier.plain ? "the program as it is" : "a plan, not carried out";
+    const kind = this.place === frontier.chosen ? "the plan that was applied" : this.place === frontier.plain ? "nothing recomputed" : "a plan, not applied";
     const told = [`peak ${bytesText(plan.peak)}`, `time ${extraText(plan.extra)}`, words, kind];
     told.forEach((value, i) => { this.told[i].textContent = value; });
     byId("budget-less").disabled = this.place === 0;
@@ -81,8 +81,8 @@ class Budget {
   }
 
   words({ kept, again, away }) {
-    const parts = [`kept ${bytesText(kept.bytes)}`, `computed again ${bytesText(again.bytes)}`];
-    if (this.movesAny) parts.push(`moved away ${bytesText(away.bytes)}`);
+    const parts = [`saved ${bytesText(kept.bytes)}`, `recomputed ${bytesText(again.bytes)}`];
+    if (this.movesAny) parts.push(`offloaded ${bytesText(away.bytes)}`);
     return parts.join(" · ");
   }
 
@@ -91,14 +91,14 @@ class Budget {
       const bars = ["k", "r", "o"].map((code) => element("span", { class: `share-${code}` }));
       const cells = { what: element("span"), bytes: element("span") };
       const name = one.tensors.length > 1 ? `${one.pattern} × ${one.tensors.length}` : text(frontier.tensors.name[one.tensors[0]]);
-      const show = link(ending(name, 34), () => showRecord(frontier.snapshot, frontier.tensors.record[one.tensors[0]]), { title: brief(name, 300) });
+      const show = link(name, () => showRecord(frontier.snapshot, frontier.tensors.record[one.tensors[0]], text(frontier.tensors.name[one.tensors[0]])), { title: brief(name, 300) });
       const size = one.tensors.length > 1 ? `${one.tensors.length} × ${bytesText(one.bytes)}` : bytesText(one.bytes);
       const tr = row([show, size, element("span", { class: "share", "aria-hidden": "true" }, ...bars), cells.what, cells.bytes, secondsText(one.seconds)], ["name", "number", "", "", "number", "number"]);
       return { one, tr, bars, cells };
     });
     this.sum = element("span");
-    const head = row(["tensor", "bytes", "", "in this plan", "kept", "takes"], ["", "number", "", "", "number", "number"], "th");
-    replaceChildren(byId("plan-table"), element("table", {}, element("thead", {}, head), element("tbody", {}, this.rows.map(({ tr }) => tr)), element("tfoot", {}, row(["all tensors", "", "", "", this.sum, ""], ["", "number", "", "", "number", "number"]))));
+    const head = row(["tensor", "bytes", "", "in this plan", "saved", "time"], ["", "number", "", "", "number", "number"], "th");
+    replaceChildren(byId("plan-table"), labelCells(element("table", {}, element("thead", {}, head), element("tbody", {}, this.rows.map(({ tr }) => tr)), element("tfoot", {}, row(["all tensors", "", "", "", this.sum, ""], ["", "number", "", "", "number", "number"])))));
   }
 
   fill({ codes, kept }) {
@@ -110,7 +110,7 @@ class Budget {
       tr.dataset.shown = shown;
       ["k", "r", "o"].forEach((code, i) => { bars[i].style.width = `${(100 * counts[code]) / one.tensors.length}%`; });
       const all = (count, word) => (count === 0 ? "" : count === one.tensors.length ? word : `${count} ${word}`);
-      const words = [all(counts.k, "kept"), all(counts.r, "computed again"), all(counts.o, "moved away"), all(counts["."], "not needed")];
+      const words = [all(counts.k, "saved"), all(counts.r, "recomputed"), all(counts.o, "offloaded"), all(counts["."], "not needed")];
       cells.what.textContent = words.filter(Boolean).join(", ");
       cells.bytes.textContent = counts.k ? bytesText(counts.k * one.bytes) : "–";
     }
@@ -121,9 +121,36 @@ class Budget {
 
   /** Where a plan is in the chart. */
   at(place) {
-    const { x, y, width, height } = this.plot;
-    const low = frontier.peaks[0], high = Math.max(frontier.peaks[frontier.plain], low + 1);
-    return { x: x + (width * (frontier.peaks[place] - low)) / (high - low), y: y + height * (1 - frontier.extra[place] / this.mostExtra) };
+    const { y, height } = this.plot;
+    return { x: this.across(frontier.peaks[place]), y: y + height * (1 - frontier.extra[place] / this.mostExtra) };
+  }
+
+  /** Where a number of bytes is in the chart, which reaches up to the program without passes. */
+  across(bytes) {
+    const [low, high] = this.range;
+    return this.plot.x + (this.plot.width * (bytes - low)) / (high - low);
+  }
+
+  get range() {
+    const low = frontier.peaks[0];
+    return [low, Math.max(frontier.peaks[frontier.plain], baseline || 0, low + 1)];
+  }
+
+  /** A line at the peak of the program without passes, which the figures above and the first chart have, too. */
+  baselineMark(context) {
+    const { y, height } = this.plot;
+    const x = Math.round(this.across(baseline)) + 0.5;
+    context.strokeStyle = context.fillStyle = ink.dim;
+    context.setLineDash([4, 3]);
+    context.beginPath();
+    context.moveTo(x, y);
+    context.lineTo(x, y + height);
+    context.stroke();
+    context.setLineDash([]);
+    context.font = `11px ${ink.sans}`;
+    context.textAlign = "right";
+    context.textBaseline = "top";
+    context.fillText("baseline", x - 4, y);
   }
 
   point(event) {
@@ -150,8 +177,9 @@ class Budget {
     context.stroke();
     context.fillStyle = ink.kept;
     frontier.peaks.forEach((_, place) => this.dot(context, place, 2.4));
-    this.named(context, frontier.chosen, "carried out");
-    this.named(context, frontier.plain, "as it is");
+    this.named(context, frontier.chosen, "applied");
+    if (baseline === null) this.named(context, frontier.plain, "baseline");
+    else this.baselineMark(context);
     context.fillStyle = context.strokeStyle = ink.ink;
     this.dot(context, this.place, 6);
     const { x, y } = this.at(this.place);
@@ -201,7 +229,7 @@ class Budget {
       context.stroke();
     }
     context.textBaseline = "top";
-    const low = frontier.peaks[0], high = frontier.peaks[frontier.plain];
+    const [low, high] = this.range;
     [[low, "left"], [(low + high) / 2, "center"], [high, "right"]].forEach(([bytes, align]) => {
       context.textAlign = align;
       context.fillText(bytesText(bytes), x + (width * (bytes - low)) / Math.max(high - low, 1), y + height + 6);
@@ -213,19 +241,18 @@ class Budget {
 
 let budget = null;
 
-/** Show a plan in the picture; the plan that was carried out is shown as the program that came of it. */
+/** Show a plan in the picture; the plan that was applied is shown as the program that came of it. */
 function showPlan(place) {
   const before = graph.snapshot.index, planned = graph.place !== null;
   graph.showPlan(place === frontier.chosen ? null : place);
-  if (place === frontier.chosen) showSnapshot(data.after);
+  if (place === frontier.chosen) showSnapshot(data.first_shown);
   else if (!planned || graph.snapshot.index !== before) tellSnapshot();
 }
 
 function startBudget() {
   for (const id of ["budget", "budget-bar", "budget-link", "by-seconds"]) byId(id).hidden = !frontier;
   if (!frontier) return;
-  const how = frontier.measured ? term("measured") : term("roofline", "estimated");
-  replaceChildren(byId("frontier-caption"), `${countText(frontier.peaks.length)} plans: `, term("peak"), " across, extra time up (", how, ")");
+  replaceChildren(byId("frontier-caption"), `${countText(frontier.peaks.length)} plans: `, term("peak"), " across, extra time up, estimated from ", timeSource());
   byId("frontier").setAttribute("aria-label", `Peak and extra time of ${frontier.peaks.length} plans, from ${bytesText(frontier.peaks[0])} at ${extraText(frontier.extra[0])} to ${bytesText(frontier.peaks[frontier.plain])} at no extra time; the slider below steps through them`);
   budget = new Budget();
 }

@@ -1,4 +1,4 @@
-// Beside the picture: the facts of the selected call.
+// Beside the picture: the facts of the selected op or tensor.
 
 const MOST_LISTED = 60;
 
@@ -23,31 +23,49 @@ function fact(list, name, ...values) {
   list.append(element("dt", {}, name), element("dd", {}, ...values));
 }
 
+/** The name that was clicked, and of which record; a record has several names, and stays under this one while it is selected. */
+const clicked = { id: null, name: "" };
+
 /** The facts of a record, in a snapshot; without one, what to do. */
 function showDetails(snapshot, id) {
   const panel = byId("details");
   if (id === null) {
-    replaceChildren(panel, element("p", { class: "dim" }, "Click a module to open it, and a call in it to see its shape, bytes, source line and origin."));
+    replaceChildren(panel, element("p", { class: "dim" }, "Click a module to open it, and an op in it to see its shape, bytes, source line and the pass that made it."));
     return;
   }
   const facts = element("dl");
   const phase = data.phases[records.phase[id]];
   const change = CHANGE_NAMES[snapshot.changeOf(id)];
-  fact(facts, "names", ...namesOf(id).flatMap((name, i) => (i ? [", ", element("span", { class: "code" }, name)] : [element("span", { class: "code" }, name)])));
+  const title = clicked.id === id ? clicked.name : nameOf(id);
+  const names = [...new Set([...namesOf(id), text(records.name[id])])].filter((name) => name !== title);
+  fact(facts, "also called", ...names.flatMap((name, i) => [i ? ", " : "", element("span", { class: "code" }, name)]));
+  fact(facts, "shares memory with", ...sharedMemory(snapshot, id));
   fact(facts, "call", ...(text(records.call[id]) ? [element("code", {}, ...callPieces(snapshot, id, recordLink))] : [""]));
   fact(facts, "type", element("code", {}, text(records.type[id]) || "no tensor"));
   fact(facts, "bytes", ...bytesFact(id));
   fact(facts, "phase", isInput(id) ? `input: ${text(records.role[id])}` : phase + (text(records.role[id]) ? `, ${text(records.role[id])}` : ""));
   fact(facts, "module", ...(isInput(id) ? [""] : [element("span", { class: "code" }, text(records.module[id]) || "outside of the model's modules")]));
   fact(facts, "source", element("span", { class: "code" }, text(records.source[id]) || "none of the user's lines"));
-  fact(facts, "origin", text(records.origin[id]));
+  fact(facts, "made by", text(records.origin[id]));
   fact(facts, "decision", text(records.policy[id]));
-  fact(facts, "change on the way to this snapshot", change);
+  fact(facts, "changed", change);
   lifeFact(facts, snapshot, id);
   const inputs = [...new Set(snapshot.inputs(id))], users = snapshot.users(id);
   if (inputs.length) fact(facts, `reads (${inputs.length})`, recordList(inputs));
   fact(facts, `users (${users.length})`, users.length ? recordList(users) : "none");
-  replaceChildren(panel, element("h3", {}, text(records.name[id])), facts);
+  replaceChildren(panel, element("h3", {}, title), facts);
+}
+
+/** The timeline of the program that a snapshot shows, where the page has it. */
+const timelineOf = (snapshot) => timelines.find((one) => one.snapshot === snapshot.program);
+
+/** The op that allocates the memory of a tensor, where that is another one. */
+function sharedMemory(snapshot, id) {
+  const timeline = timelineOf(snapshot);
+  if (!timeline) return [];
+  const { record, owner } = timeline.given.storages;
+  const owners = new Set(record.flatMap((one, i) => (one === id && owner[i] !== id ? [owner[i]] : [])));
+  return [...owners].flatMap((one, i) => [i ? ", " : "", recordLink(one)]);
 }
 
 function bytesFact(id) {
@@ -57,16 +75,16 @@ function bytesFact(id) {
   return [`${bytesText(bytes)} (${countText(bytes)} bytes)`];
 }
 
-/** From which call to which a value's storages live, where the timeline of this snapshot is on the page. */
+/** From which op to which a value's storages live, where the timeline of this snapshot is on the page. */
 function lifeFact(facts, snapshot, id) {
-  const timeline = timelines.find((one) => one.snapshot === snapshot.index);
+  const timeline = timelineOf(snapshot);
   if (!timeline) return;
   const { storages } = timeline.given;
-  const at = storages.record.indexOf(id);
+  const at = storages.record.includes(id) ? storages.record.indexOf(id) : storages.owner.indexOf(id);
   if (at < 0) return;
   const first = storages.first[at], last = Math.min(storages.last[at], timeline.size - 1);
-  const from = first < 0 ? "the start" : `call ${countText(first + 1)}`;
-  const until = storages.last[at] >= timeline.size ? "the end" : `call ${countText(last + 1)}`;
+  const from = first < 0 ? "the start" : `op ${countText(first + 1)}`;
+  const until = storages.last[at] >= timeline.size ? "the end" : `op ${countText(last + 1)}`;
   const show = link("show the last moment", () => {
     selectMoment(timeline, Math.max(last, 0));
     byId("memory").scrollIntoView();
@@ -74,9 +92,15 @@ function lifeFact(facts, snapshot, id) {
   fact(facts, "alive, predicted", `from ${from} to ${until} · `, show);
 }
 
-/** Select a record in the picture and bring the picture into view. */
-function showRecord(index, id) {
-  showSnapshot(index);
+/**
+ * Select a record in the picture and bring the picture into view.
+ * @param index of the program that it is in; a picture that shows this program already stays
+ * @param id the record
+ * @param name what was clicked, where that is one of several names
+ */
+function showRecord(index, id, name = null) {
+  Object.assign(clicked, { id: name === null ? null : id, name });
+  if (graph.snapshot.program !== index) showSnapshot(index);
   graph.reveal(id);
   byId("program").scrollIntoView();
 }

@@ -92,13 +92,14 @@ class Painter {
     this.frames();
     this.wires.ribbons();
     this.wires.flows();
+    this.edges();
     for (const band of this.bands.list.slice(this.bands.at(this.top), this.bands.at(this.bottom) + 1)) this.band(band);
     this.flush();
     if (this.text) this.wires.sizes();
     if (graph.place !== null) this.detours();
     this.laneNames();
     this.current();
-    this.edges();
+    this.neighbours();
     context.restore();
   }
 
@@ -231,24 +232,28 @@ class Painter {
     const noteWidth = note ? note.length * 6.4 + 8 : 0;
     const named = metrics.inside && box.lane === FORWARD_LANE;
     const count = band.item.kind === "group" ? ` each ×${band.item.copies}` : "";
-    const first = named ? `${band.item.label}${band.item.kind === "group" ? ` ×${band.item.copies}` : ""}` : box.calls ? opsText(box) : "erased";
+    const label = `${band.item.label}${band.item.kind === "group" ? ` ×${band.item.copies}` : ""}`;
+    const ops = metrics.inside ? plural(box.calls, "op") : opsText(box);  // names of ops have no room in a narrow picture
+    const first = named ? label : box.calls ? ops : "erased";
     const size = this.measure.of(box) ? ` · ${this.measure.write(box)}` : "";
     context.fillStyle = ink.ink;
     pen.use(10.5, named ? "bold" : "");
     pen.write(first, x + 19, y + 11, width - 22, named);
     context.fillStyle = ink.dim;
     pen.use(10);
-    pen.write(`${metrics.inside ? box.calls : plural(box.calls, "call")}${size}${metrics.inside ? "" : count}`, x + 19, y + 23.5, width - 22 - noteWidth);
-    if (!note) return;
+    const second = metrics.inside ? size.slice(3) : `${plural(box.calls, "op")}${size}${count}`;
+    const beside = note && !metrics.inside;
+    pen.write(second, x + 19, y + 23.5, width - 22 - (beside ? noteWidth : 0));
+    if (!beside) return;
     context.fillStyle = ink.ink;
     pen.use(10.5, "bold");
     context.fillText(note, x + width - noteWidth, y + 23.5);
   }
 
-  /** What the plan of the slider would do beside what is drawn: computed again in the middle, moved away at the left. */
+  /** What the plan of the slider would do beside what is drawn: recomputed in the middle, offloaded at the left. */
   detours() {
     const { again, away } = this.graph.wiring.detours();
-    for (const [found, lane, phase, sign] of [[again, RECOMPUTE_LANE, PHASE.recompute, "again"], [away, OUTSIDE_LANE, PHASE.transfer, "away"]]) {
+    for (const [found, lane, phase] of [[again, RECOMPUTE_LANE, PHASE.recompute], [away, OUTSIDE_LANE, PHASE.transfer]]) {
       for (const [band, { bytes, count }] of found) {
         const box = this.bands.boxAt(band, lane);
         const y = box.y + Math.min(box.height, BOX) / 2 - BOX / 2;
@@ -264,7 +269,7 @@ class Painter {
         this.pen.write(bytesText(bytes), box.x + 19, y + 11, lanes[lane].width - 22);
         this.context.fillStyle = ink.dim;
         this.pen.use(10);
-        this.pen.write(`${plural(count, "tensor")} ${sign}`, box.x + 19, y + 24, lanes[lane].width - 22);
+        this.pen.write(metrics.inside ? countText(count) : plural(count, "tensor"), box.x + 19, y + 24, lanes[lane].width - 22);
       }
     }
     this.flush();
@@ -345,16 +350,30 @@ class Painter {
 
   // --- neighbours -------------------------------------------------------------------------------------------------
 
+  /** What is selected and what is pointed at, each with the places of what it reads and of what reads it. */
+  get marked() {
+    const { graph, snapshot, bands } = this;
+    const ids = [graph.selected, graph.hovered].filter((id, i, both) => id !== null && id !== undefined && both.indexOf(id) === i);
+    return ids.map((id) => {
+      const ghost = snapshot.isGhost(id);
+      const inputs = ghost ? [] : [...new Set(snapshot.inputs(id))], users = ghost ? [] : snapshot.users(id);
+      const placed = (others) => others.map((other) => bands.place(other)).filter(Boolean);
+      return { place: bands.place(id), inputs: placed(inputs), users: placed(users), line: id === graph.selected ? 2.5 : 1.5 };
+    }).filter(({ place }) => place);
+  }
+
+  /** Edges pass behind the boxes, whose names stay readable. */
   edges() {
-    const { graph, snapshot } = this;
-    for (const [id, strong] of [[graph.selected, true], [graph.hovered, false]]) {
-      if (id === null || id === undefined || (!strong && id === graph.selected)) continue;
-      const place = this.bands.place(id);
-      if (!snapshot.isGhost(id)) {
-        for (const source of new Set(snapshot.inputs(id))) this.edge(this.bands.place(source), place, "reads");
-        for (const user of snapshot.users(id)) this.edge(place, this.bands.place(user), "read by");
-      }
-      if (place) this.outline(place, strong ? 2.5 : 1.5);
+    for (const { place, inputs, users } of this.marked) {
+      for (const source of inputs) this.edge(source, place, "reads");
+      for (const user of users) this.edge(place, user, "read by");
+    }
+  }
+
+  neighbours() {
+    for (const { place, inputs, users, line } of this.marked) {
+      for (const other of [...inputs, ...users]) this.outline(other, 1.2);
+      this.outline(place, line);
     }
   }
 
@@ -369,9 +388,7 @@ class Painter {
   }
 
   edge(from, to, kind) {
-    if (!from || !to) return;
     const { context } = this;
-    this.outline(kind === "reads" ? from : to, 1.2);
     const right = to.x > from.x + from.width;
     const x = right ? from.x + from.width : from.x + from.width / 2;
     const y = right ? from.y + from.height / 2 : from.y + (to.y > from.y ? from.height : 0);

@@ -1,4 +1,4 @@
-// What lies between the boxes: who reads whom on one side of the U, and what forward keeps for backward.
+// What lies between the boxes: who reads whom on one side of the U, and what forward saves for backward.
 
 /** A ribbon of the largest box is as thick as the box; all others are thinner in proportion. */
 const THICKEST = BOX;
@@ -99,7 +99,7 @@ class Wiring {
     }
   }
 
-  /** What a plan does in each row beside what is there: bytes that are computed again, and that wait elsewhere. */
+  /** What a plan does in each row beside what is there: bytes that are recomputed, and that are offloaded. */
   detours() {
     const found = { again: new Map(), away: new Map() };
     for (const { from, fromLane, kind, bytes, count } of this.ribbons) {
@@ -110,7 +110,7 @@ class Wiring {
     return found;
   }
 
-  /** What is kept by the calls of a band, and moved away. */
+  /** What is saved by the ops of a band, and offloaded. */
   keptBy(band) {
     let here = 0, away = 0;
     for (const ribbon of this.ribbons) {

@@ -12,7 +12,7 @@ class Graph {
     this.hovered = null;
     this.matches = new Set();
     this.pointers = new Map();
-    this.snapshot = snapshotAt(data.after);
+    this.snapshot = snapshotAt(data.first_shown);
     this.place = null;
     this.current = null;
     this.measure = "bytes";
@@ -254,7 +254,7 @@ class Graph {
     const { item } = band;
     const where = brief(item.path || item.label, 200);
     const boxes = summarise(this.snapshot, ...rowsOf(item)).filter((box) => lane < 0 || box.lane === lane);
-    const parts = boxes.map((box) => `${data.phases[box.phase]}: ${plural(box.calls, "call")}${changesText(box) ? ` (${changesText(box)})` : ""}`);
+    const parts = boxes.map((box) => `${data.phases[box.phase]}: ${plural(box.calls, "op")}${changesText(box) ? ` (${changesText(box)})` : ""}`);
     const { here } = this.wiring.keptBy(this.bands.list.indexOf(band));
     return `${where}${item.kind === "group" ? `, ×${item.copies}, each` : ""}: ${parts.join(", ")}${here ? `; keeps ${bytesText(here)} for backward (predicted)` : ""}`;
   }
@@ -390,7 +390,7 @@ class Graph {
     else this.unfold();
   }
 
-  /** Select the next or the previous call, in the order of running. */
+  /** Select the next or the previous op, in the order of running. */
   neighbour(step) {
     const { ids } = this.snapshot;
     let at = this.selected === null ? (step > 0 ? -1 : ids.length) : this.snapshot.position(this.selected) ?? -1;

@@ -2,9 +2,9 @@
 
 const KEYS = [
   ["/", "search; Enter: next hit, Shift+Enter: the one before"], ["[ and ]", "snapshot before, next snapshot"], ["d", "theme"], ["?", "these keys"],
-  ["in the picture: ↑ ↓", "module above, module below"], ["Enter or Space", "open or fold it; with a selected call: go to its facts"], ["← →", "fold, open"],
+  ["in the picture: ↑ ↓", "module above, module below"], ["Enter or Space", "open or fold it; with a selected op: go to its facts"], ["← →", "fold, open"],
   ["drag, Shift+arrows, Page Up, Page Down", "move"], ["wheel (after a click), Ctrl+wheel, + −, pinch", "move, zoom"], ["0", "fit the width"],
-  ["j and k", "next call, call before, in running order"], ["Esc", "select nothing"], ["Home, End", "top, bottom"],
+  ["j and k", "next op, op before, in running order"], ["Esc", "select nothing"], ["Home, End", "top, bottom"],
   ["in a chart: ← → (Shift: 10), Home, End, p", "select a moment; the peak"],
 ];
 
@@ -21,7 +21,7 @@ function tellSnapshot() {
   const { label, stage, index } = graph.snapshot;
   byId("slider").value = index;
   const planned = graph.place === null ? "" : " and what the plan of the budget would do";
-  replaceChildren(byId("snapshot"), `${index + 1} of ${data.snapshots.length} · ${stage} stage · `, element("b", {}, brief(label, 300)), planned);
+  replaceChildren(byId("snapshot"), `${index + 1} of ${data.snapshots.length} · ${data.stage_names[stage]} · `, element("b", {}, brief(label, 300)), planned);
   byId("changed").textContent = changedText(graph.snapshot);
   byId("earlier").disabled = index === 0;
   byId("later").disabled = index === data.snapshots.length - 1;
@@ -33,12 +33,13 @@ function tellSnapshot() {
   }
 }
 
-function changedText({ compared, counts, ids }) {
-  const calls = plural(ids.reduce((sum, id) => sum + !isInput(id), 0), "call");
-  if (data.snapshots.length === 1) return calls;
-  if (!compared) return `${calls}; the first snapshot of its stage, with nothing to compare with`;
+function changedText({ compared, counts, ids, index, program }) {
+  const ops = plural(ids.reduce((sum, id) => sum + !isInput(id), 0), "op");
+  if (data.snapshots.length === 1) return ops;
+  if (!compared) return `${ops}; the first program of its kind, with nothing to compare with`;
   const { created, erased, moved, rewired } = counts;
-  return `${calls}; against the snapshot before: + ${countText(created)} created, − ${countText(erased)} erased, ↕ ${countText(moved)} moved, Δ ${countText(rewired)} that read other values`;
+  const against = index !== program || index - 1 === data.before ? "the program without passes" : "the program before";
+  return `${ops}; compared with ${against}: + ${countText(created)} created, − ${countText(erased)} erased, ↕ ${countText(moved)} moved, Δ ${countText(rewired)} with other inputs`;
 }
 
 /** Move to another snapshot with the slider; from the first time on, what changed is set off from the rest. */
@@ -75,7 +76,7 @@ function startTools() {
   replaceChildren(byId("help"), KEYS.map(([key, what]) => element("div", {}, element("kbd", {}, key), ` ${what}`)));
 }
 
-/** Open all modules, and show every call. */
+/** Open all modules, and show every op. */
 function showEverything() {
   graph.showHidden();
   graph.rearranged(openEverything);
@@ -109,10 +110,10 @@ function drawLegend() {
     drawMark(context, i, 11, 8, 4);
     return element("span", {}, canvas, phase);
   });
-  const signs = data.snapshots.some((snapshot) => snapshot.changes) ? "+ created · − erased (dashed, its place stays empty) · ↕ moved · Δ reads other values" : "";
-  const lines = [["kept", ["kept for backward", ", as thick as its bytes"]], ["flow", ["is read by"]]];
-  if (frontier) lines.push(["again", ["computed again"]]);
-  if (data.phases.some((phase, i) => phase === "transfer" && used.has(i)) || lanes[OUTSIDE_LANE].used) lines.push(["away", ["moved away"]]);
+  const signs = data.snapshots.some((snapshot) => snapshot.changes) ? "+ created · − erased (dashed, its place stays empty) · ↕ moved · Δ has other inputs" : "";
+  const lines = [["kept", ["saved for backward", ", as thick as its bytes"]], ["flow", ["is read by"]]];
+  if (frontier) lines.push(["again", ["recomputed"]]);
+  if (data.phases.some((phase, i) => phase === "transfer" && used.has(i)) || lanes[OUTSIDE_LANE].used) lines.push(["away", ["offloaded"]]);
   const samples = lines.map(([kind, [word, more = ""]]) => element("span", {}, element("span", { class: `line ${kind}` }), WORDS[word] ? term(word) : word, more));
   replaceChildren(byId("legend"), ...marks, ...samples, element("span", {}, signs));
 }
@@ -124,7 +125,7 @@ function figure(label, value, note) {
   return element("div", { class: "figure" }, element("div", { class: "what" }, label), element("div", { class: "value" }, value), element("div", { class: "note" }, ...note));
 }
 
-/** Peak memory before and after, and what it costs in time or, where that is not known, what is kept for backward. */
+/** Peak memory before and after, and what it costs in time or, where that is not known, what is saved for backward. */
 function startFigures() {
   const { before, after } = data.timelines;
   const place = byId("figures");
@@ -139,12 +140,11 @@ function startFigures() {
   const keeps = (at) => data.activations.reduce((total, one) => total + one[at], 0);
   if (frontier) {
     const extra = frontier.extra[frontier.chosen];
-    const how = frontier.measured ? term("measured") : term("roofline", "estimated");
-    figures.push(figure(["Time of a step"], [extraText(extra)], [`${secondsText(extra)} on top of ${secondsText(frontier.seconds)}, `, how]));
+    figures.push(figure(["Time of a step"], [extraText(extra)], [`${secondsText(extra)} on top of ${secondsText(frontier.seconds)}, estimated from `, timeSource()]));
   } else if (data.activations.length) {
     const [old, left] = [keeps(3), keeps(4)];
     const value = before && old !== left ? [element("span", { class: "was" }, bytesText(old)), " → ", bytesText(left)] : [bytesText(left)];
-    figures.push(figure([term("kept for backward", "Kept for backward")], value, [term("predicted")]));
+    figures.push(figure([term("saved for backward", "Saved for backward")], value, [term("predicted")]));
   }
   replaceChildren(place, figures);
 }
@@ -156,10 +156,10 @@ function describePicture() {
     sum[data.phases[records.phase[one.record]] === "transfer" ? "away" : "here"] += one.bytes;
     return sum;
   }, { here: 0, away: 0 });
-  const moved = away ? `, ${bytesText(away)} are moved away` : "";
-  byId("graph-words").textContent = visible(`Forward runs down the left through ${outer.join("; ")}. Backward runs up the right through the same modules. ${bytesText(here)} are kept for backward${moved}.`);
-  const recomputes = lanes[RECOMPUTE_LANE].used ? ", computed again between them" : "";
-  byId("program-words").textContent = `forward down the left, backward up the right${recomputes}; bands are what is kept for backward`;
+  const moved = away ? `, ${bytesText(away)} are offloaded` : "";
+  byId("graph-words").textContent = visible(`Forward runs down the left through ${outer.join("; ")}. Backward runs up the right through the same modules. ${bytesText(here)} are saved for backward${moved}.`);
+  const recomputes = lanes[RECOMPUTE_LANE].used ? ", recomputed between them" : "";
+  byId("program-words").textContent = `forward down the left, backward up the right${recomputes}; bands are what is saved for backward`;
 }
 
 // --- theme ------------------------------------------------------------------------------------------------------------
@@ -212,14 +212,14 @@ function start() {
   startWords();
   startDiffs();
   startActivations();
-  startOrigin();
+  startBuild();
   startCharts();
   graph = new Graph(byId("graph"));
   startSnapshots();
   startTools();
   startSearch();
   startBudget();
-  showSnapshot(data.after);
+  showSnapshot(data.first_shown);
   describePicture();
   graph.resize();
   graph.fit();

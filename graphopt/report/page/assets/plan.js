@@ -4,7 +4,7 @@ const frontier = data.frontier;
 
 let knownSeconds = null;
 
-/** The seconds that a call takes, where a pass knew them; what runs again takes as long as what it repeats. */
+/** The seconds that an op takes, where a pass knew them; what is recomputed takes as long as what it repeats. */
 function secondsOf(id) {
   if (!knownSeconds) {
     knownSeconds = new Map();
@@ -50,7 +50,7 @@ function valuesOfPlan(place) {
     if (!kind) continue;
     const record = frontier.tensors.record[i], reader = readersOfPlanned.get(record);
     const row = records.row[record], lane = records.lane[record];
-    // what only a plan keeps is what other tensors are computed from again
+    // what only a plan saves is what other tensors are recomputed from
     const toRow = reader === undefined ? row : records.row[reader];
     const toLane = reader === undefined ? RECOMPUTE_LANE : records.lane[reader];
     found.push({ row, lane, toRow, toLane, bytes: frontier.tensors.bytes[i], kind });
@@ -58,7 +58,13 @@ function valuesOfPlan(place) {
   return found;
 }
 
-/** "+3.1 %": seconds on top of those of the program as it is. */
+/** What seconds are made of, explained: no step was timed as a whole. */
+const timeSource = () => term(frontier.basis.startsWith("measured") ? "measured ops" : "roofline", frontier.basis);
+
+/** The peak of the program without passes, in bytes; null where plans are of another stage, whose bytes do not compare. */
+const baseline = frontier && data.timelines.before && data.snapshots[frontier.snapshot].stage === data.stage ? data.timelines.before.peak_bytes : null;
+
+/** "+3.1 %": seconds on top of those without recomputation. */
 function extraText(extra) {
   const share = frontier.seconds ? extra / frontier.seconds : 0;
   return share === 0 ? "+0 %" : share < 0.001 ? "+<0.1 %" : `+${oneDecimal(share * 100)} %`;

@@ -1,4 +1,5 @@
 // The snapshots of the program: which records they hold, who reads whom, and what changed on the way to each.
+// Where passes took several steps, the last one compares the program after all of them with the one without any.
 
 const records = data.records;
 const REWIRED = 1, MOVED = 2, CREATED = 3, ERASED = 4;
@@ -30,6 +31,7 @@ class Snapshot {
   constructor(index) {
     const given = data.snapshots[index];
     this.index = index;
+    this.program = given.program;
     this.label = given.label;
     this.stage = given.stage;
     this.ids = fromRuns(given.nodes);
@@ -75,7 +77,7 @@ class Snapshot {
     return this._byName;
   }
 
-  /** The record that a node's or a tensor's name stands for, or that of an erased call; undefined where there is none. */
+  /** The record that a node's or a tensor's name stands for, or that of an erased op; undefined where there is none. */
   named(name) {
     if (!this._named) {
       this._named = new Map();
@@ -112,7 +114,7 @@ class Snapshot {
     return this._users.get(id) || [];
   }
 
-  /** The calls of each row, those that were erased included; rows by number. */
+  /** The ops of each row, those that were erased included; rows by number. */
   get rows() {
     if (!this._rows) {
       this._rows = Array.from({ length: data.sheet.rows.length + 1 }, () => []);
@@ -131,7 +133,7 @@ class Snapshot {
     return this.isGhost(id) ? ERASED : this.change.get(id) || 0;
   }
 
-  /** The record that stands for the same call as one of another snapshot: by name, else by place. */
+  /** The record that stands for the same op as one of another snapshot: by name, else by place. */
   counterpart(id) {
     const found = this.byName.get(records.name[id]);
     if (found !== undefined) return found;
@@ -147,7 +149,7 @@ function snapshotAt(index) {
   return snapshots[index];
 }
 
-/** The call as text, with each argument that is another call's result replaced by `show` of its record. */
+/** The op's call as text, with each argument that is another call's result replaced by `show` of its record. */
 function callPieces(snapshot, id, show) {
   const parts = text(records.call[id]).split(data.reference);
   const names = readsOf(id);

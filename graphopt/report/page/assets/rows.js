@@ -8,7 +8,7 @@ const UPDATE_ROW = data.sheet.rows.length;
 
 /** Widths on a wide canvas and on a narrow one, where modules are named inside of their boxes. */
 const WIDE = { labels: 212, widths: [118, 288, 150, 288, 118], perLine: [1, 3, 1, 3, 1], laneGap: 16, keptGap: 128, arcs: 54, inside: false };
-const NARROW = { labels: 8, widths: [44, 122, 50, 116, 44], perLine: [1, 1, 1, 1, 1], laneGap: 10, keptGap: 58, arcs: 18, inside: true };
+const NARROW = { labels: 8, widths: [62, 150, 78, 78, 62], perLine: [1, 1, 1, 1, 1], laneGap: 10, keptGap: 56, arcs: 16, inside: true };
 
 /** The measures in force. */
 let metrics = WIDE;

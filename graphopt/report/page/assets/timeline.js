@@ -1,4 +1,4 @@
-// The memory timelines: bytes alive at each call, stacked by category; selecting a moment says what is alive there.
+// The memory timelines: bytes alive at each op, stacked by category; selecting a moment says what is alive there.
 
 const CATEGORY_STYLES = {
   "parameters": ["#6e7781", ""], "buffers": ["#8c959f", "cross"], "optimizer state": ["#afb8c1", "rise"],
@@ -34,7 +34,7 @@ function fillCategory(context, category) {
   context.fill();
 }
 
-/** One program's bytes: totals at each call, by category, and what is alive when. */
+/** One program's bytes: totals at each op, by category, and what is alive when. */
 class Timeline {
   constructor(name, given) {
     this.name = name;
@@ -47,7 +47,7 @@ class Timeline {
     this.selected = given.peak_at;
   }
 
-  /** Bytes of each category at each call. */
+  /** Bytes of each category at each op. */
   count() {
     const { storages, temporaries, categories } = this.given;
     const change = categories.map(() => new Float64Array(this.size + 1));
@@ -68,25 +68,25 @@ class Timeline {
     return series;
   }
 
-  /** What is alive while a call runs, largest first: name, bytes, category and record. */
+  /** What is alive while an op runs, largest first: name, bytes, category and record. */
   alive(position) {
     const { storages, temporaries, categories, calls } = this.given;
     const found = [];
     for (let i = 0; i < storages.bytes.length; i++) {
       if (storages.first[i] <= position && position <= storages.last[i]) {
         const category = categories[storages.category[i]];
-        found.push({ name: text(storages.name[i]), bytes: storages.bytes[i], category, record: storages.record[i] });
+        found.push({ name: text(storages.name[i]), bytes: storages.bytes[i], category, record: storages.record[i], source: records.source[storages.owner[i]] });
       }
     }
     const own = temporaries.find((pair) => pair[0] === position);
     if (own) {
-      const name = `${text(records.name[calls[position]])} (inside the op)`;
-      found.push({ name, bytes: own[1], category: "temporaries", record: calls[position] });
+      const id = calls[position];
+      found.push({ name: `${text(records.name[id])} (inside the op)`, bytes: own[1], category: "temporaries", record: id, source: records.source[id] });
     }
     return found.sort((one, other) => other.bytes - one.bytes);
   }
 
-  /** Bytes by category while a call runs, in the order of the chart. */
+  /** Bytes by category while an op runs, in the order of the chart. */
   categoriesAt(position) {
     return this.given.categories
       .map((name, i) => ({ name, bytes: this.series[i][position] || 0 }))
@@ -96,9 +96,9 @@ class Timeline {
 
 const timelines = Object.entries(data.timelines).map(([name, given]) => new Timeline(name, given));
 let activeTimeline = timelines[timelines.length - 1];
-let listed = 40;  // how many of the tensors alive are listed
+let listed = 10;  // how many of the tensors alive are listed
 
-/** For each pixel of a chart, the call that it stands for: the one with the most bytes of those that fall on it. */
+/** For each pixel of a chart, the op that it stands for: the one with the most bytes of those that fall on it. */
 function callsOfPixels(timeline, width) {
   const calls = new Int32Array(width);
   for (let x = 0; x < width; x++) {
@@ -136,16 +136,16 @@ class Chart {
 
   describe() {
     const { given, name } = this.timeline;
-    const title = timelines.length === 1 ? "Bytes" : name === "before" ? "Before: without passes" : "After the passes";
+    const title = timelines.length === 1 ? "Bytes" : name === "before" ? "Baseline: without passes" : "With passes";
     const parts = [element("b", {}, title), ` peak ${bytesText(given.peak_bytes)} `, element("span", { class: "tag" }, "predicted")];
-    parts.push(`, ${bytesText(given.resident_bytes)} of it resident`);
+    parts.push(`, ${bytesText(given.resident_bytes)} of it `, term("persistent"));
     if (given.measured_bytes !== null) {
       const predicted = given.peak_bytes - given.resident_bytes;
-      parts.push(`; above what is resident ${bytesText(predicted)} `, element("span", { class: "tag" }, "predicted"));
+      parts.push(`; above persistent memory ${bytesText(predicted)} `, element("span", { class: "tag" }, "predicted"));
       parts.push(`, ${bytesText(given.measured_bytes)} `, element("span", { class: "tag" }, "measured"));
     }
     replaceChildren(this.caption, ...parts);
-    this.canvas.setAttribute("aria-label", `${title}: bytes over ${plural(this.timeline.size, "call")}, peak ${bytesText(given.peak_bytes)}, predicted`);
+    this.canvas.setAttribute("aria-label", `${title}: bytes over ${plural(this.timeline.size, "op")}, peak ${bytesText(given.peak_bytes)}, predicted`);
   }
 
   /** The range of the axis, the same for all charts. */
@@ -289,14 +289,14 @@ function swatch(category) {
 /** Say what is alive at a moment: by category, and one by one. */
 function showMoment(timeline, position) {
   if (!timeline.size) {
-    replaceChildren(byId("moment-head"), `No calls; ${bytesText(timeline.given.resident_bytes)} are resident.`);
+    replaceChildren(byId("moment-head"), `No ops; ${bytesText(timeline.given.resident_bytes)} are persistent.`);
     return;
   }
   const call = timeline.given.calls[position];
-  const where = timelines.length === 1 ? "" : timeline.name === "before" ? "Before: " : "After: ";
+  const where = timelines.length === 1 ? "" : timeline.name === "before" ? "Baseline: " : "With passes: ";
   const peak = position === timeline.given.peak_at ? ", the peak" : "";
   replaceChildren(
-    byId("moment-head"), `${where}call ${countText(position + 1)} of ${countText(timeline.size)}, in ${data.phases[records.phase[call]]}: `,
+    byId("moment-head"), `${where}op ${countText(position + 1)} of ${countText(timeline.size)}, in ${data.phases[records.phase[call]]}: `,
     link(nameOf(call), () => showRecord(timeline.snapshot, call), { class: "link code" }),
     ` · ${bytesText(timeline.total[position])} alive${peak} `, element("span", { class: "tag" }, "predicted"),
   );
@@ -320,8 +320,8 @@ function showAlive(timeline, position) {
   const found = timeline.alive(position);
   const kinds = ["name", "number", "", ""];
   const rows = found.slice(0, listed).map((item) => row([
-    link(item.name, () => showRecord(timeline.snapshot, item.record), { title: brief(item.name, 300) }),
-    bytesText(item.bytes), item.category, shortSource(text(records.source[item.record])),
+    link(item.name, () => showRecord(timeline.snapshot, item.record, item.category === "temporaries" ? null : item.name), { title: brief(item.name, 300) }),
+    bytesText(item.bytes), item.category, shortSource(text(item.source)),
   ], kinds));
   if (found.length > listed) {
     const rest = found.slice(listed).reduce((sum, item) => sum + item.bytes, 0);
@@ -335,6 +335,7 @@ function showAlive(timeline, position) {
     byId("moment-alive"), element("thead", {}, row(["alive at this moment", "bytes", "category", "source"], kinds.map((k) => (k === "name" ? "" : k)), "th")),
     element("tbody", {}, rows),
   );
+  labelCells(byId("moment-alive"));
 }
 
 function startCharts() {

@@ -114,15 +114,15 @@ def crossing(fitting: Fitting, simulated: Simulated) -> set[int]:
 def summary_lines(fitting: Fitting, fitted: Fitted, budget: int, costs: CostReport) -> list[str]:
     """What a plan within ``budget`` bytes takes, in bytes and in seconds, next to the program as it is."""
     share = fitted.seconds / fitting.seconds if fitting.seconds else 0.0
-    how = "measured" if costs.measured or costs.cached else "roofline"
     least = "" if not fitting.knows_smallest else f"; the smallest peak found is {format_bytes(fitting.smallest_peak)}"
     peak = (
         f"peak {format_bytes(fitted.peak_bytes)} of {format_bytes(budget)} allowed; with nothing run again it takes "
         f"{format_bytes(fitting.memory.peak_bytes)}{least}"
     )
+    waiting = f", waiting for copies {format_seconds(fitted.late)}" if fitted.away else ""
     time = (
-        f"what runs again takes {format_seconds(fitted.simulated.again)} on top of {format_seconds(fitting.seconds)}"
-        f"{f', waiting for copies {format_seconds(fitted.late)}' if fitted.away else ''}: {share:.1%} more ({how})"
+        f"what is recomputed takes {format_seconds(fitted.simulated.again)} on top of "
+        f"{format_seconds(fitting.seconds)}{waiting}: {share:.1%} more, estimated from {costs.basis}"
     )
     near = _near(fitting, fitted, budget)
     remark = [costs.remark] if costs.remark else []
@@ -285,7 +285,7 @@ def frontier_data(fitting: Fitting, fitted: Fitted, budget: int, costs: CostRepo
         "plain_bytes": fitting.memory.peak_bytes,
         "resident_bytes": fitting.memory.resident_bytes,
         "seconds": fitting.seconds,
-        "measured": bool(costs.measured or costs.cached),
+        "basis": costs.basis,
         "tier": fitting.tier,
         "budget_bytes": budget,
         "chosen": plans.index(fitted),
