@@ -56,7 +56,7 @@ class Run:
         way: how it was trained.
         losses: the loss of every step.
         state: everything that training changes, by name: parameters, buffers, the optimizer's state, the generator.
-        predicted_bytes: the peak of a step above what is resident, as the program predicts it; None for eager PyTorch.
+        predicted_bytes: the peak of a step above persistent memory, as the program predicts it; None for eager PyTorch.
         measured_bytes: the same, as the allocator reports it.
         step_seconds: the median over the steps that were not measured.
         capture_seconds: capture, passes, verification and code generation; 0 for eager PyTorch.

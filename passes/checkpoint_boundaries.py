@@ -28,7 +28,7 @@ _KEPT = (Policy.MUST_SAVE, Policy.MUST_CPU_OFFLOAD)
 class CheckpointBoundaries(Pass):
     """Mark where the segments between checkpoints begin, in forward and in backward: to synchronise, and to time them.
 
-    A mark stands at the start of forward, behind each checkpoint, in front of what ``Recompute`` computes again for
+    A mark stands at the start of forward, behind each checkpoint, in front of what ``Recompute`` recomputes for
     each segment, and behind the last call of backward. ``graphopt.ir.ops.boundary.timings()`` has the seconds between
     marks; ``reset()`` there starts anew. In a drop-in model the interval behind the last checkpoint includes your loss.
 
@@ -130,7 +130,7 @@ def _tensor_read_by(node: fx.Node) -> fx.Node | None:
 
 
 def _segments(program: Program) -> Iterator[tuple[str, fx.Node]]:
-    """The name and the first call of what is computed again for each segment, in the order in which that happens."""
+    """The name and the first call of what is recomputed for each segment, in the order in which that happens."""
     seen: set[str] = set()
     for node in program.phase_nodes(Phase.RECOMPUTE):
         known = info(node)

@@ -30,22 +30,22 @@ class FitMemory(Pass):
     """Meet a peak in bytes at the least cost in time.
 
     The peak counts everything that is alive: parameters, gradients, the optimizer's state, the batch, activations,
-    temporaries, copies in flight. What is dropped is computed again just before it is needed, several times where that
+    temporaries, copies in flight. What is dropped is recomputed just before it is needed, several times where that
     pays; random ops replay the generator's state, so results, gradients and the random stream equal eager's to the last
-    bit. A budget above the peak of the program as it is changes nothing, but for what the model itself has run again;
-    one that cannot be met is an error with the smallest peak that was found. More budget never costs more of the
-    predicted time with ``effort="thorough"``, and hardly more otherwise: 1 % of a step where the plan is proved to be
-    that near to the best one, as most are.
+    bit. A budget above the baseline peak changes nothing, but for what the model itself has recomputed; one that cannot
+    be met is an error with the smallest peak that was found. More budget never costs more of the predicted time with
+    ``effort="thorough"``, and hardly more otherwise: 1 % of a step where the plan is proved to be that near to the best
+    one, as most are.
 
     Segments of ``torch.utils.checkpoint`` in the model (``gradient_checkpointing_enable()``) are a hint. Plans are
     those of the model without them: what they drop is kept where the budget leaves room, also where it is above the
-    peak, and what they keep may run again; the record counts both. Where no plan within the budget runs less again
+    peak, and what they keep may be recomputed; the record counts both. Where no plan within the budget recomputes less
     than they do, they stay. Shares of the peak are of the program with them. Models that are captured in parts keep
     their segments, since what one part drops makes room for the others.
 
     Where parameters are gathered when they are read (``ShardParameters``), or inputs reside elsewhere
     (``OffloadState``), they stay between two calls that need them where the budget leaves room, also where it is above
-    the peak: up to five plans are weighed by the seconds of what runs again and of waiting for what is gathered, or
+    the peak: up to five plans are weighed by the seconds of what is recomputed and of waiting for what is gathered, or
     copied, again. What is said of more budget holds there as far as these five go.
 
     Where the budget is below the peak, what costs no time comes first, unless a compiler makes the code: the gradient

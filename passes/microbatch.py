@@ -49,8 +49,8 @@ class Microbatch(Pass):
     Sums over samples are added up in another order, slice by slice: losses and gradients equal the captured program's
     within rounding, ``rtol`` 1e-5 (float32) or 2e-2 (16 bits) of the largest element of each.
 
-    What ``Recompute`` in front of it computes again is computed again for each slice. ``FitMemory`` behind it plans one
-    slice, and each runs again what it has to: the first one less, which has no gradients of others beside it.
+    What ``Recompute`` in front of it recomputes is recomputed for each slice. ``FitMemory`` behind it plans one
+    slice, and each recomputes what it has to: the first one less, which has no gradients of others beside it.
 
     After Huang et al., GPipe, NeurIPS 2019 (arXiv 1811.06965), which has the slices of a batch; here on one device.
 

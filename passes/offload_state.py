@@ -127,7 +127,7 @@ class OffloadState(TrainingPass):
         if not calls:
             return Changed(reason="there is no update in this program")
         if any(schema.op_name(call) == "opaque_update_" for call in calls):
-            return Changed(reason="the optimizer runs as it is, and reads all of its state by itself")
+            return Changed(reason="the optimizer runs in eager mode, and reads all of its state by itself")
         chosen, left = self._choose(program)
         created = created_state(program, self.min_bytes)
         if not chosen and not created:

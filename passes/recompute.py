@@ -161,7 +161,7 @@ def _square_root_choice(program: Program) -> dict[str, fx.Node]:
 
 
 class _Plan:
-    """Which segment every forward op is in, and so what is kept and what is computed again."""
+    """Which segment every forward op is in, and so what is kept and what is recomputed."""
 
     def __init__(self, program: Program, chosen: dict[str, fx.Node]) -> None:
         self._order = {node: index for index, node in enumerate(program.graph.nodes)}

@@ -50,7 +50,7 @@ class ShardParameters(TrainingPass):
     parameters either: in front of the calls of forward and backward that read one, it is gathered from all ranks, and
     behind them its memory is free again. Gathers run beside the computation, as many ahead as time and memory allow;
     a parameter stays between two calls where that saves waiting and does not raise the peak, or by no more than
-    ``keep``. ``FitMemory`` weighs what runs again against what is gathered again: parameters stay where its budget
+    ``keep``. ``FitMemory`` weighs what is recomputed against what is gathered again: parameters stay where its budget
     leaves room for them. All ranks take the same decisions. Parameters smaller than
     ``min_bytes`` stay whole.
 

@@ -153,7 +153,7 @@ CHANGES = Feature(
 )
 
 RANDOMNESS = Feature(
-    "the same random numbers in what is computed again",
+    "the same random numbers in what is recomputed",
     {
         "torch._C": "DispatchKey.BackendSelect DispatchKey.CUDA",
         "torch._higher_order_ops.utils": "registered_hop_fake_fns",

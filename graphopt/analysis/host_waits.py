@@ -255,7 +255,7 @@ def _replays_randomness(node: fx.Node) -> str:
 
 def _runs_python(node: fx.Node) -> str:
     if isinstance(node.target, _torch.OpOverload) and node.target._schema.name == "graphopt::opaque_update_":
-        return "the optimizer's update runs as it is, in Python"
+        return "the optimizer's update runs in eager mode, in Python"
     return ""
 
 

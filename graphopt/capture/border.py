@@ -166,13 +166,13 @@ BORDER = (
         "backward hooks of submodules, and of all modules",
         "refused",
         compiled="honoured",
-        compiled_note="with those of all modules graphs run as they are, and a warning says so",
+        compiled_note="with those of all modules graphs run in eager mode, and a warning says so",
     ),
     Row(
         "`register_hook` on a tensor inside of forward",
         "refused",
         compiled="honoured",
-        compiled_note="such a graph runs as it is, and a warning says so",
+        compiled_note="such a graph runs in eager mode, and a warning says so",
     ),
     Row(
         "hooks on parameters, post-accumulate hooks",
@@ -183,12 +183,15 @@ BORDER = (
         compiled_note="the warning is for hooks that are there when a graph is captured",
     ),
     Row(
-        "hooks of the optimizer", "honoured", "in a whole step its update then runs as it is", compiled="no such thing"
+        "hooks of the optimizer",
+        "honoured",
+        "in a whole step its update then runs in eager mode",
+        compiled="no such thing",
     ),
     Row(
         "what an optimizer reads or keeps in Python",
         "honoured",
-        "its update runs as it is, and a warning says so",
+        "its update runs in eager mode, and a warning says so",
         compiled="no such thing",
     ),
     Row(
@@ -233,7 +236,7 @@ BORDER = (
         "refused",
         "where they compute gradients (`grad`, `vjp`, `jacrev`, `hessian`): a drop-in model runs that part as it is; "
         "`vmap`, `jvp` and `jacfwd` are traced",
-        compiled_note="a graph runs as it is",
+        compiled_note="a graph runs in eager mode",
     ),
     Row(
         "`torch.nn.utils.parametrize.cached()` around calls",
@@ -306,7 +309,7 @@ BORDER = (
         "refused",
         "a drop-in model is captured in parts",
         compiled="honoured",
-        compiled_note="such a graph runs as it is, and a warning says so",
+        compiled_note="such a graph runs in eager mode, and a warning says so",
     ),
     Row(
         "changes of parameters inside of forward (`.data`, `.detach()`, `no_grad`, `max_norm`)",
@@ -374,7 +377,7 @@ BORDER = (
         "sparse arguments in compressed rows or columns, `while_loop`",
         "refused",
         "a drop-in model runs in eager mode",
-        compiled_note="such a graph runs as it is",
+        compiled_note="such a graph runs in eager mode",
     ),
     Row(
         "what a call raises in eager mode",
@@ -403,7 +406,7 @@ BORDER = (
     Row(
         "segments of `torch.utils.checkpoint`",
         "traced",
-        "what they drop runs again; a warning names buffers that eager mode updates a second time then",
+        "what they drop is recomputed; a warning names buffers that eager mode updates a second time then",
     ),
     Row(
         "random ops under `checkpoint(preserve_rng_state=False)`, selective checkpointing (`context_fn`)",
@@ -430,7 +433,7 @@ BORDER = (
         "traced",
         "in `optimize`, `optimize_step` and `capture`; their collectives are ops; each size is captured by itself",
         compiled="told",
-        compiled_note="torch's graph takes the mesh, and runs as it is",
+        compiled_note="torch's graph takes the mesh, and runs in eager mode",
     ),
     Row(
         "models that `torch.compile`, FSDP or DataParallel wraps; arguments that are `DTensor`s where no parameter is",

@@ -1,7 +1,7 @@
-"""The planner: what to keep, run again and move so that a program fits into a number of bytes, on plain data.
+"""The planner: what to keep, recompute and move so that a program fits into a number of bytes, on plain data.
 
 Nothing here knows torch. A ``Problem`` is operations in a fixed order with seconds and bytes; a ``Plan`` is the steps
-that run it, with operations run again; ``simulate`` says what a plan takes, to the byte. ``find_frontier`` gives the
+that run it, with operations recomputed; ``simulate`` says what a plan takes, to the byte. ``find_frontier`` gives the
 trade between bytes and seconds, ``plan`` the best plan for a budget.
 
 In reading order: ``problem``, ``planner``, ``frontier``, ``planner_arguments``.

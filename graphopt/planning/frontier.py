@@ -17,7 +17,7 @@ __all__ = ["Frontier", "Point"]
 
 @dataclass(slots=True)
 class Point:
-    """One plan on the frontier: its peak in bytes, the seconds that it runs again, and its decisions.
+    """One plan on the frontier: its peak in bytes, the seconds that it recomputes, and its decisions.
 
     ``explored`` says how many of the values that are idle at its peak have been tried.
 

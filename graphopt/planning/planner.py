@@ -76,7 +76,7 @@ def find_frontier(
         progress: called with the share of the work that is done and the frontier so far; an exception that it raises
             ends the search.
         interruptible: take an interruption from the keyboard as the end of the search, and return what it has found;
-            otherwise it is raised, as it is before the program as it is has been simulated.
+            otherwise it is raised, as it is before the unmodified program has been simulated.
 
     Returns:
         the frontier; its ``cut_short`` says whether the search was ended before its planned effort was spent.
@@ -86,9 +86,9 @@ def find_frontier(
 
     Example:
         >>> for point in planning.find_frontier(problem):
-        ...     print(point.peak, "bytes,", point.again, "seconds run again")
-        180 bytes, 1.0 seconds run again
-        200 bytes, 0.0 seconds run again
+        ...     print(point.peak, "bytes,", point.again, "seconds recomputed")
+        180 bytes, 1.0 seconds recomputed
+        200 bytes, 0.0 seconds recomputed
     """
     check_type("find_frontier's problem", problem, Problem, "a planning.Problem")
     given = budget if isinstance(budget, (list, tuple)) else () if budget is None else (budget,)

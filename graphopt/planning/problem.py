@@ -15,7 +15,7 @@ __all__ = ["InvalidPlanError", "Operation", "Plan", "Problem", "Simulated", "rep
 
 
 class InvalidPlanError(GraphoptError, ValueError):
-    """A problem or a plan that cannot be: something is read before it is made, or run again that may not be.
+    """A problem or a plan that cannot be: something is read before it is made, or recomputed that may not be.
 
     Example:
         >>> planning.simulate(problem, planning.Plan((0, 2, 1, 3, 4)))
@@ -36,8 +36,8 @@ class Operation:
         scratch: bytes that it needs for itself while it runs.
         repeatable: whether running it again gives the same values and has no other effect.
         remakes: the values that running it again makes; None stands for all that it makes.
-        memo: bytes that its first run leaves behind, until it has run for the last time, where it runs again (a
-            generator's state); while it runs again it needs as many once more.
+        memo: bytes that its first run leaves behind, until it has run for the last time, where it is recomputed (a
+            generator's state); while it is recomputed it needs as many once more.
         overwrites: values of its one result's size, any one of which that may take the place of where nothing reads the
             value afterwards, and both are made by first runs or both by repeated ones.
         name: for people.
@@ -84,7 +84,7 @@ class Problem:
         sizes: bytes of each value.
         resident: bytes that are there all the time (parameters, optimizer state, the batch).
         held: values that stay alive at least until an operation (index) has run; the number of operations means to the
-            end. They are never run again.
+            end. They are never recomputed.
         boundary: the index of the first operation of backward; what is made before and read after it is what plans
             decide about first. 0 takes the place where the most bytes are alive.
         names: of the values, for people.
@@ -153,7 +153,7 @@ class Problem:
         return sum(operation.seconds for operation in self.operations)
 
     def may_repeat(self, index: int) -> bool:
-        """Whether an operation may run again: it is repeatable, and nothing that it would make again is held."""
+        """Whether an operation may be recomputed: it is repeatable, and nothing that it would make again is held."""
         operation = self.operations[index]
         return operation.repeatable and self.held.keys().isdisjoint(operation.made_again)
 
@@ -185,7 +185,7 @@ class Plan:
         check_type("Plan's steps", self.steps, (tuple, list), "a tuple of operations (indices) in the order of running")
 
     def repeats(self) -> list[int]:
-        """The operations that run again, in the order of these runs."""
+        """The operations that are recomputed, in the order of these runs."""
         seen: set[int] = set()
         again = []
         for step in self.steps:
@@ -204,7 +204,7 @@ class Simulated:
         bytes: alive at each step: the problem's resident bytes, inputs, results and scratch of the step, and all else.
         peak: the most of them.
         seconds: of all steps.
-        again: seconds of the steps that run again.
+        again: seconds of the steps that are recomputed.
 
     Example:
         >>> plain = planning.simulate(problem, planning.Plan((0, 1, 2, 3, 4)))
@@ -232,7 +232,7 @@ def lifetimes(problem: Problem, steps: Sequence[int]) -> list[Lifetime]:
 
     Raises:
         InvalidPlanError: where a step reads what is not made yet, an operation never runs, the order of first runs is
-            another than the program's, or something runs again that may not.
+            another than the program's, or something is recomputed that may not.
     """
     runner = _Runner(problem)
     for place, step in enumerate(steps):
@@ -355,7 +355,7 @@ def simulate(problem: Problem, plan: Plan) -> Simulated:
 
 
 def repeated_seconds(steps: Sequence[int], seconds: Sequence[float]) -> float:
-    """Seconds of the steps that run again; rounded once, so that their order does not matter.
+    """Seconds of the steps that are recomputed; rounded once, so that their order does not matter.
 
     Args:
         steps: whose first runs are in the program's order.

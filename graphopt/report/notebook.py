@@ -148,7 +148,7 @@ def _facts(program: Program) -> Iterator[tuple[str, str]]:
     yield "passes", ", ".join(program.history) or "none"
     if program.stage != "forward":
         timeline = program.memory()
-        resident = f"of which {format_bytes(timeline.resident_bytes)} resident"
+        resident = f"of which {format_bytes(timeline.resident_bytes)} persistent"
         yield "predicted peak", f"{format_bytes(timeline.peak_bytes)}, {resident}"
 
 

@@ -56,7 +56,7 @@ class Changed:
     Example:
         >>> str(graphopt.Changed({"recomputed": 4}))
         '4 recomputed'
-        >>> bool(graphopt.Changed(reason="nothing is kept for backward"))
+        >>> bool(graphopt.Changed(reason="nothing is saved for backward"))
         False
     """
 
@@ -171,7 +171,7 @@ class Pass(metaclass=PassType):
         program may take.
 
         Args:
-            memory: of the program as it is without the pass.
+            memory: of the unmodified program without the pass.
         """
         del memory
         return None

@@ -74,7 +74,7 @@ def leave_line(text: str) -> None:
 @contextlib.contextmanager
 def measuring() -> Iterator[Callable[[int, int], None]]:
     """A bar while the seconds of calls are measured; gives what ``cost_report`` takes as ``progress``."""
-    with _shown().bar("measuring the calls") as show:
+    with _shown().bar("measuring the ops") as show:
         yield lambda done, total: show(done / total, f"{done} of {total}")
 
 

@@ -107,7 +107,7 @@ REMOVED = {
     ),
     "torch._prims.rng_prims": (
         "import torch.export, torch.distributed.tensor; sys.modules['torch._prims.rng_prims'] = None",
-        "the same random numbers in what is computed again",
+        "the same random numbers in what is recomputed",
     ),
     "torch._C._get_flash_sdp_enabled": (
         "del torch._C._get_flash_sdp_enabled",

@@ -137,7 +137,7 @@ def test_updates_in_python_and_numbers_of_the_host_are_no_part_of_a_graph() -> N
                     p.data.add_(p.grad, alpha=-float(p.grad.abs().max()))
 
     program = captured(optimizer=lambda parameters: Own(parameters, lr=0.1))
-    assert "the optimizer's update runs as it is, in Python" in {found.why for found in graph_obstacles(program)}
+    assert "the optimizer's update runs in eager mode, in Python" in {found.why for found in graph_obstacles(program)}
 
 
 def test_a_program_on_the_cpu_waits_for_nothing_and_is_refused_as_a_graph() -> None:

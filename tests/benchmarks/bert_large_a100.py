@@ -63,8 +63,8 @@ class Planned:
         way: ``as it is``, ``recompute`` or ``recompute, offload``.
         batch: sequences.
         peak_bytes: everything alive at once, Adam's moments included; the smallest one found where no plan fits.
-        seconds: of a step: forward, backward, what runs again, waiting for copies, the update; None where no plan fits.
-        again_seconds: what runs again.
+        seconds: of a step: forward, backward, recomputation, waiting for copies, the update; None where no plan fits.
+        again_seconds: what is recomputed.
         host_bytes: what is on the host, added up over a step.
     """
 

@@ -48,7 +48,7 @@ def make(config: Any, passes: list[Any], batch: torch.Tensor) -> graphopt.TrainS
 
 
 def made(config: Any, batch: torch.Tensor, above: Sequence[int]) -> dict[str, graphopt.TrainStep]:
-    """A step of every way; ``above`` has budgets, in bytes beyond what is resident."""
+    """A step of every way; ``above`` has budgets, in bytes beyond persistent memory."""
     plain = make(config, [], batch)
     resident = plain.program.memory().resident_bytes
     steps = {"no passes": plain}
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     batch = torch.randint(config.vocab, (2, 4 if quick else 8, config.context))
     above = [] if quick else [95_000_000, 86_000_000]
     results = compared(made(config, batch, above), batch, 1 if quick else given.rounds)
-    title = f"A step of a GPT with {config.vocab:,} words, beyond what is resident"
+    title = f"A step of a GPT with {config.vocab:,} words, beyond persistent memory"
     shown(title, results, as_json=given.json)
     return 0
 

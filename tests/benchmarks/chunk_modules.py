@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps[name] = graphopt.optimize_step(model, optimizer, passes, loss=squares)
     steps[name](*batch)
     steps[name](*batch)
-    title = f"A step of {layers} blocks of width {width} with {tokens:,} tokens, beyond what is resident"
+    title = f"A step of {layers} blocks of width {width} with {tokens:,} tokens, beyond persistent memory"
     shown(title, compared(steps, batch, 1 if given.quick else given.rounds), as_json=given.json)
     return 0
 

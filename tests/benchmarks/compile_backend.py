@@ -1,6 +1,6 @@
 """Inside of torch.compile: its backend "graphopt" beside graphopt.optimize, and our partitioner beside torch's budget.
 
-Peaks are bytes above what is resident, from the allocator's events, and exact; times are ratios, paired round by round.
+Peaks are bytes above persistent memory, from the allocator's events, and exact; times are ratios, paired by rounds.
 The first table has the GPT of memory_frontier.py with the same passes in both ways. The others have stock inductor:
 torch's activation_memory_budget at nine values, and for each peak that it reaches, our partitioner at a budget a little
 below it, since inductor decides itself what it fuses and predictions are not exact there.
@@ -37,7 +37,7 @@ class Row:
 
     Attributes:
         way: what it is.
-        peak_bytes: above what is resident; None where it failed.
+        peak_bytes: above persistent memory; None where it failed.
         ratio: its time by that of the first way.
         gradients: whether they are those of the first way (``equal``, ``close``), or how far away.
         note: why it failed.

@@ -30,8 +30,8 @@ class Workload:
         make: gives the model and the batch, the same ones every time; small ones for a quick run.
         loss: of a model and a batch.
         blocks: globs for the modules that ``torch.utils.checkpoint`` is put around.
-        budgets: peaks above what is resident that are tried beside the ones that peers reach: megabytes, or per cent of
-            the eager peak.
+        budgets: peaks above persistent memory that are tried beside the ones that peers reach: megabytes, or per cent
+            of the eager peak.
     """
 
     title: str

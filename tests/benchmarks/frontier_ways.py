@@ -73,7 +73,7 @@ class Way:
         series: the line of the chart that it belongs to.
         module: is called with the batch and returns the loss.
         around: entered around forward.
-        predicted: the peak that the memory model predicts, in bytes above what is resident.
+        predicted: the peak that the memory model predicts, in bytes above persistent memory.
         note: what to know about the figures.
     """
 
@@ -185,4 +185,4 @@ def smallest_budget(setting: Setting, resident: int) -> int:
                 return budget - resident
         else:
             break
-    raise GraphoptError("a budget of what every plan takes above what is resident was met: nothing is to be fitted")
+    raise GraphoptError("a budget of what every plan takes above persistent memory was met: nothing is to be fitted")

@@ -239,7 +239,7 @@ WAYS = (
 
 
 def frontier(setting: Setting, name: str) -> tuple[Outcome, str]:
-    """The peak above what is resident, and the seconds of a step, of one way."""
+    """The peak above persistent memory, and the seconds of a step, of one way."""
     step, batch = way(setting, name), setting.batch()
     try:
         for _ in range(2):

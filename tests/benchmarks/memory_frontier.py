@@ -1,6 +1,6 @@
 """Peak memory against time: FitMemory beside everything PyTorch has for the same purpose, model by model in one run.
 
-Peaks are exact, in bytes above what is resident before a step (on a CPU from the allocator's own events); times are
+Peaks are exact, in bytes above persistent memory before a step (on a CPU from the allocator's own events); times are
 ratios to eager PyTorch, paired round by round. All ways share one set of parameters and one batch, and compute the loss
 and all gradients; the last column says whether these equal eager PyTorch's to the last bit, from the same seed, and
 otherwise how far the worst of them is off, relative to its size. FitMemory is given the peaks that the other ways
@@ -61,8 +61,8 @@ class Row:
     Attributes:
         way: its label.
         series: the line of the chart that it belongs to.
-        budget_bytes: the peak that was asked for, above what is resident.
-        peak_bytes: the measured peak, above what is resident.
+        budget_bytes: the peak that was asked for, above persistent memory.
+        peak_bytes: the measured peak, above persistent memory.
         predicted_peak_bytes: what the memory model says of it.
         median_seconds: of all rounds.
         time_ratio: to eager PyTorch; the median of the ratios of the rounds.
@@ -218,7 +218,7 @@ def _apart(budgets: Sequence[int]) -> list[int]:
 
 
 def _target(text: str, eager_peak: int) -> int:
-    """A budget in bytes above what is resident: ``96MB``, or ``60%`` of the eager peak."""
+    """A budget in bytes above persistent memory: ``96MB``, or ``60%`` of the eager peak."""
     if text.endswith("%"):
         return int(eager_peak * float(text[:-1]) / 100)
     return int(float(text.removesuffix("MB")) * 1e6)

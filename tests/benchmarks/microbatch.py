@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 steps[f"FitMemory at the peak of {name}"], _ = made([FitMemory(within)], quick=given.quick)
             except GraphoptError:
                 print(f"FitMemory finds no plan at the peak of {name}", file=sys.stderr)
-    title = "A step of the GPT, beyond what is resident"
+    title = "A step of the GPT, beyond persistent memory"
     shown(title, compared(steps, batch, 1 if given.quick else given.rounds), as_json=given.json)
     return 0
 

@@ -2,7 +2,7 @@
 
 The first table trains small models from the same seeds in eager PyTorch under autocast (in float16 with GradScaler) and
 as a whole step with MixedPrecision, and counts the steps whose losses are equal to the last bit. The second one runs
-the GPT of recompute.py: peaks are exact, above what is resident; times are ratios to eager float32, paired by round.
+the GPT of recompute.py: peaks are exact, above persistent memory; times are ratios to eager float32, paired by round.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 GPTs of three depths and models of ``transformers`` at tiny sizes, forward and backward or a whole step, and computation
 graphs that Kusumoto et al. published; seconds by the roofline of an A100, so that the problems are the same on every
-machine. Points are per cent of the program's own seconds: how many more run again than in the thorough search's plan,
-on average and at most, and how many more than at a smaller budget. Less than that search runs again counts as negative.
+machine. Points are per cent of the program's own seconds: how many more recomputed than in the thorough search's plan,
+on average and at most, and how many more than at a smaller budget. Less than in that search's counts as negative.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
 
 @dataclass(frozen=True)
 class Compared:
-    """One problem: percentages of its seconds that run again, and seconds of searches."""
+    """One problem: percentages of its seconds recomputed, and seconds of searches."""
 
     operations: int
     more: list[float]
@@ -83,7 +83,7 @@ class Compared:
 
 
 def least_again(problem: Problem, frontier: Frontier, budget: int) -> float:
-    """The fewest seconds that run again within a budget, as ``FitMemory`` takes its plan."""
+    """The fewest seconds recomputed within a budget, as ``FitMemory`` takes its plan."""
     near = [frontier.within(budget), *Refinement(Scheduler(problem), frontier).around(budget)]
     return min(point.again for point in near if point is not None and point.peak <= budget)
 

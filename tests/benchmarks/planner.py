@@ -229,7 +229,7 @@ def tables(
     )
     figures = [(key.replace("_", " "), f"{value:.4g}") for key, value in random_graphs.items() if key != "missed"]
     return [
-        make_table("Forward seconds run again at the published peaks", headings, rows),
+        make_table("Forward seconds recomputed at the published peaks", headings, rows),
         make_table("Random graphs, against optima", ("", "figure"), figures),
         make_table("Deep programs", ("layers", "nodes", "operations", "search", "again at 50 %", "at 25 %"), grown),
     ]

@@ -1,7 +1,7 @@
 """Peak memory against the time of a whole training step: optimize_step with FitMemory at a row of budgets.
 
 Forward, backward and the update by AdamW (the fused implementation everywhere), on the GPT of recompute.py, in one
-run with eager PyTorch and torch.utils.checkpoint. Peaks are exact, in bytes above what is resident before a step:
+run with eager PyTorch and torch.utils.checkpoint. Peaks are exact, in bytes above persistent memory before a step:
 parameters, the state of the optimizer and the batch. Times are ratios to eager PyTorch, paired round by round.
 `memory_frontier.py` compares more models and more of PyTorch's own ways, for forward and backward.
 """
@@ -19,7 +19,7 @@ import graphopt
 from graphopt.passes import FitMemory, Microbatch
 
 BUDGETS = (214, 176, 151, 128, 96, 77, 64)
-"""Megabytes above what is resident."""
+"""Megabytes above persistent memory."""
 
 QUICK_SHARES = (0.8, 0.6)
 """Of the plain peak, for --quick."""
@@ -37,7 +37,7 @@ def resident_bytes(setting: Setting) -> tuple[int, int]:
 def fitted(
     setting: Setting, budgets: Sequence[int], slices: Sequence[int]
 ) -> tuple[list[Variant], list[graphopt.TrainStep]]:
-    """Whole steps for every budget, in bytes above what is resident: of the whole batch, and of so many slices."""
+    """Whole steps for every budget, in bytes above persistent memory: of the whole batch, and of so many slices."""
     resident, _ = resident_bytes(setting)
     x, y = setting.draw()
     steps = []
@@ -55,8 +55,8 @@ def fitted(
 
 
 def said(step: graphopt.TrainStep) -> list[str]:
-    """What the record of FitMemory says of the peak, of what runs again, and of how near that is to the best plan."""
-    wanted = ("peak ", "what runs again takes ", "no plan takes less ")
+    """What the record of FitMemory says of the peak, of recomputation, and of how near that is to the best plan."""
+    wanted = ("peak ", "what is recomputed takes ", "no plan takes less ")
     return [line for record in step.records for line in record.changed.lines if line.startswith(wanted)]
 
 
@@ -64,7 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, help="rounds of each variant (default: 15; 2 with --quick)")
     options.add_argument(
-        "--budgets", nargs="+", type=float, metavar="MB", help="megabytes above what is resident, in place of the usual"
+        "--budgets",
+        nargs="+",
+        type=float,
+        metavar="MB",
+        help="megabytes above persistent memory, in place of the usual",
     )
     options.add_argument(
         "--slices", nargs="*", type=int, default=[], metavar="N", help="budgets are also met with the batch in N slices"

@@ -330,7 +330,7 @@ SAFE: dict[str, Callable[[Build], tuple[fx.Node, fx.Node]]] = {
     "a difference": lambda b: (b(aten.sub.Tensor, b.u, b.parameter()), b.u),
     "an activation": lambda b: (b(aten.relu.default, b.u), b.u),
     "an activation of forward": lambda b: (b.forward(aten.relu.default, value := b.fresh()), value),
-    "what runs again": lambda b: (b.again(aten.relu.default, v := b.again(aten.cumsum.default, b.v, 0)), v),
+    "what is recomputed": lambda b: (b.again(aten.relu.default, v := b.again(aten.cumsum.default, b.v, 0)), v),
     "the gradient of an activation": lambda b: (b(aten.tanh_backward.default, b.u, b.parameter()), b.u),
     "what backward of an activation reads": lambda b: (b(aten.tanh_backward.default, b.parameter(), b.u), b.u),
     "a softmax": lambda b: (b(aten._log_softmax.default, b.u, 1, False), b.u),

@@ -150,7 +150,7 @@ def momentum_sgd(**options: Any) -> Callable[..., torch.optim.Optimizer]:
 
 
 class _ManySteps(torch.optim.SGD):
-    """An SGD that counts in Python, so that it runs as it is."""
+    """An SGD that counts in Python, so that it runs in eager mode."""
 
     def step(self, closure: Any = None) -> Any:
         self.count = getattr(self, "count", 0) + 1

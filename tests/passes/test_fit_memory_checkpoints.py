@@ -63,7 +63,7 @@ def step_of(passes: list[Pass], reentrant: bool | None = False, make: str = "ada
 
 
 def again(program: graphopt.Program) -> int:
-    """How many calls run again."""
+    """How many calls are recomputed."""
     return len(list(program.phase_nodes(graphopt.Phase.RECOMPUTE)))
 
 
@@ -148,7 +148,7 @@ def test_the_record_says_what_became_of_the_segments() -> None:
 
 
 def test_a_budget_above_the_peak_keeps_what_the_segments_drop() -> None:
-    """They are a hint: where there is room, less or nothing runs again."""
+    """They are a hint: where there is room, less or nothing is recomputed."""
     baseline, plain = program_of(False), program_of(None).memory().peak_bytes
     low = baseline.memory().peak_bytes
     assert low < plain

@@ -28,7 +28,7 @@ def model() -> nn.Module:
 
 
 def products() -> nn.Module:
-    """What takes longer to be run again than its bytes to be packed."""
+    """What takes longer to be recomputed than its bytes to be packed."""
     torch.manual_seed(0)
     return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.GELU())))
 
@@ -44,7 +44,7 @@ def fit(budget: int | str, *allow: str) -> FitMemory:
 
 
 def peak_of(step: graphopt.TrainStep) -> tuple[int, int]:
-    """Predicted and measured, above what is resident."""
+    """Predicted and measured, above persistent memory."""
     predicted = step.program.memory().allocated_peak_bytes
     return predicted, graphopt.measure_peak(lambda: step(TOKENS)).allocated_peak_bytes
 
@@ -70,7 +70,7 @@ def test_values_are_compressed_where_that_takes_less_time_than_running_calls_aga
     )
     record = ours.records[-1]
     assert record.changed.counts["compressed"] > 0
-    assert record.changed.counts.get("run again", 0) < plain.records[-1].changed.counts["run again"]
+    assert record.changed.counts.get("recomputed", 0) < plain.records[-1].changed.counts["recomputed"]
     assert record.numerics == "changes"
     predicted = ours.program.memory().allocated_peak_bytes
     assert graphopt.measure_peak(lambda: ours(rows)).allocated_peak_bytes == predicted
@@ -90,7 +90,7 @@ def test_alone_it_compresses_as_the_pass_does_and_the_numbers_are_those_of_the_s
     again, other = step_of(fit("85%", "compress"))
     losses(again)
     assert all(torch.equal(*pair) for pair in zip(one.parameters(), other.parameters(), strict=True))
-    assert ours.records[-1].changed.counts.get("run again", 0) == 0
+    assert ours.records[-1].changed.counts.get("recomputed", 0) == 0
     assert ops(ours.program, Phase.FORWARD).count("quantize") == ours.records[-1].changed.counts["compressed"]
 
 
@@ -125,7 +125,7 @@ def test_accumulated_steps_and_a_drop_in_model(allow: tuple[str, ...]) -> None:
     plain = model()
     for module in (drop_in, plain):
         next_token(module, TOKENS).backward()
-    assert ("compressed" in drop_in.records[-1].changed.counts) == (allow == ("compress",)), "running again costs less"
+    assert ("compressed" in drop_in.records[-1].changed.counts) == (allow == ("compress",)), "recomputing costs less"
     for (name, one), other in zip(plain.named_parameters(), drop_in.parameters(), strict=True):
         assert one.grad is not None
         assert other.grad is not None
@@ -160,7 +160,7 @@ def test_models_in_parts_are_not_compressed(caplog: pytest.LogCaptureFixture) ->
 @pytest.mark.sweep
 @pytest.mark.parametrize("share", [92, 97])
 def test_values_that_the_other_pass_has_compressed_stay_so(share: int) -> None:
-    """Nor is what they are stored as computed again."""
+    """Nor is what they are stored as recomputed."""
     ours, _ = step_of([CompressActivations(min_bytes=1), fit(f"{share}%", "recompute", "compress")])
     losses(ours, 2)
     predicted, measured = peak_of(ours)

@@ -37,7 +37,7 @@ def test_with_a_host_budget_tensors_can_wait_there(allow: tuple[str, ...]) -> No
     assert program.memory().peak_bytes <= 0.7 * plain.memory().peak_bytes
     if allow == ("offload",):
         assert record.changed.counts["offloaded"] > 0
-        assert record.changed.counts["run again"] == 0
+        assert record.changed.counts["recomputed"] == 0
     predicted, measured = peaks(program, model, BIG)
     assert predicted == measured
     expected, state = results(plain, copy.deepcopy(model), BIG)

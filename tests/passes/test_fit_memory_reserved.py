@@ -55,17 +55,19 @@ def test_what_is_reserved_is_within_the_budget(plain: Program, share: str) -> No
         r"^toy reserves (\S+ \S+) for it, \S+ \S+ beyond the peak, workspaces among them \(cublas ", text, re.M
     )
     assert told
-    assert f"with nothing run again {reserved(plain) / 1000:.1f} kB" in text
+    assert f"with nothing recomputed {reserved(plain) / 1000:.1f} kB" in text
 
 
 def test_a_budget_between_the_peak_and_what_is_reserved_is_not_met_as_it_is(plain: Program) -> None:
     peak, taken = plain.memory().peak_bytes, reserved(plain)
     assert peak < taken
     program, record = applied(plain, fit(taken - 1))
-    assert record.changed.counts["run again"] > 0
+    assert record.changed.counts["recomputed"] > 0
     assert reserved(program) <= taken - 1
     _, untouched = applied(plain, fit(taken))
-    assert untouched.changed.reason.startswith(f"what toy reserves for the program as it is, {taken / 1000:.1f} kB")
+    assert untouched.changed.reason.startswith(
+        f"what toy reserves for the program without recomputation, {taken / 1000:.1f} kB"
+    )
 
 
 @pytest.mark.sweep

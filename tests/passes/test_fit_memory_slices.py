@@ -1,4 +1,4 @@
-"""``FitMemory`` behind ``Microbatch``: what runs again, slice by slice."""
+"""``FitMemory`` behind ``Microbatch``: what is recomputed, slice by slice."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def by_slices(slices: int) -> tuple[Program, list[torch.Tensor]]:
 
 @functools.cache
 def bounds(slices: int) -> tuple[int, int]:
-    """The smallest peak that is found for a step in slices, and its peak where nothing runs again."""
+    """The smallest peak that is found for a step in slices, and its peak where nothing is recomputed."""
     program, _ = by_slices(slices)
     return smallest_of(program), program.memory().peak_bytes
 
@@ -69,8 +69,8 @@ def test_slices_run_again_what_a_budget_asks_for(slices: int) -> None:
     assert step.program.memory().peak_bytes <= budget
     assert all(map(torch.equal, left, expected))
     changed = step.records[-1].changed
-    assert changed.counts["run again"] > 0
-    assert any(f"each of {slices} slices of the batch runs again" in line for line in changed.lines)
+    assert changed.counts["recomputed"] > 0
+    assert any(f"each of {slices} slices of the batch recomputes" in line for line in changed.lines)
 
 
 def test_the_predicted_peak_is_measured() -> None:
@@ -101,9 +101,9 @@ def test_each_slice_is_prepared_as_a_whole_batch_is() -> None:
     step, _ = trained([Microbatch(3), fit(int(0.98 * high))], steps=1)
     gradients = [info(node).batch_slice for node in step.program.nodes if node.target is loss_gradient]
     assert [part.number for part in gradients if part is not None] == [0, 1, 2]
-    (line,) = [line for line in step.records[-1].changed.lines if "calls of backward run sooner" in line]
+    (line,) = [line for line in step.records[-1].changed.lines if "ops of backward run sooner" in line]
     whole, _ = trained([fit("95%")], steps=1)
-    (once,) = [line for line in whole.records[-1].changed.lines if "calls of backward run sooner" in line]
+    (once,) = [line for line in whole.records[-1].changed.lines if "ops of backward run sooner" in line]
     assert int(line.split()[0]) > 2 * int(once.split()[0])
 
 
@@ -152,7 +152,7 @@ def test_it_goes_with_mixed_precision() -> None:
     budget = int(0.9 * plain.program.memory().peak_bytes)
     step, left = trained([*passes, fit(budget)])
     assert step.program.memory().peak_bytes <= budget
-    assert step.records[-1].changed.counts["run again"] > 0
+    assert step.records[-1].changed.counts["recomputed"] > 0
     assert all(map(torch.equal, left, expected))
 
 

@@ -98,7 +98,7 @@ def test_recomputation_makes_casts_of_activations_again() -> None:
 
 @pytest.mark.sweep
 def test_the_order_in_the_list_means_nothing() -> None:
-    """Casts are merged before anything is computed again, whichever pass is given first."""
+    """Casts are merged before anything is recomputed, whichever pass is given first."""
     mixed, recompute = MixedPrecision("float16"), Recompute("blocks.*")
     batch = (torch.randint(11, (2, 6)),)
     one, other = (

@@ -81,7 +81,7 @@ def test_no_checkpoint() -> None:
 
 
 def test_one_checkpoint() -> None:
-    """The product is computed again, where the gradient of ``b1`` reads it and not earlier; ``b2_out`` is not."""
+    """The product is recomputed, where the gradient of ``b1`` reads it and not earlier; ``b2_out`` is not."""
     program = recomputed("b1_out")
     assert ops(program, Phase.FORWARD) == FORWARD
     assert late(program) == [*BEFORE_B1, "mm", *AFTER_B1]
@@ -269,7 +269,7 @@ del mul_5, t
 
 
 def test_dropout_that_is_a_checkpoint_is_not_replayed() -> None:
-    """Its mask is kept with it: nothing between these checkpoints is left to compute again but the product."""
+    """Its mask is kept with it: nothing between these checkpoints is left to recompute but the product."""
     program = recomputed("dropped", model=Dropped())
     assert ops(program, Phase.FORWARD) == ["mm", "mul", "dropout_mask", "masked_dropout", "mul", "mean"]
     assert ops(program, Phase.RECOMPUTE) == ["mm"]

@@ -87,12 +87,12 @@ def test_a_result_takes_the_place_of_what_dies_there() -> None:
     assert Scheduler(lives).evaluate(()).bytes == [10, 20, 21]
     dropped = Scheduler(dies).evaluate(
         [Decision(2, 0), Decision(2, 1)]
-    )  # both run again: the second over what the first made again
+    )  # both recomputed: the second over what the first made again
     assert dropped.plan.steps == (0, 1, 0, 1, 2)
     assert dropped.bytes == [10, 10, 10, 10, 11]
     kept = Scheduler(lives).evaluate(
         [Decision(2, 1)]
-    )  # what is made by a first run is not overwritten by one that runs again
+    )  # what is made by a first run is not overwritten by one that is recomputed
     assert kept.plan.steps == (0, 1, 1, 2)
     assert kept.bytes == [10, 20, 20, 21]
 
@@ -154,7 +154,7 @@ def test_every_method_gives_valid_plans_and_the_same_ones_again(method: Method, 
         Problem((Operation((), (0,), 0.0),), (0,)),
         Problem((Operation((), (0,), 1.0, repeatable=False), Operation((0,), (1,), 1.0)), (3, 2), boundary=1),
     ],
-    ids=["empty", "one", "nothing may run again"],
+    ids=["empty", "one", "nothing may be recomputed"],
 )
 def test_problems_without_a_choice_have_nothing_to_run_again(method: Method, problem: Problem) -> None:
     scheduler = Scheduler(problem)
@@ -426,7 +426,7 @@ def test_lower_sets_of_a_published_graph_reach_what_the_authors_reach(objective:
 
 
 class Reached(NamedTuple):
-    """What the planner reaches on a published graph: forward's share that runs again at the authors' lowest peak at
+    """What the planner reaches on a published graph: forward's share that is recomputed at the authors' lowest peak at
     most, and the lowest peak at most."""
 
     again: float

@@ -141,7 +141,7 @@ def test_an_empty_program() -> None:
     program = Program(fx.Graph(), "forward", [], [])
     program.graph.output(())
     assert "<b>program</b>" in shown(program)
-    assert "a program without calls" in shown(program.memory())
+    assert "a program without ops" in shown(program.memory())
 
 
 # --- the page --------------------------------------------------------------------------------------------------------

@@ -89,4 +89,4 @@ def test_the_records_of_models_and_steps() -> None:
     optimized = graphopt.optimize(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), [FitMemory("100%")])
     optimized(torch.randn(2, 4)).sum().backward()
     assert optimized.records["fit-memory"].name == "fit-memory"
-    assert str(optimized.records).startswith("fit-memory{budget=100%}: nothing: the peak of the program as it is, ")
+    assert str(optimized.records).startswith("fit-memory{budget=100%}: nothing: the peak without recomputation, ")

@@ -148,7 +148,7 @@ RAISING = {
         (1, 5),
     ),
 }
-"""Networks in which what is computed again is more than what forward kept."""
+"""Networks in which what is recomputed is more than what forward kept."""
 
 
 @pytest.mark.sweep(but=("a new buffer value",))

@@ -59,7 +59,7 @@ class Verdict:
         way: ``drop-in`` or ``whole step``.
         kind: ``equal``, ``refused``, ``different`` or ``crash``; or ``eager fails``, under autocast.
         detail: the message, or the first difference.
-        predicted: bytes at the peak above what is resident.
+        predicted: bytes at the peak above persistent memory.
         measured: the same, in the loop that takes most.
         spare: bytes of gradients that the program takes and the loss may not give: what is less then is not foretold.
         changed: whether the pass did something.

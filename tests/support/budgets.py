@@ -35,7 +35,7 @@ def smallest_of(program: Program, **options: Any) -> int:
 
 
 def budgets_of(program: Program, count: int) -> list[int]:
-    """Budgets from the smallest that is feasible to the peak of the program as it is, both included."""
+    """Budgets from the smallest that is feasible to the peak without recomputation, both included."""
     low, high = smallest_of(program), program.memory().peak_bytes
     assert low < high
     return [low + (high - low) * number // (count - 1) for number in range(count)]

@@ -82,7 +82,7 @@ class RandomPlan(Plain):
         simulated = random_plan(fitting, self.density, self.seed)
         assert simulated is not None
         fitting.apply(program, Fitted(simulated, simulated.peak), origin="a test")
-        return Changed(counts={"run again": len(simulated.plan.repeats())})
+        return Changed(counts={"recomputed": len(simulated.plan.repeats())})
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class RunAgain(Plain):
         named = program.names()
         places = [named[name] for name in self.before]
         runs = [Again(schema.maker(named[name]), place, "a test") for place in places for name in self.tensors]
-        return Changed(counts={"run again": len(recompute(program, runs).clones)})
+        return Changed(counts={"recomputed": len(recompute(program, runs).clones)})
 
 
 @contextmanager

@@ -21,7 +21,7 @@ PUBLISHED = ("resnet50", "unet", "googlenet", "densenet")
 
 
 class PublishedPlan(NamedTuple):
-    """What a plan of the graphs' authors takes: bytes at its peak, and the share of forward's seconds run again."""
+    """What a plan of the graphs' authors takes: bytes at its peak, and the share of forward's seconds recomputed."""
 
     peak: int
     again: float
@@ -88,7 +88,7 @@ def training_problem(pick: Pick, *, fewest: int = 6, most: int = 12, plain: bool
         pick: where randomness comes from.
         fewest: operations of forward at least.
         most: and at most.
-        plain: leave out scratch, memos, what may not run again, and what running again does not make.
+        plain: leave out scratch, memos, what may not be recomputed, and what recomputing does not make.
     """
     maker = _Maker(pick)
     values: list[int] = []
@@ -227,7 +227,7 @@ _State = tuple[int, frozenset[int]]
 class Exhaustive:
     """The cheapest plan of a tiny problem, by Dijkstra's algorithm over (first runs done, what is alive).
 
-    Every plan that keeps the order of first runs is among those that are looked at: what runs again may do so at any
+    Every plan that keeps the order of first runs is among those that are looked at: what is recomputed may be so at any
     time, in any order, any number of times. A memo is a thing alive like any other, which nothing makes again.
     """
 

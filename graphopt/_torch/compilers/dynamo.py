@@ -70,7 +70,7 @@ def _told_of_limits(tell: Callable[[str], bool]) -> Callable[[logging.LogRecord]
 
 @contextlib.contextmanager
 def cut_as_in_eager(limited: bool, tell: Callable[[str], bool]) -> Iterator[None]:
-    """While functions are cut: hooks of modules are looked at in every call, and NumPy runs as it is.
+    """While functions are cut: hooks of modules are looked at in every call, and NumPy runs in eager mode.
 
     Args:
         limited: let a function of more than ``MOST_GRAPHS`` graphs run without being cut.
@@ -84,7 +84,7 @@ def cut_as_in_eager(limited: bool, tell: Callable[[str], bool]) -> Iterator[None
         "recompile_limit": MOST_GRAPHS if limited else sys.maxsize,
         "accumulated_recompile_limit": sys.maxsize,  # counts the graphs of all models of a class
         "rewrite_assert_with_torch_assert": False,  # which would raise a RuntimeError
-        "suppress_errors": True,  # code that Dynamo cannot read runs as it is
+        "suppress_errors": True,  # code that Dynamo cannot read runs in eager mode
         "trace_numpy": False,  # NumPy's own results, and its own random numbers
     }
     unread: dict[str, None] = {}
@@ -116,7 +116,7 @@ def _asked_for(unread: dict[str, None]) -> Callable[[logging.LogRecord], bool]:
     """Whether a record is of a logger that gives more than warnings, which the user has asked for (TORCH_LOGS).
 
     Args:
-        unread: gets, in one line each, what Dynamo could not read and runs as it is.
+        unread: gets, in one line each, what Dynamo could not read and runs in eager mode.
     """
 
     def asked_for(record: logging.LogRecord) -> bool:
@@ -125,7 +125,7 @@ def _asked_for(unread: dict[str, None]) -> Callable[[logging.LogRecord], bool]:
             error = record.exc_info[1] if record.exc_info else None
             reason = "" if error is None else f": {quoted(error).splitlines()[0]}"
             unread[
-                f"{head.removeprefix(_UNREAD).strip()} runs as it is, since torch's Dynamo cannot read it{reason}"
+                f"{head.removeprefix(_UNREAD).strip()} runs in eager mode, since torch's Dynamo cannot read it{reason}"
             ] = None
         return logging.getLogger(record.name).isEnabledFor(logging.INFO)
 

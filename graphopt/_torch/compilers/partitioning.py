@@ -41,7 +41,7 @@ class JointSplit:
     def of(cls, joint: fx.GraphModule, outputs: int, static: Sequence[int] | None) -> JointSplit:
         """Prepare a joint graph as torch's own partitioner does, up to the choice of what is kept.
 
-        Regions of ``torch.utils.checkpoint`` are marked in the graph. The marks go: what is computed again is chosen
+        Regions of ``torch.utils.checkpoint`` are marked in the graph. The marks go: what is recomputed is chosen
         for all of it.
 
         Args:

@@ -139,7 +139,7 @@ class _Root(nn.Module):
         args, kwargs = traced.inputs.restore(tensors)
         buffers = buffers_of(self.model)
         whole = getattr(traced.call.function, "__self__", None)
-        if isinstance(whole, DistributedCall):  # what it runs runs again where the program is differentiated
+        if isinstance(whole, DistributedCall):  # what it runs is recomputed where the program is differentiated
             whole.surroundings = functools.partial(_seen_again, traced.questions, path)
         met = TensorsMet(real, tensors_of(self.model))
         with contextlib.ExitStack() as stack:

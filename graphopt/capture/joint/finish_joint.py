@@ -1,4 +1,4 @@
-"""What a joint program still needs once it is built: a seed, early writes, regions that run again, names.
+"""What a joint program still needs once it is built: a seed, early writes, regions that are recomputed, names.
 
 Gradients as autograd leaves them in ``.grad``: in their parameter's strides, in memory of their own.
 
@@ -106,7 +106,7 @@ def settle_mutations(program: Program) -> None:
 
 
 def honour_regions(program: Program) -> None:
-    """What the model runs under ``torch.utils.checkpoint`` is computed again in backward, as in eager mode."""
+    """What the model runs under ``torch.utils.checkpoint`` is recomputed in backward, as in eager mode."""
     regions = [n for n in program.phase_nodes(Phase.FORWARD) if info(n).region is not None]
     inner = [node for node in regions if all(_stays_inside(node, user) for user in node.users)]
     if inner:
@@ -132,7 +132,7 @@ def _tell_second_writes(program: Program, regions: set[int | None]) -> None:
 
 
 def _stays_inside(node: fx.Node, user: fx.Node) -> bool:
-    """Whether a reader of a region's value lets it be computed again: it is of the same region, or not of forward."""
+    """Whether a reader of a region's value lets it be recomputed: it is of the same region, or not of forward."""
     if user.op == "output":
         return False
     return info(user).region == info(node).region or info(user).phase is not Phase.FORWARD

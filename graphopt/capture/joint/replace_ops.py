@@ -1,7 +1,7 @@
 """Traced calls for which graphopt has ops that give the same bits in less time and memory, on a CPU.
 
 Dropout becomes two calls, one that draws the mask and one that applies it: as one call with two results, it draws again
-whenever it runs again for one of them. Drawing is slow and the mask is small, so programs are given the choice.
+whenever it is recomputed for one of them. Drawing is slow and the mask is small, so programs are given the choice.
 Attention's softmax becomes one that knows more cheaply where a row has nothing to look at. LSTM layers, which hand a
 workspace to their backward, get ops that know its bytes.
 """

@@ -32,7 +32,7 @@ LARGEST_TOGETHER = 64 * 1024**2
 
 @dataclass(frozen=True)
 class OpaqueUpdate:
-    """What is known of an update that runs as it is.
+    """What is known of an update that runs in eager mode.
 
     Attributes:
         reason: why it does.
@@ -111,7 +111,7 @@ def measure_update(
     Args:
         optimizer: is not touched.
         trained: the parameters that it updates, by name.
-        reason: why it runs as it is.
+        reason: why it runs in eager mode.
         mode: the fake mode in which examples are made.
     """
     whole = sum(map(storage_bytes, trained.values())) <= LARGEST_TOGETHER

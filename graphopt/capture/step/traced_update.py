@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 
 _not_traced: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
 _opaque: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, OpaqueUpdate]] = weakref.WeakKeyDictionary()
-"""What was found of optimizers that run as they are, with the parameters that they held then."""
+"""What was found of optimizers that run in eager mode, with the parameters that they held then."""
 
 _told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers whose implementation was chosen here, and that this was told of."""
 
 _told_as_it_is: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Optimizers that run as they are, and that this was told of."""
+"""Optimizers that run in eager mode, and that this was told of."""
 
 _told_of_others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that do not hold all that gets a gradient, and that this was told of."""
@@ -90,7 +90,7 @@ def has_state(optimizer: torch.optim.Optimizer, model: nn.Module, target: str) -
 def settings(optimizer: torch.optim.Optimizer) -> UpdateSettings:
     """What a trace depends on: that there are no hooks, and all of the groups but learning rates.
 
-    An optimizer that runs as it is reads its settings itself; which parameters it holds counts all the same.
+    An optimizer that runs in eager mode reads its settings itself; which parameters it holds counts all the same.
     """
     if optimizer in _not_traced:
         return UpdateSettings(settings_key(optimizer), {})
@@ -163,7 +163,7 @@ def trace_optimizer(
             return found
     if shards is not None:
         raise GraphoptError(
-            f"{type(optimizer).__name__} cannot be sharded, since its update runs as it is: {reason}\n"
+            f"{type(optimizer).__name__} cannot be sharded, since its update runs in eager mode: {reason}\n"
             f"  what to do: {advice}leave shard-optimizer out"
         )
     _not_traced[optimizer] = reason
@@ -312,7 +312,9 @@ class _Tracer:
             before = _opaque[self._optimizer] = holds, measure_update(self._optimizer, updated, reason, self._mode)
             if self._optimizer not in _told_as_it_is:
                 _told_as_it_is.add(self._optimizer)
-                logger.warning("%s runs as it is behind the program: %s", type(self._optimizer).__name__, before[1])
+                logger.warning(
+                    "%s runs in eager mode behind the program: %s", type(self._optimizer).__name__, before[1]
+                )
         known = before[1]
         with self._mode:
             loss = torch.empty(()) if _takes_closure(self._optimizer) else None

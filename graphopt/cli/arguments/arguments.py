@@ -118,7 +118,7 @@ def device_problem(options: argparse.Namespace) -> str:
     if options.device is not None and getattr(options, "remeasure", False):
         return f"--remeasure measures on this device, and --device {options.device} runs nothing: leave one out"
     if options.device is not None and getattr(options, "cost", None) == "measured":
-        return f"--cost measured runs calls here, and --device {options.device} runs nothing: leave one out"
+        return f"--cost measured runs ops here, and --device {options.device} runs nothing: leave one out"
     if options.device is not None and getattr(options, "verify", "") == "numerics":
         return f"--verify numerics runs the program, and --device {options.device} runs nothing: leave one out"
     return ""
@@ -244,7 +244,7 @@ def budget_problem(options: argparse.Namespace) -> str:
 
 
 _COST_HELP = (
-    "where the seconds of calls come from: measured here and kept (default), this device's roofline, or another's: "
+    "where the seconds of ops come from: measured here and kept (default), this device's roofline, or another's: "
     + ", ".join(COSTS)
     + ", or a .toml file that graphopt profile wrote"
 )
@@ -268,4 +268,4 @@ def budget_argument(parser: argparse.ArgumentParser, *, several: bool) -> None:
         parser.add_argument("-b", "--budget", type=_budget, metavar="BUDGET", help=_BUDGET_HELP)
 
 
-_BUDGET_HELP = "a peak to meet: bytes, 8GB, 512MiB, 60%% of the peak of the program as it is, or auto for what is free"
+_BUDGET_HELP = "a peak to meet: bytes, 8GB, 512MiB, 60%% of the peak without recomputation, or auto for what is free"

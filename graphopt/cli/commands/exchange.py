@@ -46,7 +46,7 @@ def exchange_plan(options: argparse.Namespace) -> None:
     rewritten = rewritten_program(options, _pipeline(options))
     report_passes(rewritten)
     program = rewritten.program
-    with progress_bar("measuring the calls") as show:
+    with progress_bar("measuring the ops") as show:
         workload = workload_of(
             program, options.cost or "measured", progress=lambda done, total: show(done / total, f"{done} of {total}")
         )

@@ -89,7 +89,7 @@ class _Searches:
         options: of the command.
 
     Attributes:
-        plain: the timeline of the program as it is.
+        plain: the timeline of the unmodified program.
         ready: the program with what is done first.
         first: what that is, for people.
         costs: how long its calls take.
@@ -119,7 +119,7 @@ class _Searches:
 
     def _search(self, program: Program) -> tuple[CostReport, Fitting]:
         memory = program.memory()
-        with progress_bar(f"measuring the calls of {program.title}") as show:
+        with progress_bar(f"measuring the ops of {program.title}") as show:
             costs = costs_of(memory, self.cost, progress=lambda done, total: show(done / total, f"{done} of {total}"))
         with progress_bar(f"searching plans of {program.title}") as show:
 
@@ -186,7 +186,9 @@ class _Searches:
             return _Answer(text, budget, self.plain.peak_bytes, _reserved_bytes(reserved), reason=reason)
         memory, reserved = self.fitting.memory, self.fitting.reserved
         if within_already(memory, budget, reserved):
-            reason = f"with what is done first the peak is {format_bytes(memory.peak_bytes)}: nothing has to run again"
+            reason = (
+                f"with what is done first the peak is {format_bytes(memory.peak_bytes)}: nothing has to be recomputed"
+            )
             return _Answer(text, budget, memory.peak_bytes, _reserved_bytes(reserved), reason=reason)
         answer = self._planned(text, budget)
         return answer if self.ready.segments is None else self._with_segments(answer, self.ready.segments)
@@ -211,7 +213,7 @@ class _Searches:
             fitting = self.fitting if reordered else self.given
             fitted = fitting.within(budget)
             if fitted is not None:
-                reason = "" if reordered else "in the given order of calls: in the other one no plan was found for it"
+                reason = "" if reordered else "in the given order of ops: in the other one no plan was found for it"
                 return _Answer(text, budget, 0, fitted.reserved_bytes, fitted, fitting, reason)
             errors.append(infeasible(fitting, budget))
         return _Answer(text, budget, error=min(errors, key=lambda error: error.smallest_bytes).in_shares(text))

@@ -52,7 +52,7 @@ def profile(options: argparse.Namespace) -> None:
 def _temporaries(profile: DeviceProfile, device: torch.device, options: argparse.Namespace) -> dict[str, int]:
     """What calls of the targets allocate for themselves on the device, by their text."""
     nodes = [node for text in options.calls for node in program_without_data(text, profile, options).nodes]
-    with working(f"measuring calls on {device}"):
+    with working(f"measuring ops on {device}"):
         return measured_temporaries([node for node in nodes if node.op == "call_function"], device)
 
 
@@ -68,7 +68,7 @@ def _rows(found: DeviceProfile) -> Iterator[tuple[str, str]]:
     yield "memory for tensors", format_bytes(found.usable_bytes)
     if found.temporaries:
         most = format_bytes(max(found.temporaries.values()))
-        yield "calls that were measured", f"{len(found.temporaries)}, up to {most} for itself"
+        yield "ops that were measured", f"{len(found.temporaries)}, up to {most} for itself"
 
 
 def _per_second(rate: float) -> str:

@@ -71,7 +71,7 @@ def _header(program: Program) -> list[str]:
     nodes = program.nodes
     calls = sum(1 for node in nodes if node.op not in ("placeholder", "output"))
     lines = [
-        f"# {program.title or 'program'}, {program.stage} stage: {counted(len(nodes), 'nodes')}, {calls} of them calls",
+        f"# {program.title or 'program'}, {program.stage} stage: {counted(len(nodes), 'nodes')}, {calls} of them ops",
         f"# passes: {', '.join(program.history) or 'none'}",
     ]
     if program.context.device is not None:

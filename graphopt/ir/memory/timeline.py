@@ -158,7 +158,7 @@ class MemoryTimeline:
         where = info(self.peak_at).names or (self.peak_at.name,)
         return (
             f"<MemoryTimeline: peak {format_bytes(self.peak_bytes)} at {where[0]}, "
-            f"{format_bytes(self.resident_bytes)} resident, {len(self.nodes)} calls>"
+            f"{format_bytes(self.resident_bytes)} persistent, {len(self.nodes)} ops>"
         )
 
 

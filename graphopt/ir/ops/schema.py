@@ -193,7 +193,7 @@ def mutated_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def holds_elsewhere(node: fx.Node) -> bool:
-    """Whether the result is a tensor that was moved away, or its handle: it takes nothing on the device."""
+    """Whether the result is a tensor that was offloaded, or its handle: it takes nothing on the device."""
     return isinstance(node.target, _torch.OpOverload) and node.target._schema.name in _MOVE_AWAY
 
 

@@ -46,7 +46,7 @@ class Aim:
     Args:
         explorer: whose frontier is extended.
         network: the choice at the boundary.
-        plain: the program as it is, simulated.
+        plain: the unmodified program, simulated.
         width: how many idle values are tried at a peak.
         late: whether the time is over.
     """

@@ -1,4 +1,4 @@
-"""Nested recomputation on chains: forward as stages, one after the other, that may run again many times.
+"""Nested recomputation on chains: forward as stages, one after the other, that may be recomputed many times.
 
 Source: the dynamic programme of rotor (Beaumont et al., Optimal checkpointing for heterogeneous chains: how to train
 deep neural networks with limited memory, Inria RR-9302, 2019).
@@ -35,7 +35,7 @@ _FAR = 20
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """Operations of forward that are run, and run again, together.
+    """Operations of forward that are run, and recomputed, together.
 
     A value that backward reads belongs to the stage that reads it first in forward, or to its maker's where none does.
 
@@ -251,7 +251,7 @@ class _Reader:
 
 
 class _Chain:
-    """The fewest seconds run again for every run of stages and every number of slots, and the schedules.
+    """The fewest seconds recomputed for every run of stages and every number of slots, and the schedules.
 
     Args:
         forward: that the stages divide.
@@ -262,9 +262,9 @@ class _Chain:
     def __init__(self, forward: Forward, stages: list[_Stage], slot: float) -> None:
         self._forward, self._stages, self._slot = forward, stages, slot
         self._count = count = len(stages)
-        # [i, j, 501 + m]: seconds to run stages i to j and what of them runs again, with m slots beside the input of i;
-        # of stage j only what its own backward needs. [i, count, 501 + m]: what runs again after the first run of
-        # stages i to the last. The first 501 entries stand for less than no slots.
+        # [i, j, 501 + m]: seconds to run stages i to j and to recompute of them what has to be, with m slots beside the
+        # input of i; of stage j only what its own backward needs. [i, count, 501 + m]: what is recomputed after the
+        # first run of stages i to the last. The first 501 entries stand for less than no slots.
         self._seconds = np.full((count, count + 1, _SHIFT + _SLOTS + 1), np.inf)
         self._choice = np.zeros((count, count + 1, _SLOTS + 1), dtype=np.int64)
         self._entering = self._entering_slots()
@@ -324,7 +324,7 @@ class _Chain:
         self._seconds[stage, last, _SHIFT:] = np.where(np.arange(_SLOTS + 1) >= needed, seconds, np.inf)
 
     def steps(self) -> list[int]:
-        """The numbers of slots with which less runs again than with one slot less, from the fewest that are enough."""
+        """The numbers of slots with which less is recomputed than with one less, from the fewest that are enough."""
         seconds = self._seconds[0, self._count, _SHIFT - 1 :]
         return [int(slots) for slots in np.flatnonzero(seconds[1:] < seconds[:-1])]
 

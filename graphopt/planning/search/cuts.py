@@ -1,6 +1,6 @@
 """Minimum cuts: what to carry over a moment, and what to make again after it, at given prices of memory.
 
-For fixed prices the choice that minimises "seconds of what runs again + price x bytes carried" is a minimum cut. The
+For fixed prices the choice that minimises "seconds of what is recomputed + price x bytes carried" is a minimum cut. The
 prices, one for each moment of the program, are found by raising them where the simulated plan takes more than the
 budget and lowering them where it takes less.
 """
@@ -25,7 +25,7 @@ _TOTAL = 2**30
 class CutNetwork:
     """The choice at one moment as a flow network: nodes are operations and values made before it.
 
-    An operation on the sink's side runs again after the moment; a value on the sink's side whose operation is on the
+    An operation on the sink's side is recomputed after the moment; a value on the sink's side whose operation is on the
     source's side is carried over it.
     """
 

@@ -101,7 +101,7 @@ class Ladder:
         frontier: what is found.
         effort: how much work the problem is worth.
         explorer: extends the frontier.
-        highest: the peak of the program as it is.
+        highest: the peak of the unmodified program.
         network: the choice at the boundary.
     """
 

@@ -39,7 +39,7 @@ class Explorer:
         everywhere: also try to drop what is idle anywhere, for small problems.
         roles: what is decided for one value is also tried for all others that play the same role in other blocks, and
             for the first and the second half of these; None to decide value by value.
-        least_again: seconds that run again in a plan that is taken, at least.
+        least_again: seconds recomputed in a plan that is taken, at least.
 
     Attributes:
         work: steps simulated so far.
@@ -289,7 +289,7 @@ class Explorer:
     # --- taking decisions back ---------------------------------------------------------------------------------------
 
     def _carried_for(self, start: Candidate, moments: Sequence[int], moment: int) -> list[Drops]:
-        """Without drops whose values run again at the moment of the peak: carrying one may save what leads to it.
+        """Without drops whose values are recomputed at the moment of the peak: carrying one may save what leads to it.
 
         Args:
             start: what is decided already.
@@ -305,7 +305,7 @@ class Explorer:
         return [start.drops.difference(part) for group in groups for part in _parts(group)]
 
     def _take_back(self, start: Candidate) -> None:
-        """Try to do without each drop that makes something run again; and without all that make nothing run."""
+        """Try to do without each drop that lets something be recomputed; and without all that make nothing run."""
         scheduler = self.scheduler
         scheduler.stay_near(start.drops)
         again = {v for _, steps in start.stops() for step in steps for v in scheduler.remakes[step]}

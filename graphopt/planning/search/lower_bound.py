@@ -1,4 +1,4 @@
-"""What every plan within a budget runs again at least: a bound from below, by linear and integer programming.
+"""What every plan within a budget recomputes at least: a bound from below, by linear and integer programming.
 
 At a few moments of the program the bytes of what is alive are limited, and what is read later has to be alive or to be
 made again. That values may be kept, and operations run, in part, and that nothing is asked between these moments, makes
@@ -43,11 +43,11 @@ _INFEASIBLE = 2
 
 
 def fewest_seconds_again(problem: Problem, plain: Simulated, budget: int) -> float:
-    """Seconds that every plan whose peak is at most a budget runs again, at least.
+    """Seconds that every plan whose peak is at most a budget recomputes, at least.
 
     Args:
         problem: that is planned.
-        plain: the program as it is, simulated.
+        plain: the unmodified program, simulated.
         budget: bytes, resident ones included.
 
     Returns:
@@ -64,13 +64,13 @@ def fewest_seconds_again(problem: Problem, plain: Simulated, budget: int) -> flo
 
 
 def quick_bound(problem: Problem, plain: Simulated, budget: int) -> float:
-    """Such a bound from the moment alone at which the program as it is takes the most.
+    """Such a bound from the moment alone at which the unmodified program takes the most.
 
     It is hardly lower than that of many moments, and takes milliseconds.
 
     Args:
         problem: that is planned.
-        plain: the program as it is, simulated.
+        plain: the unmodified program, simulated.
         budget: bytes, resident ones included.
     """
     if plain.peak <= budget or not problem.operations:
@@ -79,7 +79,7 @@ def quick_bound(problem: Problem, plain: Simulated, budget: int) -> float:
 
 
 def _moments(alive: Sequence[int], budget: int, most: int) -> list[int]:
-    """Operations at which the program as it is takes more than a budget, evenly apart, that of the peak among them."""
+    """Operations at which the unmodified program takes more than a budget, evenly apart, the peak's among them."""
     above = [place for place, count in enumerate(alive) if count > budget]
     if not above:
         return []
@@ -91,8 +91,8 @@ class _Model:
     """The linear programme.
 
     Variables: for each moment and each value that is made before it and may be made again, how much of it is alive
-    there (``alive``); for each operation, whether it runs again between a moment and the next one (``between``),
-    whether it does so at or behind a moment (``behind``), and how often it runs again at all (``total``).
+    there (``alive``); for each operation, whether it is recomputed between a moment and the next one (``between``),
+    whether it does so at or behind a moment (``behind``), and how often it is recomputed at all (``total``).
     """
 
     def __init__(self, problem: Problem, moments: Sequence[int], budget: int) -> None:
@@ -139,7 +139,7 @@ class _Model:
         return bool(readers and readers[-1] >= moment) or self._problem.held.get(value, -1) >= moment
 
     def _made_again(self, kind: str, number: int, end: int) -> None:
-        """What first runs from a moment on read, and what runs again does, is alive at the moment or made again."""
+        """What first runs from a moment on read, and what is recomputed does, is alive at the moment or made again."""
         moment, operations = self._moments[number], self._problem.operations
         for value in {value for operation in operations[moment:end] for value in operation.reads}:
             if self._droppable[value] and self._makers[value] < moment:

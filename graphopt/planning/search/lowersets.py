@@ -56,7 +56,7 @@ def lower_set_plans(
         budget: bytes that a plan may take, resident bytes included.
         exact: consider all lower sets in place of an approximate family: each operation with its ancestors, and what
             comes before a place in the program's order; where these are many, those with narrow borders.
-        objective: ``time`` looks for the fewest seconds run again within each budget; ``memory`` for the most, whose
+        objective: ``time`` looks for the fewest seconds recomputed within each budget; ``memory`` for the most, whose
             segments are longer, which often lowers the simulated peak.
 
     Yields:
@@ -111,7 +111,7 @@ class Sequence:
 
     Attributes:
         sets: their numbers in the family, without the empty one.
-        again: seconds that run again, by the dynamic programme's estimate.
+        again: seconds recomputed, by the dynamic programme's estimate.
     """
 
     sets: tuple[int, ...]
@@ -154,7 +154,7 @@ class LowerSets:
         self._below = (member @ member.T >= member.sum(axis=1)[None, :]) & ~np.eye(len(member), dtype=bool)
 
     def _rerun(self) -> Array:
-        """Which operations of each set run again, because something that is used later is not on the set's border."""
+        """Which operations of each set are recomputed: what is used later, and not on the set's border, needs them."""
         forward, scheduler = self._forward, self._forward.scheduler
         used = {v for reads in scheduler.reads for v in reads}
         rerun = np.zeros_like(self._member)
@@ -202,7 +202,7 @@ class LowerSets:
     def best(self, budget: float, objective: Objective = "time") -> Sequence | None:
         """The best feasible sequence within a budget in bytes of the estimate; None where there is none.
 
-        The fewest bytes carried are kept for each set and each number of ticks (1/96 of forward's seconds) run again.
+        The fewest bytes carried are kept for each set and each number of ticks (1/96 of forward's seconds) recomputed.
         """
         ticks = np.arange(_TICKS + 1)
         carried = np.full((len(self._member), len(ticks)), np.inf)

@@ -1,7 +1,7 @@
 """Optimal plans of small problems, by mixed-integer linear programming.
 
 The formulation is that of Checkmate (Jain et al., MLSys 2020, arXiv 1910.02653): between two first runs, what ran
-before may run again. In place of Checkmate's products of variables there is one variable for every value and every
+before may be recomputed. In place of Checkmate's products of variables there is one variable for every value and every
 place that touches it, "alive until there", which follows from the runs; so only runs have to be integers.
 """
 
@@ -45,7 +45,7 @@ def optimum(problem: Problem, budget: int, *, time_limit: float = 60.0, sweeps: 
         budget: bytes, resident bytes included. Where sizes differ by more than a factor of a million, plans within one
             millionth of the largest size below the budget may be missed.
         time_limit: seconds.
-        sweeps: how often everything may run again between two first runs; at least 1.
+        sweeps: how often everything may be recomputed between two first runs; at least 1.
 
     Returns:
         The plan, or None where no plan has such a peak.
@@ -72,13 +72,13 @@ def smallest_peak(problem: Problem, *, time_limit: float = 60.0, sweeps: int = 1
         TimeoutError: where nothing is proved within the time limit.
     """
     plan = _Model(problem, sweeps).solve(None, time_limit)
-    assert plan is not None, "the program as it is fits into some number of bytes"
+    assert plan is not None, "the unmodified program fits into some number of bytes"
     return simulate(problem, plan).peak
 
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """A place where an operation runs for the first time, or may run again."""
+    """A place where an operation runs for the first time, or may be recomputed."""
 
     operation: int
     again: bool

@@ -35,7 +35,7 @@ class Candidate:
         drops: the decisions.
         bytes: alive at each step; a list for small problems.
         peak: the most of them.
-        again: seconds of the steps that run again.
+        again: seconds of the steps that are recomputed.
     """
 
     __slots__ = ("_run", "again", "bytes", "drops", "peak")
@@ -68,12 +68,12 @@ class Candidate:
         return int((np.maximum(self.bytes, target) - target).sum())
 
     def stops(self) -> Sequence[tuple[int, Sequence[int]]]:
-        """The operations in front of which others run again, in order, and these."""
+        """The operations in front of which others are recomputed, in order, and these."""
         return self._run.again() if isinstance(self._run, Derived) else list(repeated_in_front(self._run))
 
 
 def repeated_in_front(steps: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-    """The operations in front of which others run again in a plan, and these."""
+    """The operations in front of which others are recomputed in a plan, and these."""
     upcoming = 0
     again: list[int] = []
     for step in steps:

@@ -1,4 +1,4 @@
-"""What is alive but idle in a plan: values that could be dropped, or moved away, until they are used again."""
+"""What is alive but idle in a plan: values that could be dropped, or offloaded, until they are used again."""
 
 from __future__ import annotations
 

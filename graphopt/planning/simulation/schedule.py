@@ -59,11 +59,11 @@ class Scheduler:
         return ExactSeconds(self.seconds)
 
     def readers(self, value: int) -> list[int]:
-        """The operations that read a value in the program as it is, in order."""
+        """The operations that read a value in the unmodified program, in order."""
         return self._readers[value]
 
     def last_read(self, value: int) -> int:
-        """The last operation that reads a value in the program as it is (its maker, where none does)."""
+        """The last operation that reads a value in the unmodified program (its maker, where none does)."""
         return self._readers[value][-1] if self._readers[value] else self.makers[value]
 
     def stay_near(self, drops: Drops) -> None:
@@ -83,7 +83,7 @@ class Scheduler:
     def evaluate(self, drops: Iterable[Decision]) -> Simulated:
         """Steps, bytes and seconds of these drops; the same as ``simulate`` gives for the steps.
 
-        Drops of what may not run again are left out.
+        Drops of what may not be recomputed are left out.
         """
         steps = self._stops.steps(drops)
         alive = self._bytes(steps)

@@ -88,7 +88,7 @@ class ListBytes:
         return last, [(place, value, earlier.get((value, since), 0)) for place, value, since in overwriting]
 
     def _memos(self, steps: Sequence[int], change: list[int], extra: list[int]) -> None:
-        """Add what operations that run again leave behind, until their last runs, and need once more meanwhile."""
+        """Add what operations that are recomputed leave behind, until their last runs, and need once more meanwhile."""
         first: dict[int, int] = {}
         last: dict[int, int] = {}
         for place, step in enumerate(steps):
@@ -232,7 +232,7 @@ class ArrayBytes:
     def _memos(
         self, runs: Integers, first: NDArray[np.bool_], change: tuple[Integers, Integers], extra: Integers
     ) -> None:
-        """Add what operations that run again leave behind, until their last runs, and need once more meanwhile."""
+        """Add what operations that are recomputed leave behind, until their last runs, and need once more meanwhile."""
         again = np.flatnonzero(~first & (self._memo[runs] > 0))
         if not len(again):
             return

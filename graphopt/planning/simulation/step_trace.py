@@ -25,7 +25,7 @@ class _Made(NamedTuple):
     """What happens in front of an operation.
 
     Attributes:
-        steps: that run again.
+        steps: that are recomputed.
         looked: a bit for each value of which it matters whether it is there; all of them are, afterwards.
         after: what is there afterwards.
     """
@@ -112,7 +112,7 @@ class StepTrace:
         return _Made(steps, looked, present)
 
     def _again(self, maker: int, present: int, steps: list[int]) -> tuple[int, int]:
-        """Append the runs that an operation needs to run again; what is there afterwards, and what was looked at."""
+        """Append the runs that recompute an operation; what is there afterwards, and what was looked at."""
         makers, reads, remakes = self._stops.makers, self._reads, self._remakes
         looked = 0
         stack = [maker]
@@ -139,7 +139,7 @@ class StepTrace:
         return Derived(self, _Difference(self, added, removed).edits())
 
     def again(self) -> list[tuple[int, list[int]]]:
-        """The operations in front of which others run again, in order, and these."""
+        """The operations in front of which others are recomputed, in order, and these."""
         return [(index, stop.made.steps) for index, stop in zip(self._indices, self._known, strict=True)]
 
 
@@ -173,7 +173,7 @@ class Derived:
         return steps
 
     def again(self) -> list[tuple[int, list[int]]]:
-        """The operations in front of which others run again, in order, and these."""
+        """The operations in front of which others are recomputed, in order, and these."""
         if not self.visits:
             return self.trace.again()
         found = dict(self.trace.again())

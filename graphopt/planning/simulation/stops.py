@@ -62,7 +62,7 @@ class Stops:
         self._known: dict[Decision, int] = {}
 
     def steps(self, drops: Iterable[Decision]) -> list[int]:
-        """The runs that follow from decisions; those about what may not run again are left out."""
+        """The runs that follow from decisions; those about what may not be recomputed are left out."""
         found = self.sorted(drops)
         gone = sorted(found.gone, reverse=True)
         present = bytearray(b"\1") * len(self.makers)
@@ -106,7 +106,7 @@ class Stops:
         return Sorted(gone, early, stops)
 
     def stop(self, decision: Decision) -> int:
-        """The first operation at which a decision may make something run again; `VOID` for one without an effect.
+        """The first operation at which a decision may let something be recomputed; `VOID` for one without an effect.
 
         For a drop of what nothing of the program reads any more, that is the number of operations.
         """

@@ -19,7 +19,7 @@ CopyStep = Literal["made", "last", "needed"]
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A value that is moved away and brought back.
+    """A value that is offloaded and brought back.
 
     Attributes:
         bytes: of the value.

@@ -51,7 +51,7 @@ class Away:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A plan with values moved away.
+    """A plan with values offloaded.
 
     Attributes:
         simulated: the plan.
@@ -69,7 +69,7 @@ class Moved:
 
 
 def moved_away(scheduler: Scheduler, simulated: Simulated, lanes: Lanes) -> list[Moved]:
-    """A plan with more and more of its values moved away, each time in as far as that lowers the peak.
+    """A plan with more and more of its values offloaded, each time in as far as that lowers the peak.
 
     What is idle at the plan's peak goes first, largest first; then the rest that is idle while backward begins. No
     budget decides about it, so that a larger one never has fewer plans to choose from.

@@ -166,7 +166,7 @@ class _SlicedPlan:
     """A plan for one slice, done in all: its decisions, and the most bytes alive, by slice.
 
     Attributes:
-        again: seconds that one slice runs again.
+        again: seconds that one slice recomputes.
     """
 
     again: float

@@ -70,7 +70,7 @@ def overview_spans(passes: Sequence[Pass], records: Sequence[PassRecord], progra
     """The same as lines made of pieces with their rich styles."""
     calls = sum(node.op not in ("placeholder", "output") for node in program.graph.nodes)
     count = counted(len(passes), "passes") if passes else "no passes"
-    head = f"graphopt: {program.title or 'program'}, {program.stage} stage, {counted(calls, 'calls')}, {count}"
+    head = f"graphopt: {program.title or 'program'}, {program.stage} stage, {counted(calls, 'ops')}, {count}"
     yield [(head, "bold")]
     for current in passes:
         own = [record for record in records if record.spec == str(current)]
@@ -116,7 +116,7 @@ def _peak(record: PassRecord) -> str:
 def _peaks(records: Sequence[PassRecord], program: Program) -> str:
     """The peak of the program that runs, and how it was before the passes of each stage."""
     timeline = program.memory()
-    resident = f"of which {format_bytes(timeline.resident_bytes)} resident"
+    resident = f"of which {format_bytes(timeline.resident_bytes)} persistent"
     stages: dict[str, list[int]] = {}
     for record in records:
         if record.peak_before is not None and record.peak_after is not None:

@@ -36,7 +36,7 @@ def to_model_explorer(program: Program) -> dict[str, Any]:
     if program.stage != "forward":
         timeline = program.memory()
         about["predicted peak"] = format_bytes(timeline.peak_bytes)
-        about["resident"] = format_bytes(timeline.resident_bytes)
+        about["persistent"] = format_bytes(timeline.resident_bytes)
     return {"label": label, "graphs": [{"id": label, "nodes": nodes, "groupNodeAttributes": {"": about}}]}
 
 

@@ -41,7 +41,7 @@ def kept_storages(placement: Placement, refers: dict[fx.Node, list[Storage]]) ->
 
 
 def last_readers(placement: Placement, refers: dict[fx.Node, list[Storage]]) -> list[tuple[Storage, fx.Node]]:
-    """What is kept for backward, and for each the call that stands for its last use.
+    """What is saved for backward, and for each the call that stands for its last use.
 
     That is the first of the calls that read it in the row where it is read last.
 

@@ -33,7 +33,7 @@ ALL_PASSES = "all passes"
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPeaks:
-    """What running the two programs took above what is resident, in bytes (``measure_peak``); None if not measured."""
+    """What running the two programs took above persistent memory, in bytes (``measure_peak``); None if not measured."""
 
     before: int | None = None
     after: int | None = None

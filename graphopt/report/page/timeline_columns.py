@@ -33,7 +33,7 @@ def timeline_json(
         timeline: of the program.
         record: the record of each of its nodes.
         strings: where texts go.
-        measured: bytes that running it took above what is resident, where that was measured.
+        measured: bytes that running it took above persistent memory, where that was measured.
     """
     storages = [storage for storage in timeline.storages if storage.bytes]
     named = named_nodes(timeline)

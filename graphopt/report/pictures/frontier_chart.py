@@ -48,11 +48,11 @@ class BudgetMark:
 
 
 def frontier_svg(report: FrontierReport, budgets: Sequence[BudgetMark] = ()) -> str:
-    """The chart: the budget in bytes from left to right, the time of a step over that of the program as it is upwards.
+    """The chart: the budget in bytes from left to right, the time of a step over that of the baseline upwards.
 
     Each plan is a point; the line is the time that a budget gets, level from one plan to the next. The peak of the
     program as it is and the smallest peak found are marked, and pointing at a plan tells its bytes, its time and how
-    much runs again. The file needs nothing else and follows the reader's light or dark setting.
+    much is recomputed. The file needs nothing else and follows the reader's light or dark setting.
 
     Args:
         report: of a program.
@@ -104,7 +104,7 @@ class _Chart:
         report = self.report
         yield svg_text(LEFT, 26, fit(self._title(), 8.6), "title")
         passes = f"passes: {', '.join(report.passes)}; " if report.passes else ""
-        time = f"time as it is ({report.cost}): {format_seconds(report.seconds)}"
+        time = f"baseline time ({report.cost}): {format_seconds(report.seconds)}"
         yield svg_text(LEFT, 46, fit(f"{passes}{counted(len(report.points), 'plans')}; {time}", LETTER), "dim")
         if report.remark:
             yield svg_text(LEFT, 64, report.remark, "dim")
@@ -131,14 +131,14 @@ class _Chart:
         yield svg_text((LEFT + RIGHT) / 2, self.bottom + 42, f"budget: peak memory in {unit}", anchor="middle")
         yield (
             f'<g transform="translate(20 {middle:g}) rotate(-90)">'
-            + svg_text(0, 0, "time of a step (× the program as it is)", anchor="middle")
+            + svg_text(0, 0, "time of a step (× baseline)", anchor="middle")
             + "</g>"
         )
 
     def _marks(self) -> Iterator[str]:
         smallest, plain = self.report.smallest_bytes, self.report.plain_bytes
         yield stroke("mark", self.x(plain), self.top, self.x(plain), self.bottom)
-        yield svg_text(self.x(plain) - 6, self.top + 16, f"as it is: {format_bytes(plain)}", "over", anchor="end")
+        yield svg_text(self.x(plain) - 6, self.top + 16, f"baseline: {format_bytes(plain)}", "over", anchor="end")
         if smallest < plain:
             yield stroke("mark", self.x(smallest), self.top, self.x(smallest), self.bottom)
             yield svg_text(
@@ -176,7 +176,7 @@ def _told(point: FrontierPoint) -> str:
     """A plan in words, to the byte."""
     return (
         f"{point.peak_bytes} bytes ({format_bytes(point.peak_bytes)}), ×{point.ratio:.4f}: "
-        f"{format_seconds(point.extra_seconds)} more, {point.runs_again} ops run again"
+        f"{format_seconds(point.extra_seconds)} more, {point.runs_again} ops recomputed"
     )
 
 

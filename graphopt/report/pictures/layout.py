@@ -86,7 +86,7 @@ class PlacedNode(NamedTuple):
 class Edge(NamedTuple):
     """From box to box; ``crossing`` goes from one of the folded blocks to another.
 
-    ``saved`` edges carry each tensor that is kept for backward once, with its bytes, to the row that reads it last.
+    ``saved`` edges carry each tensor that is saved for backward once, with its bytes, to the row that reads it last.
     ``data`` edges stand for arguments on the same side of the U, and have no bytes.
     """
 

@@ -130,17 +130,17 @@ class _Chart:
         """Where the peak is reached."""
         timeline = self.timeline
         if not timeline.nodes:
-            return "a program without calls"
+            return "a program without ops"
         position = timeline.bytes.index(timeline.peak_bytes)
         node = timeline.nodes[position]
         known = info(node)
         name = known.names[0] if known.names else node.name
-        return f"{_short(name, 70)}, call {position + 1:,} of {len(timeline.nodes):,}, in {known.phase.value}"
+        return f"{_short(name, 70)}, op {position + 1:,} of {len(timeline.nodes):,}, in {known.phase.value}"
 
     def _facts(self) -> list[str]:
         timeline = self.timeline
         first = f"peak {format_bytes(timeline.peak_bytes)} in {self._where()}"
-        resident = f"{format_bytes(timeline.resident_bytes)} resident before and after"
+        resident = f"{format_bytes(timeline.resident_bytes)} persistent, before and after"
         if self.before is None or not self.before.peak_bytes:
             return [first, resident]
         change = timeline.peak_bytes / self.before.peak_bytes - 1
@@ -180,7 +180,7 @@ class _Chart:
         label = _text(0, 0, f"{unit} alive", anchor="middle")
         yield f'<g transform="translate(22 {middle:g}) rotate(-90)">{label}</g>'
         count = len(self.timeline.nodes)
-        yield _text(_LEFT, self.bottom + 18, "call 1", anchor="start")
+        yield _text(_LEFT, self.bottom + 18, "op 1", anchor="start")
         yield _text(_RIGHT, self.bottom + 18, f"{count:,}", anchor="end")
 
     def _columns(self) -> list[_Column]:

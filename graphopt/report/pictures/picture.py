@@ -87,7 +87,7 @@ _VERBOSE = re.compile("^_*(native_)?|_for_cpu|_legit(_functional)?|_with_indices
 def to_svg(program: Program, fold: bool = True) -> str:
     """The U-shaped picture: forward down the left, backward up the right, one row per module.
 
-    A box says which module, which ops run (views left out), and how many bytes of its results are kept for backward;
+    A box says which module, which ops run (views left out), and how many bytes of its results are saved for backward;
     pointing at it tells all. Arrows across are the kept activations, as thick as they are large. The file needs
     nothing else, follows the reader's light or dark setting, and tells phases apart in black and white, too.
 
@@ -199,7 +199,7 @@ class _Drawing:
         x = 0.0
         keys = [*((phase.value, phase.value) for phase in self.phases)]
         if any(self.boxes[edge.source].phase is not Phase.TRANSFER for edge in self.saved):
-            keys.append(("saved", "kept for backward (width by bytes)"))
+            keys.append(("saved", "saved for backward (width by bytes)"))
         if any(self.boxes[edge.source].phase is Phase.TRANSFER for edge in self.saved):
             keys.append(("hosted", "kept outside"))
         if any(frame.copies > 1 for frame in self.frames):
@@ -221,7 +221,7 @@ class _Drawing:
         ]
         passes = [f"after {', '.join(self.program.history)}"] if self.program.history else []
         shape = "forward down the left, backward up the right"
-        return "; ".join([shape, self._facts, f"calls drawn: {phases or 'none'}", *folded, *passes])
+        return "; ".join([shape, self._facts, f"ops drawn: {phases or 'none'}", *folded, *passes])
 
     @cached_property
     def _facts(self) -> str:
@@ -229,10 +229,10 @@ class _Drawing:
         if self.program.stage != "forward":
             memory = self.program.memory()
             facts.append(f"predicted peak {format_bytes(memory.peak_bytes)}")
-            facts.append(f"of which {format_bytes(memory.resident_bytes)} resident")
+            facts.append(f"of which {format_bytes(memory.resident_bytes)} persistent")
         outside = sum(sum(box.kept) for box in self.boxes if box.phase is Phase.TRANSFER)
         kept = sum(sum(box.kept) for box in self.boxes) - outside
-        facts += [f"{format_bytes(kept)} kept for backward"] * bool(kept)
+        facts += [f"{format_bytes(kept)} saved for backward"] * bool(kept)
         return " · ".join([*facts, f"{format_bytes(outside)} kept outside"] if outside else facts)
 
     def _key(self, key: str, label: str, x: float, y: float) -> Iterator[str]:
@@ -268,18 +268,18 @@ class _Drawing:
     def _box(self, box: Box) -> Iterator[str]:
         row = self.rows[box.row]
         label = f"{row.label} ×{len(row.paths)}" if "…" in row.label else row.label
-        calls = counted(len(box.nodes), "calls")
-        keeps = f" · keeps {_bytes_text(box.kept)}" if any(box.kept) else ""
+        count = counted(len(box.nodes), "ops")
+        keeps = f" · saves {_bytes_text(box.kept)}" if any(box.kept) else ""
         ops = _ops([self.nodes[name] for name in box.nodes])
         modules = ", ".join(path or "the model" for path in (*row.paths[:4], *(["…"] if len(row.paths) > 4 else [])))
         room = box.width - 22
-        yield f"<g><title>{safe(f'{box.phase.value} of {modules}: {ops} ({calls}{keeps})')}</title>"
+        yield f"<g><title>{safe(f'{box.phase.value} of {modules}: {ops} ({count}{keeps})')}</title>"
         yield from _tinted(box.phase.value, box.x, box.y, box.width, box.height - 1)
         x = box.x + 15
         if box.height >= 40:
             yield _text(x, box.y + 15, _fit(label, room, 11.5, keep_end=True), 11.5, "code", "bold")
             yield _text(x, box.y + 28.5, _fit(ops, room, 10), 10, "code")
-            yield _text(x, box.y + 41.5, f"{calls}{keeps}", 10, "dim")
+            yield _text(x, box.y + 41.5, f"{count}{keeps}", 10, "dim")
         else:
             yield _text(x, box.y + 15, _fit(ops, room, 10), 10, "code")
         yield "</g>"

@@ -32,12 +32,12 @@ _CUT_SHORT = {
 
 @dataclass(frozen=True, slots=True)
 class FrontierPoint:
-    """One plan, next to the program as it is.
+    """One plan, next to the unmodified program.
 
     Attributes:
         peak_bytes: the most bytes alive at once.
-        extra_seconds: on top of the program as it is: what runs again, and waiting for copies.
-        ratio: its time over that of the program as it is, 1 or more.
+        extra_seconds: on top of the unmodified program: what is recomputed, and waiting for copies.
+        ratio: its time over that of the unmodified program, 1 or more.
         runs_again: how many runs of ops it adds.
     """
 
@@ -55,7 +55,7 @@ class FrontierReport:
         title: of the program.
         stage: ``joint`` or ``step``.
         passes: the text of the passes that ran before.
-        plain_bytes: the peak of the program as it is.
+        plain_bytes: the peak of the unmodified program.
         resident_bytes: what is there all the time: parameters, optimizer state, inputs.
         seconds: of the program's calls, each run once.
         cost: the cost model's name: ``measured``, ``roofline``, or a device's.
@@ -66,7 +66,7 @@ class FrontierReport:
         device: what is said of the device that the program was captured for; empty for one that is here.
         points: plans that run ops again, of which none is better in both bytes and time, from few bytes to many; one at
             least.
-        first: what is done to the program before anything runs again, line by line.
+        first: what is done to the program before anything is recomputed, line by line.
     """
 
     title: str
@@ -107,9 +107,9 @@ class FrontierReport:
         lines = [
             f"{self.title or 'program'}, {self.stage} stage; passes: {', '.join(self.passes) or 'none'}",
             *([f"device               {self.device}"] if self.device else []),
-            f"peak as it is        {format_bytes(self.plain_bytes)} ({self.plain_bytes} bytes), {share}",
+            f"baseline peak        {format_bytes(self.plain_bytes)} ({self.plain_bytes} bytes), {share}",
             f"smallest peak found  {format_bytes(self.smallest_bytes)} ({self.smallest_bytes} bytes){moved}",
-            f"time as it is        {first}",
+            f"baseline time        {first}",
             *(f"{'':21}{line}" for line in more),
             *(f"done first           {line}" for line in self.first),
         ]
@@ -119,7 +119,7 @@ class FrontierReport:
     def _table(self, most: int) -> list[str]:
         shown = self.spread(most)
         rows = [self._row(point) for point in shown]
-        head = ("peak", "bytes", "of the peak", "run again", "of the step", "ops run again")
+        head = ("peak", "bytes", "of the peak", "recomputed", "of the step", "ops recomputed")
         rest = len(self.points) - len(shown)
         more = [f"and {rest} more plans between these"] if rest else []
         return [*aligned([head, *rows], right=range(len(head))), *more]
@@ -162,7 +162,7 @@ def frontier_report(
         fitting: of the program.
         cost: the name of the cost model that gave its seconds.
         costs: those seconds, and how they are known.
-        before: the program as it is, where something was done to it before it was planned.
+        before: the unmodified program, where something was done to it before it was planned.
         first: what that was, line by line.
     """
     program = fitting.program if before is None else before
@@ -193,7 +193,7 @@ def _device_line(memory: MemoryTimeline, reserved: ReservedMemory | None) -> str
     room = profile.memory_bytes - profile.context_bytes
     taken = memory.peak_bytes if reserved is None else reserved.reserved_peak_bytes
     more = "" if reserved is None else f", {format_bytes(taken)} reserved"
-    fits = f"as it is, the program {'fits' if taken <= room else 'does not fit'}{more}"
+    fits = f"unmodified, the program {'fits' if taken <= room else 'does not fit'}{more}"
     return f"{profile.name}, {format_bytes(room)} of {format_bytes(profile.memory_bytes)} for tensors: {fits}"
 
 

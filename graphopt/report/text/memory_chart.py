@@ -33,14 +33,14 @@ def category_style(category: str) -> str:
 def chart(
     timeline: MemoryTimeline, width: int, *, colored: bool = False, top: int = 0, limit: int | None = None
 ) -> list[list[Span]]:
-    """Bytes above what is resident, at the highest of each column's calls; ``▲`` marks the peak.
+    """Bytes above persistent memory, at the highest of each column's ops; ``▲`` marks the peak.
 
     Args:
         timeline: with at least one call.
         width: columns that the chart may take; at least 40 are taken.
         colored: stack the categories, each in its color, in a higher chart, and say which is which.
         top: bytes that the chart reaches up to at least, so that two charts can have one scale.
-        limit: bytes at which a dashed line crosses the chart, such as a budget; it has to be above what is resident.
+        limit: bytes at which a dashed line crosses the chart, such as a budget; it has to be above persistent memory.
 
     Returns:
         lines, each made of pieces with their rich styles; none has a style unless ``colored``.
@@ -57,12 +57,12 @@ class _Chart:
         self.sections = sections(timeline)
         self.label = max(len(format_bytes(self.low)), len(format_bytes(self.high)))
         self.widths = _widths(self.sections, width - self.label - 2 - len(self.sections))
-        self.moving = _above_resident(timeline) if colored else {}
+        self.moving = _above_persistent(timeline) if colored else {}
 
     def lines(self) -> Iterator[list[Span]]:
         """The whole chart."""
         calls, label = len(self.timeline.nodes), self.label
-        yield [(f"bytes over the {calls} calls, from what is resident up to the peak (▲)", "")]
+        yield [(f"bytes over the {calls} ops, from persistent memory up to the peak (▲)", "")]
         labels = [format_bytes(self.high), *[""] * (self.rows - 2), format_bytes(self.low)]
         crossed = self._crossed()
         if self.limit is not None and crossed is not None:
@@ -88,7 +88,7 @@ class _Chart:
             yield [(f"{' ' * label}  from the top:", ""), *self._key()]
         for section in self.sections:
             most = format_bytes(max(self.timeline.bytes[section.start : section.end]))
-            yield [(f"{section.name}: {counted(section.size, 'calls')}, up to {most}", "")]
+            yield [(f"{section.name}: {counted(section.size, 'ops')}, up to {most}", "")]
 
     def _crossed(self) -> int | None:
         """The row, from the top, that the limit crosses: the first one above a bar of so many bytes."""
@@ -145,8 +145,8 @@ def _joined(spans: list[Span]) -> list[Span]:
     return found
 
 
-def _above_resident(timeline: MemoryTimeline) -> dict[str, list[int]]:
-    """Bytes of each category at each call, without what is resident; only categories that have any."""
+def _above_persistent(timeline: MemoryTimeline) -> dict[str, list[int]]:
+    """Bytes of each category at each op, without persistent memory; only categories that have any."""
     resident: dict[str, int] = {}
     for storage in timeline.storages:
         if storage.is_input:

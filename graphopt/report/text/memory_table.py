@@ -52,7 +52,7 @@ def memory_spans(program: Program, top: int = 10, width: int = 80, *, colored: b
     if not timeline.nodes:
         return [
             [(title, "bold" if colored else "")],
-            [(f"no calls; {format_bytes(timeline.resident_bytes)} resident", "")],
+            [(f"no ops; {format_bytes(timeline.resident_bytes)} persistent", "")],
         ]
     lines: list[list[Span]] = [[(title, "bold" if colored else "")]]
     reserved = reserved_where_cached(program, timeline)
@@ -70,7 +70,7 @@ def memory_json(program: Program) -> dict[str, Any]:
         program: of any stage.
 
     Returns:
-        plain data: ``peak_bytes``, ``allocated_peak_bytes`` (what running adds to what is resident),
+        plain data: ``peak_bytes``, ``allocated_peak_bytes`` (what running adds to persistent memory),
         ``resident_bytes``, ``loops`` (``MemoryTimeline.loops``), ``device`` (the one whose bytes these are),
         ``other_devices`` (what is on others), ``peak_at``, ``reserved`` (what the device's allocator takes, None where
         that is what is alive), ``categories``, ``alive`` and ``timeline``. All sizes are bytes.
@@ -127,10 +127,10 @@ def _peak(timeline: MemoryTimeline) -> list[str]:
     source = f", {short_source(known.source)}" if known.source else ""
     added = format_bytes(timeline.allocated_peak_bytes)
     return [
-        f"peak      {format_bytes(timeline.peak_bytes)} ({timeline.peak_bytes} bytes)",
-        f"where     {node.name}{name}, call {position + 1} of {len(timeline.nodes)}, in {known.phase.value}{source}",
-        f"resident  {format_bytes(timeline.resident_bytes)} before and after; running adds up to {added}",
-        *([f"loops     {loops}"] if (loops := of_loops(timeline)) else []),
+        f"peak        {format_bytes(timeline.peak_bytes)} ({timeline.peak_bytes} bytes)",
+        f"where       {node.name}{name}, op {position + 1} of {len(timeline.nodes)}, in {known.phase.value}{source}",
+        f"persistent  {format_bytes(timeline.resident_bytes)} before and after; running adds up to {added}",
+        *([f"loops       {loops}"] if (loops := of_loops(timeline)) else []),
         *(_elsewhere(timeline)),
     ]
 
@@ -139,27 +139,27 @@ def _elsewhere(timeline: MemoryTimeline) -> Iterator[str]:
     """What is on other devices than the one that is shown; nothing for a program on one device."""
     for device, other in timeline.others.items():
         peak, resident = format_bytes(other.peak_bytes), format_bytes(other.resident_bytes)
-        yield f"{f'on {device}':<9} {peak} at most beside what is on {timeline.where}, {resident} of it resident"
+        yield f"{f'on {device}':<11} {peak} at most beside what is on {timeline.where}, {resident} of it persistent"
 
 
 def _reserved(reserved: ReservedMemory) -> list[str]:
     """What the device's allocator takes for the program, line by line."""
     where = reserved.peak_at
-    at = "before the first call" if where is None else f"at {(info(where).names or (where.name,))[0]}"
+    at = "before the first op" if where is None else f"at {(info(where).names or (where.name,))[0]}"
     used = ", ".join(f"{name} {format_bytes(size)}" for name, size in reserved.workspaces.items() if size)
     first = (
-        f"reserved  {format_bytes(reserved.reserved_peak_bytes)} ({reserved.reserved_peak_bytes} bytes) on "
+        f"reserved    {format_bytes(reserved.reserved_peak_bytes)} ({reserved.reserved_peak_bytes} bytes) on "
         f"{reserved.device} in {counted(reserved.segments, 'segments')}, first {at}"
     )
     second = (
-        f"unused    {format_bytes(reserved.unused_bytes)} of it then, {format_bytes(reserved.inactive_split_bytes)} in "
-        f"split segments; blocks in use reach {format_bytes(reserved.allocated_peak_bytes)}"
+        f"unused      {format_bytes(reserved.unused_bytes)} of it then, {format_bytes(reserved.inactive_split_bytes)} "
+        f"in split segments; blocks in use reach {format_bytes(reserved.allocated_peak_bytes)}"
     )
-    lines = [first, second, *([f"          {used} of it for workspaces of libraries"] if used else [])]
+    lines = [first, second, *([f"            {used} of it for workspaces of libraries"] if used else [])]
     if reserved.memory_bytes is not None:
         outside = f", {format_bytes(reserved.context_bytes)} outside of the allocator" if reserved.context_bytes else ""
         fits = "fits into" if reserved.fits else "does not fit into"
-        lines.append(f"device    {fits} {format_bytes(reserved.memory_bytes)}{outside}")
+        lines.append(f"device      {fits} {format_bytes(reserved.memory_bytes)}{outside}")
     return lines
 
 

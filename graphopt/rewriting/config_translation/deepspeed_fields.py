@@ -33,7 +33,7 @@ ACTIVATIONS = {
     "number_checkpoints": Known(whole(1), None),
     "synchronize_checkpoint_boundary": Known(truth, False),
     "profile": Known(truth, False),
-    "use_reentrant": Known(truth, None, "segments run again inside of the program, in neither of the two ways"),
+    "use_reentrant": Known(truth, None, "segments are recomputed inside of the program, in neither of the two ways"),
 }
 FP16 = {
     "enabled": Known(truth, False),

@@ -202,7 +202,7 @@ class Pattern:
         if isinstance(wanted, fx.Node):
             if isinstance(found, fx.Node) and found.op == "call_function":
                 return self._call(wanted, found, binding)
-            return f"{found} is no call of {_target_name(wanted.target)}"
+            return f"{found} is no op {_target_name(wanted.target)}"
         if isinstance(wanted, (list, tuple)) and isinstance(found, (list, tuple)):
             if len(wanted) != len(found):
                 return f"{len(found)} items, not {len(wanted)}"

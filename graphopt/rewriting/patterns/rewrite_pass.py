@@ -107,7 +107,7 @@ class Rewrite(Pass):
         calls = set(match.calls.values())
         phases = {info(call).phase for call in calls}
         if len(phases) > 1:
-            return f"its calls are of {len(phases)} phases"
+            return f"its ops are of {len(phases)} phases"
         inside = calls - {match.root}
         read = [call for call in inside if not calls.issuperset(call.users)]
         if read and replacement.calls and not self.shared:
@@ -185,5 +185,5 @@ def _written_between(match: Match) -> str:
 
 def _nothing(pattern: Pattern, nearest: Mismatch | None) -> str:
     if nearest is None:
-        return f"the program has no call of {pattern.root_name}"
+        return f"the program has no op {pattern.root_name}"
     return f"no occurrence; the nearest begins at {nearest.node.name}: {nearest.reason}"

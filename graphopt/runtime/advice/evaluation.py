@@ -80,7 +80,7 @@ class Evaluated:
         taken: bytes at its peak; where the device's allocator keeps freed blocks, what it reserves; where no plan
             fits, the least that was found.
         step: how it runs; None where it does not.
-        recomputed: ops that run again.
+        recomputed: ops that are recomputed.
         problem: why it is not possible, apart from memory; empty where it is.
     """
 

@@ -71,7 +71,7 @@ def times_line(rewritten: Rewritten) -> str:
     parts += [f"compiled {rewritten.compiling:.1f} s"] if rewritten.compiling else []
     told = [record.changed for record in rewritten.records if record.changed.slowdown is not None]
     slowdown = sum(changed.slowdown or 0.0 for changed in told)
-    if any(changed.counts.get("run again") for changed in told) and not any(c.counts.get("offloaded") for c in told):
+    if any(changed.counts.get("recomputed") for changed in told) and not any(c.counts.get("offloaded") for c in told):
         parts.append(f"recomputes {100 * slowdown:.0f} %")
     later = f"; later steps ×{1 + slowdown:.2f} of baseline" if told else ""
     return f"{title}: {', '.join(parts)}{later}"

@@ -3,7 +3,7 @@
 The programs of one capture whose sizes vary, each planned for some sizes within a number of bytes.
 
 A plan for large sizes runs more again than small ones need, and one for small sizes takes too much at large ones. So a
-capture has a small set of programs: at sizes that are new, one that fits is taken where little of it runs again, or
+capture has a small set of programs: at sizes that are new, one that fits is taken where little of it is recomputed, or
 where it was planned for sizes near by; otherwise the capture is planned once more, without running the model's code.
 """
 

@@ -39,7 +39,7 @@ def check_backend(backend: Backend) -> None:
 def compile_program(program: Program, backend: Backend) -> tuple[fx.GraphModule, Boxed]:
     """The generated module of a program, and a callable that takes its inputs in a list and empties the list.
 
-    A compiler gets everything up to the gradients; the optimizer's update, a few fused kernels, runs as it is.
+    A compiler gets everything up to the gradients; the optimizer's update, a few fused kernels, runs in eager mode.
     """
     module = program.to_graph_module()
     if backend == "eager" or program.stage != "step":

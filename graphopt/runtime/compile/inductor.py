@@ -1,6 +1,6 @@
 """Programs compiled with inductor, within the memory that they promise.
 
-Inductor fuses ops and reorders kernels; a value may then wait for a kernel that was moved, or be computed again before
+Inductor fuses ops and reorders kernels; a value may then wait for a kernel that was moved, or be recomputed before
 there is room for it. Code is therefore run dry once it is compiled, and where it would take more bytes than the
 generated code of the same graph it is compiled again in smaller parts: nothing moves across the border of two parts.
 """
@@ -31,7 +31,7 @@ Boxed = Callable[[list[Any]], Any]
 logger = logging.getLogger(__name__)
 
 _FEWEST = 8
-"""Parts of fewer calls than this are not divided further: their generated code runs as it is."""
+"""Parts of fewer calls than this are not divided further: their generated code runs in eager mode."""
 
 _RESIDENT = ("parameter", "buffer", "constant", "input", "tangent", "gradient", "state", "hyperparameter", "pass_state")
 """The roles of inputs that somebody else holds while code runs."""

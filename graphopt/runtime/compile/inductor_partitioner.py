@@ -28,7 +28,7 @@ _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 def partitioner(budget: int | str) -> Any:
     """What divides forward from backward in the stock compiler of ``torch.compile``, in place of torch's own code.
 
-    Backward computes again what forward does not keep, and random numbers are those of forward: their seeds are kept.
+    Backward recomputes what forward does not keep, and random numbers are those of forward: their seeds are kept.
     A smaller budget never keeps more bytes, and its predicted peak is never higher. With 100 % or more, what is kept is
     what torch would keep. Regions of ``torch.utils.checkpoint`` are planned like everything else.
 
@@ -94,7 +94,7 @@ def _chosen(candidates: Sequence[Candidate], budget: int | str) -> Candidate:
     for candidate in candidates:
         if candidate.peak_bytes <= limit:
             logger.info(
-                "partitioner: peak %s -> %s predicted, kept %s -> %s, %s run again (%d with torch's partition)",
+                "partitioner: peak %s -> %s predicted, kept %s -> %s, %s recomputed (%d with torch's partition)",
                 format_bytes(torchs.peak_bytes),
                 format_bytes(candidate.peak_bytes),
                 format_bytes(torchs.kept_bytes),

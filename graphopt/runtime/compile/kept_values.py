@@ -41,13 +41,13 @@ _FUSED = 0.2
 
 @dataclass(frozen=True)
 class Candidate:
-    """Values that are kept for backward.
+    """Values that are saved for backward.
 
     Attributes:
         kept: in program order; views and sizes among them cost nothing.
         kept_bytes: of what forward has computed, without its results.
         peak_bytes: the most that is alive at once, parameters and inputs included.
-        seconds: of what backward computes again.
+        seconds: of what backward recomputes.
         again: how many calls these are.
     """
 
@@ -145,7 +145,7 @@ class KeptValues:
         return node not in wanted and self._repeatable(node)
 
     def _repeatable(self, node: fx.Node) -> bool:
-        """Whether a call of forward may run again: it is pure, and nothing it reads is overwritten meanwhile."""
+        """Whether a call of forward may be recomputed: it is pure, and nothing it reads is overwritten meanwhile."""
         maker = _first(node) if node.target is operator.getitem else node
         if not self._split.may_repeat(maker) or not self._marked(node):
             return False
@@ -182,7 +182,7 @@ class KeptValues:
         return [node for node in self._calls if node in needed]
 
     def _backward_order(self, kept: Sequence[fx.Node]) -> list[fx.Node]:
-        """The calls of backward, before each of them what has to be computed again for it."""
+        """The calls of backward, before each of them what has to be recomputed for it."""
         done: set[fx.Node] = {*kept, *(node for node in self._nodes if node.op == "placeholder")}
         order: list[fx.Node] = []
         for target in [*self._backward, *self._gradients]:

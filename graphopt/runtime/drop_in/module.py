@@ -105,7 +105,7 @@ class Optimized(nn.Module):
 
     @property
     def forward_graph(self) -> fx.GraphModule:
-        """The half that runs at the call; returns outputs, then what is kept for backward."""
+        """The half that runs at the call; returns outputs, then what is saved for backward."""
         return self._graphopt.latest.forward
 
     @property

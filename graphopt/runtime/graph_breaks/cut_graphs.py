@@ -72,8 +72,8 @@ class CutGraph:
         function: which function it is of, or the rest of one behind a cut.
         whole: whether it is all that is computed in a call, so that it is planned by itself.
         times: how often it runs in one call of the model, at most.
-        compiled: what runs; None before the first call, and for a graph that runs as it is.
-        reason: why it runs as it is.
+        compiled: what runs; None before the first call, and for a graph that runs in eager mode.
+        reason: why it runs in eager mode.
         session: its capture.
         smallest: where there is a limit, what runs with the fewest bytes, and its joint program as lowered.
         plans: what passes have planned for it, from one share of a limit to the next (``Context.plans``).
@@ -138,7 +138,7 @@ class CutGraph:
 
     @property
     def why(self) -> str:
-        """Why it runs as it is, and how often it did where it once had programs."""
+        """Why it runs in eager mode, and how often it did where it once had programs."""
         return (
             f"{self.reason}, and {calls_in_eager(self.owner.late_calls[self.function])} since"
             if self.late
@@ -162,7 +162,7 @@ class CutGraphs:
 
     Attributes:
         limited: whether a pass keeps programs within a limit.
-        as_they_are: graphs that run as they are and should not; of the late ones the first of each function.
+        as_they_are: graphs that run in eager mode and should not; of the late ones the first of each function.
         late_calls: how often late ones ran, by their functions.
     """
 
@@ -264,7 +264,7 @@ class CutGraphs:
         )
 
     def capture(self, graph: CutGraph, arguments: tuple[Any, ...]) -> None:
-        """Capture a graph that is called for the first time, or find out why it runs as it is."""
+        """Capture a graph that is called for the first time, or find out why it runs in eager mode."""
         if not torch.is_grad_enabled() or not any(_requires_grad(argument) for argument in arguments):
             graph.reason = "nothing in it requires a gradient"
             return
@@ -305,9 +305,9 @@ class CutGraphs:
         return names
 
     def _note(self, graph: CutGraph) -> None:
-        """Say that a graph runs as it is."""
+        """Say that a graph runs in eager mode."""
         self.as_they_are.append(graph)
-        how = "runs in eager mode from now on" if graph.late else "runs as it is"
+        how = "runs in eager mode from now on" if graph.late else "runs in eager mode"
         logger.warning("a part of %s %s, and its bytes are not counted: %s", self.title, how, graph.reason)
 
     @property

@@ -47,7 +47,7 @@ class CompiledGraph:
     Attributes:
         program: the rewritten program that trains; None for a graph that runs as torch made it.
         records: what each pass did.
-        reason: why the graph runs as it is; empty where it has a program.
+        reason: why the graph runs in eager mode; empty where it has a program.
 
     Example:
         >>> compiled = torch.compile(model.eval(), backend="graphopt")

@@ -35,7 +35,7 @@ class PartBytes:
         kept: what it allocates in forward and backward needs, or its caller.
         gradients: of its parameters.
         times: how often it runs in one call of the model.
-        segments: whether calls run again because the model asks for it (``torch.utils.checkpoint``).
+        segments: whether calls are recomputed because the model asks for it (``torch.utils.checkpoint``).
     """
 
     memory: MemoryTimeline
@@ -108,7 +108,7 @@ def fit_together(parts: Sequence[Rewrites], pipeline: Pipeline, resident: int) -
 
     Each part may take a share of the bytes between its smallest peak and that without a plan, the same share for all
     of them, and the largest that fits. A part with segments of its own may take up to the whole limit: nothing has to
-    run again for them where there is room.
+    be recomputed for them where there is room.
 
     Args:
         parts: in the order in which they run.

@@ -99,13 +99,13 @@ class Parts:
 
     @property
     def records(self) -> list[PassRecord]:
-        """Why the model is in parts and what runs as it is; then what passes did, part by part."""
+        """Why the model is in parts and what runs in eager mode; then what passes did, part by part."""
         as_they_are = self._graphs.as_they_are
-        lines = [_first_lines(self._reason), _BETWEEN, *(f"runs as it is: {graph.why}" for graph in as_they_are)]
+        lines = [_first_lines(self._reason), _BETWEEN, *(f"runs in eager mode: {graph.why}" for graph in as_they_are)]
         lines += [f"{calls_in_eager(each.calls)} since {each.why}" for each in self._beyond.values()]
         counts = {
             "parts with a program": len(self.programs),
-            "parts as they are": len(as_they_are) + len(self._beyond),
+            "parts in eager mode": len(as_they_are) + len(self._beyond),
         }
         changed = Changed(counts=counts, lines=tuple(lines))
         first = PassRecord("parts", "parts", "joint", "bitwise", changed, 0.0, 0, 0, None, None)

@@ -1,4 +1,4 @@
-"""Host memory for what a program moves away, taken before its first step."""
+"""Host memory for what a program offloads, taken before its first step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _holders(handle: fx.Node) -> list[fx.Node]:
 
 
 def reserve_host(program: Program) -> None:
-    """Take the host memory that a program needs for what it moves away; nothing where it moves nothing to the host.
+    """Take the host memory that a program needs for what it offloads; nothing where it moves nothing to the host.
 
     To be called when a program has got its passes, before its first run, so that a host without room for all ranks
     (``LOCAL_WORLD_SIZE`` of them) is an error before the first step, and no step waits for memory.

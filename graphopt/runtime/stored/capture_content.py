@@ -62,7 +62,7 @@ def refuse_process_bound(program: Program) -> str:
     """What ties a program to this process, in words; empty for one that can be written."""
     for node in program.graph.nodes:
         if node.target in (opaque_update_, getattr(opaque_update_, "default", None)):
-            return "the optimizer's update runs as it is, as Python"
+            return "the optimizer's update runs in eager mode, as Python"
         if node.target is _torch.custom_function and _torch.region_of(str(node.args[0])) is not None:
             return "it is of a model with distributed tensors, whose ops torch finds out in each process"
         if node.target is _torch.custom_function:

@@ -181,7 +181,7 @@ def test_times_are_those_of_the_device_and_nothing_runs(monkeypatch: pytest.Monk
     monkeypatch.setattr("graphopt.analysis.workspace._measure", _fail)
     seconds = {name: sum(costs_of(program.memory(), name).seconds) for name in ("measured", "roofline", "h100-80gb")}
     assert len(set(seconds.values())) == 1
-    assert Pipeline([FitMemory("90%")]).run(program)[0].changed.counts["run again"]
+    assert Pipeline([FitMemory("90%")]).run(program)[0].changed.counts["recomputed"]
 
 
 @pytest.mark.sweep

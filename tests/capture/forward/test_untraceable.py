@@ -83,5 +83,5 @@ def test_the_line_that_is_named_is_the_users(caplog: pytest.LogCaptureFixture) -
     with pytest.raises(graphopt.CaptureError, match=r"where: .*test_untraceable.py:\d+ in (forward|<lambda>)"):
         graphopt.capture(model, (DENSE,))
     graphopt.optimize(model)(DENSE)
-    assert "a part of Sequential runs as it is" in caplog.text
+    assert "a part of Sequential runs in eager mode" in caplog.text
     assert "GraphPart" not in caplog.text

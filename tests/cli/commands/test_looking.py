@@ -176,7 +176,7 @@ def test_memory_as_text_in_a_file(run: Command, tmp_path: Path) -> None:
 def test_memory_on_another_device_has_what_its_allocator_reserves(run: Command) -> None:
     text = run("memory", target("plain"), "--device", "h100-80gb").out
     assert "on h100-80gb in " in text
-    assert "device    fits into " in text
+    assert "device      fits into " in text
     found = run("memory", target("plain"), "--device", "h100-80gb", "--json").data["program"]
     assert found["reserved"]["reserved_peak_bytes"] % 2**21 == 0
     assert found["reserved"]["reserved_peak_bytes"] >= found["reserved"]["allocated_peak_bytes"] >= found["peak_bytes"]

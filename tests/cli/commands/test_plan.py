@@ -107,10 +107,10 @@ def test_without_a_budget_the_trade_as_text(run: Command) -> None:
     plain = captured(TINY).memory().peak_bytes
     assert f"({plain} bytes)" in lines[1]
     (first,) = [line for line in lines if line.startswith("done first ")]
-    assert "calls of backward run sooner" in first
+    assert "ops of backward run sooner" in first
     assert f"({fitting.smallest().peak_bytes} bytes)" in lines[2]
     rows = [re.split(r"  +", line.strip()) for line in lines[lines.index("") + 1 :]]
-    assert rows[0] == ["peak", "bytes", "of the peak", "run again", "of the step", "ops run again"]
+    assert rows[0] == ["peak", "bytes", "of the peak", "recomputed", "of the step", "ops recomputed"]
     expected = [(point.peak, len(fitting.simulate(point).plan.repeats())) for point in fitting.frontier]
     assert [(int(row[1]), int(row[5])) for row in rows[1:]] == expected
     assert rows[-1][2:] == [f"{fitting.memory.peak_bytes / plain:.1%}", "0 s", "0.0%", "0"]
@@ -232,9 +232,9 @@ def test_several_budgets_each_get_a_plan(run: Command) -> None:
     assert tight[0] == f"{exact} bytes)"
     assert share[0] == f"{int(captured(TINY).memory().peak_bytes * 0.78)} bytes)"
     for lines in (tight, share):
-        assert " allowed; with nothing run again it takes " in lines[1]
-        assert any(line.startswith("run again  ") for line in lines)
-        assert any(line.startswith("kept       ") for line in lines)
+        assert " allowed; with nothing recomputed it takes " in lines[1]
+        assert any(line.startswith("recomputed  ") for line in lines)
+        assert any(line.startswith("saved      ") for line in lines)
     assert first[1].startswith("with what is done first the peak is ")
     assert "is within the budget of 1.0 GB" in wide[1]
 
@@ -245,9 +245,9 @@ def test_budgets_as_data_are_what_fit_memory_does(run: Command) -> None:
     records = rewrite(session_of(TINY), Pipeline([FitMemory("75%", cost=COST)]), until="joint").records
     assert answer["feasible"] is True
     assert answer["peak_bytes"] == records[0].peak_after <= answer["budget_bytes"]
-    assert answer["runs_again"] == records[0].changed.counts["run again"]
+    assert answer["runs_again"] == records[0].changed.counts["recomputed"]
     actions = {decision["action"] for decision in answer["decisions"]}
-    assert actions == {"kept", "run again"}
+    assert actions == {"saved", "recomputed"}
     plain, first = captured(TINY).memory().peak_bytes, fitting_of(TINY).memory.peak_bytes
     for found, peak in ((sooner, first), (auto, plain)):
         assert (found["feasible"], found["ratio"], found["decisions"]) == (True, 1.0, [])
@@ -266,7 +266,7 @@ def test_a_budget_that_nothing_meets_is_fit_memorys_error(run: Command) -> None:
     assert outcome.err.startswith(f"graphopt: error: {cause}\n")
     assert all(f"  {note}" in outcome.err for note in cause.__notes__)
     assert section(outcome.out, "30kB")[1] == "no plan was found within it"
-    assert any(line.startswith("run again  ") for line in section(outcome.out, "75%"))
+    assert any(line.startswith("recomputed  ") for line in section(outcome.out, "75%"))
 
 
 def blocks() -> tuple[nn.Module, torch.Tensor]:
@@ -385,7 +385,7 @@ def test_ctrl_c_during_the_search_shows_what_was_found(
     text = planned(run, "-b", "78%")
     assert (text.code, text.err) == (0, "")
     assert "the search was interrupted: these are the best plans found until then" in text.out
-    assert any(line.startswith("run again  ") for line in section(text.out, "78%"))
+    assert any(line.startswith("recomputed  ") for line in section(text.out, "78%"))
     data = planned(run, "--json")
     assert data.data["cut_short"] == "interrupted"
     assert len(data.data["frontier"]) > 1
@@ -430,7 +430,7 @@ def test_progress_is_for_terminals_only(run: Command, monkeypatch: pytest.Monkey
     outcome = planned(run, "--json", cost="measured")
     assert outcome.code == 0
     json.loads(outcome.out)
-    for text in ("capturing ", "measuring the calls", "searching plans", "Ctrl-C: best so far"):
+    for text in ("capturing ", "measuring the ops", "searching plans", "Ctrl-C: best so far"):
         assert text in stream.getvalue()
 
 
@@ -478,4 +478,4 @@ def test_segments_of_the_model_are_planned_as_a_hint(run: Command) -> None:
     (first,) = [line for line in outcome.out.splitlines() if line.startswith(f"done first           {note}")]
     assert not first.startswith(f"done first           {note}0 ")
     assert [line for line in section(outcome.out, str(between)) if line.startswith(note)]
-    assert "nothing has to run again" in "\n".join(section(outcome.out, str(high)))
+    assert "nothing has to be recomputed" in "\n".join(section(outcome.out, str(high)))

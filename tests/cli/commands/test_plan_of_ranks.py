@@ -90,7 +90,7 @@ def test_a_slower_network_is_waited_for_and_more_latency_too(run: Command) -> No
 
 
 def test_sharded_parameters_in_mixed_precision_within_a_budget(run: Command) -> None:
-    """As the pass does it, which gathers around what runs again."""
+    """As the pass does it, which gathers around what is recomputed."""
     data = planned(run, "--passes", SHARDED, "--budget", "85%", of=ROTATED)
     assert data["step"]["peak_bytes"] == data["plain"]["peak_bytes"]
     (answer,) = data["budgets"]

@@ -43,7 +43,7 @@ def test_a_model_of_transformers_is_planned_by_its_configuration(run: Command, t
     assert done.code == 0, done.err
     (budget,) = done.data["budgets"]
     assert budget["feasible"]
-    assert done.data["device"].startswith("h100-80gb, 84.4 GB of 84.9 GB for tensors: as it is, the program fits")
+    assert done.data["device"].startswith("h100-80gb, 84.4 GB of 84.9 GB for tensors: unmodified, the program fits")
     assert done.data["plain"]["resident_bytes"] < done.data["smallest_peak_bytes"] <= budget["peak_bytes"]
     text = run("dump", config(tmp_path), *options).out
     assert "bf16[128, 64],  # parameter model.embed_tokens.weight" in text
@@ -137,7 +137,7 @@ def test_a_file_that_is_not_there_or_no_json(run: Command, tmp_path: Path) -> No
         (("plan", target("step"), "--devices", "8"), "--devices 8 are of the kind that --device names"),
         (("plan", target("step"), "--device", "h200", "--remeasure"), "--remeasure measures on this device"),
         (("dump", target("step"), "--device", "h200", "--verify", "numerics"), "--verify numerics runs the program"),
-        (("plan", target("step"), "--device", "h200", "--cost", "measured"), "--cost measured runs calls here"),
+        (("plan", target("step"), "--device", "h200", "--cost", "measured"), "--cost measured runs ops here"),
         (("plan", target("step"), "--device", "h20"), "did you mean 'h200'"),
     ],
 )

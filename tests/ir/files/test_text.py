@@ -29,7 +29,7 @@ def test_joint_program_with_recomputation() -> None:
     assert_expected_inline(
         plain(recomputed(joint(Drop(), 3, 4), "::exp").to_text()),
         """\
-# Drop, joint stage: 17 nodes, 14 of them calls
+# Drop, joint stage: 17 nodes, 14 of them ops
 # passes: recompute{checkpoints=::exp}
 # predicted peak: ...
 
@@ -107,7 +107,7 @@ def test_forward_program_with_a_subgraph() -> None:
     assert_expected_inline(
         plain(program.to_text()),
         """\
-# Cast, forward stage: 7 nodes, 3 of them calls
+# Cast, forward stage: 7 nodes, 3 of them ops
 # passes: none
 
 def step(
@@ -140,7 +140,7 @@ def test_sizes_that_vary_are_symbols() -> None:
     assert_expected_inline(
         plain(program.to_text()).replace(symbol, "S"),
         """\
-# Tiny, forward stage: 5 nodes, 1 of them calls
+# Tiny, forward stage: 5 nodes, 1 of them ops
 # passes: none
 # sizes in the example inputs: S = 3
 

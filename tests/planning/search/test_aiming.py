@@ -28,7 +28,7 @@ NEAR, SLOWER = 0.005, 0.01
 
 
 def again_within(problem: Problem, budget: int, frontier: Frontier | None = None) -> float:
-    """Seconds that the plan for a budget runs again; by a search for it, or out of a frontier."""
+    """Seconds that the plan for a budget recomputes; by a search for it, or out of a frontier."""
     found = frontier or find_frontier(problem, budget=budget)
     points = (*found, *Refinement(Scheduler(problem), found).around(budget))
     return min((point.again for point in points if point.peak <= budget), default=float("inf"))

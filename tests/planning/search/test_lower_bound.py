@@ -1,4 +1,4 @@
-"""What every plan runs again at least: never above what an exact search finds, and near what the planner finds."""
+"""What every plan recomputes at least: never above what an exact search finds, and near what the planner finds."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def random_drops(problem: Problem, draw: Random, count: int) -> Drops:
 
 
 def again_in_front(stops: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[int, list[int]]]:
-    """Without the stops at which nothing runs again."""
+    """Without the stops at which nothing is recomputed."""
     return [(index, list(steps)) for index, steps in stops if steps]
 
 

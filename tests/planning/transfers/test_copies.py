@@ -134,7 +134,7 @@ def test_the_computation_waits_where_a_late_copy_would_raise_the_peak() -> None:
     assert roomy.freed == 7
 
 
-# --- plans with values moved away ------------------------------------------------------------------------------------
+# --- plans with values offloaded ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rate", [1.0, 30.0, 1e12])

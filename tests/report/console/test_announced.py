@@ -114,7 +114,7 @@ def test_work_is_told_while_it_goes_on(lines: Callable[[], list[str]]) -> None:
         with working("capturing LM"):
             time.sleep(0.05)
     with measuring():
-        assert wait_for(lambda: lines()[2:] == ["measuring the calls"])
+        assert wait_for(lambda: lines()[2:] == ["measuring the ops"])
     assert len(lines()) == 3
 
 

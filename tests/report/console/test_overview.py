@@ -53,7 +53,7 @@ def test_every_option_is_in_it_with_what_it_changed() -> None:
     assert_expected_inline(
         without_figures(lines),
         """\
-graphopt: Sequential, step stage, 47 calls, 2 passes
+graphopt: Sequential, step stage, 47 ops, 2 passes
   recompute (joint, bitwise)
     checkpoints = a, b
     joint: 2 recomputed, 2 checkpoints, 0 random ops replayed; peak N B -> N B
@@ -65,7 +65,7 @@ graphopt: Sequential, step stage, 47 calls, 2 passes
     keep-last = 1 (default)
     cost = roofline
     step: nothing: REASON
-  predicted peak  N B, of which N B resident; joint stage N B -> N B
+  predicted peak  N B, of which N B persistent; joint stage N B -> N B
   numerics        bitwise: results equal the captured program's to the last bit
   exchange        nothing
 """,

@@ -277,7 +277,7 @@ def test_bars_inside_of_a_spinner(make_screen: Callable[[], Terminal]) -> None:
             progress(2, 2)
         with progress_bar("searching plans") as show:
             show(0.5, "half")
-    for text in ("capturing", "measuring the calls", "searching plans"):
+    for text in ("capturing", "measuring the ops", "searching plans"):
         assert text in screen.getvalue()
 
 

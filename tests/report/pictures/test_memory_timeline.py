@@ -124,7 +124,7 @@ def test_the_outline_reaches_the_peak_where_the_mark_is(plain: Program) -> None:
     position = timeline.bytes.index(timeline.peak_bytes)
     assert x == pytest.approx(LEFT + (position + 0.5) / len(timeline.nodes) * (RIGHT - LEFT), abs=0.1)
     assert f"peak {format_bytes(timeline.peak_bytes)}" in words(root)
-    assert f"call {position + 1:,} of {len(timeline.nodes):,}, in " in words(root)
+    assert f"op {position + 1:,} of {len(timeline.nodes):,}, in " in words(root)
 
 
 def test_heights_are_to_scale(plain: Program) -> None:
@@ -216,7 +216,7 @@ def test_a_program_without_calls() -> None:
     program = Program(fx.Graph(), "forward", [], [])
     program.graph.output(())
     root = root_of(program.memory().to_svg(before=program.memory()))
-    assert "a program without calls" in words(root)
+    assert "a program without ops" in words(root)
 
 
 def test_hostile_names_are_only_text() -> None:

@@ -411,8 +411,8 @@ def test_the_head_says_what_it_is(everywhere: Program) -> None:
     memory = everywhere.memory()
     assert shown[1].split(" · ") == [
         "joint stage", f"{len(everywhere.graph.nodes):,} nodes", f"predicted peak {format_bytes(memory.peak_bytes)}",
-        f"of which {format_bytes(memory.resident_bytes)} resident",
-        f"{format_bytes(crossing_bytes(everywhere))} kept for backward",
+        f"of which {format_bytes(memory.resident_bytes)} persistent",
+        f"{format_bytes(crossing_bytes(everywhere))} saved for backward",
     ]  # fmt: skip
     assert shown[2] == "after recompute{checkpoints=blocks.*}"
 
@@ -447,8 +447,8 @@ def test_a_box_says_module_ops_and_kept_bytes(plain: Program) -> None:
     title, lines = next((t, lines) for t, lines in by_title.items() if t.startswith("forward of blocks.0.qkv"))
     assert lines[:2] == ["blocks.*.qkv", "addmm"]
     box = next(b for b in layout.boxes if layout.rows[b.row].label == "blocks.*.qkv" and b.phase is Phase.FORWARD)
-    kept = f"keeps {LAYERS} × {format_bytes(box.kept[0])}"
-    assert lines[2] == f"{len(box.nodes)} calls · {kept}"
+    kept = f"saves {LAYERS} × {format_bytes(box.kept[0])}"
+    assert lines[2] == f"{len(box.nodes)} ops · {kept}"
     assert kept in title
     assert all(f"blocks.{i}.qkv" in title for i in range(LAYERS))
 

@@ -35,9 +35,9 @@ class Gate(nn.Module):
 
 MEMORY = """\
 Gate, joint stage; passes: none
-peak      5.1 kB (5128 bytes)
-where     sigmoid_backward (::sigmoid_backward~), call 8 of 11, in backward, test_memory_table.py:N in forward
-resident  2.0 kB before and after; running adds up to 3.1 kB
+peak        5.1 kB (5128 bytes)
+where       sigmoid_backward (::sigmoid_backward~), op 8 of 11, in backward, test_memory_table.py:N in forward
+persistent  2.0 kB before and after; running adds up to 3.1 kB
 
 at the peak, by category
   activations  2.1 kB  40.0%  ██████████
@@ -52,7 +52,7 @@ alive at the peak, largest 3 of 7
   ::tanh   1.0 kB  activations  test_memory_table.py:N in forward
   and 4 more, 2.1 kB together
 
-bytes over the 11 calls, from what is resident up to the peak (▲)
+bytes over the 11 ops, from persistent memory up to the peak (▲)
 5.1 kB │       │  █     │
        │       │  █     │
        │  ▃▃▃  │▃▃█▃▃   │
@@ -63,8 +63,8 @@ bytes over the 11 calls, from what is resident up to the peak (▲)
 2.0 kB │█████  │██████  │
        └───────┴──▲─────┴
         forward backward
-forward: 5 calls, up to 4.1 kB
-backward: 6 calls, up to 5.1 kB
+forward: 5 ops, up to 4.1 kB
+backward: 6 ops, up to 5.1 kB
 """
 """The report of ``Gate``; expecttest writes ASCII only."""
 
@@ -96,7 +96,7 @@ def test_memory_chart_has_the_update() -> None:
     )
     text = memory_text(program, width=1)
     assert re.search(r"forward +backward +update$", text, re.MULTILINE)
-    assert re.search(r"^update: [1-9]\d* calls?, up to", text, re.MULTILINE)
+    assert re.search(r"^update: [1-9]\d* ops?, up to", text, re.MULTILINE)
 
 
 def test_a_chart_has_the_scale_and_the_line_that_are_asked_for() -> None:
@@ -139,11 +139,11 @@ def test_memory_on_a_device_with_a_caching_allocator_has_what_is_reserved() -> N
     reserved = plain.reserved(device)
     lines = memory_text(program).splitlines()
     assert (
-        f"reserved  49.2 kB ({reserved.reserved_peak_bytes} bytes) on toy in {reserved.segments} segments" in lines[4]
+        f"reserved    49.2 kB ({reserved.reserved_peak_bytes} bytes) on toy in {reserved.segments} segments" in lines[4]
     )
-    assert lines[5].startswith(f"unused    {format_bytes(reserved.unused_bytes)} of it then, ")
-    assert lines[6] == "          nccl 8.2 kB of it for workspaces of libraries"
-    assert lines[7] == "device    fits into 67.1 MB, 1.0 MB outside of the allocator"
+    assert lines[5].startswith(f"unused      {format_bytes(reserved.unused_bytes)} of it then, ")
+    assert lines[6] == "            nccl 8.2 kB of it for workspaces of libraries"
+    assert lines[7] == "device      fits into 67.1 MB, 1.0 MB outside of the allocator"
     data = memory_json(program)
     assert json.loads(json.dumps(data)) == data
     assert data["reserved"]["reserved_peak_bytes"] == reserved.reserved_peak_bytes
@@ -157,7 +157,7 @@ def test_memory_on_a_device_with_a_caching_allocator_has_what_is_reserved() -> N
 def test_memory_of_a_program_without_calls() -> None:
     program = Program(fx.Graph(), "forward", [], [])
     program.graph.output(())
-    assert memory_text(program) == "program, forward stage; passes: none\nno calls; 0 B resident\n"
+    assert memory_text(program) == "program, forward stage; passes: none\nno ops; 0 B persistent\n"
     assert memory_json(program)["peak_at"] is None
 
 

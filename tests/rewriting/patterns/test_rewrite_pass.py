@@ -225,7 +225,7 @@ def test_a_value_that_is_read_elsewhere_is_computed_once() -> None:
 
 def test_nothing_found_says_what_came_nearest() -> None:
     program = captured(lambda x, w: torch.relu(x @ w), (8, 8))
-    assert run(program, FuseProducts()).reason == "the program has no call of add"
+    assert run(program, FuseProducts()).reason == "the program has no op add"
     program = captured(lambda x, b: x.cos() + b, (4, 8))
     reason = run(program, FuseProducts()).reason
     assert reason == "no occurrence; the nearest begins at add: argument self of add: cos is cos, not mm"

@@ -54,7 +54,7 @@ def backward(model: nn.Module, loss: Callable[..., torch.Tensor], x: torch.Tenso
 
 
 def drop_in_peak(model: nn.Module, loss: Callable[..., torch.Tensor], x: torch.Tensor) -> int:
-    """The measured peak of forward and backward above what is resident, without the loss and its gradient."""
+    """The measured peak of forward and backward above persistent memory, without the loss and its gradient."""
     measured = graphopt.measure_peak(lambda: loss(model, x).backward())
     model.zero_grad(set_to_none=True)
     return measured.allocated_peak_bytes - 8
@@ -77,7 +77,7 @@ def test_a_gpt_fitted_into_a_budget_stays_within_it() -> None:
     expected = backward(copy.deepcopy(model), next_token, TOKENS)
     optimized = graphopt.optimize(copy.deepcopy(model), [FitMemory(budget)], backend="inductor")
     torch.testing.assert_close(backward(optimized, next_token, TOKENS), expected, **CLOSE)
-    assert optimized.records[0].changed.counts["run again"] > 0
+    assert optimized.records[0].changed.counts["recomputed"] > 0
     assert resident + drop_in_peak(optimized, next_token, TOKENS) <= budget
 
     stepped = copy.deepcopy(model)
@@ -229,7 +229,7 @@ def test_views_of_parameters_are_not_taken_for_freed() -> None:
 
 @functools.cache
 def fitted_program(p: float) -> tuple[Program, nn.Module]:
-    """A joint program with values that are computed again."""
+    """A joint program with values that are recomputed."""
     model = gpt(p)
     program = graphopt.capture(model, (TOKENS,), loss=next_token)
     graphopt.Pipeline([FitMemory("85%")]).run(program)

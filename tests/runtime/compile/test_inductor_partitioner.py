@@ -117,7 +117,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
 
 
 def driver(partition: Any, *, decomposed: bool = False) -> Any:
-    """Torch's driver of compilers, with graphs that run as they are."""
+    """Torch's driver of compilers, with graphs that run in eager mode."""
     table = select_decomp_table() if decomposed else None
     return aot_autograd(fw_compiler=nop, bw_compiler=nop, partition_fn=partition, decompositions=table)
 
@@ -162,7 +162,7 @@ def test_training_equals_eager_training_at_any_budget(name: str) -> None:
         torch._dynamo.reset()
         one = copy.deepcopy(model)
         if budget == "97%" and name in ("noisy", "normed"):
-            continue  # where little can be computed again
+            continue  # where little can be recomputed
         assert same(trained(one, with_partition(one, budget), x), expected), budget
 
 
@@ -223,7 +223,7 @@ def test_pytorch_197838_measured_peaks_fall_with_the_budget() -> None:
 
 @pytest.mark.sweep
 def test_pytorch_193193_backward_holds_one_block_where_blocks_are_passed_through_twice() -> None:
-    """Checkpointed blocks that a graph has twice: what is computed again does not pile up."""
+    """Checkpointed blocks that a graph has twice: what is recomputed does not pile up."""
     torch.manual_seed(0)
     once, twice = nn.Sequential(*(Layer(p=0.0) for _ in range(6))), Twice()
     for block in twice.blocks:

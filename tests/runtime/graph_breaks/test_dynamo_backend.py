@@ -198,7 +198,7 @@ FEW = {("broken", "fit"), ("loop", "none"), ("gpt", "recompute"), ("bert", "fit"
 def test_training_equals_eager_training(name: str, passes: str | None) -> None:
     model, eager, batches = pair(name)
     if name == "conv" and passes == EASY:
-        passes = FULL  # nothing of it can be computed again
+        passes = FULL  # nothing of it can be recomputed
     compiled = compiled_with(model, passes=passes)
     assert_equal(trained(model, compiled, batches), trained(eager, eager, batches))
     programs = [graph.program for graph in graphopt.compiled_graphs(compiled) if graph.program is not None]

@@ -194,7 +194,7 @@ def test_what_is_special_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "graphopt"):
         stepped(OPTIMIZERS["NAdam"])
     (line,) = [record.message for record in caplog.records if "NAdam" in record.message]
-    assert "runs as it is behind the program: it reads tensors' values in Python" in line
+    assert "runs in eager mode behind the program: it reads tensors' values in Python" in line
     assert "all gradients live together" in line
     assert "of state and" in line
 

@@ -100,7 +100,7 @@ FUSED_BY_DEFAULT = ("Adam", "AdamW", "Adagrad")
 
 @pytest.mark.sweep(but=("AdamW", "RMSprop"))
 @pytest.mark.parametrize("name", [*FUSED_BY_DEFAULT, "SGD", "RMSprop", "Adadelta", "Adamax", "NAdam", "Rprop", "ASGD"])
-@pytest.mark.filterwarnings("ignore:.* runs as it is")
+@pytest.mark.filterwarnings("ignore:.* runs in eager mode")
 def test_the_bits_of_an_optimizer_that_is_asked_for_no_kernel(name: str) -> None:
     cls: Any = getattr(torch.optim, name)
     found, _ = stepping(lambda p: cls(p, lr=0.01), BATCHES[:4], nothing)

@@ -362,7 +362,7 @@ def test_an_optimizer_that_runs_as_it_is_stays_in_its_process(folder: Path) -> N
     for _ in range(2):
         _, step = step_run(network(), _hooked, [(X,)])
         assert not is_loaded(step)
-    assert "runs as it is" in reasons(folder)
+    assert "runs in eager mode" in reasons(folder)
 
 
 def test_what_a_capture_warned_of_is_said_again(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -115,8 +115,8 @@ gather_shards = define(
 )
 """``gather_shards(Tensor input, int group_size, bool frees, str group_name) -> Tensor``: gather, and wait for it.
 
-As ``all_gather_into_tensor``, in one call, which may run again: all ranks run the same program. ``frees`` says that the
-model asks for the result to be freed behind forward, and gathered again for backward.
+As ``all_gather_into_tensor``, in one op, which may be recomputed: all ranks run the same program. ``frees`` says that
+the model asks for the result to be freed behind forward, and gathered again for backward.
 """
 
 ALL_GATHER = all_gather_into_tensor

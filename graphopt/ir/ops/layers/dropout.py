@@ -1,6 +1,6 @@
 """The two halves of dropout: ``dropout_mask`` draws what stays, ``masked_dropout`` keeps it.
 
-As one call, dropout cannot be computed again without drawing again. Drawing is most of its time on a CPU, and the mask,
+As one call, dropout cannot be recomputed without drawing again. Drawing is most of its time on a CPU, and the mask,
 a quarter of the result's bytes in float32, is kept for backward anyway. ``aten.native_dropout`` also rounds its scale
 otherwise than ``torch.nn.functional.dropout`` does on a CPU, in its backward for dtypes of 16 bits; these do as that.
 

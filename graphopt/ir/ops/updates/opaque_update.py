@@ -1,4 +1,4 @@
-"""The update of an optimizer that runs as it is: one op that hands the gradients over and calls ``step``.
+"""The update of an optimizer that runs in eager mode: one op that hands the gradients over and calls ``step``.
 
 An optimizer that reads tensors' values in Python, or has hooks, is no sequence of ops. In a program its whole update is
 one call, so that passes still see which gradients it reads and what it writes.

@@ -73,7 +73,7 @@ class PredictedStep:
     def utilization(self) -> float:
         """The share of the device's published peak that goes into forward and backward (MFU); 0 if it is not known.
 
-        What runs again does not count: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022
+        What is recomputed does not count: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022
         (arXiv 2204.02311).
         """
         return self.arithmetic / self.seconds

@@ -101,7 +101,7 @@ class _Search:
                 continue
             state = replace(step.state, whole=False) if isinstance(step.state, Rows) else step.state
             self.states[node], self.steps[node] = state, replace(step, state=state)
-        return "" if self.steps else "no call reads both the batch and a parameter"
+        return "" if self.steps else "no op reads both the batch and a parameter"
 
     def _is_of_samples(self, source: fx.Node) -> bool:
         """Whether a value has samples, as far as is known or not."""

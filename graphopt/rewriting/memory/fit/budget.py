@@ -167,7 +167,7 @@ def _lasting_peak(memory: MemoryTimeline) -> int:
 
 
 def within_already(memory: MemoryTimeline, budget: int, reserved: ReservedMemory | None = None) -> str:
-    """A sentence that says so, where a program fits into ``budget`` bytes as it is; empty where it does not.
+    """A sentence that says so, where a program fits into ``budget`` bytes unmodified; empty where it does not.
 
     Args:
         memory: its timeline.
@@ -179,16 +179,18 @@ def within_already(memory: MemoryTimeline, budget: int, reserved: ReservedMemory
         return ""
     peak, room = format_bytes(memory.peak_bytes), format_bytes(budget)
     if reserved is None:
-        return f"the peak of the program as it is, {peak}, is within the budget of {room}"
+        return f"the peak without recomputation, {peak}, is within the budget of {room}"
     return (
-        f"what {reserved.device} reserves for the program as it is, {format_bytes(taken)} with a peak of {peak}, is "
+        f"what {reserved.device} reserves without recomputation, {format_bytes(taken)} with a peak of {peak}, is "
         f"within the budget of {room}"
     )
 
 
 def within_share(memory: MemoryTimeline) -> str:
     """A sentence that says that a part of a model fits into its share of a budget as it is."""
-    return f"the peak of this part as it is, {format_bytes(memory.peak_bytes)}, is within its share of the budget"
+    return (
+        f"this part's peak without recomputation, {format_bytes(memory.peak_bytes)}, is within its share of the budget"
+    )
 
 
 def _over_budget_elsewhere(memory: MemoryTimeline, budget: int) -> list[str]:
@@ -307,7 +309,7 @@ def always_alive(memory: MemoryTimeline) -> int:
 
 
 def least_bytes(memory: MemoryTimeline) -> int:
-    """Bytes below which no plan of a program peaks, whatever it runs again or moves away.
+    """Bytes below which no plan of a program peaks, whatever it recomputes or offloads.
 
     At the least there is what ``always_alive`` counts, or what is resident with the operands or the results of one
     call, whichever is more, and its temporaries.

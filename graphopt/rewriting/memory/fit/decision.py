@@ -71,14 +71,14 @@ class MemoryPlan:
             done = fitting.rewrite(program, self.named, origin=origin)
         sizes = written_sizes(program)
         counts = {
-            "run again": len(self.named.again),
+            "recomputed": len(self.named.again),
             "random ops replayed": len(done.replayed),
             "offloaded": len(self.named.moves),
         }
         return Changed(
             counts={**counts, **self.counts},
             tensors=tuple(name for node in done.clones for name in info(node).names[:1]),
-            reason="nothing that is run again or moved makes the peak smaller",
+            reason="nothing that is recomputed or moved makes the peak smaller",
             lines=(*self.lines, *([f"the plan holds up to {sizes}"] if sizes else ())),
             slowdown=self.slowdown,
         )
@@ -216,7 +216,7 @@ class OwnSegments:
     Attributes:
         program: with what costs no time, where it needs that.
         decision: that says so.
-        seconds: that what its segments run again is expected to take.
+        seconds: that what its segments recompute is expected to take.
     """
 
     program: Program
@@ -251,7 +251,9 @@ def own_segments(program: Program, budget: int, cost: str, origin: str) -> OwnSe
     seconds = sum(each for node, each in zip(memory.nodes, costs.seconds, strict=True) if is_asked_for(node))
     note = "the model's checkpoint() segments stay as they are: no plan that was found is faster"
     if reason and program.context.room is not None:  # what it is within is a share, or the smallest plan of the part
-        least = f"no plan that was found takes less than this part as it is, {format_bytes(memory.peak_bytes)}"
+        least = (
+            f"no plan that was found takes less than this part without recomputation, {format_bytes(memory.peak_bytes)}"
+        )
         reason = within_share(memory) if _within(program, program.context.room) else least
     return OwnSegments(program, Decision(reason, prepared=ready, note=note), seconds)
 

@@ -30,7 +30,7 @@ _IMPOSSIBLE = 2**63
 """The peak of a plan that cannot be carried out in a program."""
 
 _TRIALS = 24
-"""How many plans of a frontier are tried with values moved away."""
+"""How many plans of a frontier are tried with values offloaded."""
 
 _LITTLE = 1 / 8
 """The share of a budget that an allocator leaves unused at most where plans are aimed at that budget."""
@@ -44,7 +44,7 @@ _BETWEEN = 8
 _STEP = 1 / 128
 """How far apart in bytes plans are that are looked at as programs whose allocator reserves more than their tensors.
 
-A share of the peak of the program as it is. What is reserved for a plan is only known from its program.
+A share of the peak of the unmodified program. What is reserved for a plan is only known from its program.
 """
 
 
@@ -73,7 +73,7 @@ class Fitted:
 
     @property
     def seconds(self) -> float:
-        """Seconds on top of the program as it is: what runs again, and waiting for copies."""
+        """Seconds on top of the unmodified program: what is recomputed, and waiting for copies."""
         return self.simulated.again + self.late
 
 
@@ -93,9 +93,9 @@ class FittingOptions:
     Attributes:
         time_limit: seconds after which the search begins no further work; None for no limit.
         progress: called with the share of the search that is done, and the frontier so far.
-        lanes: gives what copies can do, where values may be moved away; None where they may not.
+        lanes: gives what copies can do, where values may be offloaded; None where they may not.
         tier: where to: ``host`` or ``disk``.
-        recompute: whether operations may run again.
+        recompute: whether operations may be recomputed.
         interruptible: take an interruption from the keyboard as the end of the search, and go on with what it found.
         budgets: in bytes; plans for these are searched for, unless what is taken depends on plans for all.
         thorough: search for the best plans at every budget, however long that takes.
@@ -126,7 +126,7 @@ class Fitting:
         options: of the search.
 
     Attributes:
-        reserved: what the device's allocator reserves for the program as it is; None where that is no more than its
+        reserved: what the device's allocator reserves for the unmodified program; None where that is no more than its
             tensors.
         sliced: where the program takes its batch in slices, the one that is planned, for all.
     """
@@ -162,7 +162,7 @@ class Fitting:
         self._refinement = self.sliced or Refinement(self.scheduler, self.frontier)
 
     def _search(self, problem: Problem, options: FittingOptions) -> Frontier:
-        """The plans in which operations run again."""
+        """The plans in which operations are recomputed."""
         return find_frontier(
             problem,
             budget=self._targets() if self.is_aimed else None,
@@ -186,7 +186,7 @@ class Fitting:
 
     @property
     def _unused(self) -> int:
-        """What the allocator reserves beyond the peak of the program as it is."""
+        """What the allocator reserves beyond the peak of the unmodified program."""
         return 0 if self.reserved is None else self.reserved.reserved_peak_bytes - self.memory.peak_bytes
 
     def _targets(self) -> list[int]:
@@ -218,7 +218,7 @@ class Fitting:
         return self._thorough
 
     def _unchanged(self) -> Frontier:
-        """The program as it is, in which nothing runs again."""
+        """The program as it is, in which nothing is recomputed."""
         frontier = Frontier()
         frontier.offer(frozenset(), self.scheduler.evaluate(frozenset()))
         return frontier
@@ -258,7 +258,7 @@ class Fitting:
         return self.planning.problem.seconds
 
     def least_seconds(self, budget: int) -> float | None:
-        """Seconds on top of the program as it is that every plan within a budget takes, at least.
+        """Seconds on top of the unmodified program that every plan within a budget takes, at least.
 
         None where values may wait elsewhere, which nothing bounds.
         """
@@ -268,7 +268,7 @@ class Fitting:
         return bound(self.planning.problem, self.scheduler.evaluate(frozenset()), budget)
 
     def expected_seconds(self, budget: int) -> float | None:
-        """Seconds on top of the program as it is of the fastest plan that is expected to fit into a budget."""
+        """Seconds on top of the unmodified program of the fastest plan that is expected to fit into a budget."""
         choices = [*self._choices(), *self._refined(budget)]
         return min((choice.seconds for choice in choices if choice.peak <= budget), default=None)
 
@@ -358,7 +358,7 @@ class Fitting:
         return [*_spread(_trade_off(others), step), *_spread(_trade_off(moved), step)]
 
     def _choices(self) -> list[_Choice]:
-        """The plans of the frontier as they are, and some of them with values moved away."""
+        """The plans of the frontier as they are, and some of them with values offloaded."""
         points = list(self.frontier)
         found = [_Choice(point.peak, point.again, point) for point in points]
         if self.lanes is not None and self.lanes.room and self._moved is None:

@@ -218,7 +218,7 @@ class MemoryPlanner:
             state = movable_state(program)
             if not state:
                 return self._without_state(
-                    self._plan_alone(program), "the optimizer has none that is large, or runs as it is"
+                    self._plan_alone(program), "the optimizer has none that is large, or runs in eager mode"
                 )
             if within_already(memory, budget, reserved_where_cached(program, memory)):
                 return self._plan_alone(program)

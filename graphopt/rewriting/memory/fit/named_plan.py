@@ -45,11 +45,11 @@ class NamedMove:
 
 @dataclass(frozen=True, slots=True)
 class NamedPlan:
-    """What runs again and what is moved, by the names of calls.
+    """What is recomputed and what is moved, by the names of calls.
 
     Attributes:
         steps: the name of the call of each step, in order; empty for what is no call. A name that was there before is
-            that of a call that runs again.
+            that of a call that is recomputed.
         moves: what waits elsewhere; steps are indices into ``steps``.
         tier: where to: ``host`` or ``disk``.
     """
@@ -60,7 +60,7 @@ class NamedPlan:
 
     @property
     def again(self) -> list[str]:
-        """The names of the calls that run again, once for each time."""
+        """The names of the calls that are recomputed, once for each time."""
         return [name for name, first in zip(self.steps, self._first_runs(), strict=True) if not first]
 
     def apply(self, program: Program, *, origin: str) -> Recomputation:
@@ -90,11 +90,11 @@ class NamedPlan:
         return (memory.peak_bytes if reserved is None else reserved.reserved_peak_bytes) <= budget
 
     def possible(self, program: Program, repeatable: Collection[fx.Node]) -> bool:
-        """Whether a program has the calls that run again or are moved, and may run them again.
+        """Whether a program has the calls that are recomputed or are moved, and may run them again.
 
         Args:
             program: is only read.
-            repeatable: its calls that may run again.
+            repeatable: its calls that may be recomputed.
         """
         named = {node.name: node for node in program.graph.nodes}
         again, makers = set(self.again), {item.maker for item in self.moves}

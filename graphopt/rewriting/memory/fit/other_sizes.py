@@ -42,7 +42,7 @@ class Searches:
                 again = len(fitting.named(found).again)
                 line = (
                     f"of the plans that were searched for {written_sizes(fitting.program)}, the fastest one within "
-                    f"{format_bytes(budget)} runs {again} calls again"
+                    f"{format_bytes(budget)} recomputes {again} ops"
                 )
                 seconds = fitting.seconds + found.seconds
                 return Planned(

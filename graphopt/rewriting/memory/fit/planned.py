@@ -40,7 +40,7 @@ class Planned:
 
     @property
     def extra(self) -> float:
-        """Seconds on top of the program's own calls: what runs again, and waiting for copies."""
+        """Seconds on top of the program's own calls: what is recomputed, and waiting for copies."""
         return self.seconds - self.fitting.seconds
 
 

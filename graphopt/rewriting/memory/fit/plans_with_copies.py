@@ -1,4 +1,4 @@
-"""Plans around copies of inputs that reside elsewhere: what runs again against what is copied, or gathered, again."""
+"""Plans around copies of inputs that are offloaded: what is recomputed against what is copied, or gathered, again."""
 
 from __future__ import annotations
 

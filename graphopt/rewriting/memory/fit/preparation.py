@@ -1,6 +1,6 @@
 """What is done to a program before it is planned: what lowers its peak and runs nothing again.
 
-Before that, what the model itself has run again is undone.
+Before that, what the model itself has recomputed is undone.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def prepared(program: Program, origin: str, *, reorder: bool = True, undo: bool 
     Args:
         program: is only read.
         origin: who does it, for people.
-        reorder: whether calls of backward may have another order: what runs again may need more in that.
+        reorder: whether calls of backward may have another order: what is recomputed may need more in that.
         undo: whether the model's own segments are taken out.
     """
     undone = undo_recomputation(program) if undo else None

@@ -118,7 +118,7 @@ def state_to_move(
     budget: int,
     link: Link,
 ) -> list[StateAction]:
-    """How much state to move, so that what runs again and what copies are waited for take the least together.
+    """How much state to move, so that what is recomputed and what copies are waited for take the least together.
 
     The first is what is expected to be best; where no plan fits with it after all, the next ones move more.
 

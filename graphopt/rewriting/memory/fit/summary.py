@@ -1,4 +1,4 @@
-"""What a plan does with each tensor: kept, computed again or moved, with bytes and seconds, equal layers folded.
+"""what a plan does with each tensor: saved, recomputed or moved, with bytes and seconds, equal layers folded.
 
 The trade between bytes and seconds that a search found, as plain data: every plan, tensor by tensor.
 """
@@ -49,7 +49,7 @@ class Decision:
 
     Attributes:
         name: of the tensor.
-        action: ``kept`` or ``run again``.
+        action: ``saved`` or ``recomputed``.
         times: how often it is made again.
         bytes: of its storage.
         seconds: that making it again takes, each time.
@@ -87,7 +87,7 @@ def decisions(fitting: Fitting, simulated: Simulated) -> list[Decision]:
             continue
         seconds = problem.operations[maker].seconds
         droppable = fitting.scheduler.droppable[value]
-        action = "kept" if value in planned and not times else "run again"
+        action = "saved" if value in planned and not times else "recomputed"
         node = fitting.planning.makers[value]
         reason = _reason(action, times, droppable, value in plain)
         source = short_source(info(node).source)
@@ -96,11 +96,11 @@ def decisions(fitting: Fitting, simulated: Simulated) -> list[Decision]:
 
 
 def _reason(action: str, times: int, droppable: bool, plain: bool) -> str:
-    if action == "run again":
-        return "cheaper than keeping it" if times == 1 else "too large to keep until its last use"
+    if action == "recomputed":
+        return "cheaper than saving it" if times == 1 else "too large to save until its last use"
     if not droppable:
-        return "it may not run again"
-    return "dropping it is not worth its time" if plain else "what runs again starts from it"
+        return "it may not be recomputed"
+    return "dropping it is not worth its time" if plain else "what is recomputed starts from it"
 
 
 def crossing(fitting: Fitting, simulated: Simulated) -> set[int]:
@@ -112,11 +112,11 @@ def crossing(fitting: Fitting, simulated: Simulated) -> set[int]:
 
 
 def summary_lines(fitting: Fitting, fitted: Fitted, budget: int, costs: CostReport) -> list[str]:
-    """What a plan within ``budget`` bytes takes, in bytes and in seconds, next to the program as it is."""
+    """What a plan within ``budget`` bytes takes, in bytes and in seconds, next to the unmodified program."""
     share = fitted.seconds / fitting.seconds if fitting.seconds else 0.0
     least = "" if not fitting.knows_smallest else f"; the smallest peak found is {format_bytes(fitting.smallest_peak)}"
     peak = (
-        f"peak {format_bytes(fitted.peak_bytes)} of {format_bytes(budget)} allowed; with nothing run again it takes "
+        f"peak {format_bytes(fitted.peak_bytes)} of {format_bytes(budget)} allowed; with nothing recomputed it takes "
         f"{format_bytes(fitting.memory.peak_bytes)}{least}"
     )
     waiting = f", waiting for copies {format_seconds(fitted.late)}" if fitted.away else ""
@@ -135,7 +135,7 @@ def _sliced(fitting: Fitting) -> list[str]:
     if sliced is None:
         return []
     which = f"tensors are those of slice {sliced.number + 1}, which takes most"
-    return [f"each of {sliced.count} slices of the batch runs again what it has to; {which}"]
+    return [f"each of {sliced.count} slices of the batch recomputes what it has to; {which}"]
 
 
 def _near(fitting: Fitting, fitted: Fitted, budget: int) -> list[str]:
@@ -160,7 +160,7 @@ def reserved_lines(fitting: Fitting, fitted: Fitted) -> list[str]:
         least = f", and under the plan that takes least {format_bytes(fitting.smallest().taken_bytes)}"
     line = (
         f"{reserved.device} reserves {format_bytes(fitted.reserved_bytes)} for it, {format_bytes(more)} beyond the "
-        f"peak{_workspaces(reserved)}; with nothing run again {format_bytes(reserved.reserved_peak_bytes)}{least}"
+        f"peak{_workspaces(reserved)}; with nothing recomputed {format_bytes(reserved.reserved_peak_bytes)}{least}"
     )
     return [line]
 
@@ -225,7 +225,7 @@ def plan_lines(fitting: Fitting, simulated: Simulated, *, most: int = 24) -> lis
     rows = _folded(decisions(fitting, simulated))
     rows.sort(key=lambda row: (row.decision.action, -row.decision.bytes * len(row.names)))
     shown = []
-    for action in ("kept", "run again"):
+    for action in ("saved", "recomputed"):
         of_action = [row for row in rows if row.decision.action == action]
         shown += [_cells(row) for row in of_action[:most]]
         if len(of_action) > most:
@@ -258,7 +258,7 @@ MOST_PLANS = 120
 """How many plans are told of; where there are more, their peaks are evenly spread."""
 
 KEPT, AGAIN, AWAY, NOT_NEEDED = "kro."
-"""What a plan does with a tensor: it stays in memory, is computed again, waits elsewhere, or is not needed."""
+"""What a plan does with a tensor: it stays in memory, is recomputed, waits elsewhere, or is not needed."""
 
 
 def frontier_data(fitting: Fitting, fitted: Fitted, budget: int, costs: CostReport) -> dict[str, Any]:
@@ -266,7 +266,7 @@ def frontier_data(fitting: Fitting, fitted: Fitted, budget: int, costs: CostRepo
 
     ``plans`` holds a text for each plan, with one character for each of ``tensors`` (``KEPT``, ``AGAIN``, ``AWAY``,
     ``NOT_NEEDED``): those that forward makes and that backward needs under any plan. ``chosen`` is the place of the
-    plan that was carried out, ``plain`` that of the program as it is. ``calls`` has the seconds of each call of the
+    plan that was carried out, ``plain`` that of the unmodified program. ``calls`` has the seconds of each call of the
     program, in running order.
 
     Args:
@@ -305,7 +305,7 @@ def frontier_data(fitting: Fitting, fitted: Fitted, budget: int, costs: CostRepo
 
 
 def _plans(fitting: Fitting, fitted: Fitted) -> list[Fitted]:
-    """The plans by peak: those of the frontier, the one that was carried out, and the program as it is."""
+    """The plans by peak: those of the frontier, the one that was carried out, and the unmodified program."""
     plain = Fitted(fitting.scheduler.evaluate(frozenset()), fitting.memory.peak_bytes)
     taken = fitted.simulated.plan.steps, fitted.away
     others = [

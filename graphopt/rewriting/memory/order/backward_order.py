@@ -41,8 +41,8 @@ def freeing_first(program: Program, *, weigh: bool = True) -> tuple[Program, str
     if not moved or (weigh and trial.memory().peak_bytes > program.memory().peak_bytes):
         return None
     if moved == 1:
-        return trial, "1 call of backward runs sooner, for what it is the last to read"
-    return trial, f"{moved} calls of backward run sooner, for what they are the last to read"
+        return trial, "1 op of backward runs sooner, for what it is the last to read"
+    return trial, f"{moved} ops of backward run sooner, for what they are the last to read"
 
 
 def _runs(program: Program) -> Iterator[list[fx.Node]]:

@@ -38,7 +38,7 @@ def loss_gradients_in_place(program: Program, origin: str, *, weigh: bool = True
 
     Returns:
         a copy in that form, with what a user should read; None where there is no such loss, where a compiler makes the
-        code, or where the peak would be higher than that of the program as it is.
+        code, or where the peak would be higher than that of the unmodified program.
     """
     if program.context.compiled or not any(_pairs(program)):
         return None

@@ -1,7 +1,7 @@
 """The segments that a model's own calls of ``torch.utils.checkpoint`` make, and a program without them.
 
-A capture honours them: what they drop is computed again in backward. To a planner they are a hint about what may run
-again, so it begins from the program in which nothing does.
+A capture honours them: what they drop is recomputed in backward. To a planner they are a hint about what may be
+recomputed, so it begins from the program in which nothing does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["CHECKPOINT", "Segments", "has_segments", "is_asked_for", "leaves_seg
 Apply = TypeVar("Apply", bound=Callable[..., Changed])
 
 CHECKPOINT = "torch.utils.checkpoint"
-"""The origin of what runs again because the model asks for it."""
+"""The origin of what is recomputed because the model asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Segments:
     """What a model's own segments do with the values of forward that backward needs, by the names of the calls.
 
     Attributes:
-        drops: that they compute again.
+        drops: that they recompute.
         keeps: that they keep.
     """
 
@@ -49,7 +49,7 @@ class Segments:
     keeps: frozenset[str]
 
     def counts(self, again: Iterable[str] = ()) -> dict[str, int]:
-        """How many values are kept that they drop, and run again that they keep, where these calls run again."""
+        """How many values are kept that they drop, and recomputed that they keep, where these calls are recomputed."""
         names = set(again)
         return {"kept of checkpoint()": len(self.drops - names), "dropped beside checkpoint()": len(self.keeps & names)}
 
@@ -60,7 +60,7 @@ class Segments:
 
 
 def has_segments(program: Program) -> bool:
-    """Whether something runs again because the model asks for it."""
+    """Whether something is recomputed because the model asks for it."""
     return any(map(is_asked_for, program.graph.nodes))
 
 
@@ -71,17 +71,17 @@ def leaves_segments(apply: Apply) -> Apply:
     def told(self: Any, program: Program) -> Changed:
         changed = apply(self, program)
         calls = [node for node in program.graph.nodes if is_asked_for(node) and not _is_part(node)]
-        line = f"the model's checkpoint() segments stay as they are: {len(calls)} calls run again for them"
+        line = f"the model's checkpoint() segments stay as they are: {len(calls)} ops are recomputed for them"
         return replace(changed, lines=(*changed.lines, line)) if calls and line not in changed.lines else changed
 
     return cast(Apply, told)
 
 
 def undo_recomputation(program: Program) -> tuple[Program, Segments] | None:
-    """A program in which nothing runs again because the model asks for it: forward keeps what backward reads.
+    """A program in which nothing is recomputed because the model asks for it: forward keeps what backward reads.
 
     Results, buffers and the random stream are the same to the last bit: what ran again gave what its first run had
-    given. What other passes compute again still is.
+    given. What other passes recompute still is.
 
     Args:
         program: of stage joint or step; is only read.
@@ -102,7 +102,7 @@ def _is_again(node: fx.Node) -> bool:
 
 
 def is_asked_for(node: fx.Node) -> bool:
-    """Whether a call runs again because the model asks for it."""
+    """Whether a call is recomputed because the model asks for it."""
     return _is_again(node) and info(node).origin == CHECKPOINT
 
 
@@ -166,7 +166,7 @@ class _Undoing:
         return target, repr(first)
 
     def _again(self, node: fx.Node) -> None:
-        """Find the first run of a call that runs again, and let it be read where the model asks for the second one."""
+        """Find the first run of an op that is recomputed, and let it be read where the model asks for the second."""
         first = self._first_run(node)
         if first is None:
             if is_asked_for(node):

@@ -57,7 +57,7 @@ def free_whole_parameters(program: Program) -> int:
         program: of stage joint, rewritten in place.
 
     Returns:
-        how many gathers run again.
+        how many gathers are recomputed.
     """
     again: set[fx.Node] = set()
     gathers = [node for node in _gathers(program) if schema.named_arguments(node)["frees"]]
@@ -72,7 +72,7 @@ def free_whole_parameters(program: Program) -> int:
 
 
 def gather_by_own_op(program: Program) -> int:
-    """Let what the dispatch of distributed tensors gathers be gathered by an op that may run again.
+    """Let what the dispatch of distributed tensors gathers be gathered by an op that may be recomputed.
 
     Args:
         program: of stage joint, which all ranks run; rewritten in place.

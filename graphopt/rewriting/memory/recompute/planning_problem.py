@@ -66,8 +66,8 @@ def planning_problem(program: Program, seconds: Sequence[float]) -> PlanningProb
 def _outdated(program: Program, memory: MemoryTimeline) -> set[fx.Node]:
     """The calls of forward whose results may be needed again after the update has overwritten what they read.
 
-    An update that runs between calls of backward ends the time in which readers of its parameter can run again. A call
-    is needed again no later than the last call that reads its results, or that can run again itself and is needed
+    An update that runs between ops of backward ends the time in which readers of its parameter can be recomputed. An op
+    is needed again no later than the last op that reads its results, or that can be recomputed itself and is needed
     again then.
     """
     place = {node: index for index, node in enumerate(memory.nodes)}
@@ -91,14 +91,14 @@ def _outdated(program: Program, memory: MemoryTimeline) -> set[fx.Node]:
 
 
 def repeatable_calls(program: Program) -> set[fx.Node]:
-    """The calls of a program that may run again."""
+    """The calls of a program that may be recomputed."""
     memory = simulate(program, measure=False, forward_in_place=False)
     repeatable = _Repeatable(program, memory)
     return {node for node in memory.nodes if repeatable(node)}
 
 
 class _Repeatable:
-    """Says which calls may run again: pure ones of forward, whose arguments are not overwritten meanwhile."""
+    """Says which calls may be recomputed: pure ones of forward, whose arguments are not overwritten meanwhile."""
 
     def __init__(self, program: Program, memory: MemoryTimeline) -> None:
         self._stale = stale_values(program)

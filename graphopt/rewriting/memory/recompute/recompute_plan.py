@@ -1,4 +1,4 @@
-"""Acting on a plan: calls run again where the plan says so, and what comes later reads the newest values."""
+"""Acting on a plan: calls are recomputed where the plan says so, and what comes later reads the newest values."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class _Walker:
         known = self._views.get(node)
         if known is not None and known[0] == bases:
             return known[1]
-        view = self._copy(node, before, reads, CloneLabel("a view of what runs again", _phase_at(before)))
+        view = self._copy(node, before, reads, CloneLabel("a view of what is recomputed", _phase_at(before)))
         self._views[node] = (bases, view)
         return view
 
@@ -165,6 +165,6 @@ def _sees_through(node: fx.Node) -> bool:
 
 
 def _phase_at(before: fx.Node) -> Phase:
-    """Forward for what runs again within forward, so that it stays there when forward and backward are parted."""
+    """Forward for what is recomputed within forward, so that it stays there when forward and backward are parted."""
     early = before.op != "output" and info(before).phase is Phase.FORWARD
     return Phase.FORWARD if early else Phase.RECOMPUTE

@@ -1,4 +1,4 @@
-"""Acting on decisions: forward values marked for recomputation are computed again in backward, where first needed."""
+"""Acting on decisions: forward values marked for recomputation are recomputed in backward, where first needed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Rematerialized:
         clones: the clone of each forward node that now runs twice.
         replayed: the forward results whose random numbers the clones draw again from a saved generator state.
         states: the saved generator states.
-        kept: nodes that were asked for, and that backward reads, but that may not run again, with the reason.
+        kept: nodes that were asked for, and that backward reads, but that may not be recomputed, with the reason.
     """
 
     clones: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -75,7 +75,7 @@ def rematerialize(program: Program, nodes: Iterable[fx.Node], *, origin: str | M
 
 
 def recomputed(program: Program, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Those of some forward nodes that ``rematerialize`` would compute again; the program is only read."""
+    """Those of some forward nodes that ``rematerialize`` would recompute; the program is only read."""
     return _needed(program, _allowed(program, [*nodes], Rematerialized()))
 
 

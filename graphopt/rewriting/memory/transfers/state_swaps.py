@@ -81,7 +81,7 @@ class Swapped:
 
     Attributes:
         inputs: the inputs that reside elsewhere now, by name.
-        created: the state that the program creates and moves away.
+        created: the state that the program creates and offloads.
         visits: how often a tensor is copied in.
         waited: seconds for which the computation is expected to wait.
     """

@@ -88,7 +88,7 @@ def test_a_trace_of_changed_settings_takes_the_plan_over(searched: list[Frontier
     optimizer.param_groups[0]["weight_decay"] = 0.5
     step(ROWS)
     assert len(searched) == 1
-    assert any("'" in name for name in step.program.names())  # something runs again
+    assert any("'" in name for name in step.program.names())  # something is recomputed
 
 
 @pytest.mark.sweep

@@ -40,7 +40,7 @@ def chain() -> Net:
 
 
 def run_again(program: Program, *runs: tuple[str, str]) -> tuple[Program, Recomputation]:
-    """A copy of a program in which calls run again: pairs of a tensor's name and the name of the call behind."""
+    """A copy of a program in which calls are recomputed: pairs of a tensor's name and the name of the call behind."""
     changed = program.copy()
     named = changed.names()
     done = recompute(changed, [Again(schema.maker(named[name]), named[before], "a test") for name, before in runs])
@@ -77,7 +77,7 @@ def test_random_plans_for_random_networks_keep_every_promise(recipe: Recipe, den
     plan = random_plan(fitting, density, seed)
     if plan is None:
         return
-    event(f"runs again: {min(len(plan.plan.repeats()), 100) // 10 * 10}")
+    event(f"recomputed: {min(len(plan.plan.repeats()), 100) // 10 * 10}")
     assert simulate(fitting.planning.problem, plan.plan) == plan
     program = planned(fitting, plan)
     verify(program, before=fitting.program)
