@@ -206,7 +206,8 @@ def _plan_problem(options: argparse.Namespace) -> str:
 _ADVISE_EPILOG = """\
 Every precision and way to exchange gradients that --numerics allows is rewritten and simulated, bytes to the last one
 and seconds of ops, exchanges and copies beside each other. What does not fit gets a plan of fit-memory, with what else
-leaves memory. The model is not run. The first line of the answer is what --passes and passes= take.
+leaves memory. The model is not run. The first line of the answer is what --passes and passes= take. svg is a picture of
+all pipelines by bytes and seconds; html is a page in which each of its points leads to the pipeline.
 
 examples:
   graphopt advise examples/train_gpt.py:factory --device a100-80gb
@@ -235,7 +236,7 @@ def advise_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory", type=_memory, metavar="SIZE", help="of one device (default: what --device has, or is free here)"
     )
     parser.add_argument("--numerics", choices=_NUMERICS, default="bitwise", metavar="WORD", help=_NUMERICS_HELP)
-    output_arguments(parser, ("text", "json", "svg"))
+    output_arguments(parser, ("text", "json", "svg", "html"))
     device_arguments(parser)
     network_arguments(parser)
     parser.set_defaults(problem=_advise_problem)

@@ -11,7 +11,9 @@ from graphopt.cli.arguments.arguments import format_of
 from graphopt.cli.arguments.exit_codes import wrong_use
 from graphopt.cli.target.output import json_data, write_output
 from graphopt.cli.target.programs import joined_profile, loaded_target
+from graphopt.report.formats.advice_page import advice_page
 from graphopt.report.pictures.advice_chart import advice_svg
+from graphopt.report.text.advice_plot import advice_plot
 from graphopt.runtime.advice.choose_passes import Machine, advise_session
 from graphopt.runtime.advice.evaluation import SharedCapture
 from graphopt.runtime.advice.recommendation import Advice
@@ -37,6 +39,9 @@ def advise(options: argparse.Namespace) -> None:
 
 
 def _written(found: Advice, form: str) -> str:
-    if form == "svg":
-        return advice_svg(found)
-    return str(found) if form == "text" else json.dumps(json_data(found.to_json()), indent=2)
+    """An answer in a format; as text with the picture behind what can be read by the line."""
+    if form == "json":
+        return json.dumps(json_data(found.to_json()), indent=2)
+    if form == "text":
+        return f"{found}\n\n{advice_plot(found)}"
+    return advice_svg(found) if form == "svg" else advice_page(found)

@@ -6,8 +6,6 @@ are predicted: calls by a cost model, exchanges by a link of so many bits per se
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from graphopt.ir.ops.values import storage_bytes
 from graphopt.ir.program import Program
 from graphopt.ir.words.written_units import format_bytes, format_seconds
 from graphopt.report.console.escape import safe
+from graphopt.report.formats.plain_page import plain_page, plain_table
 from graphopt.rewriting.distributed.prediction.collective import LINK, group_size, is_exchange, moved, seconds_on_link
 from graphopt.rewriting.distributed.prediction.link import Link, parse_bandwidth
 from graphopt.rewriting.distributed.prediction.run_schedule import NETWORK, Slice, schedule
@@ -40,18 +39,11 @@ _LEAST = 0.6
 _PHASES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.SYNC: "exchange", Phase.UPDATE: "update"}
 
 _STYLE = """
-:root{color-scheme:light dark;--ink:#1b1f24;--paper:#fff;--dim:#57606a;--line:#d5dae0;--wait:#cf222e}
-@media (prefers-color-scheme:dark){:root{--ink:#e6edf3;--paper:#0d1117;--dim:#9aa4af;--line:#30363d;--wait:#ff7b72}}
-body{margin:0 auto;max-width:1100px;padding:1rem;color:var(--ink);background:var(--paper);
-font:15px/1.5 ui-sans-serif,system-ui,"Segoe UI",Helvetica,Arial,sans-serif}
-h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem}
-.wide{overflow-x:auto}table{border-collapse:collapse}
-th,td{padding:.2rem .7rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
-th:first-child,td:first-child{text-align:left}td.text,th.text{text-align:left}
-.dim{color:var(--dim)}svg{width:100%;height:auto}svg text{fill:var(--dim);font-size:13px}
+:root{--wait:#cf222e}
+@media (prefers-color-scheme:dark){:root{--wait:#ff7b72}}
+svg text{fill:var(--dim);font-size:13px}
 .forward{fill:#0072b2}.backward{fill:#e69f00}.exchange,.other{fill:#7f7f7f}.update{fill:#009e73}
 .wait{fill:var(--wait)}.network{fill:#cc79a7}
-@media print{.wide{overflow:visible}}
 """
 
 
@@ -101,7 +93,7 @@ def to_ranks(program: Program, *, link: str | Link = LINK, cost: str = "roofline
         "<h2>When a rank waits</h2>", *_picture(run, total), *_waits_table(run, exchanges),
         f'<p class="dim">Seconds are predicted: {safe(str(report).splitlines()[0])}; exchanges by the link.</p>',
     ]  # fmt: skip
-    return _page(title, body)
+    return plain_page(title, body, _STYLE)
 
 
 def _waits_for_rank(found: Slice) -> bool:
@@ -181,7 +173,7 @@ def _holdings_table(holdings: Sequence[_Holding]) -> Iterator[str]:
     rows = [(h.kind, format_bytes(h.bytes), format_bytes(h.whole), f"{h.bytes / h.whole:.0%}") for h in holdings]
     own, whole = sum(h.bytes for h in holdings), sum(h.whole for h in holdings)
     rows.append(("all of it", format_bytes(own), format_bytes(whole), f"{own / max(whole, 1):.0%}"))
-    yield from _table(("kind", "a rank", "all ranks, counted once", "share"), rows)
+    yield from plain_table(("kind", "a rank", "all ranks, counted once", "share"), rows)
 
 
 def _divided_table(divided: Sequence[_Divided]) -> Iterator[str]:
@@ -194,7 +186,7 @@ def _divided_table(divided: Sequence[_Divided]) -> Iterator[str]:
     for found in divided:
         cells = [_elements(found, rank) for rank in range(shown)]
         rows.append((found.name, format_bytes(found.bytes), *cells))
-    yield from _table(("tensor", "a rank", *(f"rank {rank}" for rank in range(shown))), rows)
+    yield from plain_table(("tensor", "a rank", *(f"rank {rank}" for rank in range(shown))), rows)
     more = f" Ranks {shown} to {most - 1} have what follows." if most > shown else ""
     yield (f'<p class="dim">Elements in the order of memory.{more}</p>')
 
@@ -267,7 +259,8 @@ def _waits_table(run: Sequence[Slice], exchanges: dict[fx.Node, int]) -> Iterato
         )
         for found in longest
     ]
-    yield from _table(("exchange", "of", "a rank puts in", "ranks", "starts at", "takes", "waited for"), rows, text=1)
+    head = ("exchange", "of", "a rank puts in", "ranks", "starts at", "takes", "waited for")
+    yield from plain_table(head, rows, text=1)
     if len(started) > len(longest):
         yield f'<p class="dim">The {len(longest)} that are waited for longest, of {len(started)}.</p>'
 
@@ -275,34 +268,3 @@ def _waits_table(run: Sequence[Slice], exchanges: dict[fx.Node, int]) -> Iterato
 def _what(node: fx.Node) -> str:
     known = info(node)
     return ", ".join(known.names) or known.module or known.origin
-
-
-# --- markup ----------------------------------------------------------------------------------------------------------
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], text: int = 0) -> Iterator[str]:
-    """A table that scrolls by itself where it is wider than the page; ``text`` is a column that is no number."""
-
-    def cells(tag: str, row: Sequence[str]) -> str:
-        scope = ' scope="col"' if tag == "th" else ""
-        kinds = (' class="text"' if text and index == text else "" for index in range(len(row)))
-        return "".join(f"<{tag}{scope}{kind}>{safe(cell)}</{tag}>" for cell, kind in zip(row, kinds, strict=True))
-
-    yield '<div class="wide" tabindex="0"><table>'
-    yield f"<thead><tr>{cells('th', head)}</tr></thead><tbody>"
-    yield from (f"<tr>{cells('td', row)}</tr>" for row in rows)
-    yield "</tbody></table></div>"
-
-
-def _page(title: str, body: Sequence[str]) -> str:
-    digest = base64.b64encode(hashlib.sha256(_STYLE.encode("utf-8")).digest()).decode("ascii")
-    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    head = (
-        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{safe(policy)}"><title>{safe(title)} · graphopt</title>'
-        f"<style>{_STYLE}</style>"
-    )
-    page = "\n".join(
-        ("<!doctype html>", f'<html lang="en"><head>{head}</head><body><main>', *body, "</main></body></html>")
-    )
-    return page.encode("ascii", "xmlcharrefreplace").decode("ascii") + "\n"

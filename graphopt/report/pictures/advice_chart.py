@@ -28,17 +28,23 @@ _TOP = 78.0
 _BOTTOM = _TOP + PLOT_HEIGHT
 
 
-def advice_svg(advice: Advice) -> str:
+def advice_svg(advice: Advice, rows: str = "") -> str:
     """The chart: bytes at the peak from left to right, the seconds of a step upwards, a point for each pipeline.
 
     What does not fit is hollow. The choice has a ring, and its pipeline is written; pointing at another point tells its
     own, with its bytes and seconds. The line is the budget.
+
+    Args:
+        advice: what was chosen, and from what.
+        rows: of a page that the chart is put into, and that brings the style: each point is a link to this and the
+            place of its pipeline in ``advice.evaluated``. By default the chart stands alone, without links.
     """
-    return "\n".join(_drawn(advice)) + "\n"
+    return "\n".join(_drawn(advice, rows)) + "\n"
 
 
-def _drawn(advice: Advice) -> Iterator[str]:
-    points = [one for one in advice.evaluated if one.step is not None]
+def _drawn(advice: Advice, rows: str) -> Iterator[str]:
+    numbered = [(number, one) for number, one in enumerate(advice.evaluated) if one.step is not None]
+    points = [one for _, one in numbered]
     x, y = _axes(advice, points)
     size = f'width="{WIDTH:g}" height="{_BOTTOM + 58:g}"'
     title = f"Passes for {advice.machine}: {advice.pipeline or 'none'}"
@@ -47,7 +53,7 @@ def _drawn(advice: Advice) -> Iterator[str]:
         f'viewBox="0 0 {WIDTH:g} {_BOTTOM + 58:g}">'
     )
     yield f"<title>{safe(title)}</title>"
-    yield f"<style>{STYLE}</style>"
+    yield "" if rows else f"<style>{STYLE}</style>"
     yield f'<rect class="paper" {size}/>'
     yield svg_text(LEFT, 26, fit(f"Passes for {advice.machine}", 8.6), "title")
     chosen = f"{advice.pipeline or 'no pass'}: {format_seconds(advice.step.seconds)}, limited by {advice.limit}"
@@ -59,12 +65,13 @@ def _drawn(advice: Advice) -> Iterator[str]:
     over = place > (LEFT + RIGHT) / 2
     told = f"{format_bytes(advice.budget)} for the program"
     yield svg_text(place + (-6 if over else 6), _TOP + 16, told, "budget-text over", anchor="end" if over else "")
-    for one in points:
+    for number, one in numbered:
         at = f'cx="{x(one.taken):.2f}" cy="{y(one.seconds):.2f}"'
         if one is advice.chosen:
             yield f'<circle class="chosen" {at} r="8"/>'
         kind = "point" if one.fits else "open"
-        yield f'<circle class="{kind}" {at} r="4"><title>{safe(_told(one))}</title></circle>'
+        point = f'<circle class="{kind}" {at} r="{6 if rows else 4}"><title>{safe(_told(one))}</title></circle>'
+        yield f'<a href="{safe(rows)}{number}">{point}</a>' if rows else point
     yield "</svg>"
 
 

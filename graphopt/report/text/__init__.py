@@ -2,5 +2,5 @@
 
 In reading order: ``memory_table``, ``memory_chart``, ``memory_bands``, ``tensor_table``, ``candidate_table``,
 ``pass_table``, ``after_each_pass``, ``snapshots``, ``diff``, ``frontier_table``,
-``exchange_table``, ``precision_table``, ``comparison_table``.
+``advice_plot``, ``exchange_table``, ``precision_table``, ``comparison_table``.
 """

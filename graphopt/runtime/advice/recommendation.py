@@ -116,6 +116,12 @@ class Advice:
         }
 
     def __str__(self) -> str:
+        lines = [*self.summary(), "", *self._table(), ""]
+        lines += [f"not considered       {text}" for text in self.unconsidered]
+        return "\n".join(lines)
+
+    def summary(self) -> list[str]:
+        """The choice, what is predicted of it, and why it is that one, line by line."""
         chosen, step = self.chosen, self.step
         lines = [
             f"passes               {self.pipeline or 'none'}",
@@ -134,10 +140,7 @@ class Advice:
             slower = other.seconds / step.seconds - 1
             told = f"{abs(slower):.1%} {'slower' if slower >= 0 else 'faster, and further from the baseline'}"
             lines.append(f"runner-up            {other.candidate}: {told}, {format_bytes(other.taken)}")
-        lines += [f"would change it      {text}" for text in self.changes]
-        lines += ["", *self._table(), ""]
-        lines += [f"not considered       {text}" for text in self.unconsidered]
-        return "\n".join(lines)
+        return lines + [f"would change it      {text}" for text in self.changes]
 
     def _again(self) -> str:
         return f", {self.chosen.recomputed} ops recomputed" if self.chosen.recomputed else ""
