@@ -247,8 +247,8 @@ class DeepGradientCompression(TrainingPass):
             return self._stay_dense(program, found, tuple(decision.reasons()), momenta)
         done, gradients = self._exchange(program, found, decision)
         changed = self._report(done, gradients, decision)
-        if decision.taken() and _TOLD not in program.context.numbers:
-            program.context.numbers[_TOLD] = 1.0
+        if decision.taken() and _TOLD not in program.context.step.numbers:
+            program.context.step.numbers[_TOLD] = 1.0
             for line in decision.taken_over():
                 logger.warning("deep-gradient-compression: %s", line)
         return changed

@@ -16,7 +16,7 @@ from graphopt.rewriting.memory.budget_text import check_budget
 from graphopt.rewriting.memory.fit.budget import BudgetError, budget_bytes
 from graphopt.rewriting.memory.fit.memory_planner import ORIGIN, MemoryPlanner, MemoryPlannerOptions
 from graphopt.rewriting.memory.recompute.checkpoint_segments import leaves_segments
-from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage
+from graphopt.rewriting.pass_ import Changed, Numerics, Pass, PassStage, by_options
 
 __all__ = ["FitMemory"]
 
@@ -75,8 +75,8 @@ class FitMemory(Pass):
     Checkmate's (Jain et al., MLSys 2020, arXiv 1910.02653), and is in the record where nothing is moved.
 
     Args:
-        budget: the peak in bytes: a number, ``"8GB"`` (powers of ten), ``"512MiB"``, ``"60%"`` of the peak of the
-            program as it is (of what is reserved for it, where that counts), or ``"auto"``, what the program holds
+        budget: the peak in bytes: a number, ``"8GB"`` (powers of ten), ``"512MiB"``, ``"60%"`` of the baseline
+            peak (of what is reserved for it, where that counts), or ``"auto"``, what the program holds
             already and 95 % of what is free on its device; on a CPU, of this rank's part (``LOCAL_WORLD_SIZE``).
         host_budget: bytes on the host that offloading may take (a number, or text such as ``"8GB"``); None for what is
             free there or, on a CPU, for nothing: there the host's memory is the device's.
@@ -111,7 +111,9 @@ class FitMemory(Pass):
 
     name: ClassVar[str] = "fit-memory"
     stage: ClassVar[PassStage] = "last"
-    numerics: ClassVar[Numerics] = "bitwise"
+    numerics: ClassVar[Numerics] = by_options("bitwise", lambda self: "changes" if self._compresses else "bitwise")
+    draws: ClassVar[bool] = by_options(False, lambda self: self._compresses)
+    fixed_sizes: ClassVar[bool] = by_options(False, lambda self: self._compresses)
     after: ClassVar[tuple[str, ...]] = ("chunk-loss", "chunk", "fuse-update", "shard-parameters")
     in_parts: ClassVar[bool] = True
     has_limit: ClassVar[bool] = True
@@ -135,9 +137,10 @@ class FitMemory(Pass):
         if self.time_limit is not None and not 0 <= self.time_limit < math.inf:
             raise GraphoptError(f"time_limit is a number of seconds of at least 0, got {self.time_limit}")
         self._host_bytes()
-        if "compress" in self.allow:
-            for name, value in (("numerics", "changes"), ("draws", True), ("fixed_sizes", True)):
-                object.__setattr__(self, name, value)  # of this pass, in the place of the class's
+
+    @property
+    def _compresses(self) -> bool:
+        return "compress" in self.allow
 
     def _host_bytes(self) -> int | None:
         """The bytes that ``host_budget`` allows."""

@@ -151,7 +151,9 @@ class OffloadState(TrainingPass):
         peak, found, swapped = best
         program.graph, program.outputs = found.graph, found.outputs
         if link.ahead is not None:
-            program.context = replace(program.context, prefetch={**program.context.prefetch, self.name: link.ahead})
+            offloaded = program.context.offloaded
+            prefetch = {**offloaded.prefetch, self.name: link.ahead}
+            program.context = replace(program.context, offloaded=replace(offloaded, prefetch=prefetch))
         on_cpu = all(value_of(node).device.type == "cpu" for node in chosen)
         return self._report(swapped, sum(sizes), (was.peak_bytes, peak), left, on_cpu=on_cpu)
 

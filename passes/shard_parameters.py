@@ -154,7 +154,9 @@ class ShardParameters(TrainingPass):
         inputs = {node: name for name, node in parameters.items() if node.users}
         link = replace(gather_link(program, group), room=self._room())
         if self.keep != "auto":
-            program.context = replace(program.context, keep={**program.context.keep, self.name: link.room})
+            offloaded = program.context.offloaded
+            keep = {**offloaded.keep, self.name: link.room}
+            program.context = replace(program.context, offloaded=replace(offloaded, keep=keep))
         swapped = swap_state(program, inputs, link, self.cost, origin=self.name)
         return self._report(program, parameters, swapped, buckets, group)
 

@@ -49,5 +49,5 @@ def _parts(program: Program) -> list[Any]:
     parts += program.inputs
     parts += program.outputs
     parts += program.pass_state.values()
-    parts += (context.device, context.compiled, context.persistent, context.there)
+    parts += (context.device, context.compiled, context.step.persistent, context.step.there)
     return parts

@@ -100,7 +100,7 @@ def _input_storages(program: Program, end: int) -> dict[fx.Node, list[Storage]]:
     sharded = {state.source for state in program.pass_state.values() if state.shard is not None}
     for node, spec in zip(program.placeholders, program.inputs, strict=True):
         category, names = _INPUT_CATEGORY[spec.role], info(node).names
-        away = schema.resides_elsewhere(node) or node.name in program.context.elsewhere
+        away = schema.resides_elsewhere(node) or node.name in program.context.offloaded.names
         away = away or (spec.role == "parameter" and spec.target in sharded)
         refers[node] = [
             Storage(
@@ -132,7 +132,7 @@ def _persistent_storages(program: Program, end: int) -> list[Storage]:
             device_of(value),
             of=(role, target),
         )
-        for (role, target), value in program.context.persistent.items()
+        for (role, target), value in program.context.step.persistent.items()
         if (role, target) not in inputs
     ]
 
@@ -252,7 +252,7 @@ def _copied_in(
     program: Program, calls: Sequence[fx.Node], refers: Mapping[fx.Node, list[Storage]]
 ) -> Iterator[tuple[int, int]]:
     """The positions of calls that touch inputs which reside elsewhere, and the bytes that are copied in for each."""
-    away = [node for node in program.placeholders if node.name in program.context.elsewhere]
+    away = [node for node in program.placeholders if node.name in program.context.offloaded.names]
     sizes = {id(s): bytes_of_copy(program, node) for node in away for s in refers[node]}
     for position, node in enumerate(calls if sizes else ()):
         touched = {id(storage) for source in node.all_input_nodes for storage in refers.get(source, ())}
@@ -303,11 +303,11 @@ def simulate(
             temporaries count as 0.
         forward_in_place: as for ``storages_of``.
         sizes: values of the symbols in sizes that vary; by default those that the program is planned for
-            (``Context.sizes``), else those of the example inputs.
+            (``PlannedSizes.planned``), else those of the example inputs.
     """
-    taken = program.context.sizes if sizes is None else sizes
+    taken = program.context.sizes.planned if sizes is None else sizes
     measured = measure, torch.get_num_threads(), _torch.profiler_is_running()  # beside which nothing is measured
-    way = measured, forward_in_place, frozenset(taken.items()), program.context.elsewhere
+    way = measured, forward_in_place, frozenset(taken.items()), program.context.offloaded.names
     with _torch.sizes_taken_as(taken):
         return known_timeline(program, way, lambda: _simulate(program, measure, forward_in_place))
 
@@ -323,5 +323,5 @@ def _simulate(program: Program, measure: bool, forward_in_place: bool) -> Memory
     alive, resident = alive_bytes(storages, temporaries)
     device = program.context.device
     timeline = split_by_device(MemoryTimeline(calls, alive, resident, storages, temporaries, refers, device))
-    timeline.loops, timeline.there = peaks_of_loops(program, timeline), program.context.there
+    timeline.loops, timeline.there = peaks_of_loops(program, timeline), program.context.step.there
     return timeline

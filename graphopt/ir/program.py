@@ -157,7 +157,7 @@ class Program:
     @property
     def tensors(self) -> list[TensorInfo]:
         """Every named tensor with shape, dtype, bytes, phase, module and source line, in program order."""
-        with _torch.sizes_taken_as(self.context.sizes):
+        with _torch.sizes_taken_as(self.context.sizes.planned):
             return described_tensors(self.graph, self.inputs)
 
     def memory(self, *, measure: bool = True, sizes: Mapping[str, int] | None = None) -> MemoryTimeline:
@@ -203,7 +203,7 @@ class Program:
     def symbols(self) -> dict[str, int]:
         """The symbols that sizes of inputs are written with, and the values that bytes are counted for."""
         found: dict[str, int] = {}
-        with _torch.sizes_taken_as(self.context.sizes):
+        with _torch.sizes_taken_as(self.context.sizes.planned):
             for node in self.placeholders:
                 for tensor in tensors_of(value_of(node)):
                     found |= {str(size): _torch.size_hint(size) for size in tensor.shape if str(size).isidentifier()}
@@ -388,7 +388,7 @@ class Program:
         Raises:
             GraphoptError: for an unknown name, with the nearest ones.
         """
-        with _torch.sizes_taken_as(self.context.sizes):
+        with _torch.sizes_taken_as(self.context.sizes.planned):
             return find_format(name).write(self, **options)
 
     def to_text(self) -> str:

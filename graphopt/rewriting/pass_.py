@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, SupportsIndex, overload
+from typing import Any, ClassVar, Literal, SupportsIndex, TypeVar, cast, overload
 
 import torch
 
@@ -27,14 +27,38 @@ __all__ = [
     "PassRecord",
     "PassStage",
     "Records",
+    "by_options",
     "record_lines",
 ]
+
+T = TypeVar("T")
 
 Numerics = Literal["bitwise", "tolerant", "changes"]
 PassStage = Stage | Literal["last"]
 """Which program a pass rewrites; ``last`` is the one that runs: joint for a drop-in model, step for a whole step."""
 
 STAGES: tuple[PassStage, ...] = ("forward", "joint", "step", "last")
+
+
+class _ByOptions:
+    """A declaration that depends on the options of an instance."""
+
+    def __init__(self, usual: Any, of: Callable[[Any], Any]) -> None:
+        self._usual = usual
+        self._of = of
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return self._usual if instance is None else self._of(instance)
+
+
+def by_options(usual: T, of: Callable[[Any], T]) -> T:
+    """What a pass declares (``numerics``, ``draws``, ``fixed_sizes``) where it depends on its options.
+
+    Args:
+        usual: what the class declares, for tables of passes.
+        of: what an instance declares, by its options.
+    """
+    return cast(T, _ByOptions(usual, of))
 
 
 @dataclass(frozen=True, slots=True)

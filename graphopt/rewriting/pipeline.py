@@ -181,7 +181,7 @@ class Pipeline:
 
     def _apply(self, current: Pass, program: Program, before: Program, check: bool) -> PassRecord:
         started = time.perf_counter()
-        with plain_precision(), _torch.sizes_taken_as(program.context.sizes):
+        with plain_precision(), _torch.sizes_taken_as(program.context.sizes.planned):
             return self._apply_plainly(current, program, before, check, started)
 
     def _apply_plainly(

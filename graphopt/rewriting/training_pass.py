@@ -99,7 +99,7 @@ class Clock:
     Attributes:
         steps: updates made so far, those that loss scaling skipped among them; the number of the next one.
         rates: gives the learning rates of the optimizer's parameter groups, as they are now.
-        numbers: by ``pass/what``; saved in ``TrainStep.state_dict``, and shared with programs (``Context.numbers``).
+        numbers: by ``pass/what``; saved in ``TrainStep.state_dict``; programs share them (``StepContext.numbers``).
         state: the pass state of a name, for passes that look at one after a step.
     """
 

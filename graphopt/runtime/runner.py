@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, cast
 
@@ -25,7 +25,7 @@ from graphopt.capture.effects.checks import refuse_wrapped
 from graphopt.capture.effects.side_effects import CAPTURE_LOCK
 from graphopt.capture.guards.fingerprint import has_hooks
 from graphopt.errors import CaptureError, GraphoptError, choice, shown
-from graphopt.ir.context import Context
+from graphopt.ir.context import Context, GraphPartContext, PlannedSizes, PlanStore, StepContext
 from graphopt.ir.node import Stage
 from graphopt.ir.program import Program
 from graphopt.rewriting.memory.fit.budget import budget_error
@@ -101,8 +101,8 @@ class Runner(Generic[C]):
         options: as the user gave them.
         until: the stage of the programs that run: joint or step.
         parameter: the parameter of a name, for pass state that starts as a copy of one.
-        numbers: of a step's clock (``Context.numbers``).
-        there: whether the optimizer's state, or a gradient so far, is in memory (``Context.there``).
+        numbers: of a step's clock (``StepContext.numbers``).
+        there: whether the optimizer's state, or a gradient so far, is in memory (``StepContext.there``).
 
     Attributes:
         serving: finds what serves a call.
@@ -132,7 +132,8 @@ class Runner(Generic[C]):
         self.cache = ProgramCache(options, until)
         self._there = there
         self._context = Context(
-            numbers={} if numbers is None else numbers, compiled=options.backend != "eager", there=self._is_there
+            compiled=options.backend != "eager",
+            step=StepContext(numbers={} if numbers is None else numbers, there=self._is_there),
         )
 
     def find(
@@ -250,7 +251,7 @@ class Runner(Generic[C]):
         session: CaptureSession,
         *,
         room: int | None = None,
-        plans: dict[Hashable, Any] | None = None,
+        plans: PlanStore | None = None,
         target: Target | None = None,
         divisor: int = 1,
     ) -> Capture:
@@ -268,8 +269,8 @@ class Runner(Generic[C]):
             VerifyError: for ``verify="numerics"``, where results differ.
         """
         options = self.options
-        known: dict[Hashable, Any] = {} if plans is None else plans
-        context = replace(self._context, room=room, plans=known, part=isinstance(session.model, GraphPart))
+        part = GraphPartContext(room) if room is not None or isinstance(session.model, GraphPart) else None
+        context = replace(self._context, part=part, plans=plans or PlanStore())
         lookup = self.cache.look_up(session, context, target)
         if lookup is not None and lookup.found is not None:
             return Capture(lookup.found, lookup.rules)
@@ -300,7 +301,7 @@ class Runner(Generic[C]):
         options = self.options
         for target in wanted:
             if target is not None:
-                context = replace(context, sizes=target.sizes, largest=target.largest, plans=target.plans)
+                context = replace(context, sizes=PlannedSizes(target.sizes, target.largest), plans=target.plans)
             try:
                 return rewrite(
                     session,

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from graphopt.analysis import liveness
+from graphopt.ir.context import OffloadedInputs, StepContext
 from graphopt.ir.memory.timeline import MemoryTimeline
 from graphopt.ir.node import OutputSpec, Phase, info, set_info, set_value, value_of
 from graphopt.ir.program import Program
@@ -78,11 +79,11 @@ def rephase(of: Program) -> None:
 
 
 def elsewhere(of: Program) -> None:
-    of.context = replace(of.context, elsewhere=frozenset(node.name for node in of.placeholders[:1]))
+    of.context = replace(of.context, offloaded=OffloadedInputs(frozenset(node.name for node in of.placeholders[:1])))
 
 
 def there(of: Program) -> None:
-    of.context = replace(of.context, there=lambda role, target: True)
+    of.context = replace(of.context, step=StepContext(there=lambda role, target: True))
 
 
 @pytest.mark.parametrize("change", [insert, shrink, hand_out, rephase, elsewhere, there])

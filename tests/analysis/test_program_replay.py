@@ -15,6 +15,7 @@ from graphopt.analysis.allocator import AllocatorRules
 from graphopt.analysis.costs.cost import PROFILES
 from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.errors import ArgumentError
+from graphopt.ir.context import GraphPartContext
 from graphopt.ir.node import set_value, value_of
 from graphopt.passes import Offload, Recompute
 from tests.support.fitting import applied, wide
@@ -116,7 +117,7 @@ def test_the_device_of_the_program_is_taken_where_none_is_named() -> None:
     assert found is not None
     assert found.reserved_peak_bytes == plain.reserved(toy_device()).reserved_peak_bytes
     part = program.copy()
-    part.context = replace(part.context, room=10**6)
+    part.context = replace(part.context, part=GraphPartContext(10**6))
     assert reserved_where_cached(part, part.memory()) is None
 
 

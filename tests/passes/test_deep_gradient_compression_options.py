@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphopt
 from graphopt import GraphoptError, Pipeline, PipelineError, Program
-from graphopt.ir.context import Context
+from graphopt.ir.context import Context, StepContext
 from graphopt.passes import AdaptiveLocalSGD, ClipGradients, DataParallel, DeepGradientCompression, LocalSGD
 from graphopt.rewriting.registry import find_pass
 from graphopt.rewriting.text.spec import parse_passes
@@ -124,7 +124,7 @@ def rewritten(optimizer: Callable[..., torch.optim.Optimizer], form: str = "", *
         model, (torch.randn(4, 8),), loss=lambda model, x: model(x).square().mean(),
         optimizer=optimizer(model.parameters()),
     )  # fmt: skip
-    program.context = Context(forms={"deep-gradient-compression": form} if form else {})
+    program.context = Context(step=StepContext(forms={"deep-gradient-compression": form} if form else {}))
     current = DeepGradientCompression(**{"sparsity": (0.5, 0.9), "min_elements": 100, **options})
     Pipeline([DataParallel(), current]).run(program)
     return program

@@ -13,6 +13,7 @@ from graphopt import Phase, Program
 from graphopt.analysis.costs.cost import costs_of
 from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.errors import PassError
+from graphopt.ir.context import GraphPartContext
 from graphopt.ir.node import info
 from graphopt.rewriting.memory.fit.budget import BudgetError, budget_bytes, within_already
 from graphopt.rewriting.memory.fit.fitting import Fitting, FittingOptions
@@ -66,7 +67,7 @@ def test_a_budget_between_the_peak_and_what_is_reserved_is_not_met_as_it_is(plai
     assert reserved(program) <= taken - 1
     _, untouched = applied(plain, fit(taken))
     assert untouched.changed.reason.startswith(
-        f"what toy reserves for the program without recomputation, {taken / 1000:.1f} kB"
+        f"what toy reserves without recomputation, {taken / 1000:.1f} kB"
     )
 
 
@@ -129,11 +130,11 @@ def test_a_program_on_a_plain_heap_is_fitted_by_its_peak() -> None:
 def test_a_part_of_a_model_is_fitted_by_its_peak(plain: Program) -> None:
     part = plain.copy()
     room = part.memory().peak_bytes
-    part.context = replace(part.context, room=room)
+    part.context = replace(part.context, part=GraphPartContext(room))
     _, record = applied(part, fit("60%"))
     assert record.changed.reason.startswith("the peak of this part as it is")
     smaller = plain.copy()
-    smaller.context = replace(smaller.context, room=room * 8 // 10)
+    smaller.context = replace(smaller.context, part=GraphPartContext(room * 8 // 10))
     program, _ = applied(smaller, fit("60%"))
     assert program.memory().peak_bytes <= room * 8 // 10
     assert any(info(node).origin == "fit-memory" for node in program.phase_nodes(Phase.RECOMPUTE))

@@ -23,6 +23,7 @@ from graphopt.cli.commands.exchange import EXCHANGERS, exchange_plan
 from graphopt.cli.target.output import report_passes, write_output
 from graphopt.cli.target.programs import pipeline_of, ranks, rewritten_program
 from graphopt.errors import GraphoptError
+from graphopt.ir.context import PlanStore
 from graphopt.ir.memory.timeline import ReservedMemory
 from graphopt.ir.node import Phase
 from graphopt.ir.program import Program
@@ -102,7 +103,8 @@ class _Searches:
         lifted = program.copy()
         away = [found for found in (lift_swaps(lifted), lift_gathers(lifted)) if found is not None]
         names = frozenset(node.name for node in nodes_of(lifted, away))
-        lifted.context = replace(lifted.context, elsewhere=lifted.context.elsewhere | names)
+        offloaded = replace(lifted.context.offloaded, names=lifted.context.offloaded.names | names)
+        lifted.context = replace(lifted.context, offloaded=offloaded)
         self.lifted = lifted if away else program
         self.cost = options.cost or "measured"
         self.ranks = int(options.devices)
@@ -156,7 +158,7 @@ class _Searches:
         """What a budget gets where inputs reside elsewhere: as ``FitMemory`` has it, planning around their copies."""
         budget = budget_bytes(text, self.plain, reserved_where_cached(self.program, self.plain))
         program = self.program.copy()
-        program.context = replace(program.context, plans={})
+        program.context = replace(program.context, plans=PlanStore())
         limit = self._time_limit
         options = MemoryPlannerOptions(_FITTER, budget, None, ("recompute", "offload"), self.cost, "default", limit)
         try:

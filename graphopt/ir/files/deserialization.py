@@ -105,7 +105,7 @@ def _program(parts: Mapping[str, Field], mode: _torch.FakeTensorMode | None) -> 
         constants={name: _constant(item) for name, item in parts["constants"].entries()},
         attributes=decoder.attributes(parts["attributes"]),
         title=parts["title"].text(),
-        context=Context(tuple(item.text() for item in parts["history"].items()), compiled=compiled, device=device),
+        context=Context(tuple(item.text() for item in parts["history"].items()), compiled, device),
     )
     if "pass_state" in parts:
         program.pass_state = {name: read_pass_state(item) for name, item in parts["pass_state"].entries()}

@@ -78,7 +78,7 @@ def _header(program: Program) -> list[str]:
         lines.append(f"# device: {program.context.device.name}, captured without data")
     symbols = ", ".join(f"{name} = {size}" for name, size in program.symbols.items())
     if symbols:
-        which = "that bytes are counted for" if program.context.sizes else "in the example inputs"
+        which = "that bytes are counted for" if program.context.sizes.planned else "in the example inputs"
         lines.append(f"# sizes {which}: {symbols}")
     if program.stage != "forward" and calls:
         lines.append(f"# predicted peak: {_peak(program)}")

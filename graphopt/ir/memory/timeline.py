@@ -71,7 +71,7 @@ class MemoryTimeline:
         others: the timelines of other devices that values are on, by device.
         loops: where the loss is among the results of a program without it: the bytes at the peak of loops that
             differentiate this loss alone, by how they are written; ``bytes`` count gradients for all results.
-        there: which inputs are in memory now (``Context.there``).
+        there: which inputs are in memory now (``StepContext.there``).
     """
 
     nodes: list[fx.Node]

@@ -14,7 +14,7 @@ from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.capture import CaptureSession
 from graphopt.capture.joint.differentiation import JointCapture
 from graphopt.errors import CaptureError, GraphoptError
-from graphopt.ir.context import Context
+from graphopt.ir.context import Context, PlanStore, StepContext
 from graphopt.ir.node import Phase, Stage
 from graphopt.ir.program import Program
 from graphopt.rewriting.distributed.prediction.predicted_step import PredictedStep, mean_step, predicted_step
@@ -139,7 +139,7 @@ class Evaluator:
 
     def _evaluated(self, candidate: Candidate) -> Evaluated:
         pipeline = Pipeline(candidate.pipeline)
-        context = replace(self.context, plans={}, forms={}, numbers={})  # of this machine and pipeline alone
+        context = replace(self.context, plans=PlanStore(), step=StepContext())  # of this machine and pipeline alone
         rewritten = rewrite(self.session, pipeline, until=self.stage, context=context, log=False)
         program = rewritten.program
         memory = program.memory()

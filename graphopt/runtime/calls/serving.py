@@ -343,7 +343,7 @@ class Serving(Generic[C]):
         capture, values = served.capture, served.values
         plans = self._plans.get(id(capture))
         if plans is None:
-            largest = capture.rewritten.program.context.largest
+            largest = capture.rewritten.program.context.sizes.largest
             plans = self._plans.setdefault(id(capture), SizePlans(capture, self.limited, largest))
         plans.note(values)
         found = plans.find(values)

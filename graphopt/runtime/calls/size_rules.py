@@ -10,7 +10,7 @@ where it was planned for sizes near by; otherwise the capture is planned once mo
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -20,6 +20,7 @@ from graphopt import _torch
 from graphopt.analysis.costs.cost import op_seconds
 from graphopt.capture import CaptureSession
 from graphopt.errors import GraphoptError
+from graphopt.ir.context import PlanStore
 from graphopt.ir.files.size_expressions import SizeCondition
 from graphopt.ir.node import Phase, info, value_of
 from graphopt.ir.program import Program
@@ -232,11 +233,11 @@ P = TypeVar("P", bound=Planned)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a capture is planned for (``Context.sizes``, ``Context.largest``), with the plans that it has so far."""
+    """What a capture is planned for (``PlannedSizes``), with the plans that it has so far."""
 
     sizes: Mapping[str, int]
     largest: Mapping[str, int]
-    plans: dict[Hashable, Any] = field(default_factory=dict)
+    plans: PlanStore = field(default_factory=PlanStore)
 
 
 def targets(rules: SizeRules, values: Mapping[str, int], target: Target) -> list[Target]:
@@ -293,7 +294,7 @@ class SizePlans(Generic[P]):
     def target(self, values: Mapping[str, int]) -> Target:
         """What is to be planned for at some sizes."""
         context = self.programs[0].rewritten.program.context
-        return Target(dict(values), dict(self._largest), {} if context.plans is None else context.plans)
+        return Target(dict(values), dict(self._largest), context.plans or PlanStore())
 
     def find(self, values: Mapping[str, int], *, near: bool = True) -> P | None:
         """The program that serves some sizes; None where the capture has to be planned for them.
@@ -319,7 +320,7 @@ class SizePlans(Generic[P]):
     def _choose(self, values: Mapping[str, int], near: bool) -> P | None:
         limit = self._limit()
         for planned in sorted(self.programs, key=self._share):
-            sizes = planned.rewritten.program.context.sizes
+            sizes = planned.rewritten.program.context.sizes.planned
             little = self._share(planned) <= _WASTE
             covers = all(values[name] <= size for name, size in sizes.items())
             if near and not little and not (covers and _near(values, sizes)):
@@ -360,4 +361,4 @@ def _near(values: Mapping[str, int], sizes: Mapping[str, int]) -> bool:
 def _plan_for(planned: Planned, sizes: Mapping[str, int]) -> None:
     """Let what is planned hold for larger sizes, at which it has been found to fit."""
     for program in (*planned.rewritten.stages.values(), *planned.programs()):
-        program.context = replace(program.context, sizes=dict(sizes))
+        program.context = replace(program.context, sizes=replace(program.context.sizes, planned=dict(sizes)))

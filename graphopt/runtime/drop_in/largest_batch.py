@@ -14,7 +14,7 @@ from graphopt.capture import CaptureSession
 from graphopt.capture.effects.side_effects import CAPTURE_LOCK
 from graphopt.capture.step.traced_update import has_state
 from graphopt.errors import ArgumentError, GraphoptError, PassError, public, whole_number
-from graphopt.ir.context import Context
+from graphopt.ir.context import Context, StepContext
 from graphopt.ir.node import Stage
 from graphopt.ir.program import Program
 from graphopt.ir.words.written_units import format_bytes, parse_bytes
@@ -148,11 +148,15 @@ class _Trial:
         session = CaptureSession(self._model, args, kwargs, loss=self._loss, optimizer=self._optimizer)
         until: Stage = "joint" if self._optimizer is None else "step"
         return rewrite(
-            session, self._options.pipeline, until=until, context=Context(there=self._is_there), log=False
+            session,
+            self._options.pipeline,
+            until=until,
+            context=Context(step=StepContext(there=self._is_there)),
+            log=False,
         ).program
 
     def _is_there(self, role: str, target: str) -> bool:
-        """Whether the optimizer has a piece of state already (``Context.there``)."""
+        """Whether the optimizer has a piece of state already (``StepContext.there``)."""
         return role == "state" and self._optimizer is not None and has_state(self._optimizer, self._model, target)
 
 

@@ -21,6 +21,7 @@ from graphopt.capture.call.without_memory import parameter_without_memory, witho
 from graphopt.capture.dynamo.graph_part import GraphPart, as_it_is, cut_of
 from graphopt.capture.dynamo.open_numbers import open_numbers
 from graphopt.errors import CaptureError, GraphBreakError
+from graphopt.ir.context import PlanStore
 from graphopt.rewriting.pass_ import PassRecord
 from graphopt.runtime.calls.captures import part_signature
 from graphopt.runtime.compiled_joint import CompiledJoint, compile_joint
@@ -97,7 +98,7 @@ class CutGraph:
     reason: str = ""
     session: CaptureSession | None = None
     smallest: tuple[CompiledJoint, Any] | None = None
-    plans: dict[Hashable, Any] = field(default_factory=dict)
+    plans: PlanStore = field(default_factory=PlanStore)
     storages: tuple[dict[int, int], dict[int, int]] = ({}, {})
     fetch: list[Callable[[tuple[Any, ...]], Any]] = field(default_factory=list)
     variants: dict[Hashable, CutGraph] = field(default_factory=dict)
@@ -207,7 +208,11 @@ class CutGraphs:
         self._programs[graph.function] += 1
         if _numbers(arguments):
             self._tell_numbers(graph, arguments)
-        made = replace(graph, compiled=None, reason="", times=0, plans={}, variants={}) if graph.variants else graph
+        made = (
+            replace(graph, compiled=None, reason="", times=0, plans=PlanStore(), variants={})
+            if graph.variants
+            else graph
+        )
         graph.variants[key] = made
         return made
 

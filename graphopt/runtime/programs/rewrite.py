@@ -161,7 +161,7 @@ class Rewritten:
             forms: which of their programs passes want, by their names (``TrainingPass.form``).
         """
         lowered = self.session.lower_joint(program, first=first, shards=self.shards)
-        lowered.context = replace(lowered.context, forms=forms or {})
+        lowered.context = replace(lowered.context, step=replace(lowered.context.step, forms=forms or {}))
         self.pipeline.run(lowered, verify=self.verify)
         return lowered
 

@@ -367,8 +367,8 @@ class StepPrograms:
             program = rewritten.variant(name, functools.partial(self._make, rewritten, made))
         there = self._persistent(rewritten, wanted)
         there = {key: value for key, value in there.items() if key[1] not in wanted.missing}
-        same = there.keys() == program.context.persistent.keys()
-        return program if same else replace(program, context=replace(program.context, persistent=there))
+        same = there.keys() == program.context.step.persistent.keys()
+        return program if same else replace(program, context=program.context.with_persistent(there))
 
     def _is_shown(self, rewritten: Rewritten, wanted: Variant) -> bool:
         """Whether a variant is the program of the stage step."""
@@ -377,7 +377,7 @@ class StepPrograms:
         return wanted.waiting == {spec.target for _, spec in rewritten.program.inputs_of("gradient")}
 
     def _persistent(self, rewritten: Rewritten, wanted: Variant) -> dict[tuple[str, str], Any]:
-        """What is in memory while a variant runs without being its input (``Context.persistent``)."""
+        """What is in memory while a variant runs without being its input (``StepContext.persistent``)."""
         found: dict[tuple[str, str], Any] = {}
         if wanted.kind in ("begin", "middle"):
             kept = rewritten.program.inputs_of(*_KEPT)
@@ -392,7 +392,7 @@ class StepPrograms:
         if wanted.every != 1 or wanted.weighed or wanted.kind == "evaluation":
             last = wanted.kind != "middle"
             joint = accumulating(joint, wanted.every, wanted.waiting, last=last, weighed=wanted.weighed)
-        joint = replace(joint, context=replace(joint.context, persistent=self._persistent(rewritten, wanted)))
+        joint = replace(joint, context=joint.context.with_persistent(self._persistent(rewritten, wanted)))
         if wanted.updates:
             return rewritten.lower_joint(joint, first=wanted.kind == "first update", forms=dict(wanted.forms))
         rewritten.finish(joint)

@@ -79,7 +79,11 @@ class CacheLookup:
                 files = FolderFiles(self.folder / _entry_name(self.key, sizes))
                 write_capture(files, self.key, rewritten, CaptureNotes(sizes, self.said, self.why))
                 context = rewritten.program.context
-                own = StoredSizes(rules.inputs, context.sizes, context.largest) if rules and rules.inputs else None
+                own = (
+                    StoredSizes(rules.inputs, context.sizes.planned, context.sizes.largest)
+                    if rules and rules.inputs
+                    else None
+                )
                 rewritten.entry = StoredCapture(files, rewritten.session, context, own)
                 make_room(self.folder)
                 return

@@ -283,7 +283,7 @@ class ProgramCache:
         """Why no capture of these options is looked up; empty where it is."""
         if self._verify == "numerics":
             return 'verify="numerics" compares with the program before passes, which only a capture has'
-        if context.numbers:
+        if context.step.numbers:
             return "passes go on with numbers of an earlier run"
         foreign = next((current.name for current in self._pipeline.passes if not is_covered_class(type(current))), "")
         if foreign and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

@@ -19,7 +19,7 @@ from graphopt.capture.call.garbage_collection import no_collection
 from graphopt.capture.dynamo.graph_part import GraphPart
 from graphopt.capture.joint.replayed_trace import replay_trace
 from graphopt.errors import GraphoptError
-from graphopt.ir.context import Context
+from graphopt.ir.context import Context, PlannedSizes
 from graphopt.ir.files.checked_json import Field
 from graphopt.ir.files.deserialization import from_json, read_pass_state
 from graphopt.ir.files.serialization import to_json
@@ -147,7 +147,7 @@ def not_kept(rewritten: Rewritten) -> str:
     if rewritten.session.numbers:
         where = rewritten.session.numbers[0].where
         return f"forward reads a tensor's numbers ({where}), which may be others in another process"
-    if rewritten.program.context.numbers:
+    if rewritten.program.context.step.numbers:
         return "passes have measured numbers that are not part of a program"
     reasons = [refuse_process_bound(rewritten.stages[stage]) for stage in rewritten.stages if stage != "forward"]
     return next((reason for reason in reasons if reason), "")
@@ -239,7 +239,7 @@ def read_capture(
     if sizes is not None:
         sizes = read_sizes(header["sizes"], sizes.rules(declared=False).match(tensors))
         assert sizes is not None
-        context = replace(context, sizes=sizes.sizes, largest=sizes.largest)
+        context = replace(context, sizes=PlannedSizes(sizes.sizes, sizes.largest))
     known = session.tensors()
     entry = StoredCapture(
         own,

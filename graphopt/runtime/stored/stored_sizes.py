@@ -96,8 +96,8 @@ def write_sizes(rules: SizeRules, context: Context) -> dict[str, Any] | None:
         "symbols": {name: [symbol.hint, symbol.low, symbol.high] for name, symbol in symbols.items()},
         "conditions": conditions,
         "inputs": [[name, tensor_to_json(tensor)] for name, tensor in rules.inputs.tensors],
-        "planned for": dict(context.sizes),
-        "largest": dict(context.largest),
+        "planned for": dict(context.sizes.planned),
+        "largest": dict(context.sizes.largest),
     }
 
 

@@ -18,7 +18,7 @@ from graphopt.analysis.allocator.rules import PLAIN
 from graphopt.analysis.costs.profiles import PROFILES, DeviceProfile
 from graphopt.capture.devices.for_device import without_data_for
 from graphopt.errors import ArgumentError
-from graphopt.ir.context import Context
+from graphopt.ir.context import Context, PlanStore
 from graphopt.rewriting.distributed.prediction.predicted_step import predicted_step
 from graphopt.rewriting.memory.fit.budget import BudgetError
 from graphopt.runtime.advice.evaluation import SharedCapture
@@ -61,7 +61,9 @@ def measured(pipeline: str, profile: DeviceProfile, devices: int) -> tuple[int, 
     twins = without_data_for(profile, model, adamw(model), (torch.zeros(ROWS, WIDTH),), {})
     session = SharedCapture(twins.model, twins.args, twins.kwargs, loss=mean_square, optimizer=twins.optimizer)
     with _torch.ranks_without_network(devices, profile.devices_per_host):
-        program = rewrite(session, Pipeline(pipeline), until="step", context=Context(device=profile, plans={})).program
+        program = rewrite(
+            session, Pipeline(pipeline), until="step", context=Context(device=profile, plans=PlanStore())
+        ).program
         reserved = program.reserved()
         return reserved.reserved_peak_bytes, predicted_step(program, "measured", devices).seconds
 

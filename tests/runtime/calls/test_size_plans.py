@@ -95,7 +95,10 @@ def test_declared_sizes_are_planned_for_as_they_come() -> None:
     found = assert_trains_alike("step", model, next_word, batches, passes=[fit(budget)], dynamic_shapes=shapes)
     assert found.captures == 1
     assert all(program.memory().peak_bytes <= budget for program in found.programs)
-    assert max(program.context.sizes[name] for program in found.programs for name in program.context.sizes) == LONGEST
+    assert (
+        max(program.context.sizes.planned[name] for program in found.programs for name in program.context.sizes.planned)
+        == LONGEST
+    )
 
 
 @pytest.mark.sweep
@@ -173,7 +176,7 @@ class Asking(Pass):
     numerics = "bitwise"
 
     def apply(self, program: Program) -> Changed:
-        if max(program.context.sizes.values(), default=0) >= 12:
+        if max(program.context.sizes.planned.values(), default=0) >= 12:
             int(value_of(program.inputs_of("input")[0][0]).shape[0])
         return Changed(counts={"asked": 1})
 

@@ -63,7 +63,7 @@ def choose_buckets(program: Program, group: Group, device: torch.device, first_m
     Raises:
         GraphoptError: for a group whose links cannot be measured (backend ``fake``).
     """
-    numbers = program.context.numbers
+    numbers = program.context.step.numbers
     key = f"buckets over {group.name}/MiB"
     if key in numbers:
         line = f"buckets of {numbers[key]:g} MiB, as they were chosen before"

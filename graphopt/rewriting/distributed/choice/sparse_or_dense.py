@@ -143,7 +143,7 @@ def speeds_of(program: Program, group: Group, device: torch.device, option: str 
         GraphoptError: where something is to be measured that cannot be: on a device that is not here, or the links of
             a group that moves nothing.
     """
-    given, known = check_bandwidth(option), program.context.numbers
+    given, known = check_bandwidth(option), program.context.step.numbers
     if given is None and _BANDWIDTH not in known:
         known[_BANDWIDTH] = link_between(program, group, device).carried(group.size)
     profile = profile_of_cost("measured", program.context.device)

@@ -9,7 +9,7 @@ offloaded, and inputs that other passes have offloaded or sharded.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -39,6 +39,7 @@ from graphopt.rewriting.memory.fit.budget import (
 from graphopt.rewriting.memory.fit.compress_action import CompressAction, choose_values, values_of
 from graphopt.rewriting.memory.fit.decision import Decision, MemoryPlan, ProgramPlan, carry, or_own_segments
 from graphopt.rewriting.memory.fit.fitting import Fitting, FittingOptions
+from graphopt.rewriting.memory.fit.known_plans import ProgramKey, known_plans, made_known_plans
 from graphopt.rewriting.memory.fit.named_plan import shared_calls
 from graphopt.rewriting.memory.fit.other_sizes import Searches, written_sizes
 from graphopt.rewriting.memory.fit.planned import Planned, plan_of
@@ -70,8 +71,6 @@ ORIGIN = "fit-memory"
 """Who rewrites programs, for people."""
 
 _STATE_ORIGIN = "state of fit-memory"
-
-_Key = tuple[str, Hashable, tuple[tuple[str, int], ...]]
 
 _SHARES = 3
 """Where sizes vary: into how many parts what the largest ones exceed the budget by is divided, to plan for each."""
@@ -141,20 +140,17 @@ class MemoryPlanner:
     def _plan_compressed(self, program: Program) -> Changed:
         """Plan a program of whose saved activations as many are stored in 8 bits as pay."""
         memory = program.memory()
-        if program.context.plans is None:
-            program.context = replace(program.context, plans={})
-        plans = program.context.plans
-        assert plans is not None
-        key = self._options.key, "compress"
-        if key not in plans:
+        plans, key = made_known_plans(program), self._options.key
+        if key not in plans.compressed:
             budget = self._bytes(program, memory)
             if within_already(memory, budget, reserved_where_cached(program, memory)):
                 return self._plan_uncompressed(program)
             try:
-                plans[key] = budget, decided_by_first_rank(program, lambda: self._choose_values(program, budget))
+                action = decided_by_first_rank(program, lambda: self._choose_values(program, budget))
             except BudgetError:  # with values compressed, but no state moved
                 return self._plan_uncompressed(program)
-        budget, action = plans[key]  # of the program that was planned, in all programs of a step
+            plans.compressed[key] = budget, action
+        budget, action = plans.compressed[key]  # of the program that was planned, in all programs of a step
         chosen = values_of(program, _COMPRESSION, action.names)
         if not chosen:
             return self._plan_uncompressed(program)
@@ -185,8 +181,7 @@ class MemoryPlanner:
         with elsewhere(program, nodes_of(program, lifted)):
             room = program.context.room
             budget = self._bytes(program, program.memory()) if room is None else room
-        if program.context.plans is None:
-            program.context = replace(program.context, plans={})
+        made_known_plans(program)
         done, swapped = self._around(program, lifted, budget)
         return replace(done, lines=(*done.lines, *map(copies_line, lifted, swapped)))
 
@@ -196,24 +191,20 @@ class MemoryPlanner:
 
     def _smallest(self, program: Program) -> int | None:
         """The smallest peak of a program that was found; None where there was no search."""
-        known = (program.context.plans or {}).get(self._key(program))
+        plans = known_plans(program)
+        known = None if plans is None else plans.planned.get(self._key(program))
         return known[0].fitting.smallest().taken_bytes if known else None
 
-    def _key(self, program: Program) -> _Key:
+    def _key(self, program: Program) -> ProgramKey:
         """What plans of programs with the same calls, for the same sizes, are kept under."""
-        return self._options.key, shared_calls(program), tuple(sorted(program.context.sizes.items()))
+        return self._options.key, shared_calls(program), tuple(sorted(program.context.sizes.planned.items()))
 
     def _plan_with_state(self, program: Program) -> Changed:
         """Plan a program of whose optimizer state as much may be offloaded as pays."""
         memory = program.memory()
-        context = program.context
-        if context.plans is None:
-            program.context = context = replace(context, plans={})
-        plans = context.plans
-        assert plans is not None
-        key = self._options.key, "state"
-        actions: list[StateAction] | None = plans.get(key)
-        budget = self._bytes(program, memory) if context.room is None else context.room
+        plans, room, key = made_known_plans(program), program.context.room, self._options.key
+        actions = plans.state.get(key)
+        budget = self._bytes(program, memory) if room is None else room
         if actions is None:
             state = movable_state(program)
             if not state:
@@ -232,7 +223,7 @@ class MemoryPlanner:
                 if action is actions[-1]:
                     raise
             else:
-                plans[key] = [action]
+                plans.state[key] = [action]
                 return done
         raise AssertionError("there is an action, that of all state at the least")
 
@@ -285,11 +276,10 @@ class MemoryPlanner:
                 raise GraphoptError("what the first rank does to its program cannot be done on this one")
             program.take_over(ready)
             return plan.carry_out(program, origin=ORIGIN)
-        context, memory = program.context, program.memory()
-        alone = share is None and known is None and context.room is None and not context.sizes
-        key = (*self._key(program), "plan")
-        plans: list[ProgramPlan] = [] if context.plans is None or not alone else context.plans.setdefault(key, [])
-        for made in plans:
+        context, memory, plans = program.context, program.memory(), known_plans(program)
+        alone = share is None and known is None and context.room is None and not context.sizes.planned
+        decided = [] if plans is None or not alone else plans.decided.setdefault(self._key(program), [])
+        for made in decided:
             done = made.carried_to(program, memory, self._bytes(program, memory), origin=ORIGIN)
             if done is not None:
                 return done
@@ -297,7 +287,7 @@ class MemoryPlanner:
         found = decision.found
         made = ProgramPlan(decision.plan, memory.peak_bytes, {} if found is None else found.details)
         if found is not None:
-            plans.append(made)
+            decided.append(made)
         return made.carry_out(program, origin=ORIGIN, fitting=None if found is None else found.fitting)
 
     def _decide(self, program: Program, share: int | None, known: Planned | None = None) -> Decision:
@@ -309,7 +299,8 @@ class MemoryPlanner:
         memory = program.memory()
         room = program.context.room
         key = self._key(program)
-        carried = [known] if known else list((program.context.plans or {}).get(key, ()))
+        plans = known_plans(program)
+        carried = [known] if known else [] if plans is None else list(plans.planned.get(key, ()))
         budget = room if room is not None else share or self._bytes(program, memory)
         reason = within_already(memory, budget, reserved_where_cached(program, memory))
         segments = has_segments(program)
@@ -323,7 +314,9 @@ class MemoryPlanner:
         plan = functools.partial(self._decide_in_an_order, program, budget, key, carried)
         return or_own_segments(program, plan, budget, self._options.cost, ORIGIN)
 
-    def _decide_in_an_order(self, program: Program, budget: int, key: _Key, carried: Sequence[Planned]) -> Decision:
+    def _decide_in_an_order(
+        self, program: Program, budget: int, key: ProgramKey, carried: Sequence[Planned]
+    ) -> Decision:
         """What is to be done to a program that exceeds its budget, or has segments.
 
         Where no plan is found with calls of backward in another order, one is looked for in theirs.
@@ -342,7 +335,7 @@ class MemoryPlanner:
                 raise min(refused, error, key=lambda each: each.smallest_bytes) from None
 
     def _decide_prepared(
-        self, program: Program, ready: Prepared, budget: int, key: _Key, carried: Sequence[Planned]
+        self, program: Program, ready: Prepared, budget: int, key: ProgramKey, carried: Sequence[Planned]
     ) -> Decision:
         """What is to be done to a program that is prepared for it.
 
@@ -355,13 +348,14 @@ class MemoryPlanner:
         """
         program.take_over(ready.program)
         memory = program.memory()
-        room, plans = program.context.room, program.context.plans
+        room, plans = program.context.room, known_plans(program)
         _, calls, wanted = key
         changed = ready.segments is not None or (room is None and bool(ready.lines))
         if changed and within_already(memory, budget, reserved_where_cached(program, memory)):
             return Decision(prepared=ready)
         shared = room is not None
-        searches = None if plans is None or not wanted else plans.setdefault((self._options.key, calls), Searches())
+        several = (self._options.key, calls)
+        searches = None if plans is None or not wanted else plans.searches.setdefault(several, Searches())
         found = carry(program, memory, carried, budget, shared=shared)
         if found is None and searches is not None:
             found = searches.plan_within(program, budget)
@@ -369,8 +363,8 @@ class MemoryPlanner:
             found = self._search(program, memory, budget, shared=shared)
             if searches is not None:
                 searches.add(found)
-        if plans is not None and all(found is not other for other in plans.setdefault(key, [])):
-            plans[key].append(found)
+        if plans is not None and all(found is not other for other in plans.planned.setdefault(key, [])):
+            plans.planned[key].append(found)
         return Decision(found=found, prepared=ready)
 
     def _search(self, program: Program, memory: MemoryTimeline, budget: int, *, shared: bool) -> Planned:
@@ -390,9 +384,9 @@ class MemoryPlanner:
         with measuring() as measured:
             costs = costs_with_gathers(program, memory, self._options.cost, measured)
         with searching() as searched:
-            everywhere = shared or program.context.elsewhere  # ask for plans at all budgets
+            everywhere = shared or program.context.offloaded.names  # ask for plans at all budgets
             budgets = [] if everywhere else [budget]
-            if budgets and program.context.sizes:  # smaller ones need less of what the plan does
+            if budgets and program.context.sizes.planned:  # smaller ones need less of what the plan does
                 budgets += [budget + (memory.peak_bytes - budget) * share // _SHARES for share in range(1, _SHARES)]
             fitting = Fitting(program, memory, costs.seconds, self._search_options(searched, budgets))
             fitted = fitting.within(budget)
@@ -412,15 +406,16 @@ class MemoryPlanner:
         Where sizes vary, it is a share of the peak at the largest that have come up.
         """
         shares = isinstance(self._options.budget, str) and self._options.budget.strip().endswith("%")
-        largest, plans = program.context.largest, program.context.plans
+        largest, plans = program.context.sizes.largest, known_plans(program)
         counted = program.memory(sizes=largest) if shares and largest else memory
-        key = self._options.key, "budget", tuple(sorted(largest.items())), tuple(sorted(program.context.sizes.items()))
-        known = 0 if plans is None else plans.get(key, 0)
+        sizes = tuple(sorted(program.context.sizes.planned.items()))
+        key = self._options.key, tuple(sorted(largest.items())), sizes
+        known = 0 if plans is None else plans.budgets.get(key, 0)
         if known and not program.inputs_of("gradient"):
             return known
         found = budget_bytes(self._options.budget, counted, reserved_where_cached(program, counted) if shares else None)
         if plans is not None:
-            plans[key] = max(known, found)
+            plans.budgets[key] = max(known, found)
         return max(known, found)
 
     def _search_options(self, progress: Callable[[float, Frontier], None], budgets: Sequence[int]) -> FittingOptions:

@@ -70,4 +70,4 @@ def written_sizes(program: Program) -> str:
     for node, spec in program.inputs_of("input"):
         for dim, size in enumerate(value_of(node).shape):
             places.setdefault(str(size), f"dimension {dim} of {spec.target}")
-    return ", ".join(f"{places.get(name, name)} = {size}" for name, size in program.context.sizes.items())
+    return ", ".join(f"{places.get(name, name)} = {size}" for name, size in program.context.sizes.planned.items())

@@ -14,6 +14,7 @@ from graphopt.ir.words.written_units import counted, format_bytes, format_second
 from graphopt.rewriting.distributed.agreed_decision import decided_by_first_rank
 from graphopt.rewriting.memory.fit.budget import BudgetError
 from graphopt.rewriting.memory.fit.decision import taken_bytes
+from graphopt.rewriting.memory.fit.known_plans import known_plans
 from graphopt.rewriting.memory.fit.planned import Planned
 from graphopt.rewriting.memory.fit.state_action import link_of
 from graphopt.rewriting.memory.transfers.state_swaps import RANKS, Swapped, elsewhere, swap_state
@@ -82,10 +83,10 @@ class AroundCopies:
         Raises:
             BudgetError: where no plan is within the budget.
         """
-        plans = program.context.plans
-        sizes = tuple(sorted(program.context.sizes.items()))
-        key = "left to copies", sizes, *(swaps.origin for swaps in lifted)
-        known = None if plans is None else plans.get(key)
+        plans = known_plans(program)
+        sizes = tuple(sorted(program.context.sizes.planned.items()))
+        key = sizes, *(swaps.origin for swaps in lifted)
+        known = None if plans is None else plans.left_to_copies.get(key)
         tried = [] if known is None else self._tried(program, lifted, [budget - known], budget)
         if not tried:
             tried = [self._within(program, lifted, budget, budget)]
@@ -94,7 +95,7 @@ class AroundCopies:
         best = tried[decided_by_first_rank(program, lambda: _fastest(tried))]
         program.graph = best.graph
         if plans is not None:
-            plans.setdefault(key, budget - best.target)
+            plans.left_to_copies.setdefault(key, budget - best.target)
         line = _left_line(budget - best.target, lifted)
         return replace(best.done, lines=(*best.done.lines, *line)), best.swapped
 
@@ -169,8 +170,8 @@ class AroundCopies:
         done = []
         for number, swaps in enumerate(lifted):
             nodes = swaps.nodes(program)
-            ahead = 0 if at_once else program.context.prefetch.get(swaps.origin)
-            spare = min(room, program.context.keep.get(swaps.origin, room)) if number == 0 else 0
+            ahead = 0 if at_once else program.context.offloaded.prefetch.get(swaps.origin)
+            spare = min(room, program.context.offloaded.keep.get(swaps.origin, room)) if number == 0 else 0
             link = replace(link_of(program, swaps, self.cost), ahead=ahead, room=spare)
             with elsewhere(program, nodes_of(program, lifted[number + 1 :])):
                 done.append(swap_state(program, nodes, link, self.cost, origin=swaps.origin))

@@ -91,7 +91,7 @@ def link_to(program: Program, cost: str, tier: str = "") -> Link:
 def gather_link(program: Program, group: Group) -> Link:
     """The way of shards from the other ranks, measured once by all of them together; the same figure on every rank."""
     key = f"gathers over {group.name}/bytes per second"
-    numbers = program.context.numbers
+    numbers = program.context.step.numbers
     if key not in numbers:
         device = next(value_of(node).device for node, _ in program.inputs_of("parameter") if _is_tensor(node))
         numbers[key] = link_between(program, group, device).carried(group.size)

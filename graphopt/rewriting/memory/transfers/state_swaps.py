@@ -186,11 +186,13 @@ def _decided(memory: MemoryTimeline, sizes: Mapping[fx.Node, int], link: Link, c
 def elsewhere(program: Program, inputs: Iterable[fx.Node]) -> Iterator[None]:
     """Count the bytes of inputs only during the calls that touch them."""
     was = program.context
-    program.context = replace(was, elsewhere=was.elsewhere.union(node.name for node in inputs))
+    names = was.offloaded.names.union(node.name for node in inputs)
+    program.context = replace(was, offloaded=replace(was.offloaded, names=names))
     try:
         yield
     finally:
-        program.context = replace(program.context, elsewhere=was.elsewhere)
+        offloaded = replace(program.context.offloaded, names=was.offloaded.names)
+        program.context = replace(program.context, offloaded=offloaded)
 
 
 def state_visits(
