@@ -66,9 +66,7 @@ def test_a_budget_between_the_peak_and_what_is_reserved_is_not_met_as_it_is(plai
     assert record.changed.counts["recomputed"] > 0
     assert reserved(program) <= taken - 1
     _, untouched = applied(plain, fit(taken))
-    assert untouched.changed.reason.startswith(
-        f"what toy reserves without recomputation, {taken / 1000:.1f} kB"
-    )
+    assert untouched.changed.reason.startswith(f"what toy reserves without recomputation, {taken / 1000:.1f} kB")
 
 
 @pytest.mark.sweep

@@ -22,6 +22,8 @@ from graphopt.ir.ops.transfers import residents
 from graphopt.passes import ClipGradients, FitMemory, FuseUpdate, MixedPrecision, OffloadState, Recompute
 from tests.support.covering import covering
 from tests.support.properties import examples
+from tests.support.random_programs import recipe_of
+from tests.support.random_trials import verdict_of
 from tests.support.ranks import run_ranks
 from tests.support.training import (
     OPTIMIZERS,
@@ -309,6 +311,12 @@ def test_fit_memory_plans_around_what_resides_elsewhere() -> None:
 
 
 @pytest.mark.sweep
+def test_plans_are_weighed_when_the_first_one_is_in_the_program_already() -> None:
+    """A search whose program has been rewritten by its first plan; there its calls have other names."""
+    verdict = verdict_of(183, recipe_of(183))
+    assert (verdict.way, verdict.kind) == ("whole step: state, fit", "equal"), verdict.detail
+
+
 def test_a_number_of_copies_ahead_counts_beside_fit_memory_too() -> None:
     torch.manual_seed(0)
     batch = torch.randn(256, 64)

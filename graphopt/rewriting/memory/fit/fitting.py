@@ -322,7 +322,7 @@ class Fitting:
         return self._fitted(_Choice(point.peak, point.again, point))
 
     def smallest(self) -> Fitted:
-        """The plan with the fewest bytes that was found; of several, the fastest."""
+        """The plan with the fewest bytes that was found; of several, the fastest. The program is not rewritten yet."""
         if self._smallest is None:
             choices = sorted(self._tried(), key=lambda choice: (choice.peak, choice.seconds))
             best = self._fitted(choices[0])
@@ -332,6 +332,11 @@ class Fitting:
                 best = min(best, self._fitted(choice), key=lambda fitted: fitted.taken_bytes)
             self._smallest = best
         return self._smallest
+
+    @property
+    def least_expected(self) -> int:
+        """The fewest bytes at the peak that the planner expects of a plan; also known when the program is rewritten."""
+        return min(choice.peak for choice in self._choices())
 
     @property
     def knows_smallest(self) -> bool:

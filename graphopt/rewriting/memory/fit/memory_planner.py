@@ -187,13 +187,16 @@ class MemoryPlanner:
 
     @property
     def _around(self) -> AroundCopies:
-        return AroundCopies(self._plan_alone, self._smallest, self._options.cost)
+        return AroundCopies(self._plan_alone, self._least_expected, self._options.cost)
 
-    def _smallest(self, program: Program) -> int | None:
-        """The smallest peak of a program that was found; None where there was no search."""
+    def _least_expected(self, program: Program) -> int | None:
+        """The fewest bytes that a plan of a program is expected to take; None where there was no search.
+
+        What was searched for is rewritten already, so that no further plan can be looked at as a program.
+        """
         plans = known_plans(program)
         known = None if plans is None else plans.planned.get(self._key(program))
-        return known[0].fitting.smallest().taken_bytes if known else None
+        return known[0].fitting.least_expected if known else None
 
     def _key(self, program: Program) -> ProgramKey:
         """What plans of programs with the same calls, for the same sizes, are kept under."""

@@ -61,12 +61,12 @@ class AroundCopies:
     Attributes:
         fit: fits a program, whose inputs elsewhere count while they are touched, into a number of bytes; given a plan
             that was found before, by that.
-        smallest: the smallest peak that ``fit`` has found for a program; None where it has not searched.
+        least: the fewest bytes that ``fit`` expects a plan of a program to take; None where it has not searched.
         cost: where seconds come from.
     """
 
     fit: Callable[[Program, int, Planned | None], Changed]
-    smallest: Callable[[Program], int | None]
+    least: Callable[[Program], int | None]
     cost: str
 
     def __call__(self, program: Program, lifted: Sequence[Swaps], budget: int) -> tuple[Changed, list[Swapped]]:
@@ -116,7 +116,7 @@ class AroundCopies:
         nodes = nodes_of(program, lifted)
         total = sum(bytes_of_copy(program, node) for node in nodes)
         with elsewhere(program, nodes):
-            highest, least = min(budget, taken_bytes(program)), self.smallest(program) or 0
+            highest, least = min(budget, taken_bytes(program)), self.least(program) or 0
         targets = [highest - total * share // _SHARES for share in range(1, _SHARES + 1)]
         return [target for target in targets if target > least]
 
