@@ -310,13 +310,13 @@ def test_fit_memory_plans_around_what_resides_elsewhere() -> None:
     assert graphopt.measure_peak(lambda: fitted(batch)).allocated_peak_bytes <= budget
 
 
-@pytest.mark.sweep
 def test_plans_are_weighed_when_the_first_one_is_in_the_program_already() -> None:
     """A search whose program has been rewritten by its first plan; there its calls have other names."""
     verdict = verdict_of(183, recipe_of(183))
     assert (verdict.way, verdict.kind) == ("whole step: state, fit", "equal"), verdict.detail
 
 
+@pytest.mark.sweep
 def test_a_number_of_copies_ahead_counts_beside_fit_memory_too() -> None:
     torch.manual_seed(0)
     batch = torch.randn(256, 64)
