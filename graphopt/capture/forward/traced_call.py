@@ -142,34 +142,50 @@ class _Root(nn.Module):
         if isinstance(whole, DistributedCall):  # what it runs is recomputed where the program is differentiated
             whole.surroundings = functools.partial(_seen_again, traced.questions, path)
         met = TensorsMet(real, tensors_of(self.model))
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(kept_as_checks())
-            if path != "exported":
-                stack.enter_context(_torch.as_in_eager(compiling=path == "compiled"))
-            stack.enter_context(traced.questions.answered(tensors))
-            stack.enter_context(_torch.set_aside_in_bodies(met))
+        with _users_surroundings(traced, path, tensors, met):
             try:
-                with (
-                    drawing_refused(),
-                    met,
-                    _torch.set_aside_in_bodies(met),
-                    arguments_noted(traced.call.names, args, kwargs) as changed,
-                ):
+                with _effects_noted(traced, met, args, kwargs) as changed:
                     result = call_under_trace(traced.call.function, self.model, args, kwargs)
-                flatten(result)  # which makes dataclasses known
-                result, left_out = returnable(result)
-                loss = loss_in(result) if traced.call.scalar_loss else None
-                if loss is not None:
-                    result = copy_others(result)
-                flat, structure = flatten(result)
+                flat, structure, left_out, loss = _returned(result, scalar_loss=traced.call.scalar_loss)
             except Exception as error:
                 raise _UserCodeError(error) from error
         write_assigned(buffers)
-        place = next((place for place, tensor in enumerate(flat) if tensor is loss), None)
         traced.seen.append(
-            Seen(structure, changed, left_out, list(met.outside.values()), list(met.numbers.values()), place)
+            Seen(structure, changed, left_out, list(met.outside.values()), list(met.numbers.values()), loss)
         )
         return tuple(flat)
+
+
+@contextlib.contextmanager
+def _users_surroundings(traced: _Trace, path: Path, tensors: Sequence[torch.Tensor], met: TensorsMet) -> Iterator[None]:
+    """What the user's code sees of torch while it is traced, and what becomes of its questions.
+
+    ``assert`` on a tensor's values stays as a check, ``is_compiling()`` answers by the path, what the model asks of
+    values is answered by the example's. In bodies that torch traces by themselves (of ``cond``, ``checkpoint``), the
+    mode that notes tensors is set aside, since there it would be recorded as a part of the body.
+    """
+    eager = contextlib.nullcontext() if path == "exported" else _torch.as_in_eager(compiling=path == "compiled")
+    with kept_as_checks(), eager, traced.questions.answered(tensors), _torch.set_aside_in_bodies(met):
+        yield
+
+
+@contextlib.contextmanager
+def _effects_noted(traced: _Trace, met: TensorsMet, args: Any, kwargs: Any) -> Iterator[Any]:
+    """Note what the user's code does beside computing: tensors from outside, arguments that it changes."""
+    noted = arguments_noted(traced.call.names, args, kwargs)
+    with drawing_refused(), met, _torch.set_aside_in_bodies(met), noted as changed:
+        yield changed
+
+
+def _returned(result: Any, *, scalar_loss: bool) -> tuple[list[torch.Tensor], Structure, list[str], int | None]:
+    """The tensors of a result, their structure, the places of caches, which are left out, and the place of the loss."""
+    flatten(result)  # which makes dataclasses known
+    result, left_out = returnable(result)
+    loss = loss_in(result) if scalar_loss else None
+    if loss is not None:
+        result = copy_others(result)
+    flat, structure = flatten(result)
+    return flat, structure, left_out, next((place for place, tensor in enumerate(flat) if tensor is loss), None)
 
 
 @contextlib.contextmanager

@@ -123,7 +123,20 @@ def _unit(problem: Problem) -> float:
 
 
 class _Model:
-    """The integer program without its budget: columns are variables, rows are constraints.
+    """The integer program without its budget: columns are variables between 0 and 1, rows are constraints.
+
+    Slots are numbered in order; ``run[p]`` is 1 where the operation of slot p runs, and always for first runs. A value
+    of ``size`` bytes is made by a first run, and touched by later slots p1 < p2 < … that read it or may make it again:
+
+    * ``kept[i]`` is 1 where it stays in memory from p(i-1) to p(i), so that ``kept[i] <= alive[i-1]``, with
+      ``alive[0] = 1`` behind its first run. Where it is held until a slot, ``kept[i] = 1`` up to there.
+    * ``alive[i]`` is 1 where it is in memory while p(i) runs: ``alive[i] = kept[i]`` where p(i) reads it, and
+      ``alive[i] <= kept[i] + run[p(i)]`` where p(i) makes it.
+    * Whoever touches it needs it: ``run[p(i)] <= alive[i]``.
+    * It counts ``size * kept[i]`` in each slot between p(i-1) and p(i), and ``size * alive[i]`` in p(i).
+
+    In each slot the bytes of all values together are at most the budget, and the seconds of what runs again are the
+    fewest. Only ``run`` has to be whole: the smallest ``kept`` and ``alive`` are, then.
 
     ``alive`` has, for each slot, the variables that stand for bytes which are there while it runs, with their sizes in
     units; ``fixed`` has the bytes that are there in any case.
@@ -172,31 +185,27 @@ class _Model:
             self._at_most(0.0, {run: 1.0, column: -1.0})
 
     def _live(self, value: int) -> None:
-        """The life of a value: a variable for each slot that touches it says whether it is still alive there.
-
-        It can be only if it was at the slot before, or if it is made there.
-        """
+        """The variables and rows of a value, as the class states them."""
         size = self.problem.sizes[value] / self.unit
         made = self._first[self.problem.makers[value]]
         self.fixed[made] += self.problem.sizes[value]
         end = self._held_until(value)
-        previous: int | None = None
+        alive: int | None = None  # that of the slot before; none behind the first run, where it is 1
         since = made + 1
         for place in range(since, len(self.slots)):
             operation = self.problem.operations[self.slots[place].operation]
-            run = self._runs[place]
-            maker = run if value in operation.made_again else None
-            touched = maker is not None or value in operation.reads
+            again = self._runs[place] if value in operation.made_again else None
+            touched = again is not None or value in operation.reads
             if not touched and place != end:
                 continue
             kept = self._variable(lower=1.0 if place <= end else 0.0)
-            self._follow(kept, previous)
-            previous = kept if maker is None else self._made_or_kept(kept, maker)
+            self._follow(kept, alive)
+            alive = kept if again is None else self._made_or_kept(kept, again)
             if touched:
-                self._where_run(previous, place)
-            for covered in range(since, place):
-                self.alive[covered][kept] = size
-            self.alive[place][previous] = size
+                self._where_run(alive, place)
+            for between in range(since, place):
+                self.alive[between][kept] = size
+            self.alive[place][alive] = size
             since = place + 1
 
     def _held_until(self, value: int) -> int:

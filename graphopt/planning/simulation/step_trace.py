@@ -182,7 +182,12 @@ class Derived:
 
 
 class _Difference:
-    """Finds where the run of other decisions differs from the known one."""
+    """Finds where the run of other decisions differs from the known one.
+
+    Both runs are walked at once, from visit to visit. Behind the last visited operation (``_at``), ``_there`` has a bit
+    for each value that is there in the known run, and ``_differs`` one for each that is there in one of the two runs
+    alone. As long as no value differs that matters to a known stop, the two runs do the same there, and it is passed.
+    """
 
     def __init__(self, trace: StepTrace, added: Drops, removed: Drops) -> None:
         self._trace = trace
@@ -197,8 +202,7 @@ class _Difference:
                 if decision.remake:
                     self._early.setdefault(decision.moment, (set(), set()))[which].add(decision.value)
         self._to_visit = self._changed([*added_here, *self._removed])
-        self._differs = 0
-        self._since, self._base = -1, trace._everything
+        self._at, self._there, self._differs = -1, trace._everything, 0
         self._edits: list[tuple[int, Edit]] = []
 
     def _changed(self, decisions: Iterable[Decision]) -> list[int]:
@@ -233,29 +237,37 @@ class _Difference:
         """Make again what is needed in front of an operation, and note where that differs from the known run."""
         trace = self._trace
         number = bisect_left(trace._indices, index)
-        known = trace._known[number] if trace._indices[number : number + 1] == [index] else None
+        stop = trace._known[number] if trace._indices[number : number + 1] == [index] else None
         before = trace._indices[number - 1] if number else -1
-        if self._since > before:  # the last visit was behind the last known stop
-            base, since = self._base, self._since
-        else:
-            base, since = trace._known[number - 1].made.after if number else trace._everything, before
-        cleared = known.cleared if known is not None and since == before else trace._cleared(since, index)
-        now = base & ~cleared
-        if self._removed:
-            cleared = trace._cleared(since, index, self._removed)
-        present = (base ^ self._differs) & ~(cleared | self._dropped(since, index))
+        self._pass_stops(number, before)
+        cleared = stop.cleared if stop is not None and self._at == before else trace._cleared(self._at, index)
+        ours_cleared = trace._cleared(self._at, index, self._removed) if self._removed else cleared
+        ours = (self._there ^ self._differs) & ~(ours_cleared | self._dropped(self._at, index))
+        there = self._there & ~cleared
         early = self._early_at(index)
-        if known is not None and list(known.early) == early and not (present ^ now) & known.made.looked:
-            after = present | known.made.looked
+        if stop is not None and list(stop.early) == early and not (ours ^ there) & stop.made.looked:
+            after = ours | stop.made.looked
         else:
-            made = trace._make(index, early, present)
+            made = trace._make(index, early, ours)
             after = made.after
-            old = known.made.steps if known is not None else []
-            if made.steps != old:
-                self._edits.append((index, Edit(self._place(number, index), len(old), made.steps)))
-        self._base = known.made.after if known is not None else now
-        self._since = index
-        self._differs = after ^ self._base
+            known = stop.made.steps if stop is not None else []
+            if made.steps != known:
+                self._edits.append((index, Edit(self._place(number, index), len(known), made.steps)))
+        self._at, self._there = index, stop.made.after if stop is not None else there
+        self._differs = after ^ self._there
+
+    def _pass_stops(self, number: int, before: int) -> None:
+        """Go on behind the last of the first known stops, where the last visit is not behind it already.
+
+        What differed in front of stops that are passed still does: it does not matter to them.
+
+        Args:
+            number: of the known stops.
+            before: the operation of the last of them; -1 where there is none.
+        """
+        if self._at <= before:
+            self._at = before
+            self._there = self._trace._known[number - 1].made.after if number else self._trace._everything
 
     def _dropped(self, before: int, index: int) -> int:
         """A bit for each value that only these decisions drop behind one operation's moment and up to another's."""
