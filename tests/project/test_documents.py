@@ -246,3 +246,16 @@ def test_the_passes_in_contributing_work(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not double.apply(program)
     with pytest.raises(GraphoptError, match="needs a program with a loss"):
         double.apply(captured(model, tokens, loss=None))
+
+
+def test_where_to_look_has_files_that_exist_with_the_names_in_them() -> None:
+    section = text_of("graphopt/ARCHITECTURE.md").split("### Where to look")[1].split("\n### ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) >= 10
+    for row in rows:
+        source = ""
+        for name in re.findall(r"`([^`]+)`", row.split(" | ")[1]):
+            if name.endswith(".py"):
+                source = (ROOT / "graphopt" / name).read_text(encoding="utf-8")
+            elif source and name.isidentifier():
+                assert re.search(rf"^\s*(def|class) {name}\b", source, re.MULTILINE), f"{name} is not in {row}"
