@@ -23,7 +23,7 @@ _NEEDED = ("name", "memory_bytes", "memory_bandwidth", "host_bandwidth", "overhe
 _BANDWIDTHS = ("memory_bandwidth", "host_bandwidth", "peer_bandwidth", "network_bandwidth", "disk_bandwidth")
 _LATENCIES = ("network_latency", "peer_latency")
 _COUNTS = ("memory_bytes", "context_bytes", "devices_per_host")
-_OTHERS = ("kind", "efficiency", "allocator", "workspaces", "sources", "temporaries")
+_OTHERS = ("kind", "efficiency", "allocator", "workspaces", "sources", "temporaries", "attention")
 _KINDS = {"cuda": "cuda", "cpu": "cpu"}
 _MOST_ITEMS, _LONGEST = 100, 1_000
 _MOST_CALLS = 4_000
@@ -34,7 +34,8 @@ def read_profile(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The arguments of ``DeviceProfile`` that a file holds.
 
     Args:
-        path: of a ``.toml`` file. Its rates and bandwidths are multiplied by its ``efficiency`` (by default 1).
+        path: of a ``.toml`` file. Its rates and bandwidths are multiplied by its ``efficiency`` (by default 1), but
+            for those of ``attention``, which are measured.
 
     Raises:
         GraphoptError: for a file that is not there, too large or no TOML, and for a field that is missing, unknown, of
@@ -100,6 +101,9 @@ def _arguments(document: Field) -> dict[str, Any]:
     found["flops"] = {dtype: efficiency * _rate(value) for dtype, value in rates}
     found["kind"] = given["kind"].one_of(_KINDS) if "kind" in given else "cpu"
     found["allocator"] = _allocator(given.get("allocator"), CACHING if found["kind"] == "cuda" else PLAIN)
+    if "attention" in given:
+        parts = given["attention"].parts((), ("forward", "backward", "tokens"))
+        found["attention"] = {part: _rate(value) for part, value in parts.items()}
     if "workspaces" in given:
         sizes = given["workspaces"].entries(_MOST_ITEMS)
         found["workspaces"] = {library: size.whole(0, _LARGEST_COUNT) for library, size in sizes}

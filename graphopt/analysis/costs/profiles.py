@@ -51,6 +51,9 @@ class DeviceProfile:
         flops: floating-point operations per second of matrix products by dtype (``"float32"``, ``"bfloat16"``);
             ``"float32"`` must be there and stands for dtypes that are not; ``"tf32"`` is that of float32 where its
             products may be less precise (``torch.set_float32_matmul_precision``).
+        attention: of torch's kernels for attention in 16 bits, which do not reach the rate of matrix products:
+            ``"forward"`` and ``"backward"`` operations per second on long sequences, and ``"tokens"``, the length at
+            which they reach half of it; empty where it is not known.
         memory_bandwidth: bytes per second that ops read and write in the device's memory.
         overhead: seconds that every op takes beyond that.
         host_bandwidth: bytes per second between the device and the host's memory, in each direction.
@@ -100,6 +103,7 @@ class DeviceProfile:
     temporaries: Mapping[str, int] = field(default_factory=dict, hash=False)
     network_latency: float = 50e-6
     peer_latency: float = 0.0
+    attention: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DeviceProfile:
@@ -131,9 +135,12 @@ class DeviceProfile:
         figures = {f"flops[{dtype!r}]": value for dtype, value in self.flops.items()}
         figures |= {"memory_bandwidth": self.memory_bandwidth, "host_bandwidth": self.host_bandwidth}
         figures["memory_bytes"] = self.memory_bytes
+        if self.attention:
+            figures |= {f"attention[{part!r}]": self.attention.get(part, 0.0) for part in ("forward", "backward")}
         wrong = [f"{key} is {value!r}" for key, value in figures.items() if not 0 < value < math.inf]
         figures = {name: getattr(self, name) for name in _MAY_BE_ZERO}
         figures |= {f"workspaces[{library!r}]": size for library, size in self.workspaces.items()}
+        figures["attention['tokens']"] = self.attention.get("tokens", 0.0)
         figures |= {f"temporaries[{call!r}]": size for call, size in self.temporaries.items()}
         wrong += [f"{key} is {value!r}" for key, value in figures.items() if not 0 <= value < math.inf]
         wrong += [f"devices_per_host is {self.devices_per_host!r}"] if self.devices_per_host < 1 else []
@@ -144,6 +151,13 @@ class DeviceProfile:
     def usable_bytes(self) -> int:
         """Bytes that are left for tensors, beside what the driver and libraries take."""
         return self.memory_bytes - self.context_bytes - sum(self.workspaces.values())
+
+    def attention_flops(self, dtype: torch.dtype, tokens: int, *, backward: bool) -> float:
+        """Floating-point operations per second of attention in ``dtype`` over sequences of so many tokens."""
+        if not self.attention or dtype.itemsize != 2:
+            return self.peak_flops(dtype)
+        most = self.attention["backward" if backward else "forward"]
+        return most * tokens / (tokens + self.attention.get("tokens", 0.0))
 
     def peak_flops(self, dtype: torch.dtype) -> float:
         """Floating-point operations per second in ``dtype``, with torch's precision for float32 as it is now."""

@@ -27,13 +27,16 @@ __all__ = ["call_device", "call_precision", "flops_of", "moved_bytes", "roofline
 
 logger = logging.getLogger(__name__)
 
+_ATTENTION_DIMENSIONS = 4
+"""Of queries and of their gradients: sequences, heads, tokens, features."""
+
 
 def roofline_seconds(node: fx.Node, profile: DeviceProfile) -> float:
-    """``max(flops / peak, bytes / bandwidth) + overhead``, in seconds.
+    """``max(flops / rate, bytes / bandwidth) + overhead``, in seconds.
 
-    Bytes are those that the call reads and writes; for a copy between host and device, the link between the two takes
-    the place of the device's memory. A call that starts or awaits a transfer takes the overhead alone, since the copy
-    runs beside.
+    The rate is the peak of the op's dtype or, for attention, what kernels for it reach. Bytes are those that the call
+    reads and writes; for a copy between host and device, the link between the two takes the place of the device's
+    memory. A call that starts or awaits a transfer takes the overhead alone, since the copy runs beside.
 
     Args:
         node: a call of a program; symbolic sizes are taken by their example.
@@ -43,8 +46,20 @@ def roofline_seconds(node: fx.Node, profile: DeviceProfile) -> float:
         return profile.overhead
     crossing = _crosses(node)
     bandwidth = profile.host_bandwidth if crossing else profile.memory_bandwidth
-    arithmetic = flops_of(node) / profile.peak_flops(call_precision(node))
+    arithmetic = flops_of(node) / _rate(node, profile)
     return max(arithmetic, moved_bytes(node) / bandwidth) + profile.overhead
+
+
+def _rate(node: fx.Node, profile: DeviceProfile) -> float:
+    """Floating-point operations per second that a call reaches."""
+    precision = call_precision(node)
+    name = schema.op_name(node)
+    if "attention" not in name:
+        return profile.peak_flops(precision)
+    queries = next((tensor for tensor in _given(node) if tensor.dim() == _ATTENTION_DIMENSIONS), None)
+    if queries is None:
+        return profile.peak_flops(precision)
+    return profile.attention_flops(precision, sizes(queries.shape)[-2], backward="backward" in name)
 
 
 def call_device(node: fx.Node) -> torch.device:

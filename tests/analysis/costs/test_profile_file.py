@@ -53,6 +53,20 @@ def test_a_published_profile_is_named_after_its_file_and_has_sources(name: str) 
     assert 0.9 * profile.memory_bytes < profile.usable_bytes <= profile.memory_bytes
 
 
+@pytest.mark.parametrize(("tokens", "published"), [(512, 191e12), (1024, 260e12), (2048, 298e12), (16_384, 335e12)])
+def test_attention_reaches_what_was_measured_of_its_kernels(tokens: int, published: float) -> None:
+    """FlashAttention-3 (arXiv 2407.08608), figure 5: FlashAttention-2, forward, causal, 128 features a head."""
+    profile = PROFILES["h100-80gb"]
+    assert profile.attention_flops(torch.bfloat16, tokens, backward=False) == pytest.approx(published, rel=0.06)
+    assert profile.attention_flops(torch.float32, tokens, backward=False) == profile.peak_flops(torch.float32)
+    assert profile.attention_flops(torch.float16, tokens, backward=True) < 0.5 * profile.peak_flops(torch.float16)
+
+
+def test_attention_of_unknown_kernels_reaches_the_rate_of_products() -> None:
+    assert not TOY.attention
+    assert TOY.attention_flops(torch.bfloat16, 512, backward=True) == TOY.peak_flops(torch.bfloat16)
+
+
 def test_hopper_has_the_larger_workspace() -> None:
     assert [PROFILES[name].workspaces["cublas"] for name in ("h100-80gb", "h200")] == [32 * 2**20] * 2
     assert PROFILES["a100-80gb"].workspaces["cublas"] == PROFILES["b200"].workspaces["cublas"] == 8_519_680
@@ -174,6 +188,8 @@ WRONG = {
     "an efficiency in per cent": ("efficiency = 75\n" + GOOD, r"\$.efficiency: expected a share"),
     "rules of the allocator that are none": (GOOD + "[allocator]\nround_byte = 1\n", "did you mean 'round_bytes'"),
     "a rule of another type": (GOOD + "[allocator]\ncaching = 1\n", r"\$.allocator.caching: expected true or false"),
+    "attention without a rate": (GOOD + "[attention]\nforward = 1e12\n", r"attention\['backward'\] is 0"),
+    "attention at a negative rate": (GOOD + "[attention]\nforward = -1\n", r"\$.attention.forward: expected"),
     "a workspace below 0": (GOOD + "[workspaces]\ncublas = -1\n", r"\$.workspaces.cublas: expected a whole number"),
     "temporaries below 0": (
         GOOD + '[temporaries]\n"aten.mm.default()" = -1\n',

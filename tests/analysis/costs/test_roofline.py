@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ import graphopt
 from graphopt import Program
 from graphopt.analysis.costs.cost import DeviceProfile, flops_of, moved_bytes, op_seconds
 from graphopt.analysis.costs.isolated_call import call_key
+from graphopt.analysis.costs.profiles import PROFILES
 from graphopt.ir.node import value_of
 from graphopt.ir.ops import schema
 from graphopt.passes import Recompute
@@ -98,6 +100,21 @@ class Attention(nn.Module):
 
 def heads(length: int) -> torch.Tensor:
     return torch.randn(2, 3, length, 8, requires_grad=True)
+
+
+def test_attention_takes_as_long_as_its_kernels() -> None:
+    """The rate is that of attention at this length, forward and backward; products have theirs."""
+    qkv = [torch.randn(2, 4, 64, 32, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    program = graphopt.capture(Attention(True), qkv, device="h100-80gb", loss=lambda model, *qkv: model(*qkv).sum())
+    profile = dataclasses.replace(PROFILES["h100-80gb"], overhead=0.0, memory_bandwidth=1e30)
+    found = []
+    for node in program.nodes:
+        if node.op == "call_function" and "attention" in schema.op_name(node):
+            backward = "backward" in schema.op_name(node)
+            rate = profile.attention_flops(torch.bfloat16, 64, backward=backward)
+            assert seconds(node, profile) == pytest.approx(flops_of(node) / rate)
+            found.append(backward)
+    assert found == [False, True]
 
 
 @pytest.mark.sweep(cases=("False-5-1",))
