@@ -53,6 +53,12 @@ class Pen {
     this.advance = this.sizes.get(size);
   }
 
+  /** The largest size up to `most` at which a text is not wider than `width`; at least `least`, at which it may be. */
+  fitting(value, width, most, least) {
+    this.use(most);
+    return Math.max(least, Math.min(most, (most * width) / (this.advance * Math.max(value.length, 1))));
+  }
+
   write(value, x, y, width, end = false) {
     const room = Math.floor(width / this.advance);
     if (room < 2) return 0;
@@ -237,7 +243,7 @@ class Painter {
     const first = named ? label : box.calls ? ops : "erased";
     const size = this.measure.of(box) ? ` · ${this.measure.write(box)}` : "";
     context.fillStyle = ink.ink;
-    pen.use(10.5, named ? "bold" : "");
+    pen.use(named ? pen.fitting(first, width - 22, 10.5, 7.5) : 10.5, named ? "bold" : "");
     pen.write(first, x + 19, y + 11, width - 22, named);
     context.fillStyle = ink.dim;
     pen.use(10);
