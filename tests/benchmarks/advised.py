@@ -23,8 +23,9 @@ from graphopt.ir.context import Context
 from graphopt.rewriting.distributed.prediction.link import parse_bandwidth
 from graphopt.rewriting.pass_ import Numerics
 from graphopt.runtime.advice.candidate_pipelines import candidates, with_less_memory, within_budget
-from graphopt.runtime.advice.choose_passes import Machine, advise_session
+from graphopt.runtime.advice.choose_passes import advise_session
 from graphopt.runtime.advice.evaluation import Evaluated, Evaluator, SharedCapture
+from graphopt.runtime.advice.machine import Machine
 
 models = example_models()
 

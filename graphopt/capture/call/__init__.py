@@ -3,5 +3,5 @@
 In come what the user passes and what comes back, nested; out come flat tensors, the axes that vary, and the line
 something comes from. Start with ``flatten``. In reading order: ``flatten``, ``call_checks``, ``tensor_classes``,
 ``local_parameters``, ``sharded_form``, ``tensor_parallel_form``, ``varying_axes``, ``assigned_buffers``,
-``source_lines``, ``without_memory``, ``garbage_collection``.
+``batch_rows``, ``source_lines``, ``without_memory``, ``garbage_collection``.
 """

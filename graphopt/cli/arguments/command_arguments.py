@@ -221,6 +221,12 @@ _NUMERICS_HELP = (
 )
 
 
+_GLOBAL_BATCH_HELP = (
+    "rows of an update on all devices together: choose too how many of them a call takes, and over how many calls "
+    "gradients are added up (default: every call takes the target's rows, and updates)"
+)
+
+
 def _memory(text: str) -> int:
     try:
         return parse_bytes(text)
@@ -236,6 +242,7 @@ def advise_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory", type=_memory, metavar="SIZE", help="of one device (default: what --device has, or is free here)"
     )
     parser.add_argument("--numerics", choices=_NUMERICS, default="bitwise", metavar="WORD", help=_NUMERICS_HELP)
+    parser.add_argument("--global-batch", type=positive, metavar="ROWS", help=_GLOBAL_BATCH_HELP)
     output_arguments(parser, ("text", "json", "svg", "html"))
     device_arguments(parser)
     network_arguments(parser)

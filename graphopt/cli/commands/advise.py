@@ -6,7 +6,9 @@ import argparse
 import contextlib
 import json
 import sys
+from dataclasses import replace
 
+from graphopt.capture.call.batch_rows import Arguments
 from graphopt.cli.arguments.arguments import format_of
 from graphopt.cli.arguments.exit_codes import wrong_use
 from graphopt.cli.target.output import json_data, write_output
@@ -14,8 +16,9 @@ from graphopt.cli.target.programs import joined_profile, loaded_target
 from graphopt.report.formats.advice_page import advice_page
 from graphopt.report.pictures.advice_chart import advice_svg
 from graphopt.report.text.advice_plot import advice_plot
-from graphopt.runtime.advice.choose_passes import Machine, advise_session
+from graphopt.runtime.advice.choose_passes import advise_capture
 from graphopt.runtime.advice.evaluation import SharedCapture
+from graphopt.runtime.advice.machine import Machine
 from graphopt.runtime.advice.recommendation import Advice
 
 __all__ = ["advise"]
@@ -33,8 +36,13 @@ def advise(options: argparse.Namespace) -> None:
         target = loaded_target(options)
         with wrong_use():
             machine = Machine.of(options.devices, profile, options.memory, target.model)
-        session = target.session_of(SharedCapture, profile)
-        found = advise_session(session, machine, options.numerics)
+
+        def captured(batch: Arguments) -> SharedCapture:
+            args, kwargs = batch
+            return replace(target, args=args, kwargs=kwargs).session_of(SharedCapture, profile)
+
+        example = (target.args, target.kwargs)
+        found = advise_capture(captured, example, machine, options.numerics, options.global_batch)
     write_output(options, _written(found, format_of(options)))
 
 

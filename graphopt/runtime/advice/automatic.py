@@ -22,8 +22,9 @@ from graphopt.ir.words.written_units import format_bytes, format_seconds
 from graphopt.rewriting.distributed.prediction.measured_link import largest_of_all, measure_link
 from graphopt.rewriting.pipeline import AUTO
 from graphopt.rewriting.progress import leave_line
-from graphopt.runtime.advice.choose_passes import Machine, advise_session, memory_left
+from graphopt.runtime.advice.choose_passes import advise_session
 from graphopt.runtime.advice.evaluation import SharedCapture
+from graphopt.runtime.advice.machine import Machine, memory_left
 
 __all__ = ["automatic_passes"]
 

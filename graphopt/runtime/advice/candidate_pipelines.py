@@ -45,6 +45,11 @@ class Candidate:
         """Whether parameters are gathered when they are read, and stay where a budget leaves them room."""
         return "shard-parameters" in self.pipeline
 
+    @property
+    def without_budget(self) -> Candidate:
+        """The same without a plan."""
+        return replace(self, passes=tuple(text for text in self.passes if not text.startswith("fit-memory")))
+
     def __str__(self) -> str:
         return self.pipeline or "no pass"
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
@@ -13,98 +13,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphopt import _torch
-from graphopt.analysis.costs.cost import check_cost
-from graphopt.analysis.costs.profiles import DeviceProfile, device_profile
+from graphopt.analysis.costs.profiles import DeviceProfile
+from graphopt.capture.call.batch_rows import Arguments, example_rows, of_rows
 from graphopt.capture.devices.for_device import without_data_for
 from graphopt.capture.effects.side_effects import CAPTURE_LOCK
 from graphopt.errors import ArgumentError, GraphoptError, check_type, did_you_mean, public, whole_number
 from graphopt.ir.context import Context
-from graphopt.ir.host import local_ranks
 from graphopt.ir.node import Stage
-from graphopt.ir.words.written_units import format_bytes, parse_bytes
+from graphopt.ir.words.written_units import counted, format_bytes, format_seconds
 from graphopt.rewriting.distributed.prediction.advice import CLOSE
-from graphopt.rewriting.distributed.prediction.link import parse_bandwidth
 from graphopt.rewriting.memory.fit.budget import BudgetError
-from graphopt.rewriting.memory.free_memory import free_bytes
 from graphopt.rewriting.pass_ import Numerics
 from graphopt.rewriting.progress import working
 from graphopt.runtime.advice.candidate_pipelines import Candidate, candidates, with_less_memory, within_budget
 from graphopt.runtime.advice.evaluation import Evaluated, Evaluator, SharedCapture
+from graphopt.runtime.advice.machine import Machine, machine_of
 from graphopt.runtime.advice.recommendation import Advice
 
-__all__ = ["Machine", "advise", "advise_session", "memory_left"]
+__all__ = ["advise", "advise_batch", "advise_capture", "advise_session"]
 
 _MOST_DEVICES = 4096
 """Where the search for a number of devices that can hold a model ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What is trained on.
-
-    Attributes:
-        devices: how many.
-        profile: of each, with the links between them; None for the one that is here.
-        budget: bytes of each that the program may take.
-        cost: where seconds come from.
-    """
-
-    devices: int
-    profile: DeviceProfile | None
-    budget: int
-    cost: str = "measured"
-
-    @classmethod
-    def of(
-        cls, devices: int, profile: DeviceProfile | None, memory: int | None, model: nn.Module, cost: str = "measured"
-    ) -> Machine:
-        """Devices with so many bytes each; by default with what they have, or with what is left where the model is.
-
-        Raises:
-            ArgumentError: where the driver alone takes more.
-        """
-        if profile is None:
-            return cls(devices, None, memory_left(model) if memory is None else memory, cost)
-        memory = profile.memory_bytes if memory is None else memory
-        if memory <= profile.context_bytes:
-            raise ArgumentError(
-                f"{format_bytes(memory)} of memory are not enough for the driver of {profile.name}, which takes "
-                f"{format_bytes(profile.context_bytes)}"
-            )
-        return cls(devices, profile, memory - profile.context_bytes, cost)
-
-    @property
-    def beside(self) -> int:
-        """Bytes of each device's memory that are not the program's."""
-        return 0 if self.profile is None else self.profile.context_bytes
-
-    @property
-    def hosts(self) -> int:
-        """On how many hosts the devices are; 1 where these would not all have as many."""
-        per_host = 1 if self.profile is None else self.profile.devices_per_host
-        return self.devices // per_host if self.devices % per_host == 0 else 1
-
-    def __str__(self) -> str:
-        name = "this device" if self.profile is None else self.profile.name
-        return name if self.devices == 1 else f"{self.devices} x {name}"
-
-    @contextlib.contextmanager
-    def ranks(self) -> Iterator[None]:
-        """While the block runs, this process is one of its ranks: the first, where there are no processes for them.
-
-        Raises:
-            ArgumentError: where there are others than these.
-        """
-        there = dist.get_world_size() if dist.is_available() and dist.is_initialized() else self.devices
-        if there != self.devices:
-            raise ArgumentError(
-                f"{there} ranks have a process group here, and devices={self.devices} are to be planned for: give "
-                f"devices={there}, or ask in a process without a group"
-            )
-        per_host = 1 if self.profile is None else self.profile.devices_per_host
-        with _torch.ranks_without_network(self.devices, per_host):
-            yield
 
 
 @public
@@ -121,6 +50,7 @@ def advise(
     network: str | None = None,
     numerics: Numerics = "bitwise",
     cost: str = "measured",
+    global_batch: int | None = None,
 ) -> Advice:
     """The passes for a model on a machine: what fits, and is predicted to be fastest. The model is not run.
 
@@ -144,6 +74,10 @@ def advise(
         numerics: what passes may do to results: ``"bitwise"``, nothing but exchange gradients between devices;
             ``"tolerant"``, sums in another order; ``"changes"``, 16 bits, and an exchange that leaves something out.
         cost: where seconds come from on the device that is here, as for ``FitMemory``.
+        global_batch: the rows of an update on all devices together. With it the rows of a call are chosen too, from
+            those that divide what one device has of them: the gradients of several calls are added up where that is
+            faster, or where more rows do not fit. The first axes of the example's tensors are its rows. By default a
+            call takes the example's rows, and every call updates.
 
     Returns:
         The advice: ``pipeline``, ``step``, ``runner_up`` and more; ``print`` shows it.
@@ -160,48 +94,111 @@ def advise(
     """
     if numerics not in get_args(Numerics):
         raise ArgumentError(f"numerics={numerics!r} is not possible; {did_you_mean(str(numerics), get_args(Numerics))}")
-    machine = _machine(model, memory, whole_number("devices", devices, least=1), device, network, cost)
+    machine = machine_of(model, memory, whole_number("devices", devices, least=1), device, network, cost)
     if example_inputs is not None:
         check_type("advise's example_inputs", example_inputs, tuple, "the batch as a tuple of positional arguments")
     args, kwargs = example_inputs or (), kwargs or {}
     if machine.profile is not None:
         twins = without_data_for(machine.profile, model, optimizer, args, kwargs)
         model, optimizer, args, kwargs = twins.model, twins.optimizer, twins.args, twins.kwargs
+
+    def captured(batch: Arguments) -> SharedCapture:
+        return SharedCapture(model, *batch, loss=loss, optimizer=optimizer)
+
     with CAPTURE_LOCK:
-        return advise_session(SharedCapture(model, args, kwargs, loss=loss, optimizer=optimizer), machine, numerics)
+        return advise_capture(captured, (args, kwargs), machine, numerics, global_batch)
 
 
-def memory_left(model: nn.Module) -> int:
-    """The bytes that a program may take on the device of a model: what the model holds, and 95 % of what is free.
+def advise_capture(
+    captured: Callable[[Arguments], SharedCapture],
+    example: Arguments,
+    machine: Machine,
+    numerics: Numerics,
+    global_batch: int | None = None,
+) -> Advice:
+    """The same for what captures a model.
 
-    On a CPU each rank has its part of that.
+    Args:
+        captured: gives a capture of the model for the arguments of a call, for the machine.
+        example: the arguments.
+        machine: what it is for.
+        numerics: as ``advise`` takes it.
+        global_batch: as ``advise`` takes it.
     """
-    held = [*model.parameters(), *model.buffers()]
-    device = held[0].device if held else torch.device("cpu")
-    sharing = local_ranks() if device.type == "cpu" else 1
-    return sum(tensor.numel() * tensor.element_size() for tensor in held) + int(0.95 * free_bytes(device) / sharing)
-
-
-def _machine(
-    model: nn.Module, memory: int | str | None, devices: int, device: Any, network: str | None, cost: str
-) -> Machine:
-    profile = None if device is None else device_profile(device)
-    check_cost(cost)
-    if profile is not None and cost != "measured":
-        raise ArgumentError(f"cost={cost!r} is for the device that is here, and device= names another one: give one")
-    if profile is None and devices > 1:
+    if global_batch is None:
+        return advise_session(captured(example), machine, numerics)
+    rows = whole_number("global_batch", global_batch, least=1, of="rows")
+    if rows % machine.devices:
         raise ArgumentError(
-            f"devices={devices} needs device=, whose seconds and links are planned with: device='h100-80gb'"
+            f"global_batch={rows} is not a multiple of devices={machine.devices}, which all take equally many rows"
         )
-    if network is not None:
-        if profile is None:
-            raise ArgumentError(f"network={network!r} joins devices: give device= and devices= too")
-        profile = replace(profile, network_bandwidth=parse_bandwidth(network))
+    return advise_batch(captured, example, machine, numerics, rows // machine.devices)
+
+
+def advise_batch(
+    captured: Callable[[Arguments], SharedCapture],
+    example: Arguments,
+    machine: Machine,
+    numerics: Numerics,
+    rows: int,
+) -> Advice:
+    """The same where an update takes so many rows of each device, in one call or in several.
+
+    All pipelines are weighed for the number of rows that is nearest to the example's, or for the largest smaller one
+    with which something fits. From there, more rows are tried as long as an update gets faster, with the pipelines that
+    were best.
+    """
+    given = example_rows(example)
+    counts = [count for count in range(1, rows + 1) if rows % count == 0]  # of rows of a call
+
+    def advised(count: int, among: Sequence[Candidate] | None = None) -> Advice:
+        session = captured(of_rows(example, count))
+        found = advise_session(session, machine, numerics, calls=rows // count, among=among)
+        return replace(found, rows=count, calls=rows // count, unconsidered=_UNCONSIDERED[1:])
+
     try:
-        given = parse_bytes(memory) if isinstance(memory, str) else memory
-    except ValueError as error:
-        raise ArgumentError(f"memory={memory!r}: {error}") from None
-    return Machine.of(devices, profile, None if given is None else int(given), model, cost)
+        best = advised(counts[max(bisect_right(counts, given) - 1, 0)])
+    except BudgetError:
+        smaller = [count for count in counts if count < given]
+        if not smaller:
+            raise
+        best = _largest_that_fits(advised, smaller)
+    weighed = []
+    among = list(dict.fromkeys(one.candidate.without_budget for one in best.evaluated if one.fits))[:_NEAREST]
+    for count in counts[bisect_left(counts, 2 * best.rows) :]:
+        if count < 2 * best.rows:
+            continue
+        try:
+            more = advised(count, among)
+        except BudgetError as error:
+            weighed.append(f"{count} rows do not fit: at least {format_bytes(error.smallest_bytes)}")
+            break
+        slower = best if _ALIKE * more.step.seconds < best.step.seconds else more
+        weighed.append(f"{counted(slower.rows, 'rows')}: {slower.pipeline or 'no pass'}, {_of_update(slower)}")
+        if slower is more:
+            break
+        best = more
+    return replace(best, batches=tuple(weighed))
+
+
+def _largest_that_fits(advised: Callable[[int], Advice], counts: Sequence[int]) -> Advice:
+    """What is best for the largest of some numbers of rows with which something fits; the least is tried first.
+
+    Raises:
+        BudgetError: where nothing fits with the least.
+    """
+    found, low, high = advised(counts[0]), 0, len(counts)
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            found, low = advised(counts[middle]), middle
+        except BudgetError:
+            high = middle
+    return found
+
+
+def _of_update(advice: Advice) -> str:
+    return f"{format_bytes(advice.chosen.taken)}, {format_seconds(advice.step.seconds)} an update"
 
 
 def advise_session(
@@ -209,6 +206,8 @@ def advise_session(
     machine: Machine,
     numerics: Numerics,
     agreed: Callable[[Evaluated], Evaluated] = lambda found: found,
+    calls: int = 1,
+    among: Sequence[Candidate] | None = None,
 ) -> Advice:
     """The same for a capture.
 
@@ -217,19 +216,18 @@ def advise_session(
         machine: what it is for.
         numerics: as ``advise`` takes it.
         agreed: gives what counts of a prediction, where several processes predict the same.
+        calls: how many calls' gradients are added up for an update.
+        among: the pipelines, without budgets, that are weighed; all that are possible by default.
     """
     stage: Stage = "joint" if session.optimizer is None else "step"
-    evaluate = Evaluator(session, stage, Context(device=machine.profile), machine.cost, machine.devices, machine.budget)
+    context = Context(device=machine.profile)
+    evaluate = Evaluator(session, stage, context, machine.cost, machine.devices, machine.budget, calls)
+    optimizer = "" if session.optimizer is None else type(session.optimizer).__name__
+    if among is None:
+        among = candidates(machine.devices, machine.hosts, numerics, optimizer)
     with machine.ranks(), working(f"choosing passes for {session.title}"):
         search = _Search(evaluate, numerics, agreed)
-        search.run(
-            candidates(
-                machine.devices,
-                machine.hosts,
-                numerics,
-                "" if session.optimizer is None else type(session.optimizer).__name__,
-            )
-        )
+        search.run(among)
     fitting = [one for one in search.found if one.fits]
     if not fitting:
         raise _nothing_fits(search.found, evaluate, machine)
@@ -243,10 +241,10 @@ _FALLS = 0.98
 """What twice as many devices have to leave of the bytes of one at most, for even more of them to be tried."""
 
 _NEAREST = 2
-"""For how many candidates copies to the host are planned, which takes longer."""
+"""For how many candidates copies to the host are planned, which takes longer, and larger batches."""
 
 _UNCONSIDERED = (
-    "other batches than the one that is given, and gradients accumulated over several: see graphopt.largest_batch",
+    "other batches than the one that is given, and gradients accumulated over several: give global_batch",
     "compress-activations, compress-gradients and adaptive-local-sgd, whose price in accuracy is to be tried",
 )
 
@@ -267,7 +265,7 @@ class _Search:
     agreed: Callable[[Evaluated], Evaluated]
     found: list[Evaluated] = field(default_factory=list)
 
-    def run(self, wanted: list[Candidate]) -> None:
+    def run(self, wanted: Sequence[Candidate]) -> None:
         """Look at every candidate as it is, then within the budget at those that may be fastest so.
 
         Those are candidates that do not fit, and those whose parameters a budget leaves gathered. Nothing is planned

@@ -17,7 +17,12 @@ from graphopt.errors import CaptureError, GraphoptError
 from graphopt.ir.context import Context, PlanStore, StepContext
 from graphopt.ir.node import Phase, Stage
 from graphopt.ir.program import Program
-from graphopt.rewriting.distributed.prediction.predicted_step import PredictedStep, mean_step, predicted_step
+from graphopt.rewriting.distributed.prediction.predicted_step import (
+    PredictedStep,
+    mean_step,
+    predicted_step,
+    update_of_calls,
+)
 from graphopt.rewriting.memory.fit.budget import BudgetError, within_already
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.rewriting.shards import Shards
@@ -116,6 +121,7 @@ class Evaluator:
         cost: where seconds come from.
         ranks: how many train together.
         budget: bytes that each has.
+        calls: how many calls' gradients are added up for an update.
     """
 
     session: SharedCapture
@@ -124,6 +130,7 @@ class Evaluator:
     cost: str
     ranks: int
     budget: int
+    calls: int = 1
 
     def __call__(self, candidate: Candidate) -> Evaluated:
         """What is predicted of a pipeline; a pass that refuses the program, or its machine, is a problem of it."""
@@ -140,17 +147,23 @@ class Evaluator:
     def _evaluated(self, candidate: Candidate) -> Evaluated:
         pipeline = Pipeline(candidate.pipeline)
         context = replace(self.context, plans=PlanStore(), step=StepContext())  # of this machine and pipeline alone
-        rewritten = rewrite(self.session, pipeline, until=self.stage, context=context, log=False)
-        program = rewritten.program
+        rewritten = rewrite(self.session, pipeline, until=self.stage, context=context, divisor=self.calls, log=False)
+        program, step = rewritten.program, self._step(rewritten)
+        fits, taken = self._fits(program)
+        if self.calls > 1:
+            before = rewritten.accumulating_call()
+            others = self._fits(before)
+            fits, taken = fits and others[0], max(taken, others[1])
+            step = update_of_calls(step, predicted_step(before, self.cost, self.ranks), self.calls)
+        recomputed = len(list(program.phase_nodes(Phase.RECOMPUTE)))
+        return Evaluated(candidate, fits=fits, taken=taken, step=step, recomputed=recomputed)
+
+    def _fits(self, program: Program) -> tuple[bool, int]:
+        """Whether a program stays within the budget, and what it takes."""
         memory = program.memory()
         reserved = reserved_where_cached(program, memory)
-        return Evaluated(
-            candidate,
-            fits=bool(within_already(memory, self.budget, reserved)),
-            taken=memory.peak_bytes if reserved is None else reserved.reserved_peak_bytes,
-            step=self._step(rewritten),
-            recomputed=len(list(program.phase_nodes(Phase.RECOMPUTE))),
-        )
+        taken = memory.peak_bytes if reserved is None else reserved.reserved_peak_bytes
+        return bool(within_already(memory, self.budget, reserved)), taken
 
     def _step(self, rewritten: Rewritten) -> PredictedStep:
         """The mean of a long run, in which several programs may alternate."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graphopt.ir.words.written_units import format_bytes, format_seconds
+from graphopt.ir.words.written_units import counted, format_bytes, format_seconds
 from graphopt.rewriting.distributed.prediction.predicted_step import PredictedStep
 from graphopt.rewriting.pipeline import Pipeline
 from graphopt.runtime.advice.evaluation import Evaluated
@@ -31,6 +31,9 @@ class Advice:
         beside: bytes of a device's memory that its driver takes.
         machine: what it is for, for people.
         unconsidered: what was not looked at, and why.
+        rows: of the batch of one device's call, where they were chosen; 0 where the batch was given.
+        calls: over how many calls gradients are accumulated for an update.
+        batches: the other sizes of a call that were weighed, each in words.
 
     Example:
         >>> advice = graphopt.advise(
@@ -46,6 +49,9 @@ class Advice:
     beside: int
     machine: str
     unconsidered: Sequence[str]
+    rows: int = 0
+    calls: int = 1
+    batches: Sequence[str] = ()
 
     @property
     def pipeline(self) -> str:
@@ -108,6 +114,9 @@ class Advice:
             "budget_bytes": self.budget,
             "beside_bytes": self.beside,
             "limit": self.limit,
+            "rows": self.rows or None,
+            "accumulation": self.calls,
+            "batches": list(self.batches),
             **_evaluated_json(self.chosen),
             "runner_up": None if runner_up is None else _evaluated_json(runner_up),
             "changes": self.changes,
@@ -126,6 +135,7 @@ class Advice:
         lines = [
             f"passes               {self.pipeline or 'none'}",
             f"for                  {self.machine}, {format_bytes(self.budget)} for the program on each device",
+            *self._batch(),
             f"at the peak          {format_bytes(chosen.taken)}{self._again()}",
             *step.lines(),
             f"limited by           {self.limit}",
@@ -135,12 +145,21 @@ class Advice:
             range_ = (
                 f"{step.utilization:.0%}" if least == step.utilization else f"{least:.0%} to {step.utilization:.0%}"
             )
-            lines.insert(4, f"utilization          {range_} of the device's published peak (MFU)")
+            behind = lines.index(step.lines()[0]) + 1
+            lines.insert(behind, f"utilization          {range_} of the device's published peak (MFU)")
         if (other := self.runner_up) is not None:
             slower = other.seconds / step.seconds - 1
             told = f"{abs(slower):.1%} {'slower' if slower >= 0 else 'faster, and further from the baseline'}"
             lines.append(f"runner-up            {other.candidate}: {told}, {format_bytes(other.taken)}")
+        lines += [f"other batches        {text}" for text in self.batches]
         return lines + [f"would change it      {text}" for text in self.changes]
+
+    def _batch(self) -> list[str]:
+        """What a call takes, where that was chosen."""
+        if not self.rows:
+            return []
+        several = f"{self.calls} calls: step.accumulate({self.calls})" if self.calls > 1 else "one call"
+        return [f"batch                {counted(self.rows, 'rows')} on each device, an update in {several}"]
 
     def _again(self) -> str:
         return f", {self.chosen.recomputed} ops recomputed" if self.chosen.recomputed else ""

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphopt import _torch
 from graphopt.analysis.program_replay import reserved_where_cached
 from graphopt.capture import CaptureSession
+from graphopt.capture.call.batch_rows import batch_of_rows
 from graphopt.capture.effects.side_effects import CAPTURE_LOCK
 from graphopt.capture.step.traced_update import has_state
 from graphopt.errors import ArgumentError, GraphoptError, PassError, public, whole_number
@@ -77,7 +77,9 @@ def largest_batch(
     if most < least:
         raise ArgumentError(f"largest_batch looks from least={least} up to most={most}: most is the smaller one")
     plain, given = take_over(model, passes)
-    trial = _Trial(plain, _factory(batch), Options.checked(plain, given, None, "eager", "structure"), loss, optimizer)
+    trial = _Trial(
+        plain, batch_of_rows(batch), Options.checked(plain, given, None, "eager", "structure"), loss, optimizer
+    )
     with working(f"the largest batch of {type(plain).__name__}") as show:
         return _search(lambda rows: trial.excess(rows, budget, show), least, most)
 
@@ -158,30 +160,3 @@ class _Trial:
     def _is_there(self, role: str, target: str) -> bool:
         """Whether the optimizer has a piece of state already (``StepContext.there``)."""
         return role == "state" and self._optimizer is not None and has_state(self._optimizer, self._model, target)
-
-
-def _factory(batch: Batch) -> Callable[[int], tuple[tuple[Any, ...], Mapping[str, Any]]]:
-    """What gives the positional and the named arguments of a call for a number of rows."""
-    if callable(batch) and not isinstance(batch, torch.Tensor):
-        return lambda rows: _arguments(batch(rows))
-    example = _arguments(batch)
-    sizes = {leaf.shape[0] for leaf in _torch.pytree.tree_leaves(example) if _has_rows(leaf)}
-    if len(sizes) != 1:
-        found = ", ".join(map(str, sorted(sizes))) or "none"
-        raise ArgumentError(
-            f"the first axes of the batch's tensors have the sizes {found}, and it is not clear which are its rows: "
-            "give a function of the number of rows"
-        )
-    return lambda rows: _torch.pytree.tree_map(
-        lambda leaf: leaf.new_zeros((rows, *leaf.shape[1:])) if _has_rows(leaf) else leaf, example
-    )
-
-
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
-
-
-def _has_rows(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0

@@ -13,7 +13,8 @@ from graphopt import _torch
 from graphopt.capture import CaptureSession
 from graphopt.capture.call.garbage_collection import no_collection
 from graphopt.ir.context import Context
-from graphopt.ir.node import Stage
+from graphopt.ir.node import Stage, value_of
+from graphopt.ir.ops import schema
 from graphopt.ir.ops.values import type_text
 from graphopt.ir.program import Program
 from graphopt.ir.state import PassState
@@ -150,6 +151,22 @@ class Rewritten:
         if self.divisor == 1:
             return joint
         return accumulating(joint, self.divisor, self.session.trained(joint))
+
+    def accumulating_call(self) -> Program:
+        """The program of a call in between, where several calls' gradients are added up for an update.
+
+        The optimizer's state, which it does not read, is in memory beside it.
+        """
+        begun = {spec.target for _, spec in self.program.inputs_of("gradient")}
+        program = accumulating(self.stages["joint"], self.divisor, begun, last=False)
+        there = {
+            (spec.role, spec.target): value_of(node)
+            for node, spec in self.program.inputs_of("state", "pass_state")
+            if not schema.resides_elsewhere(node)
+        }
+        program.context = program.context.with_persistent(there)
+        self.finish(program)
+        return program
 
     @no_collection()
     def lower_joint(self, program: Program, *, first: bool = False, forms: Mapping[str, str] | None = None) -> Program:

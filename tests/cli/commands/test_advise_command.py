@@ -29,6 +29,15 @@ def test_the_first_line_is_what_passes_takes(run: Command) -> None:
     assert advised.data["beside_bytes"] == 30 * 10**9 - advised.data["budget_bytes"]
 
 
+def test_the_rows_of_a_call_are_chosen_for_a_global_batch(run: Command) -> None:
+    outcome = run("advise", STEP, *MACHINE, "--memory", "30GB", "--global-batch", "128", "--json")
+    assert outcome.code == 0, outcome.err
+    assert outcome.data["rows"] * outcome.data["accumulation"] * 16 == 128
+    refused = run("advise", STEP, *MACHINE, "--memory", "30GB", "--global-batch", "100")
+    assert refused.code == 2
+    assert "global_batch=100 is not a multiple of devices=16" in refused.err
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

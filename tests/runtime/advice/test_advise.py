@@ -296,3 +296,61 @@ def test_no_parameter_is_touched() -> None:
     assert all(torch.equal(one, two) for one, two in zip(before, model.parameters(), strict=True))
     assert not optimizer.state
     assert not torch.distributed.is_initialized()
+
+
+# --- the rows of a call ----------------------------------------------------------------------------------------------
+
+
+def batch_advised(rows: int, global_batch: int, memory: int | None = None, **options: Any) -> Advice:
+    model = Layers()
+    batch = (torch.zeros(rows, WIDTH),)
+    return graphopt.advise(
+        model,
+        adamw(model),
+        batch,
+        loss=mean_square,
+        memory=memory,
+        cost="roofline",
+        global_batch=global_batch,
+        **options,
+    )
+
+
+def test_calls_as_large_as_fit_are_chosen_and_the_step_takes_what_was_predicted() -> None:
+    whole = batch_advised(512, 512)
+    assert (whole.rows, whole.calls, whole.pipeline) == (512, 1, "")
+    budget = int(0.5 * whole.chosen.taken)
+    advice = batch_advised(512, 512, budget)
+    assert advice.rows * advice.calls == 512
+    assert advice.chosen.taken <= budget
+    model = Layers()
+    x = torch.randn(advice.rows, WIDTH)
+    step = graphopt.optimize_step(model, adamw(model), advice.passes, loss=mean_square).accumulate(advice.calls)
+    for _ in range(2 * advice.calls):
+        step(x)
+    assert max(program.memory().peak_bytes for program in step.programs.values()) == advice.chosen.taken
+
+
+def test_rows_that_divide_the_batch_are_tried_as_long_as_an_update_gets_faster() -> None:
+    """Each call takes some time for itself, so that few large ones are faster than many small ones."""
+    advice = batch_advised(2, 24)
+    assert (advice.rows, advice.calls) == (24, 1)
+    assert [text.partition(":")[0] for text in advice.batches] == ["2 rows", "4 rows", "8 rows"]
+    assert str(advice).splitlines()[2] == "batch                24 rows on each device, an update in one call"
+    assert advice.to_json()["accumulation"] == 1
+    assert not any("global_batch" in text for text in advice.unconsidered)
+
+
+def test_several_calls_take_the_sum_of_their_seconds_and_items() -> None:
+    advice = batch_advised(2048, 2048, batch_advised(2048, 2048).chosen.taken // 4)
+    assert advice.calls > 1
+    assert f"{advice.rows} rows on each device, an update in {advice.calls} calls" in str(advice)
+    assert f"step.accumulate({advice.calls})" in str(advice)
+    once = batch_advised(advice.rows, advice.rows, advice.budget)
+    assert advice.step.items == advice.calls * once.step.items == 2048
+    assert 0.5 < advice.step.seconds / (advice.calls * once.step.seconds) < 1, "there is one update for all of them"
+
+
+def test_a_batch_that_devices_cannot_share_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="global_batch=9 is not a multiple of devices=2"):
+        advised(devices=2, global_batch=9)

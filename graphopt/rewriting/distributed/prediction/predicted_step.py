@@ -27,7 +27,7 @@ from graphopt.rewriting.distributed.prediction.run_schedule import (
     schedule,
 )
 
-__all__ = ["PredictedStep", "mean_step", "predicted_step"]
+__all__ = ["PredictedStep", "mean_step", "predicted_step", "update_of_calls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +175,19 @@ def mean_step(steps: Sequence[tuple[PredictedStep, int]]) -> PredictedStep:
         copies=mean("copies"),
         waited=mean("waited"),
     )
+
+
+def update_of_calls(last: PredictedStep, others: PredictedStep, calls: int) -> PredictedStep:
+    """An update for which the gradients of several calls are added up: all of them together, the highest peak.
+
+    Args:
+        last: the call that updates.
+        others: each of those before.
+        calls: how many there are, the last one among them.
+    """
+    names = ("seconds", "at_most", "compute", "exchanges", "sent_bytes", "copies", "waited", "arithmetic", "items")
+    sums = {name: getattr(last, name) + (calls - 1) * getattr(others, name) for name in names}
+    return replace(last, peak_bytes=max(last.peak_bytes, others.peak_bytes), **sums)
 
 
 def _arithmetic(program: Program, profile: DeviceProfile) -> float:
