@@ -251,6 +251,9 @@ def advise_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _advise_problem(options: argparse.Namespace) -> str:
     """What is wrong with the arguments together; empty where nothing is."""
+    rows, devices = options.global_batch, options.devices or 1
+    if rows is not None and rows % devices:
+        return f"--global-batch {rows} is not a multiple of --devices {devices}, which all take equally many rows"
     given = [f"--{name}" for name, value in (("network", options.bandwidth), ("latency", options.latency)) if value]
     if given and options.devices < 2:
         return f"{given[0]} is for several devices: give --devices too"

@@ -35,7 +35,7 @@ def test_the_rows_of_a_call_are_chosen_for_a_global_batch(run: Command) -> None:
     assert outcome.data["rows"] * outcome.data["accumulation"] * 16 == 128
     refused = run("advise", STEP, *MACHINE, "--memory", "30GB", "--global-batch", "100")
     assert refused.code == 2
-    assert "global_batch=100 is not a multiple of devices=16" in refused.err
+    assert "--global-batch 100 is not a multiple of --devices 16" in refused.err
 
 
 @pytest.mark.parametrize(
