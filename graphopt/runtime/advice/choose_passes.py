@@ -17,7 +17,7 @@ from graphopt.analysis.costs.profiles import DeviceProfile
 from graphopt.capture.call.batch_rows import Arguments, example_rows, of_rows
 from graphopt.capture.devices.for_device import without_data_for
 from graphopt.capture.effects.side_effects import CAPTURE_LOCK
-from graphopt.errors import ArgumentError, GraphoptError, check_type, did_you_mean, public, whole_number
+from graphopt.errors import ArgumentError, CaptureError, GraphoptError, check_type, did_you_mean, public, whole_number
 from graphopt.ir.context import Context
 from graphopt.ir.node import Stage
 from graphopt.ir.words.written_units import counted, format_bytes, format_seconds
@@ -128,6 +128,11 @@ def advise_capture(
     if global_batch is None:
         return advise_session(captured(example), machine, numerics)
     rows = whole_number("global_batch", global_batch, least=1, of="rows")
+    session = captured(example)
+    if session.optimizer is None:
+        raise ArgumentError(
+            f"global_batch={rows} is of a whole step, whose calls add up gradients: give the optimizer too"
+        )
     if rows % machine.devices:
         raise ArgumentError(
             f"global_batch={rows} is not a multiple of devices={machine.devices}, which all take equally many rows"
@@ -186,8 +191,17 @@ def _largest_that_fits(advised: Callable[[int], Advice], counts: Sequence[int]) 
 
     Raises:
         BudgetError: where nothing fits with the least.
+        CaptureError: where the model cannot be captured with any of them.
     """
-    found, low, high = advised(counts[0]), 0, len(counts)
+    low, high = 0, len(counts)
+    while True:
+        try:
+            found = advised(counts[low])
+            break
+        except CaptureError:  # such as that of a norm over one row
+            low += 1
+            if low == high:
+                raise
     while high - low > 1:
         middle = (low + high) // 2
         try:

@@ -354,3 +354,5 @@ def test_several_calls_take_the_sum_of_their_seconds_and_items() -> None:
 def test_a_batch_that_devices_cannot_share_is_refused() -> None:
     with pytest.raises(ArgumentError, match="global_batch=9 is not a multiple of devices=2"):
         advised(devices=2, global_batch=9)
+    with pytest.raises(ArgumentError, match="global_batch=4 is of a whole step"):
+        graphopt.advise(Layers(), None, (torch.zeros(2, WIDTH),), cost="roofline", global_batch=4)
