@@ -176,7 +176,8 @@ def test_what_is_clicked_opens_under_its_name(page: Opened, story: Story) -> Non
     owners = {storage.names[0]: storage.owner for storage in timeline.storages if storage.names}
     alive_on(page)
     shared = 0
-    for name in page.page.locator("#moment-alive .link").all_inner_texts():
+    alive = page.page.locator("#moment-alive .link").all_inner_texts()
+    for name in alive[:: max(1, len(alive) // 24)]:
         if name not in nodes:
             continue  # temporaries, and what has no name for users
         page.page.locator("#moment-alive").get_by_text(name, exact=True).first.click()

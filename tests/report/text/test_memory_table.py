@@ -149,7 +149,7 @@ def test_memory_on_a_device_with_a_caching_allocator_has_what_is_reserved() -> N
     assert data["reserved"]["reserved_peak_bytes"] == reserved.reserved_peak_bytes
     assert data["reserved"]["fits"] is True
     small = on_device(plain, toy_device(memory_bytes=4096))
-    assert "device    does not fit into 4.1 kB" in memory_text(small)
+    assert "device      does not fit into 4.1 kB" in memory_text(small)
     assert memory_json(plain)["reserved"] is None
     assert "reserved" not in memory_text(plain)
 

@@ -85,7 +85,7 @@ def test_ranks_come_to_the_same_and_train_as_with_it_by_name(tmp_path: Path) -> 
 
 REFUSED = """
 import graphopt
-import graphopt.runtime.advice.choose_passes as choose_passes
+import graphopt.runtime.advice.machine as machine
 from tests.runtime.advice.test_automatic import model
 from tests.support.training import mean_square
 
@@ -98,7 +98,7 @@ def refused(x):
         return f"{type(error).__name__}: {error}"
 
 say(refused(torch.zeros(8 + rank, 256)))
-choose_passes.free_bytes = lambda device: 1000
+machine.free_bytes = lambda device: 1000
 say(refused(torch.zeros(512, 256)))
 """
 
