@@ -130,7 +130,7 @@ def test_a_part_of_a_model_is_fitted_by_its_peak(plain: Program) -> None:
     room = part.memory().peak_bytes
     part.context = replace(part.context, part=GraphPartContext(room))
     _, record = applied(part, fit("60%"))
-    assert record.changed.reason.startswith("the peak of this part as it is")
+    assert record.changed.reason.startswith("this part's peak without recomputation")
     smaller = plain.copy()
     smaller.context = replace(smaller.context, part=GraphPartContext(room * 8 // 10))
     program, _ = applied(smaller, fit("60%"))

@@ -290,7 +290,7 @@ def test_a_budget_that_only_the_given_order_meets_is_met(run: Command, monkeypat
     (answer,) = outcome.data["budgets"]
     assert (answer["peak_bytes"], answer["runs_again"]) == (given.peak_bytes, len(expected.simulated.plan.repeats()))
     lines = section(planned(run, "-b", given.peak_bytes, of=of).out, str(given.peak_bytes))
-    assert "in the given order of calls: in the other one no plan was found for it" in lines
+    assert "in the given order of ops: in the other one no plan was found for it" in lines
     refused = planned(run, "-b", given.peak_bytes - 1, of=of)
     assert refused.code == 1
     assert f"the smallest peak found is {given.peak_bytes} bytes" in refused.err

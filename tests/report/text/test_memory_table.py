@@ -80,7 +80,7 @@ def test_memory_text_says_what_the_timeline_says() -> None:
     timeline = program.memory()
     text = memory_text(program, top=1000, width=72)
     assert f"({timeline.peak_bytes} bytes)" in text
-    assert f"call {timeline.nodes.index(timeline.peak_at) + 1} of {len(timeline.nodes)}" in text
+    assert f"op {timeline.nodes.index(timeline.peak_at) + 1} of {len(timeline.nodes)}" in text
     alive = text[text.index("alive at the peak") : text.index("bytes over")].strip().split("\n")
     assert len(alive) == 1 + len(timeline.alive)
     chart = [line for line in text.split("\n") if "│" in line]
