@@ -24,7 +24,7 @@ class Preparation:
 
     Attributes:
         undone: the model's own segments are taken out.
-        in_place: gradients of losses take the place of log-probabilities.
+        in_place: gradients of losses replace log-probabilities.
         restacked: gradients are stacked in the order in which they are copied.
         reordered: calls of backward that free more than they make run first.
         late: where updates run as soon as their gradients are final, those that do not, by the names of their calls.

@@ -49,7 +49,7 @@ def stacks_as_copied(program: Program, origin: str) -> tuple[Program, str] | Non
     made = "stack of gradients is made in the order in which it is copied"
     if len(saved) > 1:
         made = "stacks of gradients are made in the order in which they are copied"
-    return trial, f"{len(saved)} {made}: {format_bytes(max(saved))} less there"
+    return trial, f"{len(saved)} {made}: saves {format_bytes(max(saved))}"
 
 
 def _copied(program: Program) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:

@@ -47,7 +47,7 @@ def loss_gradients_in_place(program: Program, origin: str, *, weigh: bool = True
     trial.erase_dead()
     if weigh and trial.memory().peak_bytes > program.memory().peak_bytes:
         return None
-    return trial, f"gradients of losses take the place of log-probabilities: {format_bytes(sum(sizes))} less there"
+    return trial, f"gradients of losses replace log-probabilities: saves {format_bytes(sum(sizes))}"
 
 
 def chunks_in_place(program: Program, origin: str) -> None:
