@@ -275,7 +275,9 @@ def test_by_measured_seconds() -> None:
     model, x = wide(), ROWS
     program, record = applied(captured(model, x), FitMemory("70%"))
     assert record.changed
-    assert "more, estimated from" in "\n".join(record.changed.lines)
+    said = "\n".join(record.changed.lines)
+    known = "more, estimated from measured ops" in said
+    assert known or "measured while the machine had other work" in said or "there was time for" in said, said
     predicted, measured = peaks(program, model, x)
     assert predicted == measured
 

@@ -52,9 +52,8 @@ def roofline_seconds(node: fx.Node, profile: DeviceProfile) -> float:
 
 def _rate(node: fx.Node, profile: DeviceProfile) -> float:
     """Floating-point operations per second that a call reaches."""
-    precision = call_precision(node)
-    name = schema.op_name(node)
-    if "attention" not in name:
+    precision, name = call_precision(node), str(real_call(node)[0])
+    if "scaled_dot_product" not in name:
         return profile.peak_flops(precision)
     queries = next((tensor for tensor in _given(node) if tensor.dim() == _ATTENTION_DIMENSIONS), None)
     if queries is None:

@@ -29,7 +29,7 @@ def batch_of_rows(batch: Any) -> Callable[[int], Arguments]:
     if callable(batch) and not isinstance(batch, torch.Tensor):
         return lambda rows: _arguments(batch(rows))
     example = _arguments(batch)
-    example_rows(example)
+    example_rows(example, "give a function of the number of rows")
     return lambda rows: of_rows(example, rows)
 
 
@@ -41,8 +41,12 @@ def of_rows(example: Arguments, rows: int) -> Arguments:
     return made
 
 
-def example_rows(example: Arguments) -> int:
+def example_rows(example: Arguments, otherwise: str) -> int:
     """The rows of the arguments of a call.
+
+    Args:
+        example: the arguments.
+        otherwise: what to do where they are not clear.
 
     Raises:
         ArgumentError: where the first axes of tensors differ, or there is none.
@@ -52,7 +56,7 @@ def example_rows(example: Arguments) -> int:
         found = ", ".join(map(str, sorted(sizes))) or "none"
         raise ArgumentError(
             f"the first axes of the batch's tensors have the sizes {found}, and it is not clear which are its rows: "
-            "give a function of the number of rows"
+            f"{otherwise}"
         )
     return int(sizes.pop())
 

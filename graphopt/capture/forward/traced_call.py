@@ -161,8 +161,8 @@ def _users_surroundings(traced: _Trace, path: Path, tensors: Sequence[torch.Tens
     """What the user's code sees of torch while it is traced, and what becomes of its questions.
 
     ``assert`` on a tensor's values stays as a check, ``is_compiling()`` answers by the path, what the model asks of
-    values is answered by the example's. In bodies that torch traces by themselves (of ``cond``, ``checkpoint``), the
-    mode that notes tensors is set aside, since there it would be recorded as a part of the body.
+    values is answered by the example's. Where Dynamo traces the body of a ``cond`` or its like, the mode that notes
+    tensors is set aside, since Dynamo knows torch's modes only.
     """
     eager = contextlib.nullcontext() if path == "exported" else _torch.as_in_eager(compiling=path == "compiled")
     with kept_as_checks(), eager, traced.questions.answered(tensors), _torch.set_aside_in_bodies(met):

@@ -135,7 +135,7 @@ class _Model:
     * Whoever touches it needs it: ``run[p(i)] <= alive[i]``.
     * It counts ``size * kept[i]`` in each slot between p(i-1) and p(i), and ``size * alive[i]`` in p(i).
 
-    In each slot the bytes of all values together are at most the budget, and the seconds of what runs again are the
+    In each slot the bytes of all values together are at most the budget, and the seconds of recomputation are the
     fewest. Only ``run`` has to be whole: the smallest ``kept`` and ``alive`` are, then.
 
     ``alive`` has, for each slot, the variables that stand for bytes which are there while it runs, with their sizes in

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from graphopt.ir.words.written_units import counted, format_bytes, format_seconds
+from graphopt.report.console.escape import safe
 from graphopt.report.pictures.chart import (
     LEFT,
     LETTER,
@@ -15,7 +16,6 @@ from graphopt.report.pictures.chart import (
     WIDTH,
     Axis,
     fit,
-    safe,
     stroke,
     svg_text,
 )

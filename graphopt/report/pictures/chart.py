@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import html
 import math
 from dataclasses import dataclass
 
-from graphopt.report.pictures.picture import printable
+from graphopt.report.console.escape import safe
 
 __all__ = [
     "LEFT",
@@ -19,7 +18,6 @@ __all__ = [
     "Axis",
     "anchor_at",
     "fit",
-    "safe",
     "stroke",
     "svg_text",
 ]
@@ -104,11 +102,6 @@ def fit(text: str, letter: float) -> str:
     """Text cut to the width of the plot, by the width of its letters in pixels."""
     room = int((RIGHT - LEFT) / letter)
     return text if len(text) <= room else f"{text[: room - 1]}…"
-
-
-def safe(text: object) -> str:
-    """Text for XML, as content or attribute."""
-    return html.escape(printable(text))
 
 
 def svg_text(x: float, y: float, text: str, kind: str = "", *, anchor: str = "") -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from graphopt.ir.words.written_units import counted, format_bytes, format_seconds
+from graphopt.report.console.escape import safe
 from graphopt.report.pictures.chart import (
     LEFT,
     LETTER,
@@ -18,7 +19,6 @@ from graphopt.report.pictures.chart import (
     Axis,
     anchor_at,
     fit,
-    safe,
     stroke,
     svg_text,
 )

@@ -128,11 +128,6 @@ def advise_capture(
     if global_batch is None:
         return advise_session(captured(example), machine, numerics)
     rows = whole_number("global_batch", global_batch, least=1, of="rows")
-    session = captured(example)
-    if session.optimizer is None:
-        raise ArgumentError(
-            f"global_batch={rows} is of a whole step, whose calls add up gradients: give the optimizer too"
-        )
     if rows % machine.devices:
         raise ArgumentError(
             f"global_batch={rows} is not a multiple of devices={machine.devices}, which all take equally many rows"
@@ -153,18 +148,23 @@ def advise_batch(
     with which something fits. From there, more rows are tried as long as an update gets faster, with the pipelines that
     were best.
     """
-    given = example_rows(example)
+    given = example_rows(
+        example, "global_batch chooses the rows of a call: give an example whose first axes are its rows"
+    )
     counts = [count for count in range(1, rows + 1) if rows % count == 0]  # of rows of a call
 
     def advised(count: int, among: Sequence[Candidate] | None = None) -> Advice:
         session = captured(of_rows(example, count))
+        if session.optimizer is None:
+            raise ArgumentError("global_batch is of a whole step, whose calls add up gradients: give the optimizer too")
         found = advise_session(session, machine, numerics, calls=rows // count, among=among)
         return replace(found, rows=count, calls=rows // count, unconsidered=_UNCONSIDERED[1:])
 
+    nearest = bisect_right(counts, given) - 1  # 1 is among them
     try:
-        best = advised(counts[max(bisect_right(counts, given) - 1, 0)])
+        best = advised(counts[nearest])
     except BudgetError:
-        smaller = [count for count in counts if count < given]
+        smaller = counts[:nearest]
         if not smaller:
             raise
         best = _largest_that_fits(advised, smaller)

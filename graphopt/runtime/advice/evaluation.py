@@ -171,6 +171,6 @@ class Evaluator:
         forms = Counter(tuple((p.name, p.form(Clock(steps))) for p in passes) for steps in _STEPS)
         if len(forms) < 2:
             return predicted_step(rewritten.program, self.cost, self.ranks)
-        joint = rewritten.stages["joint"]
+        joint = rewritten.updating(rewritten.stages["joint"])
         programs = [(rewritten.lower_joint(joint, forms=dict(form)), count) for form, count in forms.items()]
         return mean_step([(predicted_step(program, self.cost, self.ranks), count) for program, count in programs])

@@ -144,10 +144,10 @@ class Rewritten:
         """The program of the next stage, as it is before the passes of that stage."""
         if program.stage == "forward":
             return self.session.lower_forward(program)
-        return self.session.lower_joint(self._updating(program), shards=self._shards(program))
+        return self.session.lower_joint(self.updating(program), shards=self._shards(program))
 
-    def _updating(self, joint: Program) -> Program:
-        """The joint program of the call that updates."""
+    def updating(self, joint: Program) -> Program:
+        """The joint program of the call that updates, with the gradients of those before where there are several."""
         if self.divisor == 1:
             return joint
         return accumulating(joint, self.divisor, self.session.trained(joint))
@@ -205,7 +205,7 @@ class Rewritten:
     def retrace(self) -> None:
         """Trace the optimizer again, after its settings changed."""
         with working(f"tracing the optimizer of {self.session.title} with its other settings"):
-            self.replace(self.lower_joint(self._updating(self.stages["joint"])))
+            self.replace(self.lower_joint(self.updating(self.stages["joint"])))
 
 
 @dataclass(frozen=True)

@@ -254,3 +254,16 @@ def test_calls_on_cuda_are_measured_there(folder: Path) -> None:
     assert torch.cuda.memory_allocated() == allocated
     assert cost_report(program.nodes).seconds == report.seconds
     assert cost.profile_of("cuda").host_bandwidth == cost.link_bandwidth("cuda", "host")
+
+
+@pytest.mark.parametrize(
+    ("measured", "share", "basis"),
+    [
+        (0, 0.0, "the roofline"),
+        (9, 0.0, "measured ops"),
+        (9, 0.25, "measured ops and, for 25%, the roofline"),
+        (9, 1.0, "the roofline"),
+    ],
+)
+def test_a_report_says_what_its_seconds_are_made_of(measured: int, share: float, basis: str) -> None:
+    assert CostReport((1.0,) * 10, measured, 0, 10 - measured, 0, share=share).basis == basis

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import graphopt
-from graphopt import Pipeline, _torch
+from graphopt import Pipeline, Program, _torch
 from graphopt.analysis.allocator.rules import PLAIN
 from graphopt.analysis.costs.profiles import PROFILES, DeviceProfile
 from graphopt.capture.devices.for_device import without_data_for
@@ -21,7 +21,8 @@ from graphopt.errors import ArgumentError
 from graphopt.ir.context import Context, PlanStore
 from graphopt.rewriting.distributed.prediction.predicted_step import predicted_step
 from graphopt.rewriting.memory.fit.budget import BudgetError
-from graphopt.runtime.advice.evaluation import SharedCapture
+from graphopt.runtime.advice.candidate_pipelines import Candidate
+from graphopt.runtime.advice.evaluation import Evaluator, SharedCapture
 from graphopt.runtime.advice.recommendation import Advice
 from graphopt.runtime.programs.rewrite import rewrite
 from tests.support.training import mean_square
@@ -353,8 +354,28 @@ def test_several_calls_take_the_sum_of_their_seconds_and_items() -> None:
     assert 0.5 < advice.step.seconds / (advice.calls * once.step.seconds) < 1.5
 
 
+def test_programs_that_alternate_are_weighed_with_the_gradients_so_far() -> None:
+    """Local SGD lowers a program for each of its forms: each takes the gradients of the calls before, too."""
+    session = SharedCapture(model := Layers(2), (torch.zeros(8, WIDTH),), loss=mean_square, optimizer=adamw(model))
+    lowered: list[Program] = []
+    lower = session.lower_joint
+    session.lower_joint = lambda program, **more: lowered.append(lower(program, **more)) or lowered[-1]  # type: ignore
+    context = Context(device=PROFILE)
+    candidate = Candidate(("data-parallel", "local-sgd{k-steps=8}"))
+    with _torch.ranks_without_network(2, 2):
+        found = Evaluator(session, "step", context, "roofline", 2, 10**9, calls=4)(candidate)
+    assert found.step is not None, found.problem
+    assert len(lowered) > 1
+    assert all(program.inputs_of("gradient") for program in lowered)
+    assert found.step.items == 4 * 8
+
+
 def test_a_batch_that_devices_cannot_share_is_refused() -> None:
     with pytest.raises(ArgumentError, match="global_batch=9 is not a multiple of devices=2"):
         advised(devices=2, global_batch=9)
-    with pytest.raises(ArgumentError, match="global_batch=4 is of a whole step"):
+    with pytest.raises(ArgumentError, match="global_batch is of a whole step"):
         graphopt.advise(Layers(), None, (torch.zeros(2, WIDTH),), cost="roofline", global_batch=4)
+    with pytest.raises(ArgumentError, match="sizes 2, 3, and it is not clear which are its rows: global_batch chooses"):
+        graphopt.advise(
+            model := Layers(), adamw(model), (torch.zeros(2, 1), torch.zeros(3)), cost="roofline", global_batch=4
+        )

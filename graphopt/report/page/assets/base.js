@@ -20,14 +20,6 @@ function brief(value, room) {
   return shown.length > room ? `${shown.slice(0, room - 1)}…` : shown;
 }
 
-/** The end of a visible text, from a part of a path on, in at most `room` characters. */
-function ending(value, room) {
-  const shown = visible(value);
-  if (shown.length <= room) return shown;
-  const end = shown.slice(1 - room);
-  return `…${end.slice(Math.max(end.indexOf("."), 0))}`;
-}
-
 /** An element with attributes and children; texts become text and nothing else. */
 function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);

@@ -178,7 +178,7 @@ class Budget {
     context.fillStyle = ink.kept;
     frontier.peaks.forEach((_, place) => this.dot(context, place, 2.4));
     this.named(context, frontier.chosen, "applied");
-    if (baseline === null) this.named(context, frontier.plain, "baseline");
+    if (baseline === null) this.named(context, frontier.plain, "nothing recomputed");
     else this.baselineMark(context);
     context.fillStyle = context.strokeStyle = ink.ink;
     this.dot(context, this.place, 6);

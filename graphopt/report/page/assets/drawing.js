@@ -248,7 +248,7 @@ class Painter {
     context.fillStyle = ink.dim;
     pen.use(10);
     const second = metrics.inside ? size.slice(3) : `${plural(box.calls, "op")}${size}${count}`;
-    const beside = note && !metrics.inside;
+    const beside = note && (!metrics.inside || second.length * pen.advance + noteWidth < width - 22);
     pen.write(second, x + 19, y + 23.5, width - 22 - (beside ? noteWidth : 0));
     if (!beside) return;
     context.fillStyle = ink.ink;

@@ -350,14 +350,12 @@ class Fitting:
         return peak if self.reserved is None else min(peak, self.frontier.lowest.peak)
 
     def _tried(self) -> list[_Choice]:
-        """The plans that are looked at as programs: all, or some that are evenly apart where each takes a replay.
-
-        Those that move values are chosen from by themselves: copies come and go, and leave more unused.
-        """
+        """The plans looked at as programs: all, or some evenly apart where each takes a replay."""
         choices = self._choices()
         if self.reserved is None:
             return choices
         step = int(_STEP * self.memory.peak_bytes)
+        # Chosen from by themselves: copies come and go, and leave more unused.
         moved = [choice for choice in choices if isinstance(choice.plan, Moved)]
         others = [choice for choice in choices if not isinstance(choice.plan, Moved)]
         return [*_spread(_trade_off(others), step), *_spread(_trade_off(moved), step)]
